@@ -1,0 +1,626 @@
+"""Supervised fine-tuning (SFT) of a causal language model: maximum likelihood of the completions.
+
+Loss: mean over the labelled tokens of the global batch of -log p(token | tokens before it): `token_nll`.
+
+How this differs from other implementations:
+- The sum of token losses is divided by the number of labelled tokens of the whole batch, over micro-batches and
+  processes, so neither changes the result. A mean of micro-batch means would weigh short rows more.
+- The end token is appended, trained and scored, also where it doubles as padding: masks come from lengths.
+- Data order, schedule and evaluation samples are functions of (seed, step, row): a killed run continues exactly.
+
+Rows: {"text"} (loss on every token) or {"prompt", "completion"} (loss on the completion).
+
+    python algos/sft.py                                            # random walks, one CPU, under a minute
+    accelerate launch algos/sft.py --model gpt2 --dataset my.jsonl --eval-dataset None --metric None --lr 2e-5
+    torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/name:train --max-length 2048 ...
+
+Dimension key: B rows, T tokens of a row, Q query (prompt) tokens, R response tokens, V vocabulary.
+"""
+
+import inspect
+import json
+import math
+import os
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from common.checkpoint import InputError, build, cli, export, load_function, pack, spec_path, stop_if, unpack
+from common.logging import Run, on_main, visible
+from common.seeding import fast_cpu_matmul, seed_libraries, set_threads, stream_rows, uniforms
+
+TASK = "benchmarks/tasks/randomwalks.py"
+
+
+@dataclass
+class Args:
+    """Supervised fine-tuning of a causal language model."""
+
+    # ---- run
+    run_dir: str | None = None
+    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: int | None = None
+    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    save_every: int = 100
+    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    eval_every: int = 100
+    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    check: bool = False
+    """Validate flags, data, model and functions, print the summary, and exit."""
+
+    # ---- model and data
+    model: str = f"{TASK}:untrained_model"
+    """Hub id, directory, or file.py:function that returns one; from Python also a model."""
+    tokenizer: str | None = None
+    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the weights (and so of the optimizer state)."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a hub repository."""
+    attn_implementation: str = "auto"
+    """Attention of transformers; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    dataset: str = f"{TASK}:completions:split=train"
+    """Training rows: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python also a list."""
+    eval_dataset: str | None = f"{TASK}:completions:split=test"
+    """Rows for evaluation, in the forms of --dataset."""
+    eval_prompts: str | None = f"{TASK}:eval_prompts"
+    """Rows with a prompt to sample from at evaluation (needs --metric); default: those of --eval-dataset."""
+    metric: str | None = f"{TASK}:metric"
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; from Python also a function."""
+    max_length: int = 1024
+    """Tokens of a row; longer rows are cut at the end and counted."""
+    completion_only_loss: bool = True
+    """Train prompt+completion rows on the completion alone."""
+
+    # ---- optimizer
+    lr: float = 1e-3
+    """Peak learning rate of AdamW (2e-5 suits pretrained models)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    lr_final: float = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: int | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: float = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: int = 96
+    """Rows per optimizer step, all processes together."""
+    micro_batch_size: int = 32
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+    epochs: float = 30
+    """Passes over the data; --total-steps wins over it."""
+    total_steps: int | None = None
+    """Optimizer steps; default: from --epochs."""
+
+    # ---- evaluation by sampling
+    max_new_tokens: int = 9
+    """Longest response, in tokens."""
+    eval_temperature: float = 1.0
+    """Sampling temperature of evaluations; 0: greedy."""
+    top_k: int = 0
+    """Evaluations sample from the k likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
+    decode_batch_size: int = 1024
+    """Rows that a process decodes at once; changes memory and speed, never the result."""
+
+    def __post_init__(self):
+        at_least_one = (
+            "keep_checkpoints max_length batch_size micro_batch_size max_new_tokens decode_batch_size".split()
+        )
+        problems = [(name, "at least 1") for name in at_least_one if getattr(self, name) < 1]
+        problems += [(name, "at least 0") for name in ("save_every", "eval_every", "top_k") if getattr(self, name) < 0]
+        problems += [
+            (name, "0 or a positive number") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf
+        ]
+        if not 0 < self.lr < math.inf:
+            problems.append(("lr", "a positive number"))
+        if not 0 < self.top_p <= 1:
+            problems.append(("top_p", "in (0, 1]"))
+        if self.total_steps is None and not 0 < self.epochs < math.inf or (self.total_steps or 1) < 1:
+            problems.append(("epochs" if self.total_steps is None else "total_steps", "positive"))
+        stop_if([f"--{name.replace('_', '-')} {getattr(self, name)} must be {rule}" for name, rule in problems])
+
+
+ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature".split()
+
+
+# ---- Model -----------------------------------------------------------------------------------------------------------
+
+
+def load_model(args, path):
+    """The causal language model and its tokenizer: every weight found and finite, dropout off, padding token set."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    hub = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    try:
+        source = args.tokenizer or getattr(path, "name_or_path", path)
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        model, report = path, {}
+        if isinstance(path, str):
+            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
+            model, report = AutoModelForCausalLM.from_pretrained(path, **hub)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
+                setattr(module, name, 0.0)
+    broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    broken += [f"{name} ({kind})" for kind in ("missing_keys", "mismatched_keys") for name in report.get(kind, ())]
+    problems = [f"--model {path}: {broken[0]} is missing, of another shape or not finite"] if broken else []
+    if tokenizer.eos_token_id is None:
+        problems.append("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        problems.append(f"the tokenizer has {len(tokenizer)} tokens, --model {path} has embeddings for fewer")
+    stop_if(problems)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, tokenizer
+
+
+# ---- Maths -----------------------------------------------------------------------------------------------------------
+
+
+def token_nll(logits, labels):
+    """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
+
+    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t].
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
+
+
+def learning_rate(args, step, total_steps):
+    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return args.lr
+    progress = (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps)
+    progress = min(1.0, progress)
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return args.lr + (args.lr_final - args.lr) * progress
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------------
+
+
+def load_rows(data, flag):
+    """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
+    path, rows = spec_path(data), data
+    if path and path.suffix == ".jsonl":
+        rows = []
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise InputError(f"{flag} {data}:{number} is not valid JSON: {error}") from None
+    elif isinstance(data, str):
+        import datasets
+
+        kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+        name, _, split = data.partition(":")
+        try:
+            if path and path.is_dir():
+                rows = datasets.load_from_disk(str(path))
+            elif kind := kinds.get(Path(data).suffix):
+                rows = datasets.load_dataset(kind, data_files=str(path or data), split="train")
+            else:
+                rows = datasets.load_dataset(name, split=split or "train")
+        except Exception as error:  # the library's errors have no common class
+            raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
+    rows = list(rows)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or row.keys() != rows[0].keys():
+            found = list(row) if isinstance(row, dict) else repr(row)[:60]
+            raise InputError(f"{flag} row {number} is {found}, expected a mapping with the columns of row 1")
+    if not rows:
+        raise InputError(f"{flag} {data} holds no rows")
+    return rows
+
+
+def texts(rows, column, flag):
+    """The strings of a column."""
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get(column), str):
+            value = f"is {row[column]!r:.60}" if column in row else f"is missing among {list(row)}"
+            raise InputError(f"{flag} row {number}: {column!r} must be a string, it {value}")
+    return [row[column] for row in rows]
+
+
+def encode_rows(rows, tokenizer, args, flag):
+    """[(ids, labels)] of the rows that have a label left after the cut to max_length, and counts for the summary.
+
+    Prompt and completion are tokenised together and split at the longest common prefix with the prompt's own tokens,
+    so a merge across the boundary belongs to the completion. The end token is appended once, and never to a row that
+    was cut. The first token has no label, since nothing predicts it.
+    """
+    if "prompt" in rows[0] or "completion" in rows[0]:
+        prompts, completions = texts(rows, "prompt", flag), texts(rows, "completion", flag)
+        encoded = tokenizer([p + c for p, c in zip(prompts, completions, strict=True)])["input_ids"]
+        heads = zip(encoded, tokenizer(prompts)["input_ids"], strict=True)
+        starts = [len(os.path.commonprefix(pair)) * args.completion_only_loss for pair in heads]
+    else:
+        encoded, starts = tokenizer(texts(rows, "text", flag))["input_ids"], [0] * len(rows)
+    eos, examples, truncated = tokenizer.eos_token_id, [], 0
+    for ids, start in zip(encoded, starts, strict=True):
+        ids, start = ids if ids[-1:] == [eos] else [*ids, eos], max(1, start)
+        truncated += len(ids) > args.max_length
+        if len(ids := ids[: args.max_length]) > start:
+            examples.append((ids, [-100] * start + ids[start:]))
+    if not examples:
+        raise InputError(f"{flag}: no row has a label left within --max-length {args.max_length}")
+    dropped = len(rows) - len(examples)
+    return examples, f"{len(rows)} rows, {truncated} cut at the end, {dropped} dropped because no label was left"
+
+
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag):
+    """Token ids of every row's prompt; an empty one becomes the beginning token. limit: the model's positions or None."""
+    queries = tokenizer(texts(rows, "prompt", flag))["input_ids"]
+    for number, ids in enumerate(queries, 1):
+        if not ids and tokenizer.bos_token_id is None:
+            raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
+        ids += [] if ids else [tokenizer.bos_token_id]
+        if limit and len(ids) + max_new_tokens > limit:
+            sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
+            raise InputError(f"{flag} row {number}: a prompt of {sizes}")
+    return queries
+
+
+def collate(examples, pad):
+    """(ids, mask, labels), each (B, T), right-padded to the longest of the examples."""
+    width = max(len(ids) for ids, _ in examples)
+    ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in examples])
+    labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in examples])
+    return ids, torch.arange(width) < torch.tensor([[len(ids)] for ids, _ in examples]), labels
+
+
+def label_logits(model, ids, mask, labels):
+    """Logits (B, K, V) and their labels (B, K): the last K positions, from the first label of the batch on."""
+    first = int((labels != -100).any(0).int().argmax()) if (labels != -100).any() else ids.shape[1] - 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1].long(), "position_ids": positions[:, :-1]}
+    logits = model(**inputs, use_cache=False, logits_to_keep=ids.shape[1] - first).logits
+    return logits, labels[:, first:]
+
+
+# ---- Sampling --------------------------------------------------------------------------------------------------------
+
+
+def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
+    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64; uniforms (B,) in [0, 1).
+
+    temperature 0 is the argmax. The uniform is scaled by the last cumulative value and the search is to the right, so
+    that a token of probability zero is never drawn.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.double() / temperature
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    probs = logits.softmax(-1)
+    if top_p < 1:
+        ranked, order = probs.sort(descending=True, stable=True)
+        drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
+        probs = probs.scatter(1, order, ranked.masked_fill(drop, 0.0))
+    cdf = probs.cumsum(-1)
+    total = cdf[:, -1:]
+    target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True)[:, 0]
+
+
+@torch.no_grad()
+def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0):
+    """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
+
+    uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. Rows that
+    have ended leave the batch and the key-value cache. The model's generation_config is not used.
+    """
+    rows, width = uniforms.shape
+    ids = torch.full((rows, width), pad_id, device=query.device)
+    mask = torch.zeros(rows, width, dtype=torch.bool, device=query.device)
+    alive = torch.arange(rows, device=query.device)
+    tokens, attention, cache = query, query_mask.long(), None
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    for t in range(width):
+        step = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "past_key_values": cache}
+        output = model(**step, use_cache=True, logits_to_keep=1)
+        logits, cache = output.logits[:, -1], output.past_key_values
+        if not logits.amax(-1).isfinite().all():
+            raise FloatingPointError(f"logits are not finite at token {t + 1} of a response")
+        tokens = draw(logits, uniforms[alive, t], temperature, top_k, top_p)
+        ids[alive, t], mask[alive, t] = tokens, True
+        going = (tokens != eos_id).nonzero()[:, 0]
+        if len(going) == 0:
+            break
+        if len(going) < len(alive):
+            cache.batch_select_indices(going)
+            alive, tokens, attention, positions = alive[going], tokens[going], attention[going], positions[going]
+        tokens, positions = tokens[:, None], positions[:, -1:] + 1
+        attention = F.pad(attention, (0, 1), value=1)
+    return ids, mask
+
+
+def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k=0, top_p=1.0):
+    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
+
+    keys: (stream, step); the uniforms of row i are keyed by (seed, stream, step, i). Returns query, query_mask (B, Q)
+    left-padded and response, response_mask (B, R), on every process.
+    """
+    world, rank, pad = accelerator.num_processes, accelerator.process_index, tokenizer.pad_token_id
+    width = max(map(len, queries))
+    query = torch.tensor([[pad] * (width - len(ids)) + ids for ids in queries], device=accelerator.device)
+    lengths = torch.tensor([len(ids) for ids in queries], device=accelerator.device)
+    query_mask = torch.arange(width, device=accelerator.device) >= width - lengths[:, None]
+    share = math.ceil(len(queries) / world)  # the last processes repeat the last row where the rows do not divide
+    local = torch.arange(rank * share, (rank + 1) * share).clamp(max=len(queries) - 1).to(accelerator.device)
+    draws = uniforms(args.seed, *keys, local.tolist(), args.max_new_tokens).to(accelerator.device)
+    response = torch.full((share, args.max_new_tokens), pad, device=accelerator.device)
+    response_mask = torch.zeros_like(response, dtype=torch.bool)
+    for rows in torch.arange(share, device=accelerator.device).split(args.decode_batch_size):
+        inputs = query[local[rows]], query_mask[local[rows]], draws[rows], tokenizer.eos_token_id, pad
+        with accelerator.autocast():
+            response[rows], response_mask[rows] = sample(lm, *inputs, temperature, top_k, top_p)
+    response, response_mask = (accelerator.gather(x)[: len(queries)] for x in (response, response_mask))
+    return query, query_mask, response, response_mask
+
+
+def decode(tokenizer, queries, responses):
+    """Texts of the responses, without special tokens. Decoded behind their queries (all are lists of lists of ids),
+    since many tokenizers drop the space before a first token."""
+    whole = [query + response for query, response in zip(queries, responses, strict=True)]
+    parts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (queries, whole, responses)]
+    return [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
+
+
+def call_function(function, name, tokenizer, rows, outputs, output_ids):
+    """Calls a reward or metric function with keyword lists: samples, prompts, outputs, the rows' other columns and, where
+    it accepts them, tokenizer and output_ids. It gets copies."""
+    prompts = [row["prompt"] for row in rows]
+    values = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
+    values |= {"samples": [p + o for p, o in zip(prompts, outputs, strict=True)], "prompts": prompts}
+    values |= {"outputs": list(outputs), "output_ids": [list(ids) for ids in output_ids], "tokenizer": tokenizer}
+    accepted = inspect.signature(function).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted):
+        values = {p.name: values[p.name] for p in accepted if p.name in values}
+    try:
+        return function(**values)
+    except Exception as error:
+        raise InputError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def call_metric(function, name, tokenizer, rows, outputs, output_ids):
+    """{name: values per row} of a metric function."""
+    columns = call_function(function, name, tokenizer, rows, outputs, output_ids)
+    for key, values in columns.items() if isinstance(columns, dict) else [("all", None)]:
+        good = isinstance(values, list) and len(values) == len(rows)
+        if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
+            raise InputError(f"{name} must return {{name: list of {len(rows)} finite numbers}}; {key!r} is not one")
+    return columns
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate_loss(accelerator, model, examples, args, pad):
+    """Loss, perplexity and accuracy per label of the whole set, the same for any batch size and number of processes."""
+    world, rank = accelerator.num_processes, accelerator.process_index
+    share = math.ceil(len(examples) / world)
+    empty = (examples[0][0], [-100] * len(examples[0][0]))  # every process runs the same number of forwards
+    local = (examples[rank * share : (rank + 1) * share] + [empty] * share)[:share]
+    local.sort(key=lambda example: len(example[0]))
+    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+    for i in range(0, share, args.micro_batch_size):
+        batch = (x.to(accelerator.device) for x in collate(local[i : i + args.micro_batch_size], pad))
+        logits, labels = label_logits(model, *batch)
+        hits = (logits.argmax(-1) == labels).sum()
+        sums += torch.stack([token_nll(logits, labels).double().sum(), hits, (labels != -100).sum()])
+    loss, hits, count = accelerator.reduce(sums).tolist()
+    loss = loss / count
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/accuracy": hits / count}
+
+
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args):
+    """Means of the metrics over sampled responses, and the samples. The uniforms are the same at every evaluation, so
+    that a difference between two of them is the model's."""
+    options = ("eval", 0), args, args.eval_temperature, args.top_k, args.top_p
+    _, _, response, mask = generate(accelerator, lm, tokenizer, queries, *options)
+    output_ids = [ids[keep].tolist() for ids, keep in zip(response, mask, strict=True)]
+    outputs = decode(tokenizer, queries, output_ids)
+    columns = on_main(accelerator, call_metric, metric, args.metric, tokenizer, rows, outputs, output_ids)
+    means = {f"eval/{key}": sum(values) / len(values) for key, values in columns.items()}
+    columns = {"prompt": [row["prompt"] for row in rows], "output": outputs} | columns
+    return means, [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------------
+
+
+def set_attention(lm, args, device, longest):
+    """eager on CPUs for rows of up to 256 tokens, where it beats sdpa; sdpa elsewhere, and in float64, where eager
+    gives NaN for left padding in several families."""
+    eager = device.type == "cpu" and longest <= 256 and args.dtype != "float64"
+    choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
+    try:
+        lm.set_attn_implementation(choice)
+    except (ValueError, ImportError) as error:
+        if args.attn_implementation != "auto":
+            raise InputError(f"--attn-implementation {choice}: {error}") from None
+
+
+def make_optimizer(model, args):
+    """AdamW on what is trainable; weight decay on matrices only."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
+    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+
+
+def main(args):
+    """Trains; returns the newest value of every metric and the run directory."""
+    # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
+    path, metric = build(args.model, "--model"), load_function(args.metric, "--metric")
+    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
+    eval_rows = load_rows(build(args.eval_dataset, "--eval-dataset"), "--eval-dataset") if args.eval_dataset else []
+    prompts = (
+        load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts") if args.eval_prompts else eval_rows
+    )
+    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    world, device = accelerator.num_processes, accelerator.device
+    if accelerator.mixed_precision == "fp16" or args.batch_size % world:
+        problem = f"--batch-size {args.batch_size} must be a multiple of the {world} processes"
+        raise InputError(
+            problem if args.batch_size % world else "fp16 is not offered: use --mixed-precision bf16 or no"
+        )
+    seed_libraries(args.seed, args.deterministic)
+    lm, tokenizer = load_model(args, path)
+    pad, limit = tokenizer.pad_token_id, getattr(lm.config, "max_position_embeddings", None)
+    args.max_length = min(args.max_length, limit or args.max_length)
+    examples, report = encode_rows(rows, tokenizer, args, "--dataset")
+    eval_examples = encode_rows(eval_rows, tokenizer, args, "--eval-dataset")[0] if eval_rows else []
+    queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts") if metric else []
+    total_steps = args.total_steps or math.ceil(args.epochs * len(examples) / args.batch_size)
+
+    # ---- run directory, device, what to continue from
+    run = Run("sft", args, __file__, accelerator)
+    if run.finished:
+        return run.newest_metrics(), run.dir
+    threads = set_threads(run.state["threads"] if run.state else args.threads)
+    set_attention(lm, args, device, max(len(ids) for ids, _ in examples))
+    model = accelerator.prepare(lm)
+    optimizer = make_optimizer(model, args)
+    best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (-math.inf, None)
+    if run.checkpoint:
+        unpack(run.checkpoint, run.state, model, optimizer)
+    lengths = sorted(len(ids) for ids, _ in examples)
+    ids, labels = examples[0]
+    masked = sum(label == -100 for label in labels)
+    run.say(
+        f"sft: {sum(w.numel() for w in lm.parameters()):,} parameters, {args.dtype}, {accelerator.mixed_precision} "
+        f"autocast, {device}, {world} processes x {threads} threads\n"
+        f"data: {report}; tokens of a row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}\n"
+        f"first row, [without loss]: [{visible(tokenizer.decode(ids[:masked]))}]{visible(tokenizer.decode(ids[masked:]))}\n"
+        f"{total_steps} steps x {args.batch_size} rows = {total_steps * args.batch_size / len(examples):.1f} epochs; "
+        f"each step {args.batch_size // world} rows a process, at most {args.micro_batch_size} a forward pass"
+    )
+
+    def evaluate(step):
+        model.eval()
+        metrics = evaluate_loss(accelerator, model, eval_examples, args, pad) if eval_examples else {}
+        if metric:
+            means, table = evaluate_samples(accelerator, lm, tokenizer, prompts, queries, metric, args)
+            metrics |= means
+            run.samples(step, table)
+        return metrics
+
+    if args.check:
+        evaluate(0)
+        run.say("check passed")
+        return {}, None
+    if run.begun == 0 and args.eval_every:
+        run.log(0, evaluate(0))
+
+    # ---- the algorithm
+    for step in range(run.begun + 1, total_steps + 1):
+        begun = time.perf_counter()
+        model.train()
+        # 1. a batch of rows, in keyed random order
+        rows = stream_rows(args.seed, "data", len(examples), (step - 1) * args.batch_size, args.batch_size)
+        batch = [examples[row] for row in rows]
+        count = sum(label != -100 for _, labels in batch for label in labels)  # labelled tokens of all processes
+        local = sorted(batch[accelerator.process_index :: world], key=lambda example: len(example[0]))
+        micro_batches = [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
+        # 2. loss = -1/count sum log p(token | tokens before it), and its gradient
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        for micro_batch in micro_batches:
+            last = micro_batch is micro_batches[-1]
+            with nullcontext() if last else accelerator.no_sync(model):
+                logits, labels = label_logits(model, *(x.to(device) for x in collate(micro_batch, pad)))
+                nll = token_nll(logits, labels).sum() / count
+                accelerator.backward(nll * world)  # data-parallel training averages gradients over the processes
+            loss += nll.detach()
+        # 3. a step of AdamW
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step - 1, total_steps)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        loss = accelerator.reduce(loss)
+        if not (loss.isfinite() and grad_norm.isfinite()):
+            raise FloatingPointError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; rows {rows}; nothing is saved"
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        # 4. evaluate, log, save
+        seconds = time.perf_counter() - begun
+        metrics = {"train/loss": loss.item(), "optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
+        perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": sum(len(ids) for ids, _ in batch) / seconds}
+        if args.eval_every and (step % args.eval_every == 0 or step == total_steps):
+            metrics |= evaluate(step)
+            score = (
+                -metrics["eval/loss"] if eval_examples else next(v for k, v in metrics.items() if k.startswith("eval/"))
+            )
+            if score > best_score:
+                best_score, best_step = score, step
+        run.log(step, metrics, perf)
+        run.status(step, total_steps, f"loss {metrics['train/loss']:.4f} | {seconds:.2f} s")
+        stop = run.stop_requested()
+        if stop or step in (best_step, total_steps) or (args.save_every and step % args.save_every == 0):
+            run.save(step, *pack(model, optimizer, best_score=best_score, best_step=best_step))
+        if stop:
+            run.exit(step)
+
+    # ---- export
+    export(accelerator, lm, tokenizer, run.dir / "hf_model")
+    headline = "eval/loss" if eval_examples else "train/loss"
+    metrics = run.finish(
+        headline, f"{args.model} after supervised fine-tuning", tokenizer.decode(ids[: max(masked, 1)])
+    )
+    accelerator.end_training()
+    return metrics, run.dir
+
+
+if __name__ == "__main__":
+    cli(Args, main)

@@ -1,0 +1,301 @@
+"""Command line and spec strings, checkpoints, export. No pickle: safetensors, JSON and a sha256 manifest."""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import yaml
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+FORMAT = 1  # of checkpoints; a larger number in a file means that it was written by a newer version
+
+
+class InputError(Exception):
+    """Bad input: one sentence that names the flag, or the file and row, and what to do. Exit code 2."""
+
+
+# ---- Command line ----------------------------------------------------------------------------------------------------
+
+
+def cli(args_class, main):
+    """Parses sys.argv into args_class (tyro; --config FILE.yaml is expanded first) and calls main with it."""
+    import tyro
+
+    try:
+        main(tyro.cli(args_class, args=expand_config(sys.argv[1:], args_class)))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def expand_config(argv, args_class):
+    """argv with --config FILE replaced by the flags in it, placed first, so that the command line wins over the file.
+
+    Expanding into argv gives the file tyro's types and error messages (PyYAML alone reads `1e-3` as a string).
+    """
+    at = next((i for i, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)
+    if at is None:
+        return argv
+    path, rest = argv[at].partition("=")[2], argv[at + 1 :]
+    path, rest = (path, rest) if path or not rest else (rest[0], rest[1:])
+    try:
+        node = yaml.compose(Path(path).read_text(), Loader=yaml.SafeLoader)
+        values = yaml.safe_load(Path(path).read_text())
+        keys = [key.value for key, _ in node.value]
+    except (OSError, yaml.YAMLError, AttributeError, ValueError, TypeError) as error:
+        raise InputError(f"--config {path} is not a readable YAML mapping: {' '.join(str(error).split())}") from None
+    fields, flags = [f.name for f in dataclasses.fields(args_class) if f.init], []
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in fields or keys.count(str(key)) > 1:
+            near = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(name, fields, 1) if n != name)
+            raise InputError(f"--config {path}: {'unknown' if name not in fields else 'doubled'} key {key!r}{near}")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return flags + argv[:at] + rest
+
+
+def stop_if(problems):
+    """Raises one InputError for all problems found, so that a user mends a command once."""
+    if problems:
+        raise InputError(
+            problems[0] if len(problems) == 1 else "\n  - ".join([f"{len(problems)} problems:", *problems])
+        )
+
+
+# ---- Spec strings ----------------------------------------------------------------------------------------------------
+
+SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
+
+
+def spec_path(spec):
+    """The file or directory that a spec string names, or None (a hub id, an object). Relative to the working directory,
+    else to the repository, so that the defaults work from any directory."""
+    if not isinstance(spec, str):
+        return None
+    match = SPEC.fullmatch(spec)
+    path = Path(match["path"] if match else spec).expanduser()
+    return next((p for p in (path, ROOT / path) if p.exists()), path if match else None)
+
+
+def load_function(spec, flag):
+    """`path/to/file.py:function[:key=value,...]` -> the function with those keyword arguments. An object is returned as
+    it is. The file is imported under a private name, once."""
+    if not isinstance(spec, str):
+        return spec
+    match = SPEC.fullmatch(spec)
+    if not match:
+        raise InputError(f"{flag} {spec}: expected path/to/file.py:function")
+    path = spec_path(spec).resolve()
+    if not path.is_file():
+        raise InputError(f"{flag} {spec}: there is no file {match['path']}")
+    name = "plainrl_user_" + hashlib.sha256(str(path).encode()).hexdigest()[:16]
+    if name not in sys.modules:
+        module_spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(module_spec)
+        try:
+            module_spec.loader.exec_module(module)
+        except BaseException as error:
+            del sys.modules[name]
+            raise InputError(f"{flag} {spec}: importing {path.name} failed: {type(error).__name__}: {error}") from error
+    function = getattr(sys.modules[name], match["name"], None)
+    if not callable(function):
+        found = [n for n, v in vars(sys.modules[name]).items() if callable(v) and not n.startswith("_")]
+        raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r} (it has {', '.join(found)})")
+    options = dict(option.partition("=")[::2] for option in (match["options"] or "").split(",") if option)
+    return functools.partial(function, **{k: yaml.safe_load(v) for k, v in options.items()}) if options else function
+
+
+def build(spec, flag):
+    """What a spec string stands for where a value and not a function is wanted: `file.py:function` is called, anything
+    else is returned as it is. Call it before Accelerator(): it may train a model in a subprocess."""
+    if not (isinstance(spec, str) and SPEC.fullmatch(spec)):
+        return spec
+    try:
+        return load_function(spec, flag)()
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{flag} {spec}: {type(error).__name__}: {error}") from error
+
+
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def pack(model, optimizer, tensors=None, **state):
+    """(files, state) of a checkpoint. Collective: every rank calls it. tensors: further named tensors.
+
+    Full state dicts come from torch.distributed.checkpoint, so DDP and FSDP2 use the same path. Tied parameters are
+    stored once. An optimizer that has not stepped is left out: reading its state would take a hidden step.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, tied, seen = {}, {}, {}
+    for name, tensor in get_model_state_dict(model, options=options).items():
+        first = seen.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
+        if first == name:
+            weights[name] = tensor.contiguous()
+        else:
+            tied[name] = first
+    files = {"model.safetensors": weights}
+    if optimizer.state:
+        saved = get_optimizer_state_dict(model, optimizer, options=options)
+        moments = {f"{name}//{key}": value for name, entry in saved["state"].items() for key, value in entry.items()}
+        files["optim.safetensors"] = {key: torch.as_tensor(value).contiguous() for key, value in moments.items()}
+        state["optimizer_groups"] = [group["params"] for group in saved["param_groups"]]
+    if tensors:
+        files["extra.safetensors"] = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    return files, {"format": FORMAT, "tied": tied, **state}
+
+
+def unpack(path, state, model, optimizer=None):
+    """Loads what `pack` packed into model and optimizer and returns the further tensors. Collective."""
+    options = StateDictOptions(full_state_dict=True)
+    weights = safetensors.torch.load_file(path / "model.safetensors")
+    weights |= {name: weights[first] for name, first in state["tied"].items()}
+    set_model_state_dict(model, weights, options=options)
+    if optimizer is not None and (path / "optim.safetensors").exists():
+        moments = {}
+        for key, value in safetensors.torch.load_file(path / "optim.safetensors").items():
+            name, _, key = key.partition("//")
+            moments.setdefault(name, {})[key] = value
+        # Hyperparameters stay those of the flags; lr is a function of the step.
+        groups = [{"params": names} for names in state["optimizer_groups"]]
+        set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)
+    extra = path / "extra.safetensors"
+    return safetensors.torch.load_file(extra) if extra.exists() else {}
+
+
+def write_checkpoint(run_dir, step, files, state, keep, protect=()):
+    """Writes checkpoints/step_XXXXXXXX under a temporary name, syncs it, renames it, and only then prunes to the newest
+    `keep` and those whose step is in protect. On an OSError (a full disk) the older checkpoints are untouched."""
+    folder = Path(run_dir) / "checkpoints"
+    final, temporary = folder / f"step_{step:08d}", folder / f".tmp-step_{step:08d}-{os.getpid()}"
+    try:
+        temporary.mkdir(parents=True)
+        for name, tensors in files.items():
+            safetensors.torch.save_file(tensors, temporary / name)
+        (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
+        manifest = {p.name: {"sha256": sha256(p), "bytes": p.stat().st_size} for p in sorted(temporary.iterdir())}
+        (temporary / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
+        for path in [*temporary.iterdir(), temporary]:
+            fsync(path)
+        if final.exists():  # left by a run that was stopped after it, or broken: this one is whole
+            shutil.rmtree(final)
+        temporary.rename(final)
+        fsync(folder)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_*"))
+    for old in set(steps[:-keep]) - set(protect):
+        shutil.rmtree(folder / f"step_{old:08d}")
+    return final
+
+
+def read_checkpoint(path, algo=None):
+    """state.json of a checkpoint whose files all match the manifest; InputError says what is wrong with it."""
+    path = Path(path)
+    try:
+        manifest = json.loads((path / "MANIFEST.json").read_text())
+        for name, entry in manifest.items():
+            if sha256(path / name) != entry["sha256"]:
+                raise InputError(f"checkpoint {path}: {name} does not match its checksum")
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"checkpoint {path} cannot be read: {error}") from error
+    if state["format"] > FORMAT:
+        raise InputError(f"checkpoint {path} was written by a newer version of plainrl: upgrade to read it")
+    if algo and state["algo"] != algo:
+        raise InputError(f"checkpoint {path} is of {state['algo']}.py, this is {algo}.py")
+    return state
+
+
+def newest_checkpoint(run_dir, algo, warn):
+    """(path, state) of the newest whole checkpoint, after a warning for each broken newer one; (None, None) if there is
+    none at all; InputError when all are broken: a run is never silently started again."""
+    folder = Path(run_dir) / "checkpoints"
+    for stale in folder.glob(".tmp-*"):  # of a run that was killed: the caller holds the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    paths = sorted(folder.glob("step_*"), reverse=True)
+    for path in paths:
+        try:
+            return path, read_checkpoint(path, algo)
+        except InputError as error:
+            warn(f"{error}; falling back to the one before")
+    if paths:
+        raise InputError(f"every checkpoint in {folder} is broken: --resume never starts again in a new directory")
+    return None, None
+
+
+def sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- Export ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replacing(directory):
+    """A new directory to write into that takes the place of `directory` when the block ends without an error."""
+    directory = Path(directory)
+    temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            fsync(path)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def export(accelerator, lm, tokenizer, directory, heads=None):
+    """Writes model and tokenizer so that plain transformers loads them, further heads {file name: tensors} beside."""
+    weights = get_model_state_dict(lm, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if accelerator.is_main_process:
+        with replacing(directory) as temporary:
+            lm.save_pretrained(temporary, state_dict=weights)
+            tokenizer.save_pretrained(temporary)
+            for name, tensors in (heads or {}).items():
+                safetensors.torch.save_file(tensors, temporary / name)
+    accelerator.wait_for_everyone()
+
+
+def write_text(path, text):
+    """Writes a file whole or not at all."""
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)

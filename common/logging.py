@@ -1,0 +1,359 @@
+"""Run directory, metrics, progress. Only rank 0 writes; the run directory is the truth, trackers are mirrors."""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import yaml
+from accelerate.tracking import filter_trackers
+from accelerate.utils import broadcast_object_list
+
+from common import checkpoint as ckpt
+from common.checkpoint import InputError
+
+# Flags that leave the result as it is (to rounding): they may differ when a run is continued.
+NEUTRAL = """run_dir resume threads save_every keep_checkpoints track wandb_project push_to_hub check
+micro_batch_size decode_batch_size""".split()
+_locks = {}  # run directory -> open lock file: a second main() in one process takes over from a failed one
+
+
+def on_main(accelerator, function, *args):
+    """function(*args) on rank 0; its result, or its error, on every rank, so that no rank waits for a failed one."""
+    if accelerator.num_processes == 1:
+        return function(*args)
+    box = [None, None]
+    if accelerator.is_main_process:
+        try:
+            box[0] = function(*args)
+        except Exception as error:
+            box[1] = (InputError if isinstance(error, InputError) else RuntimeError, str(error) or repr(error))
+    broadcast_object_list(box)
+    if box[1]:
+        raise box[1][0](box[1][1])
+    return box[0]
+
+
+def visible(text):
+    """text with control characters, escape sequences and lone surrogates written out, safe to print."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def sparkline(values, width=40):
+    """The values as a line of eight block heights, thinned to at most `width`."""
+    values = values[:: math.ceil(len(values) / width) or 1]
+    low, high = min(values, default=0), max(values, default=0)
+    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (v - low) / (high - low or 1))] for v in values)
+
+
+# ---- Identity --------------------------------------------------------------------------------------------------------
+
+
+def describe(value):
+    """A JSON value that is equal for two flags that mean the same: the value itself, or a digest of an object."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(v, bool | int | float | str) for v in value):
+        return list(value)
+    kind, text = type(value).__name__, repr(getattr(value, "name_or_path", value))
+    if isinstance(value, torch.nn.Module):
+        text = str([(k, t.double().sum().item(), t.double().norm().item()) for k, t in value.state_dict().items()])
+    elif isinstance(value, functools.partial):
+        text = str([describe(value.func), value.args, value.keywords])
+    elif callable(value) and hasattr(value, "__qualname__"):
+        kind = text = f"{value.__module__}.{value.__qualname__}"
+        with contextlib.suppress(OSError, TypeError):
+            text = inspect.getsource(value)
+    elif not hasattr(value, "name_or_path"):
+        text = json.dumps(list(value), default=str)
+    return f"<{kind} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+
+
+def identity(algo, args, script):
+    """What decides the result (flags, the script's bytes, the files that spec strings name) and a hash of it."""
+    flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
+    files = {"script": ckpt.sha256(script)}
+    for name in flags:
+        path = ckpt.spec_path(getattr(args, name))
+        if path and path.exists():
+            paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+            files[name] = hashlib.sha256("".join(map(ckpt.sha256, paths)).encode()).hexdigest()
+    if args.resume not in ("auto", "never"):
+        files["resume"] = str(Path(args.resume).resolve())
+    digest = hashlib.sha256(json.dumps([algo, flags, files], sort_keys=True).encode()).hexdigest()[:8]
+    return {"algo": algo, "hash": digest, "flags": flags, "files": files}
+
+
+def differences(old, new):
+    """One line for each flag or file in which two identities differ."""
+    old, new = json.loads(json.dumps([old, new]))
+    both = [(name, old["flags"].get(name), new["flags"].get(name)) for name in old["flags"] | new["flags"]]
+    lines = [f"--{name.replace('_', '-')}: was {was}, is {now}" for name, was, now in both if was != now]
+    changed = [name for name in old["files"] | new["files"] if old["files"].get(name) != new["files"].get(name)]
+    return lines + [f"{'the script' if name == 'script' else f'the file of --{name}'} has changed" for name in changed]
+
+
+def environment(accelerator):
+    """Versions and hardware: an allow-list, never os.environ."""
+    versions = {"python": platform.python_version()}
+    for name in "torch transformers accelerate tokenizers safetensors numpy datasets peft diffusers".split():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    commit, device = "", platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        command = "git describe --always --dirty --exclude=* --abbrev=40".split()
+        commit = subprocess.run(command, cwd=ckpt.ROOT, capture_output=True, text=True).stdout.strip()
+        device = next(x.partition(":")[2].strip() for x in open("/proc/cpuinfo") if x.startswith("model name"))
+    if accelerator.device.type == "cuda":
+        device = torch.cuda.get_device_name()
+    layout = {"processes": accelerator.num_processes, "threads": torch.get_num_threads()}
+    return {"command": shlex.join(sys.argv), "commit": commit, "device": device, **layout, "versions": versions}
+
+
+# ---- Run -------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One run directory. dir: its path (None with --check); checkpoint, state: what to continue from, or None;
+    finished: it is complete and there is nothing to do."""
+
+    def __init__(self, algo, args, script, accelerator):
+        self.accelerator, self.args, self.main = accelerator, args, accelerator.is_main_process
+        self.identity = identity(algo, args, script)
+        self.bar = self.signal = self.mirror = None
+        self.start, self.last_line = time.monotonic(), 0.0
+        found = (None, None, None, False) if args.check else on_main(accelerator, self._claim)
+        self.dir, self.checkpoint, self.state, self.finished = found
+        self.begun = self.state["step"] if self.state else 0
+        if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_signal)
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def _claim(self):
+        args, new = self.args, self.identity
+        folder = Path(args.run_dir or f"runs/{new['algo']}-{new['hash']}")
+        if args.resume == "never" and folder.exists():
+            names = (folder.with_name(f"{folder.name}-{n}") for n in range(2, 10**6))
+            folder = next(name for name in names if not name.exists())
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = open(folder / ".lock", "a+")
+        except (OSError, ValueError) as error:
+            raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from error
+        if folder.resolve() in _locks:
+            _locks.pop(folder.resolve()).close()
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise InputError(f"{folder} is locked by the running process {lock.read()}: end that one first") from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()} on {platform.node()}")
+        lock.flush()
+        _locks[folder.resolve()] = lock
+        old = json.loads((folder / "env.json").read_text()) if (folder / "env.json").exists() else None
+        if old is None and any(p.name != ".lock" for p in folder.iterdir()):
+            raise InputError(f"--run-dir {folder} holds files but no run: choose another name")
+        explicit, same = args.resume not in ("auto", "never"), bool(old) and old["hash"] == new["hash"]
+        path = state = None
+        if old and not same and not explicit:
+            hint = f"choose another --run-dir, or continue it as it now is with --resume {folder}/checkpoints/step_..."
+            lines = "\n  ".join(differences(old, new))
+            raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
+        if same and (folder / "README.md").exists():
+            self.say(f"{folder} is finished, its model is in {folder}/hf_model; --resume never repeats the run")
+            return folder, None, None, True
+        if explicit and not (same and any((folder / "checkpoints").glob("step_*"))):
+            path, state = Path(args.resume), ckpt.read_checkpoint(args.resume, new["algo"])
+            origin = path.resolve().parents[1] / "env.json"
+            lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
+            self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
+            for later in (folder / "checkpoints").glob("step_*"):  # this directory goes back to that checkpoint
+                if later.resolve() > path.resolve():
+                    shutil.rmtree(later)
+        elif same:
+            path, state = ckpt.newest_checkpoint(folder, new["algo"], self.say)
+            self.say(f"continuing {folder} from step {state['step'] if state else 0}")
+        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # what came after the checkpoint comes again
+            keep_lines(folder / name, state["step"] if state else -1)
+        if not same:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / "README.md").unlink()
+            ckpt.write_text(folder / "config.yaml", yaml.safe_dump(new["flags"], sort_keys=False, allow_unicode=True))
+            ckpt.write_text(folder / "env.json", json.dumps(new | environment(self.accelerator), indent=1))
+        return folder, path, state, False
+
+    # -- signals
+
+    def _on_signal(self, number, frame):
+        self.signal = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
+
+    def stop_requested(self):
+        """Whether any rank has had SIGTERM or SIGINT. Collective; called once a step, never inside one."""
+        flag = self.accelerator.reduce(torch.tensor(self.signal or 0, device=self.accelerator.device))
+        self.signal = self.signal or (signal.SIGTERM if flag.item() else None)
+        return bool(self.signal)
+
+    def exit(self, step):
+        """Ends the process with 143 (SIGTERM) or 130 (SIGINT) after the state has been saved at this step."""
+        self.close()
+        self.say(f"stopped after step {step}, which is saved; to continue: {shlex.join([sys.executable, *sys.argv])}")
+        raise SystemExit(128 + self.signal)
+
+    def close(self):
+        if self.bar:
+            self.bar.close()
+            self.bar = None
+        if self.dir and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.dir and self.main and self.dir.resolve() in _locks:
+            _locks.pop(self.dir.resolve()).close()
+
+    # -- output
+
+    def say(self, text):
+        if self.main:
+            self.bar.write(text) if self.bar else print(text, flush=True)
+
+    def append(self, name, *records):
+        with open(self.dir / name, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+
+    def log(self, step, metrics, perf=None):
+        """One line of metrics.jsonl (bitwise reproducible; null for what is not finite) and one of perf.jsonl."""
+        if self.main:
+            metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+            self.append("metrics.jsonl", {"step": step, **metrics})
+            if perf:
+                self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
+            self._mirror(step, {k: v for k, v in (metrics | (perf or {})).items() if v is not None})
+
+    def _mirror(self, step, metrics):
+        """To wandb or tensorboard through accelerate. They may fail; training goes on."""
+        if self.args.track == "off" or self.mirror is False:
+            return
+        try:
+            if self.mirror is None:
+                name = f"{self.dir.resolve().name}-{self.identity['hash']}"
+                wandb = {"id": name, "name": self.dir.name, "resume": "allow", "dir": str(self.dir)}
+                self.accelerator.log_with = filter_trackers([self.args.track], self.dir)
+                flags = {
+                    k: v if isinstance(v, int | float | str) else str(v) for k, v in self.identity["flags"].items()
+                }
+                self.accelerator.init_trackers(self.args.wandb_project, flags, {"wandb": wandb})
+                self.mirror = True
+            self.accelerator.log(metrics, step=step)
+        except Exception as error:
+            self.mirror = False
+            self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
+
+    def samples(self, step, rows, show=3):
+        """Generated samples, dicts of equal keys: all to samples.jsonl, the first few as a table on the terminal."""
+        if not self.main:
+            return
+        from rich import box, console, table, text
+
+        self.append("samples.jsonl", *({"step": step, **row} for row in rows))
+        grid = table.Table(*rows[0], box=box.SIMPLE_HEAD, title=f"samples at step {step}", title_justify="left")
+        for row in rows[:show]:
+            cells = [f"{v:.3g}" if isinstance(v, float) else visible(str(v)) for v in row.values()]
+            grid.add_row(*(text.Text(c if len(c) < 200 else c[:200] + "...") for c in cells))
+        screen = console.Console(width=min(120, shutil.get_terminal_size().columns))
+        with screen.capture() as captured:
+            screen.print(grid)
+        self.say(captured.get().rstrip())
+
+    def status(self, step, total, text):
+        """A bar on a terminal; elsewhere a line at most every 5 s, and one for the last step."""
+        if self.main and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = self.bar or tqdm(total=total, initial=self.begun, dynamic_ncols=True)
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif time.monotonic() - self.last_line > 5 or step >= total:
+            self.last_line = time.monotonic()
+            eta = (self.last_line - self.start) / max(1, step - self.begun) * (total - step)
+            self.say(f"{step}/{total} | {text} | eta {eta:.0f} s")
+
+    # -- saving
+
+    def save(self, step, files, state):
+        """Writes a checkpoint. A full disk is a warning: older checkpoints are intact, the next save tries again."""
+
+        def write():
+            full = {"algo": self.identity["algo"], "threads": torch.get_num_threads(), **state}
+            try:
+                ckpt.write_checkpoint(self.dir, step, files, full, self.args.keep_checkpoints, {state.get("best_step")})
+            except OSError as error:
+                self.say(f"warning: no checkpoint was written at step {step} ({error}); older ones are intact")
+
+        on_main(self.accelerator, write)
+
+    def finish(self, headline, title, prompt):
+        """Prints the last lines and writes the model card with the curve of the headline metric, which marks the run as
+        finished. prompt: for the example of use. Returns the newest value of every metric."""
+        metrics = on_main(self.accelerator, self._finish, headline, title, prompt)
+        self.close()
+        return metrics
+
+    def newest_metrics(self):
+        """The newest value of every metric in metrics.jsonl, on every process."""
+        return on_main(self.accelerator, self._newest)
+
+    def _newest(self):
+        return functools.reduce(dict.__or__, map(json.loads, open(self.dir / "metrics.jsonl")), {})
+
+    def _finish(self, headline, title, prompt):
+        records = [json.loads(line) for line in open(self.dir / "metrics.jsonl")]
+        metrics = self._newest()
+        curve = [(record["step"], record[headline]) for record in records if record.get(headline) is not None]
+        with contextlib.suppress(ImportError):
+            from matplotlib.figure import Figure
+
+            axes = (figure := Figure(figsize=(6, 3), layout="constrained")).subplots()
+            axes.plot([x for x, _ in curve], [y for _, y in curve], marker=".")
+            axes.set(xlabel="optimizer step", ylabel=headline)
+            figure.savefig(self.dir / "curve.png", dpi=100)
+        env, folder = json.loads((self.dir / "env.json").read_text()), str(self.dir / "hf_model")
+        usage = (
+            f"from transformers import pipeline; generate = pipeline('text-generation', {folder!r})\n"
+            f"print(generate({prompt!r}, max_new_tokens=20))"
+        )
+        rows = "\n".join(f"| {k} | {v} |" for k, v in sorted(metrics.items()))
+        card = (
+            f"---\nlibrary_name: transformers\ntags: [plainrl, {env['algo']}]\n---\n# {title}\n\n![curve](curve.png)\n\n"
+            f"```python\n{usage}\n```\n\n| metric | last value |\n|---|---|\n{rows}\n\n```\n{env['command']}\n```\n\n"
+            f"Commit {env['commit']}; {', '.join(f'{k} {v}' for k, v in env['versions'].items())}; {env['device']}.\n"
+        )
+        self.close()
+        if curve:
+            self.say(f"\n{headline} {sparkline([y for _, y in curve])} {curve[0][1]:.3g} -> {curve[-1][1]:.3g}")
+        self.say(f"\n{usage}\n\ncard {self.dir}/README.md | picture {self.dir}/curve.png | model {self.dir}/hf_model")
+        ckpt.write_text(self.dir / "README.md", card)
+        return metrics
+
+
+def keep_lines(path, step):
+    """Keeps the lines of a JSONL file up to a step; a last line that a kill tore is dropped."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("}\n")]
+        ckpt.write_text(path, "".join(line for line in whole if json.loads(line)["step"] <= step))

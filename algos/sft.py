@@ -34,10 +34,21 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from common.checkpoint import InputError, build, cli, export, load_function, pack, spec_path, stop_if, unpack
+from common.checkpoint import (
+    InputError,
+    build,
+    cli,
+    export,
+    load_function,
+    pack,
+    read_checkpoint,
+    spec_path,
+    stop_if,
+    unpack,
+)
 from common.logging import Run, on_main, visible
 from common.seeding import fast_cpu_matmul, seed_libraries, set_threads, stream_rows, uniforms
 
@@ -90,7 +101,7 @@ class Args:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     dataset: str = f"{TASK}:completions:split=train"
-    """Training rows: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python also a list."""
+    """Training rows: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = f"{TASK}:completions:split=test"
     """Rows for evaluation, in the forms of --dataset."""
     eval_prompts: str | None = f"{TASK}:eval_prompts"
@@ -270,8 +281,8 @@ def texts(rows, column, flag):
     return [row[column] for row in rows]
 
 
-def encode_rows(rows, tokenizer, args, flag):
-    """[(ids, labels)] of the rows that have a label left after the cut to max_length, and counts for the summary.
+def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
+    """[(ids, labels)] of the rows that have a label left after the cut to max_length, and a report for the summary.
 
     Prompt and completion are tokenised together and split at the longest common prefix with the prompt's own tokens,
     so a merge across the boundary belongs to the completion. The end token is appended once, and never to a row that
@@ -281,32 +292,40 @@ def encode_rows(rows, tokenizer, args, flag):
         prompts, completions = texts(rows, "prompt", flag), texts(rows, "completion", flag)
         encoded = tokenizer([p + c for p, c in zip(prompts, completions, strict=True)])["input_ids"]
         heads = zip(encoded, tokenizer(prompts)["input_ids"], strict=True)
-        starts = [len(os.path.commonprefix(pair)) * args.completion_only_loss for pair in heads]
+        starts = [len(os.path.commonprefix(pair)) * completion_only_loss for pair in heads]
     else:
         encoded, starts = tokenizer(texts(rows, "text", flag))["input_ids"], [0] * len(rows)
     eos, examples, truncated = tokenizer.eos_token_id, [], 0
     for ids, start in zip(encoded, starts, strict=True):
         ids, start = ids if ids[-1:] == [eos] else [*ids, eos], max(1, start)
-        truncated += len(ids) > args.max_length
-        if len(ids := ids[: args.max_length]) > start:
+        truncated += len(ids) > max_length
+        if len(ids := ids[:max_length]) > start:
             examples.append((ids, [-100] * start + ids[start:]))
     if not examples:
-        raise InputError(f"{flag}: no row has a label left within --max-length {args.max_length}")
+        raise InputError(f"{flag}: no row has a label left within --max-length {max_length}")
     dropped = len(rows) - len(examples)
     return examples, f"{len(rows)} rows, {truncated} cut at the end, {dropped} dropped because no label was left"
 
 
-def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag):
-    """Token ids of every row's prompt; an empty one becomes the beginning token. limit: the model's positions or None."""
-    queries = tokenizer(texts(rows, "prompt", flag))["input_ids"]
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
+    """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
+
+    An empty prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose
+    response would not fit is an error.
+    """
+    queries, kept = tokenizer(texts(rows, "prompt", flag))["input_ids"], []
     for number, ids in enumerate(queries, 1):
         if not ids and tokenizer.bos_token_id is None:
             raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
         ids += [] if ids else [tokenizer.bos_token_id]
-        if limit and len(ids) + max_new_tokens > limit:
-            sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-            raise InputError(f"{flag} row {number}: a prompt of {sizes}")
-    return queries
+        if max_length is None or len(ids) <= max_length:
+            kept.append(number - 1)
+            if limit and len(ids) + max_new_tokens > limit:
+                sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
+                raise InputError(f"{flag} row {number}: a prompt of {sizes}")
+    if not kept:
+        raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
+    return [rows[i] for i in kept], [queries[i] for i in kept]
 
 
 def collate(examples, pad):
@@ -330,7 +349,7 @@ def label_logits(model, ids, mask, labels):
 
 
 def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
-    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64; uniforms (B,) in [0, 1).
+    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64; uniforms (B,).
 
     temperature 0 is the argmax. The uniform is scaled by the last cumulative value and the search is to the right, so
     that a token of probability zero is never drawn.
@@ -416,8 +435,8 @@ def decode(tokenizer, queries, responses):
 
 
 def call_function(function, name, tokenizer, rows, outputs, output_ids):
-    """Calls a reward or metric function with keyword lists: samples, prompts, outputs, the rows' other columns and, where
-    it accepts them, tokenizer and output_ids. It gets copies."""
+    """Calls a reward or metric function with keyword lists: samples, prompts, outputs, the rows' other columns, and
+    tokenizer and output_ids; without **columns it gets those that it names. It gets copies."""
     prompts = [row["prompt"] for row in rows]
     values = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
     values |= {"samples": [p + o for p, o in zip(prompts, outputs, strict=True)], "prompts": prompts}
@@ -463,14 +482,14 @@ def evaluate_loss(accelerator, model, examples, args, pad):
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/accuracy": hits / count}
 
 
-def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args):
-    """Means of the metrics over sampled responses, and the samples. The uniforms are the same at every evaluation, so
-    that a difference between two of them is the model's."""
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
+    """Means of what score(rows, outputs, output_ids) -> {name: values per row} says of sampled responses, and the
+    samples. The uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
     options = ("eval", 0), args, args.eval_temperature, args.top_k, args.top_p
     _, _, response, mask = generate(accelerator, lm, tokenizer, queries, *options)
     output_ids = [ids[keep].tolist() for ids, keep in zip(response, mask, strict=True)]
     outputs = decode(tokenizer, queries, output_ids)
-    columns = on_main(accelerator, call_metric, metric, args.metric, tokenizer, rows, outputs, output_ids)
+    columns = on_main(accelerator, score, rows, outputs, output_ids)
     means = {f"eval/{key}": sum(values) / len(values) for key, values in columns.items()}
     columns = {"prompt": [row["prompt"] for row in rows], "output": outputs} | columns
     return means, [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -480,9 +499,9 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args):
 
 
 def set_attention(lm, args, device, longest):
-    """eager on CPUs for rows of up to 256 tokens, where it beats sdpa; sdpa elsewhere, and in float64, where eager
-    gives NaN for left padding in several families."""
-    eager = device.type == "cpu" and longest <= 256 and args.dtype != "float64"
+    """On CPUs: fast matrix products, and eager attention for rows of up to 256 tokens, where it beats sdpa (not in
+    float64, where it gives NaN for left padding in several families); elsewhere sdpa."""
+    eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
     choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
     try:
         lm.set_attn_implementation(choice)
@@ -502,7 +521,7 @@ def make_optimizer(model, args):
 def main(args):
     """Trains; returns the newest value of every metric and the run directory."""
     # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
-    path, metric = build(args.model, "--model"), load_function(args.metric, "--metric")
+    path, metric = build(args.model, "--model"), load_function(args.metric, "--metric") if args.metric else None
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_rows = load_rows(build(args.eval_dataset, "--eval-dataset"), "--eval-dataset") if args.eval_dataset else []
     prompts = (
@@ -513,15 +532,15 @@ def main(args):
     if accelerator.mixed_precision == "fp16" or args.batch_size % world:
         problem = f"--batch-size {args.batch_size} must be a multiple of the {world} processes"
         raise InputError(
-            problem if args.batch_size % world else "fp16 is not offered: use --mixed-precision bf16 or no"
+            problem if args.batch_size % world else "use --mixed-precision bf16 or no: fp16 is not offered"
         )
     seed_libraries(args.seed, args.deterministic)
     lm, tokenizer = load_model(args, path)
     pad, limit = tokenizer.pad_token_id, getattr(lm.config, "max_position_embeddings", None)
-    args.max_length = min(args.max_length, limit or args.max_length)
-    examples, report = encode_rows(rows, tokenizer, args, "--dataset")
-    eval_examples = encode_rows(eval_rows, tokenizer, args, "--eval-dataset")[0] if eval_rows else []
-    queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts") if metric else []
+    encoding = tokenizer, min(args.max_length, limit or args.max_length), args.completion_only_loss
+    examples, report = encode_rows(rows, *encoding, "--dataset")
+    eval_examples = encode_rows(eval_rows, *encoding, "--eval-dataset")[0] if eval_rows else []
+    queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")[1] if metric else []
     total_steps = args.total_steps or math.ceil(args.epochs * len(examples) / args.batch_size)
 
     # ---- run directory, device, what to continue from
@@ -532,35 +551,39 @@ def main(args):
     set_attention(lm, args, device, max(len(ids) for ids, _ in examples))
     model = accelerator.prepare(lm)
     optimizer = make_optimizer(model, args)
-    best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (-math.inf, None)
+    best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
         unpack(run.checkpoint, run.state, model, optimizer)
-    lengths = sorted(len(ids) for ids, _ in examples)
-    ids, labels = examples[0]
-    masked = sum(label == -100 for label in labels)
+    eval_every = args.eval_every if eval_examples or metric else 0
+    lengths, (ids, labels) = sorted(len(ids) for ids, _ in examples), examples[0]
+    masked = labels.count(-100)
+    first, rest = visible(tokenizer.decode(ids[:masked])), visible(tokenizer.decode(ids[masked:]))
     run.say(
         f"sft: {sum(w.numel() for w in lm.parameters()):,} parameters, {args.dtype}, {accelerator.mixed_precision} "
         f"autocast, {device}, {world} processes x {threads} threads\n"
         f"data: {report}; tokens of a row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}\n"
-        f"first row, [without loss]: [{visible(tokenizer.decode(ids[:masked]))}]{visible(tokenizer.decode(ids[masked:]))}\n"
+        f"first row, [without loss]: [{first[:400]}]{rest[:400]}\n"
         f"{total_steps} steps x {args.batch_size} rows = {total_steps * args.batch_size / len(examples):.1f} epochs; "
         f"each step {args.batch_size // world} rows a process, at most {args.micro_batch_size} a forward pass"
     )
+
+    def score(rows, outputs, output_ids):
+        return call_metric(metric, args.metric, tokenizer, rows, outputs, output_ids)
 
     def evaluate(step):
         model.eval()
         metrics = evaluate_loss(accelerator, model, eval_examples, args, pad) if eval_examples else {}
         if metric:
-            means, table = evaluate_samples(accelerator, lm, tokenizer, prompts, queries, metric, args)
+            means, samples = evaluate_samples(accelerator, lm, tokenizer, prompts, queries, score, args)
             metrics |= means
-            run.samples(step, table)
+            run.samples(step, samples)
         return metrics
 
     if args.check:
         evaluate(0)
         run.say("check passed")
         return {}, None
-    if run.begun == 0 and args.eval_every:
+    if run.begun == 0 and eval_every:
         run.log(0, evaluate(0))
 
     # ---- the algorithm
@@ -588,22 +611,19 @@ def main(args):
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         loss = accelerator.reduce(loss)
         if not (loss.isfinite() and grad_norm.isfinite()):
-            raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}; rows {rows}; nothing is saved"
-            )
+            bad = f"step {step}: loss {loss}, gradient norm {grad_norm}, rows {rows}"
+            raise FloatingPointError(f"{bad}; the last checkpoint is intact")
         optimizer.step()
         optimizer.zero_grad()
         # 4. evaluate, log, save
         seconds = time.perf_counter() - begun
         metrics = {"train/loss": loss.item(), "optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
         perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": sum(len(ids) for ids, _ in batch) / seconds}
-        if args.eval_every and (step % args.eval_every == 0 or step == total_steps):
+        if eval_every and (step % eval_every == 0 or step == total_steps):
             metrics |= evaluate(step)
-            score = (
-                -metrics["eval/loss"] if eval_examples else next(v for k, v in metrics.items() if k.startswith("eval/"))
-            )
-            if score > best_score:
-                best_score, best_step = score, step
+            new_score = -metrics["eval/loss"] if eval_examples else next(v for k, v in metrics.items() if "eval/" in k)
+            if best_score is None or new_score > best_score:
+                best_score, best_step = new_score, step
         run.log(step, metrics, perf)
         run.status(step, total_steps, f"loss {metrics['train/loss']:.4f} | {seconds:.2f} s")
         stop = run.stop_requested()
@@ -614,10 +634,12 @@ def main(args):
 
     # ---- export
     export(accelerator, lm, tokenizer, run.dir / "hf_model")
+    best = run.dir / f"checkpoints/step_{best_step or 0:08d}"
+    if best_step != total_steps and best.exists():  # the best by evaluation, beside the last
+        unpack(best, read_checkpoint(best), model)
+        export(accelerator, lm, tokenizer, run.dir / "hf_model_best")
     headline = "eval/loss" if eval_examples else "train/loss"
-    metrics = run.finish(
-        headline, f"{args.model} after supervised fine-tuning", tokenizer.decode(ids[: max(masked, 1)])
-    )
+    metrics = run.finish(headline, f"{args.model} after SFT on {args.dataset}", tokenizer.decode(ids[: max(masked, 1)]))
     accelerator.end_training()
     return metrics, run.dir
 

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import traceback
 from pathlib import Path
 
 import safetensors.torch
@@ -42,6 +43,8 @@ def cli(args_class, main):
     try:
         main(tyro.cli(args_class, args=expand_config(sys.argv[1:], args_class)))
     except InputError as error:
+        if error.__cause__ is not None:  # the user's own code failed: where
+            traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -100,7 +103,7 @@ def spec_path(spec):
 
 def load_function(spec, flag):
     """`path/to/file.py:function[:key=value,...]` -> the function with those keyword arguments. An object is returned as
-    it is. The file is imported under a private name, once."""
+    it is. The file is imported once, under a private name."""
     if not isinstance(spec, str):
         return spec
     match = SPEC.fullmatch(spec)
@@ -109,13 +112,14 @@ def load_function(spec, flag):
     path = spec_path(spec).resolve()
     if not path.is_file():
         raise InputError(f"{flag} {spec}: there is no file {match['path']}")
-    name = "plainrl_user_" + hashlib.sha256(str(path).encode()).hexdigest()[:16]
+    name = "plainrl_user_" + hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]
     if name not in sys.modules:
+        sys.path += [] if str(path.parent) in sys.path else [str(path.parent)]  # for what the file imports
         module_spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = module = importlib.util.module_from_spec(module_spec)
         try:
             module_spec.loader.exec_module(module)
-        except BaseException as error:
+        except Exception as error:
             del sys.modules[name]
             raise InputError(f"{flag} {spec}: importing {path.name} failed: {type(error).__name__}: {error}") from error
     function = getattr(sys.modules[name], match["name"], None)
@@ -220,7 +224,7 @@ def read_checkpoint(path, algo=None):
                 raise InputError(f"checkpoint {path}: {name} does not match its checksum")
         state = json.loads((path / "state.json").read_text())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"checkpoint {path} cannot be read: {error}") from error
+        raise InputError(f"checkpoint {path} cannot be read: {error}") from None
     if state["format"] > FORMAT:
         raise InputError(f"checkpoint {path} was written by a newer version of plainrl: upgrade to read it")
     if algo and state["algo"] != algo:

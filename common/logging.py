@@ -37,15 +37,16 @@ def on_main(accelerator, function, *args):
     """function(*args) on rank 0; its result, or its error, on every rank, so that no rank waits for a failed one."""
     if accelerator.num_processes == 1:
         return function(*args)
-    box = [None, None]
+    result = failure = None
     if accelerator.is_main_process:
         try:
-            box[0] = function(*args)
+            result = function(*args)
         except Exception as error:
-            box[1] = (InputError if isinstance(error, InputError) else RuntimeError, str(error) or repr(error))
+            failure = error
+    box = [result, failure and (isinstance(failure, InputError), str(failure) or repr(failure))]
     broadcast_object_list(box)
     if box[1]:
-        raise box[1][0](box[1][1])
+        raise failure or (InputError if box[1][0] else RuntimeError)(box[1][1])
     return box[0]
 
 
@@ -154,7 +155,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             lock = open(folder / ".lock", "a+")
         except (OSError, ValueError) as error:
-            raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from error
+            raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
         if folder.resolve() in _locks:
             _locks.pop(folder.resolve()).close()
         try:
@@ -270,7 +271,8 @@ class Run:
             return
         from rich import box, console, table, text
 
-        self.append("samples.jsonl", *({"step": step, **row} for row in rows))
+        if self.dir:
+            self.append("samples.jsonl", *({"step": step, **row} for row in rows))
         grid = table.Table(*rows[0], box=box.SIMPLE_HEAD, title=f"samples at step {step}", title_justify="left")
         for row in rows[:show]:
             cells = [f"{v:.3g}" if isinstance(v, float) else visible(str(v)) for v in row.values()]
@@ -339,7 +341,8 @@ class Run:
         )
         rows = "\n".join(f"| {k} | {v} |" for k, v in sorted(metrics.items()))
         card = (
-            f"---\nlibrary_name: transformers\ntags: [plainrl, {env['algo']}]\n---\n# {title}\n\n![curve](curve.png)\n\n"
+            f"---\nlibrary_name: transformers\ntags: [plainrl, {env['algo']}]\n---\n# {title}\n\n"
+            f"![learning curve](curve.png)\n\n"
             f"```python\n{usage}\n```\n\n| metric | last value |\n|---|---|\n{rows}\n\n```\n{env['command']}\n```\n\n"
             f"Commit {env['commit']}; {', '.join(f'{k} {v}' for k, v in env['versions'].items())}; {env['device']}.\n"
         )

@@ -1,7 +1,7 @@
 """Keyed randomness: a draw is a function of (seed, stream, ids), never of how many draws came before.
 
-So a checkpoint holds no generator state, a resumed run draws what the uninterrupted one would have drawn, and the number
-of processes or the micro-batch size changes nothing.
+So a checkpoint holds no generator state, a resumed run draws what the uninterrupted one would have drawn, and neither
+the number of processes nor the micro-batch size changes anything.
 """
 
 import hashlib
@@ -24,15 +24,14 @@ def rng(seed, stream, *ids):
 
 
 def uniforms(seed, stream, step, rows, n):
-    """(len(rows), n) float64 tensor in [0, 1): row i depends on rows[i], its global index, and not on its neighbours."""
+    """(len(rows), n) float64 tensor in [0, 1): row i depends on rows[i], a global index, and not on its neighbours."""
     draws = [rng(seed, stream, step, row).random(n) for row in rows]
     return torch.from_numpy(np.stack(draws)) if draws else torch.zeros(0, n, dtype=torch.float64)
 
 
 def stream_rows(seed, stream, size, start, count):
     """Entries start .. start + count - 1 of an endless stream of row indices: keyed permutations of range(size), one an
-    epoch, laid end to end. No epoch has a short last batch, and any position is reached without drawing the earlier ones.
-    """
+    epoch, end to end. No epoch has a short last batch, and any position is reached without drawing earlier ones."""
     first, last = start // size, (start + count - 1) // size
     epochs = [rng(seed, stream, epoch).permutation(size) for epoch in range(first, last + 1)]
     return np.concatenate(epochs)[start - first * size :][:count].tolist()

@@ -313,7 +313,9 @@ def untrained_model() -> str:
     def build(scratch: Path) -> Path:
         import torch
         from transformers import AutoModelForCausalLM, GPT2Config
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         letters = tokenizer()
         special_ids = {f"{name}_token_id": getattr(letters, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         config = GPT2Config(

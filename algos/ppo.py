@@ -1,0 +1,918 @@
+"""Proximal policy optimisation (PPO) of a causal language model against a reward (RLHF).
+
+Papers: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2016 (arXiv 1506.02438); the KL-penalised
+reward and its controller, Ziegler et al. 2019 (arXiv 1909.08593); details, Huang et al. 2024 (arXiv 2403.17031).
+
+    r_t = -beta KL_t, plus the score at the last token     Ziegler Eq. 2            token_rewards, kl_penalty
+    A_t = sum_l (gamma lam)^l delta_{t+l}                  GAE Eq. 16               gae, masked_whiten
+    max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))        PPO Eq. 7                policy_loss
+    squared error of the clipped value                     Huang 2024 detail 13     value_loss
+    beta <- beta (1 + clip(KL / target - 1) n / horizon)   Ziegler Sec. 2.2         next_kl_coef
+
+How this differs from TRL's and trlX's PPO:
+- One function, `score_tokens`, gives the log-probabilities of rollout, reference and update, temperature included, so
+  the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
+- Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
+  change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
+- The reward is any Python function of the texts.
+
+    accelerate launch algos/ppo.py                                 # random walks, one CPU, about two minutes
+    accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score --lr 1e-5
+    torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train --reward ...
+
+Dimension key: B episodes, Q query (prompt) tokens, R response tokens, T = Q + R, V vocabulary, H hidden size.
+"""
+
+import copy
+import inspect
+import json
+import math
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import safetensors.torch
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from common.checkpoint import (
+    InputError,
+    build,
+    cli,
+    export,
+    load_function,
+    pack,
+    read_checkpoint,
+    spec_path,
+    stop_if,
+    unpack,
+)
+from common.logging import Run, on_main, visible
+from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
+
+TASK = "benchmarks/tasks/randomwalks.py"
+
+
+@dataclass
+class Args:
+    """Proximal policy optimisation of a causal language model."""
+
+    # ---- run
+    run_dir: str | None = None
+    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: int | None = None
+    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    save_every: int = 100
+    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    eval_every: int = 100
+    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    check: bool = False
+    """Validate flags, data, model and functions, print the summary, and exit."""
+
+    # ---- model and data
+    model: str = f"{TASK}:base_model"
+    """Hub id, directory, or file.py:function that returns one; from Python also a model."""
+    tokenizer: str | None = None
+    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the weights (and so of the optimizer state)."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a hub repository."""
+    attn_implementation: str = "auto"
+    """Attention of transformers; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    value_head: Literal["linear", "mlp"] = "linear"
+    """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1."""
+    value_head_init: Literal["zeros", "normal", "default"] = "zeros"
+    """Its last layer: zeros, N(0, 0.2) with bias 0, or torch's default; ignored where --model brings a value head."""
+    dataset: str = f"{TASK}:prompts"
+    """Rows with a prompt (other columns reach the reward): a file, hub id:split, file.py:function; or a list."""
+    eval_dataset: str | None = f"{TASK}:eval_prompts"
+    """Rows with a prompt for evaluation; default: the first --rollout-batch-size rows of --dataset."""
+    reward: str = f"{TASK}:reward"
+    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list with one per token."""
+    metric: str | None = f"{TASK}:metric"
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; from Python also a function."""
+    max_prompt_length: int | None = None
+    """Drop (and count) prompts of more tokens; without it, a prompt that does not fit the model is an error."""
+
+    # ---- optimizer
+    lr: float = 3e-4
+    """Peak learning rate of AdamW (2e-5 suits pretrained models)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    lr_final: float = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: int | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments."""
+    adam_eps: float = 1e-5
+    """Epsilon of AdamW."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: int = 128
+    """Rows per optimizer step, all processes together."""
+    micro_batch_size: int = 64
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+
+    # ---- algorithm
+    total_episodes: int = 5120
+    """Length of the run: episodes (a prompt with its response) over all iterations."""
+    rollout_batch_size: int = 128
+    """Episodes of an iteration, all processes together."""
+    ppo_epochs: int = 4
+    """Passes over the episodes of an iteration."""
+    kl_coef: float = 0.05
+    """Weight beta of the per-token KL penalty (Ziegler et al. 2019, Eq. 2); 0 turns it off."""
+    kl_kind: Literal["kl", "abs", "mse", "k3"] = "kl"
+    """Estimator in the penalty, of x = logprob - ref_logprob: x, |x|, x^2 / 2, or exp(-x) - 1 + x."""
+    kl_target: float | None = None
+    """Adapt --kl-coef so that the KL of a sequence (objective/kl) approaches this; default: a fixed coefficient."""
+    kl_horizon: int = 10000
+    """Episodes over which the adaptive coefficient moves."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 0.95
+    """Lambda of GAE."""
+    cliprange: float = 0.2
+    """Epsilon of the clipped policy loss (PPO Eq. 7)."""
+    cliprange_value: float = 0.2
+    """Clip of the value's change, in units of the reward; 0 turns it off."""
+    vf_coef: float = 1.0
+    """Weight of the value loss."""
+
+    # ---- sampling
+    max_new_tokens: int = 9
+    """Longest response, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
+    eval_temperature: float = 1.0
+    """Sampling temperature of evaluations; 0: greedy."""
+    top_k: int = 0
+    """Evaluations sample from the k likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
+    decode_batch_size: int = 1024
+    """Rows that a process decodes at once; changes memory and speed, never the result."""
+
+    def __post_init__(self):
+        at_least_one = "keep_checkpoints batch_size micro_batch_size max_new_tokens decode_batch_size".split()
+        at_least_one += "total_episodes rollout_batch_size ppo_epochs kl_horizon".split()
+        problems = [(name, "at least 1") for name in at_least_one if getattr(self, name) < 1]
+        problems += [(name, "at least 0") for name in ("save_every", "eval_every", "top_k") if getattr(self, name) < 0]
+        problems += [
+            (name, "0 or a positive number") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf
+        ]
+        problems += [
+            (name, "a positive number") for name in ("lr", "temperature") if not 0 < getattr(self, name) < math.inf
+        ]
+        problems += [(name, "in [0, 1]") for name in ("gamma", "lam", "top_p") if not 0 <= getattr(self, name) <= 1]
+        if self.batch_size > 0 and self.rollout_batch_size % self.batch_size:
+            problems.append(("rollout_batch_size", f"a multiple of --batch-size {self.batch_size}"))
+        if self.rollout_batch_size > 0 and self.total_episodes % self.rollout_batch_size:
+            problems.append(("total_episodes", f"a multiple of --rollout-batch-size {self.rollout_batch_size}"))
+        if self.kl_target is not None and (self.kl_target <= 0 or self.kl_horizon < self.rollout_batch_size):
+            problems.append(("kl_target", "positive, with --kl-horizon at least --rollout-batch-size"))
+        stop_if([f"--{name.replace('_', '-')} {getattr(self, name)} must be {rule}" for name, rule in problems])
+
+
+ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature kl_coef cliprange
+cliprange_value vf_coef""".split()
+
+
+# ---- Model -----------------------------------------------------------------------------------------------------------
+
+
+def load_model(args, path):
+    """The causal language model and its tokenizer: every weight found and finite, dropout off, padding token set."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    hub = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    try:
+        source = args.tokenizer or getattr(path, "name_or_path", path)
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        model, report = path, {}
+        if isinstance(path, str):
+            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
+            model, report = AutoModelForCausalLM.from_pretrained(path, **hub)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
+                setattr(module, name, 0.0)
+    broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    broken += [f"{name} ({kind})" for kind in ("missing_keys", "mismatched_keys") for name in report.get(kind, ())]
+    problems = [f"--model {path}: {broken[0]} is missing, of another shape or not finite"] if broken else []
+    if tokenizer.eos_token_id is None:
+        problems.append("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        problems.append(f"the tokenizer has {len(tokenizer)} tokens, --model {path} has embeddings for fewer")
+    stop_if(problems)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, tokenizer
+
+
+class PolicyWithValue(nn.Module):
+    """A causal language model `lm` with a scalar `value_head` on the hidden states that its output embedding reads."""
+
+    def __init__(self, lm, kind="linear", init="zeros", seed=0):
+        super().__init__()
+        width = lm.get_output_embeddings().weight.shape[1]
+        layers = [nn.Linear(width, 1)]
+        if kind == "mlp":
+            layers = [nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 1)]
+        self.lm, self.value_head = lm, nn.Sequential(*layers).to(torch.promote_types(lm.dtype, torch.float32))
+        for i, (name, weight) in enumerate(self.value_head.named_parameters()):
+            bound = layers[int(name[0])].in_features ** -0.5  # torch's default, but keyed: the same on every process
+            values = torch.from_numpy(rng(seed, "value_head", i).uniform(-bound, bound, weight.shape))
+            if name.startswith(str(len(layers) - 1)) and init != "default":
+                values = torch.from_numpy(rng(seed, "value_head", i).normal(0.0, 0.2, weight.shape))
+                values *= init == "normal" and weight.ndim > 1
+            weight.data.copy_(values)
+
+    def forward(self, *inputs, **options):
+        return score_tokens(self.lm, *inputs, **options, value_head=self.value_head)
+
+    @classmethod
+    def load(cls, directory, **options):
+        """The exported model of a run, `<run>/hf_model`, with its head. options: those of from_pretrained."""
+        model = cls(AutoModelForCausalLM.from_pretrained(directory, **options))
+        model.load_value_head(directory)
+        return model
+
+    def load_value_head(self, directory):
+        weights = safetensors.torch.load_file(Path(directory) / "value_head.safetensors")
+        if len(weights) == 4:
+            self.value_head = PolicyWithValue(self.lm, "mlp").value_head
+        self.value_head.load_state_dict(weights)
+
+
+# ---- Maths -----------------------------------------------------------------------------------------------------------
+
+
+def token_logprobs(logits, ids):
+    """log softmax(logits)[id] per token: logits (..., V), ids (...)."""
+    return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
+
+
+def score_tokens(lm, query, query_mask, response, response_mask, temperature=1.0, value_head=None, entropy=False):
+    """The one scoring function of rollout, reference and update: (logprobs, values, entropies), each (B, R) or None.
+
+    query (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts. A log-probability is
+    that of the distribution sampled from: log softmax(logits / temperature), at least in float32. values[:, t] is the
+    value of the state before response token t.
+    """
+    seen = response_mask.flip(1).cumsum(1).flip(1) > 0  # through the last token that counts: holes are attended to
+    tokens, attention = torch.cat([query, response], 1)[:, :-1], torch.cat([query_mask, seen], 1)[:, :-1].long()
+    positions, hidden = (attention.cumsum(1) - 1).clamp(min=0), []
+    hook = lm.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
+    try:
+        inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "use_cache": False}
+        logits = lm(**inputs, logits_to_keep=response.shape[1]).logits  # (B, R, V)
+    finally:
+        hook.remove()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits if temperature == 1 else logits / temperature
+    values = entropies = None
+    if value_head is not None:
+        with torch.autocast(query.device.type, enabled=False):  # the head keeps float32 under mixed precision
+            values = value_head(hidden[0].to(next(value_head.parameters()).dtype))[..., 0]
+    if entropy:
+        entropies = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+    return token_logprobs(logits, response), values, entropies
+
+
+def kl_penalty(logprobs, ref_logprobs, kind):
+    """Per-token estimate of KL(policy || reference) from samples of the policy: kl (k1), abs, mse (k2) or k3.
+
+    Any shape. k1, k2, k3: http://joschu.net/blog/kl-approx.html; k1 and k3 are unbiased for samples of the policy.
+    """
+    x = logprobs - ref_logprobs
+    return {"kl": lambda: x, "abs": x.abs, "mse": lambda: x.square() / 2, "k3": lambda: (-x).expm1() + x}[kind]()
+
+
+def token_rewards(scores, kl, mask, kl_coef):
+    """r_t = -kl_coef kl_t, plus the score: on the last token that counts for scores (B,), token by token for (B, R).
+
+    kl, mask: (B, R). Zero where mask is False. A row without tokens gets no score. Source: Ziegler et al. 2019, Eq. 2.
+    """
+    rewards = torch.where(mask, -kl_coef * kl, 0.0)
+    if scores.ndim == 2:
+        return rewards + torch.where(mask, scores, 0.0)
+    later = mask.flip(1).cumsum(1).flip(1)  # tokens that count from here on; 1 at the last one
+    return rewards + torch.where(mask & (later == 1), scores[:, None], 0.0)
+
+
+def gae(rewards, values, mask, gamma, lam, last_value=None):
+    """A_t = sum_l (gamma lam)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t, over the tokens that count.
+
+    rewards, values, mask: (B, R); mask may have holes, which are taken out first, so that the token after a hole
+    follows the one before it. last_value (B,): the value after the last token, for truncated responses; default 0.
+    Returns (advantages, returns = advantages + values), both (B, R) and zero where mask is False.
+    Source: Schulman et al. 2016, Eq. 16.
+    """
+    order = (~mask).byte().argsort(dim=1, stable=True)  # tokens that count come first
+    kept = mask.gather(1, order)
+    r, v = (torch.where(kept, x.gather(1, order), 0.0) for x in (rewards, values))
+    next_v = F.pad(v[:, 1:], (0, 1))
+    if last_value is not None:
+        ends = kept & ~F.pad(kept[:, 1:], (0, 1))
+        next_v = torch.where(ends, last_value[:, None], next_v)
+    deltas, advantages = torch.where(kept, r + gamma * next_v - v, 0.0), torch.zeros_like(v)
+    running = torch.zeros_like(v[:, 0])
+    for t in reversed(range(v.shape[1])):
+        advantages[:, t] = running = deltas[:, t] + gamma * lam * running
+    returns = torch.where(kept, advantages + v, 0.0)
+    return tuple(torch.zeros_like(x).scatter(1, order, x) for x in (torch.where(kept, advantages, 0.0), returns))
+
+
+def masked_whiten(x, mask, shift_mean=True):
+    """(x - mean) / sqrt(var + 1e-8) over the elements that count, with the biased variance; zero elsewhere.
+    shift_mean=False adds the mean back. x is the global batch, so the statistics are global.
+    Source: Huang et al. 2024 (arXiv 2403.17031), after OpenAI's code of Ziegler et al."""
+    kept = x[mask]
+    white = (kept - kept.mean()) * (kept.var(correction=0) + 1e-8).rsqrt()
+    return torch.zeros_like(x).masked_scatter(mask, white if shift_mean else white + kept.mean())
+
+
+def policy_loss(new_logprobs, logprobs, advantages, cliprange):
+    """max(-A ratio, -A clip(ratio, 1 - cliprange, 1 + cliprange)), ratio = exp(new_logprobs - logprobs); unreduced, any
+    shape. Source: Schulman et al. 2017, Eq. 7."""
+    ratio = (new_logprobs - logprobs).exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
+
+
+def value_loss(new_values, values, returns, cliprange_value):
+    """max((V - R)^2, (V_clipped - R)^2) / 2, V_clipped within cliprange_value of the old value (0: not clipped);
+    unreduced, any shape. Source: Huang et al. 2024 (arXiv 2403.17031), after OpenAI's code of Ziegler et al."""
+    error = (new_values - returns).square()
+    if cliprange_value > 0:
+        clipped = values + (new_values - values).clamp(-cliprange_value, cliprange_value)
+        error = torch.maximum(error, (clipped - returns).square())
+    return error / 2
+
+
+def next_kl_coef(kl_coef, kl, target, horizon, n):
+    """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) after n episodes of mean sequence KL `kl`.
+
+    Source: Ziegler et al. 2019, Sec. 2.2. n <= horizon keeps beta positive.
+    """
+    return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
+
+
+def learning_rate(args, step, total_steps):
+    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return args.lr
+    progress = (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps)
+    progress = min(1.0, progress)
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return args.lr + (args.lr_final - args.lr) * progress
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------------
+
+
+def load_rows(data, flag):
+    """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
+    path, rows = spec_path(data), data
+    if path and path.suffix == ".jsonl":
+        rows = []
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise InputError(f"{flag} {data}:{number} is not valid JSON: {error}") from None
+    elif isinstance(data, str):
+        import datasets
+
+        kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+        name, _, split = data.partition(":")
+        try:
+            if path and path.is_dir():
+                rows = datasets.load_from_disk(str(path))
+            elif kind := kinds.get(Path(data).suffix):
+                rows = datasets.load_dataset(kind, data_files=str(path or data), split="train")
+            else:
+                rows = datasets.load_dataset(name, split=split or "train")
+        except Exception as error:  # the library's errors have no common class
+            raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
+    rows = list(rows)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or row.keys() != rows[0].keys():
+            found = list(row) if isinstance(row, dict) else repr(row)[:60]
+            raise InputError(f"{flag} row {number} is {found}, expected a mapping with the columns of row 1")
+    if not rows:
+        raise InputError(f"{flag} {data} holds no rows")
+    return rows
+
+
+def texts(rows, column, flag):
+    """The strings of a column."""
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get(column), str):
+            value = f"is {row[column]!r:.60}" if column in row else f"is missing among {list(row)}"
+            raise InputError(f"{flag} row {number}: {column!r} must be a string, it {value}")
+    return [row[column] for row in rows]
+
+
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
+    """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
+
+    An empty prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose
+    response would not fit is an error.
+    """
+    queries, kept = tokenizer(texts(rows, "prompt", flag))["input_ids"], []
+    for number, ids in enumerate(queries, 1):
+        if not ids and tokenizer.bos_token_id is None:
+            raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
+        ids += [] if ids else [tokenizer.bos_token_id]
+        if max_length is None or len(ids) <= max_length:
+            kept.append(number - 1)
+            if limit and len(ids) + max_new_tokens > limit:
+                sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
+                raise InputError(f"{flag} row {number}: a prompt of {sizes}")
+    if not kept:
+        raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
+    return [rows[i] for i in kept], [queries[i] for i in kept]
+
+
+# ---- Sampling --------------------------------------------------------------------------------------------------------
+
+
+def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
+    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64; uniforms (B,).
+
+    temperature 0 is the argmax. The uniform is scaled by the last cumulative value and the search is to the right, so
+    that a token of probability zero is never drawn.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.double() / temperature
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    probs = logits.softmax(-1)
+    if top_p < 1:
+        ranked, order = probs.sort(descending=True, stable=True)
+        drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
+        probs = probs.scatter(1, order, ranked.masked_fill(drop, 0.0))
+    cdf = probs.cumsum(-1)
+    total = cdf[:, -1:]
+    target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True)[:, 0]
+
+
+@torch.no_grad()
+def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0):
+    """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
+
+    uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. Rows that
+    have ended leave the batch and the key-value cache. The model's generation_config is not used.
+    """
+    rows, width = uniforms.shape
+    ids = torch.full((rows, width), pad_id, device=query.device)
+    mask = torch.zeros(rows, width, dtype=torch.bool, device=query.device)
+    alive = torch.arange(rows, device=query.device)
+    tokens, attention, cache = query, query_mask.long(), None
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    for t in range(width):
+        step = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "past_key_values": cache}
+        output = model(**step, use_cache=True, logits_to_keep=1)
+        logits, cache = output.logits[:, -1], output.past_key_values
+        if not logits.amax(-1).isfinite().all():
+            raise FloatingPointError(f"logits are not finite at token {t + 1} of a response")
+        tokens = draw(logits, uniforms[alive, t], temperature, top_k, top_p)
+        ids[alive, t], mask[alive, t] = tokens, True
+        going = (tokens != eos_id).nonzero()[:, 0]
+        if len(going) == 0:
+            break
+        if len(going) < len(alive):
+            cache.batch_select_indices(going)
+            alive, tokens, attention, positions = alive[going], tokens[going], attention[going], positions[going]
+        tokens, positions = tokens[:, None], positions[:, -1:] + 1
+        attention = F.pad(attention, (0, 1), value=1)
+    return ids, mask
+
+
+def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k=0, top_p=1.0):
+    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
+
+    keys: (stream, step); the uniforms of row i are keyed by (seed, stream, step, i). Returns query, query_mask (B, Q)
+    left-padded and response, response_mask (B, R), on every process.
+    """
+    world, rank, pad = accelerator.num_processes, accelerator.process_index, tokenizer.pad_token_id
+    width = max(map(len, queries))
+    query = torch.tensor([[pad] * (width - len(ids)) + ids for ids in queries], device=accelerator.device)
+    lengths = torch.tensor([len(ids) for ids in queries], device=accelerator.device)
+    query_mask = torch.arange(width, device=accelerator.device) >= width - lengths[:, None]
+    share = math.ceil(len(queries) / world)  # the last processes repeat the last row where the rows do not divide
+    local = torch.arange(rank * share, (rank + 1) * share).clamp(max=len(queries) - 1).to(accelerator.device)
+    draws = uniforms(args.seed, *keys, local.tolist(), args.max_new_tokens).to(accelerator.device)
+    response = torch.full((share, args.max_new_tokens), pad, device=accelerator.device)
+    response_mask = torch.zeros_like(response, dtype=torch.bool)
+    for rows in torch.arange(share, device=accelerator.device).split(args.decode_batch_size):
+        inputs = query[local[rows]], query_mask[local[rows]], draws[rows], tokenizer.eos_token_id, pad
+        with accelerator.autocast():
+            response[rows], response_mask[rows] = sample(lm, *inputs, temperature, top_k, top_p)
+    response, response_mask = (accelerator.gather(x)[: len(queries)] for x in (response, response_mask))
+    return query, query_mask, response, response_mask
+
+
+def decode(tokenizer, queries, responses):
+    """Texts of the responses, without special tokens. Decoded behind their queries (all are lists of lists of ids),
+    since many tokenizers drop the space before a first token."""
+    whole = [query + response for query, response in zip(queries, responses, strict=True)]
+    parts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (queries, whole, responses)]
+    return [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
+
+
+def call_function(function, name, tokenizer, rows, outputs, output_ids):
+    """Calls a reward or metric function with keyword lists: samples, prompts, outputs, the rows' other columns, and
+    tokenizer and output_ids; without **columns it gets those that it names. It gets copies."""
+    prompts = [row["prompt"] for row in rows]
+    values = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
+    values |= {"samples": [p + o for p, o in zip(prompts, outputs, strict=True)], "prompts": prompts}
+    values |= {"outputs": list(outputs), "output_ids": [list(ids) for ids in output_ids], "tokenizer": tokenizer}
+    accepted = inspect.signature(function).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted):
+        values = {p.name: values[p.name] for p in accepted if p.name in values}
+    try:
+        return function(**values)
+    except Exception as error:
+        raise InputError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def call_metric(function, name, tokenizer, rows, outputs, output_ids):
+    """{name: values per row} of a metric function."""
+    columns = call_function(function, name, tokenizer, rows, outputs, output_ids)
+    for key, values in columns.items() if isinstance(columns, dict) else [("all", None)]:
+        good = isinstance(values, list) and len(values) == len(rows)
+        if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
+            raise InputError(f"{name} must return {{name: list of {len(rows)} finite numbers}}; {key!r} is not one")
+    return columns
+
+
+def call_reward(function, name, tokenizer, rows, outputs, output_ids):
+    """The scores of a reward function: a float per sample, or (dense) a list with one float per response token."""
+    scores = call_function(function, name, tokenizer, rows, outputs, output_ids)
+    scores = scores.tolist() if hasattr(scores, "tolist") else scores
+    if not isinstance(scores, list | tuple) or len(scores) != len(rows):
+        found = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
+        raise InputError(f"{name} returned {found}, expected a list of {len(rows)} numbers, one per sample")
+    checked = []
+    for i, score in enumerate(scores):
+        score = score.tolist() if hasattr(score, "tolist") else score
+        dense = isinstance(score, list) and len(score) == len(output_ids[i])
+        numbers = [x.item() if hasattr(x, "item") else x for x in score] if dense else [score]
+        if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+            raise InputError(
+                f"{name} returned {score!r:.60} for row {i + 1}, prompt {rows[i]['prompt']!r:.60}, output "
+                f"{outputs[i]!r:.60}; expected a finite number, or one for each of the {len(output_ids[i])} tokens"
+            )
+        checked.append([float(x) for x in numbers] if dense else float(score))
+    return checked
+
+
+# ---- Rollout ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rollout:
+    """The episodes of one iteration, all of them on every process."""
+
+    query: torch.Tensor  # (B, Q) ids, left-padded
+    query_mask: torch.Tensor  # (B, Q) bool
+    response: torch.Tensor  # (B, R) ids as sampled, right-padded
+    response_mask: torch.Tensor  # (B, R) bool, the end token counts
+    logprobs: torch.Tensor  # (B, R) of the policy that sampled
+    values: torch.Tensor  # (B, R)
+    entropies: torch.Tensor  # (B, R) of the next-token distribution
+    ref_logprobs: torch.Tensor  # (B, R)
+    scores: torch.Tensor  # (B,), or (B, R) for a dense reward
+
+
+def trim(query, query_mask, response, response_mask):
+    """The four without the columns in which no row has a token."""
+    begin, end = int(query_mask.any(0).int().argmax()), int(response_mask.any(0).nonzero().max()) + 1
+    return query[:, begin:], query_mask[:, begin:], response[:, :end], response_mask[:, :end]
+
+
+@torch.no_grad()
+def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration, args):
+    """Samples a response to each query and scores it with policy, reference and reward."""
+    keys, lm = ("rollout", iteration), accelerator.unwrap_model(model).lm
+    texts = generate(accelerator, lm, tokenizer, queries, keys, args, args.temperature)
+    query, query_mask, response, response_mask = texts = trim(*texts)
+    share = len(queries) // accelerator.num_processes
+    local = torch.arange(share, device=accelerator.device) + accelerator.process_index * share
+    parts = []
+    for chunk in local.split(args.micro_batch_size):
+        inputs = trim(*(x[chunk] for x in texts))
+        logprobs, values, entropies = model(*inputs, temperature=args.temperature, entropy=True)
+        with accelerator.autocast():
+            ref_logprobs, _, _ = score_tokens(ref, *inputs, temperature=args.temperature)
+        scored = torch.stack([logprobs, values, entropies, ref_logprobs])
+        parts.append(F.pad(scored, (0, response.shape[1] - scored.shape[2])))
+    scored = accelerator.gather(torch.cat(parts, 1).transpose(0, 1).contiguous()).transpose(0, 1)  # (4, B, R)
+    output_ids = [ids[keep].tolist() for ids, keep in zip(response, response_mask, strict=True)]
+    outputs = decode(tokenizer, queries, output_ids)
+    scores = on_main(accelerator, call_reward, reward, args.reward, tokenizer, rows, outputs, output_ids)
+    if any(isinstance(score, list) for score in scores):
+        dense = torch.zeros(response.shape, dtype=scored.dtype)
+        for row, score in enumerate(scores):
+            ends = len(output_ids[row])
+            dense[row, ends - 1 if isinstance(score, float) else slice(ends)] = torch.tensor(score)
+        scores = dense
+    scores = torch.as_tensor(scores, dtype=scored.dtype).to(accelerator.device)
+    return Rollout(*texts, *scored, scores)
+
+
+def minibatches(args, iteration):
+    """Global row indices of each optimizer step: a keyed permutation of the episodes for every PPO epoch."""
+    for epoch in range(args.ppo_epochs):
+        order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
+        yield from order.split(args.batch_size)
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
+    """Means of what score(rows, outputs, output_ids) -> {name: values per row} says of sampled responses, and the
+    samples. The uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
+    options = ("eval", 0), args, args.eval_temperature, args.top_k, args.top_p
+    _, _, response, mask = generate(accelerator, lm, tokenizer, queries, *options)
+    output_ids = [ids[keep].tolist() for ids, keep in zip(response, mask, strict=True)]
+    outputs = decode(tokenizer, queries, output_ids)
+    columns = on_main(accelerator, score, rows, outputs, output_ids)
+    means = {f"eval/{key}": sum(values) / len(values) for key, values in columns.items()}
+    columns = {"prompt": [row["prompt"] for row in rows], "output": outputs} | columns
+    return means, [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def rollout_metrics(batch, rewards, returns, kl_coef, eos_id):
+    """Metrics of the episodes; per sequence unless they say token."""
+    mask, lengths = batch.response_mask, batch.response_mask.sum(1)
+
+    def per_sequence(x):
+        return torch.where(mask, x, 0.0).sum(1).mean()
+
+    scores = batch.scores if batch.scores.ndim == 1 else torch.where(mask, batch.scores, 0.0).sum(1)
+    kept_returns, errors = returns[mask], (returns - batch.values)[mask]
+    ended = (torch.where(mask, batch.response, -1) == eos_id).any(1).float()
+    non_score = per_sequence(rewards) - scores.mean()
+    metrics = {
+        "objective/kl": per_sequence(kl_penalty(batch.logprobs, batch.ref_logprobs, "kl")),
+        "objective/kl_k3": per_sequence(kl_penalty(batch.logprobs, batch.ref_logprobs, "k3")),
+        "objective/entropy": -per_sequence(batch.logprobs),
+        "objective/scores": scores.mean(),
+        "objective/scores_std": scores.std(correction=0),
+        "objective/non_score_reward": non_score,
+        "objective/rlhf_reward": scores.mean() + non_score,
+        "policy/entropy": batch.entropies[mask].mean(),
+        "val/explained_variance": 1 - errors.var(correction=0) / kept_returns.var(correction=0),
+        "val/error": errors.square().mean(),
+        "tokens/queries_len": batch.query_mask.sum(1).float().mean(),
+        "tokens/responses_len": lengths.float().mean(),
+        "tokens/eos_rate": ended.mean(),
+        "tokens/truncated_rate": 1 - ended.mean(),
+    }
+    return {key: float(value) for key, value in metrics.items()} | {"objective/kl_coef": kl_coef}
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------------
+
+
+def set_attention(lm, args, device, longest):
+    """On CPUs: fast matrix products, and eager attention for rows of up to 256 tokens, where it beats sdpa (not in
+    float64, where it gives NaN for left padding in several families); elsewhere sdpa."""
+    eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
+    choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
+    try:
+        lm.set_attn_implementation(choice)
+    except (ValueError, ImportError) as error:
+        if args.attn_implementation != "auto":
+            raise InputError(f"--attn-implementation {choice}: {error}") from None
+
+
+def make_optimizer(model, args):
+    """AdamW on what is trainable; weight decay on matrices only."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
+    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+
+
+def main(args):
+    """Trains; returns the newest value of every metric and the run directory."""
+    # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
+    path, reward = build(args.model, "--model"), load_function(args.reward, "--reward")
+    metric = load_function(args.metric, "--metric") if args.metric else None
+    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
+    eval_rows = rows[: args.rollout_batch_size]
+    if args.eval_dataset:
+        eval_rows = load_rows(build(args.eval_dataset, "--eval-dataset"), "--eval-dataset")
+    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    world, device = accelerator.num_processes, accelerator.device
+    if accelerator.mixed_precision == "fp16" or args.batch_size % world:
+        problem = f"--batch-size {args.batch_size} must be a multiple of the {world} processes"
+        raise InputError(
+            problem if args.batch_size % world else "use --mixed-precision bf16 or no: fp16 is not offered"
+        )
+    seed_libraries(args.seed, args.deterministic)
+    lm, tokenizer = load_model(args, path)
+    limit = getattr(lm.config, "max_position_embeddings", None)
+    found, options = len(rows), (tokenizer, args.max_new_tokens, limit)
+    rows, queries = encode_prompts(rows, *options, "--dataset", args.max_prompt_length)
+    eval_rows, eval_queries = encode_prompts(eval_rows, *options, "--eval-dataset", args.max_prompt_length)
+
+    # ---- run directory, models, what to continue from
+    run = Run("ppo", args, __file__, accelerator)
+    if run.finished:
+        return run.newest_metrics(), run.dir
+    threads = set_threads(run.state["threads"] if run.state else args.threads)
+    longest = max(map(len, queries))
+    set_attention(lm, args, device, longest + args.max_new_tokens)
+    ref = copy.deepcopy(lm).requires_grad_(False).eval().to(device)
+    policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed)
+    if isinstance(path, str) and (Path(path) / "value_head.safetensors").exists():
+        policy.load_value_head(path)
+    model = accelerator.prepare(policy)
+    optimizer = make_optimizer(model, args)
+    num_iterations = args.total_episodes // args.rollout_batch_size
+    steps_per_iteration = args.ppo_epochs * (args.rollout_batch_size // args.batch_size)
+    total_steps = num_iterations * steps_per_iteration
+    state = run.state or {"best_score": None, "best_step": None, "kl_coef": args.kl_coef, "iteration": 0}
+    best_score, best_step, kl_coef, step = state["best_score"], state["best_step"], state["kl_coef"], run.begun
+    if run.checkpoint:
+        unpack(run.checkpoint, run.state, model, optimizer)
+    run.say(
+        f"ppo: {sum(w.numel() for w in policy.parameters()):,} parameters and a reference of the same size, "
+        f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
+        f"data: {found} prompts, {found - len(rows)} dropped as too long; longest {longest} tokens; "
+        f"first: {visible(rows[0]['prompt'])[:200]}\n"
+        f"{num_iterations} iterations x ({args.rollout_batch_size} episodes, then {steps_per_iteration} optimizer "
+        f"steps of {args.batch_size}: {args.batch_size // world} rows a process, {args.micro_batch_size} a forward)"
+    )
+
+    def score(rows, outputs, output_ids):
+        scores = call_reward(reward, args.reward, tokenizer, rows, outputs, output_ids)
+        columns = {"reward": [sum(x) if isinstance(x, list) else x for x in scores]}
+        return columns | (call_metric(metric, args.metric, tokenizer, rows, outputs, output_ids) if metric else {})
+
+    def evaluate(step):
+        model.eval()
+        metrics, samples = evaluate_samples(accelerator, policy.lm, tokenizer, eval_rows, eval_queries, score, args)
+        run.samples(step, samples)
+        return metrics
+
+    if args.check:
+        evaluate(0)
+        run.say("check passed")
+        return {}, None
+    if run.begun == 0 and args.eval_every:
+        run.log(0, evaluate(0))
+
+    # ---- the algorithm
+    for iteration in range(state["iteration"] + 1, num_iterations + 1):
+        clock = [time.perf_counter()]
+        # 1. y ~ pi(. | x): responses with their log-probabilities, values and scores
+        model.eval()
+        drawn = stream_rows(
+            args.seed, "data", len(rows), (iteration - 1) * args.rollout_batch_size, args.rollout_batch_size
+        )
+        chosen = [rows[i] for i in drawn], [queries[i] for i in drawn]
+        batch = rollout(accelerator, model, ref, tokenizer, *chosen, reward, iteration, args)
+        # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
+        mask = batch.response_mask
+        kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_kind)
+        rewards = token_rewards(batch.scores, kl, mask, kl_coef)
+        advantages, returns = gae(rewards, batch.values, mask, args.gamma, args.lam)
+        advantages = masked_whiten(advantages, mask)
+        clock.append(time.perf_counter())
+        # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
+        model.train()
+        sums = torch.zeros(6, dtype=torch.float64, device=device)
+        for index in minibatches(args, iteration):
+            count = mask[index].sum()  # response tokens of all processes
+            local = index[accelerator.process_index :: world].split(args.micro_batch_size)
+            for chunk in local:
+                inputs = trim(*(x[chunk] for x in (batch.query, batch.query_mask, batch.response, mask)))
+                keep = inputs[3]
+                width = keep.shape[1]
+                with nullcontext() if chunk is local[-1] else accelerator.no_sync(model):
+                    new_logprobs, new_values, _ = model(*inputs, temperature=args.temperature)
+                    # only tokens that count enter the losses: (tokens,)
+                    new_logprobs, new_values = new_logprobs[keep], new_values[keep]
+                    old, old_values, adv, ret = (
+                        x[chunk, :width][keep] for x in (batch.logprobs, batch.values, advantages, returns)
+                    )
+                    pg = policy_loss(new_logprobs, old, adv, args.cliprange)
+                    vf = value_loss(new_values, old_values, ret, args.cliprange_value)
+                    # data-parallel training averages gradients over the processes, hence the factor world
+                    accelerator.backward((pg.sum() + args.vf_coef * vf.sum()) * world / count)
+                with torch.no_grad():
+                    log_ratio = new_logprobs - old
+                    ratio = log_ratio.exp()
+                    far = (ratio - 1).abs() > args.cliprange
+                    far_values = (new_values - old_values).abs() > (args.cliprange_value or math.inf)
+                    terms = pg, vf, log_ratio.square() / 2, far, ratio, far_values
+                    sums += torch.stack([term.double().sum() for term in terms])
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(args, step, total_steps)
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+            step += 1
+            if not grad_norm.isfinite():
+                rows_ = [drawn[i] for i in index.tolist()]
+                raise FloatingPointError(
+                    f"step {step}: gradient norm {grad_norm}; prompt rows {rows_}; nothing is saved"
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+        clock.append(time.perf_counter())
+        # 4. evaluate, log, save
+        tokens = int(mask.sum())
+        pg, vf, approxkl, clipfrac, ratio, far_values = (accelerator.reduce(sums) / (tokens * args.ppo_epochs)).tolist()
+        metrics = rollout_metrics(batch, rewards, returns, kl_coef, tokenizer.eos_token_id) | {
+            "loss/policy": pg, "loss/value": vf, "loss/total": pg + args.vf_coef * vf, "policy/approxkl": approxkl,
+            "policy/clipfrac": clipfrac, "policy/ratio": ratio, "val/clipfrac": far_values,
+            "optim/lr": group["lr"], "optim/grad_norm": grad_norm.item(), "episode": begun + len(drawn),
+        }  # fmt: skip
+        if args.kl_target:
+            kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, len(drawn))
+        seconds = [b - a for a, b in zip(clock, clock[1:], strict=False)]
+        perf = {"perf/seconds_rollout": seconds[0], "perf/seconds_update": seconds[1]}
+        perf |= {"perf/tokens_per_sec": tokens / sum(seconds), "perf/episodes_per_sec": len(drawn) / sum(seconds)}
+        if args.eval_every and (iteration == num_iterations or due(step, steps_per_iteration, args.eval_every)):
+            metrics |= evaluate(step)
+            if best_score is None or metrics["eval/reward"] > best_score:
+                best_score, best_step = metrics["eval/reward"], step
+        run.log(step, metrics, perf)
+        text = f"score {metrics['objective/scores']:.3f} | kl {metrics['objective/kl']:.2f} | loss {pg:.4f} + {vf:.4f}"
+        run.status(step, total_steps, f"{text} | rollout {seconds[0]:.2f} s + update {seconds[1]:.2f} s")
+        stop = run.stop_requested()
+        if stop or step in (best_step, total_steps) or due(step, steps_per_iteration, args.save_every):
+            scalars = {"iteration": iteration, "kl_coef": kl_coef, "best_score": best_score, "best_step": best_step}
+            run.save(step, *pack(model, optimizer, **scalars))
+        if stop:
+            run.exit(step)
+
+    # ---- export
+    heads = {"value_head.safetensors": policy.value_head.state_dict()}
+    export(accelerator, policy.lm, tokenizer, run.dir / "hf_model", heads)
+    best = run.dir / f"checkpoints/step_{best_step or 0:08d}"
+    if best_step != total_steps and best.exists():  # the best by evaluation, beside the last
+        unpack(best, read_checkpoint(best), model)
+        heads = {"value_head.safetensors": policy.value_head.state_dict()}
+        export(accelerator, policy.lm, tokenizer, run.dir / "hf_model_best", heads)
+    headline = "eval/reward" if args.eval_every else "objective/scores"
+    metrics = run.finish(headline, f"{args.model} after PPO on {args.reward}", rows[0]["prompt"])
+    accelerator.end_training()
+    return metrics, run.dir
+
+
+def due(step, steps, every):
+    """Whether a multiple of `every` lies in the last `steps` steps."""
+    return bool(every) and step // every > (step - steps) // every
+
+
+if __name__ == "__main__":
+    cli(Args, main)

@@ -816,9 +816,8 @@ def main(args):
         clock = [time.perf_counter()]
         # 1. y ~ pi(. | x): responses with their log-probabilities, values and scores
         model.eval()
-        drawn = stream_rows(
-            args.seed, "data", len(rows), (iteration - 1) * args.rollout_batch_size, args.rollout_batch_size
-        )
+        begun = (iteration - 1) * args.rollout_batch_size  # episodes so far
+        drawn = stream_rows(args.seed, "data", len(rows), begun, args.rollout_batch_size)
         chosen = [rows[i] for i in drawn], [queries[i] for i in drawn]
         batch = rollout(accelerator, model, ref, tokenizer, *chosen, reward, iteration, args)
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened

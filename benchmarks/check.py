@@ -1,0 +1,271 @@
+"""Evidence: collects runs into benchmarks/curves/<claim>/, rebuilds tables and figures, and fails where they disagree.
+
+    python benchmarks/check.py                          # verify offline: exit 1 and a list if something is off
+    python benchmarks/check.py --write                  # rebuild tables, figures and the blocks in README.md
+    python benchmarks/check.py --collect ppo-randomwalks RUN_DIR ...   # take the curves of finished runs, then rebuild
+    python benchmarks/check.py --new ppo-randomwalks RUN_DIR   # does a new run leave the band of the stored seeds?
+
+A claim is a folder with run.sh (the commands), curves/<variant>-seed<N>.jsonl (the metrics of figure and table, as the
+runs wrote them), runs.csv (where they come from), curve.png and README.md (both built from those files).
+A figure is compared by a digest of its data, which is kept in the PNG: pixels differ between matplotlib versions.
+"""
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Claim:
+    """What a folder under benchmarks/curves shows."""
+
+    title: str
+    score: str  # the metric of figure and table
+    lines: dict  # reference levels in the figure: label -> value
+    bars: list  # (variant, metric, "last" or "best", ">=" or "<=", bar, at least so many seeds)
+    table: dict = field(default_factory=dict)  # further columns of the table: metric -> heading
+    text: str = ""
+
+
+CLAIMS = {
+    "sft-randomwalks": Claim(
+        "Supervised fine-tuning on random walks imitates the data",
+        "eval/optimality",
+        {"data 0.3515": 0.3515},
+        [
+            ("default", "eval/optimality", "last", ">=", 0.3215, 5),
+            ("default", "eval/optimality", "last", "<=", 0.3815, 5),
+            ("default", "eval/illegal", "last", "<=", 0.03, 5),
+        ],
+        {"eval/illegal": "illegal walks", "eval/loss": "held-out loss", "eval/accuracy": "held-out accuracy"},
+        "The walks choose their edges at random, so a perfect imitation has the data's mean optimality, 0.3515. "
+        "1000 sampled walks an evaluation, 50 from each start.",
+    ),
+    "ppo-randomwalks": Claim(
+        "PPO on random walks reaches the optimum; a strong KL penalty holds the data's level",
+        "eval/optimality",
+        {"optimum 1.0": 1.0, "data 0.3515": 0.3515},
+        [
+            ("default", "eval/optimality", "best", ">=", 0.98, 4),
+            ("default", "val/explained_variance", "last", ">=", 0.5, 4),
+            ("kl-coef-10", "eval/optimality", "last", "<=", 0.45, 3),
+        ],
+        {
+            "eval/illegal": "illegal walks",
+            "objective/kl": "KL to the SFT model",
+            "val/explained_variance": "explained variance",
+        },
+        "From the SFT model (first use trains it). 1000 sampled walks an evaluation, 50 from each start. kl-coef-10 is "
+        "the same run with --kl-coef 10: the penalty outweighs the reward, and the policy stays where it was.",
+    ),
+}
+
+
+def points(path, key):
+    """[(step, value)] of a metric in a curve file."""
+    records = map(json.loads, path.read_text().splitlines())
+    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
+
+
+def curves(name):
+    """{variant: {seed: path}} of a claim."""
+    found = {}
+    for path in sorted((ROOT / "benchmarks/curves" / name / "curves").glob("*.jsonl")):
+        variant, _, seed = path.stem.rpartition("-seed")
+        found.setdefault(variant, {})[int(seed)] = path
+    return found
+
+
+def spread(values):
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def table(name):
+    """The claim's table as Markdown lines."""
+    claim, rows = CLAIMS[name], []
+    runs = {(row["variant"], row["seed"]): row for row in csv.DictReader(open(claim_path(name) / "runs.csv"))}
+    heads = ["variant", "seeds", "first", "last", "best", *claim.table.values(), "steps", "seconds"]
+    for variant, seeds in curves(name).items():
+        series = [points(path, claim.score) for path in seeds.values()]
+        cells = [variant, str(len(seeds))]
+        cells += [spread([s[0][1] for s in series]), spread([s[-1][1] for s in series])]
+        cells += [spread([max(v for _, v in s) for s in series])]
+        cells += [spread([points(path, key)[-1][1] for path in seeds.values()]) for key in claim.table]
+        seconds = mean(float(runs[variant, str(seed)]["seconds"]) for seed in seeds)
+        rows.append([*cells, str(series[0][-1][0]), f"{seconds:.0f}"])
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def claim_path(name):
+    return ROOT / "benchmarks/curves" / name
+
+
+def readme(name):
+    """The README.md of a claim's folder."""
+    claim = CLAIMS[name]
+    rows = list(csv.DictReader(open(claim_path(name) / "runs.csv")))
+    devices = sorted({f"{row['device']}, {row['threads']} threads, torch {row['torch']}" for row in rows})
+    commits = sorted({row["commit"] for row in rows})
+    bars = [
+        f"- `{variant}`: {which} `{key}` {sign} {bar} in at least {count} of {len(curves(name)[variant])} seeds"
+        for variant, key, which, sign, bar, count in claim.bars
+    ]
+    body = [f"# {claim.title}", "", "![curve](curve.png)", "", claim.text, ""]
+    body += [f"{claim.score}, mean ± standard deviation over seeds; seconds are wall-clock without start-up:", ""]
+    body += [*table(name), "", "Bars that `benchmarks/check.py` holds:", "", *bars, ""]
+    body += [f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}. `bash run.sh` repeats it.", ""]
+    return "\n".join(body)
+
+
+def data_digest(name):
+    """Of all that the figure shows."""
+    data = {v: {s: points(p, CLAIMS[name].score) for s, p in seeds.items()} for v, seeds in curves(name).items()}
+    return hashlib.sha256(json.dumps([data, CLAIMS[name].lines]).encode()).hexdigest()
+
+
+def draw_figure(name):
+    from matplotlib.figure import Figure
+
+    claim, figure = CLAIMS[name], Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for color, (variant, seeds) in zip(("C0", "C1", "C2", "C3"), curves(name).items(), strict=False):
+        series = [points(path, claim.score) for path in seeds.values()]
+        for one in series:
+            axes.plot(*zip(*one, strict=True), color=color, alpha=0.3, linewidth=1)
+        steps = [x for x, _ in series[0]]
+        middle = [mean(one[i][1] for one in series) for i in range(len(steps))]
+        axes.plot(steps, middle, color=color, marker=".", label=f"{variant}, mean of {len(series)} seeds")
+    for label, level in claim.lines.items():
+        axes.axhline(level, color="gray", linestyle=":", linewidth=1)
+        axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
+    axes.set(xlabel="optimizer step", ylabel=claim.score, title=claim.title)
+    axes.title.set_fontsize(10)
+    axes.legend(loc="center right", fontsize=8)
+    figure.savefig(claim_path(name) / "curve.png", dpi=110, metadata={"data": data_digest(name)})
+
+
+def compare(value, sign, bar):
+    return value >= bar if sign == ">=" else value <= bar
+
+
+def missed_bars(name):
+    for variant, key, which, sign, bar, count in CLAIMS[name].bars:
+        series = [points(path, key) for path in curves(name).get(variant, {}).values()]
+        values = [one[-1][1] if which == "last" else max(v for _, v in one) for one in series]
+        if sum(compare(value, sign, bar) for value in values) < count:
+            shown = ", ".join(f"{value:.3f}" for value in values)
+            yield f"{name}: {which} {key} of {variant} is {shown}: not {sign} {bar} in {count} seeds"
+
+
+def readme_with_blocks():
+    """README.md with the table of every claim between its markers."""
+
+    def block(match):
+        return f"<!-- {match[1]} -->\n" + "\n".join(table(match[1])) + "\n<!-- end -->"
+
+    return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- end -->", block, (ROOT / "README.md").read_text(), flags=re.S)
+
+
+def verify():
+    """All that is off, as sentences."""
+    from PIL import Image
+
+    problems = []
+    for name in CLAIMS:
+        folder = claim_path(name)
+        for file in ("run.sh", "runs.csv", "README.md", "curve.png"):
+            if not (folder / file).exists():
+                problems.append(f"{name}: {file} is missing")
+        if any(p.startswith(name) for p in problems):
+            continue
+        rows = {(row["variant"], int(row["seed"])) for row in csv.DictReader(open(folder / "runs.csv"))}
+        if rows != {(variant, seed) for variant, seeds in curves(name).items() for seed in seeds}:
+            problems.append(f"{name}: runs.csv and curves/ name different runs")
+        if (folder / "README.md").read_text() != readme(name):
+            problems.append(f"{name}: README.md does not follow from runs.csv and curves/")
+        if Image.open(folder / "curve.png").text.get("data") != data_digest(name):
+            problems.append(f"{name}: curve.png does not show curves/")
+        problems += missed_bars(name)
+    if (ROOT / "README.md").read_text() != readme_with_blocks():
+        problems.append("README.md: a table does not follow from benchmarks/curves")
+    return problems
+
+
+def write():
+    for name in CLAIMS:
+        if (claim_path(name) / "runs.csv").exists():
+            (claim_path(name) / "README.md").write_text(readme(name))
+            draw_figure(name)
+    (ROOT / "README.md").write_text(readme_with_blocks())
+
+
+def collect(name, run_dirs):
+    """Stores the runs: a run directory's name is <variant>-seed<N>."""
+    folder, claim, rows = claim_path(name), CLAIMS[name], []
+    keys = ["step", claim.score, *claim.table, *(bar[1] for bar in claim.bars)]
+    for run_dir in map(Path, run_dirs):
+        env = json.loads((run_dir / "env.json").read_text())
+        records = [json.loads(line) for line in open(run_dir / "metrics.jsonl")]
+        perf = [json.loads(line) for line in open(run_dir / "perf.jsonl")]
+        kept = [{key: r[key] for key in dict.fromkeys(keys) if key in r} for r in records]
+        (folder / "curves").mkdir(exist_ok=True)
+        lines = [json.dumps(record) for record in kept if len(record) > 1]
+        (folder / "curves" / f"{run_dir.name}.jsonl").write_text("\n".join(lines) + "\n")
+        variant, _, seed = run_dir.name.rpartition("-seed")
+        series = [r[claim.score] for r in kept if r.get(claim.score) is not None]
+        seconds = perf[-1]["time"] - perf[0]["time"]
+        rows.append(
+            {"variant": variant, "seed": seed, "commit": env["commit"], "device": env["device"]}
+            | {"threads": env["threads"], "processes": env["processes"], "torch": env["versions"]["torch"]}
+            | {"transformers": env["versions"]["transformers"], "seconds": f"{seconds:.1f}"}
+            | {"last": series[-1], "best": max(series), "command": env["command"].replace(str(ROOT) + "/", "")}
+        )
+    with open(folder / "runs.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def outside_band(name, run_dir):
+    """How a new run leaves the stored seeds of the default variant: by more than three of their standard deviations at
+    one step, or by more than one and a half on the mean of all steps."""
+    key = CLAIMS[name].score
+    stored = [dict(points(path, key)) for path in curves(name)["default"].values()]
+    new = dict(points(Path(run_dir) / "metrics.jsonl", key))
+    residuals = []
+    for step in sorted(new.keys() & stored[0].keys()):
+        values = [one[step] for one in stored]
+        residuals.append((new[step] - mean(values)) / max(stdev(values), 0.01))
+        if abs(residuals[-1]) > 3:
+            yield f"step {step}: {new[step]:.3f}, stored seeds {spread(values)}"
+    if not residuals or abs(mean(residuals)) > 1.5:
+        yield f"the mean residual is {mean(residuals) if residuals else math.nan:.2f} standard deviations"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="rebuild tables and figures")
+    parser.add_argument("--collect", nargs="+", metavar="CLAIM RUN_DIR", help="store runs of a claim")
+    parser.add_argument("--new", nargs=2, metavar=("CLAIM", "RUN_DIR"), help="compare a run with the stored seeds")
+    options = parser.parse_args()
+    if options.collect:
+        collect(options.collect[0], options.collect[1:])
+    if options.collect or options.write:
+        write()
+    problems = list(outside_band(*options.new)) if options.new else verify()
+    print("\n".join(problems) or "everything agrees")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

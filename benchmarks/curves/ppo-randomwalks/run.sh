@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Five seeds of PPO on random walks and three with a strong KL penalty; DRY=1 prints the commands.
+set -euo pipefail
+cd "$(dirname "$0")/../../.."
+run() { echo "$@"; [ -n "${DRY:-}" ] || "$@"; }
+out=runs/curves/ppo-randomwalks
+for seed in 1 2 3 4 5; do
+    run python algos/ppo.py --seed "$seed" --run-dir "$out/default-seed$seed" --eval-every 20
+done
+for seed in 1 2 3; do
+    run python algos/ppo.py --seed "$seed" --run-dir "$out/kl-coef-10-seed$seed" --eval-every 20 --kl-coef 10
+done
+run python benchmarks/check.py --collect ppo-randomwalks "$out"/default-seed{1,2,3,4,5} "$out"/kl-coef-10-seed{1,2,3}

@@ -1,0 +1,98 @@
+"""Shared fixtures of the tests: `python -m pytest tests`
+
+Tiny random models (2 layers, width 12, the 25 letters and special tokens of the random walks), a cache of their own,
+no network, one thread and no GPU, so that numbers are the same on every machine.
+"""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+
+from benchmarks.tasks import randomwalks
+
+FAMILIES = "gpt2", "llama", "qwen3"
+POSITIONS = 32
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """PLAINRL_CACHE of the tests, where the base model of the random walks is trained once; theirs if it is set."""
+    os.environ.setdefault("PLAINRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+    return os.environ["PLAINRL_CACHE"]
+
+
+@pytest.fixture(autouse=True)
+def plain_torch():
+    """A script that ran in-process leaves its threads and its matmul precision behind: each test starts anew."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture
+def letters():
+    """A new tokenizer of one token per letter: a..u = 0..20, bos 21, eos 22, pad 23, unk 24."""
+    return randomwalks.tokenizer()
+
+
+@pytest.fixture(scope="session")
+def build_model():
+    """build_model(family, dtype, seed, **config): a random model in evaluation mode. Its weights are large (0.3), so
+    that its distributions are far from uniform, and differ by position."""
+
+    def build(family="gpt2", dtype=torch.float32, seed=0, **config):
+        letters = randomwalks.tokenizer()
+        options = {f"{name}_token_id": getattr(letters, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        options |= {"vocab_size": len(letters), "initializer_range": 0.3, **config}
+        sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes |= {"num_key_value_heads": 1, "head_dim": 6, "max_position_embeddings": POSITIONS}
+        if family == "gpt2":
+            options = {"n_layer": 2, "n_embd": 12, "n_head": 2, "n_positions": POSITIONS} | options
+            config = GPT2Config(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, **options)
+        elif family == "llama":
+            config = LlamaConfig(**sizes, **({"tie_word_embeddings": False} | options))
+        else:
+            config = Qwen3Config(**sizes, **({"tie_word_embeddings": True} | options))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_dirs(tmp_path_factory, build_model):
+    """{family: directory of a tiny model with its tokenizer}. GPT-2 has dropout 0.1 in its configuration."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        build_model(family).save_pretrained(folder / family)
+        randomwalks.tokenizer().save_pretrained(folder / family)
+    return {family: str(folder / family) for family in FAMILIES}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def tiny_dir(family, tiny_dirs):
+    """Directory of a tiny model; the test runs for every family."""
+    return tiny_dirs[family]
+
+
+@pytest.fixture
+def gpt2_dir(tiny_dirs):
+    return tiny_dirs["gpt2"]
+
+
+@pytest.fixture
+def accelerator():
+    return Accelerator()

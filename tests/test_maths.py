@@ -1,0 +1,320 @@
+"""The maths of the scripts, and the keyed randomness: `python -m pytest tests/test_maths.py`
+
+Against hand and golden numbers (those of TRL's and trlX's code that are right), slow definitions, and exact sums over
+a small vocabulary. Sizes are distinct primes, so that a wrong broadcast fails.
+"""
+
+import math
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from algos import ppo, sft
+from common import seeding
+
+B, R, V = 5, 7, 11
+NAN = math.nan
+ALL = torch.ones(1, 3, dtype=torch.bool)
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(actual, expected, tolerance=1e-12):
+    expected = torch.as_tensor(expected, dtype=actual.dtype)
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def random(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def ragged_mask(holes=False):
+    """(B, R): rows of 1, 2, 4, 7 and 0 tokens; with holes, some of the tokens before the last one are out."""
+    mask = torch.arange(R) < torch.tensor([[1], [2], [4], [7], [0]])
+    if holes:
+        mask[2, 1] = mask[3, 0] = mask[3, 3] = mask[3, 4] = False
+    return mask
+
+
+# ---- Advantages ------------------------------------------------------------------------------------------------------
+
+
+def slow_gae(rewards, values, mask, gamma, lam, last_value):
+    """The sum of GAE Eq. 16, term by term, over the list of tokens that count."""
+    advantages = torch.zeros_like(values)
+    for row in range(len(values)):
+        kept = [t for t in range(values.shape[1]) if mask[row, t]]
+        r, v = [float(rewards[row, t]) for t in kept], [float(values[row, t]) for t in kept] + [float(last_value[row])]
+        deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(kept))]
+        for i, t in enumerate(kept):
+            advantages[row, t] = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(kept)))
+    return advantages
+
+
+def test_gae_golden():
+    advantages, returns = ppo.gae(tensor([0, 0, 1]), tensor([0.5, 0.5, 0.5]), ALL, 1.0, 0.95)
+    close(advantages, [[0.45125, 0.475, 0.5]])
+    close(returns, [[0.95125, 0.975, 1.0]])
+
+
+def test_gae_takes_holes_out():
+    """A hole (the text of a tool) is no step: TRL's recursion ran through it and gave .4287, .4512."""
+    mask = torch.tensor([[True, True, False, False, True]])
+    advantages, returns = ppo.gae(tensor([0, 0, 7, 8, 1]), tensor([0.5, 0.5, 3, 4, 0.5]), mask, 1.0, 0.95)
+    close(advantages, [[0.45125, 0.475, 0, 0, 0.5]])
+    close(returns, [[0.95125, 0.975, 0, 0, 1.0]])
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("bootstrap", [False, True])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
+def test_gae_is_the_slow_sum(holes, bootstrap, gamma, lam):
+    rewards, values, last, mask = random(B, R), random(B, R, seed=1), random(B, seed=2), ragged_mask(holes)
+    expected = slow_gae(rewards, values, mask, gamma, lam, last if bootstrap else torch.zeros(B))
+    advantages, returns = ppo.gae(rewards, values, mask, gamma, lam, *[last] * bootstrap)
+    close(advantages, expected)
+    close(returns, torch.where(mask, expected + values, 0.0))
+
+
+def test_gae_without_discount_is_the_sum_of_rewards_minus_the_value():
+    rewards, values, mask = random(B, R), random(B, R, seed=1), ragged_mask()
+    to_go = torch.where(mask, rewards, 0.0).flip(1).cumsum(1).flip(1)
+    advantages, returns = ppo.gae(rewards, values, mask, 1.0, 1.0)
+    close(advantages, torch.where(mask, to_go - values, 0.0))
+    close(returns, torch.where(mask, to_go, 0.0))
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_garbage_in_masked_positions_changes_nothing(holes):
+    mask, last = ragged_mask(holes), random(B, seed=2)
+    rewards, values = random(B, R), random(B, R, seed=1)
+    dirty_rewards, dirty_values = (torch.where(mask, x, NAN) for x in (rewards, values))
+    clean = ppo.gae(rewards, values, mask, 0.9, 0.8, last)
+    for a, b in zip(clean, ppo.gae(dirty_rewards, dirty_values, mask, 0.9, 0.8, last), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(ppo.masked_whiten(rewards, mask), ppo.masked_whiten(dirty_rewards, mask))
+    for scores in (random(B, seed=3), random(B, R, seed=3)):
+        dirty = torch.where(mask, scores, NAN) if scores.ndim == 2 else scores
+        a, b = (ppo.token_rewards(*x, mask, 0.3) for x in ((scores, values), (dirty, dirty_values)))
+        assert torch.equal(a, b)
+
+
+def test_padding_columns_change_nothing():
+    mask, rewards, values = ragged_mask(holes=True), random(B, R), random(B, R, seed=1)
+    wide = [torch.nn.functional.pad(x, (0, 3), value=9) for x in (rewards, values)]
+    wide_mask = torch.nn.functional.pad(mask, (0, 3))
+    for a, b in zip(ppo.gae(rewards, values, mask, 1, 0.9), ppo.gae(*wide, wide_mask, 1, 0.9), strict=True):
+        assert torch.equal(a, b[:, :R]) and not b[:, R:].any()
+    close(ppo.masked_whiten(wide[0], wide_mask)[:, :R], ppo.masked_whiten(rewards, mask))
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_masked_whiten_is_numpys(shift_mean):
+    x, mask = random(B, R) * 3 + 2, ragged_mask()
+    kept = x[mask].numpy()
+    expected = np.zeros((B, R))
+    expected[mask.numpy()] = (kept - kept.mean()) / np.sqrt(kept.var() + 1e-8) + (0 if shift_mean else kept.mean())
+    close(ppo.masked_whiten(x, mask, *[False] * (not shift_mean)), expected)
+    assert abs(kept.var() / kept.var(ddof=1) - 1) > 0.05  # else the biased variance would not be told from the other
+
+
+def test_masked_whiten_of_one_element_and_of_equal_elements():
+    one = torch.tensor([[False, True, False]])
+    close(ppo.masked_whiten(tensor([NAN, 7, NAN]), one), [[0.0, 0.0, 0.0]])
+    close(ppo.masked_whiten(tensor([NAN, 7, NAN]), one, shift_mean=False), [[0.0, 7.0, 0.0]])
+    close(ppo.masked_whiten(tensor([3, 3, 3]), ALL), [[0.0, 0.0, 0.0]])
+
+
+# ---- KL --------------------------------------------------------------------------------------------------------------
+
+
+def test_kl_penalty_golden():
+    for kind, golden in {"kl": 0.5, "abs": 0.5, "mse": 0.125, "k3": 0.106531}.items():
+        close(ppo.kl_penalty(tensor(-1.0), tensor(-1.5), kind), [golden], 5e-7)
+    for kind, golden in {"kl": -0.5, "abs": 0.5, "mse": 0.125, "k3": 0.148721}.items():
+        close(ppo.kl_penalty(tensor(-1.5), tensor(-1.0), kind), [golden], 5e-7)
+    for kind in ("kl", "abs", "mse", "k3"):
+        x = random(3, 5)
+        assert ppo.kl_penalty(x, x - 0.1, kind).shape == (3, 5)
+        assert not ppo.kl_penalty(x, x, kind).any()
+
+
+def test_kl_and_k3_are_unbiased():
+    """The mean over the policy's own samples, by enumeration, is the true KL. trlX's exp(x) - 1 - x is not."""
+    p, q = tensor(0.7, 0.2, 0.1), tensor(0.3, 0.3, 0.4)
+    true = (p * (p / q).log()).sum()
+    for kind in ("kl", "k3"):
+        close((p * ppo.kl_penalty(p.log(), q.log(), kind)).sum(), true)
+    assert (ppo.kl_penalty(p.log(), q.log(), "k3") >= 0).all()
+    for kind in ("abs", "mse"):
+        assert abs((p * ppo.kl_penalty(p.log(), q.log(), kind)).sum() - true) > 0.01
+
+
+def test_kl_of_sequences_is_unbiased():
+    """Per-token KLs summed over a response of two tokens, over all 9 responses, are the KL of the joint."""
+    p, q = random(3, 4).softmax(1), random(3, 4, seed=1).softmax(1)  # row 0: first token, the others given the first
+    total = true = 0.0
+    for i, j in product(range(3), repeat=2):
+        steps = [(p[0], q[0], i), (p[1 + i % 2], q[1 + i % 2], j)]
+        joint_p, joint_q = (math.prod(float(pair[side][pair[2]]) for pair in steps) for side in (0, 1))
+        logprobs, ref = (torch.stack([pair[side][pair[2]] for pair in steps]).log() for side in (0, 1))
+        total += joint_p * float(ppo.kl_penalty(logprobs, ref, "kl").sum())
+        true += joint_p * math.log(joint_p / joint_q)
+    assert total == pytest.approx(true, rel=1e-12)
+
+
+def test_next_kl_coef_golden():
+    for kl, golden in {12: 0.201024, 3: 0.198976, -5: 0.198976, 6: 0.2, 6.6: 0.2 * (1 + 0.1 * 0.0256)}.items():
+        assert ppo.next_kl_coef(0.2, kl, 6, 10000, 256) == pytest.approx(golden, rel=1e-12)
+    assert ppo.next_kl_coef(0.2, -100, 6, 256, 256) > 0
+
+
+# ---- Rewards and losses ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_score_is_placed_once_on_the_last_token(holes):
+    mask, scores, kl = ragged_mask(holes), tensor(10, 20, 30, 40, 50), random(B, R)
+    rewards = ppo.token_rewards(scores, kl, mask, 0.3)
+    expected = torch.zeros(B, R, dtype=torch.float64)
+    for row, score in enumerate(scores):
+        kept = [t for t in range(R) if mask[row, t]]
+        for t in kept:
+            expected[row, t] = -0.3 * kl[row, t]
+        if kept:  # the last row has no token, hence no score
+            expected[row, kept[-1]] += score
+    close(rewards, expected)
+    assert not rewards[4].any()
+
+
+def test_dense_scores_are_added_token_by_token():
+    mask, scores, kl = ragged_mask(), random(B, R, seed=3), random(B, R)
+    close(ppo.token_rewards(scores, kl, mask, 0.3), torch.where(mask, scores - 0.3 * kl, 0.0))
+
+
+def test_policy_loss_by_hand():
+    ratio, advantages = tensor(1.5, 0.5, 1.5, 0.5, 1.1, 1.0), tensor(2, 2, -2, -2, -2, 3)
+    new = (ratio.log() - 1.7).requires_grad_()
+    loss = ppo.policy_loss(new, torch.full_like(ratio, -1.7), advantages, 0.2)
+    close(loss, [-2.4, -1.0, 3.0, 1.6, 2.2, -3.0])
+    loss.sum().backward()
+    close(new.grad, [0.0, -1.0, 3.0, 0.0, 2.2, -3.0])  # no gradient where the clip holds; -A at ratio 1
+
+
+def test_value_loss_by_hand():
+    new, old, returns = tensor(2, 2, 1.1, 0.0), tensor(1, 1, 1, 1), tensor(0, 3, 3, 1.0)
+    close(ppo.value_loss(new, old, returns, 0.2), [2.0, 3.24 / 2, 3.61 / 2, 0.5])
+    close(ppo.value_loss(new, old, returns, 0), [2.0, 0.5, 3.61 / 2, 0.5])
+    new.requires_grad_()
+    ppo.value_loss(new, old, returns, 0.2).sum().backward()
+    close(new.grad, [2.0, 0.0, -1.9, -1.0])
+
+
+def test_losses_are_unreduced_and_broadcast():
+    new, old, x = random(B, R), random(B, R, seed=1), random(B, R, seed=2)
+    for function in (ppo.policy_loss, ppo.value_loss):
+        whole = function(new, old, x, 0.2)
+        assert whole.shape == (B, R)
+        close(function(new[2:3], old, x, 0.2)[3], function(new[2], old[3], x[3], 0.2))
+        close(whole[4, 5], function(new[4, 5], old[4, 5], x[4, 5], 0.2))
+
+
+def test_token_nll_is_the_slow_definition():
+    logits, labels = random(3, 5, V) * 4, torch.arange(15).reshape(3, 5) % V
+    labels[0, 0] = labels[2, 3] = -100
+    nll = sft.token_nll(logits, labels)
+    for b, t in product(range(3), range(5)):
+        probs = [math.exp(x) for x in logits[b, t].tolist()]
+        slow = 0.0 if labels[b, t] < 0 else -math.log(probs[labels[b, t]] / sum(probs))
+        assert nll[b, t].item() == pytest.approx(slow, rel=1e-12)
+    assert nll.shape == (3, 5)
+
+
+def test_token_nll_computes_at_least_in_float32():
+    logits, labels = random(3, 5, V) * 4, torch.arange(15).reshape(3, 5) % V
+    half = logits.bfloat16()
+    assert sft.token_nll(half, labels).dtype == torch.float32
+    assert torch.equal(sft.token_nll(half, labels), sft.token_nll(half.float(), labels))
+    close(sft.token_nll(half, labels).double(), sft.token_nll(half.double(), labels), 1e-6)
+    assert sft.token_nll(logits, labels).dtype == torch.float64
+
+
+def test_token_logprobs_is_the_slow_definition():
+    logits, ids = random(3, 5, V) * 4, torch.arange(15).reshape(3, 5) % V
+    close(ppo.token_logprobs(logits, ids), -sft.token_nll(logits, ids))
+    close(ppo.token_logprobs(logits + 1e6, ids), ppo.token_logprobs(logits, ids), 1e-8)
+
+
+# ---- Learning rate ---------------------------------------------------------------------------------------------------
+
+
+def schedule(**flags):
+    return SimpleNamespace(**{"lr": 2.0, "lr_final": 0.0, "warmup_steps": 0, "decay_steps": None} | flags)
+
+
+@pytest.mark.parametrize("learning_rate", [ppo.learning_rate, sft.learning_rate], ids=["ppo", "sft"])
+def test_learning_rate_closed_forms(learning_rate):
+    def rates(steps, total=20, **flags):
+        return [learning_rate(schedule(**flags), step, total) for step in steps]
+
+    for kind in ("constant", "linear", "cosine"):
+        assert rates(range(4), lr_schedule=kind, warmup_steps=4) == pytest.approx([0.5, 1.0, 1.5, 2.0])
+        assert rates([4], lr_schedule=kind, warmup_steps=4) == [2.0]  # the decay starts at the peak
+        assert rates([0], lr_schedule=kind) == [2.0]
+    assert rates([1, 10, 99], lr_schedule="constant", lr_final=0.5, decay_steps=3) == [2.0, 2.0, 2.0]
+    linear = {"lr_schedule": "linear", "warmup_steps": 4, "lr_final": 0.5}  # 16 steps of decay
+    assert rates([8, 12, 19, 20, 99], **linear) == pytest.approx([1.625, 1.25, 0.59375, 0.5, 0.5])
+    assert rates([6, 12, 19], **linear, decay_steps=8) == pytest.approx([1.625, 0.5, 0.5])
+    cosine = linear | {"lr_schedule": "cosine"}
+    slow = [0.5 + 1.5 * (1 + math.cos(math.pi * x / 16)) / 2 for x in (4, 8, 15)]
+    assert rates([8, 12, 19, 20, 99], **cosine) == pytest.approx([*slow, 0.5, 0.5])
+    assert rates([0, 2], total=3, lr_schedule="linear", warmup_steps=3) == pytest.approx([2 / 3, 2.0])
+    assert rates([3], total=3, lr_schedule="linear", warmup_steps=3) == [2.0]  # no division by zero
+
+
+# ---- Randomness ------------------------------------------------------------------------------------------------------
+
+
+def test_rng_depends_on_every_key_and_on_nothing_else():
+    keys = [(1, "a"), (2, "a"), (1, "b"), (1, "a", 0), (1, "a", 1), (1, "a", 0, 1), (1, "a", 1, 0), (0, "a", 1)]
+    keys += [(1, "a", 12), (1, "a", 1, 2), (12, "a"), (1, "a1"), (1, "a", 2**40), (-1, "a"), (2**32 + 1, "a")]
+    draws = {key: seeding.rng(*key).random(3).tolist() for key in keys}
+    assert len({tuple(x) for x in draws.values()}) == len(keys)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    assert all(seeding.rng(*key).random(3).tolist() == draws[key] for key in reversed(keys))
+    assert seeding.rng(1, "a", np.int64(3)).random() == seeding.rng(1, "a", torch.tensor(3)).random()
+
+
+def test_rng_is_pinned():
+    """Another number here means that every stored curve belongs to other draws."""
+    assert seeding.rng(1, "rollout", 3, 5).random() == 0.6004720012005916
+
+
+def test_uniforms_are_keyed_by_the_global_row():
+    whole = seeding.uniforms(1, "rollout", 3, range(11), 7)
+    assert whole.shape == (11, 7) and whole.dtype == torch.float64
+    assert whole.min() >= 0 and whole.max() < 1 and len(whole.unique()) == 77
+    assert torch.equal(seeding.uniforms(1, "rollout", 3, [9, 2, 2], 7), whole[[9, 2, 2]])
+    assert torch.equal(seeding.uniforms(1, "rollout", 3, [5], 4), whole[5:6, :4])  # nor by the width
+    assert not torch.equal(seeding.uniforms(1, "rollout", 4, range(11), 7), whole)
+    assert seeding.uniforms(1, "rollout", 3, [], 7).shape == (0, 7)
+    many = seeding.uniforms(1, "eval", 0, range(200), 50)  # standard errors: 0.0029 and 0.0030
+    assert abs(many.mean() - 0.5) < 0.012 and abs((many < 0.1).double().mean() - 0.1) < 0.012
+
+
+def test_stream_rows_is_a_stream_of_permutations():
+    long = seeding.stream_rows(1, "data", 7, 0, 35)
+    epochs = [long[i : i + 7] for i in range(0, 35, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+    for start, count in product(range(0, 22, 3), (1, 3, 7, 11)):
+        assert seeding.stream_rows(1, "data", 7, start, count) == long[start : start + count]
+    assert seeding.stream_rows(2, "data", 7, 0, 35) != long != seeding.stream_rows(1, "other", 7, 0, 35)
+    assert seeding.stream_rows(1, "data", 1, 5, 3) == [0, 0, 0]

@@ -89,6 +89,8 @@ class Args:
     """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
     wandb_project: str = "plainrl"
     """Project name for --track."""
+    push_to_hub: str | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
     """Validate flags, data, model and functions, print the summary, and exit."""
 
@@ -107,6 +109,8 @@ class Args:
     """Attention of transformers; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    ref_model: str | None = None
+    """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
     value_head: Literal["linear", "mlp"] = "linear"
     """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1."""
     value_head_init: Literal["zeros", "normal", "default"] = "zeros"
@@ -214,7 +218,7 @@ cliprange_value vf_coef""".split()
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 
-def load_model(args, path):
+def load_model(args, path, flag="--model"):
     """The causal language model and its tokenizer: every weight found and finite, dropout off, padding token set."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -227,18 +231,18 @@ def load_model(args, path):
             hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
             model, report = AutoModelForCausalLM.from_pretrained(path, **hub)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
+        raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
                 setattr(module, name, 0.0)
     broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     broken += [f"{name} ({kind})" for kind in ("missing_keys", "mismatched_keys") for name in report.get(kind, ())]
-    problems = [f"--model {path}: {broken[0]} is missing, of another shape or not finite"] if broken else []
+    problems = [f"{flag} {path}: {broken[0]} is missing, of another shape or not finite"] if broken else []
     if tokenizer.eos_token_id is None:
         problems.append("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        problems.append(f"the tokenizer has {len(tokenizer)} tokens, --model {path} has embeddings for fewer")
+        problems.append(f"the tokenizer has {len(tokenizer)} tokens, {flag} {path} has embeddings for fewer")
     stop_if(problems)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
@@ -746,6 +750,7 @@ def main(args):
     # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
     path, reward = build(args.model, "--model"), load_function(args.reward, "--reward")
     metric = load_function(args.metric, "--metric") if args.metric else None
+    ref_path = build(args.ref_model, "--ref-model")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_rows = rows[: args.rollout_batch_size]
     if args.eval_dataset:
@@ -770,8 +775,10 @@ def main(args):
         return run.newest_metrics(), run.dir
     threads = set_threads(run.state["threads"] if run.state else args.threads)
     longest = max(map(len, queries))
-    set_attention(lm, args, device, longest + args.max_new_tokens)
-    ref = copy.deepcopy(lm).requires_grad_(False).eval().to(device)
+    ref = load_model(args, ref_path, "--ref-model")[0] if ref_path else copy.deepcopy(lm)
+    ref = ref.requires_grad_(False).eval().to(device)
+    for each in (lm, ref):
+        set_attention(each, args, device, longest + args.max_new_tokens)
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed)
     if isinstance(path, str) and (Path(path) / "value_head.safetensors").exists():
         policy.load_value_head(path)

@@ -82,6 +82,8 @@ class Args:
     """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
     wandb_project: str = "plainrl"
     """Project name for --track."""
+    push_to_hub: str | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
     """Validate flags, data, model and functions, print the summary, and exit."""
 
@@ -177,7 +179,7 @@ ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_t
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 
-def load_model(args, path):
+def load_model(args, path, flag="--model"):
     """The causal language model and its tokenizer: every weight found and finite, dropout off, padding token set."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -190,18 +192,18 @@ def load_model(args, path):
             hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
             model, report = AutoModelForCausalLM.from_pretrained(path, **hub)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
+        raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
                 setattr(module, name, 0.0)
     broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     broken += [f"{name} ({kind})" for kind in ("missing_keys", "mismatched_keys") for name in report.get(kind, ())]
-    problems = [f"--model {path}: {broken[0]} is missing, of another shape or not finite"] if broken else []
+    problems = [f"{flag} {path}: {broken[0]} is missing, of another shape or not finite"] if broken else []
     if tokenizer.eos_token_id is None:
         problems.append("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        problems.append(f"the tokenizer has {len(tokenizer)} tokens, --model {path} has embeddings for fewer")
+        problems.append(f"the tokenizer has {len(tokenizer)} tokens, {flag} {path} has embeddings for fewer")
     stop_if(problems)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids

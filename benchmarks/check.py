@@ -70,6 +70,12 @@ CLAIMS = {
 }
 
 
+SUMMARY = {
+    "sft.py": ("maximum likelihood", "sft-randomwalks"),
+    "ppo.py": ("Schulman et al. 2017", "ppo-randomwalks"),
+}
+
+
 def points(path, key):
     """[(step, value)] of a metric in a curve file."""
     records = map(json.loads, path.read_text().splitlines())
@@ -167,13 +173,26 @@ def missed_bars(name):
             yield f"{name}: {which} {key} of {variant} is {shown}: not {sign} {bar} in {count} seeds"
 
 
+def summary():
+    """The table of README.md."""
+    rows = [["script", "paper", "lines", "task", "reference", "ours", "time"], ["---"] * 7]
+    for script, (paper, name) in SUMMARY.items():
+        series = [points(path, CLAIMS[name].score) for path in curves(name)["default"].values()]
+        runs = [r for r in csv.DictReader(open(claim_path(name) / "runs.csv")) if r["variant"] == "default"]
+        lines = len((ROOT / "algos" / script).read_text().splitlines())
+        ours = f"{spread([s[-1][1] for s in series])} ({len(series)} seeds)"
+        clock = f"{mean(float(run['seconds']) for run in runs):.0f} s, {runs[0]['threads']} CPU threads"
+        level = list(CLAIMS[name].lines)[0]
+        rows.append([f"[{script}](algos/{script})", paper, str(lines), name.split("-")[1], level, ours, clock])
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
 def readme_with_blocks():
-    """README.md with the table of every claim between its markers."""
-
-    def block(match):
-        return f"<!-- {match[1]} -->\n" + "\n".join(table(match[1])) + "\n<!-- end -->"
-
-    return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- end -->", block, (ROOT / "README.md").read_text(), flags=re.S)
+    """README.md with its generated table between the markers."""
+    text = (ROOT / "README.md").read_text()
+    return re.sub(
+        r"(<!-- summary -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(summary()) + "\n" + m[2], text, flags=re.S
+    )
 
 
 def verify():

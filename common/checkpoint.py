@@ -294,6 +294,18 @@ def export(accelerator, lm, tokenizer, directory, heads=None):
     accelerator.wait_for_everyone()
 
 
+def push(directory, repository):
+    """Uploads an export, and nothing else, to a hub repository, which is made private where it is new."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().create_repo(repository, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository, folder_path=directory)
+    except Exception as error:  # whatever went wrong, the local copy is there
+        reason = " ".join(str(error).split())
+        raise InputError(f"--push-to-hub {repository} failed ({reason}); the model is whole in {directory}") from None
+
+
 def write_text(path, text):
     """Writes a file whole or not at all."""
     path = Path(path)

@@ -351,6 +351,8 @@ class Run:
             self.say(f"\n{headline} {sparkline([y for _, y in curve])} {curve[0][1]:.3g} -> {curve[-1][1]:.3g}")
         self.say(f"\n{usage}\n\ncard {self.dir}/README.md | picture {self.dir}/curve.png | model {self.dir}/hf_model")
         ckpt.write_text(self.dir / "README.md", card)
+        if self.args.push_to_hub:
+            ckpt.push(folder, self.args.push_to_hub)
         return metrics
 
 

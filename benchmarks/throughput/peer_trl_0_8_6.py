@@ -1,0 +1,56 @@
+"""The work of ppo_gpt2_small.py through PPOTrainer of TRL 0.8.6, in the environment that make_peer_env.sh makes.
+
+    .peers/trl-0.8.6/bin/python peer_trl_0_8_6.py --mode tuned --model MODEL_DIR --results results.csv
+
+It loads the same weights and prompts. batch_size = mini_batch_size = 16, so that an epoch is one optimizer step, as in
+ours; the other settings are TRL's defaults. The response length is forced by the weights (see ppo_gpt2_small.py).
+"""
+
+import argparse
+import time
+
+import torch
+from ppo_gpt2_small import EPISODES, EPOCHS, ITERATIONS, LR, PEER_MODES, PROMPT, RESPONSE, prompt_ids, record, reward
+from transformers import PreTrainedTokenizerFast, set_seed
+from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+
+from common.seeding import fast_cpu_matmul
+
+
+def measure(mode, model_dir):
+    """Seconds of generate and reward, seconds of PPOTrainer.step, nats a sampled token of the first iteration."""
+    rows, medium = PEER_MODES[mode][0]
+    if medium:
+        fast_cpu_matmul()
+    set_seed(1)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{model_dir}/tokenizer.json", eos_token="<end>")
+    tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(model_dir)
+    settings = {"learning_rate": LR, "batch_size": EPISODES, "mini_batch_size": EPISODES, "ppo_epochs": EPOCHS}
+    trainer = PPOTrainer(PPOConfig(**settings), model, None, tokenizer)  # None: it copies the model as reference
+    sampling = {"max_new_tokens": RESPONSE, "do_sample": True, "top_k": 0, "top_p": 1.0, "batch_size": rows}
+    queries = [torch.tensor(ids) for ids in prompt_ids()]
+    rollout, update, entropy = [], [], None
+    for _ in range(ITERATIONS):
+        clock = [time.perf_counter()]
+        responses = trainer.generate(queries, return_prompt=False, **sampling, pad_token_id=tokenizer.pad_token_id)
+        tokenizer.batch_decode(responses)  # plainrl decodes as well
+        scores = [torch.tensor(x) for x in reward([ids.tolist() for ids in responses])]
+        clock.append(time.perf_counter())
+        stats = trainer.step(queries, responses, scores)
+        clock.append(time.perf_counter())
+        assert all((len(q), len(r)) == (PROMPT, RESPONSE) for q, r in zip(queries, responses, strict=True))
+        rollout.append(clock[1] - clock[0])
+        update.append(clock[2] - clock[1])
+        entropy = entropy or float(stats["objective/entropy"]) / RESPONSE
+    return rollout, update, entropy
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=PEER_MODES, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--results", required=True)
+    options = parser.parse_args()
+    record(options.results, "trl", options.mode, options.repeat, lambda: measure(options.mode, options.model))

@@ -1,0 +1,305 @@
+"""Throughput of algos/ppo.py on a GPT-2-small shape on a CPU, beside TRL 0.8.6 (peer_trl_0_8_6.py).
+
+Work of an iteration: 16 prompts of 32 tokens, responses of 32 tokens, 4 PPO epochs of one optimizer step (batch 16).
+The weights are random: 12 layers, width 768, vocabulary 50257, no dropout. The end token's logit is near -100, so that
+every response has its 32 tokens.
+
+    bash benchmarks/throughput/make_peer_env.sh     # once: a virtual environment with TRL 0.8.6
+    bash benchmarks/throughput/run.sh               # on a quiet machine: writes results.csv and README.md
+
+and the parts that run.sh uses:
+
+    python benchmarks/throughput/ppo_gpt2_small.py --prepare MODEL_DIR
+    python benchmarks/throughput/ppo_gpt2_small.py --mode fp32 --model MODEL_DIR --results results.csv
+    python benchmarks/throughput/ppo_gpt2_small.py --table      # README.md from results.csv
+    python benchmarks/throughput/ppo_gpt2_small.py --check      # exit 1 where README.md does not follow from results.csv
+
+PLAINRL_BENCH_TINY=1 shrinks the model to 2 layers, width 48 and vocabulary 1000, to try the scripts out.
+"""
+
+import argparse
+import csv
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+import numpy as np
+import torch
+
+from common.seeding import fast_cpu_matmul
+
+# ---- Workload: the peer imports it from here -------------------------------------------------------------------------
+
+TINY = bool(os.environ.get("PLAINRL_BENCH_TINY"))
+LAYERS, WIDTH, HEADS, VOCABULARY = (2, 48, 4, 1000) if TINY else (12, 768, 12, 50257)
+EPISODES, PROMPT, RESPONSE, EPOCHS = 16, 32, 32, 4
+LR = 1e-5
+ITERATIONS = 3  # of a process; the first is printed and not counted
+THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
+END = 0  # id of the end token
+
+MODES = {  # of algos/ppo.py: flags, and what they show
+    "fp32": ({}, "defaults: matmul precision medium, eager attention, one-batch rollouts"),
+    "fp32-highest": ({"attn_implementation": "eager"}, "fp32 without matmul precision medium"),
+    "fp32-sdpa": ({"attn_implementation": "sdpa"}, "fp32 without eager attention"),
+    "fp32-decode-4": ({"decode_batch_size": 4}, "fp32 without one-batch rollouts: 4 rows at a time"),
+    "bf16": ({"mixed_precision": "bf16"}, "`--mixed-precision bf16`: weights and optimizer fp32"),
+}
+PEER_MODES = {  # of TRL's PPOTrainer: (rows of a generate call, our matmul precision)
+    "defaults": ((4, False), "its default `generate(batch_size=4)`"),
+    "tuned": ((16, False), "`generate(batch_size=16)`"),
+    "same-flags": ((16, True), "tuned, with matmul precision medium (its attention is eager)"),
+}
+
+
+def prompt_ids():
+    """One prompt per episode of an iteration: 32 ids each, the same in all iterations."""
+    return np.random.default_rng(1).integers(END + 1, VOCABULARY, (EPISODES, PROMPT)).tolist()
+
+
+def reward(output_ids, **_):
+    """A trivial reward: the share of even ids."""
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in output_ids]
+
+
+def prepare(folder):
+    """Writes the random model and its tokenizer of whole words "w1 w2 ..." that both systems load."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    torch.manual_seed(1)
+    sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "vocab_size": VOCABULARY}
+    drop = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **drop, bos_token_id=END, eos_token_id=END))
+    with torch.no_grad():  # the last hidden state has a coordinate near 10; the end token answers to it with -10
+        model.transformer.ln_f.bias[0] = 10
+        model.transformer.wte.weight[END] = 0
+        model.transformer.wte.weight[END, 0] = -10
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<end>": END} | {f"w{i}": i for i in range(1, VOCABULARY)}, unk_token="<end>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
+
+
+def useful_flops():
+    """Floating-point operations of an iteration that cannot be left out: sampling, reference and training, the output
+    layer at response positions only, no padding, nothing computed twice."""
+    tokens = PROMPT + RESPONSE
+    block, head = 12 * LAYERS * WIDTH**2, WIDTH * VOCABULARY  # weights in matrix products
+    attention = 2 * LAYERS * WIDTH * tokens**2  # forward, causal half, a row
+    forward = 2 * block * tokens + 2 * head * RESPONSE + attention
+    return EPISODES * (forward + forward + EPOCHS * 3 * forward)
+
+
+def gemm_peak(dtype):
+    """GFLOP/s of the best 1024 x 768 x 3072 matrix product within half a second; fp32 at the fastest exact setting."""
+    before, seconds, end = torch.get_float32_matmul_precision(), [], time.perf_counter() + 0.5
+    fast_cpu_matmul()
+    a, b = torch.randn(1024, 768).to(dtype), torch.randn(768, 3072).to(dtype)
+    while time.perf_counter() < end:
+        begun = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - begun)
+    torch.set_float32_matmul_precision(before)
+    return 2 * 1024 * 768 * 3072 / min(seconds) / 1e9
+
+
+# ---- Measurement -----------------------------------------------------------------------------------------------------
+
+
+def peak_memory():
+    """Largest resident memory of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure_ours(mode, model):
+    """Rollout seconds, update seconds, peak memory and first-iteration statistics of a short run of algos/ppo.py."""
+    from algos import ppo
+
+    class Measured(Exception):
+        pass
+
+    def stop(*args, **options):
+        raise Measured
+
+    ppo.pack = stop  # the run ends where it would write its only checkpoint: saving is not measured
+    if mode == "fp32-highest":
+        ppo.fast_cpu_matmul = lambda: False
+    prompts = [{"prompt": " ".join(f"w{i}" for i in ids)} for ids in prompt_ids()]
+    with tempfile.TemporaryDirectory() as folder:
+        args = ppo.Args(
+            model=str(model), dataset=prompts, eval_dataset=None, reward=reward, metric=None, run_dir=f"{folder}/run",
+            total_episodes=EPISODES * ITERATIONS, rollout_batch_size=EPISODES, batch_size=EPISODES,
+            micro_batch_size=EPISODES, ppo_epochs=EPOCHS, max_new_tokens=RESPONSE, lr=LR, threads=THREADS,
+            eval_every=0, save_every=0, **MODES[mode][0],
+        )  # fmt: skip
+        try:
+            ppo.main(args)
+        except Measured:
+            pass
+        perf, metrics = ([json.loads(line) for line in open(f"{folder}/run/{x}.jsonl")] for x in ("perf", "metrics"))
+    assert all((m["tokens/queries_len"], m["tokens/responses_len"]) == (PROMPT, RESPONSE) for m in metrics)
+    seconds = ([p[f"perf/seconds_{phase}"] for p in perf] for phase in ("rollout", "update"))
+    return *seconds, metrics[0]["objective/entropy"] / RESPONSE
+
+
+def record(results, system, mode, repeat, measure):
+    """Calls measure() -> (rollout seconds, update seconds, nats a sampled token of the first iteration), between two
+    measurements of the machine's peak, and appends a row of medians to the CSV file."""
+    loadavg, dtype = os.getloadavg()[0], torch.bfloat16 if mode == "bf16" else torch.float32
+    torch.set_num_threads(THREADS)
+    peak = gemm_peak(dtype)
+    rollout, update, entropy = measure()
+    memory, peak = peak_memory(), max(peak, gemm_peak(dtype))
+    totals = [a + b for a, b in zip(rollout, update, strict=True)]
+    print(f"{system} {mode} repeat {repeat}: entropy {entropy:.3f}; seconds of all iterations, the first not counted:")
+    print("  rollout", *(f"{s:.2f}" for s in rollout), "| update", *(f"{s:.2f}" for s in update), flush=True)
+    seconds = median(totals[1:])
+    gflops = useful_flops() / seconds / 1e9
+    packages = "torch transformers accelerate tokenizers numpy".split() + ["trl"] * (system != "plainrl")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    cpu = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    row = {
+        "system": system, "mode": mode, "repeat": repeat,
+        "seconds_rollout": f"{median(rollout[1:]):.3f}", "seconds_update": f"{median(update[1:]):.3f}",
+        "seconds": f"{seconds:.3f}", "seconds_first": f"{totals[0]:.3f}", "counted": len(totals) - 1,
+        "tokens_per_sec": f"{EPISODES * (PROMPT + RESPONSE) / seconds:.1f}", "peak_memory_mb": f"{memory:.0f}",
+        "gflops": f"{gflops:.1f}", "peak_gflops": f"{peak:.1f}", "fraction": f"{gflops / peak:.4f}",
+        "work_gflop": f"{useful_flops() / 1e9:.1f}", "entropy": f"{entropy:.4f}", "shape": f"{LAYERS}x{WIDTH}x{VOCABULARY}",
+        "device": (cpu or [platform.machine()])[0], "threads": torch.get_num_threads(),
+        "versions": "; ".join([f"python {platform.python_version()}", *versions]), "loadavg": f"{loadavg:.2f}",
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+    }  # fmt: skip
+    results, new = Path(results), not Path(results).exists()
+    with open(results, "a", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+# ---- Table -----------------------------------------------------------------------------------------------------------
+
+README = """# Throughput
+
+`run.sh` writes results.csv, and ppo_gpt2_small.py this file from it.
+
+## PPO, {layers} layers, width {width}, vocabulary {vocabulary}, random weights, on a CPU
+
+An iteration is {EPISODES} prompts of {PROMPT} tokens, {EPISODES} responses of {RESPONSE}, and {EPOCHS} PPO epochs of
+one optimizer step (batch {EPISODES}). Medians over the runs, smallest and largest in brackets.
+
+{table}
+
+{notes}
+
+Columns:
+
+- The two systems cut an iteration differently: compare `iteration s`. `rollout s` of plainrl has sampling, scoring by
+  policy and reference, reward and advantages; that of TRL has sampling and reward, and the rest is in
+  `PPOTrainer.step`, which is its `update s`.
+- `times TRL`: seconds of TRL over seconds of the row, both of the same repeat; above 1, the row is faster.
+- `tokens/s`: prompt and response tokens of the episodes over the seconds of the iteration.
+- `peak memory MB`: ru_maxrss of the process, a fresh one for every run.
+- `fraction of GEMM peak`: useful work ({work} GFLOP an iteration: sampling, reference and training; the output layer at
+  response positions only, nothing twice) over seconds and over the peak of a 1024 x 768 x 3072 matrix product, the
+  larger of two measurements in the same process, before and after: {peaks}. fp32 is at
+  matmul precision medium where that is exact, and is the denominator of every mode but bf16.
+
+Protocol: the systems in turn, one process a run; both load the same weights and prompts; the first of {iterations}
+iterations is not counted. Dropout, evaluation and saving are off. The end token's logit is near -100, so every response
+has its full length (asserted). TRL has mini_batch_size 16, so it takes one optimizer step an epoch, too. Entropy of the
+first rollout: {entropies} nats a token. Load average before a run, the runs before it included:
+{loads}.
+
+Not measured: GPUs, other shapes, prompts and responses of unequal length (padding), pretrained weights, several
+processes, a reward model, learning (the reward is trivial), start-up, saving.
+
+Measured on {device}, {threads} threads; commit {commit}.
+
+{versions}
+"""
+
+
+def spread(values, digits):
+    """Median and, in brackets, smallest and largest."""
+    low, middle, high = (f"{v:.{digits}f}" for v in (min(values), median(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} ({low} to {high})"
+
+
+def readme(results):
+    """The text of README.md, from the CSV file alone."""
+    rows = list(csv.DictReader(open(results)))
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    texts = {("plainrl", mode): text for mode, (_, text) in MODES.items()}
+    texts |= {("trl", mode): text for mode, (_, text) in PEER_MODES.items()}
+    runs = {key: {row["repeat"]: row for row in rows if (row["system"], row["mode"]) == key} for key in texts}
+    runs = {key: found for key, found in runs.items() if found}
+    peers = [key for key in runs if key[0] == "trl"]
+    heads = ["system", "mode", "runs", "rollout s", "update s", "iteration s", "tokens/s", "peak memory MB"]
+    heads += ["fraction of GEMM peak", *(f"times TRL {mode}" for _, mode in peers)]
+    lines = [heads, ["---"] * len(heads)]
+    for key, found in runs.items():
+        cells = [*key, str(len(found))]
+        shown = {"seconds_rollout": 2, "seconds_update": 2, "seconds": 2, "tokens_per_sec": 0}
+        for name, digits in (shown | {"peak_memory_mb": 0, "fraction": 3}).items():
+            cells.append(spread([float(row[name]) for row in found.values()], digits))
+        for peer in peers:
+            both = [repeat for repeat in found if repeat in runs[peer]]
+            ratios = [float(runs[peer][repeat]["seconds"]) / float(found[repeat]["seconds"]) for repeat in both]
+            cells.append(spread(ratios, 2) if ratios else "")
+        lines.append(cells)
+    peaks = {"fp32": [], "bf16": []}
+    for row in rows:
+        peaks["bf16" if row["mode"] == "bf16" else "fp32"].append(float(row["peak_gflops"]))
+    layers, width, vocabulary = rows[0]["shape"].split("x")
+    versions = {system: sorted({row["versions"] for row in rows if row["system"] == system}) for system, _ in runs}
+    same = {name: ", ".join(sorted(set(columns[name]))) for name in ("device", "threads", "commit")}
+    ranges = {name: [float(x) for x in columns[name]] for name in ("entropy", "loadavg")}
+    return README.format(
+        **globals(), **same, layers=layers, width=width, vocabulary=vocabulary, work=rows[0]["work_gflop"],
+        table="\n".join("| " + " | ".join(cells) + " |" for cells in lines),
+        notes="\n".join(f"- {system} {mode}: {texts[system, mode]}" for system, mode in runs),
+        peaks=", ".join(f"{kind} {spread(found, 0)} GFLOP/s" for kind, found in peaks.items() if found),
+        iterations=int(rows[0]["counted"]) + 1,
+        entropies=spread(ranges["entropy"], 3), loads=spread(ranges["loadavg"], 1),
+        versions="\n".join(f"- {system}: {' / '.join(found)}" for system, found in versions.items()),
+    )  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prepare", metavar="DIR", type=Path, help="write model and tokenizer, unless they are there")
+    parser.add_argument("--mode", choices=MODES, help="measure one run in this process")
+    parser.add_argument("--model", help="what --prepare wrote")
+    parser.add_argument("--repeat", type=int, default=1, help="number of this run in the table")
+    parser.add_argument("--results", type=Path, default=HERE / "results.csv")
+    parser.add_argument("--table", action="store_true", help="write README.md beside the results")
+    parser.add_argument("--check", action="store_true", help="compare README.md with the results")
+    options = parser.parse_args()
+    if options.prepare and not (options.prepare / "tokenizer.json").exists():
+        prepare(options.prepare)
+    if options.mode:
+        measure = lambda: measure_ours(options.mode, options.model)  # noqa: E731
+        record(options.results, "plainrl", options.mode, options.repeat, measure)
+    page = options.results.with_name("README.md")
+    if options.table:
+        page.write_text(readme(options.results))
+    if options.check and not (options.results.exists() and page.exists() and page.read_text() == readme(options.results)):
+        sys.exit(f"{page.name} does not follow from {options.results.name}: run ppo_gpt2_small.py --table")
+
+
+if __name__ == "__main__":
+    main()

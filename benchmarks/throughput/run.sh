@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Measures algos/ppo.py and TRL 0.8.6 in turn, then writes results.csv and README.md. DRY=1 prints the commands.
+#   REPEATS  rounds over all modes (3)            FORCE=1  measure although the machine is busy
+#   PEER     environment of make_peer_env.sh      RESULTS  another CSV file; README.md goes beside it
+#   MODEL    directory that keeps the random model; default: a temporary one
+#   PLAINRL_BENCH_TINY=1  a model of 2 layers, to try this out; with RESULTS elsewhere
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+here=benchmarks/throughput
+peer=${PEER:-$here/.peers/trl-0.8.6}
+results=${RESULTS:-$here/results.csv}
+run() { echo "$@"; [ -n "${DRY:-}" ] || "$@"; }
+ours() { run python $here/ppo_gpt2_small.py --mode "$1" --repeat "$repeat" "${common[@]}"; }
+trl() { run "$peer/bin/python" $here/peer_trl_0_8_6.py --mode "$1" --repeat "$repeat" "${common[@]}"; }
+fail() { echo "error: $*" >&2; exit 2; }
+
+load=$(cut -d ' ' -f 1 /proc/loadavg)
+if [ -z "${DRY:-}" ]; then
+    [ -x "$peer/bin/python" ] || fail "no environment in $peer: bash $here/make_peer_env.sh, or set PEER"
+    [ -z "${PLAINRL_BENCH_TINY:-}" ] || [ -n "${RESULTS:-}" ] || fail "PLAINRL_BENCH_TINY needs RESULTS"
+    [ -n "${FORCE:-}" ] || awk "BEGIN { exit !($load <= 1.5) }" || fail "load average $load > 1.5: wait, or set FORCE=1"
+fi
+export OMP_NUM_THREADS=2 CUDA_VISIBLE_DEVICES="" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+model=${MODEL:-$work/model}
+common=(--model "$model" --results "$work/results.csv")
+run python $here/ppo_gpt2_small.py --prepare "$model"
+for repeat in $(seq "${REPEATS:-3}"); do
+    ours fp32
+    trl tuned
+    ours bf16
+    trl defaults
+    ours fp32-highest
+    trl same-flags
+    ours fp32-sdpa
+    ours fp32-decode-4
+done
+run mv "$work/results.csv" "$results" # all or nothing, and the commit in the rows is that of a tree without it
+run python $here/ppo_gpt2_small.py --table --results "$results"

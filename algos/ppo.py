@@ -83,7 +83,7 @@ class Args:
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: int = 100
+    eval_every: int = 40
     """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
     track: Literal["off", "wandb", "tensorboard"] = "off"
     """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
@@ -111,9 +111,9 @@ class Args:
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     ref_model: str | None = None
     """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
-    value_head: Literal["linear", "mlp"] = "linear"
+    value_head: Literal["linear", "mlp"] = "mlp"
     """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1."""
-    value_head_init: Literal["zeros", "normal", "default"] = "zeros"
+    value_head_init: Literal["zeros", "normal", "default"] = "default"
     """Its last layer: zeros, N(0, 0.2) with bias 0, or torch's default; ignored where --model brings a value head."""
     dataset: str = f"{TASK}:prompts"
     """Rows with a prompt (other columns reach the reward): a file, hub id:split, file.py:function; or a list."""
@@ -127,9 +127,9 @@ class Args:
     """Drop (and count) prompts of more tokens; without it, a prompt that does not fit the model is an error."""
 
     # ---- optimizer
-    lr: float = 3e-4
+    lr: float = 4e-4
     """Peak learning rate of AdamW (2e-5 suits pretrained models)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0
     """Learning rate at the end of a linear or cosine decay."""
@@ -145,15 +145,15 @@ class Args:
     """Decoupled weight decay of the weight matrices (not of biases and norms)."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0: never."""
-    batch_size: int = 128
+    batch_size: int = 512
     """Rows per optimizer step, all processes together."""
-    micro_batch_size: int = 64
+    micro_batch_size: int = 128
     """Rows per process and forward pass; changes memory and speed, never the result."""
 
     # ---- algorithm
-    total_episodes: int = 5120
+    total_episodes: int = 20480
     """Length of the run: episodes (a prompt with its response) over all iterations."""
-    rollout_batch_size: int = 128
+    rollout_batch_size: int = 512
     """Episodes of an iteration, all processes together."""
     ppo_epochs: int = 4
     """Passes over the episodes of an iteration."""
@@ -173,8 +173,8 @@ class Args:
     """Epsilon of the clipped policy loss (PPO Eq. 7)."""
     cliprange_value: float = 0.2
     """Clip of the value's change, in units of the reward; 0 turns it off."""
-    vf_coef: float = 1.0
-    """Weight of the value loss."""
+    vf_coef: float = 10.0
+    """Weight of the value loss: large where rewards are in [0, 1], since the advantages are whitened."""
 
     # ---- sampling
     max_new_tokens: int = 9

@@ -7,6 +7,8 @@ library function, sends the signal at its n-th call.
 """
 
 import ast
+import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -260,6 +262,12 @@ def same(folder, other):
     assert [name for name in a if a[name] != b[name]] == []
 
 
+def files(folder):
+    """Everything in a run directory but the lock, with the times of change."""
+    found = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in found}
+
+
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -319,7 +327,8 @@ def test_weights_and_coefficient_do_change_in_these_runs(whole, work):
 
 
 FORGET = {
-    "optimizer": "original = c.unpack; c.unpack = lambda path, state, model, optimizer=None: original(path, state, model)",
+    "optimizer": "original = c.unpack\n"
+    "c.unpack = lambda path, state, model, optimizer=None: original(path, state, model)",
     "KL coefficient": "original = c.newest_checkpoint\n"
     "def newest(*args):\n path, state = original(*args)\n return path, state | {'kl_coef': 0.05}\n"
     "c.newest_checkpoint = newest",
@@ -374,11 +383,11 @@ def test_all_checkpoints_broken_is_an_error_and_changes_nothing(scripts, work, k
     run = killed(tmp_path / "run")
     for path in (run / "checkpoints").iterdir():
         flip_bit(path)
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    before = files(run)
     process = scripts.run(command(work, "ppo", "run"), tmp_path, expect=2)
     assert "every checkpoint in run/checkpoints is broken" in process.err
     assert "--resume never" in process.err
-    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert before == files(run)
 
 
 def test_a_broken_best_checkpoint_does_not_lose_the_run(scripts, work, tmp_path):
@@ -494,11 +503,11 @@ def test_the_run_directory_is_locked_until_its_process_ends(scripts, work, whole
     while not (tmp_path / "begun").exists():
         assert time.monotonic() < end and not (first.folder / "code").exists(), first.out + first.err
         time.sleep(0.02)
-    before = results(tmp_path / "run")
+    before = files(tmp_path / "run")
     second = scripts.run(argv, tmp_path, expect=2)
     assert f"locked by the running process {first.pid} " in second.err
     assert len(second.err.strip().splitlines()) == 1
-    assert results(tmp_path / "run") == before
+    assert files(tmp_path / "run") == before
     os.kill(first.pid, signal.SIGKILL)
     assert first.wait() == -9
     (tmp_path / "slow.py").write_text("raise RuntimeError('this file is not read again')")
@@ -512,12 +521,11 @@ def test_the_run_directory_is_locked_until_its_process_ends(scripts, work, whole
 @pytest.mark.parametrize("algo", ["ppo", "sft"])
 def test_a_finished_run_says_where_it_is(algo, scripts, work, whole, tmp_path):
     folder = Path(shutil.copytree(whole(algo)[0], tmp_path / "run"))
-    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    before = files(folder)
     process = scripts.run(command(work, algo, "run"), tmp_path)
     assert "run is finished" in process.out and "run/hf_model" in process.out
     assert process.err == ""
-    after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
-    assert before == after
+    assert files(folder) == before
 
 
 def test_resume_never_repeats_the_run_beside_it(scripts, work, whole, tmp_path):
@@ -555,7 +563,7 @@ def test_the_default_directory_is_a_function_of_what_decides_the_result(scripts,
 
 def test_another_configuration_is_an_error_that_lists_the_differences(scripts, work, killed, tmp_path):
     run = killed(tmp_path / "run")
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    before = files(run)
     more = ["--lr", "1e-3", "--seed", "7", "--dataset", f"{work}/eval.jsonl", "--save-every", "8"]
     process = scripts.run(command(work, "ppo", "run", *more), tmp_path, expect=2)
     assert "--lr: was 0.01, is 0.001" in process.err
@@ -563,7 +571,7 @@ def test_another_configuration_is_an_error_that_lists_the_differences(scripts, w
     assert "--dataset: was" in process.err
     assert "save" not in process.err.replace("saved", ""), "a neutral flag is no difference"
     assert "--resume" in process.err and "--run-dir" in process.err, "what to do"
-    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert before == files(run)
 
 
 def test_resume_path_continues_under_the_present_flags(scripts, work, killed, tmp_path):
@@ -580,9 +588,10 @@ def test_resume_path_continues_under_the_present_flags(scripts, work, killed, tm
     assert [line["optim/lr"] < 5e-3 for line in metrics[1:]] == [False, False, False, True, True, True]
     assert yaml.safe_load((run / "config.yaml").read_text())["lr"] == 5e-3
 
-    other = command(work, "ppo", "other", "--resume", "run/checkpoints/step_00000016", "--lr", "5e-3")
+    killed(tmp_path / "source")
+    other = command(work, "ppo", "other", "--resume", "source/checkpoints/step_00000012", "--lr", "5e-3")
     scripts.run(other, tmp_path)  # into another directory: only what follows
-    assert [line["step"] for line in lines(tmp_path / "other/metrics.jsonl")] == [20, 24]
+    assert [line["step"] for line in lines(tmp_path / "other/metrics.jsonl")] == [16, 20, 24]
     for name in "model", "value_head":
         a, b = (tmp_path / d / f"hf_model/{name}.safetensors" for d in ("run", "other"))
         assert a.read_bytes() == b.read_bytes()
@@ -614,8 +623,6 @@ def test_resume_of_what_is_not_there(scripts, work, whole, tmp_path):
     state = json.loads((newer / "state.json").read_text())
     (newer / "state.json").write_text(json.dumps(state | {"format": 99}))
     manifest = json.loads((newer / "MANIFEST.json").read_text())
-    import hashlib
-
     manifest["state.json"]["sha256"] = hashlib.sha256((newer / "state.json").read_bytes()).hexdigest()
     (newer / "MANIFEST.json").write_text(json.dumps(manifest))
     process = scripts.run(command(work, "ppo", "run", "--resume", newer), tmp_path, expect=2)
@@ -738,15 +745,12 @@ def test_track_wandb_offline(scripts, work, whole, tmp_path):
 
 @pytest.mark.parametrize("track", ["wandb", "tensorboard"])
 def test_a_tracker_that_fails_is_a_warning(track, scripts, work, whole, tmp_path):
-    """No key for wandb and no network; tensorboard is no requirement."""
-    blocked = "raise ImportError('not installed')" if track == "tensorboard" else ""
+    """wandb has neither key nor network; tensorboard is not installed (requirements.txt does not ask for it)."""
+    if track == "tensorboard" and importlib.util.find_spec("tensorboard"):
+        pytest.skip("tensorboard is installed")
     (tmp_path / "home").mkdir()
     env = {"HOME": str(tmp_path / "home"), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    patch = (
-        f"import sys\nclass Block:\n def find_spec(self, name, *a):\n  if name.startswith('tensorboard'): {blocked}\n"
-    )
-    patch = patch + "sys.meta_path.insert(0, Block())" if blocked else ""
-    process = scripts.run(command(work, "ppo", "run", "--track", track), tmp_path, patch=patch, **env)
+    process = scripts.run(command(work, "ppo", "run", "--track", track), tmp_path, **env)
     assert len([line for line in process.out.splitlines() if f"warning: --track {track} is off" in line]) == 1
     same(tmp_path / "run", whole("ppo")[0])
 
@@ -825,7 +829,7 @@ def close(a, b):
 
 @pytest.mark.parametrize("algo", ["ppo", "sft"])
 def test_two_processes_equal_one(algo, scripts, work, tmp_path):
-    """In float64: the same samples, learning rates and (to 1e-9) metrics and weights; also killed by SIGTERM between."""
+    """In float64: the same samples and learning rates, and to 1e-9 metrics and weights. Stopped once between."""
     more = ["--dtype", "float64", "--attn-implementation", "sdpa"]
     scripts.run(command(work, algo, "one", *more), tmp_path)
     at = "reward:5:15" if algo == "ppo" else "metric:2:15"  # to one rank; both stop

@@ -11,8 +11,8 @@ and the parts that run.sh uses:
 
     python benchmarks/throughput/ppo_gpt2_small.py --prepare MODEL_DIR
     python benchmarks/throughput/ppo_gpt2_small.py --mode fp32 --model MODEL_DIR --results results.csv
-    python benchmarks/throughput/ppo_gpt2_small.py --table      # README.md from results.csv
-    python benchmarks/throughput/ppo_gpt2_small.py --check      # exit 1 where README.md does not follow from results.csv
+    python benchmarks/throughput/ppo_gpt2_small.py --table    # README.md from results.csv
+    python benchmarks/throughput/ppo_gpt2_small.py --check    # exit 1 where README.md does not follow from it
 
 PLAINRL_BENCH_TINY=1 shrinks the model to 2 layers, width 48 and vocabulary 1000, to try the scripts out.
 """
@@ -31,8 +31,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
@@ -41,11 +40,12 @@ from common.seeding import fast_cpu_matmul
 
 # ---- Workload: the peer imports it from here -------------------------------------------------------------------------
 
+HERE = Path(__file__).resolve().parent
 TINY = bool(os.environ.get("PLAINRL_BENCH_TINY"))
 LAYERS, WIDTH, HEADS, VOCABULARY = (2, 48, 4, 1000) if TINY else (12, 768, 12, 50257)
 EPISODES, PROMPT, RESPONSE, EPOCHS = 16, 32, 32, 4
 LR = 1e-5
-ITERATIONS = 3  # of a process; the first is printed and not counted
+ITERATIONS = int(os.environ.get("ITERATIONS", 3))  # of a process; the first is printed and not counted
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
 END = 0  # id of the end token
 
@@ -155,7 +155,7 @@ def measure_ours(mode, model):
 
 
 def record(results, system, mode, repeat, measure):
-    """Calls measure() -> (rollout seconds, update seconds, nats a sampled token of the first iteration), between two
+    """Calls measure() -> (rollout seconds, update seconds, nats a sampled token of the first iteration) between two
     measurements of the machine's peak, and appends a row of medians to the CSV file."""
     loadavg, dtype = os.getloadavg()[0], torch.bfloat16 if mode == "bf16" else torch.float32
     torch.set_num_threads(THREADS)
@@ -177,10 +177,10 @@ def record(results, system, mode, repeat, measure):
         "seconds": f"{seconds:.3f}", "seconds_first": f"{totals[0]:.3f}", "counted": len(totals) - 1,
         "tokens_per_sec": f"{EPISODES * (PROMPT + RESPONSE) / seconds:.1f}", "peak_memory_mb": f"{memory:.0f}",
         "gflops": f"{gflops:.1f}", "peak_gflops": f"{peak:.1f}", "fraction": f"{gflops / peak:.4f}",
-        "work_gflop": f"{useful_flops() / 1e9:.1f}", "entropy": f"{entropy:.4f}", "shape": f"{LAYERS}x{WIDTH}x{VOCABULARY}",
-        "device": (cpu or [platform.machine()])[0], "threads": torch.get_num_threads(),
-        "versions": "; ".join([f"python {platform.python_version()}", *versions]), "loadavg": f"{loadavg:.2f}",
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "work_gflop": f"{useful_flops() / 1e9:.1f}", "entropy": f"{entropy:.4f}",
+        "shape": f"{LAYERS}x{WIDTH}x{VOCABULARY}", "device": (cpu or [platform.machine()])[0],
+        "threads": torch.get_num_threads(), "versions": "; ".join([f"python {platform.python_version()}", *versions]),
+        "loadavg": f"{loadavg:.2f}", "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
     }  # fmt: skip
     results, new = Path(results), not Path(results).exists()
     with open(results, "a", newline="") as file:
@@ -297,8 +297,10 @@ def main():
     page = options.results.with_name("README.md")
     if options.table:
         page.write_text(readme(options.results))
-    if options.check and not (options.results.exists() and page.exists() and page.read_text() == readme(options.results)):
-        sys.exit(f"{page.name} does not follow from {options.results.name}: run ppo_gpt2_small.py --table")
+    if options.check:
+        there = options.results.exists() and page.exists()
+        if not (there and page.read_text() == readme(options.results)):
+            sys.exit(f"{page} does not follow from {options.results.name}: run ppo_gpt2_small.py --table")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # Measures algos/ppo.py and TRL 0.8.6 in turn, then writes results.csv and README.md. DRY=1 prints the commands.
 #   REPEATS  rounds over all modes (3)            FORCE=1  measure although the machine is busy
 #   PEER     environment of make_peer_env.sh      RESULTS  another CSV file; README.md goes beside it
-#   MODEL    directory that keeps the random model; default: a temporary one
+#   ITERATIONS  of a run, the first not counted (3)  MODEL  directory that keeps the random model (a temporary one)
 #   PLAINRL_BENCH_TINY=1  a model of 2 layers, to try this out; with RESULTS elsewhere
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -36,5 +36,6 @@ for repeat in $(seq "${REPEATS:-3}"); do
     ours fp32-sdpa
     ours fp32-decode-4
 done
+run mkdir -p "$(dirname "$results")"
 run mv "$work/results.csv" "$results" # all or nothing, and the commit in the rows is that of a tree without it
 run python $here/ppo_gpt2_small.py --table --results "$results"

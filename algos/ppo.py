@@ -127,7 +127,7 @@ class Args:
     """Drop (and count) prompts of more tokens; without it, a prompt that does not fit the model is an error."""
 
     # ---- optimizer
-    lr: float = 4e-4
+    lr: float = 6e-4
     """Peak learning rate of AdamW (2e-5 suits pretrained models)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after the warm-up."""

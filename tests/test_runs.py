@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -797,8 +798,19 @@ def test_from_python(algo, step, more, scripts, work, tmp_path):
 
 
 def launch(launcher, argv, cwd, work, timeout=120, **env):
-    words = [str(word) for word in [*launcher, *argv]]
-    return subprocess.run(words, cwd=cwd, env=environment(work, **env), capture_output=True, text=True, timeout=timeout)
+    """Runs a command line to its end; where it hangs, the stacks of all its processes are in the failure."""
+    words, env = [str(word) for word in [*launcher, *argv]], environment(work, PYTHONFAULTHANDLER="1", **env)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, cwd=cwd, env=env, start_new_session=True, **pipes)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        time.sleep(1)
+        os.killpg(process.pid, signal.SIGKILL)
+        printed = "\n".join(process.communicate())
+        pytest.fail(f"no end within {timeout} s: {shlex.join(words)}\n{printed}")
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def torchrun(processes):

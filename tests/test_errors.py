@@ -1,0 +1,745 @@
+"""Bad input is one sentence and exit code 2, before anything is written: `python -m pytest tests/test_errors.py`
+
+Each row of a table is a mistake: the script, flags and files, and what the sentence must say. The scripts run in this
+process, through the same `cli` as on the command line; a few rows are processes of their own.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from algos import ppo, sft
+from common.checkpoint import InputError, cli
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = {"ppo": ppo, "sft": sft}
+ROWS = [{"prompt": letter, "shift": i} for i, letter in enumerate("bcde")]
+BASE = {
+    "ppo": """--model model --dataset rows.jsonl --eval-dataset rows.jsonl --reward user.py:reward
+    --metric user.py:metric --total-episodes 4 --rollout-batch-size 4 --batch-size 4 --ppo-epochs 1
+    --eval-every 0 --save-every 0
+    --max-new-tokens 4 --threads 1 --run-dir run""".split(),
+    "sft": """--model model --dataset texts.jsonl --eval-dataset None --eval-prompts rows.jsonl --metric user.py:metric
+    --total-steps 1 --batch-size 4 --eval-every 0 --save-every 0 --max-new-tokens 4 --threads 1
+    --run-dir run""".split(),
+}
+USER_FILE = """
+import numpy as np
+import torch
+
+
+def reward(samples, **columns):
+    return [len(sample) / 10 for sample in samples]
+
+
+def metric(samples, **columns):
+    return {"length": [len(sample) for sample in samples]}
+
+
+def no_such_column(samples, answer):
+    return [0.0] * len(samples)
+
+
+def raises(samples, **columns):
+    return [sample.index("?") for sample in samples]
+
+
+def rows():
+    return [{"prompt": "b"}, 5]
+
+
+def broken_rows():
+    return {}["nothing"]
+
+
+def no_rows():
+    return None
+
+
+RESULTS = {  # of a reward, for four samples
+    "short": lambda n, ids: [1.0] * (n - 1),
+    "long": lambda n, ids: [1.0] * (n + 1),
+    "one": lambda n, ids: [1.0],
+    "scalar": lambda n, ids: 1.0,
+    "column": lambda n, ids: np.ones((n, 1)),
+    "tensor_column": lambda n, ids: torch.ones(n, 1),
+    "pairs": lambda n, ids: [[1.0] * (len(row) + 1) for row in ids],
+    "none": lambda n, ids: None,
+    "a_none": lambda n, ids: [1.0, 1.0, None, 1.0],
+    "a_nan": lambda n, ids: [1.0, float("nan"), 1.0, 1.0],
+    "a_nan_tensor": lambda n, ids: torch.tensor([1.0, float("nan"), 1.0, 1.0]),
+    "an_inf": lambda n, ids: [1.0, 1.0, 1.0, float("-inf")],
+    "a_dense_nan": lambda n, ids: [[0.0] * (len(row) - 1) + [float("nan")] for row in ids],
+    "strings": lambda n, ids: ["1.0"] * n,
+    "a_string": lambda n, ids: "1" * n,
+    "mapping": lambda n, ids: {i: 1.0 for i in range(n)},
+    "generator": lambda n, ids: (1.0 for _ in range(n)),
+    "complex": lambda n, ids: [1j] * n,
+    "floats": lambda n, ids: [1.0, 0.0, 1.0, 1.0],
+    "integers": lambda n, ids: [1, 0, 1, 1],
+    "booleans": lambda n, ids: [True, False, True, True],
+    "a_tuple": lambda n, ids: (1.0, 0.0, 1.0, 1.0),
+    "numpy_array": lambda n, ids: np.array([1, 0, 1, 1]),
+    "numpy_scalars": lambda n, ids: list(np.array([1, 0, 1, 1], dtype=np.float32)),
+    "torch_tensor": lambda n, ids: torch.tensor([1.0, 0.0, 1.0, 1.0], requires_grad=True),
+    "torch_scalars": lambda n, ids: list(torch.tensor([1.0, 0.0, 1.0, 1.0])),
+    "dense": lambda n, ids: [[0.0] * (len(row) - 1) + [float(i != 1)] for i, row in enumerate(ids)],
+    "dense_arrays": lambda n, ids: [np.array([0] * (len(row) - 1) + [i != 1]) for i, row in enumerate(ids)],
+    "mixed": lambda n, ids: [1.0, 0.0, [0.0] * (len(ids[2]) - 1) + [1.0], 1.0],
+}
+METRICS = {
+    "metric_none": lambda n: None,
+    "metric_list": lambda n: [1.0] * n,
+    "metric_short": lambda n: {"good": [1.0] * n, "bad": [1.0] * (n - 1)},
+    "metric_scalar": lambda n: {"bad": 1.0},
+    "metric_strings": lambda n: {"bad": ["1"] * n},
+    "metric_nan": lambda n: {"bad": [float("nan")] * n},
+    "metric_a_none": lambda n: {"bad": [None] * n},
+}
+
+
+def result(name, samples, output_ids):
+    return RESULTS[name](len(samples), output_ids)
+
+
+for name in RESULTS:
+    exec(f"def {name}(samples, output_ids, **columns):\\n    return result({name!r}, samples, output_ids)")
+for name in METRICS:
+    exec(f"def {name}(samples, **columns):\\n    return METRICS[{name!r}](len(samples))")
+"""
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a GPT-2 of 2 layers and the random walks tokenizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from benchmarks.tasks import randomwalks
+
+    path, tokenizer = tmp_path_factory.mktemp("tiny") / "model", randomwalks.tokenizer()
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = GPT2Config(vocab_size=len(tokenizer), n_layer=2, n_embd=12, n_head=2, n_positions=32, **special)
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def here(model, tmp_path, monkeypatch):
+    """An empty working directory with model, rows and functions; what a run changes in the process is put back."""
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "rows.jsonl").write_text(jsonl(ROWS))
+    (tmp_path / "texts.jsonl").write_text(jsonl({"text": text} for text in ("bcda", "efa", "ghijka", "la")))
+    (tmp_path / "user.py").write_text(USER_FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLAINRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """command(algo, *flags) -> (exit code, what it printed on stdout, on stderr), as if typed."""
+
+    def run(algo, *more):
+        monkeypatch.setattr(sys, "argv", [f"algos/{algo}.py", *BASE[algo], *map(str, more)])
+        capfd.readouterr()
+        code = 0
+        try:
+            cli(SCRIPTS[algo].Args, SCRIPTS[algo].main)
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refused(command, here):
+    """refused(algo, flags, *fragments): exit code 2, a sentence with these fragments, nothing written; a traceback only
+    where the user's own code has failed."""
+
+    def run(algo, more, *fragments, user_code=False):
+        before = sorted(here.rglob("*"))
+        code, out, err = command(algo, *more)
+        assert code == 2, f"exit code {code}\n{out}{err}"
+        assert [fragment for fragment in fragments if fragment not in err] == [], err
+        assert user_code or "Traceback" not in err, err
+        assert [p for p in sorted(here.rglob("*")) if p not in before and "__pycache__" not in p.parts] == []
+        return err
+
+    return run
+
+
+def one_sentence(err):
+    return err.startswith("error: ") and len(err.strip().splitlines()) == 1
+
+
+def test_the_good_commands_run(command, here):
+    """Otherwise the tables below could be right by accident."""
+    for algo in "ppo", "sft":
+        code, out, err = command(algo)
+        assert code == 0 and (here / "run/README.md").exists(), err
+        shutil.rmtree(here / "run")
+
+
+# ---- Flags -----------------------------------------------------------------------------------------------------------
+
+FLAGS = [
+    ("ppo", "--lr 0", "--lr 0.0 must be a positive number"),
+    ("ppo", "--lr nan", "--lr nan must be a positive number"),
+    ("ppo", "--lr inf", "--lr inf must be a positive number"),
+    ("sft", "--lr -1e-5", "--lr -1e-05 must be a positive number"),
+    ("ppo", "--batch-size 3", "--rollout-batch-size 4 must be a multiple of --batch-size 3"),
+    ("ppo", "--total-episodes 6", "--total-episodes 6 must be a multiple of --rollout-batch-size 4"),
+    ("ppo", "--rollout-batch-size 0", "--rollout-batch-size 0 must be at least 1"),
+    ("ppo", "--ppo-epochs 0", "--ppo-epochs 0 must be at least 1"),
+    ("ppo", "--max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
+    ("ppo", "--micro-batch-size 0", "--micro-batch-size 0 must be at least 1"),
+    ("ppo", "--keep-checkpoints 0", "--keep-checkpoints 0 must be at least 1"),
+    ("ppo", "--save-every -1", "--save-every -1 must be at least 0"),
+    ("ppo", "--temperature 0", "--temperature 0.0 must be a positive number"),
+    ("ppo", "--eval-temperature -0.5", "--eval-temperature -0.5 must be 0 or a positive number"),
+    ("ppo", "--gamma 1.5", "--gamma 1.5 must be in [0, 1]"),
+    ("ppo", "--lam nan", "--lam nan must be in [0, 1]"),
+    ("ppo", "--top-p 0", "--top-p 0.0 must be"),
+    ("ppo", "--top-k -1", "--top-k -1 must be at least 0"),
+    ("ppo", "--kl-coef inf", "--kl-coef inf must be"),
+    ("ppo", "--cliprange -0.2", "--cliprange -0.2 must be"),
+    ("ppo", "--kl-target 0", "--kl-target 0.0 must be positive"),
+    ("ppo", "--kl-target nan", "--kl-target nan must be"),
+    ("ppo", "--kl-target inf", "--kl-target inf must be"),
+    ("ppo", "--kl-target 6 --kl-horizon 3", "--kl-horizon"),
+    ("ppo", "--adam-betas 1.5 0.9", "--adam-betas"),
+    ("ppo", "--adam-betas 0.9 -1", "--adam-betas"),
+    ("ppo", "--threads -1", "--threads -1"),
+    ("ppo", "--decay-steps -4", "--decay-steps -4"),
+    ("ppo", "--max-prompt-length 0", "--max-prompt-length 0"),
+    ("ppo", "--attn-implementation nope", "--attn-implementation nope"),
+    ("sft", "--total-steps 0", "--total-steps 0 must be"),
+    ("sft", "--total-steps -5", "--total-steps -5 must be"),
+    ("sft", "--total-steps None --epochs nan", "--epochs nan must be"),
+    ("sft", "--total-steps None --epochs -1", "--epochs -1.0 must be"),
+    ("sft", "--top-p 0", "--top-p 0.0 must be"),
+    ("sft", "--max-length 0", "--max-length 0 must be at least 1"),
+    ("sft", "--max-length 1", "--max-length 1"),
+    ("sft", "--adam-betas 0.9 1.0", "--adam-betas"),
+    ("sft", "--threads -1", "--threads -1"),
+]
+
+
+@pytest.mark.parametrize(("algo", "flags", "sentence"), FLAGS, ids=lambda x: x[:40])
+def test_a_flag_out_of_range(algo, flags, sentence, refused):
+    assert one_sentence(refused(algo, flags.split(), sentence))
+
+
+def test_all_problems_of_a_command_are_told_at_once(refused):
+    flags = (
+        "--lr -1 --batch-size 0 --kl-coef nan --gamma 2 --save-every -1 --temperature inf --total-episodes 6".split()
+    )
+    err = refused("ppo", flags, "--lr -1.0 must", "--batch-size 0 must", "--kl-coef nan must", "--gamma 2.0 must")
+    assert err.startswith("error: 7 problems:\n  - ") and len(err.strip().splitlines()) == 8
+    err = refused(
+        "sft", "--lr 0 --batch-size 0 --top-p 7 --total-steps 0".split(), "--lr 0.0", "--batch-size 0", "--top-p"
+    )
+    assert "--total-steps 0" in err
+
+
+TYPED = [
+    ("ppo", "--batch-sise 4", ["Unrecognized", "--batch-sise", "--batch-size INT"]),
+    ("ppo", "--kl-coeff 0.1", ["--kl-coeff", "--kl-coef FLOAT"]),
+    ("sft", "--kl-coef 0.1", ["Unrecognized", "--kl-coef"]),
+    ("ppo", "--check True", ["Unrecognized", "True"]),
+    ("sft", "--deterministic True", ["Unrecognized", "True"]),
+    ("ppo", "--kl-kind k9", ["'k9'", "--kl-kind", "'k3'"]),
+    ("ppo", "--lr fast", ["--lr", "'fast'"]),
+    ("ppo", "--batch-size 4.5", ["--batch-size", "4.5"]),
+    ("ppo", "--dtype float16", ["float16", "float32"]),
+    ("ppo", "--mixed-precision fp16", ["fp16", "bf16"]),
+    ("ppo", "--adam-betas 0.9", ["--adam-betas", "2"]),
+]
+
+
+@pytest.mark.parametrize(("algo", "flags", "fragments"), TYPED, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_flag_of_the_wrong_type_or_name(algo, flags, fragments, refused):
+    refused(algo, flags.split(), *fragments)
+
+
+def test_from_python_bad_flags_raise(here):
+    with pytest.raises(InputError, match=r"--lr -1 must be a positive number"):
+        ppo.Args(lr=-1)
+    with pytest.raises(InputError, match="holds no rows"):
+        sft.main(sft.Args(model="model", dataset=[], metric=None, run_dir="run"))
+    assert not (here / "run").exists()
+
+
+# ---- Configuration files ---------------------------------------------------------------------------------------------
+
+CONFIGS = [
+    ("kl-coeff: 0.1", ["config.yaml", "unknown key 'kl-coeff'", "'kl_coef'"]),
+    ("learning: 1\nlr: 1", ["unknown key 'learning'"]),
+    ("lr: 0.1\nseed: 3\nlr: 0.2", ["doubled key 'lr'"]),
+    ("batch-size: 4\nbatch_size: 8", ["batch", "doubled"]),
+    ("", ["config.yaml", "YAML mapping"]),
+    ("- lr", ["config.yaml", "YAML mapping"]),
+    ("lr: [", ["config.yaml", "YAML mapping"]),
+    ("\tlr: 1", ["config.yaml", "YAML mapping"]),
+    ("lr: fast", ["--lr", "'fast'"]),
+    ("lr: -1e-3", ["--lr -0.001 must be a positive number"]),
+    ("reward: {a: 1}", ["--reward"]),
+]
+
+
+@pytest.mark.parametrize(("text", "fragments"), CONFIGS, ids=lambda x: repr(x)[:30])
+def test_a_bad_configuration_file(text, fragments, refused, here, monkeypatch):
+    (here / "config.yaml").write_text(text)
+    flags = BASE["ppo"][:]
+    del flags[flags.index("--reward") :][:2]
+    monkeypatch.setitem(BASE, "ppo", [word for word in flags if word not in ("--reward", "user.py:reward")])
+    refused("ppo", ["--config", "config.yaml"], *fragments)
+
+
+def test_a_missing_configuration_file(refused):
+    assert one_sentence(refused("ppo", ["--config", "nope.yaml"], "--config nope.yaml"))
+    assert one_sentence(refused("ppo", ["--config"], "--config"))
+
+
+def test_a_configuration_file_means_what_the_flags_mean(command, here):
+    """1e-3 is a number (PyYAML alone reads a string); off and no are words (PyYAML alone reads False)."""
+    text = "lr: 1e-3\nadam_betas: [0.8, 0.9]\nkl-target: null\ndeterministic: false\nseed: 3\n"
+    (here / "config.yaml").write_text(text + "mixed_precision: no\ntrack: off\n")
+    code, out, err = command("ppo", "--config", "config.yaml", "--seed", "5")
+    assert code == 0, err
+    flags = json.loads((here / "run/env.json").read_text())["flags"]
+    assert (flags["lr"], flags["adam_betas"], flags["kl_target"], flags["seed"]) == (1e-3, [0.8, 0.9], None, 5)
+
+
+# ---- Rows ------------------------------------------------------------------------------------------------------------
+
+FILES = [
+    ("ppo", None, ["--dataset bad.jsonl", "find"]),
+    ("sft", None, ["--dataset bad.jsonl", "find"]),
+    ("ppo", "", ["--dataset bad.jsonl holds no rows"]),
+    ("sft", "\n  \n", ["--dataset bad.jsonl holds no rows"]),
+    ("ppo", '{"prompt": "b"}\n\n{"prompt": "c"\n', ["bad.jsonl:3", "not valid JSON"]),
+    ("sft", '{"text": "b"}\n{"text": "c"},\n', ["bad.jsonl:2", "not valid JSON"]),
+    ("ppo", b'{"prompt": "b"}\n{"prompt": "caf\xe9"}\n', ["bad.jsonl", "UTF-8"]),
+    ("ppo", "5\n", ["row 1", "5"]),
+    ("ppo", '{"prompt": "b"}\n{"prompt": "b", "x": 1}\n', ["row 2", "'x'"]),
+    ("ppo", '{"text": "b"}\n', ["row 1", "'prompt'", "['text']"]),
+    ("ppo", '{"Prompt": "b"}\n', ["row 1", "'prompt'", "['Prompt']"]),
+    ("sft", '{"prompt": "b"}\n', ["row 1", "'completion'", "['prompt']"]),
+    ("sft", '{"completion": "b"}\n', ["row 1", "'prompt'", "['completion']"]),
+    ("sft", '{"body": "b"}\n', ["row 1", "'text'", "['body']"]),
+    ("sft", '{"text": ""}\n', ["no row has a label"]),
+]
+for value in (None, 5, 1.5, True, {"role": "user"}, ["b"]):
+    FILES.append(("ppo", jsonl([*ROWS[:2], {"prompt": value, "shift": 1}]), ["row 3", "'prompt'", repr(value)]))
+    FILES.append(("sft", jsonl([{"text": "b"}, {"text": value}]), ["row 2", "'text'", repr(value)]))
+    pair = [{"prompt": "b", "completion": "c"}, {"prompt": "b", "completion": value}]
+    FILES.append(("sft", jsonl(pair), ["row 2", "'completion'", repr(value)]))
+
+
+@pytest.mark.parametrize(("algo", "content", "fragments"), FILES, ids=lambda x: repr(x)[:40])
+def test_a_bad_file_of_rows(algo, content, fragments, refused, here):
+    if content is not None:
+        (here / "bad.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    err = refused(algo, ["--dataset", "bad.jsonl"], "--dataset", *fragments)
+    assert one_sentence(err)
+    if algo == "ppo" and content is not None:
+        fragments = [fragment.replace("--dataset", "--eval-dataset") for fragment in fragments]
+        refused("ppo", ["--eval-dataset", "bad.jsonl"], "--eval-dataset", *fragments)
+
+
+GOOD_FILES = [
+    ("bom.jsonl", '\ufeff{"prompt": "b"}\n{"prompt": "c"}\n'),
+    ("crlf.jsonl", '{"prompt": "b"}\r\n{"prompt": "c"}\r\n'),
+    ("blank.jsonl", '\n{"prompt": "b"}\n\n  \n{"prompt": "c"}\n\n'),
+    ("no_newline.jsonl", '{"prompt": "b"}\n{"prompt": "c"}'),
+    ("separators.jsonl", '{"prompt": "b\u2028c"}\n{"prompt": "c\x85\x0c"}\n'),  # line ends to str.splitlines only
+    ("unknown.jsonl", '{"prompt": "Hello \U0001f600"}\n{"prompt": "\\u0000 \u05d0\u0301"}\n'),  # out of vocabulary
+    ("empty.jsonl", '{"prompt": ""}\n{"prompt": " "}\n'),
+    ("list.json", '[{"prompt": "b"}, {"prompt": "c"}]'),
+    ("table.csv", "prompt\nb\nc\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), GOOD_FILES, ids=lambda x: x[:16])
+def test_a_good_file_of_rows(name, content, command, here):
+    (here / name).write_text(content, encoding="utf-8", newline="")
+    code, out, err = command("ppo", "--dataset", name, "--check")
+    assert code == 0 and "data: 2 prompts, 0 dropped" in out, err
+
+
+def test_text_files(command, here):
+    (here / "lines.txt").write_text("bcda\nefa\n")
+    code, out, err = command("sft", "--dataset", "lines.txt", "--check")
+    assert code == 0 and "2 rows" in out, err
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sft"])
+def test_a_lone_surrogate_is_a_sentence_or_works(algo, command, here):
+    column = "prompt" if algo == "ppo" else "text"
+    (here / "bad.jsonl").write_text(f'{{"{column}": "b"}}\n{{"{column}": "c\\ud800d"}}\n')
+    code, out, err = command(algo, "--dataset", "bad.jsonl", "--check")
+    assert code == 0 or (code == 2 and "row 2" in err and one_sentence(err)), err
+
+
+def test_prompts_that_do_not_fit(refused, command, here):
+    (here / "long.jsonl").write_text(jsonl([{"prompt": "b"}, {"prompt": "b" * 29}]))
+    for flag in "--dataset", "--eval-dataset":
+        flags = [flag, "long.jsonl"]
+        err = refused("ppo", flags, flag, "row 2", "29", "32", "--max-new-tokens 4", "--max-prompt-length")
+        assert one_sentence(err)
+    assert one_sentence(refused("sft", ["--eval-prompts", "long.jsonl"], "row 2", "--max-new-tokens 4"))
+    code, out, _ = command("ppo", "--dataset", "long.jsonl", "--check", "--max-new-tokens", "3")
+    assert code == 0 and "0 dropped" in out, "29 + 3 = 32 fit"
+    code, out, _ = command("ppo", "--dataset", "long.jsonl", "--check", "--max-prompt-length", "28")
+    assert code == 0 and "1 dropped" in out
+    code, out, _ = command("ppo", "--dataset", "long.jsonl", "--check", "--max-prompt-length", "29")
+    assert code == 2
+    refused("ppo", ["--dataset", "long.jsonl", "--max-prompt-length", "0"], "--max-prompt-length 0")
+
+
+def test_rows_of_a_function(refused, command):
+    assert one_sentence(refused("ppo", ["--dataset", "user.py:rows"], "--dataset row 2", "5"))
+    assert one_sentence(refused("ppo", ["--dataset", "user.py:nope"], "no function 'nope'", "broken_rows"))
+    assert one_sentence(refused("ppo", ["--dataset", "nope.py:rows"], "there is no file nope.py"))
+    refused("ppo", ["--dataset", "user.py:rows:size=4"], "--dataset user.py:rows:size=4", "size", user_code=True)
+
+
+@pytest.mark.parametrize("name", ["broken_rows", "no_rows"])
+def test_a_function_of_rows_that_fails(name, command):
+    code, _, err = command("ppo", "--dataset", f"user.py:{name}")
+    assert code == 2 and f"--dataset user.py:{name}" in err
+
+
+def test_metric_without_prompts_to_sample_from(refused):
+    assert one_sentence(refused("sft", ["--eval-prompts", "None"], "--eval-prompts"))
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def variant(here):
+    """variant(tokenizer=change, model=change) -> a copy of the model in which a function has changed something."""
+
+    def make(change=None, tokenizer=None, weights=None):
+        path = here / "variant"
+        shutil.copytree(here / "model", path)
+        if tokenizer:
+            from transformers import AutoTokenizer
+
+            tokens = AutoTokenizer.from_pretrained(path)
+            tokenizer(tokens)
+            tokens.save_pretrained(path)
+        if weights:
+            tensors = safetensors.torch.load_file(path / "model.safetensors")
+            weights(tensors)
+            safetensors.torch.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        if change:
+            change(path)
+        return ["--model", "variant"]
+
+    return make
+
+
+def without_tokenizer(path):
+    for file in path.glob("*token*"):
+        file.unlink()
+
+
+WEIGHT = "transformer.h.1.mlp.c_fc.weight"
+BROKEN_MODELS = {
+    "nan": ({"weights": lambda w: w[WEIGHT][3, 4].fill_(float("nan"))}, [WEIGHT, "not finite"]),
+    "inf": ({"weights": lambda w: w[WEIGHT][3, 4].fill_(float("inf"))}, [WEIGHT, "not finite"]),
+    "weight missing": ({"weights": lambda w: w.pop(WEIGHT)}, [WEIGHT, "missing"]),
+    "another shape": ({"weights": lambda w: w.update({WEIGHT: torch.zeros(3)})}, [WEIGHT, "shape"]),
+    "truncated": ({"change": lambda p: os.truncate(p / "model.safetensors", 5000)}, ["--model variant"]),
+    "no weights": ({"change": lambda p: (p / "model.safetensors").unlink()}, ["--model variant"]),
+    "no configuration": ({"change": lambda p: (p / "config.json").unlink()}, ["--model variant", "config.json"]),
+    "no tokenizer": ({"change": without_tokenizer}, ["tokenizer"]),
+    "no end token": ({"tokenizer": lambda t: setattr(t, "eos_token", None)}, ["end-of-sequence", "eos_token"]),
+    "tokenizer too large": ({"tokenizer": lambda t: t.add_tokens(["<x>"])}, ["26 tokens", "embeddings"]),
+}
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sft"])
+@pytest.mark.parametrize("name", BROKEN_MODELS)
+def test_a_broken_model(name, algo, variant, refused):
+    changes, fragments = BROKEN_MODELS[name]
+    assert one_sentence(refused(algo, variant(**changes), *fragments).replace("\n\n", "\n"))
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sft"])
+def test_a_tokenizer_without_padding_works(algo, variant, command, here):
+    code, _, err = command(algo, *variant(tokenizer=lambda t: setattr(t, "pad_token", None)))
+    assert code == 0 and (here / "run/hf_model").exists(), err
+
+
+def test_an_empty_prompt_needs_a_beginning_token(variant, refused, here):
+    flags = variant(tokenizer=lambda t: setattr(t, "bos_token", None))
+    (here / "empty.jsonl").write_text(jsonl([{"prompt": "b"}, {"prompt": ""}]))
+    assert one_sentence(refused("ppo", [*flags, "--dataset", "empty.jsonl"], "row 2", "empty", "beginning token"))
+
+
+def test_a_bad_head_file(variant, refused, here):
+    """value_head.safetensors beside a model is loaded with it."""
+    flags = variant()
+    safetensors.torch.save_file({"0.weight": torch.zeros(1, 5)}, here / "variant/value_head.safetensors")
+    refused("ppo", flags, "value_head.safetensors")
+
+
+MODELS = [
+    ("--model ./nope", ["--model ./nope", "no "]),
+    ("--model /abs/nope", ["--model /abs/nope", "no "]),
+    ("--model nope.py:build", ["--model nope.py:build", "there is no file nope.py"]),
+    ("--model user.py:nope", ["--model user.py:nope", "no function 'nope'"]),
+    ("--tokenizer ./nope", ["--tokenizer ./nope"]),
+    ("--ref-model ./nope", ["--ref-model ./nope"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "fragments"), MODELS, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_model_that_is_not_there(flags, fragments, refused):
+    err = refused("ppo", flags.split(), *fragments)
+    assert one_sentence(err)
+    assert "epo id must" not in err, "says that there is no such directory, not how hub names are spelt"
+
+
+@pytest.mark.parametrize("flag", ["--model", "--dataset"])
+def test_hub_names_offline(flag, here):
+    """As a process of its own, since the libraries read HF_HUB_OFFLINE when they are imported."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(here / "hf")}
+    argv = [sys.executable, str(ROOT / "algos/ppo.py"), *BASE["ppo"], flag, "org/nope"]
+    done = subprocess.run(argv, cwd=here, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"{flag} org/nope cannot be loaded" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and one_sentence(done.stderr)
+    assert not (here / "run").exists()
+
+
+# ---- Rewards and metrics ---------------------------------------------------------------------------------------------
+
+REWARDS = {
+    "short": ["returned 3 values", "4 numbers"],
+    "long": ["returned 5 values", "4 numbers"],
+    "one": ["returned 1 values", "4 numbers"],
+    "scalar": ["returned float", "4 numbers"],
+    "column": ["row 1", "[1.0]", "'b'"],
+    "tensor_column": ["row 1", "[1.0]"],
+    "pairs": ["row 1"],
+    "none": ["returned NoneType", "4 numbers"],
+    "a_none": ["row 3", "None", "'d'"],
+    "a_nan": ["row 2", "nan", "'c'"],
+    "a_nan_tensor": ["row 2", "nan", "'c'"],
+    "an_inf": ["row 4", "-inf", "'e'"],
+    "a_dense_nan": ["row 1", "nan"],
+    "strings": ["row 1", "'1.0'"],
+    "a_string": ["returned str"],
+    "mapping": ["returned dict"],
+    "generator": ["returned generator"],
+    "complex": ["row 1", "1j"],
+}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_reward_that_breaks_the_contract(name, refused):
+    err = refused("ppo", ["--reward", f"user.py:{name}", "--check"], f"user.py:{name}", *REWARDS[name])
+    assert one_sentence(err)
+
+
+@pytest.mark.parametrize("name", ["short", "a_nan"])
+def test_a_reward_that_breaks_the_contract_in_a_rollout(name, command):
+    code, _, err = command("ppo", "--reward", f"user.py:{name}")
+    assert code == 2 and f"user.py:{name} returned" in err and one_sentence(err)
+
+
+def test_a_reward_that_raises_shows_its_line(refused):
+    fragments = "return [sample.index", "error: user.py:raises raised ValueError: substring not found"
+    refused("ppo", ["--reward", "user.py:raises", "--check"], *fragments, user_code=True)
+    refused("ppo", ["--metric", "user.py:raises", "--check"], *fragments, user_code=True)
+    fragments = "user.py:no_such_column", "'answer'"
+    refused("ppo", ["--reward", "user.py:no_such_column", "--check"], *fragments, user_code=True)
+
+
+SPECS = [
+    ("user.py:nope", ["no function 'nope'", "reward"]),
+    ("user.py:RESULTS", ["no function 'RESULTS'"]),
+    ("user.py", ["path/to/file.py:function"]),
+    ("nope.py:reward", ["there is no file nope.py"]),
+]
+
+
+@pytest.mark.parametrize(("spec", "fragments"), SPECS, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_function_that_is_not_there(spec, fragments, refused):
+    for algo, flag in ("ppo", "--reward"), ("ppo", "--metric"), ("sft", "--metric"):
+        assert one_sentence(refused(algo, [flag, spec], f"{flag} {spec}", *fragments))
+
+
+@pytest.mark.parametrize("text", ["def reward(:\n", "import no_such_module\n", "1 / 0\n"])
+def test_a_file_that_cannot_be_imported(text, command, here):
+    (here / "user2.py").write_text(text)
+    code, _, err = command("ppo", "--reward", "user2.py:reward")
+    assert code == 2 and "--reward user2.py:reward: importing user2.py failed" in err
+    assert "Traceback" in err and not (here / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def floats():
+    return {}
+
+
+ACCEPTED = (
+    "floats integers booleans a_tuple numpy_array numpy_scalars torch_tensor torch_scalars dense dense_arrays mixed"
+)
+
+
+@pytest.mark.parametrize("name", ACCEPTED.split())
+def test_a_reward_of_any_kind_of_number(name, command, here, floats):
+    """The same numbers give the same run; a dense reward that is zero before the last token too."""
+    more = "--ppo-epochs 2 --lr 1e-2 --eval-every 1".split()
+    code, _, err = command("ppo", "--reward", f"user.py:{name}", *more)
+    assert code == 0, err
+    text = (here / "run/metrics.jsonl").read_text()
+    assert floats.setdefault("text", text) == text
+    assert json.loads(text.splitlines()[-1])["eval/reward"] == 0.75
+
+
+@pytest.mark.parametrize("what", ["the lists", "values in the rows"])
+def test_a_reward_that_changes_its_inputs_changes_nothing_else(what, here):
+    rows = [{"prompt": p, "tags": ["x"]} for p in "bcde"]
+
+    def polite(samples, outputs, tags, **columns):
+        return [(sum(map(ord, sample)) + len(t)) % 7 for sample, t in zip(samples, tags, strict=True)]
+
+    def rude(samples, prompts, outputs, output_ids, tags, **columns):
+        scores = polite(samples, outputs, tags)
+        if what == "the lists":
+            for values in (samples, prompts, outputs, tags, *output_ids, output_ids):
+                values.clear()
+        else:
+            for values in tags:
+                values.append("y")
+        return scores
+
+    options = dict(model="model", dataset=rows, eval_dataset=rows, metric=None, threads=1, max_new_tokens=4)
+    options |= dict(batch_size=4, rollout_batch_size=4, total_episodes=12, ppo_epochs=1)
+    expected, _ = ppo.main(ppo.Args(**options, reward=polite, run_dir="polite"))
+    found, _ = ppo.main(ppo.Args(**options, reward=rude, run_dir="rude"))
+    assert found == expected
+
+
+METRICS = "metric_none metric_list metric_short metric_scalar metric_strings metric_nan metric_a_none".split()
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sft"])
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_that_breaks_the_contract(name, algo, refused):
+    fragments = [f"user.py:{name}", "4 finite numbers"]
+    if name not in ("metric_none", "metric_list"):
+        fragments.append("'bad'")
+    assert one_sentence(refused(algo, ["--metric", f"user.py:{name}", "--check"], *fragments))
+
+
+def test_a_metric_without_names(here):
+    """{} is a poor metric and no crash."""
+    options = dict(model="model", dataset="texts.jsonl", eval_dataset=None, eval_prompts=ROWS, threads=1)
+    options |= dict(batch_size=4, total_steps=2, run_dir="run", max_new_tokens=4)
+    try:
+        sft.main(sft.Args(**options, metric=lambda samples, **columns: {}))
+    except InputError as error:
+        assert "name" in str(error)
+
+
+def test_a_nan_reward_in_the_middle_leaves_the_checkpoint_before_it(command, here):
+    (here / "late.py").write_text(
+        "calls = 0\n"
+        "def reward(samples, **columns):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    return [float('nan') if calls == 3 and i == 1 else float(len(s)) for i, s in enumerate(samples)]\n"
+    )
+    code, _, err = command("ppo", "--reward", "late.py:reward", "--total-episodes", "16", "--save-every", "1")
+    assert code == 2 and "late.py:reward returned nan for row 2" in err
+    newest = sorted((here / "run/checkpoints").iterdir())[-1]
+    assert newest.name == "step_00000002"
+    weights = safetensors.torch.load_file(newest / "model.safetensors").values()
+    assert all(weight.isfinite().all() for weight in weights)
+
+
+def test_handlers_of_signals_are_given_back_after_an_error(here):
+    """A notebook must still be interruptible after a run that failed."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    options = dict(model="model", dataset=ROWS, eval_dataset=None, metric=None, threads=1, max_new_tokens=4)
+    options |= dict(batch_size=4, rollout_batch_size=4, total_episodes=4, run_dir="run")
+    with pytest.raises(InputError, match="returned 0 values"):
+        ppo.main(ppo.Args(**options, reward=lambda samples, **columns: []))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# ---- Run directories -------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_with_foreign_files_is_left_alone(refused, here):
+    (here / "photos").mkdir()
+    (here / "photos/cat.jpg").write_bytes(b"meow")
+    assert one_sentence(refused("ppo", ["--run-dir", "photos"], "--run-dir photos", "holds files but no run"))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl/run", "/proc/nope/run", "x" * 300, "a\0b"])
+def test_a_directory_that_cannot_be_made(name, refused):
+    assert one_sentence(refused("ppo", ["--run-dir", name], "--run-dir", "cannot be written"))
+
+
+def test_another_configuration_in_the_directory(command, here):
+    assert command("sft")[0] == 0
+    before = {p: p.read_bytes() for p in (here / "run").rglob("*") if p.is_file() and p.name != ".lock"}
+    code, _, err = command("sft", "--lr", "0.5", "--max-length", "7")
+    assert code == 2 and "run holds a run with another configuration" in err
+    assert "--lr: was 0.001, is 0.5" in err and "--max-length: was 1024, is 7" in err and "--seed" not in err
+    code, _, err = command("ppo")
+    assert code == 2 and "another configuration" in err
+    assert before == {p: p.read_bytes() for p in (here / "run").rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_a_command_may_be_mended_after_an_error(command, here):
+    """A run that failed before its first step (here in the reward) does not keep its directory."""
+    assert command("ppo", "--reward", "user.py:short", "--eval-every", "1")[0] == 2
+    code, _, err = command("ppo", "--eval-every", "1")
+    assert code == 0, err
+
+
+def test_resume_from_nothing(refused):
+    assert one_sentence(refused("ppo", ["--resume", "nope"], "nope"))
+
+
+def test_an_upload_that_fails_keeps_the_model(command, here, monkeypatch):
+    def refuse(*args, **options):
+        raise OSError("401 Unauthorized")
+
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
+    code, out, err = command("sft", "--push-to-hub", "org/name")
+    assert code == 2 and one_sentence(err)
+    assert "--push-to-hub org/name failed (401 Unauthorized)" in err and "run/hf_model" in err
+    assert (here / "run/hf_model/model.safetensors").exists() and (here / "run/README.md").exists()

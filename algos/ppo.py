@@ -2,11 +2,13 @@
 
 Papers: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2016 (arXiv 1506.02438); the KL-penalised
 reward and its controller, Ziegler et al. 2019 (arXiv 1909.08593); details, Huang et al. 2024 (arXiv 2403.17031).
+Code of Ziegler et al., whose choices this follows where the papers are silent:
+https://github.com/openai/lm-human-preferences/blob/f774e89b9e3762a03b7f3953189861979bee1775/lm_human_preferences/train_policy.py
 
     r_t = -beta KL_t, plus the score at the last token     Ziegler Eq. 2            token_rewards, kl_penalty
     A_t = sum_l (gamma lam)^l delta_{t+l}                  GAE Eq. 16               gae, masked_whiten
     max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))        PPO Eq. 7                policy_loss
-    squared error of the clipped value                     Huang 2024 detail 13     value_loss
+    squared error of the clipped value                     code of Ziegler et al.   value_loss
     beta <- beta (1 + clip(KL / target - 1) n / horizon)   Ziegler Sec. 2.2         next_kl_coef
 
 How this differs from TRL's and trlX's PPO:
@@ -48,10 +50,8 @@ from common.checkpoint import (
     InputError,
     build,
     cli,
-    export,
     load_function,
     pack,
-    read_checkpoint,
     spec_path,
     stop_if,
     unpack,
@@ -112,17 +112,19 @@ class Args:
     ref_model: str | None = None
     """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
     value_head: Literal["linear", "mlp"] = "mlp"
-    """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1."""
+    """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1. A --model directory with a
+    value head brings its own."""
     value_head_init: Literal["zeros", "normal", "default"] = "default"
-    """Its last layer: zeros, N(0, 0.2) with bias 0, or torch's default; ignored where --model brings a value head."""
+    """Last layer of a new head: zeros, N(0, 0.2) with bias 0, or torch's default."""
     dataset: str = f"{TASK}:prompts"
     """Rows with a prompt (other columns reach the reward): a file, hub id:split, file.py:function; or a list."""
-    eval_dataset: str | None = f"{TASK}:eval_prompts"
-    """Rows with a prompt for evaluation; default: the first --rollout-batch-size rows of --dataset."""
-    reward: str = f"{TASK}:reward"
-    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list with one per token."""
-    metric: str | None = f"{TASK}:metric"
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; from Python also a function."""
+    eval_dataset: str | None = "auto"
+    """Rows with a prompt for evaluation; auto: the embedded task's, or the first --rollout-batch-size of --dataset."""
+    reward: str = "auto"
+    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token; auto:
+    the embedded task's (your own --dataset needs your own)."""
+    metric: str | None = "auto"
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_prompt_length: int | None = None
     """Drop (and count) prompts of more tokens; without it, a prompt that does not fit the model is an error."""
 
@@ -191,26 +193,29 @@ class Args:
     """Rows that a process decodes at once; changes memory and speed, never the result."""
 
     def __post_init__(self):
-        at_least_one = "keep_checkpoints batch_size micro_batch_size max_new_tokens decode_batch_size".split()
-        at_least_one += "total_episodes rollout_batch_size ppo_epochs kl_horizon".split()
-        problems = [(name, "at least 1") for name in at_least_one if getattr(self, name) < 1]
+        own = self.dataset != f"{TASK}:prompts"
+        for name, embedded in {"eval_dataset": "eval_prompts", "reward": "reward", "metric": "metric"}.items():
+            if getattr(self, name) == "auto":
+                setattr(self, name, None if own else f"{TASK}:{embedded}")
+        problems = [(name, "at least 1") for name in AT_LEAST_ONE if getattr(self, name) < 1]
         problems += [(name, "at least 0") for name in ("save_every", "eval_every", "top_k") if getattr(self, name) < 0]
-        problems += [
-            (name, "0 or a positive number") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf
-        ]
-        problems += [
-            (name, "a positive number") for name in ("lr", "temperature") if not 0 < getattr(self, name) < math.inf
-        ]
-        problems += [(name, "in [0, 1]") for name in ("gamma", "lam", "top_p") if not 0 <= getattr(self, name) <= 1]
+        problems += [(name, "0 or positive") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf]
+        problems += [(name, "a positive number") for name in ("lr", "temperature") if not 0 < getattr(self, name) < 1e9]
+        problems += [(name, "in [0, 1]") for name in ("gamma", "lam") if not 0 <= getattr(self, name) <= 1]
+        problems += [] if 0 < self.top_p <= 1 else [("top_p", "in (0, 1]")]
+        problems += [] if self.reward else [("reward", "file.py:function for your own --dataset")]
         if self.batch_size > 0 and self.rollout_batch_size % self.batch_size:
             problems.append(("rollout_batch_size", f"a multiple of --batch-size {self.batch_size}"))
         if self.rollout_batch_size > 0 and self.total_episodes % self.rollout_batch_size:
             problems.append(("total_episodes", f"a multiple of --rollout-batch-size {self.rollout_batch_size}"))
-        if self.kl_target is not None and (self.kl_target <= 0 or self.kl_horizon < self.rollout_batch_size):
-            problems.append(("kl_target", "positive, with --kl-horizon at least --rollout-batch-size"))
+        steady = self.kl_coef == 0 or self.kl_horizon < self.rollout_batch_size
+        if self.kl_target is not None and (self.kl_target <= 0 or steady):
+            problems.append(("kl_target", "positive, with --kl-coef positive and --kl-horizon >= --rollout-batch-size"))
         stop_if([f"--{name.replace('_', '-')} {getattr(self, name)} must be {rule}" for name, rule in problems])
 
 
+AT_LEAST_ONE = """keep_checkpoints batch_size micro_batch_size max_new_tokens decode_batch_size total_episodes
+rollout_batch_size ppo_epochs kl_horizon""".split()
 ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature kl_coef cliprange
 cliprange_value vf_coef""".split()
 
@@ -222,7 +227,8 @@ def load_model(args, path, flag="--model"):
     """The causal language model and its tokenizer: every weight found and finite, dropout off, padding token set."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    hub = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
+    path = str(path) if isinstance(path, Path) else path
     try:
         source = args.tokenizer or getattr(path, "name_or_path", path)
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
@@ -281,8 +287,8 @@ class PolicyWithValue(nn.Module):
 
     def load_value_head(self, directory):
         weights = safetensors.torch.load_file(Path(directory) / "value_head.safetensors")
-        if len(weights) == 4:
-            self.value_head = PolicyWithValue(self.lm, "mlp").value_head
+        kind = "mlp" if len(weights) == 4 else "linear"
+        self.value_head = PolicyWithValue(self.lm, kind).value_head.to(self.lm.device)
         self.value_head.load_state_dict(weights)
 
 
@@ -368,7 +374,7 @@ def gae(rewards, values, mask, gamma, lam, last_value=None):
 def masked_whiten(x, mask, shift_mean=True):
     """(x - mean) / sqrt(var + 1e-8) over the elements that count, with the biased variance; zero elsewhere.
     shift_mean=False adds the mean back. x is the global batch, so the statistics are global.
-    Source: Huang et al. 2024 (arXiv 2403.17031), after OpenAI's code of Ziegler et al."""
+    Source: code of Ziegler et al., see the top."""
     kept = x[mask]
     white = (kept - kept.mean()) * (kept.var(correction=0) + 1e-8).rsqrt()
     return torch.zeros_like(x).masked_scatter(mask, white if shift_mean else white + kept.mean())
@@ -383,7 +389,7 @@ def policy_loss(new_logprobs, logprobs, advantages, cliprange):
 
 def value_loss(new_values, values, returns, cliprange_value):
     """max((V - R)^2, (V_clipped - R)^2) / 2, V_clipped within cliprange_value of the old value (0: not clipped);
-    unreduced, any shape. Source: Huang et al. 2024 (arXiv 2403.17031), after OpenAI's code of Ziegler et al."""
+    unreduced, any shape. Source: code of Ziegler et al., see the top."""
     error = (new_values - returns).square()
     if cliprange_value > 0:
         clipped = values + (new_values - values).clamp(-cliprange_value, cliprange_value)
@@ -420,7 +426,7 @@ def load_rows(data, flag):
     path, rows = spec_path(data), data
     if path and path.suffix == ".jsonl":
         rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
             try:
                 rows += [json.loads(line)] if line.strip() else []
             except ValueError as error:
@@ -521,8 +527,8 @@ def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, 
         step = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "past_key_values": cache}
         output = model(**step, use_cache=True, logits_to_keep=1)
         logits, cache = output.logits[:, -1], output.past_key_values
-        if not logits.amax(-1).isfinite().all():
-            raise FloatingPointError(f"logits are not finite at token {t + 1} of a response")
+        if not (finite := logits.amax(-1).isfinite()).all():
+            raise FloatingPointError(f"row {int(alive[~finite][0])}: logits are not finite at response token {t + 1}")
         tokens = draw(logits, uniforms[alive, t], temperature, top_k, top_p)
         ids[alive, t], mask[alive, t] = tokens, True
         going = (tokens != eos_id).nonzero()[:, 0]
@@ -587,7 +593,11 @@ def call_function(function, name, tokenizer, rows, outputs, output_ids):
 def call_metric(function, name, tokenizer, rows, outputs, output_ids):
     """{name: values per row} of a metric function."""
     columns = call_function(function, name, tokenizer, rows, outputs, output_ids)
-    for key, values in columns.items() if isinstance(columns, dict) else [("all", None)]:
+    if not isinstance(columns, dict) or not columns:
+        raise InputError(
+            f"{name} must return {{name: list of {len(rows)} finite numbers}}, it returned {columns!r:.60}"
+        )
+    for key, values in columns.items():
         good = isinstance(values, list) and len(values) == len(rows)
         if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
             raise InputError(f"{name} must return {{name: list of {len(rows)} finite numbers}}; {key!r} is not one")
@@ -620,60 +630,75 @@ def call_reward(function, name, tokenizer, rows, outputs, output_ids):
 
 @dataclass
 class Rollout:
-    """The episodes of one iteration, all of them on every process."""
+    """Episodes: the whole iteration's, on every process, or a micro-batch of them."""
 
     query: torch.Tensor  # (B, Q) ids, left-padded
     query_mask: torch.Tensor  # (B, Q) bool
     response: torch.Tensor  # (B, R) ids as sampled, right-padded
     response_mask: torch.Tensor  # (B, R) bool, the end token counts
-    logprobs: torch.Tensor  # (B, R) of the policy that sampled
-    values: torch.Tensor  # (B, R)
-    entropies: torch.Tensor  # (B, R) of the next-token distribution
-    ref_logprobs: torch.Tensor  # (B, R)
-    scores: torch.Tensor  # (B,), or (B, R) for a dense reward
+    logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled
+    values: torch.Tensor | None = None  # (B, R)
+    entropies: torch.Tensor | None = None  # (B, R) of the next-token distribution
+    ref_logprobs: torch.Tensor | None = None  # (B, R)
+    scores: torch.Tensor | None = None  # (B,), or (B, R) for a dense reward
+    rewards: torch.Tensor | None = None  # (B, R)
+    advantages: torch.Tensor | None = None  # (B, R), whitened
+    returns: torch.Tensor | None = None  # (B, R)
 
+    def take(self, rows):
+        """The rows, without the columns in which none of them has a token."""
+        begin = int(self.query_mask[rows].any(0).int().argmax())
+        end = int(self.response_mask[rows].any(0).nonzero().max()) + 1
 
-def trim(query, query_mask, response, response_mask):
-    """The four without the columns in which no row has a token."""
-    begin, end = int(query_mask.any(0).int().argmax()), int(response_mask.any(0).nonzero().max()) + 1
-    return query[:, begin:], query_mask[:, begin:], response[:, :end], response_mask[:, :end]
+        def cut(name, x):
+            if x is None or x.ndim == 1:
+                return None if x is None else x[rows]
+            return x[rows, begin:] if name.startswith("query") else x[rows, :end]
+
+        return Rollout(**{name: cut(name, x) for name, x in vars(self).items()})
+
+    def tokens(self):
+        """The arguments of score_tokens."""
+        return self.query, self.query_mask, self.response, self.response_mask
 
 
 @torch.no_grad()
 def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration, args):
     """Samples a response to each query and scores it with policy, reference and reward."""
     keys, lm = ("rollout", iteration), accelerator.unwrap_model(model).lm
-    texts = generate(accelerator, lm, tokenizer, queries, keys, args, args.temperature)
-    query, query_mask, response, response_mask = texts = trim(*texts)
-    share = len(queries) // accelerator.num_processes
+    batch = Rollout(*generate(accelerator, lm, tokenizer, queries, keys, args, args.temperature)).take(slice(None))
+    share, width = len(queries) // accelerator.num_processes, batch.response.shape[1]
     local = torch.arange(share, device=accelerator.device) + accelerator.process_index * share
     parts = []
-    for chunk in local.split(args.micro_batch_size):
-        inputs = trim(*(x[chunk] for x in texts))
-        logprobs, values, entropies = model(*inputs, temperature=args.temperature, entropy=True)
+    for micro_batch in map(batch.take, local.split(args.micro_batch_size)):
+        logprobs, values, entropies = model(*micro_batch.tokens(), temperature=args.temperature, entropy=True)
         with accelerator.autocast():
-            ref_logprobs, _, _ = score_tokens(ref, *inputs, temperature=args.temperature)
-        scored = torch.stack([logprobs, values, entropies, ref_logprobs])
-        parts.append(F.pad(scored, (0, response.shape[1] - scored.shape[2])))
-    scored = accelerator.gather(torch.cat(parts, 1).transpose(0, 1).contiguous()).transpose(0, 1)  # (4, B, R)
-    output_ids = [ids[keep].tolist() for ids, keep in zip(response, response_mask, strict=True)]
+            ref_logprobs, _, _ = score_tokens(ref, *micro_batch.tokens(), temperature=args.temperature)
+        scored = torch.stack([logprobs, values, entropies, ref_logprobs], 1)  # (b, 4, R of the micro-batch)
+        parts.append(F.pad(scored, (0, width - scored.shape[2])))
+    scored = accelerator.gather(torch.cat(parts)).unbind(1)
+    batch.logprobs, batch.values, batch.entropies, batch.ref_logprobs = scored
+    response, mask = batch.response.cpu(), batch.response_mask.cpu()
+    output_ids = [ids[keep].tolist() for ids, keep in zip(response, mask, strict=True)]
     outputs = decode(tokenizer, queries, output_ids)
     scores = on_main(accelerator, call_reward, reward, args.reward, tokenizer, rows, outputs, output_ids)
-    if any(isinstance(score, list) for score in scores):
-        dense = torch.zeros(response.shape, dtype=scored.dtype)
-        for row, score in enumerate(scores):
-            ends = len(output_ids[row])
-            dense[row, ends - 1 if isinstance(score, float) else slice(ends)] = torch.tensor(score)
-        scores = dense
-    scores = torch.as_tensor(scores, dtype=scored.dtype).to(accelerator.device)
-    return Rollout(*texts, *scored, scores)
+    if any(isinstance(score, list) for score in scores):  # dense: one column per token, single scores on the last one
+        padded = torch.zeros(response.shape, dtype=torch.float64)
+        for row, (score, keep) in enumerate(zip(scores, mask, strict=True)):
+            places = keep.nonzero()[:, 0]
+            padded[row, places if isinstance(score, list) else places[-1]] = torch.tensor(score, dtype=torch.float64)
+        scores = padded
+    batch.scores = torch.as_tensor(scores, dtype=batch.values.dtype).to(accelerator.device)
+    return batch
 
 
-def minibatches(args, iteration):
-    """Global row indices of each optimizer step: a keyed permutation of the episodes for every PPO epoch."""
+def minibatches(accelerator, args, iteration):
+    """(rows, micro_batches) of each optimizer step: global row indices, from a keyed permutation of the episodes for
+    every PPO epoch, and this process's share of them in pieces of micro_batch_size."""
     for epoch in range(args.ppo_epochs):
         order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
-        yield from order.split(args.batch_size)
+        for rows in order.to(accelerator.device).split(args.batch_size):
+            yield rows, rows[accelerator.process_index :: accelerator.num_processes].split(args.micro_batch_size)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -684,7 +709,7 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
     samples. The uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
     options = ("eval", 0), args, args.eval_temperature, args.top_k, args.top_p
     _, _, response, mask = generate(accelerator, lm, tokenizer, queries, *options)
-    output_ids = [ids[keep].tolist() for ids, keep in zip(response, mask, strict=True)]
+    output_ids = [ids[keep].tolist() for ids, keep in zip(response.cpu(), mask.cpu(), strict=True)]
     outputs = decode(tokenizer, queries, output_ids)
     columns = on_main(accelerator, score, rows, outputs, output_ids)
     means = {f"eval/{key}": sum(values) / len(values) for key, values in columns.items()}
@@ -692,27 +717,41 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
     return means, [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def rollout_metrics(batch, rewards, returns, kl_coef, eos_id):
-    """Metrics of the episodes; per sequence unless they say token."""
+@torch.no_grad()
+def update_sums(new_logprobs, new_values, logprobs, values, advantages, returns, args):
+    """Sums over tokens of what UPDATE_METRICS names. A term counts as clipped where the clipped side is the larger."""
+    log_ratio = new_logprobs - logprobs
+    pg, unclipped_pg = policy_loss(new_logprobs, logprobs, advantages, args.cliprange), -advantages * log_ratio.exp()
+    vf = value_loss(new_values, values, returns, args.cliprange_value)
+    unclipped_vf = value_loss(new_values, values, returns, 0)
+    terms = pg, vf, log_ratio.square() / 2, pg > unclipped_pg, log_ratio.exp(), vf > unclipped_vf
+    return torch.stack([term.double().sum() for term in terms])
+
+
+UPDATE_METRICS = "loss/policy loss/value policy/approxkl policy/clipfrac policy/ratio val/clipfrac".split()
+
+
+def rollout_metrics(batch, kl_coef, eos_id):
+    """Of the episodes: objective/ and tokens/ are means per sequence, policy/ and val/ per token."""
     mask, lengths = batch.response_mask, batch.response_mask.sum(1)
 
     def per_sequence(x):
         return torch.where(mask, x, 0.0).sum(1).mean()
 
     scores = batch.scores if batch.scores.ndim == 1 else torch.where(mask, batch.scores, 0.0).sum(1)
-    kept_returns, errors = returns[mask], (returns - batch.values)[mask]
+    errors = (batch.returns - batch.values)[mask]
     ended = (torch.where(mask, batch.response, -1) == eos_id).any(1).float()
-    non_score = per_sequence(rewards) - scores.mean()
+    non_score_reward = per_sequence(batch.rewards) - scores.mean()
     metrics = {
         "objective/kl": per_sequence(kl_penalty(batch.logprobs, batch.ref_logprobs, "kl")),
         "objective/kl_k3": per_sequence(kl_penalty(batch.logprobs, batch.ref_logprobs, "k3")),
         "objective/entropy": -per_sequence(batch.logprobs),
         "objective/scores": scores.mean(),
         "objective/scores_std": scores.std(correction=0),
-        "objective/non_score_reward": non_score,
-        "objective/rlhf_reward": scores.mean() + non_score,
+        "objective/non_score_reward": non_score_reward,
+        "objective/rlhf_reward": scores.mean() + non_score_reward,
         "policy/entropy": batch.entropies[mask].mean(),
-        "val/explained_variance": 1 - errors.var(correction=0) / kept_returns.var(correction=0),
+        "val/explained_variance": 1 - errors.var(correction=0) / batch.returns[mask].var(correction=0),
         "val/error": errors.square().mean(),
         "tokens/queries_len": batch.query_mask.sum(1).float().mean(),
         "tokens/responses_len": lengths.float().mean(),
@@ -747,6 +786,7 @@ def make_optimizer(model, args):
 
 def main(args):
     """Trains; returns the newest value of every metric and the run directory."""
+    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
     path, reward = build(args.model, "--model"), load_function(args.reward, "--reward")
     metric = load_function(args.metric, "--metric") if args.metric else None
@@ -755,14 +795,14 @@ def main(args):
     eval_rows = rows[: args.rollout_batch_size]
     if args.eval_dataset:
         eval_rows = load_rows(build(args.eval_dataset, "--eval-dataset"), "--eval-dataset")
-    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
-    if accelerator.mixed_precision == "fp16" or args.batch_size % world:
-        problem = f"--batch-size {args.batch_size} must be a multiple of the {world} processes"
-        raise InputError(
-            problem if args.batch_size % world else "use --mixed-precision bf16 or no: fp16 is not offered"
-        )
-    seed_libraries(args.seed, args.deterministic)
+    problems = [f"--batch-size {args.batch_size} must be a multiple of the {world} processes"]
+    problems = problems if args.batch_size % world else []
+    problems += (
+        ["use --mixed-precision bf16 or no: fp16 is not offered"] if accelerator.mixed_precision == "fp16" else []
+    )
+    stop_if(problems)
     lm, tokenizer = load_model(args, path)
     limit = getattr(lm.config, "max_position_embeddings", None)
     found, options = len(rows), (tokenizer, args.max_new_tokens, limit)
@@ -770,18 +810,21 @@ def main(args):
     eval_rows, eval_queries = encode_prompts(eval_rows, *options, "--eval-dataset", args.max_prompt_length)
 
     # ---- run directory, models, what to continue from
+    threads = set_threads(args.threads)
     run = Run("ppo", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
-    threads = set_threads(run.state["threads"] if run.state else args.threads)
-    longest = max(map(len, queries))
+    if run.state:  # another number of threads gives other bits
+        threads = set_threads(args.threads or run.state["threads"])
+    lengths = sorted(map(len, queries))
+    middle, longest = lengths[len(lengths) // 2], lengths[-1]
     ref = load_model(args, ref_path, "--ref-model")[0] if ref_path else copy.deepcopy(lm)
     ref = ref.requires_grad_(False).eval().to(device)
     for each in (lm, ref):
         set_attention(each, args, device, longest + args.max_new_tokens)
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed)
-    if isinstance(path, str) and (Path(path) / "value_head.safetensors").exists():
-        policy.load_value_head(path)
+    if (folder := spec_path(path)) and (folder / "value_head.safetensors").exists():
+        policy.load_value_head(folder)
     model = accelerator.prepare(policy)
     optimizer = make_optimizer(model, args)
     num_iterations = args.total_episodes // args.rollout_batch_size
@@ -791,10 +834,12 @@ def main(args):
     best_score, best_step, kl_coef, step = state["best_score"], state["best_step"], state["kl_coef"], run.begun
     if run.checkpoint:
         unpack(run.checkpoint, run.state, model, optimizer)
+    if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
+        raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-episodes")
     run.say(
-        f"ppo: {sum(w.numel() for w in policy.parameters()):,} parameters and a reference of the same size, "
+        f"ppo: {sum(w.numel() for w in policy.parameters()):,} parameters, all trained, and a frozen reference, "
         f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
-        f"data: {found} prompts, {found - len(rows)} dropped as too long; longest {longest} tokens; "
+        f"data: {found} prompts, {found - len(rows)} dropped as too long; median {middle} tokens, longest {longest}; "
         f"first: {visible(rows[0]['prompt'])[:200]}\n"
         f"{num_iterations} iterations x ({args.rollout_batch_size} episodes, then {steps_per_iteration} optimizer "
         f"steps of {args.batch_size}: {args.batch_size // world} rows a process, {args.micro_batch_size} a forward)"
@@ -803,7 +848,10 @@ def main(args):
     def score(rows, outputs, output_ids):
         scores = call_reward(reward, args.reward, tokenizer, rows, outputs, output_ids)
         columns = {"reward": [sum(x) if isinstance(x, list) else x for x in scores]}
-        return columns | (call_metric(metric, args.metric, tokenizer, rows, outputs, output_ids) if metric else {})
+        return (call_metric(metric, args.metric, tokenizer, rows, outputs, output_ids) if metric else {}) | columns
+
+    def heads():
+        return {"value_head.safetensors": policy.value_head.state_dict()}
 
     def evaluate(step):
         model.eval()
@@ -820,7 +868,7 @@ def main(args):
 
     # ---- the algorithm
     for iteration in range(state["iteration"] + 1, num_iterations + 1):
-        clock = [time.perf_counter()]
+        start = time.perf_counter()
         # 1. y ~ pi(. | x): responses with their log-probabilities, values and scores
         model.eval()
         begun = (iteration - 1) * args.rollout_batch_size  # episodes so far
@@ -830,70 +878,61 @@ def main(args):
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
         mask = batch.response_mask
         kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_kind)
-        rewards = token_rewards(batch.scores, kl, mask, kl_coef)
-        advantages, returns = gae(rewards, batch.values, mask, args.gamma, args.lam)
-        advantages = masked_whiten(advantages, mask)
-        clock.append(time.perf_counter())
+        batch.rewards = token_rewards(batch.scores, kl, mask, kl_coef)
+        advantages, batch.returns = gae(batch.rewards, batch.values, mask, args.gamma, args.lam)
+        batch.advantages = masked_whiten(advantages, mask)
+        rollout_done = time.perf_counter()
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
         model.train()
-        sums = torch.zeros(6, dtype=torch.float64, device=device)
-        for index in minibatches(args, iteration):
-            count = mask[index].sum()  # response tokens of all processes
-            local = index[accelerator.process_index :: world].split(args.micro_batch_size)
-            for chunk in local:
-                inputs = trim(*(x[chunk] for x in (batch.query, batch.query_mask, batch.response, mask)))
-                keep = inputs[3]
-                width = keep.shape[1]
-                with nullcontext() if chunk is local[-1] else accelerator.no_sync(model):
-                    new_logprobs, new_values, _ = model(*inputs, temperature=args.temperature)
-                    # only tokens that count enter the losses: (tokens,)
+        sums = torch.zeros(len(UPDATE_METRICS), dtype=torch.float64, device=device)
+        for minibatch, micro_batches in minibatches(accelerator, args, iteration):
+            count = mask[minibatch].sum()  # response tokens of all processes
+            for chunk in micro_batches:
+                part = batch.take(chunk)
+                keep = part.response_mask  # only tokens that count enter the losses, as vectors
+                logprobs, values, advantages, returns = (
+                    x[keep] for x in (part.logprobs, part.values, part.advantages, part.returns)
+                )
+                with nullcontext() if chunk is micro_batches[-1] else accelerator.no_sync(model):
+                    new_logprobs, new_values, _ = model(*part.tokens(), temperature=args.temperature)
                     new_logprobs, new_values = new_logprobs[keep], new_values[keep]
-                    old, old_values, adv, ret = (
-                        x[chunk, :width][keep] for x in (batch.logprobs, batch.values, advantages, returns)
-                    )
-                    pg = policy_loss(new_logprobs, old, adv, args.cliprange)
-                    vf = value_loss(new_values, old_values, ret, args.cliprange_value)
+                    pg = policy_loss(new_logprobs, logprobs, advantages, args.cliprange)
+                    vf = value_loss(new_values, values, returns, args.cliprange_value)
                     # data-parallel training averages gradients over the processes, hence the factor world
                     accelerator.backward((pg.sum() + args.vf_coef * vf.sum()) * world / count)
-                with torch.no_grad():
-                    log_ratio = new_logprobs - old
-                    ratio = log_ratio.exp()
-                    far = (ratio - 1).abs() > args.cliprange
-                    far_values = (new_values - old_values).abs() > (args.cliprange_value or math.inf)
-                    terms = pg, vf, log_ratio.square() / 2, far, ratio, far_values
-                    sums += torch.stack([term.double().sum() for term in terms])
+                sums += update_sums(new_logprobs, new_values, logprobs, values, advantages, returns, args)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(args, step, total_steps)
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
             step += 1
             if not grad_norm.isfinite():
-                rows_ = [drawn[i] for i in index.tolist()]
-                raise FloatingPointError(
-                    f"step {step}: gradient norm {grad_norm}; prompt rows {rows_}; nothing is saved"
-                )
+                bad = f"step {step}: gradient norm {grad_norm}, prompt rows {[drawn[i] for i in minibatch.tolist()]}"
+                raise FloatingPointError(f"{bad}; the last checkpoint is intact")
             optimizer.step()
             optimizer.zero_grad()
-        clock.append(time.perf_counter())
-        # 4. evaluate, log, save
-        tokens = int(mask.sum())
-        pg, vf, approxkl, clipfrac, ratio, far_values = (accelerator.reduce(sums) / (tokens * args.ppo_epochs)).tolist()
-        metrics = rollout_metrics(batch, rewards, returns, kl_coef, tokenizer.eos_token_id) | {
-            "loss/policy": pg, "loss/value": vf, "loss/total": pg + args.vf_coef * vf, "policy/approxkl": approxkl,
-            "policy/clipfrac": clipfrac, "policy/ratio": ratio, "val/clipfrac": far_values,
-            "optim/lr": group["lr"], "optim/grad_norm": grad_norm.item(), "episode": begun + len(drawn),
-        }  # fmt: skip
+        update_done = time.perf_counter()
+        # 4. beta follows the KL of this iteration (Ziegler Sec. 2.2)
+        metrics = rollout_metrics(batch, kl_coef, tokenizer.eos_token_id)
         if args.kl_target:
             kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, len(drawn))
-        seconds = [b - a for a, b in zip(clock, clock[1:], strict=False)]
-        perf = {"perf/seconds_rollout": seconds[0], "perf/seconds_update": seconds[1]}
-        perf |= {"perf/tokens_per_sec": tokens / sum(seconds), "perf/episodes_per_sec": len(drawn) / sum(seconds)}
+        # 5. evaluate, log, save
+        tokens = int(mask.sum())
+        sums = (accelerator.reduce(sums) / (tokens * args.ppo_epochs)).tolist()
+        metrics |= dict(zip(UPDATE_METRICS, sums, strict=True)) | {"episode": begun + len(drawn)}
+        metrics["loss/total"] = metrics["loss/policy"] + args.vf_coef * metrics["loss/value"]
+        metrics |= {"optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}  # of the iteration's last step
+        seconds = update_done - start
+        perf = {"perf/seconds_rollout": rollout_done - start, "perf/seconds_update": update_done - rollout_done}
+        perf |= {"perf/tokens_per_sec": tokens / seconds, "perf/episodes_per_sec": len(drawn) / seconds}
         if args.eval_every and (iteration == num_iterations or due(step, steps_per_iteration, args.eval_every)):
             metrics |= evaluate(step)
             if best_score is None or metrics["eval/reward"] > best_score:
                 best_score, best_step = metrics["eval/reward"], step
+                run.export(policy.lm, tokenizer, "hf_model_best", heads())
         run.log(step, metrics, perf)
-        text = f"score {metrics['objective/scores']:.3f} | kl {metrics['objective/kl']:.2f} | loss {pg:.4f} + {vf:.4f}"
-        run.status(step, total_steps, f"{text} | rollout {seconds[0]:.2f} s + update {seconds[1]:.2f} s")
+        text = " | ".join(f"{key.split('/')[1]} {metrics[key]:.3f}" for key in SHOWN)
+        times = f"rollout {rollout_done - start:.2f} s + update {update_done - rollout_done:.2f} s"
+        run.status(step, total_steps, f"{text} | {times}")
         stop = run.stop_requested()
         if stop or step in (best_step, total_steps) or due(step, steps_per_iteration, args.save_every):
             scalars = {"iteration": iteration, "kl_coef": kl_coef, "best_score": best_score, "best_step": best_step}
@@ -902,17 +941,15 @@ def main(args):
             run.exit(step)
 
     # ---- export
-    heads = {"value_head.safetensors": policy.value_head.state_dict()}
-    export(accelerator, policy.lm, tokenizer, run.dir / "hf_model", heads)
-    best = run.dir / f"checkpoints/step_{best_step or 0:08d}"
-    if best_step != total_steps and best.exists():  # the best by evaluation, beside the last
-        unpack(best, read_checkpoint(best), model)
-        heads = {"value_head.safetensors": policy.value_head.state_dict()}
-        export(accelerator, policy.lm, tokenizer, run.dir / "hf_model_best", heads)
+    run.export(policy.lm, tokenizer, "hf_model", heads())
     headline = "eval/reward" if args.eval_every else "objective/scores"
-    metrics = run.finish(headline, f"{args.model} after PPO on {args.reward}", rows[0]["prompt"])
+    title = f"{run.identity['flags']['model']} after PPO on {run.identity['flags']['reward']}"
+    metrics = run.finish(headline, title, rows[0]["prompt"])
     accelerator.end_training()
     return metrics, run.dir
+
+
+SHOWN = "objective/scores objective/kl loss/policy loss/value val/explained_variance".split()
 
 
 def due(step, steps, every):

@@ -41,10 +41,8 @@ from common.checkpoint import (
     InputError,
     build,
     cli,
-    export,
     load_function,
     pack,
-    read_checkpoint,
     spec_path,
     stop_if,
     unpack,
@@ -104,12 +102,12 @@ class Args:
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     dataset: str = f"{TASK}:completions:split=train"
     """Training rows: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python a list."""
-    eval_dataset: str | None = f"{TASK}:completions:split=test"
-    """Rows for evaluation, in the forms of --dataset."""
-    eval_prompts: str | None = f"{TASK}:eval_prompts"
-    """Rows with a prompt to sample from at evaluation (needs --metric); default: those of --eval-dataset."""
-    metric: str | None = f"{TASK}:metric"
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; from Python also a function."""
+    eval_dataset: str | None = "auto"
+    """Rows for evaluation, in the forms of --dataset; auto: the embedded task's, or none with your own --dataset."""
+    eval_prompts: str | None = "auto"
+    """Rows with a prompt to sample at evaluation (needs --metric); auto: the embedded task's, or --eval-dataset."""
+    metric: str | None = "auto"
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
     """Tokens of a row; longer rows are cut at the end and counted."""
     completion_only_loss: bool = True
@@ -156,23 +154,22 @@ class Args:
     """Rows that a process decodes at once; changes memory and speed, never the result."""
 
     def __post_init__(self):
-        at_least_one = (
-            "keep_checkpoints max_length batch_size micro_batch_size max_new_tokens decode_batch_size".split()
-        )
-        problems = [(name, "at least 1") for name in at_least_one if getattr(self, name) < 1]
+        own = self.dataset != f"{TASK}:completions:split=train"
+        embedded = {"eval_dataset": "completions:split=test", "eval_prompts": "eval_prompts", "metric": "metric"}
+        for name, function in embedded.items():
+            if getattr(self, name) == "auto":
+                setattr(self, name, None if own else f"{TASK}:{function}")
+        problems = [(name, "at least 1") for name in AT_LEAST_ONE if getattr(self, name) < 1]
         problems += [(name, "at least 0") for name in ("save_every", "eval_every", "top_k") if getattr(self, name) < 0]
-        problems += [
-            (name, "0 or a positive number") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf
-        ]
-        if not 0 < self.lr < math.inf:
-            problems.append(("lr", "a positive number"))
-        if not 0 < self.top_p <= 1:
-            problems.append(("top_p", "in (0, 1]"))
+        problems += [(name, "0 or positive") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf]
+        problems += [] if 0 < self.lr < math.inf else [("lr", "a positive number")]
+        problems += [] if 0 < self.top_p <= 1 else [("top_p", "in (0, 1]")]
         if self.total_steps is None and not 0 < self.epochs < math.inf or (self.total_steps or 1) < 1:
             problems.append(("epochs" if self.total_steps is None else "total_steps", "positive"))
         stop_if([f"--{name.replace('_', '-')} {getattr(self, name)} must be {rule}" for name, rule in problems])
 
 
+AT_LEAST_ONE = "keep_checkpoints max_length batch_size micro_batch_size max_new_tokens decode_batch_size".split()
 ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature".split()
 
 
@@ -183,7 +180,8 @@ def load_model(args, path, flag="--model"):
     """The causal language model and its tokenizer: every weight found and finite, dropout off, padding token set."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    hub = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
+    path = str(path) if isinstance(path, Path) else path
     try:
         source = args.tokenizer or getattr(path, "name_or_path", path)
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
@@ -245,7 +243,7 @@ def load_rows(data, flag):
     path, rows = spec_path(data), data
     if path and path.suffix == ".jsonl":
         rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
             try:
                 rows += [json.loads(line)] if line.strip() else []
             except ValueError as error:
@@ -389,8 +387,8 @@ def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, 
         step = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "past_key_values": cache}
         output = model(**step, use_cache=True, logits_to_keep=1)
         logits, cache = output.logits[:, -1], output.past_key_values
-        if not logits.amax(-1).isfinite().all():
-            raise FloatingPointError(f"logits are not finite at token {t + 1} of a response")
+        if not (finite := logits.amax(-1).isfinite()).all():
+            raise FloatingPointError(f"row {int(alive[~finite][0])}: logits are not finite at response token {t + 1}")
         tokens = draw(logits, uniforms[alive, t], temperature, top_k, top_p)
         ids[alive, t], mask[alive, t] = tokens, True
         going = (tokens != eos_id).nonzero()[:, 0]
@@ -455,7 +453,11 @@ def call_function(function, name, tokenizer, rows, outputs, output_ids):
 def call_metric(function, name, tokenizer, rows, outputs, output_ids):
     """{name: values per row} of a metric function."""
     columns = call_function(function, name, tokenizer, rows, outputs, output_ids)
-    for key, values in columns.items() if isinstance(columns, dict) else [("all", None)]:
+    if not isinstance(columns, dict) or not columns:
+        raise InputError(
+            f"{name} must return {{name: list of {len(rows)} finite numbers}}, it returned {columns!r:.60}"
+        )
+    for key, values in columns.items():
         good = isinstance(values, list) and len(values) == len(rows)
         if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
             raise InputError(f"{name} must return {{name: list of {len(rows)} finite numbers}}; {key!r} is not one")
@@ -489,7 +491,7 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
     samples. The uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
     options = ("eval", 0), args, args.eval_temperature, args.top_k, args.top_p
     _, _, response, mask = generate(accelerator, lm, tokenizer, queries, *options)
-    output_ids = [ids[keep].tolist() for ids, keep in zip(response, mask, strict=True)]
+    output_ids = [ids[keep].tolist() for ids, keep in zip(response.cpu(), mask.cpu(), strict=True)]
     outputs = decode(tokenizer, queries, output_ids)
     columns = on_main(accelerator, score, rows, outputs, output_ids)
     means = {f"eval/{key}": sum(values) / len(values) for key, values in columns.items()}
@@ -522,6 +524,7 @@ def make_optimizer(model, args):
 
 def main(args):
     """Trains; returns the newest value of every metric and the run directory."""
+    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
     path, metric = build(args.model, "--model"), load_function(args.metric, "--metric") if args.metric else None
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
@@ -529,14 +532,14 @@ def main(args):
     prompts = (
         load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts") if args.eval_prompts else eval_rows
     )
-    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
-    if accelerator.mixed_precision == "fp16" or args.batch_size % world:
-        problem = f"--batch-size {args.batch_size} must be a multiple of the {world} processes"
-        raise InputError(
-            problem if args.batch_size % world else "use --mixed-precision bf16 or no: fp16 is not offered"
-        )
-    seed_libraries(args.seed, args.deterministic)
+    problems = [f"--batch-size {args.batch_size} must be a multiple of the {world} processes"]
+    problems = problems if args.batch_size % world else []
+    problems += (
+        ["use --mixed-precision bf16 or no: fp16 is not offered"] if accelerator.mixed_precision == "fp16" else []
+    )
+    stop_if(problems)
     lm, tokenizer = load_model(args, path)
     pad, limit = tokenizer.pad_token_id, getattr(lm.config, "max_position_embeddings", None)
     encoding = tokenizer, min(args.max_length, limit or args.max_length), args.completion_only_loss
@@ -546,16 +549,20 @@ def main(args):
     total_steps = args.total_steps or math.ceil(args.epochs * len(examples) / args.batch_size)
 
     # ---- run directory, device, what to continue from
+    threads = set_threads(args.threads)
     run = Run("sft", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
-    threads = set_threads(run.state["threads"] if run.state else args.threads)
+    if run.state:  # another number of threads gives other bits
+        threads = set_threads(args.threads or run.state["threads"])
     set_attention(lm, args, device, max(len(ids) for ids, _ in examples))
     model = accelerator.prepare(lm)
     optimizer = make_optimizer(model, args)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
         unpack(run.checkpoint, run.state, model, optimizer)
+    if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
+        raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
     eval_every = args.eval_every if eval_examples or metric else 0
     lengths, (ids, labels) = sorted(len(ids) for ids, _ in examples), examples[0]
     masked = labels.count(-100)
@@ -577,7 +584,7 @@ def main(args):
         metrics = evaluate_loss(accelerator, model, eval_examples, args, pad) if eval_examples else {}
         if metric:
             means, samples = evaluate_samples(accelerator, lm, tokenizer, prompts, queries, score, args)
-            metrics |= means
+            metrics = means | metrics
             run.samples(step, samples)
         return metrics
 
@@ -626,6 +633,7 @@ def main(args):
             new_score = -metrics["eval/loss"] if eval_examples else next(v for k, v in metrics.items() if "eval/" in k)
             if best_score is None or new_score > best_score:
                 best_score, best_step = new_score, step
+                run.export(lm, tokenizer, "hf_model_best")
         run.log(step, metrics, perf)
         run.status(step, total_steps, f"loss {metrics['train/loss']:.4f} | {seconds:.2f} s")
         stop = run.stop_requested()
@@ -635,13 +643,10 @@ def main(args):
             run.exit(step)
 
     # ---- export
-    export(accelerator, lm, tokenizer, run.dir / "hf_model")
-    best = run.dir / f"checkpoints/step_{best_step or 0:08d}"
-    if best_step != total_steps and best.exists():  # the best by evaluation, beside the last
-        unpack(best, read_checkpoint(best), model)
-        export(accelerator, lm, tokenizer, run.dir / "hf_model_best")
-    headline = "eval/loss" if eval_examples else "train/loss"
-    metrics = run.finish(headline, f"{args.model} after SFT on {args.dataset}", tokenizer.decode(ids[: max(masked, 1)]))
+    run.export(lm, tokenizer, "hf_model")
+    headline = "eval/loss" if eval_examples and eval_every else "train/loss"
+    title = f"{run.identity['flags']['model']} after SFT on {run.identity['flags']['dataset']}"
+    metrics = run.finish(headline, title, tokenizer.decode(ids[: max(masked, 1)]))
     accelerator.end_training()
     return metrics, run.dir
 

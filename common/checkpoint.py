@@ -144,33 +144,31 @@ def build(spec, flag):
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def pack(model, optimizer, tensors=None, **state):
-    """(files, state) of a checkpoint. Collective: every rank calls it. tensors: further named tensors.
+def pack(model, optimizer, **state):
+    """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors.
 
     Full state dicts come from torch.distributed.checkpoint, so DDP and FSDP2 use the same path. Tied parameters are
     stored once. An optimizer that has not stepped is left out: reading its state would take a hidden step.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, tied, seen = {}, {}, {}
-    for name, tensor in get_model_state_dict(model, options=options).items():
-        first = seen.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
-        if first == name:
-            weights[name] = tensor.contiguous()
-        else:
-            tied[name] = first
-    files = {"model.safetensors": weights}
+    weights, tied, seen = get_model_state_dict(model, options=options), {}, {}  # empty on ranks other than 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = name.removeprefix("module.")  # of data-parallel training
+        if seen.setdefault(id(parameter), name) != name and weights.pop(name, None) is not None:
+            tied[name] = seen[id(parameter)]
+    files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items()}}
     if optimizer.state:
         saved = get_optimizer_state_dict(model, optimizer, options=options)
-        moments = {f"{name}//{key}": value for name, entry in saved["state"].items() for key, value in entry.items()}
+        moments = {
+            f"{name}//{key}": value for name, entry in saved.get("state", {}).items() for key, value in entry.items()
+        }
         files["optim.safetensors"] = {key: torch.as_tensor(value).contiguous() for key, value in moments.items()}
-        state["optimizer_groups"] = [group["params"] for group in saved["param_groups"]]
-    if tensors:
-        files["extra.safetensors"] = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        state["optimizer_groups"] = [group["params"] for group in saved.get("param_groups", [])]
     return files, {"format": FORMAT, "tied": tied, **state}
 
 
 def unpack(path, state, model, optimizer=None):
-    """Loads what `pack` packed into model and optimizer and returns the further tensors. Collective."""
+    """Loads what `pack` packed into model and optimizer. Collective."""
     options = StateDictOptions(full_state_dict=True)
     weights = safetensors.torch.load_file(path / "model.safetensors")
     weights |= {name: weights[first] for name, first in state["tied"].items()}
@@ -183,8 +181,6 @@ def unpack(path, state, model, optimizer=None):
         # Hyperparameters stay those of the flags; lr is a function of the step.
         groups = [{"params": names} for names in state["optimizer_groups"]]
         set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)
-    extra = path / "extra.safetensors"
-    return safetensors.torch.load_file(extra) if extra.exists() else {}
 
 
 def write_checkpoint(run_dir, step, files, state, keep, protect=()):
@@ -208,7 +204,7 @@ def write_checkpoint(run_dir, step, files, state, keep, protect=()):
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_*"))
+    steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_????????"))
     for old in set(steps[:-keep]) - set(protect):
         shutil.rmtree(folder / f"step_{old:08d}")
     return final
@@ -238,7 +234,7 @@ def newest_checkpoint(run_dir, algo, warn):
     folder = Path(run_dir) / "checkpoints"
     for stale in folder.glob(".tmp-*"):  # of a run that was killed: the caller holds the lock
         shutil.rmtree(stale, ignore_errors=True)
-    paths = sorted(folder.glob("step_*"), reverse=True)
+    paths = sorted(folder.glob("step_????????"), reverse=True)
     for path in paths:
         try:
             return path, read_checkpoint(path, algo)
@@ -282,16 +278,18 @@ def replacing(directory):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def export(accelerator, lm, tokenizer, directory, heads=None):
-    """Writes model and tokenizer so that plain transformers loads them, further heads {file name: tensors} beside."""
-    weights = get_model_state_dict(lm, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if accelerator.is_main_process:
-        with replacing(directory) as temporary:
-            lm.save_pretrained(temporary, state_dict=weights)
-            tokenizer.save_pretrained(temporary)
-            for name, tensors in (heads or {}).items():
-                safetensors.torch.save_file(tensors, temporary / name)
-    accelerator.wait_for_everyone()
+def full_weights(lm):
+    """The state dict of a model on the CPU of rank 0. Collective."""
+    return get_model_state_dict(lm, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def export(lm, weights, tokenizer, directory, heads):
+    """Writes model and tokenizer so that plain transformers loads them, heads {file name: tensors} beside."""
+    with replacing(directory) as temporary:
+        lm.save_pretrained(temporary, state_dict=weights)
+        tokenizer.save_pretrained(temporary)
+        for name, tensors in heads.items():
+            safetensors.torch.save_file(tensors, temporary / name)
 
 
 def push(directory, repository):

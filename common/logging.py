@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import resource
 import shlex
 import shutil
 import signal
@@ -27,9 +28,11 @@ from accelerate.utils import broadcast_object_list
 from common import checkpoint as ckpt
 from common.checkpoint import InputError
 
-# Flags that leave the result as it is (to rounding): they may differ when a run is continued.
+# Flags that leave the result as it is (to rounding) may differ when a run is continued; the last two are written to
+# config.yaml all the same, since a large model does not fit without them.
 NEUTRAL = """run_dir resume threads save_every keep_checkpoints track wandb_project push_to_hub check
 micro_batch_size decode_batch_size""".split()
+SPECS = "model tokenizer ref_model dataset eval_dataset eval_prompts reward metric".split()  # may name files
 _locks = {}  # run directory -> open lock file: a second main() in one process takes over from a failed one
 
 
@@ -71,16 +74,19 @@ def describe(value):
         return value
     if isinstance(value, list | tuple) and all(isinstance(v, bool | int | float | str) for v in value):
         return list(value)
-    kind, text = type(value).__name__, repr(getattr(value, "name_or_path", value))
+    kind, text = type(value).__name__, repr(getattr(value, "name_or_path", ""))
     if isinstance(value, torch.nn.Module):
         text = str([(k, t.double().sum().item(), t.double().norm().item()) for k, t in value.state_dict().items()])
     elif isinstance(value, functools.partial):
         text = str([describe(value.func), value.args, value.keywords])
-    elif callable(value) and hasattr(value, "__qualname__"):
-        kind = text = f"{value.__module__}.{value.__qualname__}"
+    elif callable(value) and not text.strip("'"):  # a function with what it closes over, or an object with its fields
+        function = value if hasattr(value, "__qualname__") else type(value)
+        kind = text = f"{function.__module__}.{function.__qualname__}"
         with contextlib.suppress(OSError, TypeError):
-            text = inspect.getsource(value)
-    elif not hasattr(value, "name_or_path"):
+            text = inspect.getsource(function)
+        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        text += str([cells, getattr(value, "__defaults__", None), vars(value)])
+    elif not text.strip("'"):
         text = json.dumps(list(value), default=str)
     return f"<{kind} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
 
@@ -89,7 +95,7 @@ def identity(algo, args, script):
     """What decides the result (flags, the script's bytes, the files that spec strings name) and a hash of it."""
     flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
     files = {"script": ckpt.sha256(script)}
-    for name in flags:
+    for name in (name for name in flags if name in SPECS):
         path = ckpt.spec_path(getattr(args, name))
         if path and path.exists():
             paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -167,25 +173,28 @@ class Run:
         lock.write(f"{os.getpid()} on {platform.node()}")
         lock.flush()
         _locks[folder.resolve()] = lock
+        for stale in folder.glob(".tmp-*"):  # of a run that was killed
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         old = json.loads((folder / "env.json").read_text()) if (folder / "env.json").exists() else None
-        if old is None and any(p.name != ".lock" for p in folder.iterdir()):
+        if old is None and any(p.name not in (".lock", "config.yaml") for p in folder.iterdir()):
             raise InputError(f"--run-dir {folder} holds files but no run: choose another name")
         explicit, same = args.resume not in ("auto", "never"), bool(old) and old["hash"] == new["hash"]
+        own = explicit and Path(args.resume).resolve().parent == (folder / "checkpoints").resolve()
         path = state = None
-        if old and not same and not explicit:
+        if old and not same and not own:
             hint = f"choose another --run-dir, or continue it as it now is with --resume {folder}/checkpoints/step_..."
             lines = "\n  ".join(differences(old, new))
             raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists():
             self.say(f"{folder} is finished, its model is in {folder}/hf_model; --resume never repeats the run")
             return folder, None, None, True
-        if explicit and not (same and any((folder / "checkpoints").glob("step_*"))):
+        if explicit and not (same and any((folder / "checkpoints").glob("step_????????"))):
             path, state = Path(args.resume), ckpt.read_checkpoint(args.resume, new["algo"])
             origin = path.resolve().parents[1] / "env.json"
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
-            for later in (folder / "checkpoints").glob("step_*"):  # this directory goes back to that checkpoint
-                if later.resolve() > path.resolve():
+            for later in (folder / "checkpoints").glob("step_????????"):  # this directory goes back to that checkpoint
+                if later.name > path.name:
                     shutil.rmtree(later)
         elif same:
             path, state = ckpt.newest_checkpoint(folder, new["algo"], self.say)
@@ -195,7 +204,8 @@ class Run:
         if not same:
             with contextlib.suppress(FileNotFoundError):
                 (folder / "README.md").unlink()
-            ckpt.write_text(folder / "config.yaml", yaml.safe_dump(new["flags"], sort_keys=False, allow_unicode=True))
+            sizes = {name: value for name, value in vars(args).items() if name in NEUTRAL[-2:]}
+            ckpt.write_text(folder / "config.yaml", yaml.safe_dump(new["flags"] | sizes, sort_keys=False))
             ckpt.write_text(folder / "env.json", json.dumps(new | environment(self.accelerator), indent=1))
         return folder, path, state, False
 
@@ -206,15 +216,16 @@ class Run:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
 
     def stop_requested(self):
-        """Whether any rank has had SIGTERM or SIGINT. Collective; called once a step, never inside one."""
+        """Whether any rank has had SIGTERM or SIGINT. Collective; asked where the state is whole."""
         flag = self.accelerator.reduce(torch.tensor(self.signal or 0, device=self.accelerator.device))
-        self.signal = self.signal or (signal.SIGTERM if flag.item() else None)
-        return bool(self.signal)
+        if stop := bool(flag.item()):  # by the sum alone: a signal that came meanwhile waits for the next call
+            self.signal = self.signal or signal.SIGTERM
+        return stop
 
     def exit(self, step):
-        """Ends the process with 143 (SIGTERM) or 130 (SIGINT) after the state has been saved at this step."""
+        """Ends the process with 143 (SIGTERM) or 130 (SIGINT) after this step."""
         self.close()
-        self.say(f"stopped after step {step}, which is saved; to continue: {shlex.join([sys.executable, *sys.argv])}")
+        self.say(f"stopped after step {step}; to continue: {shlex.join([sys.executable, *sys.argv])}")
         raise SystemExit(128 + self.signal)
 
     def close(self):
@@ -243,6 +254,10 @@ class Run:
             metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
             self.append("metrics.jsonl", {"step": step, **metrics})
             if perf:
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+                on_gpu = self.accelerator.device.type == "cuda"
+                peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else peak
+                perf = perf | {"perf/peak_memory_mb": peak}
                 self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
             self._mirror(step, {k: v for k, v in (metrics | (perf or {})).items() if v is not None})
 
@@ -309,6 +324,11 @@ class Run:
 
         on_main(self.accelerator, write)
 
+    def export(self, lm, tokenizer, name, heads=None):
+        """Writes the model to a directory of the run, see common.checkpoint.export."""
+        weights = ckpt.full_weights(lm)
+        on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, heads or {})
+
     def finish(self, headline, title, prompt):
         """Prints the last lines and writes the model card with the curve of the headline metric, which marks the run as
         finished. prompt: for the example of use. Returns the newest value of every metric."""
@@ -346,13 +366,15 @@ class Run:
             f"```python\n{usage}\n```\n\n| metric | last value |\n|---|---|\n{rows}\n\n```\n{env['command']}\n```\n\n"
             f"Commit {env['commit']}; {', '.join(f'{k} {v}' for k, v in env['versions'].items())}; {env['device']}.\n"
         )
-        self.close()
+        if self.bar:
+            self.bar.close()
+            self.bar = None
         if curve:
             self.say(f"\n{headline} {sparkline([y for _, y in curve])} {curve[0][1]:.3g} -> {curve[-1][1]:.3g}")
         self.say(f"\n{usage}\n\ncard {self.dir}/README.md | picture {self.dir}/curve.png | model {self.dir}/hf_model")
-        ckpt.write_text(self.dir / "README.md", card)
         if self.args.push_to_hub:
             ckpt.push(folder, self.args.push_to_hub)
+        ckpt.write_text(self.dir / "README.md", card)
         return metrics
 
 

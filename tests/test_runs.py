@@ -466,7 +466,7 @@ safetensors.torch.save_file = save
     ],
 )
 def test_a_signal_saves_and_names_the_command(algo, at, number, step, scripts, work, whole, tmp_path):
-    argv = command(work, algo, "run")
+    argv = command(work, algo, "run", "--save-every", "0")  # so that the signal's own checkpoint is the one to continue
     process = scripts.run(argv, tmp_path, expect=128 + number, SIGNAL_AT=f"{at}:{int(number)}")
     assert (tmp_path / f"run/checkpoints/step_{step:08d}/MANIFEST.json").exists()
     assert not (tmp_path / "run/README.md").exists()
@@ -485,7 +485,7 @@ def test_a_second_interrupt_ends_at_once(scripts, work, tmp_path):
         "    for _ in range(2):\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "        time.sleep(0.1)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(30)\n"
     )
     process = scripts.start(command(work, "ppo", "run", "--reward", "slow.py:reward"), tmp_path)
     assert process.wait(30) in (130, -2)
@@ -496,7 +496,7 @@ def test_the_run_directory_is_locked_until_its_process_ends(scripts, work, whole
         "import time\nfrom pathlib import Path\n"
         "def reward(samples, **columns):\n"
         "    Path('begun').touch()\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(30)\n"
     )
     argv = command(work, "ppo", "run", "--reward", "slow.py:reward")
     first = scripts.start(argv, tmp_path)

@@ -45,7 +45,7 @@ TINY = bool(os.environ.get("PLAINRL_BENCH_TINY"))
 LAYERS, WIDTH, HEADS, VOCABULARY = (2, 48, 4, 1000) if TINY else (12, 768, 12, 50257)
 EPISODES, PROMPT, RESPONSE, EPOCHS = 16, 32, 32, 4
 LR = 1e-5
-ITERATIONS = int(os.environ.get("ITERATIONS", 3))  # of a process; the first is printed and not counted
+ITERATIONS = int(os.environ.get("ITERATIONS", 2))  # of a process; the first is printed and not counted
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
 END = 0  # id of the end token
 
@@ -198,8 +198,8 @@ README = """# Throughput
 
 ## PPO, {layers} layers, width {width}, vocabulary {vocabulary}, random weights, on a CPU
 
-An iteration is {EPISODES} prompts of {PROMPT} tokens, {EPISODES} responses of {RESPONSE}, and {EPOCHS} PPO epochs of
-one optimizer step (batch {EPISODES}). Medians over the runs, smallest and largest in brackets.
+An iteration is {EPISODES} prompts of {PROMPT} tokens, {EPISODES} responses of {RESPONSE}, and {EPOCHS} PPO epochs of one
+optimizer step (batch {EPISODES}). Medians over the runs, smallest and largest in brackets.
 
 {table}
 
@@ -215,11 +215,12 @@ Columns:
 - `peak memory MB`: ru_maxrss of the process, a fresh one for every run.
 - `fraction of GEMM peak`: useful work ({work} GFLOP an iteration: sampling, reference and training; the output layer at
   response positions only, nothing twice) over seconds and over the peak of a 1024 x 768 x 3072 matrix product, the
-  larger of two measurements in the same process, before and after: {peaks}. fp32 is at
-  matmul precision medium where that is exact, and is the denominator of every mode but bf16.
+  larger of two measurements in the same process, before and after:
+  {peaks}.
+  fp32 is at matmul precision medium where that is exact, and is the denominator of every mode but bf16.
 
-Protocol: the systems in turn, one process a run; both load the same weights and prompts; the first of {iterations}
-iterations is not counted. Dropout, evaluation and saving are off. The end token's logit is near -100, so every response
+Protocol: the systems in turn, one process a run; both load the same weights and prompts; the first of {iterations} iterations
+of a run is not counted. Dropout, evaluation and saving are off. The end token's logit is near -100, so every response
 has its full length (asserted). TRL has mini_batch_size 16, so it takes one optimizer step an epoch, too. Entropy of the
 first rollout: {entropies} nats a token. Load average before a run, the runs before it included:
 {loads}.
@@ -259,7 +260,7 @@ def readme(results):
         for peer in peers:
             both = [repeat for repeat in found if repeat in runs[peer]]
             ratios = [float(runs[peer][repeat]["seconds"]) / float(found[repeat]["seconds"]) for repeat in both]
-            cells.append(spread(ratios, 2) if ratios else "")
+            cells.append("1" if key == peer else spread(ratios, 2) if ratios else "")
         lines.append(cells)
     peaks = {"fp32": [], "bf16": []}
     for row in rows:

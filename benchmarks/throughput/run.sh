@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Measures algos/ppo.py and TRL 0.8.6 in turn, then writes results.csv and README.md. DRY=1 prints the commands.
-#   REPEATS  rounds over all modes (3)            FORCE=1  measure although the machine is busy
-#   PEER     environment of make_peer_env.sh      RESULTS  another CSV file; README.md goes beside it
-#   ITERATIONS  of a run, the first not counted (3)  MODEL  directory that keeps the random model (a temporary one)
+#   REPEATS        rounds over the main modes (3)
+#   EXTRA_REPEATS  of these, so many with the techniques switched off and with our flags in TRL (1)
+#   ITERATIONS     of a run, the first not counted (2)
+#   FORCE=1        measure although the machine is busy
+#   PEER           environment of make_peer_env.sh
+#   RESULTS        another CSV file; README.md goes beside it
 #   PLAINRL_BENCH_TINY=1  a model of 2 layers, to try this out; with RESULTS elsewhere
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -23,7 +26,7 @@ fi
 export OMP_NUM_THREADS=2 CUDA_VISIBLE_DEVICES="" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-model=${MODEL:-$work/model}
+model=$work/model
 common=(--model "$model" --results "$work/results.csv")
 run python $here/ppo_gpt2_small.py --prepare "$model"
 for repeat in $(seq "${REPEATS:-3}"); do
@@ -31,6 +34,7 @@ for repeat in $(seq "${REPEATS:-3}"); do
     trl tuned
     ours bf16
     trl defaults
+    [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
     ours fp32-highest
     trl same-flags
     ours fp32-sdpa

@@ -310,7 +310,13 @@ def score_tokens(lm, query, query_mask, response, response_mask, temperature=1.0
     seen = response_mask.flip(1).cumsum(1).flip(1) > 0  # through the last token that counts: holes are attended to
     tokens, attention = torch.cat([query, response], 1)[:, :-1], torch.cat([query_mask, seen], 1)[:, :-1].long()
     positions, hidden = (attention.cumsum(1) - 1).clamp(min=0), []
-    hook = lm.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
+
+    def keep(module, inputs):
+        # contiguous, since a strided slice times a frozen weight makes CPU kernels copy the weight for every row
+        hidden.append(inputs[0].contiguous())
+        return (hidden[0], *inputs[1:])
+
+    hook = lm.get_output_embeddings().register_forward_pre_hook(keep)
     try:
         inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "use_cache": False}
         logits = lm(**inputs, logits_to_keep=response.shape[1]).logits  # (B, R, V)

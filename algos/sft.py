@@ -11,7 +11,7 @@ How this differs from other implementations:
 Rows: {"text"} (loss on every token) or {"prompt", "completion"} (loss on the completion).
 
     python algos/sft.py                                            # random walks, one CPU, under a minute
-    accelerate launch algos/sft.py --model gpt2 --dataset my.jsonl --eval-dataset None --metric None --lr 2e-5
+    accelerate launch algos/sft.py --model gpt2 --dataset my.jsonl --eval-dataset held_out.jsonl --lr 2e-5
     torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/name:train --max-length 2048 ...
 
 Dimension key: B rows, T tokens of a row, Q query (prompt) tokens, R response tokens, V vocabulary.

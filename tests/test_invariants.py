@@ -38,7 +38,7 @@ def run_ppo(model, run_dir, **flags):
         "dataset": [{"prompt": p} for p in PROMPTS], "reward": vowels, "dtype": "float64", "eval_every": 0,
         "total_episodes": 20, "rollout_batch_size": 10, "batch_size": 5, "micro_batch_size": 5, "ppo_epochs": 2,
         "temperature": 0.7, "max_new_tokens": 7, "lr": 1e-2, "kl_coef": 0.1, "kl_target": 0.5, "kl_horizon": 100,
-        "save_every": 0, "threads": 1, "value_head": "linear", "value_head_init": "normal",
+        "save_every": 0, "threads": 1, "value_head": "linear", "value_head_init": "normal", "cliprange_value": 0.05,
     }  # fmt: skip
     return ppo.main(ppo.Args(model=model, run_dir=str(run_dir), **settings | flags))
 
@@ -286,7 +286,10 @@ def test_metrics_are_those_of_numpy(monkeypatch, gpt2_dir, tmp_path):
             "tokens/eos_rate": np.mean(ends), "tokens/truncated_rate": 1 - np.mean(ends),
             "tokens/queries_len": batch.query_mask.sum(1).double().mean().item(),
         }  # fmt: skip
-        assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        counts = {name for name in expected if name.startswith("tokens/")}  # averaged in float32
+        for names, tolerance in ((expected.keys() - counts, 1e-9), (counts, 1e-6)):
+            found = {name: record[name] for name in names}
+            assert found == pytest.approx({name: expected[name] for name in names}, rel=tolerance, abs=1e-12)
         beta *= 1 + np.clip(expected["objective/kl"] / 0.5 - 1, -0.2, 0.2) * 10 / 100
     assert beta != 0.1 and log(run_dir)[1]["objective/kl"] > 0.01
 
@@ -321,24 +324,17 @@ def test_the_score_and_the_texts_of_a_rollout(monkeypatch, gpt2_dir, tmp_path):
             assert 1 <= len(ids) <= 7 and EOS not in ids[:-1]
 
 
-def test_ending_at_once_can_be_learned_with_pad_as_eos(letters, gpt2_dir, tmp_path):
-    """A bandit whose only reward is the end token: a script that masks it out learns nothing."""
+def test_ending_early_is_learned_with_pad_as_eos(letters, gpt2_dir, tmp_path):
+    """A bandit that pays for short responses: a script that masks the end token out learns nothing."""
 
-    def early(output_ids, **columns):
-        return [float(len(ids) == 1) for ids in output_ids]
+    def brevity(output_ids, **columns):
+        return [-len(ids) / 7 for ids in output_ids]
 
-    flags = {"total_episodes": 320, "rollout_batch_size": 32, "batch_size": 32, "micro_batch_size": 32, "kl_coef": 0.0}
-    _, run_dir = run_ppo(
-        gpt2_dir,
-        tmp_path / "run",
-        reward=early,
-        tokenizer=pad_is_eos(letters),
-        temperature=1.0,
-        kl_target=None,
-        **flags,
-    )
+    flags = {"total_episodes": 640, "rollout_batch_size": 32, "batch_size": 32, "micro_batch_size": 32, "kl_coef": 0.0}
+    flags |= {"temperature": 1.0, "kl_target": None, "reward": brevity, "tokenizer": pad_is_eos(letters)}
+    _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", **flags)
     lengths = [record["tokens/responses_len"] for record in log(run_dir)]
-    assert lengths[0] > 4 and lengths[-1] < 2
+    assert lengths[0] > 5 and lengths[-1] < 3, lengths
 
 
 # ---- The end token with id 0 -----------------------------------------------------------------------------------------
@@ -422,7 +418,7 @@ def test_sft_step_is_the_slow_definition(letters, gpt2_dir, tmp_path):
             total, count = total - logps[t - 1, ids[t]], count + 1
     (total / count).backward()
     norm = torch.cat([w.grad.flatten() for w in model.parameters()]).norm()
-    assert metrics["train/loss"] == pytest.approx(float(total / count), rel=1e-9)
+    assert metrics["train/loss"] == pytest.approx(total.item() / count, rel=1e-9)
     assert metrics["optim/grad_norm"] == pytest.approx(float(norm), rel=1e-9) and norm > 0.5
     after = weights(run_dir)
     for name, weight in model.named_parameters():

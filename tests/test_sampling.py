@@ -1,4 +1,4 @@
-"""Sampling, and that the scored log-probabilities are those of what was sampled: `python -m pytest tests/test_sampling.py`
+"""Sampling, and the log-probabilities of what was sampled: `python -m pytest tests/test_sampling.py`
 
 `draw` against softmax over a grid of uniforms; `sample` against a slow loop without cache, padding or batch; both in
 float64, where another layout of the same work gives the same tokens.

@@ -198,8 +198,8 @@ README = """# Throughput
 
 ## PPO, {layers} layers, width {width}, vocabulary {vocabulary}, random weights, on a CPU
 
-An iteration is {EPISODES} prompts of {PROMPT} tokens, {EPISODES} responses of {RESPONSE}, and {EPOCHS} PPO epochs of one
-optimizer step (batch {EPISODES}). Medians over the runs, smallest and largest in brackets.
+An iteration is {EPISODES} prompts of {PROMPT} tokens, {EPISODES} responses of {RESPONSE}, and {EPOCHS} PPO epochs of
+one optimizer step (batch {EPISODES}). Medians over the runs, smallest and largest in brackets.
 
 {table}
 
@@ -219,11 +219,11 @@ Columns:
   {peaks}.
   fp32 is at matmul precision medium where that is exact, and is the denominator of every mode but bf16.
 
-Protocol: the systems in turn, one process a run; both load the same weights and prompts; the first of {iterations} iterations
-of a run is not counted. Dropout, evaluation and saving are off. The end token's logit is near -100, so every response
-has its full length (asserted). TRL has mini_batch_size 16, so it takes one optimizer step an epoch, too. Entropy of the
-first rollout: {entropies} nats a token. Load average before a run, the runs before it included:
-{loads}.
+Protocol: the systems in turn, one process a run; both load the same weights and prompts; the first of {iterations}
+iterations of a run is not counted. Dropout, evaluation and saving are off. The end token's logit is near -100, so every
+response has its full length (asserted). TRL has mini_batch_size 16, so it takes one optimizer step an epoch, too.
+Entropy of the first rollout: {entropies} nats a token.
+Load average before a run, the runs before it included: {loads}.
 
 Not measured: GPUs, other shapes, prompts and responses of unequal length (padding), pretrained weights, several
 processes, a reward model, learning (the reward is trivial), start-up, saving.

@@ -4,7 +4,7 @@
 #   EXTRA_REPEATS  of these, so many with the techniques switched off and with our flags in TRL (1)
 #   ITERATIONS     of a run, the first not counted (2)
 #   FORCE=1        measure although the machine is busy
-#   PEER           environment of make_peer_env.sh
+#   PEER           environment of make_peer_env.sh (paths are relative to the repository)
 #   RESULTS        another CSV file; README.md goes beside it
 #   PLAINRL_BENCH_TINY=1  a model of 2 layers, to try this out; with RESULTS elsewhere
 set -euo pipefail

@@ -1,0 +1,264 @@
+"""Models go in and come out whole: `python -m pytest tests/test_models.py`
+
+For GPT-2, Llama and Qwen3: left padding changes nothing, exports load in plain transformers with every key and the
+same logits, value heads survive, tied weights stay tied, and short runs train every parameter.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from algos import ppo, sft
+from common.checkpoint import export, full_weights
+
+PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
+IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
+
+
+def more_vowels(outputs, **columns):
+    return [float(sum(c in "aeiou" for c in output)) for output in outputs]
+
+
+def short_ppo(model, run_dir, **flags):
+    """Two iterations of two steps."""
+    settings = {"total_episodes": 16, "rollout_batch_size": 8, "batch_size": 8, "micro_batch_size": 3, "ppo_epochs": 2}
+    settings |= {"dataset": [{"prompt": p} for p in PROMPTS], "reward": more_vowels, "lr": 1e-2, "max_new_tokens": 5}
+    return ppo.main(ppo.Args(model=model, run_dir=str(run_dir), **settings | {"eval_every": 2, "threads": 1} | flags))
+
+
+def short_sft(model, run_dir, **flags):
+    """Three steps."""
+    rows = [{"prompt": p, "completion": p[::-1] + "a"} for p in PROMPTS]
+    settings = {"dataset": rows, "total_steps": 3, "batch_size": 4, "micro_batch_size": 3, "lr": 1e-2, "eval_every": 2}
+    return sft.main(sft.Args(model=model, run_dir=str(run_dir), eval_dataset=rows, **settings | {"threads": 1} | flags))
+
+
+def reload(directory):
+    """The model by plain transformers, which found every key, expected every key, and missed none."""
+    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def logits(model, ids=IDS):
+    with torch.no_grad():
+        return model(ids.to(model.device)).logits.cpu()
+
+
+def assert_same_model(a, b):
+    """Equal weights, and logits equal up to the rounding of another memory alignment."""
+    x, y = a.state_dict(), b.state_dict()
+    assert x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+    torch.testing.assert_close(logits(a), logits(b), rtol=1e-6, atol=1e-6)
+
+
+# ---- Left padding ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention", "tolerance"),
+    [(torch.float32, "eager", 1e-5), (torch.float32, "sdpa", 1e-5), (torch.float64, "sdpa", 1e-12)],
+    ids=["float32-eager", "float32-sdpa", "float64-sdpa"],
+)
+def test_left_padding_changes_nothing(build_model, family, dtype, attention, tolerance):
+    """Log-probabilities, values and entropies of a row, alone and beside longer ones with other tokens for padding."""
+    lm = build_model(family, dtype)
+    lm.set_attn_implementation(attention)
+    model = ppo.PolicyWithValue(lm, "mlp", "normal")
+    lengths, ends = torch.tensor([5, 1, 3, 7]), torch.tensor([4, 7, 1, 6])
+    random = torch.Generator().manual_seed(0)
+    query, response = (torch.randint(0, 21, (4, 7), generator=random) for _ in range(2))
+    query_mask = torch.arange(7) >= 7 - lengths[:, None]
+    response_mask = torch.arange(7) < ends[:, None]
+    wide = [torch.nn.functional.pad(x, (4, 0)) for x in (query, query_mask)]
+    with torch.no_grad():
+        together = model(query, query_mask, response, response_mask, temperature=0.7, entropy=True)
+        padded = model(*wide, response, response_mask, temperature=0.7, entropy=True)
+        for row in range(4):
+            bare = query[row, query_mask[row]][None], response[row, response_mask[row]][None]
+            masks = [torch.ones_like(x, dtype=torch.bool) for x in bare]
+            alone = model(bare[0], masks[0], bare[1], masks[1], temperature=0.7, entropy=True)
+            for a, b, c in zip(alone, together, padded, strict=True):
+                for batch in (b, c):
+                    torch.testing.assert_close(batch[row, : ends[row]], a[0], rtol=tolerance, atol=tolerance)
+
+
+# ---- Export and heads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_export_is_read_back_by_plain_transformers(build_model, letters, family, dtype, tmp_path):
+    model = build_model(family, dtype)
+    export(model, full_weights(model), letters, tmp_path / "model", {})
+    back = reload(tmp_path / "model")
+    assert back.dtype == dtype
+    assert_same_model(back, model)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("ba")["input_ids"] == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_policy_with_value_is_read_back(gpt2_dir, tmp_path, kind, dtype):
+    """A run's hf_model gives the same values by PolicyWithValue.load, and as the --model of another run."""
+    lm, tokenizer = ppo.load_model(ppo.Args(dtype=dtype), gpt2_dir)
+    lm.name_or_path = ""  # a model without a home, whose weights main trains in place
+    models = []
+
+    class Kept(ppo.PolicyWithValue):
+        def __init__(self, *args):
+            super().__init__(*args)
+            models.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, "PolicyWithValue", Kept)
+        flags = {"tokenizer": tokenizer, "value_head": kind, "value_head_init": "normal", "dtype": dtype}
+        _, run_dir = short_ppo(lm, tmp_path / "run", **flags)
+    trained = models[0]
+    query, mask, response = IDS[:, :3], torch.ones(2, 3, dtype=torch.bool), IDS[:, 3:]
+    inputs = query, mask, response, torch.ones(2, 4, dtype=torch.bool)
+    loaded = ppo.PolicyWithValue.load(run_dir / "hf_model")
+    assert loaded.lm.dtype == getattr(torch, dtype) and len(list(loaded.value_head.parameters())) == 4 - 2 * (
+        kind == "linear"
+    )
+    for model in (trained, loaded):
+        model.lm.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        logprobs, values, _ = trained(*inputs)
+        again = loaded.eval()(*inputs)
+    for a, b in zip(again[:2], (logprobs, values), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert values.std() > 0.01
+    # the other kind of head on the command line: the directory brings its own
+    flags = {"value_head": "mlp" if kind == "linear" else "linear", "dtype": dtype, "lr": 1e-30, "eval_every": 0}
+    _, next_dir = short_ppo(str(run_dir / "hf_model"), tmp_path / "next", **flags)
+    old, new = (safetensors.torch.load_file(d / "hf_model/value_head.safetensors") for d in (run_dir, next_dir))
+    assert old.keys() == new.keys() and all(torch.equal(old[k], new[k]) for k in old)
+
+
+def test_a_value_head_is_not_made_up(gpt2_dir):
+    """TRL warned and went on with a random head."""
+    with pytest.raises(FileNotFoundError):
+        ppo.PolicyWithValue.load(gpt2_dir)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_value_head_inits(build_model, kind):
+    lm = build_model()
+    first, last = 0, 2 * (kind == "mlp")
+
+    def head(init, seed=1):
+        torch.manual_seed(seed + 99)  # the global generator has no say
+        return dict(ppo.PolicyWithValue(lm, kind, init, seed).value_head.named_parameters())
+
+    for init in ("zeros", "normal", "default"):
+        a, b, c = head(init), head(init), head(init, seed=2)
+        assert all(torch.equal(a[k], b[k]) for k in a)
+        drawn = {"zeros": [], "normal": [f"{last}.weight"], "default": [f"{last}.weight", f"{last}.bias"]}[init]
+        drawn += [f"{first}.weight", f"{first}.bias"] if kind == "mlp" else []
+        for name in a:
+            if name in drawn:
+                assert not torch.equal(a[name], c[name]) and a[name].ndim < 2 or a[name].std() > 0.05, name
+            else:
+                assert not a[name].any(), name
+        assert len({tuple(w.flatten()[:1].tolist()) for w in a.values() if w.any()}) == len(set(drawn))
+    inputs = IDS[:, :3], torch.ones(2, 3, dtype=torch.bool), IDS[:, 3:], torch.ones(2, 4, dtype=torch.bool)
+    assert not ppo.PolicyWithValue(lm, kind, "zeros")(*inputs)[1].any()
+
+
+def test_value_head_init_scales(build_model):
+    """normal: standard deviation 0.2; default: uniform within 1/sqrt(inputs). Over 40 seeds."""
+    lm = build_model()
+    normal, default = (
+        torch.cat([ppo.PolicyWithValue(lm, "linear", init, seed).value_head[0].weight[0] for seed in range(40)])
+        for init in ("normal", "default")
+    )
+    assert normal.std().item() == pytest.approx(0.2, rel=0.1) and abs(normal.mean()) < 0.03
+    bound = 12**-0.5
+    assert 0.95 * bound < default.abs().max() <= bound
+    assert default.std().item() == pytest.approx(bound / 3**0.5, rel=0.1)
+
+
+def test_the_value_head_keeps_float32_under_bf16(build_model):
+    lm = build_model(dtype=torch.bfloat16)
+    model = ppo.PolicyWithValue(lm, "mlp", "normal")
+    inputs = IDS[:, :3], torch.ones(2, 3, dtype=torch.bool), IDS[:, 3:], torch.ones(2, 4, dtype=torch.bool)
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, values, _ = model(*inputs)
+    assert logprobs.dtype == values.dtype == torch.float32
+    assert (values.bfloat16() != values).any()  # not rounded to bfloat16
+
+
+# ---- Short runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("short, script", [(short_ppo, ppo), (short_sft, sft)], ids=["ppo", "sft"])
+def test_short_run(family, tiny_dir, tmp_path, short, script):
+    """Trains every parameter; what is exported is what was trained, and the checkpoint holds the same."""
+    lm, tokenizer = script.load_model(script.Args(), tiny_dir)
+    before = {name: weight.clone() for name, weight in lm.named_parameters()}
+    metrics, run_dir = short(lm, tmp_path / "run", tokenizer=tokenizer)
+    back = reload(run_dir / "hf_model")
+    lm.set_attn_implementation("sdpa")
+    assert_same_model(back, lm.eval())
+    after = dict(back.named_parameters())
+    assert after.keys() == before.keys()
+    assert all((after[name] - before[name]).abs().max() > 1e-5 for name in before)
+    steps = 4 if script is ppo else 3
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["step"] == 0 and records[-1]["step"] == metrics["step"] == steps
+    assert all(value is not None for record in records for value in record.values())
+    saved = safetensors.torch.load_file(run_dir / f"checkpoints/step_{steps:08d}/model.safetensors")
+    for name, weight in saved.items():
+        name = name.removeprefix("lm.")
+        assert name.startswith("value_head") or torch.equal(weight, back.state_dict()[name])
+    best = "eval/reward" if script is ppo else "eval/loss"
+    assert (run_dir / "hf_model_best").exists() and best in metrics
+    reload(run_dir / "hf_model_best")
+
+
+def test_tied_weights_stay_tied(family, tiny_dir, tmp_path):
+    for short, name in ((short_ppo, "ppo"), (short_sft, "sft")):
+        _, run_dir = short(tiny_dir, tmp_path / name, eval_every=0)
+        for model in (reload(run_dir / "hf_model"), reload(tiny_dir)):
+            tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+            assert tied == (family != "llama")
+        with safe_open(run_dir / "hf_model/model.safetensors", "pt") as file:
+            assert ("lm_head.weight" in file.keys()) == (family == "llama")
+        (step,) = (run_dir / "checkpoints").iterdir()
+        state = json.loads((step / "state.json").read_text())
+        assert len(state["tied"]) == (family != "llama")
+
+
+def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):
+    for family, dropout in (("gpt2", "attn_pdrop"), ("llama", "attention_dropout"), ("qwen3", "attention_dropout")):
+        model = build_model(family)
+        setattr(model.config, dropout, 0.5)
+        model.save_pretrained(tmp_path / family)
+        letters.save_pretrained(tmp_path / family)
+        for script in (ppo, sft):
+            loaded, _ = script.load_model(script.Args(), str(tmp_path / family))
+            assert torch.equal(logits(loaded.train()), logits(loaded.eval())), family
+
+
+def test_the_reference_is_another_model(monkeypatch, tiny_dirs, build_model, letters, tmp_path):
+    """--ref-model: the KL is against it, and it is not trained."""
+    build_model(seed=7).save_pretrained(tmp_path / "ref")
+    letters.save_pretrained(tmp_path / "ref")
+    rollouts, rollout = [], ppo.rollout
+    monkeypatch.setattr(ppo, "rollout", lambda *args: rollouts.append((args[2], rollout(*args))) or rollouts[-1][1])
+    short_ppo(tiny_dirs["gpt2"], tmp_path / "run", ref_model=str(tmp_path / "ref"), temperature=0.7)
+    reference = reload(tmp_path / "ref")
+    reference.set_attn_implementation("eager")
+    for model, batch in rollouts:
+        with torch.no_grad():
+            expected, _, _ = ppo.score_tokens(reference, *batch.tokens(), temperature=0.7)
+        keep = batch.response_mask
+        torch.testing.assert_close(batch.ref_logprobs[keep], expected[keep], rtol=1e-4, atol=1e-4)
+        assert (batch.logprobs - expected)[keep].abs().max() > 0.5
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert Path(tmp_path / "run/hf_model").exists()

@@ -56,7 +56,7 @@ from common.checkpoint import (
     stop_if,
     unpack,
 )
-from common.logging import Run, on_main, visible
+from common.logging import Run, closes_run, on_main, visible
 from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
 
 TASK = "benchmarks/tasks/randomwalks.py"
@@ -106,7 +106,7 @@ class Args:
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: str = "auto"
-    """Attention of transformers; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
+    """auto, eager, sdpa or flash_attention_2; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     ref_model: str | None = None
@@ -197,25 +197,31 @@ class Args:
         for name, embedded in {"eval_dataset": "eval_prompts", "reward": "reward", "metric": "metric"}.items():
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{embedded}")
-        problems = [(name, "at least 1") for name in AT_LEAST_ONE if getattr(self, name) < 1]
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        problems = [(name, "at least 1") for name in AT_LEAST_ONE if given.get(name, 1) < 1]
         problems += [(name, "at least 0") for name in ("save_every", "eval_every", "top_k") if getattr(self, name) < 0]
-        problems += [(name, "0 or positive") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf]
+        problems += [
+            (name, "0 or a positive number") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf
+        ]
         problems += [(name, "a positive number") for name in ("lr", "temperature") if not 0 < getattr(self, name) < 1e9]
         problems += [(name, "in [0, 1]") for name in ("gamma", "lam") if not 0 <= getattr(self, name) <= 1]
         problems += [] if 0 < self.top_p <= 1 else [("top_p", "in (0, 1]")]
+        problems += [] if all(0 <= beta < 1 for beta in self.adam_betas) else [("adam_betas", "two numbers in [0, 1)")]
+        known = ("auto", "eager", "sdpa", "flash_attention_2")
+        problems += [] if self.attn_implementation in known else [("attn_implementation", f"one of {', '.join(known)}")]
         problems += [] if self.reward else [("reward", "file.py:function for your own --dataset")]
         if self.batch_size > 0 and self.rollout_batch_size % self.batch_size:
             problems.append(("rollout_batch_size", f"a multiple of --batch-size {self.batch_size}"))
         if self.rollout_batch_size > 0 and self.total_episodes % self.rollout_batch_size:
             problems.append(("total_episodes", f"a multiple of --rollout-batch-size {self.rollout_batch_size}"))
         steady = self.kl_coef == 0 or self.kl_horizon < self.rollout_batch_size
-        if self.kl_target is not None and (self.kl_target <= 0 or steady):
+        if self.kl_target is not None and (not 0 < self.kl_target < math.inf or steady):
             problems.append(("kl_target", "positive, with --kl-coef positive and --kl-horizon >= --rollout-batch-size"))
         stop_if([f"--{name.replace('_', '-')} {getattr(self, name)} must be {rule}" for name, rule in problems])
 
 
-AT_LEAST_ONE = """keep_checkpoints batch_size micro_batch_size max_new_tokens decode_batch_size total_episodes
-rollout_batch_size ppo_epochs kl_horizon""".split()
+AT_LEAST_ONE = """threads decay_steps max_prompt_length keep_checkpoints batch_size micro_batch_size max_new_tokens
+decode_batch_size total_episodes rollout_batch_size ppo_epochs kl_horizon""".split()
 ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature kl_coef cliprange
 cliprange_value vf_coef""".split()
 
@@ -229,14 +235,21 @@ def load_model(args, path, flag="--model"):
     transformers_logging.disable_progress_bar()
     hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
     path = str(path) if isinstance(path, Path) else path
+    source = args.tokenizer or getattr(path, "name_or_path", path)
+    for name, given in ((flag, path), ("--tokenizer", source)):
+        local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
+        if local and not Path(given).exists():
+            raise InputError(f"{name} {given}: there is no such directory")
+    kinds = ("*token*", "vocab*", "*.model", "*.tiktoken")
+    if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(kind)) for kind in kinds):
+        raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
     try:
-        source = args.tokenizer or getattr(path, "name_or_path", path)
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
         model, report = path, {}
         if isinstance(path, str):
-            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
+            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
             model, report = AutoModelForCausalLM.from_pretrained(path, **hub)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
     for module in model.modules():
         for name, value in vars(module).items():
@@ -289,7 +302,10 @@ class PolicyWithValue(nn.Module):
         weights = safetensors.torch.load_file(Path(directory) / "value_head.safetensors")
         kind = "mlp" if len(weights) == 4 else "linear"
         self.value_head = PolicyWithValue(self.lm, kind).value_head.to(self.lm.device)
-        self.value_head.load_state_dict(weights)
+        try:
+            self.value_head.load_state_dict(weights)
+        except RuntimeError as error:
+            raise InputError(f"{directory}/value_head.safetensors does not fit the model: {error}") from None
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -431,10 +447,13 @@ def load_rows(data, flag):
     """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
     path, rows = spec_path(data), data
     if path and path.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        try:
+            lines, rows = path.read_text(encoding="utf-8-sig").split("\n"), []
+        except UnicodeDecodeError as error:
+            raise InputError(f"{flag} {data} is not UTF-8: {error}") from None
+        for number, line in enumerate(lines, 1):
             try:
-                rows += [json.loads(line)] if line.strip() else []
+                rows += [json.loads(line, strict=False)] if line.strip() else []
             except ValueError as error:
                 raise InputError(f"{flag} {data}:{number} is not valid JSON: {error}") from None
     elif isinstance(data, str):
@@ -467,6 +486,8 @@ def texts(rows, column, flag):
         if not isinstance(row.get(column), str):
             value = f"is {row[column]!r:.60}" if column in row else f"is missing among {list(row)}"
             raise InputError(f"{flag} row {number}: {column!r} must be a string, it {value}")
+        if row[column].encode(errors="ignore").decode() != row[column]:
+            raise InputError(f"{flag} row {number}: {column!r} holds half a surrogate pair, which is no text")
     return [row[column] for row in rows]
 
 
@@ -485,7 +506,9 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
             kept.append(number - 1)
             if limit and len(ids) + max_new_tokens > limit:
                 sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-                raise InputError(f"{flag} row {number}: a prompt of {sizes}")
+                raise InputError(
+                    f"{flag} row {number}: a prompt of {sizes} (ppo.py: --max-prompt-length drops such rows)"
+                )
     if not kept:
         raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
     return [rows[i] for i in kept], [queries[i] for i in kept]
@@ -584,7 +607,7 @@ def call_function(function, name, tokenizer, rows, outputs, output_ids):
     """Calls a reward or metric function with keyword lists: samples, prompts, outputs, the rows' other columns, and
     tokenizer and output_ids; without **columns it gets those that it names. It gets copies."""
     prompts = [row["prompt"] for row in rows]
-    values = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
+    values = {key: copy.deepcopy([row[key] for row in rows]) for key in rows[0] if key != "prompt"}
     values |= {"samples": [p + o for p, o in zip(prompts, outputs, strict=True)], "prompts": prompts}
     values |= {"outputs": list(outputs), "output_ids": [list(ids) for ids in output_ids], "tokenizer": tokenizer}
     accepted = inspect.signature(function).parameters.values()
@@ -790,6 +813,7 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
+@closes_run
 def main(args):
     """Trains; returns the newest value of every metric and the run directory."""
     seed_libraries(args.seed, args.deterministic)  # before functions of the user run
@@ -815,22 +839,24 @@ def main(args):
     rows, queries = encode_prompts(rows, *options, "--dataset", args.max_prompt_length)
     eval_rows, eval_queries = encode_prompts(eval_rows, *options, "--eval-dataset", args.max_prompt_length)
 
-    # ---- run directory, models, what to continue from
+    lengths = sorted(map(len, queries))
+    set_attention(lm, args, device, lengths[-1] + args.max_new_tokens)
+    ref = copy.deepcopy(lm)
+    if ref_path:
+        ref = load_model(args, ref_path, "--ref-model")[0]
+        set_attention(ref, args, device, lengths[-1] + args.max_new_tokens)
+    policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed)
+    if (folder := spec_path(path)) and (folder / "value_head.safetensors").exists():
+        policy.load_value_head(folder)
+
+    # ---- run directory, what to continue from
     threads = set_threads(args.threads)
     run = Run("ppo", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
     if run.state:  # another number of threads gives other bits
         threads = set_threads(args.threads or run.state["threads"])
-    lengths = sorted(map(len, queries))
-    middle, longest = lengths[len(lengths) // 2], lengths[-1]
-    ref = load_model(args, ref_path, "--ref-model")[0] if ref_path else copy.deepcopy(lm)
     ref = ref.requires_grad_(False).eval().to(device)
-    for each in (lm, ref):
-        set_attention(each, args, device, longest + args.max_new_tokens)
-    policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed)
-    if (folder := spec_path(path)) and (folder / "value_head.safetensors").exists():
-        policy.load_value_head(folder)
     model = accelerator.prepare(policy)
     optimizer = make_optimizer(model, args)
     num_iterations = args.total_episodes // args.rollout_batch_size
@@ -845,8 +871,8 @@ def main(args):
     run.say(
         f"ppo: {sum(w.numel() for w in policy.parameters()):,} parameters, all trained, and a frozen reference, "
         f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
-        f"data: {found} prompts, {found - len(rows)} dropped as too long; median {middle} tokens, longest {longest}; "
-        f"first: {visible(rows[0]['prompt'])[:200]}\n"
+        f"data: {found} prompts, {found - len(rows)} dropped as too long; tokens: median {lengths[len(lengths) // 2]}, "
+        f"longest {lengths[-1]}; first: {visible(rows[0]['prompt'])[:200]}\n"
         f"{num_iterations} iterations x ({args.rollout_batch_size} episodes, then {steps_per_iteration} optimizer "
         f"steps of {args.batch_size}: {args.batch_size // world} rows a process, {args.micro_batch_size} a forward)"
     )

@@ -17,6 +17,7 @@ Rows: {"text"} (loss on every token) or {"prompt", "completion"} (loss on the co
 Dimension key: B rows, T tokens of a row, Q query (prompt) tokens, R response tokens, V vocabulary.
 """
 
+import copy
 import inspect
 import json
 import math
@@ -47,7 +48,7 @@ from common.checkpoint import (
     stop_if,
     unpack,
 )
-from common.logging import Run, on_main, visible
+from common.logging import Run, closes_run, on_main, visible
 from common.seeding import fast_cpu_matmul, seed_libraries, set_threads, stream_rows, uniforms
 
 TASK = "benchmarks/tasks/randomwalks.py"
@@ -97,7 +98,7 @@ class Args:
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: str = "auto"
-    """Attention of transformers; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
+    """auto, eager, sdpa or flash_attention_2; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     dataset: str = f"{TASK}:completions:split=train"
@@ -159,17 +160,23 @@ class Args:
         for name, function in embedded.items():
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{function}")
-        problems = [(name, "at least 1") for name in AT_LEAST_ONE if getattr(self, name) < 1]
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        problems = [(name, "at least 1") for name in AT_LEAST_ONE if given.get(name, 1) < 1]
         problems += [(name, "at least 0") for name in ("save_every", "eval_every", "top_k") if getattr(self, name) < 0]
-        problems += [(name, "0 or positive") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf]
+        problems += [
+            (name, "0 or a positive number") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf
+        ]
         problems += [] if 0 < self.lr < math.inf else [("lr", "a positive number")]
         problems += [] if 0 < self.top_p <= 1 else [("top_p", "in (0, 1]")]
-        if self.total_steps is None and not 0 < self.epochs < math.inf or (self.total_steps or 1) < 1:
-            problems.append(("epochs" if self.total_steps is None else "total_steps", "positive"))
+        problems += [] if all(0 <= beta < 1 for beta in self.adam_betas) else [("adam_betas", "two numbers in [0, 1)")]
+        known = ("auto", "eager", "sdpa", "flash_attention_2")
+        problems += [] if self.attn_implementation in known else [("attn_implementation", f"one of {', '.join(known)}")]
+        problems += [] if 0 < self.epochs < math.inf else [("epochs", "a positive number")]
         stop_if([f"--{name.replace('_', '-')} {getattr(self, name)} must be {rule}" for name, rule in problems])
 
 
-AT_LEAST_ONE = "keep_checkpoints max_length batch_size micro_batch_size max_new_tokens decode_batch_size".split()
+AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size
+max_new_tokens decode_batch_size""".split()
 ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature".split()
 
 
@@ -182,14 +189,21 @@ def load_model(args, path, flag="--model"):
     transformers_logging.disable_progress_bar()
     hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
     path = str(path) if isinstance(path, Path) else path
+    source = args.tokenizer or getattr(path, "name_or_path", path)
+    for name, given in ((flag, path), ("--tokenizer", source)):
+        local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
+        if local and not Path(given).exists():
+            raise InputError(f"{name} {given}: there is no such directory")
+    kinds = ("*token*", "vocab*", "*.model", "*.tiktoken")
+    if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(kind)) for kind in kinds):
+        raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
     try:
-        source = args.tokenizer or getattr(path, "name_or_path", path)
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
         model, report = path, {}
         if isinstance(path, str):
-            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True}
+            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
             model, report = AutoModelForCausalLM.from_pretrained(path, **hub)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
     for module in model.modules():
         for name, value in vars(module).items():
@@ -242,10 +256,13 @@ def load_rows(data, flag):
     """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
     path, rows = spec_path(data), data
     if path and path.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        try:
+            lines, rows = path.read_text(encoding="utf-8-sig").split("\n"), []
+        except UnicodeDecodeError as error:
+            raise InputError(f"{flag} {data} is not UTF-8: {error}") from None
+        for number, line in enumerate(lines, 1):
             try:
-                rows += [json.loads(line)] if line.strip() else []
+                rows += [json.loads(line, strict=False)] if line.strip() else []
             except ValueError as error:
                 raise InputError(f"{flag} {data}:{number} is not valid JSON: {error}") from None
     elif isinstance(data, str):
@@ -278,6 +295,8 @@ def texts(rows, column, flag):
         if not isinstance(row.get(column), str):
             value = f"is {row[column]!r:.60}" if column in row else f"is missing among {list(row)}"
             raise InputError(f"{flag} row {number}: {column!r} must be a string, it {value}")
+        if row[column].encode(errors="ignore").decode() != row[column]:
+            raise InputError(f"{flag} row {number}: {column!r} holds half a surrogate pair, which is no text")
     return [row[column] for row in rows]
 
 
@@ -322,7 +341,9 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
             kept.append(number - 1)
             if limit and len(ids) + max_new_tokens > limit:
                 sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-                raise InputError(f"{flag} row {number}: a prompt of {sizes}")
+                raise InputError(
+                    f"{flag} row {number}: a prompt of {sizes} (ppo.py: --max-prompt-length drops such rows)"
+                )
     if not kept:
         raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
     return [rows[i] for i in kept], [queries[i] for i in kept]
@@ -438,7 +459,7 @@ def call_function(function, name, tokenizer, rows, outputs, output_ids):
     """Calls a reward or metric function with keyword lists: samples, prompts, outputs, the rows' other columns, and
     tokenizer and output_ids; without **columns it gets those that it names. It gets copies."""
     prompts = [row["prompt"] for row in rows]
-    values = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
+    values = {key: copy.deepcopy([row[key] for row in rows]) for key in rows[0] if key != "prompt"}
     values |= {"samples": [p + o for p, o in zip(prompts, outputs, strict=True)], "prompts": prompts}
     values |= {"outputs": list(outputs), "output_ids": [list(ids) for ids in output_ids], "tokenizer": tokenizer}
     accepted = inspect.signature(function).parameters.values()
@@ -522,6 +543,7 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
+@closes_run
 def main(args):
     """Trains; returns the newest value of every metric and the run directory."""
     seed_libraries(args.seed, args.deterministic)  # before functions of the user run
@@ -532,6 +554,10 @@ def main(args):
     prompts = (
         load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts") if args.eval_prompts else eval_rows
     )
+    if metric and not prompts:
+        raise InputError(
+            "--metric needs prompts to sample from: name --eval-prompts, or an --eval-dataset with prompts"
+        )
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     problems = [f"--batch-size {args.batch_size} must be a multiple of the {world} processes"]
@@ -549,13 +575,13 @@ def main(args):
     total_steps = args.total_steps or math.ceil(args.epochs * len(examples) / args.batch_size)
 
     # ---- run directory, device, what to continue from
+    set_attention(lm, args, device, max(len(ids) for ids, _ in examples))
     threads = set_threads(args.threads)
     run = Run("sft", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
     if run.state:  # another number of threads gives other bits
         threads = set_threads(args.threads or run.state["threads"])
-    set_attention(lm, args, device, max(len(ids) for ids, _ in examples))
     model = accelerator.prepare(lm)
     optimizer = make_optimizer(model, args)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)

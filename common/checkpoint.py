@@ -52,7 +52,8 @@ def cli(args_class, main):
 def expand_config(argv, args_class):
     """argv with --config FILE replaced by the flags in it, placed first, so that the command line wins over the file.
 
-    Expanding into argv gives the file tyro's types and error messages (PyYAML alone reads `1e-3` as a string).
+    Expanding into argv gives the file tyro's types and error messages. Words are taken as they stand there: PyYAML
+    alone reads `1e-3` as a string, and `off` as False.
     """
     at = next((i for i, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)
     if at is None:
@@ -60,21 +61,23 @@ def expand_config(argv, args_class):
     path, rest = argv[at].partition("=")[2], argv[at + 1 :]
     path, rest = (path, rest) if path or not rest else (rest[0], rest[1:])
     try:
-        node = yaml.compose(Path(path).read_text(), Loader=yaml.SafeLoader)
-        values = yaml.safe_load(Path(path).read_text())
-        keys = [key.value for key, _ in node.value]
+        node = yaml.compose(Path(path).read_text(), Loader=yaml.BaseLoader)
+        entries = [(key.value, value) for key, value in node.value if isinstance(node, yaml.MappingNode)]
     except (OSError, yaml.YAMLError, AttributeError, ValueError, TypeError) as error:
         raise InputError(f"--config {path} is not a readable YAML mapping: {' '.join(str(error).split())}") from None
-    fields, flags = [f.name for f in dataclasses.fields(args_class) if f.init], []
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
-        if name not in fields or keys.count(str(key)) > 1:
-            near = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(name, fields, 1) if n != name)
-            raise InputError(f"--config {path}: {'unknown' if name not in fields else 'doubled'} key {key!r}{near}")
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
+    types, flags, seen = {f.name: f.type for f in dataclasses.fields(args_class) if f.init}, [], set()
+    for key, value in entries:
+        name = key.replace("-", "_")
+        if name not in types or name in seen:
+            near = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(name, types, 1) if n != name)
+            raise InputError(f"--config {path}: {'doubled' if name in types else 'unknown'} key {key!r}{near}")
+        seen.add(name)
+        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        words = ["None" if i.value in ("null", "~", "") and i.style is None else str(i.value) for i in items]
+        if types[name] in (bool, "bool") and yaml.safe_load(words[0]) in (True, False):
+            flags.append(f"--{name}" if yaml.safe_load(words[0]) else f"--no-{name}")
         else:
-            flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+            flags += [f"--{name}", *words]
     return flags + argv[:at] + rest
 
 
@@ -136,9 +139,14 @@ def build(spec, flag):
     if not (isinstance(spec, str) and SPEC.fullmatch(spec)):
         return spec
     try:
-        return load_function(spec, flag)()
-    except (TypeError, ValueError) as error:
+        value = load_function(spec, flag)()
+    except Exception as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{flag} {spec}: {type(error).__name__}: {error}") from error
+    if value is None:
+        raise InputError(f"{flag} {spec} returned None")
+    return value
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from common.checkpoint import InputError
 NEUTRAL = """run_dir resume threads save_every keep_checkpoints track wandb_project push_to_hub check
 micro_batch_size decode_batch_size""".split()
 SPECS = "model tokenizer ref_model dataset eval_dataset eval_prompts reward metric".split()  # may name files
-_locks = {}  # run directory -> open lock file: a second main() in one process takes over from a failed one
+_open = []  # runs of this process that are not closed
 
 
 def on_main(accelerator, function, *args):
@@ -51,6 +51,20 @@ def on_main(accelerator, function, *args):
     if box[1]:
         raise failure or (InputError if box[1][0] else RuntimeError)(box[1][1])
     return box[0]
+
+
+def closes_run(main):
+    """Decorator of main: whatever ends it, the run's lock is released and signals have their old handlers again."""
+
+    @functools.wraps(main)
+    def wrapped(args):
+        try:
+            return main(args)
+        finally:
+            for run in list(_open):
+                run.close()
+
+    return wrapped
 
 
 def visible(text):
@@ -142,45 +156,51 @@ class Run:
     def __init__(self, algo, args, script, accelerator):
         self.accelerator, self.args, self.main = accelerator, args, accelerator.is_main_process
         self.identity = identity(algo, args, script)
-        self.bar = self.signal = self.mirror = None
+        self.bar = self.signal = self.mirror = self.lock = None
+        self.handlers = {}
+        _open.append(self)
         self.start, self.last_line = time.monotonic(), 0.0
         found = (None, None, None, False) if args.check else on_main(accelerator, self._claim)
         self.dir, self.checkpoint, self.state, self.finished = found
         self.begun = self.state["step"] if self.state else 0
         if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_signal)
-            signal.signal(signal.SIGINT, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.handlers[number] = signal.signal(number, self._on_signal)
 
     def _claim(self):
-        args, new = self.args, self.identity
+        args, new, path, state = self.args, self.identity, None, None
+        explicit = args.resume not in ("auto", "never")
+        if explicit:
+            path, state = Path(args.resume), ckpt.read_checkpoint(args.resume, new["algo"])
         folder = Path(args.run_dir or f"runs/{new['algo']}-{new['hash']}")
-        if args.resume == "never" and folder.exists():
-            names = (folder.with_name(f"{folder.name}-{n}") for n in range(2, 10**6))
-            folder = next(name for name in names if not name.exists())
         try:
+            if args.resume == "never" and folder.exists():
+                names = (folder.with_name(f"{folder.name}-{n}") for n in range(2, 10**6))
+                folder = next(name for name in names if not name.exists())
             folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / ".lock", "a+")
+            known = (folder / "env.json").exists()
+            foreign = [p for p in folder.iterdir() if not p.name.startswith((".lock", ".tmp-", "config.yaml"))]
+            if foreign and not known:
+                raise InputError(f"--run-dir {folder} holds files but no run: choose another name")
+            self.lock = open(folder / ".lock", "a+")
         except (OSError, ValueError) as error:
             raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
-        if folder.resolve() in _locks:
-            _locks.pop(folder.resolve()).close()
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            lock.seek(0)
-            raise InputError(f"{folder} is locked by the running process {lock.read()}: end that one first") from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()} on {platform.node()}")
-        lock.flush()
-        _locks[folder.resolve()] = lock
+            self.lock.seek(0)
+            owner = self.lock.read()
+            raise InputError(f"{folder} is locked by the running process {owner}: end that one first") from None
+        self.lock.truncate(0)
+        self.lock.write(f"{os.getpid()} on {platform.node()}")
+        self.lock.flush()
         for stale in folder.glob(".tmp-*"):  # of a run that was killed
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        old = json.loads((folder / "env.json").read_text()) if (folder / "env.json").exists() else None
-        if old is None and any(p.name not in (".lock", "config.yaml") for p in folder.iterdir()):
-            raise InputError(f"--run-dir {folder} holds files but no run: choose another name")
-        explicit, same = args.resume not in ("auto", "never"), bool(old) and old["hash"] == new["hash"]
-        own = explicit and Path(args.resume).resolve().parent == (folder / "checkpoints").resolve()
-        path = state = None
+        old = json.loads((folder / "env.json").read_text()) if known else None
+        if old and not any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):
+            old = None  # it failed before its first step
+        same = bool(old) and old["hash"] == new["hash"]
+        own = explicit and path.resolve().parent == (folder / "checkpoints").resolve()
         if old and not same and not own:
             hint = f"choose another --run-dir, or continue it as it now is with --resume {folder}/checkpoints/step_..."
             lines = "\n  ".join(differences(old, new))
@@ -189,7 +209,6 @@ class Run:
             self.say(f"{folder} is finished, its model is in {folder}/hf_model; --resume never repeats the run")
             return folder, None, None, True
         if explicit and not (same and any((folder / "checkpoints").glob("step_????????"))):
-            path, state = Path(args.resume), ckpt.read_checkpoint(args.resume, new["algo"])
             origin = path.resolve().parents[1] / "env.json"
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
@@ -232,11 +251,12 @@ class Run:
         if self.bar:
             self.bar.close()
             self.bar = None
-        if self.dir and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self.dir and self.main and self.dir.resolve() in _locks:
-            _locks.pop(self.dir.resolve()).close()
+        while self.handlers:
+            signal.signal(*self.handlers.popitem())
+        if self.lock:
+            self.lock.close()
+        if self in _open:
+            _open.remove(self)
 
     # -- output
 

@@ -742,4 +742,9 @@ def test_an_upload_that_fails_keeps_the_model(command, here, monkeypatch):
     code, out, err = command("sft", "--push-to-hub", "org/name")
     assert code == 2 and one_sentence(err)
     assert "--push-to-hub org/name failed (401 Unauthorized)" in err and "run/hf_model" in err
-    assert (here / "run/hf_model/model.safetensors").exists() and (here / "run/README.md").exists()
+    assert (here / "run/hf_model/model.safetensors").exists() and not (here / "run/README.md").exists()
+    uploads = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *args, **options: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda self, **options: uploads.append(options))
+    code, out, err = command("sft", "--push-to-hub", "org/name")
+    assert code == 0 and uploads == [{"repo_id": "org/name", "folder_path": "run/hf_model"}], err

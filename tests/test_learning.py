@@ -26,7 +26,7 @@ def records(run_dir, key):
 
 
 def test_first_command(tmp_path):
-    """`accelerate launch algos/ppo.py` learns random walks and ends with a sparkline, how to load the model, the card."""
+    """`accelerate launch algos/ppo.py` learns random walks and ends with a sparkline, how to load the model, a card."""
     command = [Path(sys.executable).parent / "accelerate", "launch", str(ROOT / "algos/ppo.py")]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=os.environ)
     assert result.returncode == 0, result.stderr[-2000:]

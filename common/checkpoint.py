@@ -14,6 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
 import torch
 import yaml
@@ -209,9 +210,9 @@ def write_checkpoint(run_dir, step, files, state, keep, protect=()):
             shutil.rmtree(final)
         temporary.rename(final)
         fsync(folder)
-    except OSError:
+    except (OSError, safetensors.SafetensorError) as error:  # safetensors has its own word for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        raise OSError(str(error)) from error
     steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_????????"))
     for old in set(steps[:-keep]) - set(protect):
         shutil.rmtree(folder / f"step_{old:08d}")

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from algos import ppo, sft
+from common import seeding
 
 EOS, PAD, NAN = 22, 23, math.nan
 PROMPTS = ["b", "cde", "fg", "hijkl", "m", "nopqrst", "ba"]
@@ -51,6 +52,7 @@ def run_sft(model, run_dir, rows, **flags):
 
 
 def weights(run_dir):
+    """{file.name: tensor} of an export."""
     files = sorted((run_dir / "hf_model").glob("*.safetensors"))
     return {f"{f.stem}.{k}": v for f in files for k, v in safetensors.torch.load_file(f).items()}
 
@@ -90,7 +92,7 @@ def pad_is_eos(tokenizer):
 # ---- PPO: the start --------------------------------------------------------------------------------------------------
 
 
-def start(accelerator, directory, tokenizer, dtype, **flags):
+def start(accelerator, directory, tokenizer, dtype, reward=vowels, **flags):
     """A rollout of 7 prompts of different lengths by a tiny model, as main does it, in micro-batches of 3."""
     args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, tokenizer=tokenizer, **flags)
     lm, tokenizer = ppo.load_model(args, directory)
@@ -100,7 +102,7 @@ def start(accelerator, directory, tokenizer, dtype, **flags):
     model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
     rows = [{"prompt": p} for p in PROMPTS]
     queries = tokenizer(PROMPTS)["input_ids"]
-    return model, ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, vowels, 1, args)
+    return model, ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, reward, 1, args)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
@@ -155,6 +157,18 @@ def test_the_end_token_counts_where_it_is_the_padding(accelerator, letters, gpt2
         assert batch.response_mask[row].tolist() == [t <= end for t in range(batch.response.shape[1])]
         assert logprobs.grad[row, end] == -1 and not logprobs.grad[row, end + 1 :].any()
         assert rewards[row, end] == batch.scores[row] and rewards[row].count_nonzero() == 1
+
+
+def test_dense_and_single_scores_may_be_mixed(accelerator, gpt2_dir):
+    """A list has a number per token, end token included; a single number belongs to the last token."""
+
+    def mixed(output_ids, **columns):
+        return [[i + 0.5 for i in ids] if n % 2 else 7 for n, ids in enumerate(output_ids)]
+
+    _, batch = start(accelerator, gpt2_dir, None, "float64", reward=mixed)
+    for row, (ids, mask, scores) in enumerate(zip(batch.response, batch.response_mask, batch.scores, strict=True)):
+        expected = ids[mask] + 0.5 if row % 2 else torch.tensor([0.0] * (int(mask.sum()) - 1) + [7.0])
+        assert scores[mask].tolist() == expected.tolist() and not scores[~mask].any()
 
 
 # ---- PPO: what must not change the result ----------------------------------------------------------------------------
@@ -228,6 +242,76 @@ def test_every_family_is_independent_of_the_micro_batch(family, tiny_dirs, tmp_p
 
 def test_gradient_checkpointing_changes_nothing(plain_ppo, gpt2_dir, tmp_path):
     assert_same_result(run_ppo(gpt2_dir, tmp_path / "run", gradient_checkpointing=True), plain_ppo)
+
+
+def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
+    """All four steps of an iteration, the losses row by row without padding, the formulas written out once more."""
+    stored, rollout = [], ppo.rollout
+
+    def keep(*args):
+        stored.append((args[1], rollout(*args)))
+        return stored[0][1]
+
+    before, rates = [], [1e-2, 7.5e-3, 5e-3, 2.5e-3]  # linear to 0 at a fifth step
+    monkeypatch.setattr(ppo, "rollout", keep)
+    minibatches = ppo.minibatches
+
+    def first_weights(*args):
+        before.append({k: w.clone() for k, w in stored[0][0].state_dict().items()})
+        return minibatches(*args)
+
+    monkeypatch.setattr(ppo, "minibatches", first_weights)
+    flags = {"total_episodes": 10, "micro_batch_size": 2, "vf_coef": 0.7, "max_grad_norm": 0.3, "weight_decay": 0.1}
+    metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", **flags)
+    _, batch = stored[0]
+    model = ppo.PolicyWithValue(ppo.load_model(ppo.Args(dtype="float64"), gpt2_dir)[0], "linear", "normal", seed=1)
+    assert all(torch.equal(w, before[0][k]) for k, w in model.state_dict().items())
+    everything = set(map(tuple, batch.response_mask.nonzero().tolist()))
+    advantage, value_target = {}, {}
+    for b in range(10):
+        a, next_value = 0.0, 0.0
+        for t in reversed(range(int(batch.response_mask[b].sum()))):
+            last = (b, t + 1) not in everything
+            kl = (batch.logprobs - batch.ref_logprobs)[b, t].item()
+            reward = -0.1 * kl + (batch.scores[b].item() if last else 0)
+            value = batch.values[b, t].item()
+            a = reward + next_value - value + 0.95 * a
+            advantage[b, t], value_target[b, t], next_value = a, a + value, value
+    mean, deviation = np.mean(list(advantage.values())), np.std(list(advantage.values()))
+    optimizer = torch.optim.AdamW(
+        [{"params": [w for w in model.parameters() if w.ndim > 1], "weight_decay": 0.1},
+         {"params": [w for w in model.parameters() if w.ndim < 2], "weight_decay": 0.0}],
+        betas=(0.9, 0.95), eps=1e-5, foreach=False,
+    )  # fmt: skip
+    orders = [seeding.rng(1, "minibatches", 1, epoch).permutation(10) for epoch in range(2)]
+    for lr, rows in zip(rates, [order[part] for order in orders for part in (slice(5), slice(5, 10))], strict=True):
+        losses = []
+        for b in rows.tolist():
+            query = batch.query[b, batch.query_mask[b]]
+            response = batch.response[b, batch.response_mask[b]]
+            output = model.lm(torch.cat([query, response])[None], output_hidden_states=True)
+            for t, token in enumerate(response.tolist()):
+                at = len(query) - 1 + t
+                ratio = ((output.logits[0, at] / 0.7).log_softmax(-1)[token] - batch.logprobs[b, t]).exp()
+                a = (advantage[b, t] - mean) / (deviation**2 + 1e-8) ** 0.5
+                value, old = model.value_head(output.hidden_states[-1][0, at])[0], batch.values[b, t]
+                target = value_target[b, t]
+                near = torch.minimum(torch.maximum(value, old - 0.05), old + 0.05)
+                losses += [-torch.minimum(a * ratio, a * ratio.clamp(0.8, 1.2))]
+                losses[-1] = losses[-1] + 0.7 * torch.maximum((value - target) ** 2, (near - target) ** 2) / 2
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        norm = torch.cat([w.grad.flatten() for w in model.parameters()]).norm()
+        for weight in model.parameters():
+            weight.grad *= min(1.0, 0.3 / (norm + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    assert metrics["optim/grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+    after = weights(run_dir)
+    for name, weight in model.named_parameters():
+        name = name if name.startswith("value_head") else "model." + name.removeprefix("lm.")
+        torch.testing.assert_close(after[name], weight.detach(), rtol=1e-7, atol=1e-8)
 
 
 # ---- PPO: the loop ---------------------------------------------------------------------------------------------------
@@ -403,28 +487,32 @@ def test_sft_does_not_depend_on_the_padding_token(plain_sft, letters, gpt2_dir, 
     assert_same_result(run_sft(gpt2_dir, tmp_path / "run", ROWS, tokenizer=pad_is_eos(letters)), plain_sft)
 
 
-def test_sft_step_is_the_slow_definition(letters, gpt2_dir, tmp_path):
-    """One step: the loss is the mean over all labelled tokens, one row at a time without padding; gradients that are
-    clipped to 0.1; AdamW's first step of size lr in the direction of the sign."""
-    metrics, run_dir = run_sft(
-        gpt2_dir, tmp_path / "run", ROWS, total_steps=1, lr_schedule="constant", max_grad_norm=0.1
-    )
+def test_sft_steps_are_the_slow_definition(letters, gpt2_dir, tmp_path):
+    """The loss is the mean over all labelled tokens, one row at a time without padding; gradients clipped to 0.1."""
+    flags = {"total_steps": 2, "batch_size": 5, "micro_batch_size": 2, "lr_schedule": "linear", "max_grad_norm": 0.1}
+    metrics, run_dir = run_sft(gpt2_dir, tmp_path / "run", ROWS, **flags)
     model, _ = sft.load_model(sft.Args(dtype="float64"), gpt2_dir)
-    total, count = 0.0, 0
-    for row in ROWS:
-        ids = letters(row["prompt"] + row["completion"])["input_ids"] + [EOS]
-        logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        for t in range(len(row["prompt"]), len(ids)):
-            total, count = total - logps[t - 1, ids[t]], count + 1
-    (total / count).backward()
-    norm = torch.cat([w.grad.flatten() for w in model.parameters()]).norm()
-    assert metrics["train/loss"] == pytest.approx(total.item() / count, rel=1e-9)
-    assert metrics["optim/grad_norm"] == pytest.approx(float(norm), rel=1e-9) and norm > 0.5
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, foreach=False)
+    order = seeding.stream_rows(1, "data", 7, 0, 10)
+    for lr, rows in ((1e-2, order[:5]), (5e-3, order[5:])):
+        nll = []
+        for row in (ROWS[i] for i in rows):
+            ids = letters(row["prompt"] + row["completion"])["input_ids"] + [EOS]
+            logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            nll += [-logps[t - 1, ids[t]] for t in range(len(row["prompt"]), len(ids))]
+        optimizer.zero_grad()
+        torch.stack(nll).mean().backward()
+        norm = torch.cat([w.grad.flatten() for w in model.parameters()]).norm()
+        for weight in model.parameters():
+            weight.grad *= min(1.0, 0.1 / (norm + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    assert metrics["train/loss"] == pytest.approx(torch.stack(nll).mean().item(), rel=1e-9)
+    assert metrics["optim/grad_norm"] == pytest.approx(norm.item(), rel=1e-9) and norm > 0.5
     after = weights(run_dir)
     for name, weight in model.named_parameters():
-        gradient = weight.grad * 0.1 / (norm + 1e-6)
-        expected = weight - 1e-2 * gradient / (gradient.abs() + 1e-8)
-        torch.testing.assert_close(after[f"model.{name}"], expected.detach(), rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(after[f"model.{name}"], weight.detach(), rtol=1e-7, atol=1e-9)
 
 
 def test_sft_trains_the_end_token_with_pad_as_eos(letters, gpt2_dir, tmp_path):

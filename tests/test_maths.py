@@ -38,7 +38,7 @@ def ragged_mask(holes=False):
     """(B, R): rows of 1, 2, 4, 7 and 0 tokens; with holes, some of the tokens before the last one are out."""
     mask = torch.arange(R) < torch.tensor([[1], [2], [4], [7], [0]])
     if holes:
-        mask[2, 1] = mask[3, 0] = mask[3, 3] = mask[3, 4] = False
+        mask[2, 1] = mask[3, 0] = mask[3, 3] = mask[3, 5] = False
     return mask
 
 
@@ -95,9 +95,9 @@ def test_garbage_in_masked_positions_changes_nothing(holes):
     mask, last = ragged_mask(holes), random(B, seed=2)
     rewards, values = random(B, R), random(B, R, seed=1)
     dirty_rewards, dirty_values = (torch.where(mask, x, NAN) for x in (rewards, values))
-    clean = ppo.gae(rewards, values, mask, 0.9, 0.8, last)
-    for a, b in zip(clean, ppo.gae(dirty_rewards, dirty_values, mask, 0.9, 0.8, last), strict=True):
-        assert torch.equal(a, b)
+    for more in ((), (last,)):
+        clean, dirty = (ppo.gae(*x, mask, 0.9, 0.8, *more) for x in ((rewards, values), (dirty_rewards, dirty_values)))
+        assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
     assert torch.equal(ppo.masked_whiten(rewards, mask), ppo.masked_whiten(dirty_rewards, mask))
     for scores in (random(B, seed=3), random(B, R, seed=3)):
         dirty = torch.where(mask, scores, NAN) if scores.ndim == 2 else scores

@@ -137,7 +137,7 @@ class Args:
     """Rows per optimizer step, all processes together."""
     micro_batch_size: int = 32
     """Rows per process and forward pass; changes memory and speed, never the result."""
-    epochs: float = 30
+    epochs: float = 30.0
     """Passes over the data; --total-steps wins over it."""
     total_steps: int | None = None
     """Optimizer steps; default: from --epochs."""

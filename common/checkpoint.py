@@ -213,7 +213,7 @@ def write_checkpoint(run_dir, step, files, state, keep, protect=()):
     except (OSError, safetensors.SafetensorError) as error:  # safetensors has its own word for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(str(error)) from error
-    steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_????????"))
+    steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_????????") if p.name <= final.name)
     for old in set(steps[:-keep]) - set(protect):
         shutil.rmtree(folder / f"step_{old:08d}")
     return final

@@ -253,6 +253,8 @@ class Run:
             self.bar = None
         while self.handlers:
             signal.signal(*self.handlers.popitem())
+        if self in _open and self.accelerator.num_processes > 1:
+            time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast still winds up
         if self.lock:
             self.lock.close()
         if self in _open:
@@ -262,7 +264,8 @@ class Run:
 
     def say(self, text):
         if self.main:
-            self.bar.write(text) if self.bar else print(text, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # `| head`
+                self.bar.write(text) if self.bar else print(text, flush=True)
 
     def append(self, name, *records):
         with open(self.dir / name, "a", encoding="utf-8") as file:
@@ -293,11 +296,13 @@ class Run:
                 flags = {
                     k: v if isinstance(v, int | float | str) else str(v) for k, v in self.identity["flags"].items()
                 }
+                if not self.accelerator.log_with:
+                    raise ImportError(f"{args.track} is not installed")
                 self.accelerator.init_trackers(self.args.wandb_project, flags, {"wandb": wandb})
                 self.mirror = True
             self.accelerator.log(metrics, step=step)
         except Exception as error:
-            self.mirror = False
+            self.mirror, self.accelerator.trackers = False, []
             self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
 
     def samples(self, step, rows, show=3):

@@ -297,7 +297,7 @@ class Run:
                     k: v if isinstance(v, int | float | str) else str(v) for k, v in self.identity["flags"].items()
                 }
                 if not self.accelerator.log_with:
-                    raise ImportError(f"{args.track} is not installed")
+                    raise ImportError(f"{self.args.track} is not installed")
                 self.accelerator.init_trackers(self.args.wandb_project, flags, {"wandb": wandb})
                 self.mirror = True
             self.accelerator.log(metrics, step=step)

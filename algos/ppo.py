@@ -176,7 +176,8 @@ class Args:
     cliprange_value: float = 0.2
     """Clip of the value's change, in units of the reward; 0 turns it off."""
     vf_coef: float = 10.0
-    """Weight of the value loss: large where rewards are in [0, 1], since the advantages are whitened."""
+    """Weight of the value loss. The advantages are whitened and returns are not: 10 suits rewards in [0, 1], larger
+    rewards or penalties need less (about 10 / typical return^2)."""
 
     # ---- sampling
     max_new_tokens: int = 9
@@ -414,7 +415,7 @@ def value_loss(new_values, values, returns, cliprange_value):
     unreduced, any shape. Source: code of Ziegler et al., see the top."""
     error = (new_values - returns).square()
     if cliprange_value > 0:
-        clipped = values + (new_values - values).clamp(-cliprange_value, cliprange_value)
+        clipped = new_values.clamp(values - cliprange_value, values + cliprange_value)
         error = torch.maximum(error, (clipped - returns).square())
     return error / 2
 
@@ -769,7 +770,7 @@ def rollout_metrics(batch, kl_coef, eos_id):
 
     scores = batch.scores if batch.scores.ndim == 1 else torch.where(mask, batch.scores, 0.0).sum(1)
     errors = (batch.returns - batch.values)[mask]
-    ended = (torch.where(mask, batch.response, -1) == eos_id).any(1).float()
+    ended = (torch.where(mask, batch.response, -1) == eos_id).any(1).double()
     non_score_reward = per_sequence(batch.rewards) - scores.mean()
     metrics = {
         "objective/kl": per_sequence(kl_penalty(batch.logprobs, batch.ref_logprobs, "kl")),
@@ -782,8 +783,8 @@ def rollout_metrics(batch, kl_coef, eos_id):
         "policy/entropy": batch.entropies[mask].mean(),
         "val/explained_variance": 1 - errors.var(correction=0) / batch.returns[mask].var(correction=0),
         "val/error": errors.square().mean(),
-        "tokens/queries_len": batch.query_mask.sum(1).float().mean(),
-        "tokens/responses_len": lengths.float().mean(),
+        "tokens/queries_len": batch.query_mask.sum(1).double().mean(),
+        "tokens/responses_len": lengths.double().mean(),
         "tokens/eos_rate": ended.mean(),
         "tokens/truncated_rate": 1 - ended.mean(),
     }

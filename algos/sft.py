@@ -115,17 +115,17 @@ class Args:
     """Train prompt+completion rows on the completion alone."""
 
     # ---- optimizer
-    lr: float = 1e-3
+    lr: float = 6e-3
     """Peak learning rate of AdamW (2e-5 suits pretrained models)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0
     """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: int = 0
+    warmup_steps: int = 40
     """Optimizer steps of linear warm-up."""
     decay_steps: int | None = None
     """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's moments."""
     adam_eps: float = 1e-8
     """Epsilon of AdamW."""
@@ -133,11 +133,11 @@ class Args:
     """Decoupled weight decay of the weight matrices (not of biases and norms)."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0: never."""
-    batch_size: int = 96
+    batch_size: int = 192
     """Rows per optimizer step, all processes together."""
-    micro_batch_size: int = 32
+    micro_batch_size: int = 64
     """Rows per process and forward pass; changes memory and speed, never the result."""
-    epochs: float = 30.0
+    epochs: float = 85.0
     """Passes over the data; --total-steps wins over it."""
     total_steps: int | None = None
     """Optimizer steps; default: from --epochs."""

@@ -64,6 +64,6 @@ def test_advantages_are_what_it_learns_from(base_model, tmp_path, monkeypatch):
 
 
 def test_large_kl_coef_holds_the_policy(base_model, tmp_path):
-    held = train(base_model, tmp_path / "run", kl_coef=10.0)
-    assert abs(held[-1] - held[0]) < 0.1
-    assert abs(records(tmp_path / "run", "objective/kl")[-1]) < 0.3
+    held = train(base_model, tmp_path / "run", kl_coef=10.0, vf_coef=0.1)
+    assert abs(held[-1] - held[0]) < 0.15
+    assert abs(records(tmp_path / "run", "objective/kl")[-1]) < 0.6

@@ -246,7 +246,8 @@ def pairs(graph_seed: int = 1000, split: str = "train", kind: str = "all") -> li
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
 SFT_SCRIPT = Path(__file__).resolve().parents[2] / "algos" / "sft.py"
-BASE_MODEL_FLAGS = "--total-steps 300 --batch-size 96 --lr 1e-3 --max-length 16 --eval-every 0 --save-every 0".split()
+BASE_MODEL_FLAGS = """--total-steps 300 --batch-size 96 --micro-batch-size 32 --lr 1e-3 --warmup-steps 0
+--adam-betas 0.9 0.999 --max-length 16 --eval-every 0 --save-every 0""".split()
 CONTEXT = 32  # positions of the model; a walk with bos and eos needs 12
 
 

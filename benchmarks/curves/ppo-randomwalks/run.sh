@@ -8,6 +8,7 @@ for seed in 1 2 3 4 5; do
     run python algos/ppo.py --seed "$seed" --run-dir "$out/default-seed$seed" --eval-every 20
 done
 for seed in 1 2 3; do
-    run python algos/ppo.py --seed "$seed" --run-dir "$out/kl-coef-10-seed$seed" --eval-every 20 --kl-coef 10
+    run python algos/ppo.py --seed "$seed" --run-dir "$out/kl-coef-10-seed$seed" --eval-every 20 \
+        --kl-coef 10 --vf-coef 0.1 --total-episodes 10240
 done
 run python benchmarks/check.py --collect ppo-randomwalks "$out"/default-seed{1,2,3,4,5} "$out"/kl-coef-10-seed{1,2,3}

@@ -20,7 +20,8 @@ How this differs from TRL's and trlX's PPO:
 
     accelerate launch algos/ppo.py                                 # random walks, one CPU, about two minutes
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score --lr 1e-5
-    torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train --reward ...
+    torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train \
+        --reward my_reward.py:score
 
 Dimension key: B episodes, Q query (prompt) tokens, R response tokens, T = Q + R, V vocabulary, H hidden size.
 """

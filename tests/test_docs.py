@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ppo.py": ppo, "sft.py": sft}
 DOCUMENTS = [ROOT / "README.md", ROOT / "algos/README.md", *(ROOT / "algos" / name for name in SCRIPTS)]
 COMMAND = re.compile(
-    r"^ *(?:\w.*&& )?((?:python|accelerate launch|torchrun --nproc_per_node \d+) algos/(\w+\.py)[^#`]*)", re.M
+    r"^ *(?:\w.*&& )?((?:python|accelerate launch|torchrun --nproc_per_node \d+) algos/(\w+\.py)[^#`\n]*)", re.M
 )
 
 
@@ -35,7 +35,7 @@ def commands():
             yield pytest.param(script, command.split("algos/", 1)[1], id=f"{path.name}: {command.strip()[:60]}")
 
 
-@pytest.mark.parametrize("script, command", commands())
+@pytest.mark.parametrize("script, command", list(commands()))
 def test_documented_command_parses(script, command):
     words = [word for word in shlex.split(command.replace('"$seed"', "1").replace("`", ""))[1:] if word != "..."]
     args_class = SCRIPTS[script].Args

@@ -715,7 +715,7 @@ def test_another_configuration_in_the_directory(command, here):
     before = {p: p.read_bytes() for p in (here / "run").rglob("*") if p.is_file() and p.name != ".lock"}
     code, _, err = command("sft", "--lr", "0.5", "--max-length", "7")
     assert code == 2 and "run holds a run with another configuration" in err
-    assert "--lr: was 0.001, is 0.5" in err and "--max-length: was 1024, is 7" in err and "--seed" not in err
+    assert "--lr: was 0.006, is 0.5" in err and "--max-length: was 1024, is 7" in err and "--seed" not in err
     code, _, err = command("ppo")
     assert code == 2 and "another configuration" in err
     assert before == {p: p.read_bytes() for p in (here / "run").rglob("*") if p.is_file() and p.name != ".lock"}

@@ -18,7 +18,7 @@ How this differs from TRL's and trlX's PPO:
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
 - The reward is any Python function of the texts.
 
-    accelerate launch algos/ppo.py                                 # random walks, one CPU, about two minutes
+    accelerate launch algos/ppo.py                                 # random walks on a CPU, first use under two minutes
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score --lr 1e-5
     torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train \
         --reward my_reward.py:score

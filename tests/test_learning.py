@@ -36,7 +36,7 @@ def test_first_command(tmp_path):
     assert optimality[-1] >= 0.97
     assert records(run_dir, "eval/illegal")[-1] <= 0.03
     assert re.search(r"eval/reward [▁▂▃▄▅▆▇█]+ 0\.\d+ -> (0\.9|1)", result.stdout)
-    usage = re.search(r"^from transformers import pipeline.*\n.*$", result.stdout, re.M)[0]
+    usage = re.findall(r"^from transformers import pipeline.*\n.*$", result.stdout, re.M)[-1]
     sampled = subprocess.run([sys.executable, "-c", usage], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "generated_text" in sampled.stdout, sampled.stderr[-2000:]
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ)
@@ -49,9 +49,9 @@ def base_model():
 
 
 def train(base_model, run_dir, **flags):
-    """40 optimizer steps of 256 episodes; mean optimality over the evaluations at start and end."""
+    """40 optimizer steps of 256 episodes, unless flags say otherwise; mean optimality at each evaluation."""
     sizes = {"rollout_batch_size": 256, "batch_size": 256, "total_episodes": 2560, "eval_every": 40, "save_every": 0}
-    ppo.main(ppo.Args(model=base_model, run_dir=str(run_dir), **sizes, **flags))
+    ppo.main(ppo.Args(model=base_model, run_dir=str(run_dir), **sizes | flags))
     return records(run_dir, "eval/optimality")
 
 
@@ -59,11 +59,14 @@ def test_advantages_are_what_it_learns_from(base_model, tmp_path, monkeypatch):
     learned = train(base_model, tmp_path / "run")
     assert learned[-1] > 0.75
     monkeypatch.setattr(ppo, "masked_whiten", lambda x, mask: x * 0)
-    flat = train(base_model, tmp_path / "zero-advantages")
-    assert flat[0] == learned[0] and abs(flat[-1] - flat[0]) < 0.06  # the value loss still moves the shared trunk
+    flat = train(base_model, tmp_path / "zero", vf_coef=0.0)
+    assert flat == [learned[0], learned[0]]  # nothing else pushes the policy
+    moved = train(base_model, tmp_path / "value-loss-alone")
+    assert moved[-1] < learned[0] + 0.05  # the value loss moves the shared trunk, but not towards the reward
 
 
 def test_large_kl_coef_holds_the_policy(base_model, tmp_path):
-    held = train(base_model, tmp_path / "run", kl_coef=10.0, vf_coef=0.1)
+    """After a first step towards the reward the penalty brings the policy back."""
+    held = train(base_model, tmp_path / "run", kl_coef=10.0, vf_coef=0.1, total_episodes=5120)
     assert abs(held[-1] - held[0]) < 0.15
     assert abs(records(tmp_path / "run", "objective/kl")[-1]) < 0.6

@@ -178,7 +178,7 @@ class Args:
     """Clip of the value's change, in units of the reward; 0 turns it off."""
     vf_coef: float = 10.0
     """Weight of the value loss. The advantages are whitened and returns are not: 10 suits rewards in [0, 1], larger
-    rewards or penalties need less (about 10 / typical return^2)."""
+    rewards or penalties need less, or the value loss takes over the shared trunk."""
 
     # ---- sampling
     max_new_tokens: int = 9

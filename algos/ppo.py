@@ -27,12 +27,14 @@ Dimension key: B episodes, Q query (prompt) tokens, R response tokens, T = Q + R
 """
 
 import copy
+import ctypes
 import inspect
 import json
 import math
+import re
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -44,19 +46,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from common.checkpoint import (
-    InputError,
-    build,
-    cli,
-    load_function,
-    pack,
-    spec_path,
-    stop_if,
-    unpack,
-)
+from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
 from common.logging import Run, closes_run, on_main, visible
 from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
 
@@ -112,18 +105,28 @@ class Args:
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     ref_model: str | None = None
     """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
+    num_layers_unfrozen: int = -1
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything."""
+    cache_trunk: bool = True
+    """Keep what the frozen blocks return while sampling (episodes x tokens x hidden size, on every process), so that
+    scores and updates run the top blocks only; off: less memory, the same result. Off with --bootstrap-truncated."""
     value_head: Literal["linear", "mlp"] = "mlp"
     """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1. A --model directory with a
     value head brings its own."""
     value_head_init: Literal["zeros", "normal", "default"] = "default"
     """Last layer of a new head: zeros, N(0, 0.2) with bias 0, or torch's default."""
+    detach_value_trunk: bool = False
+    """The value loss trains the value head alone, not the policy's blocks."""
     dataset: str = f"{TASK}:prompts"
-    """Rows with a prompt (other columns reach the reward): a file, hub id:split, file.py:function; or a list."""
+    """Rows with a prompt, text or chat messages (other columns reach the reward): a file, hub id:split,
+    file.py:function; from Python a list."""
     eval_dataset: str | None = "auto"
-    """Rows with a prompt for evaluation; auto: the embedded task's, or the first --rollout-batch-size of --dataset."""
+    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; auto: the
+    embedded task's; default: in ppo the first --rollout-batch-size rows of --dataset, in sft none."""
     reward: str = "auto"
-    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token; auto:
-    the embedded task's (your own --dataset needs your own)."""
+    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token; or the
+    directory or hub id of a sequence classifier, with :label if it has several; auto: the embedded task's (your own
+    --dataset needs your own)."""
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_prompt_length: int | None = None
@@ -176,6 +179,21 @@ class Args:
     """Epsilon of the clipped policy loss (PPO Eq. 7)."""
     cliprange_value: float = 0.2
     """Clip of the value's change, in units of the reward; 0 turns it off."""
+    score_scaling: Literal["none", "running", "running-norm", "ref", "ref-norm"] = "none"
+    """Divide scores by the standard deviation of all scores so far (running) or of the first rollout's (ref); -norm
+    subtracts their mean before."""
+    score_clip: float = 0.0
+    """Clip scores, after scaling, to [-this, this]; 0: never."""
+    missing_eos_penalty: float = 0.0
+    """Subtract this from the score of a response that ends with neither end token nor --stop."""
+    whiten_rewards: bool = False
+    """Divide the token rewards by their standard deviation; the mean stays."""
+    bootstrap_truncated: bool = False
+    """GAE continues with the value of the last state where a response was cut off; else it counts as ended."""
+    early_stop_kl: float = 0.0
+    """End an iteration's PPO epochs once the mean policy/approxkl of one exceeds this; 0: never."""
+    ratio_threshold: float = 0.0
+    """Skip an optimizer step whose mean ratio exceeds this (TRL: 10); 0: never."""
     vf_coef: float = 10.0
     """Weight of the value loss. The advantages are whitened and returns are not: 10 suits rewards in [0, 1], larger
     rewards or penalties need less, or the value loss takes over the shared trunk."""
@@ -183,6 +201,11 @@ class Args:
     # ---- sampling
     max_new_tokens: int = 9
     """Longest response, in tokens."""
+    min_length_limit: int | None = None
+    """Draw the longest length of each rollout response uniformly from this to --max-new-tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response. The tokens through the one that completes it are trained; reward and metric see the
+    text before it, without trailing space."""
     temperature: float = 1.0
     """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
     eval_temperature: float = 1.0
@@ -211,11 +234,15 @@ class Args:
         problems += [] if all(0 <= beta < 1 for beta in self.adam_betas) else [("adam_betas", "two numbers in [0, 1)")]
         known = ("auto", "eager", "sdpa", "flash_attention_2")
         problems += [] if self.attn_implementation in known else [("attn_implementation", f"one of {', '.join(known)}")]
-        problems += [] if self.reward else [("reward", "file.py:function for your own --dataset")]
+        problems += [] if self.reward else [("reward", "file.py:function or a classifier for your own --dataset")]
         if self.batch_size > 0 and self.rollout_batch_size % self.batch_size:
             problems.append(("rollout_batch_size", f"a multiple of --batch-size {self.batch_size}"))
         if self.rollout_batch_size > 0 and self.total_episodes % self.rollout_batch_size:
             problems.append(("total_episodes", f"a multiple of --rollout-batch-size {self.rollout_batch_size}"))
+        if self.min_length_limit is not None and self.min_length_limit > self.max_new_tokens:
+            problems.append(("min_length_limit", f"at most --max-new-tokens {self.max_new_tokens}"))
+        problems += [] if self.num_layers_unfrozen >= -1 else [("num_layers_unfrozen", "-1 or more")]
+        problems += [] if all(self.stop) else [("stop", "strings that are not empty")]
         steady = self.kl_coef == 0 or self.kl_horizon < self.rollout_batch_size
         if self.kl_target is not None and (not 0 < self.kl_target < math.inf or steady):
             problems.append(("kl_target", "positive, with --kl-coef positive and --kl-horizon >= --rollout-batch-size"))
@@ -223,9 +250,9 @@ class Args:
 
 
 AT_LEAST_ONE = """threads decay_steps max_prompt_length keep_checkpoints batch_size micro_batch_size max_new_tokens
-decode_batch_size total_episodes rollout_batch_size ppo_epochs kl_horizon""".split()
+decode_batch_size total_episodes rollout_batch_size ppo_epochs kl_horizon min_length_limit""".split()
 ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature kl_coef cliprange
-cliprange_value vf_coef""".split()
+cliprange_value vf_coef score_clip missing_eos_penalty early_stop_kl ratio_threshold""".split()
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -269,14 +296,45 @@ def load_model(args, path, flag="--model"):
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    # a strided slice times a frozen weight makes CPU kernels copy the weight for every row
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
     return model, tokenizer
+
+
+def blocks(lm):
+    """The transformer blocks: the longest ModuleList of the model that lies in no other (as experts of a block do)."""
+    found = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
+    return max((module for name, module in found if not any(map(str.isdigit, name))), key=len)
+
+
+def freeze(lm, num_layers_unfrozen):
+    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything). Returns the number of
+    frozen blocks."""
+    if num_layers_unfrozen < 0:
+        return 0
+    layers, ran = blocks(lm), []
+    if num_layers_unfrozen > len(layers):
+        raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
+    depth = len(layers) - num_layers_unfrozen
+    lm.requires_grad_(False)
+    layers[depth:].requires_grad_(True)
+    hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
+    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for module in ran[ran.index(layers[-1]) + 1 :]:  # what runs after the blocks: the norm, the output layer
+        if num_layers_unfrozen and module is not lm.get_output_embeddings():
+            for weight in module.parameters(recurse=False):
+                weight.requires_grad_(True)
+    return depth
 
 
 class PolicyWithValue(nn.Module):
     """A causal language model `lm` with a scalar `value_head` on the hidden states that its output embedding reads."""
 
-    def __init__(self, lm, kind="linear", init="zeros", seed=0):
+    def __init__(self, lm, kind="linear", init="zeros", seed=0, detach_value_trunk=False):
         super().__init__()
+        self.detach_value_trunk = detach_value_trunk
         width = lm.get_output_embeddings().weight.shape[1]
         layers = [nn.Linear(width, 1)]
         if kind == "mlp":
@@ -291,7 +349,8 @@ class PolicyWithValue(nn.Module):
             weight.data.copy_(values)
 
     def forward(self, *inputs, **options):
-        return score_tokens(self.lm, *inputs, **options, value_head=self.value_head)
+        options |= {"value_head": self.value_head, "detach_value_trunk": self.detach_value_trunk}
+        return score_tokens(self.lm, *inputs, **options)
 
     @classmethod
     def load(cls, directory, **options):
@@ -310,15 +369,117 @@ class PolicyWithValue(nn.Module):
             raise InputError(f"{directory}/value_head.safetensors does not fit the model: {error}") from None
 
 
+class Trunk:
+    """The lowest `depth` blocks of the policy, which are frozen and shared by its reference: what the last of them
+    returns is recorded while sampling, and played back instead of running them for all scores and in every update.
+
+    It works for any architecture, since everything but these blocks is the model's own forward. depth 0: no effect.
+    """
+
+    def __init__(self, depth):
+        self.depth, self.in_tuple, self.checked = depth, False, False
+
+    @contextmanager
+    def record(self, lm):
+        """Yields a list into which the forward passes within put what the last frozen block returns."""
+        recorded = []
+
+        def keep(block, inputs, output):
+            self.in_tuple = isinstance(output, tuple)  # blocks of some architectures return a tuple
+            recorded.append(output[0] if self.in_tuple else output)
+
+        hook = blocks(lm)[self.depth - 1].register_forward_hook(keep) if self.depth else None
+        try:
+            yield recorded
+        finally:
+            if hook:
+                hook.remove()
+
+    def states(self, recorded, response_mask, decode_batch_size):
+        """(B, Q + R - 1, H) from what `sample` did to the rows of response_mask (B, R): the queries of some rows, then
+        token by token those rows that go on, then the next rows. None without a trunk."""
+        recorded, states = iter(recorded), []
+        for mask in response_mask.split(decode_batch_size) if self.depth else ():
+            queries = next(recorded)
+            states.append(F.pad(queries, (0, 0, 0, mask.shape[1] - 1)))
+            for t in range(1, int(mask.any(0).sum())):
+                states[-1][mask[:, t], queries.shape[1] + t - 1] = next(recorded)[:, 0]
+        return torch.cat(states) if self.depth else None
+
+    @contextmanager
+    def play(self, lm, hidden):
+        """Within it the frozen blocks of lm return hidden (B, T, H) without running; None: they run."""
+        frozen = [] if hidden is None else blocks(lm)[: self.depth]
+        for block in frozen:
+            block.forward = lambda *_, **__: (hidden,) if self.in_tuple else hidden
+        try:
+            yield
+        finally:
+            for block in frozen:
+                del block.forward
+
+
+class RewardModel:
+    """A sequence classifier as the reward: the logit of its only label, or of the one named in `path:label`."""
+
+    def __init__(self, args, device):
+        name, label = args.reward, ""
+        if not spec_path(name):
+            name, _, label = name.partition(":")
+        path, flag = spec_path(name) or name, f"--reward {args.reward}"
+        hub = {"trust_remote_code": args.trust_remote_code}
+        options = {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(path, **hub)
+            model, report = AutoModelForSequenceClassification.from_pretrained(path, **hub, **options)
+        except Exception as error:  # the libraries' errors have no common class
+            kinds = "neither file.py:function nor a sequence classifier"
+            raise InputError(f"{flag} is {kinds}: {' '.join(str(error).split())}") from None
+        labels = {name: number for number, name in model.config.id2label.items()}
+        problems = [f"has no {key}" for key in (*report["missing_keys"], *report["mismatched_keys"])][:1]
+        problems += [f"has no finite {key}" for key, w in model.named_parameters() if not w.isfinite().all()][:1]
+        if len(self.tokenizer) > model.get_input_embeddings().num_embeddings:
+            problems.append("has a tokenizer of more tokens than the model has embeddings")
+        if label not in labels and (label or model.config.num_labels > 1):
+            problems.append(f"needs the label to score at its end, one of :{', :'.join(labels)}")
+        stop_if([f"{flag} {problem}" for problem in problems])
+        self.label, self.model = labels.get(label, 0), model.requires_grad_(False).eval().to(device)
+        self.tokenizer.truncation_side = "left"
+        self.limit = min(getattr(model.config, "max_position_embeddings", 10**9), self.tokenizer.model_max_length)
+
+    @torch.no_grad()
+    def __call__(self, samples, ended, batch_size):
+        """Logits (B,) of the texts, each with the classifier's end token if it has one and `ended` says so. Too long
+        texts lose their beginning."""
+        eos, device = self.tokenizer.eos_token_id, self.model.device
+        encoded = self.tokenizer(samples, truncation=True, max_length=self.limit - (eos is not None))["input_ids"]
+        for ids, end in zip(encoded, ended, strict=True):
+            ids += [eos] if end and eos is not None and ids[-1:] != [eos] else []
+        scores = torch.empty(len(encoded), dtype=torch.float64, device=device)
+        for rows in torch.tensor([len(ids) for ids in encoded]).argsort(stable=True).split(batch_size):
+            chunk = [encoded[row] for row in rows]
+            # decoders score the last token that is not config.pad_token_id, so take an id that no row has
+            used, width = set().union(*chunk), max(map(len, chunk))
+            pad = self.model.config.pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
+            ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in chunk], device=device)
+            mask = torch.arange(width, device=device) < torch.tensor([[len(ids)] for ids in chunk], device=device)
+            logits = self.model(input_ids=ids, attention_mask=mask.long()).logits
+            scores[rows.to(device)] = logits[:, self.label].double()
+        return scores
+
+
 # ---- Maths -----------------------------------------------------------------------------------------------------------
 
 
 def token_logprobs(logits, ids):
     """log softmax(logits)[id] per token: logits (..., V), ids (...)."""
-    return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
+    return -F.cross_entropy(logits.flatten(0, -2), ids.flatten(), reduction="none").view_as(ids)
 
 
-def score_tokens(lm, query, query_mask, response, response_mask, temperature=1.0, value_head=None, entropy=False):
+def score_tokens(
+    lm, query, query_mask, response, response_mask, temperature=1.0, value_head=None, detach_value_trunk=False,
+    entropy=False,
+):  # fmt: skip
     """The one scoring function of rollout, reference and update: (logprobs, values, entropies), each (B, R) or None.
 
     query (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts. A log-probability is
@@ -329,12 +490,7 @@ def score_tokens(lm, query, query_mask, response, response_mask, temperature=1.0
     tokens, attention = torch.cat([query, response], 1)[:, :-1], torch.cat([query_mask, seen], 1)[:, :-1].long()
     positions, hidden = (attention.cumsum(1) - 1).clamp(min=0), []
 
-    def keep(module, inputs):
-        # contiguous, since a strided slice times a frozen weight makes CPU kernels copy the weight for every row
-        hidden.append(inputs[0].contiguous())
-        return (hidden[0], *inputs[1:])
-
-    hook = lm.get_output_embeddings().register_forward_pre_hook(keep)
+    hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
     try:
         inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "use_cache": False}
         logits = lm(**inputs, logits_to_keep=response.shape[1]).logits  # (B, R, V)
@@ -345,7 +501,8 @@ def score_tokens(lm, query, query_mask, response, response_mask, temperature=1.0
     values = entropies = None
     if value_head is not None:
         with torch.autocast(query.device.type, enabled=False):  # the head keeps float32 under mixed precision
-            values = value_head(hidden[0].to(next(value_head.parameters()).dtype))[..., 0]
+            states = hidden[0].detach() if detach_value_trunk else hidden[0]
+            values = value_head(states.to(next(value_head.parameters()).dtype))[..., 0]
     if entropy:
         entropies = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
     return token_logprobs(logits, response), values, entropies
@@ -370,6 +527,28 @@ def token_rewards(scores, kl, mask, kl_coef):
         return rewards + torch.where(mask, scores, 0.0)
     later = mask.flip(1).cumsum(1).flip(1)  # tokens that count from here on; 1 at the last one
     return rewards + torch.where(mask & (later == 1), scores[:, None], 0.0)
+
+
+def shape_scores(scores, mask, cut, moments, args):
+    """(token scores as trained on, moments): scaled, centred, clipped, less the penalty of the responses cut off.
+
+    scores, mask: (B, R), cut: (B,) True without end token or stop string. moments: count, mean and sum of squared
+    deviations of the rows' summed scores so far. The mean is subtracted at the last token. Fewer than two different
+    scores are not scaled.
+    """
+    count, mean, squares = moments
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    if args.score_scaling.startswith("running") or count == 0:
+        sums = scores.double().sum(1)
+        delta, total = sums.mean().item() - mean, count + len(sums)
+        squares += (sums - sums.mean()).square().sum().item() + delta**2 * count * len(sums) / total
+        count, mean = total, mean + delta * len(sums) / total
+    if args.score_scaling != "none":
+        std = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
+        centred = scores - mean * last if args.score_scaling.endswith("norm") else scores
+        scores = centred / (std if std > 1e-8 * max(1.0, abs(mean)) else 1.0)
+    scores = scores.clamp(-args.score_clip, args.score_clip) if args.score_clip else scores
+    return scores - args.missing_eos_penalty * (last & cut[:, None]), [count, mean, squares]
 
 
 def gae(rewards, values, mask, gamma, lam, last_value=None):
@@ -482,6 +661,20 @@ def load_rows(data, flag):
     return rows
 
 
+def load_sets(spec, flag):
+    """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
+    are a mapping, or files and hub splits joined by commas and named by stem or split."""
+    data = build(spec, flag)
+    if isinstance(data, str) and "," in data:
+        names = [part.partition(":")[2] or Path(part).stem for part in data.split(",")]
+        if len(set(names)) < len(names):
+            raise InputError(f"{flag} {data}: two sets have the same name")
+        data = dict(zip(names, data.split(","), strict=True))
+    if not isinstance(data, dict):
+        return {"eval/": load_rows(data, flag)}
+    return {f"eval/{name}/": load_rows(rows, f"{flag} {name}") for name, rows in data.items()}
+
+
 def texts(rows, column, flag):
     """The strings of a column."""
     for number, row in enumerate(rows, 1):
@@ -493,13 +686,37 @@ def texts(rows, column, flag):
     return [row[column] for row in rows]
 
 
+def chat_text(tokenizer, messages, where, **options):
+    """The messages as the tokenizer's chat template writes them."""
+    if not tokenizer.chat_template:
+        raise InputError(f"{where}: the tokenizer has no chat template: take one that has, or rows of plain text")
+    for message in messages if isinstance(messages, list) and messages else [None]:
+        known = isinstance(message, dict) and message.get("role") in ROLES
+        if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
+            kind = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
+            raise InputError(f"{where}: a chat is a list of {kind}, found {message!r:.80}")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # templates raise what they like
+        raise InputError(f"{where}: the chat template refuses the messages: {error}") from None
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
 def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
     """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
 
-    An empty prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose
-    response would not fit is an error.
+    A chat prompt is replaced by its text up to where the assistant answers, and kept as the column messages. An empty
+    prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose response would
+    not fit is an error.
     """
-    queries, kept = tokenizer(texts(rows, "prompt", flag))["input_ids"], []
+    chat, kept = isinstance(rows[0].get("prompt"), list), []
+    if chat:
+        where, options = f"{flag} row {{}}: 'prompt'", {"add_generation_prompt": True}
+        rendered = [chat_text(tokenizer, r["prompt"], where.format(i), **options) for i, r in enumerate(rows, 1)]
+        rows = [r | {"prompt": text, "messages": r["prompt"]} for r, text in zip(rows, rendered, strict=True)]
+    queries = tokenizer(texts(rows, "prompt", flag), add_special_tokens=not chat)["input_ids"]
     for number, ids in enumerate(queries, 1):
         if not ids and tokenizer.bos_token_id is None:
             raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
@@ -542,11 +759,12 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
 
 
 @torch.no_grad()
-def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0):
+def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None):
     """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
 
     uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. Rows that
-    have ended leave the batch and the key-value cache. The model's generation_config is not used.
+    have ended leave the batch and the key-value cache; ended(rows, ids (b, t)) -> (b,) bool ends some without an end
+    token. The model's generation_config is not used.
     """
     rows, width = uniforms.shape
     ids = torch.full((rows, width), pad_id, device=query.device)
@@ -562,7 +780,8 @@ def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, 
             raise FloatingPointError(f"row {int(alive[~finite][0])}: logits are not finite at response token {t + 1}")
         tokens = draw(logits, uniforms[alive, t], temperature, top_k, top_p)
         ids[alive, t], mask[alive, t] = tokens, True
-        going = (tokens != eos_id).nonzero()[:, 0]
+        going = tokens != eos_id if ended is None else (tokens != eos_id) & ~ended(alive, ids[alive, : t + 1])
+        going = going.nonzero()[:, 0]
         if len(going) == 0:
             break
         if len(going) < len(alive):
@@ -573,11 +792,11 @@ def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, 
     return ids, mask
 
 
-def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k=0, top_p=1.0):
+def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k=0, top_p=1.0, limits=None):
     """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
 
-    keys: (stream, step); the uniforms of row i are keyed by (seed, stream, step, i). Returns query, query_mask (B, Q)
-    left-padded and response, response_mask (B, R), on every process.
+    keys: (stream, step); the uniforms of row i are keyed by (seed, stream, step, i). limits: (B,) longest response of a
+    row. Returns query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
     """
     world, rank, pad = accelerator.num_processes, accelerator.process_index, tokenizer.pad_token_id
     width = max(map(len, queries))
@@ -590,19 +809,34 @@ def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k
     response = torch.full((share, args.max_new_tokens), pad, device=accelerator.device)
     response_mask = torch.zeros_like(response, dtype=torch.bool)
     for rows in torch.arange(share, device=accelerator.device).split(args.decode_batch_size):
+
+        def ended(alive, ids, rows=rows):  # no stop string has more tokens than bytes
+            tail = ids[:, -max(len(stop.encode()) for stop in args.stop) - 1 :] if args.stop else ids
+            done = torch.tensor(stopped(tokenizer, tail, args.stop), device=ids.device)
+            return done if limits is None else done | (ids.shape[1] >= limits[local[rows[alive]]])
+
         inputs = query[local[rows]], query_mask[local[rows]], draws[rows], tokenizer.eos_token_id, pad
+        options = temperature, top_k, top_p, ended if args.stop or limits is not None else None
         with accelerator.autocast():
-            response[rows], response_mask[rows] = sample(lm, *inputs, temperature, top_k, top_p)
+            response[rows], response_mask[rows] = sample(lm, *inputs, *options)
     response, response_mask = (accelerator.gather(x)[: len(queries)] for x in (response, response_mask))
     return query, query_mask, response, response_mask
 
 
-def decode(tokenizer, queries, responses):
-    """Texts of the responses, without special tokens. Decoded behind their queries (all are lists of lists of ids),
-    since many tokenizers drop the space before a first token."""
+def stopped(tokenizer, responses, stops):
+    """Whether each response (ids) holds a stop string."""
+    texts = tokenizer.batch_decode(responses) if stops else [""] * len(responses)
+    return [any(stop in text for stop in stops) for text in texts]
+
+
+def decode(tokenizer, queries, responses, stops):
+    """Texts of the responses, without special tokens, cut before a stop string and stripped there. Decoded behind their
+    queries (all are lists of lists of ids), since many tokenizers drop the space before a first token."""
     whole = [query + response for query, response in zip(queries, responses, strict=True)]
     parts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (queries, whole, responses)]
-    return [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
+    texts = [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
+    ends = [min((text.find(stop) for stop in stops if stop in text), default=None) for text in texts]
+    return [text if end is None else text[:end].rstrip() for text, end in zip(texts, ends, strict=True)]
 
 
 def call_function(function, name, tokenizer, rows, outputs, output_ids):
@@ -656,6 +890,21 @@ def call_reward(function, name, tokenizer, rows, outputs, output_ids):
     return checked
 
 
+def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids):
+    """Scores of the global batch, on every process: a reward function runs once, a classifier on shares of the rows."""
+    if not isinstance(reward, RewardModel):
+        return on_main(accelerator, call_reward, reward, args.reward, tokenizer, rows, outputs, output_ids)
+    share = math.ceil(len(rows) / accelerator.num_processes)
+    local = [min(accelerator.process_index * share + i, len(rows) - 1) for i in range(share)]
+    ended = [output_ids[i][-1:] == [tokenizer.eos_token_id] for i in local]
+    scores = reward([rows[i]["prompt"] + outputs[i] for i in local], ended, args.micro_batch_size)
+    scores = accelerator.gather(scores)[: len(rows)].tolist()
+    for i, score in enumerate(scores):
+        if not math.isfinite(score):
+            raise FloatingPointError(f"{args.reward}: {score} for {rows[i]['prompt']!r:.60} and {outputs[i]!r:.60}")
+    return scores
+
+
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
 
 
@@ -671,7 +920,11 @@ class Rollout:
     values: torch.Tensor | None = None  # (B, R)
     entropies: torch.Tensor | None = None  # (B, R) of the next-token distribution
     ref_logprobs: torch.Tensor | None = None  # (B, R)
-    scores: torch.Tensor | None = None  # (B,), or (B, R) for a dense reward
+    trunk: torch.Tensor | None = None  # (B, Q + R - 1, H) what the last frozen block returns
+    raw_scores: torch.Tensor | None = None  # (B, R) of the reward; a single score lies on the last token
+    cut: torch.Tensor | None = None  # (B,) bool, neither end token nor stop string
+    last_value: torch.Tensor | None = None  # (B,) of the state after the last token of a response that was cut
+    scores: torch.Tensor | None = None  # (B, R) scaled, clipped
     rewards: torch.Tensor | None = None  # (B, R)
     advantages: torch.Tensor | None = None  # (B, R), whitened
     returns: torch.Tensor | None = None  # (B, R)
@@ -684,6 +937,8 @@ class Rollout:
         def cut(name, x):
             if x is None or x.ndim == 1:
                 return None if x is None else x[rows]
+            if name == "trunk":
+                return x[rows, begin : self.query.shape[1] + end - 1]
             return x[rows, begin:] if name.startswith("query") else x[rows, :end]
 
         return Rollout(**{name: cut(name, x) for name, x in vars(self).items()})
@@ -694,42 +949,88 @@ class Rollout:
 
 
 @torch.no_grad()
-def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration, args):
+def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, score, iteration, args):
     """Samples a response to each query and scores it with policy, reference and reward."""
-    keys, lm = ("rollout", iteration), accelerator.unwrap_model(model).lm
-    batch = Rollout(*generate(accelerator, lm, tokenizer, queries, keys, args, args.temperature)).take(slice(None))
+    keys, lm, device = ("rollout", iteration), accelerator.unwrap_model(model).lm, accelerator.device
+    limits = None
+    if args.min_length_limit:
+        limits = rng(args.seed, "limits", iteration).integers(args.min_length_limit, args.max_new_tokens + 1, len(rows))
+        limits = torch.from_numpy(limits).to(device)
+    with trunk.record(lm) as recorded:
+        batch = Rollout(*generate(accelerator, lm, tokenizer, queries, keys, args, args.temperature, limits=limits))
+    batch = batch.take(slice(None))
+    # 1. what the policy did, and what the reference thinks of it
     share, width = len(queries) // accelerator.num_processes, batch.response.shape[1]
-    local = torch.arange(share, device=accelerator.device) + accelerator.process_index * share
+    local = torch.arange(share, device=device) + accelerator.process_index * share
+    states = trunk.states(recorded, batch.response_mask[local], args.decode_batch_size)
+    batch.trunk = None if states is None else accelerator.gather(states)
     parts = []
     for micro_batch in map(batch.take, local.split(args.micro_batch_size)):
-        logprobs, values, entropies = model(*micro_batch.tokens(), temperature=args.temperature, entropy=True)
-        with accelerator.autocast():
-            ref_logprobs, _, _ = score_tokens(ref, *micro_batch.tokens(), temperature=args.temperature)
+        query, query_mask, response, mask = micro_batch.tokens()
+        more = (0, int(args.bootstrap_truncated))  # one column more gives the value of the state after the last token
+        inputs, options = (
+            (query, query_mask, F.pad(response, more), F.pad(mask, more)),
+            {"temperature": args.temperature},
+        )
+        if trunk.depth and not trunk.checked:
+            with trunk.play(lm, micro_batch.trunk):
+                played = model(*inputs, **options)[0]
+            error = (played - model(*inputs, **options)[0])[mask].abs().max()
+            error, trunk.checked = accelerator.gather(error[None]).max().item(), True
+            if not error <= (1e-4 if lm.dtype != torch.bfloat16 and accelerator.mixed_precision == "no" else 0.1):
+                accelerator.print(f"--cache-trunk is off: played back, log-probabilities are {error:.1e} off")
+                trunk.depth, batch.trunk, micro_batch.trunk = 0, None, None
+        with trunk.play(lm, micro_batch.trunk):
+            logprobs, values, entropies = model(*inputs, **options, entropy=True)
+        with accelerator.autocast(), trunk.play(ref, micro_batch.trunk):
+            ref_logprobs, _, _ = score_tokens(ref, *inputs, **options)
         scored = torch.stack([logprobs, values, entropies, ref_logprobs], 1)  # (b, 4, R of the micro-batch)
-        parts.append(F.pad(scored, (0, width - scored.shape[2])))
-    scored = accelerator.gather(torch.cat(parts)).unbind(1)
-    batch.logprobs, batch.values, batch.entropies, batch.ref_logprobs = scored
+        parts.append(F.pad(scored, (0, width + more[1] - scored.shape[2])))
+    logprobs, values, entropies, ref_logprobs = accelerator.gather(torch.cat(parts)).unbind(1)
+    batch.logprobs, batch.values, batch.entropies, batch.ref_logprobs = (
+        x[:, :width] for x in (logprobs, values, entropies, ref_logprobs)
+    )
+    # 2. the reward of the texts
     response, mask = batch.response.cpu(), batch.response_mask.cpu()
     output_ids = [ids[keep].tolist() for ids, keep in zip(response, mask, strict=True)]
-    outputs = decode(tokenizer, queries, output_ids)
-    scores = on_main(accelerator, call_reward, reward, args.reward, tokenizer, rows, outputs, output_ids)
-    if any(isinstance(score, list) for score in scores):  # dense: one column per token, single scores on the last one
-        padded = torch.zeros(response.shape, dtype=torch.float64)
-        for row, (score, keep) in enumerate(zip(scores, mask, strict=True)):
-            places = keep.nonzero()[:, 0]
-            padded[row, places if isinstance(score, list) else places[-1]] = torch.tensor(score, dtype=torch.float64)
-        scores = padded
-    batch.scores = torch.as_tensor(scores, dtype=batch.values.dtype).to(accelerator.device)
+    scores = score(rows, decode(tokenizer, queries, output_ids, args.stop), output_ids)
+    placed = torch.zeros(response.shape, dtype=torch.float64)
+    for row, (value, keep) in enumerate(zip(scores, mask, strict=True)):
+        places = keep.nonzero()[:, 0]  # a list goes to the tokens, a number to the last of them
+        placed[row, places if isinstance(value, list) else places[-1:]] = torch.tensor(value, dtype=torch.float64)
+    batch.raw_scores = placed.to(device, values.dtype)
+    ended = torch.where(batch.response_mask, batch.response, -1) == tokenizer.eos_token_id
+    batch.cut = ~(ended.any(1) | torch.tensor(stopped(tokenizer, output_ids, args.stop), device=device))
+    if args.bootstrap_truncated:
+        batch.last_value = values.gather(1, batch.response_mask.sum(1, keepdim=True))[:, 0] * batch.cut
     return batch
 
 
-def minibatches(accelerator, args, iteration):
-    """(rows, micro_batches) of each optimizer step: global row indices, from a keyed permutation of the episodes for
-    every PPO epoch, and this process's share of them in pieces of micro_batch_size."""
-    for epoch in range(args.ppo_epochs):
-        order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
-        for rows in order.to(accelerator.device).split(args.batch_size):
-            yield rows, rows[accelerator.process_index :: accelerator.num_processes].split(args.micro_batch_size)
+def minibatches(accelerator, args, iteration, epoch):
+    """(rows, micro_batches) of each optimizer step of a PPO epoch: global row indices, from a keyed permutation of the
+    episodes, and this process's share of them in pieces of micro_batch_size."""
+    order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
+    for rows in order.to(accelerator.device).split(args.batch_size):
+        yield rows, rows[accelerator.process_index :: accelerator.num_processes].split(args.micro_batch_size)
+
+
+def losses(model, part, args):
+    """Policy and value losses, unreduced, of the tokens of a micro-batch that count, and the sums over these tokens of
+    what UPDATE_METRICS names. A term counts as clipped where the clipped side is the larger."""
+    columns = part.logprobs, part.values, part.advantages, part.returns
+    logprobs, values, advantages, returns = (x[part.response_mask] for x in columns)
+    new_logprobs, new_values, _ = model(*part.tokens(), temperature=args.temperature)
+    new_logprobs, new_values = new_logprobs[part.response_mask], new_values[part.response_mask]
+    pg = policy_loss(new_logprobs, logprobs, advantages, args.cliprange)
+    vf = value_loss(new_values, values, returns, args.cliprange_value)
+    with torch.no_grad():
+        log_ratio = new_logprobs - logprobs
+        clipped_pg, clipped_vf = pg > -advantages * log_ratio.exp(), vf > value_loss(new_values, values, returns, 0)
+        terms = pg, vf, log_ratio.square() / 2, clipped_pg, log_ratio.exp(), clipped_vf
+        return pg, vf, torch.stack([term.double().sum() for term in terms])
+
+
+UPDATE_METRICS = "loss/policy loss/value policy/approxkl policy/clipfrac policy/ratio val/clipfrac".split()
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -741,53 +1042,36 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
     options = ("eval", 0), args, args.eval_temperature, args.top_k, args.top_p
     _, _, response, mask = generate(accelerator, lm, tokenizer, queries, *options)
     output_ids = [ids[keep].tolist() for ids, keep in zip(response.cpu(), mask.cpu(), strict=True)]
-    outputs = decode(tokenizer, queries, output_ids)
-    columns = on_main(accelerator, score, rows, outputs, output_ids)
-    means = {f"eval/{key}": sum(values) / len(values) for key, values in columns.items()}
+    outputs = decode(tokenizer, queries, output_ids, args.stop)
+    columns = score(rows, outputs, output_ids)
+    means = {key: sum(values) / len(values) for key, values in columns.items()}
     columns = {"prompt": [row["prompt"] for row in rows], "output": outputs} | columns
     return means, [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-@torch.no_grad()
-def update_sums(new_logprobs, new_values, logprobs, values, advantages, returns, args):
-    """Sums over tokens of what UPDATE_METRICS names. A term counts as clipped where the clipped side is the larger."""
-    log_ratio = new_logprobs - logprobs
-    pg, unclipped_pg = policy_loss(new_logprobs, logprobs, advantages, args.cliprange), -advantages * log_ratio.exp()
-    vf = value_loss(new_values, values, returns, args.cliprange_value)
-    unclipped_vf = value_loss(new_values, values, returns, 0)
-    terms = pg, vf, log_ratio.square() / 2, pg > unclipped_pg, log_ratio.exp(), vf > unclipped_vf
-    return torch.stack([term.double().sum() for term in terms])
-
-
-UPDATE_METRICS = "loss/policy loss/value policy/approxkl policy/clipfrac policy/ratio val/clipfrac".split()
-
-
-def rollout_metrics(batch, kl_coef, eos_id):
+def rollout_metrics(batch, kl_coef):
     """Of the episodes: objective/ and tokens/ are means per sequence, policy/ and val/ per token."""
     mask, lengths = batch.response_mask, batch.response_mask.sum(1)
 
     def per_sequence(x):
         return torch.where(mask, x, 0.0).sum(1).mean()
 
-    scores = batch.scores if batch.scores.ndim == 1 else torch.where(mask, batch.scores, 0.0).sum(1)
-    errors = (batch.returns - batch.values)[mask]
-    ended = (torch.where(mask, batch.response, -1) == eos_id).any(1).double()
-    non_score_reward = per_sequence(batch.rewards) - scores.mean()
+    scores, errors = batch.raw_scores.sum(1), (batch.returns - batch.values)[mask]
     metrics = {
         "objective/kl": per_sequence(kl_penalty(batch.logprobs, batch.ref_logprobs, "kl")),
         "objective/kl_k3": per_sequence(kl_penalty(batch.logprobs, batch.ref_logprobs, "k3")),
         "objective/entropy": -per_sequence(batch.logprobs),
         "objective/scores": scores.mean(),
         "objective/scores_std": scores.std(correction=0),
-        "objective/non_score_reward": non_score_reward,
-        "objective/rlhf_reward": scores.mean() + non_score_reward,
+        "objective/non_score_reward": per_sequence(batch.rewards - batch.scores),
+        "objective/rlhf_reward": per_sequence(batch.rewards),
         "policy/entropy": batch.entropies[mask].mean(),
         "val/explained_variance": 1 - errors.var(correction=0) / batch.returns[mask].var(correction=0),
         "val/error": errors.square().mean(),
         "tokens/queries_len": batch.query_mask.sum(1).double().mean(),
         "tokens/responses_len": lengths.double().mean(),
-        "tokens/eos_rate": ended.mean(),
-        "tokens/truncated_rate": 1 - ended.mean(),
+        "tokens/eos_rate": 1 - batch.cut.double().mean(),
+        "tokens/truncated_rate": batch.cut.double().mean(),
     }
     return {key: float(value) for key, value in metrics.items()} | {"objective/kl_coef": kl_coef}
 
@@ -798,6 +1082,9 @@ def rollout_metrics(batch, kl_coef, eos_id):
 def set_attention(lm, args, device, longest):
     """On CPUs: fast matrix products, and eager attention for rows of up to 256 tokens, where it beats sdpa (not in
     float64, where it gives NaN for left padding in several families); elsewhere sdpa."""
+    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        # keep freed memory: new pages for every block of logits cost as much as computing them
+        libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
     eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
     choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
     try:
@@ -820,34 +1107,41 @@ def main(args):
     """Trains; returns the newest value of every metric and the run directory."""
     seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
-    path, reward = build(args.model, "--model"), load_function(args.reward, "--reward")
-    metric = load_function(args.metric, "--metric") if args.metric else None
+    path, metric = build(args.model, "--model"), load_function(args.metric, "--metric") if args.metric else None
+    is_function = not isinstance(args.reward, str) or re.search(r"\.py(:|$)", args.reward)
+    reward = load_function(args.reward, "--reward") if is_function else None
     ref_path = build(args.ref_model, "--ref-model")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
-    eval_rows = rows[: args.rollout_batch_size]
+    eval_sets = {"eval/": rows[: args.rollout_batch_size]}
     if args.eval_dataset:
-        eval_rows = load_rows(build(args.eval_dataset, "--eval-dataset"), "--eval-dataset")
+        eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     problems = [f"--batch-size {args.batch_size} must be a multiple of the {world} processes"]
     problems = problems if args.batch_size % world else []
-    problems += (
-        ["use --mixed-precision bf16 or no: fp16 is not offered"] if accelerator.mixed_precision == "fp16" else []
-    )
+    if accelerator.mixed_precision == "fp16":
+        problems.append("use --mixed-precision bf16 or no: fp16 is not offered")
     stop_if(problems)
     lm, tokenizer = load_model(args, path)
     limit = getattr(lm.config, "max_position_embeddings", None)
     found, options = len(rows), (tokenizer, args.max_new_tokens, limit)
     rows, queries = encode_prompts(rows, *options, "--dataset", args.max_prompt_length)
-    eval_rows, eval_queries = encode_prompts(eval_rows, *options, "--eval-dataset", args.max_prompt_length)
+    for prefix, eval_rows in eval_sets.items():
+        eval_sets[prefix] = encode_prompts(eval_rows, *options, "--eval-dataset", args.max_prompt_length)
+    reward = reward or RewardModel(args, device)
 
     lengths = sorted(map(len, queries))
     set_attention(lm, args, device, lengths[-1] + args.max_new_tokens)
-    ref = copy.deepcopy(lm)
+    depth = freeze(lm.to(device), args.num_layers_unfrozen)  # the reference shares what is frozen
     if ref_path:
-        ref = load_model(args, ref_path, "--ref-model")[0]
+        ref, trunk = load_model(args, ref_path, "--ref-model")[0], Trunk(0)
         set_attention(ref, args, device, lengths[-1] + args.max_new_tokens)
-    policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed)
+    else:
+        ref = copy.deepcopy(lm, {id(weight): weight for weight in lm.parameters() if not weight.requires_grad})
+        trunk = Trunk(
+            depth * (args.cache_trunk and not args.bootstrap_truncated)
+        )  # --bootstrap-truncated: the last state is never sampled from
+    policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
     if (folder := spec_path(path)) and (folder / "value_head.safetensors").exists():
         policy.load_value_head(folder)
 
@@ -864,14 +1158,18 @@ def main(args):
     num_iterations = args.total_episodes // args.rollout_batch_size
     steps_per_iteration = args.ppo_epochs * (args.rollout_batch_size // args.batch_size)
     total_steps = num_iterations * steps_per_iteration
-    state = run.state or {"best_score": None, "best_step": None, "kl_coef": args.kl_coef, "iteration": 0}
-    best_score, best_step, kl_coef, step = state["best_score"], state["best_step"], state["kl_coef"], run.begun
+    state = {"best_score": None, "best_step": None, "kl_coef": args.kl_coef, "iteration": 0, "moments": [0, 0.0, 0.0]}
+    state |= run.state or {}
+    best_score, best_step, kl_coef, moments = (state[x] for x in ("best_score", "best_step", "kl_coef", "moments"))
+    step = run.begun
     if run.checkpoint:
-        unpack(run.checkpoint, run.state, model, optimizer)
+        unpack_state(run.checkpoint, run.state, model, optimizer)
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-episodes")
+    trained = sum(w.numel() for w in policy.parameters() if w.requires_grad)
+    shared = "an own model" if ref_path else f"shares {depth} frozen blocks" if depth else "a frozen copy"
     run.say(
-        f"ppo: {sum(w.numel() for w in policy.parameters()):,} parameters, all trained, and a frozen reference, "
+        f"ppo: {sum(w.numel() for w in policy.parameters()):,} parameters, {trained:,} trained; reference: {shared}; "
         f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
         f"data: {found} prompts, {found - len(rows)} dropped as too long; tokens: median {lengths[len(lengths) // 2]}, "
         f"longest {lengths[-1]}; first: {visible(rows[0]['prompt'])[:200]}\n"
@@ -879,20 +1177,28 @@ def main(args):
         f"steps of {args.batch_size}: {args.batch_size // world} rows a process, {args.micro_batch_size} a forward)"
     )
 
-    def score(rows, outputs, output_ids):
-        scores = call_reward(reward, args.reward, tokenizer, rows, outputs, output_ids)
-        columns = {"reward": [sum(x) if isinstance(x, list) else x for x in scores]}
-        return (call_metric(metric, args.metric, tokenizer, rows, outputs, output_ids) if metric else {}) | columns
+    def score(*texts):
+        return score_outputs(accelerator, reward, args, tokenizer, *texts)
+
+    def evaluate(step):
+        model.eval()
+        metrics, samples = {}, []
+        for prefix, (eval_rows, eval_queries) in eval_sets.items():
+            inputs = accelerator, policy.lm, tokenizer, eval_rows, eval_queries, columns, args
+            means, sampled = evaluate_samples(*inputs)
+            metrics |= {prefix + key: value for key, value in means.items()}
+            samples += sampled
+        run.samples(step, samples)
+        return metrics
+
+    def columns(*texts):
+        named = on_main(accelerator, call_metric, metric, args.metric, tokenizer, *texts) if metric else {}
+        return named | {"reward": [sum(x) if isinstance(x, list) else x for x in score(*texts)]}
 
     def heads():
         return {"value_head.safetensors": policy.value_head.state_dict()}
 
-    def evaluate(step):
-        model.eval()
-        metrics, samples = evaluate_samples(accelerator, policy.lm, tokenizer, eval_rows, eval_queries, score, args)
-        run.samples(step, samples)
-        return metrics
-
+    headline = f"{next(iter(eval_sets))}reward"
     if args.check:
         evaluate(0)
         run.say("check passed")
@@ -908,60 +1214,65 @@ def main(args):
         begun = (iteration - 1) * args.rollout_batch_size  # episodes so far
         drawn = stream_rows(args.seed, "data", len(rows), begun, args.rollout_batch_size)
         chosen = [rows[i] for i in drawn], [queries[i] for i in drawn]
-        batch = rollout(accelerator, model, ref, tokenizer, *chosen, reward, iteration, args)
+        batch = rollout(accelerator, model, ref, trunk, tokenizer, *chosen, score, iteration, args)
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
         mask = batch.response_mask
+        batch.scores, moments = shape_scores(batch.raw_scores, mask, batch.cut, moments, args)
         kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_kind)
         batch.rewards = token_rewards(batch.scores, kl, mask, kl_coef)
-        advantages, batch.returns = gae(batch.rewards, batch.values, mask, args.gamma, args.lam)
+        rewards = masked_whiten(batch.rewards, mask, shift_mean=False) if args.whiten_rewards else batch.rewards
+        advantages, batch.returns = gae(rewards, batch.values, mask, args.gamma, args.lam, batch.last_value)
         batch.advantages = masked_whiten(advantages, mask)
         rollout_done = time.perf_counter()
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
         model.train()
-        sums = torch.zeros(len(UPDATE_METRICS), dtype=torch.float64, device=device)
-        for minibatch, micro_batches in minibatches(accelerator, args, iteration):
-            count = mask[minibatch].sum()  # response tokens of all processes
-            for chunk in micro_batches:
-                part = batch.take(chunk)
-                keep = part.response_mask  # only tokens that count enter the losses, as vectors
-                logprobs, values, advantages, returns = (
-                    x[keep] for x in (part.logprobs, part.values, part.advantages, part.returns)
-                )
-                with nullcontext() if chunk is micro_batches[-1] else accelerator.no_sync(model):
-                    new_logprobs, new_values, _ = model(*part.tokens(), temperature=args.temperature)
-                    new_logprobs, new_values = new_logprobs[keep], new_values[keep]
-                    pg = policy_loss(new_logprobs, logprobs, advantages, args.cliprange)
-                    vf = value_loss(new_values, values, returns, args.cliprange_value)
-                    # data-parallel training averages gradients over the processes, hence the factor world
-                    accelerator.backward((pg.sum() + args.vf_coef * vf.sum()) * world / count)
-                sums += update_sums(new_logprobs, new_values, logprobs, values, advantages, returns, args)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(args, step, total_steps)
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-            step += 1
-            if not grad_norm.isfinite():
-                bad = f"step {step}: gradient norm {grad_norm}, prompt rows {[drawn[i] for i in minibatch.tolist()]}"
-                raise FloatingPointError(f"{bad}; the last checkpoint is intact")
-            optimizer.step()
-            optimizer.zero_grad()
+        tokens, skipped, grad_norm, epoch_sums = int(mask.sum()), 0, torch.zeros(()), []
+        for epoch in range(args.ppo_epochs):
+            epoch_sums.append(torch.zeros(len(UPDATE_METRICS), dtype=torch.float64, device=device))
+            for minibatch, micro_batches in minibatches(accelerator, args, iteration, epoch):
+                count, sums = mask[minibatch].sum(), 0  # response tokens of all processes
+                for chunk in micro_batches:
+                    part, last = batch.take(chunk), chunk is micro_batches[-1]
+                    with nullcontext() if last else accelerator.no_sync(model), trunk.play(policy.lm, part.trunk):
+                        pg, vf, terms = losses(model, part, args)
+                        # data-parallel training averages gradients over the processes, hence the factor world
+                        accelerator.backward((pg.sum() + args.vf_coef * vf.sum()) * world / count)
+                    sums += terms
+                epoch_sums[-1] += sums
+                lr, step = learning_rate(args, step, total_steps), step + 1
+                if args.ratio_threshold and accelerator.reduce(sums)[RATIO] > args.ratio_threshold * count:
+                    skipped += 1
+                    optimizer.zero_grad()
+                    continue
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                if not grad_norm.isfinite():
+                    bad = f"gradient norm {grad_norm}, prompt rows {[drawn[i] for i in minibatch.tolist()]}"
+                    raise FloatingPointError(f"step {step}: {bad}; the last checkpoint is intact")
+                optimizer.step()
+                optimizer.zero_grad()
+            if args.early_stop_kl and accelerator.reduce(epoch_sums[-1])[APPROXKL] > args.early_stop_kl * tokens:
+                break
+        step = iteration * steps_per_iteration  # also where epochs were left out: schedules follow the episodes
         update_done = time.perf_counter()
         # 4. beta follows the KL of this iteration (Ziegler Sec. 2.2)
-        metrics = rollout_metrics(batch, kl_coef, tokenizer.eos_token_id)
+        metrics = rollout_metrics(batch, kl_coef)
         if args.kl_target:
             kl_coef = next_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, len(drawn))
         # 5. evaluate, log, save
-        tokens = int(mask.sum())
-        sums = (accelerator.reduce(sums) / (tokens * args.ppo_epochs)).tolist()
+        sums = (accelerator.reduce(sum(epoch_sums)) / (tokens * len(epoch_sums))).tolist()
         metrics |= dict(zip(UPDATE_METRICS, sums, strict=True)) | {"episode": begun + len(drawn)}
         metrics["loss/total"] = metrics["loss/policy"] + args.vf_coef * metrics["loss/value"]
-        metrics |= {"optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}  # of the iteration's last step
+        metrics |= {"policy/epochs": len(epoch_sums), "policy/skipped": skipped}
+        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item()}  # of the iteration's last step
         seconds = update_done - start
         perf = {"perf/seconds_rollout": rollout_done - start, "perf/seconds_update": update_done - rollout_done}
         perf |= {"perf/tokens_per_sec": tokens / seconds, "perf/episodes_per_sec": len(drawn) / seconds}
         if args.eval_every and (iteration == num_iterations or due(step, steps_per_iteration, args.eval_every)):
             metrics |= evaluate(step)
-            if best_score is None or metrics["eval/reward"] > best_score:
-                best_score, best_step = metrics["eval/reward"], step
+            if best_score is None or metrics[headline] > best_score:
+                best_score, best_step = metrics[headline], step
                 run.export(policy.lm, tokenizer, "hf_model_best", heads())
         run.log(step, metrics, perf)
         text = " | ".join(f"{key.split('/')[1]} {metrics[key]:.3f}" for key in SHOWN)
@@ -970,19 +1281,19 @@ def main(args):
         stop = run.stop_requested()
         if stop or step in (best_step, total_steps) or due(step, steps_per_iteration, args.save_every):
             scalars = {"iteration": iteration, "kl_coef": kl_coef, "best_score": best_score, "best_step": best_step}
-            run.save(step, *pack(model, optimizer, **scalars))
+            run.save(step, *pack_state(model, optimizer, **scalars, moments=moments))
         if stop:
             run.exit(step)
 
     # ---- export
     run.export(policy.lm, tokenizer, "hf_model", heads())
-    headline = "eval/reward" if args.eval_every else "objective/scores"
     title = f"{run.identity['flags']['model']} after PPO on {run.identity['flags']['reward']}"
-    metrics = run.finish(headline, title, rows[0]["prompt"])
+    metrics = run.finish(headline if args.eval_every else "objective/scores", title, rows[0]["prompt"])
     accelerator.end_training()
     return metrics, run.dir
 
 
+RATIO, APPROXKL = UPDATE_METRICS.index("policy/ratio"), UPDATE_METRICS.index("policy/approxkl")
 SHOWN = "objective/scores objective/kl loss/policy loss/value val/explained_variance".split()
 
 

@@ -18,19 +18,22 @@ Dimension key: B rows, T tokens of a row, Q query (prompt) tokens, R response to
 """
 
 import copy
+import ctypes
 import inspect
+import itertools
 import json
 import math
 import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -38,18 +41,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from common.checkpoint import (
-    InputError,
-    build,
-    cli,
-    load_function,
-    pack,
-    spec_path,
-    stop_if,
-    unpack,
-)
+from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
 from common.logging import Run, closes_run, on_main, visible
-from common.seeding import fast_cpu_matmul, seed_libraries, set_threads, stream_rows, uniforms
+from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
 
 TASK = "benchmarks/tasks/randomwalks.py"
 
@@ -101,18 +95,31 @@ class Args:
     """auto, eager, sdpa or flash_attention_2; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    num_layers_unfrozen: int = -1
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything."""
     dataset: str = f"{TASK}:completions:split=train"
     """Training rows: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = "auto"
-    """Rows for evaluation, in the forms of --dataset; auto: the embedded task's, or none with your own --dataset."""
+    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; auto: the
+    embedded task's; default: in ppo the first --rollout-batch-size rows of --dataset, in sft none."""
     eval_prompts: str | None = "auto"
-    """Rows with a prompt to sample at evaluation (needs --metric); auto: the embedded task's, or --eval-dataset."""
+    """Rows with a prompt to sample at evaluation (needs --metric); auto: the embedded task's; default: the first set of
+    --eval-dataset."""
+    formatting: str | None = None
+    """file.py:function(row) that makes a text, or a row in one of the forms of --dataset, of each row."""
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
     """Tokens of a row; longer rows are cut at the end and counted."""
     completion_only_loss: bool = True
-    """Train prompt+completion rows on the completion alone."""
+    """Train on completions, on the outputs of a dialogue and on the assistant's turns of a chat alone; off: on every
+    token."""
+    packing: bool = False
+    """Put the rows of a step together into lines of --max-length tokens; no row sees another. Never changes the
+    result; --micro-batch-size counts lines."""
+    neftune_alpha: float = 0.0
+    """Uniform noise of size alpha / sqrt(tokens x hidden size) on the embeddings in training (arXiv 2310.05914);
+    0: none."""
 
     # ---- optimizer
     lr: float = 6e-3
@@ -145,6 +152,9 @@ class Args:
     # ---- evaluation by sampling
     max_new_tokens: int = 9
     """Longest response, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response. The tokens through the one that completes it are trained; reward and metric see the
+    text before it, without trailing space."""
     eval_temperature: float = 1.0
     """Sampling temperature of evaluations; 0: greedy."""
     top_k: int = 0
@@ -171,13 +181,21 @@ class Args:
         problems += [] if all(0 <= beta < 1 for beta in self.adam_betas) else [("adam_betas", "two numbers in [0, 1)")]
         known = ("auto", "eager", "sdpa", "flash_attention_2")
         problems += [] if self.attn_implementation in known else [("attn_implementation", f"one of {', '.join(known)}")]
+        problems += (
+            []
+            if self.num_layers_unfrozen == -1 or self.num_layers_unfrozen > 0
+            else [("num_layers_unfrozen", "-1 or at least 1")]
+        )
+        problems += [] if all(self.stop) else [("stop", "strings that are not empty")]
+        if self.packing and self.attn_implementation == "flash_attention_2":
+            problems.append(("attn_implementation", "eager or sdpa with --packing"))
         problems += [] if 0 < self.epochs < math.inf else [("epochs", "a positive number")]
         stop_if([f"--{name.replace('_', '-')} {getattr(self, name)} must be {rule}" for name, rule in problems])
 
 
 AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size
 max_new_tokens decode_batch_size""".split()
-ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature".split()
+ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature neftune_alpha".split()
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -221,7 +239,37 @@ def load_model(args, path, flag="--model"):
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    # a strided slice times a frozen weight makes CPU kernels copy the weight for every row
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
     return model, tokenizer
+
+
+def blocks(lm):
+    """The transformer blocks: the longest ModuleList of the model that lies in no other (as experts of a block do)."""
+    found = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
+    return max((module for name, module in found if not any(map(str.isdigit, name))), key=len)
+
+
+def freeze(lm, num_layers_unfrozen):
+    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything). Returns the number of
+    frozen blocks."""
+    if num_layers_unfrozen < 0:
+        return 0
+    layers, ran = blocks(lm), []
+    if num_layers_unfrozen > len(layers):
+        raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
+    depth = len(layers) - num_layers_unfrozen
+    lm.requires_grad_(False)
+    layers[depth:].requires_grad_(True)
+    hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
+    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for module in ran[ran.index(layers[-1]) + 1 :]:  # what runs after the blocks: the norm, the output layer
+        if num_layers_unfrozen and module is not lm.get_output_embeddings():
+            for weight in module.parameters(recurse=False):
+                weight.requires_grad_(True)
+    return depth
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -289,6 +337,29 @@ def load_rows(data, flag):
     return rows
 
 
+def load_sets(spec, flag):
+    """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
+    are a mapping, or files and hub splits joined by commas and named by stem or split."""
+    data = build(spec, flag)
+    if isinstance(data, str) and "," in data:
+        names = [part.partition(":")[2] or Path(part).stem for part in data.split(",")]
+        if len(set(names)) < len(names):
+            raise InputError(f"{flag} {data}: two sets have the same name")
+        data = dict(zip(names, data.split(","), strict=True))
+    if not isinstance(data, dict):
+        return {"eval/": load_rows(data, flag)}
+    return {f"eval/{name}/": load_rows(rows, f"{flag} {name}") for name, rows in data.items()}
+
+
+def format_rows(rows, function):
+    """What the function of --formatting makes of the rows: a text, or a row."""
+    try:
+        made = [function(dict(row)) for row in rows]
+    except Exception as error:
+        raise InputError(f"--formatting raised {type(error).__name__}: {error}") from error
+    return load_rows([{"text": row} if isinstance(row, str) else row for row in made], "--formatting")
+
+
 def texts(rows, column, flag):
     """The strings of a column."""
     for number, row in enumerate(rows, 1):
@@ -300,39 +371,109 @@ def texts(rows, column, flag):
     return [row[column] for row in rows]
 
 
+def chat_text(tokenizer, messages, where, **options):
+    """The messages as the tokenizer's chat template writes them."""
+    if not tokenizer.chat_template:
+        raise InputError(f"{where}: the tokenizer has no chat template: take one that has, or rows of plain text")
+    for message in messages if isinstance(messages, list) and messages else [None]:
+        known = isinstance(message, dict) and message.get("role") in ROLES
+        if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
+            kind = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
+            raise InputError(f"{where}: a chat is a list of {kind}, found {message!r:.80}")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # templates raise what they like
+        raise InputError(f"{where}: the chat template refuses the messages: {error}") from None
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def chat_pieces(tokenizer, messages, first, where):
+    """The text of a chat in pieces, alternately without and with loss: the assistant's messages from number `first` on,
+    with the end of their turn."""
+    text, pieces = chat_text(tokenizer, messages, where), []
+    if messages[-1]["role"] != "assistant":
+        raise InputError(f"{where}: the last message must be the assistant's, it is by {messages[-1]['role']!r}")
+    for i in (i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"):
+        before = chat_text(tokenizer, messages[:i], where, add_generation_prompt=True) if i else ""
+        after, done = chat_text(tokenizer, messages[: i + 1], where), "".join(pieces)
+        if not (before.startswith(done) and after.startswith(before) and text.startswith(after)):
+            problem = f"the chat template changes earlier turns when message {i + 1} follows"
+            raise InputError(f"{where}: {problem}: split the chat into rows of prompt and completion, one per answer")
+        pieces += [before[len(done) :], after[len(before) :]]
+    return pieces
+
+
+def row_pieces(rows, tokenizer, flag):
+    """The text of each row in pieces, alternately without and with loss."""
+    columns, numbers = rows[0], range(1, len(rows) + 1)
+    if "messages" in columns:
+        chats = [(row["messages"], 0) for row in rows]
+    elif isinstance(columns.get("prompt"), list):
+        good = [isinstance(row["prompt"], list) and isinstance(row.get("completion"), list) for row in rows]
+        if not all(good):
+            raise InputError(f"{flag} row {good.index(False) + 1}: prompt and completion must be two lists of messages")
+        chats = [(row["prompt"] + row["completion"], len(row["prompt"])) for row in rows]
+    elif "dialogue" in columns:
+        for number, row in enumerate(rows, 1):
+            found = row["dialogue"] if isinstance(row["dialogue"], list) else None
+            if not found or len(found) % 2:
+                raise InputError(f"{flag} row {number}: 'dialogue' must be a list prompt, output, prompt, output, ...")
+            texts([{"dialogue": part} for part in found], "dialogue", f"{flag} row {number}, part of")
+        return [row["dialogue"] for row in rows]
+    elif "prompt" in columns or "completion" in columns:
+        return list(zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True))
+    else:
+        return [("", text) for text in texts(rows, "text", flag)]
+    return [chat_pieces(tokenizer, *chat, f"{flag} row {i}") for i, chat in zip(numbers, chats, strict=True)]
+
+
 def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
     """[(ids, labels)] of the rows that have a label left after the cut to max_length, and a report for the summary.
 
-    Prompt and completion are tokenised together and split at the longest common prefix with the prompt's own tokens,
-    so a merge across the boundary belongs to the completion. The end token is appended once, and never to a row that
-    was cut. The first token has no label, since nothing predicts it.
+    The pieces of a row are tokenised together; a piece begins at the longest common prefix with the tokens of what
+    precedes it, so a merge across the boundary belongs to the later piece. The end token is appended once, and never to
+    a row that was cut; in a chat the template ends the turns. The first token has no label: nothing predicts it.
     """
-    if "prompt" in rows[0] or "completion" in rows[0]:
-        prompts, completions = texts(rows, "prompt", flag), texts(rows, "completion", flag)
-        encoded = tokenizer([p + c for p, c in zip(prompts, completions, strict=True)])["input_ids"]
-        heads = zip(encoded, tokenizer(prompts)["input_ids"], strict=True)
-        starts = [len(os.path.commonprefix(pair)) * completion_only_loss for pair in heads]
-    else:
-        encoded, starts = tokenizer(texts(rows, "text", flag))["input_ids"], [0] * len(rows)
-    eos, examples, truncated = tokenizer.eos_token_id, [], 0
-    for ids, start in zip(encoded, starts, strict=True):
-        ids, start = ids if ids[-1:] == [eos] else [*ids, eos], max(1, start)
+    chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
+    options, eos, examples, truncated = {"add_special_tokens": not chat}, tokenizer.eos_token_id, [], 0
+    encoded = tokenizer(["".join(parts) for parts in pieces], **options)["input_ids"]
+    heads = ["".join(parts[:i]) for parts in pieces for i in range(1, len(parts))]
+    heads = iter(tokenizer(heads, **options)["input_ids"])
+    for ids, parts in zip(encoded, pieces, strict=True):
+        ids = ids if chat or ids[-1:] == [eos] else [*ids, eos]
+        begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in parts[1:]), len(ids)]
+        labels = [-100] * len(ids)
+        for i in range(completion_only_loss, len(parts), 1 + completion_only_loss):
+            labels[begins[i] : begins[i + 1]] = ids[begins[i] : begins[i + 1]]
         truncated += len(ids) > max_length
-        if len(ids := ids[:max_length]) > start:
-            examples.append((ids, [-100] * start + ids[start:]))
+        ids, labels = ids[:max_length], [-100, *labels[1:max_length]]
+        if any(label != -100 for label in labels):
+            examples.append((ids, labels))
     if not examples:
         raise InputError(f"{flag}: no row has a label left within --max-length {max_length}")
-    dropped = len(rows) - len(examples)
-    return examples, f"{len(rows)} rows, {truncated} cut at the end, {dropped} dropped because no label was left"
+    counts, tokens = sorted(len(y) - y.count(-100) for _, y in examples), sum(len(ids) for ids, _ in examples)
+    report = (
+        f"{len(rows)} rows, {truncated} cut at the end, {len(rows) - len(examples)} dropped because no label was left"
+    )
+    labelled = f"labels on {sum(counts) / tokens:.1%} of {tokens:,} tokens, a row {counts[0]} to {counts[-1]}"
+    return examples, f"{report}; {labelled}, median {counts[len(counts) // 2]}"
 
 
 def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
     """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
 
-    An empty prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose
-    response would not fit is an error.
+    A chat prompt is replaced by its text up to where the assistant answers, and kept as the column messages. An empty
+    prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose response would
+    not fit is an error.
     """
-    queries, kept = tokenizer(texts(rows, "prompt", flag))["input_ids"], []
+    chat, kept = isinstance(rows[0].get("prompt"), list), []
+    if chat:
+        where, options = f"{flag} row {{}}: 'prompt'", {"add_generation_prompt": True}
+        rendered = [chat_text(tokenizer, r["prompt"], where.format(i), **options) for i, r in enumerate(rows, 1)]
+        rows = [r | {"prompt": text, "messages": r["prompt"]} for r, text in zip(rows, rendered, strict=True)]
+    queries = tokenizer(texts(rows, "prompt", flag), add_special_tokens=not chat)["input_ids"]
     for number, ids in enumerate(queries, 1):
         if not ids and tokenizer.bos_token_id is None:
             raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
@@ -349,21 +490,78 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     return [rows[i] for i in kept], [queries[i] for i in kept]
 
 
-def collate(examples, pad):
-    """(ids, mask, labels), each (B, T), right-padded to the longest of the examples."""
-    width = max(len(ids) for ids, _ in examples)
-    ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in examples])
-    labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in examples])
-    return ids, torch.arange(width) < torch.tensor([[len(ids)] for ids, _ in examples]), labels
+def pack(lengths, max_length):
+    """Best-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
+    lines, space = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fits = [line for line, left in enumerate(space) if left >= lengths[i]]
+        line = min(fits, key=space.__getitem__, default=len(lines))
+        if line == len(lines):
+            lines.append([])
+            space.append(max_length)
+        lines[line].append(i)
+        space[line] -= lengths[i]
+    return lines
 
 
-def label_logits(model, ids, mask, labels):
+def collate(lines, pad):
+    """(ids, documents, positions, labels), each (B, T), right-padded. A line is a list of examples (ids, labels, ...);
+    documents counts them from 1 and is 0 at padding, positions count from 0 in each."""
+    rows = [[], [], [], []]
+    for line in lines:
+        documents = [n for n, example in enumerate(line, 1) for _ in example[0]]
+        positions = [i for example in line for i in range(len(example[0]))]
+        ids, labels = ([token for example in line for token in example[column]] for column in (0, 1))
+        for row, values in zip(rows, (ids, documents, positions, labels), strict=True):
+            row.append(values)
+    width, fills = max(map(len, rows[0])), (pad, 0, 0, -100)
+    filled = [[x + [fill] * (width - len(x)) for x in row] for row, fill in zip(rows, fills, strict=True)]
+    return tuple(map(torch.tensor, filled))
+
+
+def label_logits(model, ids, documents, positions, labels):
     """Logits (B, K, V) and their labels (B, K): the last K positions, from the first label of the batch on."""
     first = int((labels != -100).any(0).int().argmax()) if (labels != -100).any() else ids.shape[1] - 1
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1].long(), "position_ids": positions[:, :-1]}
+    documents = documents[:, :-1]
+    mask = (documents > 0).long()
+    if documents.max() > 1:  # block-diagonal: a token sees the earlier ones of its own document
+        mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]  # (B, 1, T - 1, T - 1)
+        mask = torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min).to(next(model.parameters()).dtype)
+    inputs = {"input_ids": ids[:, :-1], "attention_mask": mask, "position_ids": positions[:, :-1]}
     logits = model(**inputs, use_cache=False, logits_to_keep=ids.shape[1] - first).logits
     return logits, labels[:, first:]
+
+
+@torch.no_grad()
+def packing_error(model, lines, pad, device):
+    """Largest difference of a token's loss between rows packed into lines and each row alone."""
+    losses = []
+    for grouped in lines, [[example] for line in lines for example in line]:
+        logits, labels = label_logits(model, *(x.to(device) for x in collate(grouped, pad)))
+        losses.append(token_nll(logits, labels)[labels != -100])
+    return (losses[0] - losses[1]).abs().max()
+
+
+@contextmanager
+def neftune(lm, lines, args, step):
+    """Within it the embeddings of each row of T tokens get noise from +-alpha / sqrt(T H), keyed by (step, its place in
+    the batch). Source: arXiv 2310.05914, Algorithm 1."""
+
+    def add_noise(module, inputs, output):
+        noise = torch.zeros(output.shape)
+        for row, line in zip(noise, lines, strict=True):
+            keyed = [(rng(args.seed, "neftune", step, place), (len(ids), row.shape[1])) for ids, _, place in line]
+            drawn = [g.uniform(-1, 1, shape) * args.neftune_alpha / math.prod(shape) ** 0.5 for g, shape in keyed]
+            drawn = torch.from_numpy(np.concatenate(drawn))[: len(row)]
+            row[: len(drawn)] = drawn
+        return output + noise.to(output)
+
+    hook = lm.get_input_embeddings().register_forward_hook(add_noise) if args.neftune_alpha else None
+    try:
+        yield
+    finally:
+        if hook:
+            hook.remove()
 
 
 # ---- Sampling --------------------------------------------------------------------------------------------------------
@@ -392,11 +590,12 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
 
 
 @torch.no_grad()
-def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0):
+def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None):
     """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
 
     uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. Rows that
-    have ended leave the batch and the key-value cache. The model's generation_config is not used.
+    have ended leave the batch and the key-value cache; ended(rows, ids (b, t)) -> (b,) bool ends some without an end
+    token. The model's generation_config is not used.
     """
     rows, width = uniforms.shape
     ids = torch.full((rows, width), pad_id, device=query.device)
@@ -412,7 +611,8 @@ def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, 
             raise FloatingPointError(f"row {int(alive[~finite][0])}: logits are not finite at response token {t + 1}")
         tokens = draw(logits, uniforms[alive, t], temperature, top_k, top_p)
         ids[alive, t], mask[alive, t] = tokens, True
-        going = (tokens != eos_id).nonzero()[:, 0]
+        going = tokens != eos_id if ended is None else (tokens != eos_id) & ~ended(alive, ids[alive, : t + 1])
+        going = going.nonzero()[:, 0]
         if len(going) == 0:
             break
         if len(going) < len(alive):
@@ -423,11 +623,11 @@ def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, 
     return ids, mask
 
 
-def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k=0, top_p=1.0):
+def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k=0, top_p=1.0, limits=None):
     """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
 
-    keys: (stream, step); the uniforms of row i are keyed by (seed, stream, step, i). Returns query, query_mask (B, Q)
-    left-padded and response, response_mask (B, R), on every process.
+    keys: (stream, step); the uniforms of row i are keyed by (seed, stream, step, i). limits: (B,) longest response of a
+    row. Returns query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
     """
     world, rank, pad = accelerator.num_processes, accelerator.process_index, tokenizer.pad_token_id
     width = max(map(len, queries))
@@ -440,19 +640,34 @@ def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k
     response = torch.full((share, args.max_new_tokens), pad, device=accelerator.device)
     response_mask = torch.zeros_like(response, dtype=torch.bool)
     for rows in torch.arange(share, device=accelerator.device).split(args.decode_batch_size):
+
+        def ended(alive, ids, rows=rows):  # no stop string has more tokens than bytes
+            tail = ids[:, -max(len(stop.encode()) for stop in args.stop) - 1 :] if args.stop else ids
+            done = torch.tensor(stopped(tokenizer, tail, args.stop), device=ids.device)
+            return done if limits is None else done | (ids.shape[1] >= limits[local[rows[alive]]])
+
         inputs = query[local[rows]], query_mask[local[rows]], draws[rows], tokenizer.eos_token_id, pad
+        options = temperature, top_k, top_p, ended if args.stop or limits is not None else None
         with accelerator.autocast():
-            response[rows], response_mask[rows] = sample(lm, *inputs, temperature, top_k, top_p)
+            response[rows], response_mask[rows] = sample(lm, *inputs, *options)
     response, response_mask = (accelerator.gather(x)[: len(queries)] for x in (response, response_mask))
     return query, query_mask, response, response_mask
 
 
-def decode(tokenizer, queries, responses):
-    """Texts of the responses, without special tokens. Decoded behind their queries (all are lists of lists of ids),
-    since many tokenizers drop the space before a first token."""
+def stopped(tokenizer, responses, stops):
+    """Whether each response (ids) holds a stop string."""
+    texts = tokenizer.batch_decode(responses) if stops else [""] * len(responses)
+    return [any(stop in text for stop in stops) for text in texts]
+
+
+def decode(tokenizer, queries, responses, stops):
+    """Texts of the responses, without special tokens, cut before a stop string and stripped there. Decoded behind their
+    queries (all are lists of lists of ids), since many tokenizers drop the space before a first token."""
     whole = [query + response for query, response in zip(queries, responses, strict=True)]
     parts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (queries, whole, responses)]
-    return [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
+    texts = [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
+    ends = [min((text.find(stop) for stop in stops if stop in text), default=None) for text in texts]
+    return [text if end is None else text[:end].rstrip() for text, end in zip(texts, ends, strict=True)]
 
 
 def call_function(function, name, tokenizer, rows, outputs, output_ids):
@@ -495,16 +710,16 @@ def evaluate_loss(accelerator, model, examples, args, pad):
     share = math.ceil(len(examples) / world)
     empty = (examples[0][0], [-100] * len(examples[0][0]))  # every process runs the same number of forwards
     local = (examples[rank * share : (rank + 1) * share] + [empty] * share)[:share]
-    local.sort(key=lambda example: len(example[0]))
+    lines = [[example] for example in sorted(local, key=lambda example: len(example[0]))]  # never packed
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     for i in range(0, share, args.micro_batch_size):
-        batch = (x.to(accelerator.device) for x in collate(local[i : i + args.micro_batch_size], pad))
+        batch = (x.to(accelerator.device) for x in collate(lines[i : i + args.micro_batch_size], pad))
         logits, labels = label_logits(model, *batch)
         hits = (logits.argmax(-1) == labels).sum()
         sums += torch.stack([token_nll(logits, labels).double().sum(), hits, (labels != -100).sum()])
     loss, hits, count = accelerator.reduce(sums).tolist()
     loss = loss / count
-    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/accuracy": hits / count}
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": hits / count}
 
 
 def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
@@ -513,9 +728,9 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
     options = ("eval", 0), args, args.eval_temperature, args.top_k, args.top_p
     _, _, response, mask = generate(accelerator, lm, tokenizer, queries, *options)
     output_ids = [ids[keep].tolist() for ids, keep in zip(response.cpu(), mask.cpu(), strict=True)]
-    outputs = decode(tokenizer, queries, output_ids)
-    columns = on_main(accelerator, score, rows, outputs, output_ids)
-    means = {f"eval/{key}": sum(values) / len(values) for key, values in columns.items()}
+    outputs = decode(tokenizer, queries, output_ids, args.stop)
+    columns = score(rows, outputs, output_ids)
+    means = {key: sum(values) / len(values) for key, values in columns.items()}
     columns = {"prompt": [row["prompt"] for row in rows], "output": outputs} | columns
     return means, [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -526,6 +741,9 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
 def set_attention(lm, args, device, longest):
     """On CPUs: fast matrix products, and eager attention for rows of up to 256 tokens, where it beats sdpa (not in
     float64, where it gives NaN for left padding in several families); elsewhere sdpa."""
+    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        # keep freed memory: new pages for every block of logits cost as much as computing them
+        libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
     eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
     choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
     try:
@@ -550,10 +768,14 @@ def main(args):
     # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
     path, metric = build(args.model, "--model"), load_function(args.metric, "--metric") if args.metric else None
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
-    eval_rows = load_rows(build(args.eval_dataset, "--eval-dataset"), "--eval-dataset") if args.eval_dataset else []
-    prompts = (
-        load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts") if args.eval_prompts else eval_rows
-    )
+    eval_sets = load_sets(args.eval_dataset, "--eval-dataset") if args.eval_dataset else {}
+    if args.formatting:
+        function = load_function(args.formatting, "--formatting")
+        rows = format_rows(rows, function)
+        eval_sets = {prefix: format_rows(found, function) for prefix, found in eval_sets.items()}
+    prompts = next(iter(eval_sets.values()), [])
+    if args.eval_prompts:
+        prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
     if metric and not prompts:
         raise InputError(
             "--metric needs prompts to sample from: name --eval-prompts, or an --eval-dataset with prompts"
@@ -562,20 +784,22 @@ def main(args):
     world, device = accelerator.num_processes, accelerator.device
     problems = [f"--batch-size {args.batch_size} must be a multiple of the {world} processes"]
     problems = problems if args.batch_size % world else []
-    problems += (
-        ["use --mixed-precision bf16 or no: fp16 is not offered"] if accelerator.mixed_precision == "fp16" else []
-    )
+    if accelerator.mixed_precision == "fp16":
+        problems.append("use --mixed-precision bf16 or no: fp16 is not offered")
     stop_if(problems)
     lm, tokenizer = load_model(args, path)
     pad, limit = tokenizer.pad_token_id, getattr(lm.config, "max_position_embeddings", None)
-    encoding = tokenizer, min(args.max_length, limit or args.max_length), args.completion_only_loss
+    freeze(lm, args.num_layers_unfrozen)
+    max_length = min(args.max_length, limit or args.max_length)
+    encoding = tokenizer, max_length, args.completion_only_loss
     examples, report = encode_rows(rows, *encoding, "--dataset")
-    eval_examples = encode_rows(eval_rows, *encoding, "--eval-dataset")[0] if eval_rows else []
-    queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")[1] if metric else []
+    eval_sets = {prefix: encode_rows(found, *encoding, "--eval-dataset")[0] for prefix, found in eval_sets.items()}
+    if metric:
+        prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")
     total_steps = args.total_steps or math.ceil(args.epochs * len(examples) / args.batch_size)
 
     # ---- run directory, device, what to continue from
-    set_attention(lm, args, device, max(len(ids) for ids, _ in examples))
+    set_attention(lm, args, device, max_length if args.packing else max(len(ids) for ids, _ in examples))
     threads = set_threads(args.threads)
     run = Run("sft", args, __file__, accelerator)
     if run.finished:
@@ -586,34 +810,43 @@ def main(args):
     optimizer = make_optimizer(model, args)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
-        unpack(run.checkpoint, run.state, model, optimizer)
+        unpack_state(run.checkpoint, run.state, model, optimizer)
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
-    eval_every = args.eval_every if eval_examples or metric else 0
+    eval_every, packing = args.eval_every if eval_sets or metric else 0, args.packing
     lengths, (ids, labels) = sorted(len(ids) for ids, _ in examples), examples[0]
-    masked = labels.count(-100)
-    first, rest = visible(tokenizer.decode(ids[:masked])), visible(tokenizer.decode(ids[masked:]))
+    masked, shown = 1, ""
+    while masked < len(ids) and labels[masked] == -100:  # the prompt
+        masked += 1
+    for same, group in itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] == -100):
+        text = visible(tokenizer.decode([i for i, _ in group]))
+        shown += f"[{text}]" if same else text
     run.say(
-        f"sft: {sum(w.numel() for w in lm.parameters()):,} parameters, {args.dtype}, {accelerator.mixed_precision} "
-        f"autocast, {device}, {world} processes x {threads} threads\n"
+        f"sft: {sum(w.numel() for w in lm.parameters()):,} parameters, "
+        f"{sum(w.numel() for w in lm.parameters() if w.requires_grad):,} trained; "
+        f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
         f"data: {report}; tokens of a row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}\n"
-        f"first row, [without loss]: [{first[:400]}]{rest[:400]}\n"
+        f"first row, [without loss]: {shown[:800]}\n"
         f"{total_steps} steps x {args.batch_size} rows = {total_steps * args.batch_size / len(examples):.1f} epochs; "
         f"each step {args.batch_size // world} rows a process, at most {args.micro_batch_size} a forward pass"
     )
 
     def score(rows, outputs, output_ids):
-        return call_metric(metric, args.metric, tokenizer, rows, outputs, output_ids)
+        return on_main(accelerator, call_metric, metric, args.metric, tokenizer, rows, outputs, output_ids)
 
     def evaluate(step):
         model.eval()
-        metrics = evaluate_loss(accelerator, model, eval_examples, args, pad) if eval_examples else {}
+        metrics = {}
         if metric:
             means, samples = evaluate_samples(accelerator, lm, tokenizer, prompts, queries, score, args)
-            metrics = means | metrics
+            metrics = {f"eval/{key}": value for key, value in means.items()}
             run.samples(step, samples)
+        for prefix, found in eval_sets.items():
+            means = evaluate_loss(accelerator, model, found, args, pad)
+            metrics |= {prefix + key: value for key, value in means.items()}
         return metrics
 
+    headline = f"{next(iter(eval_sets))}loss" if eval_sets and eval_every else "train/loss"
     if args.check:
         evaluate(0)
         run.say("check passed")
@@ -629,13 +862,24 @@ def main(args):
         rows = stream_rows(args.seed, "data", len(examples), (step - 1) * args.batch_size, args.batch_size)
         batch = [examples[row] for row in rows]
         count = sum(label != -100 for _, labels in batch for label in labels)  # labelled tokens of all processes
-        local = sorted(batch[accelerator.process_index :: world], key=lambda example: len(example[0]))
-        micro_batches = [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
+        local = [(*batch[place], place) for place in range(accelerator.process_index, args.batch_size, world)]
+        local.sort(key=lambda example: len(example[0]))
+        lines = [[example] for example in local]
+        if packing:
+            lines = [[local[i] for i in line] for line in pack([len(ids) for ids, _, _ in local], max_length)]
+            if step == run.begun + 1:
+                error = packing_error(model, lines[: args.micro_batch_size], pad, device)
+                rounding = 1e-4 if args.dtype != "bfloat16" and accelerator.mixed_precision == "no" else 0.1
+                packing = accelerator.gather(error[None]).max().item() <= rounding
+                if not packing:
+                    run.say(f"packing is off: losses of rows packed and alone differ by {error:.1e}")
+                    lines = [[example] for example in local]
+        micro_batches = [lines[i : i + args.micro_batch_size] for i in range(0, len(lines), args.micro_batch_size)]
         # 2. loss = -1/count sum log p(token | tokens before it), and its gradient
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for micro_batch in micro_batches:
             last = micro_batch is micro_batches[-1]
-            with nullcontext() if last else accelerator.no_sync(model):
+            with nullcontext() if last else accelerator.no_sync(model), neftune(lm, micro_batch, args, step):
                 logits, labels = label_logits(model, *(x.to(device) for x in collate(micro_batch, pad)))
                 nll = token_nll(logits, labels).sum() / count
                 accelerator.backward(nll * world)  # data-parallel training averages gradients over the processes
@@ -656,7 +900,7 @@ def main(args):
         perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": sum(len(ids) for ids, _ in batch) / seconds}
         if eval_every and (step % eval_every == 0 or step == total_steps):
             metrics |= evaluate(step)
-            new_score = -metrics["eval/loss"] if eval_examples else next(v for k, v in metrics.items() if "eval/" in k)
+            new_score = -metrics[headline] if eval_sets else next(v for k, v in metrics.items() if "eval/" in k)
             if best_score is None or new_score > best_score:
                 best_score, best_step = new_score, step
                 run.export(lm, tokenizer, "hf_model_best")
@@ -664,13 +908,12 @@ def main(args):
         run.status(step, total_steps, f"loss {metrics['train/loss']:.4f} | {seconds:.2f} s")
         stop = run.stop_requested()
         if stop or step in (best_step, total_steps) or (args.save_every and step % args.save_every == 0):
-            run.save(step, *pack(model, optimizer, best_score=best_score, best_step=best_step))
+            run.save(step, *pack_state(model, optimizer, best_score=best_score, best_step=best_step))
         if stop:
             run.exit(step)
 
     # ---- export
     run.export(lm, tokenizer, "hf_model")
-    headline = "eval/loss" if eval_examples and eval_every else "train/loss"
     title = f"{run.identity['flags']['model']} after SFT on {run.identity['flags']['dataset']}"
     metrics = run.finish(headline, title, tokenizer.decode(ids[: max(masked, 1)]))
     accelerator.end_training()

@@ -153,7 +153,7 @@ def build(spec, flag):
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def pack(model, optimizer, **state):
+def pack_state(model, optimizer, **state):
     """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors.
 
     Full state dicts come from torch.distributed.checkpoint, so DDP and FSDP2 use the same path. Tied parameters are
@@ -176,8 +176,8 @@ def pack(model, optimizer, **state):
     return files, {"format": FORMAT, "tied": tied, **state}
 
 
-def unpack(path, state, model, optimizer=None):
-    """Loads what `pack` packed into model and optimizer. Collective."""
+def unpack_state(path, state, model, optimizer=None):
+    """Loads what `pack_state` packed into model and optimizer. Collective."""
     options = StateDictOptions(full_state_dict=True)
     weights = safetensors.torch.load_file(path / "model.safetensors")
     weights |= {name: weights[first] for name, first in state["tied"].items()}

@@ -32,7 +32,8 @@ from common.checkpoint import InputError
 # config.yaml all the same, since a large model does not fit without them.
 NEUTRAL = """run_dir resume threads save_every keep_checkpoints track wandb_project push_to_hub check
 micro_batch_size decode_batch_size""".split()
-SPECS = "model tokenizer ref_model dataset eval_dataset eval_prompts reward metric".split()  # may name files
+# Flags that may name files.
+SPECS = "model tokenizer ref_model dataset eval_dataset eval_prompts formatting reward metric".split()
 _open = []  # runs of this process that are not closed
 
 
@@ -101,7 +102,7 @@ def describe(value):
         cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
         text += str([cells, getattr(value, "__defaults__", None), vars(value)])
     elif not text.strip("'"):
-        text = json.dumps(list(value), default=str)
+        text = json.dumps(value if isinstance(value, dict) else list(value), default=str)
     return f"<{kind} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
 
 
@@ -110,9 +111,10 @@ def identity(algo, args, script):
     flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
     files = {"script": ckpt.sha256(script)}
     for name in (name for name in flags if name in SPECS):
-        path = ckpt.spec_path(getattr(args, name))
-        if path and path.exists():
-            paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        value = getattr(args, name) if isinstance(getattr(args, name), str) else ""
+        specs = filter(None, [*value.split(","), value.rpartition(":")[0]])  # several sets; a classifier and its label
+        paths = [path for path in map(ckpt.spec_path, specs) if path]
+        if paths := [file for path in paths for file in [path, *sorted(path.rglob("*"))] if file.is_file()]:
             files[name] = hashlib.sha256("".join(map(ckpt.sha256, paths)).encode()).hexdigest()
     if args.resume not in ("auto", "never"):
         files["resume"] = str(Path(args.resume).resolve())

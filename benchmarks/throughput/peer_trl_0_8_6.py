@@ -6,11 +6,22 @@ It loads the same weights and prompts. batch_size = mini_batch_size = 16, so tha
 ours; the other settings are TRL's defaults. The response length is forced by the weights (see ppo_gpt2_small.py).
 """
 
-import argparse
 import time
 
 import torch
-from ppo_gpt2_small import EPISODES, EPOCHS, ITERATIONS, LR, PEER_MODES, PROMPT, RESPONSE, prompt_ids, record, reward
+from ppo_gpt2_small import (
+    EPISODES,
+    EPOCHS,
+    ITERATIONS,
+    LR,
+    PEER_MODES,
+    PROMPT,
+    RESPONSE,
+    figures,
+    prompt_ids,
+    record_peer,
+    reward,
+)
 from transformers import PreTrainedTokenizerFast, set_seed
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 
@@ -18,7 +29,7 @@ from common.seeding import fast_cpu_matmul
 
 
 def measure(mode, model_dir):
-    """Seconds of generate and reward, seconds of PPOTrainer.step, nats a sampled token of the first iteration."""
+    """What record() stores: seconds of generate and reward, of PPOTrainer.step, entropy of the first iteration."""
     rows, medium = PEER_MODES[mode][0]
     if medium:
         fast_cpu_matmul()
@@ -43,14 +54,8 @@ def measure(mode, model_dir):
         rollout.append(clock[1] - clock[0])
         update.append(clock[2] - clock[1])
         entropy = entropy or float(stats["objective/entropy"]) / RESPONSE
-    return rollout, update, entropy
+    return figures(rollout, update, entropy)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=PEER_MODES, required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--results", required=True)
-    options = parser.parse_args()
-    record(options.results, "trl", options.mode, options.repeat, lambda: measure(options.mode, options.model))
+    record_peer(__doc__, PEER_MODES, measure)

@@ -14,6 +14,7 @@ and the parts that run.sh uses:
     python benchmarks/throughput/ppo_gpt2_small.py --table    # README.md from results.csv
     python benchmarks/throughput/ppo_gpt2_small.py --check    # exit 1 where README.md does not follow from it
 
+sft_mixed_lengths.py, another benchmark, takes the model, the measurement and the table from here.
 PLAINRL_BENCH_TINY=1 shrinks the model to 2 layers, width 48 and vocabulary 1000, to try the scripts out.
 """
 
@@ -55,6 +56,14 @@ MODES = {  # of algos/ppo.py: flags, and what they show
     "fp32-sdpa": ({"attn_implementation": "sdpa"}, "fp32 without eager attention"),
     "fp32-decode-4": ({"decode_batch_size": 4}, "fp32 without one-batch rollouts: 4 rows at a time"),
     "bf16": ({"mixed_precision": "bf16"}, "`--mixed-precision bf16`: weights and optimizer fp32"),
+    "fp32-2-layers": (
+        {"num_layers_unfrozen": 2},
+        "`--num-layers-unfrozen 2`: the frozen blocks run once a rollout, and their output is kept",
+    ),
+    "fp32-2-layers-no-cache": (
+        {"num_layers_unfrozen": 2, "cache_trunk": False},
+        "the same with `--no-cache-trunk`: the frozen blocks run in every pass",
+    ),
 }
 PEER_MODES = {  # of TRL's PPOTrainer: (rows of a generate call, our matmul precision)
     "defaults": ((4, False), "its default `generate(batch_size=4)`"),
@@ -92,13 +101,16 @@ def prepare(folder):
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
 
 
+def forward_flops(tokens, scored):
+    """Floating-point operations of a forward pass of a row without padding, the output layer at `scored` positions."""
+    block, head = 12 * LAYERS * WIDTH**2, WIDTH * VOCABULARY  # weights in matrix products
+    return 2 * block * tokens + 2 * head * scored + 2 * LAYERS * WIDTH * tokens**2  # attention: the causal half
+
+
 def useful_flops():
     """Floating-point operations of an iteration that cannot be left out: sampling, reference and training, the output
     layer at response positions only, no padding, nothing computed twice."""
-    tokens = PROMPT + RESPONSE
-    block, head = 12 * LAYERS * WIDTH**2, WIDTH * VOCABULARY  # weights in matrix products
-    attention = 2 * LAYERS * WIDTH * tokens**2  # forward, causal half, a row
-    forward = 2 * block * tokens + 2 * head * RESPONSE + attention
+    forward = forward_flops(PROMPT + RESPONSE, RESPONSE)
     return EPISODES * (forward + forward + EPOCHS * 3 * forward)
 
 
@@ -123,9 +135,9 @@ def peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure_ours(mode, model):
-    """Rollout seconds, update seconds, peak memory and first-iteration statistics of a short run of algos/ppo.py."""
-    from algos import ppo
+def short_run(script, mode, **flags):
+    """The lines of perf.jsonl and of metrics.jsonl of a run of a script (a module of algos). The run ends where it
+    would write its only checkpoint: saving is not measured."""
 
     class Measured(Exception):
         pass
@@ -133,64 +145,105 @@ def measure_ours(mode, model):
     def stop(*args, **options):
         raise Measured
 
-    ppo.pack = stop  # the run ends where it would write its only checkpoint: saving is not measured
+    script.pack_state = stop
     if mode == "fp32-highest":
-        ppo.fast_cpu_matmul = lambda: False
-    prompts = [{"prompt": " ".join(f"w{i}" for i in ids)} for ids in prompt_ids()]
+        script.fast_cpu_matmul = lambda: False
+    off = {"eval_dataset": None, "metric": None, "eval_every": 0, "save_every": 0}
     with tempfile.TemporaryDirectory() as folder:
-        args = ppo.Args(
-            model=str(model), dataset=prompts, eval_dataset=None, reward=reward, metric=None, run_dir=f"{folder}/run",
-            total_episodes=EPISODES * ITERATIONS, rollout_batch_size=EPISODES, batch_size=EPISODES,
-            micro_batch_size=EPISODES, ppo_epochs=EPOCHS, max_new_tokens=RESPONSE, lr=LR, threads=THREADS,
-            eval_every=0, save_every=0, **MODES[mode][0],
-        )  # fmt: skip
         try:
-            ppo.main(args)
+            script.main(script.Args(run_dir=f"{folder}/run", threads=THREADS, **off, **flags))
         except Measured:
             pass
-        perf, metrics = ([json.loads(line) for line in open(f"{folder}/run/{x}.jsonl")] for x in ("perf", "metrics"))
+        return [[json.loads(line) for line in open(f"{folder}/run/{x}.jsonl")] for x in ("perf", "metrics")]
+
+
+def measure_ours(mode, model):
+    """What record() stores of a short run of algos/ppo.py."""
+    from algos import ppo
+
+    prompts = [{"prompt": " ".join(f"w{i}" for i in ids)} for ids in prompt_ids()]
+    perf, metrics = short_run(
+        ppo, mode, model=str(model), dataset=prompts, reward=reward, total_episodes=EPISODES * ITERATIONS,
+        rollout_batch_size=EPISODES, batch_size=EPISODES, micro_batch_size=EPISODES, ppo_epochs=EPOCHS,
+        max_new_tokens=RESPONSE, lr=LR, **MODES[mode][0],
+    )  # fmt: skip
     assert all((m["tokens/queries_len"], m["tokens/responses_len"]) == (PROMPT, RESPONSE) for m in metrics)
     seconds = ([p[f"perf/seconds_{phase}"] for p in perf] for phase in ("rollout", "update"))
-    return *seconds, metrics[0]["objective/entropy"] / RESPONSE
+    return figures(*seconds, metrics[0]["objective/entropy"] / RESPONSE)
+
+
+def figures(rollout, update, entropy):
+    """Columns of the CSV file and useful GFLOP/s, from the seconds of all iterations and the nats a sampled token of
+    the first one."""
+    totals = [a + b for a, b in zip(rollout, update, strict=True)]
+    print(f"  entropy {entropy:.3f}; seconds of all iterations, the first not counted:")
+    print("  rollout", *(f"{s:.2f}" for s in rollout), "| update", *(f"{s:.2f}" for s in update), flush=True)
+    seconds = median(totals[1:])
+    columns = {
+        "seconds_rollout": f"{median(rollout[1:]):.3f}", "seconds_update": f"{median(update[1:]):.3f}",
+        "seconds": f"{seconds:.3f}", "seconds_first": f"{totals[0]:.3f}", "counted": len(totals) - 1,
+        "tokens_per_sec": f"{EPISODES * (PROMPT + RESPONSE) / seconds:.1f}",
+        "work_gflop": f"{useful_flops() / 1e9:.1f}", "entropy": f"{entropy:.4f}",
+    }  # fmt: skip
+    return columns, useful_flops() / seconds / 1e9
 
 
 def record(results, system, mode, repeat, measure):
-    """Calls measure() -> (rollout seconds, update seconds, nats a sampled token of the first iteration) between two
-    measurements of the machine's peak, and appends a row of medians to the CSV file."""
-    loadavg, dtype = os.getloadavg()[0], torch.bfloat16 if mode == "bf16" else torch.float32
+    """Calls measure() -> (columns, useful GFLOP/s) between two measurements of the machine's peak, and appends a row to
+    the CSV file."""
+    loadavg, dtype = os.getloadavg()[0], torch.bfloat16 if mode.startswith("bf16") else torch.float32
     torch.set_num_threads(THREADS)
+    print(f"{system} {mode} repeat {repeat}", flush=True)
     peak = gemm_peak(dtype)
-    rollout, update, entropy = measure()
+    columns, gflops = measure()
     memory, peak = peak_memory(), max(peak, gemm_peak(dtype))
-    totals = [a + b for a, b in zip(rollout, update, strict=True)]
-    print(f"{system} {mode} repeat {repeat}: entropy {entropy:.3f}; seconds of all iterations, the first not counted:")
-    print("  rollout", *(f"{s:.2f}" for s in rollout), "| update", *(f"{s:.2f}" for s in update), flush=True)
-    seconds = median(totals[1:])
-    gflops = useful_flops() / seconds / 1e9
     packages = "torch transformers accelerate tokenizers numpy".split() + ["trl"] * (system != "plainrl")
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
     cpu = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     row = {
-        "system": system, "mode": mode, "repeat": repeat,
-        "seconds_rollout": f"{median(rollout[1:]):.3f}", "seconds_update": f"{median(update[1:]):.3f}",
-        "seconds": f"{seconds:.3f}", "seconds_first": f"{totals[0]:.3f}", "counted": len(totals) - 1,
-        "tokens_per_sec": f"{EPISODES * (PROMPT + RESPONSE) / seconds:.1f}", "peak_memory_mb": f"{memory:.0f}",
+        "system": system, "mode": mode, "repeat": repeat, **columns, "peak_memory_mb": f"{memory:.0f}",
         "gflops": f"{gflops:.1f}", "peak_gflops": f"{peak:.1f}", "fraction": f"{gflops / peak:.4f}",
-        "work_gflop": f"{useful_flops() / 1e9:.1f}", "entropy": f"{entropy:.4f}",
         "shape": f"{LAYERS}x{WIDTH}x{VOCABULARY}", "device": (cpu or [platform.machine()])[0],
         "threads": torch.get_num_threads(), "versions": "; ".join([f"python {platform.python_version()}", *versions]),
         "loadavg": f"{loadavg:.2f}", "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
     }  # fmt: skip
-    results, new = Path(results), not Path(results).exists()
+    results = Path(results)
+    heads = next(csv.reader(open(results))) if results.exists() else list(row)
     with open(results, "a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if new:
+        writer = csv.DictWriter(file, heads, lineterminator="\n")
+        if not file.tell():
             writer.writeheader()
         writer.writerow(row)
 
 
+def record_peer(doc, modes, measure):
+    """Command line of a peer's script, which records measure(mode, model directory)."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=modes, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--results", required=True)
+    options = parser.parse_args()
+    record(options.results, "trl", options.mode, options.repeat, lambda: measure(options.mode, options.model))
+
+
 # ---- Table -----------------------------------------------------------------------------------------------------------
+
+# ends of the text of both pages
+TIMES = """- `times TRL`: seconds of TRL over seconds of the row, both of the same repeat; above 1, the row is faster.
+"""
+MEMORY = """- `peak memory MB`: ru_maxrss of the process, a fresh one for every run.
+"""
+PEAK = """over the peak of a 1024 x 768 x 3072 matrix product, the
+  larger of two measurements in the same process, before and after:
+  {peaks}.
+  fp32 is at matmul precision medium where that is exact, and is the denominator of every mode but bf16.
+"""
+MACHINE = """Measured on {device}, {threads} threads; commit {commit}.
+
+{versions}
+"""
 
 README = """# Throughput
 
@@ -210,15 +263,11 @@ Columns:
 - The two systems cut an iteration differently: compare `iteration s`. `rollout s` of plainrl has sampling, scoring by
   policy and reference, reward and advantages; that of TRL has sampling and reward, and the rest is in
   `PPOTrainer.step`, which is its `update s`.
-- `times TRL`: seconds of TRL over seconds of the row, both of the same repeat; above 1, the row is faster.
+{TIMES}\
 - `tokens/s`: prompt and response tokens of the episodes over the seconds of the iteration.
-- `peak memory MB`: ru_maxrss of the process, a fresh one for every run.
+{MEMORY}\
 - `fraction of GEMM peak`: useful work ({work} GFLOP an iteration: sampling, reference and training; the output layer at
-  response positions only, nothing twice) over seconds and over the peak of a 1024 x 768 x 3072 matrix product, the
-  larger of two measurements in the same process, before and after:
-  {peaks}.
-  fp32 is at matmul precision medium where that is exact, and is the denominator of every mode but bf16.
-
+  response positions only, nothing twice) over seconds and {PEAK}
 Protocol: the systems in turn, one process a run; both load the same weights and prompts; the first of {iterations}
 iterations of a run is not counted. Dropout, evaluation and saving are off. The end token's logit is near -100, so every
 response has its full length (asserted). TRL has mini_batch_size 16, so it takes one optimizer step an epoch, too.
@@ -228,10 +277,7 @@ Load average before a run, the runs before it included: {loads}.
 Not measured: GPUs, other shapes, prompts and responses of unequal length (padding), pretrained weights, several
 processes, a reward model, learning (the reward is trivial), start-up, saving.
 
-Measured on {device}, {threads} threads; commit {commit}.
-
-{versions}
-"""
+{MACHINE}"""
 
 
 def spread(values, digits):
@@ -240,69 +286,86 @@ def spread(values, digits):
     return middle if len(values) == 1 else f"{middle} ({low} to {high})"
 
 
-def readme(results):
-    """The text of README.md, from the CSV file alone."""
-    rows = list(csv.DictReader(open(results)))
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    texts = {("plainrl", mode): text for mode, (_, text) in MODES.items()}
-    texts |= {("trl", mode): text for mode, (_, text) in PEER_MODES.items()}
+def page(rows, template, texts, shown, settings, peer, **fields):
+    """The text of a page, from the rows of the CSV file.
+
+    texts: {(system, mode): note}, in the order of the table. shown: {column of the file: (heading, digits)}. settings:
+    names of the columns "times TRL"; peer(mode, setting): the mode of TRL that a row is compared with there.
+    """
     runs = {key: {row["repeat"]: row for row in rows if (row["system"], row["mode"]) == key} for key in texts}
     runs = {key: found for key, found in runs.items() if found}
-    peers = [key for key in runs if key[0] == "trl"]
-    heads = ["system", "mode", "runs", "rollout s", "update s", "iteration s", "tokens/s", "peak memory MB"]
-    heads += ["fraction of GEMM peak", *(f"times TRL {mode}" for _, mode in peers)]
-    lines = [heads, ["---"] * len(heads)]
+    table = [["system", "mode", "runs", *(heading for heading, _ in shown.values())]]
+    table[0] += [f"times TRL {setting}" for setting in settings]
     for key, found in runs.items():
         cells = [*key, str(len(found))]
-        shown = {"seconds_rollout": 2, "seconds_update": 2, "seconds": 2, "tokens_per_sec": 0}
-        for name, digits in (shown | {"peak_memory_mb": 0, "fraction": 3}).items():
+        for name, (_, digits) in shown.items():
             cells.append(spread([float(row[name]) for row in found.values()], digits))
-        for peer in peers:
-            both = [repeat for repeat in found if repeat in runs[peer]]
-            ratios = [float(runs[peer][repeat]["seconds"]) / float(found[repeat]["seconds"]) for repeat in both]
-            cells.append("1" if key == peer else spread(ratios, 2) if ratios else "")
-        lines.append(cells)
+        for setting in settings:
+            other = "trl", peer(key[1], setting)
+            both = [repeat for repeat in found if repeat in runs.get(other, ())]
+            ratios = [float(runs[other][repeat]["seconds"]) / float(found[repeat]["seconds"]) for repeat in both]
+            cells.append("1" if key == other else spread(ratios, 2) if ratios else "")
+        table.append(cells)
+    used = [i for i in range(len(table[0])) if any(cells[i] for cells in table[1:])]
+    lines = [[cells[i] for i in used] for cells in table]
+    lines.insert(1, ["---"] * len(used))
     peaks = {"fp32": [], "bf16": []}
     for row in rows:
-        peaks["bf16" if row["mode"] == "bf16" else "fp32"].append(float(row["peak_gflops"]))
+        peaks["bf16" if row["mode"].startswith("bf16") else "fp32"].append(float(row["peak_gflops"]))
     layers, width, vocabulary = rows[0]["shape"].split("x")
     versions = {system: sorted({row["versions"] for row in rows if row["system"] == system}) for system, _ in runs}
-    same = {name: ", ".join(sorted(set(columns[name]))) for name in ("device", "threads", "commit")}
-    ranges = {name: [float(x) for x in columns[name]] for name in ("entropy", "loadavg")}
-    return README.format(
-        **globals(), **same, layers=layers, width=width, vocabulary=vocabulary, work=rows[0]["work_gflop"],
-        table="\n".join("| " + " | ".join(cells) + " |" for cells in lines),
-        notes="\n".join(f"- {system} {mode}: {texts[system, mode]}" for system, mode in runs),
-        peaks=", ".join(f"{kind} {spread(found, 0)} GFLOP/s" for kind, found in peaks.items() if found),
-        iterations=int(rows[0]["counted"]) + 1,
-        entropies=spread(ranges["entropy"], 3), loads=spread(ranges["loadavg"], 1),
-        versions="\n".join(f"- {system}: {' / '.join(found)}" for system, found in versions.items()),
+    same = {name: ", ".join(sorted({row[name] for row in rows})) for name in ("device", "threads", "commit")}
+    fields |= same | {"layers": layers, "width": width, "vocabulary": vocabulary}
+    fields["table"] = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    fields["notes"] = "\n".join(f"- {system} {mode}: {texts[system, mode]}" for system, mode in runs)
+    fields["peaks"] = ", ".join(f"{kind} {spread(found, 0)} GFLOP/s" for kind, found in peaks.items() if found)
+    fields["loads"] = spread([float(row["loadavg"]) for row in rows], 1)
+    fields["versions"] = "\n".join(f"- {system}: {' / '.join(found)}" for system, found in versions.items())
+    fields |= {name: globals()[name].format(**fields) for name in ("TIMES", "MEMORY", "PEAK", "MACHINE")}
+    return template.format(**fields)
+
+
+def readme(rows):
+    """The text of README.md."""
+    texts = {("plainrl", mode): text for mode, (_, text) in MODES.items()}
+    texts |= {("trl", mode): text for mode, (_, text) in PEER_MODES.items()}
+    shown = {"seconds_rollout": ("rollout s", 2), "seconds_update": ("update s", 2), "seconds": ("iteration s", 2)}
+    shown |= {"tokens_per_sec": ("tokens/s", 0), "peak_memory_mb": ("peak memory MB", 0)}
+    shown |= {"fraction": ("fraction of GEMM peak", 3)}
+    return page(
+        rows, README, texts, shown, PEER_MODES, lambda mode, setting: setting, work=rows[0]["work_gflop"],
+        iterations=int(rows[0]["counted"]) + 1, entropies=spread([float(row["entropy"]) for row in rows], 3),
+        EPISODES=EPISODES, PROMPT=PROMPT, RESPONSE=RESPONSE, EPOCHS=EPOCHS,
     )  # fmt: skip
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(doc, modes, measure, readme, results, name, pending=False):
+    """Command line of a benchmark. readme(rows) -> the text of the page `name`, which lies beside the results. pending:
+    results have still to be taken, so --check accepts that there are neither results nor a page."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prepare", metavar="DIR", type=Path, help="write model and tokenizer, unless they are there")
-    parser.add_argument("--mode", choices=MODES, help="measure one run in this process")
+    parser.add_argument("--mode", choices=modes, help="measure one run in this process")
     parser.add_argument("--model", help="what --prepare wrote")
     parser.add_argument("--repeat", type=int, default=1, help="number of this run in the table")
-    parser.add_argument("--results", type=Path, default=HERE / "results.csv")
-    parser.add_argument("--table", action="store_true", help="write README.md beside the results")
-    parser.add_argument("--check", action="store_true", help="compare README.md with the results")
+    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("--table", action="store_true", help=f"write {name} beside the results")
+    parser.add_argument("--check", action="store_true", help=f"compare {name} with the results")
     options = parser.parse_args()
     if options.prepare and not (options.prepare / "tokenizer.json").exists():
         prepare(options.prepare)
     if options.mode:
-        measure = lambda: measure_ours(options.mode, options.model)  # noqa: E731
-        record(options.results, "plainrl", options.mode, options.repeat, measure)
-    page = options.results.with_name("README.md")
+        record(options.results, "plainrl", options.mode, options.repeat, lambda: measure(options.mode, options.model))
+    file = options.results.with_name(name)
+    if options.check and pending and not (options.results.exists() or file.exists()):
+        print(f"nothing to check yet: there are neither {options.results.name} nor {name}")
+        return
     if options.table:
-        page.write_text(readme(options.results))
+        file.write_text(readme(list(csv.DictReader(open(options.results)))))
     if options.check:
-        there = options.results.exists() and page.exists()
-        if not (there and page.read_text() == readme(options.results)):
-            sys.exit(f"{page} does not follow from {options.results.name}: run ppo_gpt2_small.py --table")
+        there = options.results.exists() and file.exists()
+        if not (there and file.read_text() == readme(list(csv.DictReader(open(options.results))))):
+            sys.exit(f"{file} does not follow from {options.results.name}: run {Path(sys.argv[0]).name} --table")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, MODES, measure_ours, readme, HERE / "results.csv", "README.md")

@@ -204,8 +204,8 @@ class Args:
     min_length_limit: int | None = None
     """Draw the longest length of each rollout response uniformly from this to --max-new-tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response. The tokens through the one that completes it are trained; reward and metric see the
-    text before it, without trailing space."""
+    """Strings that end a response, which keeps (and in ppo trains) the tokens through the one that completes the
+    string. Reward and metric see the text before it, without trailing space."""
     temperature: float = 1.0
     """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
     eval_temperature: float = 1.0
@@ -296,6 +296,9 @@ def load_model(args, path, flag="--model"):
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    ends = model.generation_config.eos_token_id  # so that the exported model ends where it was trained to
+    if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
     # a strided slice times a frozen weight makes CPU kernels copy the weight for every row
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
     return model, tokenizer
@@ -663,16 +666,17 @@ def load_rows(data, flag):
 
 def load_sets(spec, flag):
     """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
-    are a mapping, or files and hub splits joined by commas and named by stem or split."""
-    data = build(spec, flag)
-    if isinstance(data, str) and "," in data:
-        names = [part.partition(":")[2] or Path(part).stem for part in data.split(",")]
-        if len(set(names)) < len(names):
-            raise InputError(f"{flag} {data}: two sets have the same name")
-        data = dict(zip(names, data.split(","), strict=True))
+    are a mapping, or sources joined by commas and named by stem, split or function."""
+    parts = (
+        re.split(r",\s*(?=[^,=]*(?:,|$))", spec) if isinstance(spec, str) else []
+    )  # not between a function's options
+    names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
+    if len(set(names)) < len(names):
+        raise InputError(f"{flag} {spec}: two sets have the same name")
+    data = dict(zip(names, parts, strict=True)) if len(parts) > 1 else build(spec, flag)
     if not isinstance(data, dict):
         return {"eval/": load_rows(data, flag)}
-    return {f"eval/{name}/": load_rows(rows, f"{flag} {name}") for name, rows in data.items()}
+    return {f"eval/{name}/": load_rows(build(rows, flag), f"{flag} {name}") for name, rows in data.items()}
 
 
 def texts(rows, column, flag):
@@ -686,10 +690,15 @@ def texts(rows, column, flag):
     return [row[column] for row in rows]
 
 
+def have_bos(tokenizer, texts):
+    """Whether the texts already begin with the beginning token, as those that a chat template wrote do."""
+    return bool(tokenizer.bos_token) and all(text.startswith(tokenizer.bos_token) for text in texts)
+
+
 def chat_text(tokenizer, messages, where, **options):
     """The messages as the tokenizer's chat template writes them."""
     if not tokenizer.chat_template:
-        raise InputError(f"{where}: the tokenizer has no chat template: take one that has, or rows of plain text")
+        raise InputError(f"{where}: the tokenizer has no chat template: save it with one, or take rows of plain text")
     for message in messages if isinstance(messages, list) and messages else [None]:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
@@ -713,21 +722,25 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     """
     chat, kept = isinstance(rows[0].get("prompt"), list), []
     if chat:
-        where, options = f"{flag} row {{}}: 'prompt'", {"add_generation_prompt": True}
-        rendered = [chat_text(tokenizer, r["prompt"], where.format(i), **options) for i, r in enumerate(rows, 1)]
-        rows = [r | {"prompt": text, "messages": r["prompt"]} for r, text in zip(rows, rendered, strict=True)]
-    queries = tokenizer(texts(rows, "prompt", flag), add_special_tokens=not chat)["input_ids"]
+        rendered, options = [], {"add_generation_prompt": True}
+        for i, row in enumerate(rows, 1):
+            text = chat_text(tokenizer, row["prompt"], f"{flag} row {i}", tools=row.get("tools"), **options)
+            rendered.append(row | {"prompt": text, "messages": row["prompt"]})
+        rows = rendered
+    prompts = texts(rows, "prompt", flag)
+    queries = tokenizer(prompts, add_special_tokens=not chat and not have_bos(tokenizer, prompts))["input_ids"]
     for number, ids in enumerate(queries, 1):
         if not ids and tokenizer.bos_token_id is None:
             raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
+        if ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token):
+            del ids[-1]  # some tokenizers end every text
         ids += [] if ids else [tokenizer.bos_token_id]
         if max_length is None or len(ids) <= max_length:
             kept.append(number - 1)
             if limit and len(ids) + max_new_tokens > limit:
                 sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-                raise InputError(
-                    f"{flag} row {number}: a prompt of {sizes} (ppo.py: --max-prompt-length drops such rows)"
-                )
+                how = "shorten it, lower --max-new-tokens, or in ppo.py set --max-prompt-length"
+                raise InputError(f"{flag} row {number}: a prompt of {sizes}: {how}")
     if not kept:
         raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
     return [rows[i] for i in kept], [queries[i] for i in kept]
@@ -858,14 +871,13 @@ def call_function(function, name, tokenizer, rows, outputs, output_ids):
 def call_metric(function, name, tokenizer, rows, outputs, output_ids):
     """{name: values per row} of a metric function."""
     columns = call_function(function, name, tokenizer, rows, outputs, output_ids)
+    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
     if not isinstance(columns, dict) or not columns:
-        raise InputError(
-            f"{name} must return {{name: list of {len(rows)} finite numbers}}, it returned {columns!r:.60}"
-        )
+        raise InputError(f"{expected}, it returned {columns!r:.60}")
     for key, values in columns.items():
         good = isinstance(values, list) and len(values) == len(rows)
         if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-            raise InputError(f"{name} must return {{name: list of {len(rows)} finite numbers}}; {key!r} is not one")
+            raise InputError(f"{expected}; {key!r} is not one")
     return columns
 
 
@@ -1117,13 +1129,13 @@ def main(args):
         eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
-    problems = [f"--batch-size {args.batch_size} must be a multiple of the {world} processes"]
-    problems = problems if args.batch_size % world else []
+    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
+    if args.batch_size % world:
+        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
     if accelerator.mixed_precision == "fp16":
-        problems.append("use --mixed-precision bf16 or no: fp16 is not offered")
-    stop_if(problems)
+        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
     lm, tokenizer = load_model(args, path)
-    limit = getattr(lm.config, "max_position_embeddings", None)
+    limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     found, options = len(rows), (tokenizer, args.max_new_tokens, limit)
     rows, queries = encode_prompts(rows, *options, "--dataset", args.max_prompt_length)
     for prefix, eval_rows in eval_sets.items():

@@ -24,9 +24,10 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -106,7 +107,7 @@ class Args:
     """Rows with a prompt to sample at evaluation (needs --metric); auto: the embedded task's; default: the first set of
     --eval-dataset."""
     formatting: str | None = None
-    """file.py:function(row) that makes a text, or a row in one of the forms of --dataset, of each row."""
+    """file.py:function(row) that makes a text, a row in one of the forms of --dataset, or a list of these of a row."""
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
@@ -115,8 +116,8 @@ class Args:
     """Train on completions, on the outputs of a dialogue and on the assistant's turns of a chat alone; off: on every
     token."""
     packing: bool = False
-    """Put the rows of a step together into lines of --max-length tokens; no row sees another. Never changes the
-    result; --micro-batch-size counts lines."""
+    """Put the rows of a step together into lines of at most --max-length tokens; no row sees another. Changes memory
+    and speed, never the result; --micro-batch-size counts lines."""
     neftune_alpha: float = 0.0
     """Uniform noise of size alpha / sqrt(tokens x hidden size) on the embeddings in training (arXiv 2310.05914);
     0: none."""
@@ -144,8 +145,8 @@ class Args:
     """Rows per optimizer step, all processes together."""
     micro_batch_size: int = 64
     """Rows per process and forward pass; changes memory and speed, never the result."""
-    epochs: float = 85.0
-    """Passes over the data; --total-steps wins over it."""
+    epochs: float | None = None
+    """Passes over the data; default: 3, the embedded task 85. --total-steps wins over it."""
     total_steps: int | None = None
     """Optimizer steps; default: from --epochs."""
 
@@ -153,8 +154,8 @@ class Args:
     max_new_tokens: int = 9
     """Longest response, in tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response. The tokens through the one that completes it are trained; reward and metric see the
-    text before it, without trailing space."""
+    """Strings that end a response, which keeps (and in ppo trains) the tokens through the one that completes the
+    string. Reward and metric see the text before it, without trailing space."""
     eval_temperature: float = 1.0
     """Sampling temperature of evaluations; 0: greedy."""
     top_k: int = 0
@@ -170,6 +171,7 @@ class Args:
         for name, function in embedded.items():
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{function}")
+        self.epochs = (3.0 if own else 85.0) if self.epochs is None else self.epochs
         given = {name: value for name, value in vars(self).items() if value is not None}
         problems = [(name, "at least 1") for name in AT_LEAST_ONE if given.get(name, 1) < 1]
         problems += [(name, "at least 0") for name in ("save_every", "eval_every", "top_k") if getattr(self, name) < 0]
@@ -239,6 +241,9 @@ def load_model(args, path, flag="--model"):
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    ends = model.generation_config.eos_token_id  # so that the exported model ends where it was trained to
+    if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
     # a strided slice times a frozen weight makes CPU kernels copy the weight for every row
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
     return model, tokenizer
@@ -339,24 +344,26 @@ def load_rows(data, flag):
 
 def load_sets(spec, flag):
     """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
-    are a mapping, or files and hub splits joined by commas and named by stem or split."""
-    data = build(spec, flag)
-    if isinstance(data, str) and "," in data:
-        names = [part.partition(":")[2] or Path(part).stem for part in data.split(",")]
-        if len(set(names)) < len(names):
-            raise InputError(f"{flag} {data}: two sets have the same name")
-        data = dict(zip(names, data.split(","), strict=True))
+    are a mapping, or sources joined by commas and named by stem, split or function."""
+    parts = (
+        re.split(r",\s*(?=[^,=]*(?:,|$))", spec) if isinstance(spec, str) else []
+    )  # not between a function's options
+    names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
+    if len(set(names)) < len(names):
+        raise InputError(f"{flag} {spec}: two sets have the same name")
+    data = dict(zip(names, parts, strict=True)) if len(parts) > 1 else build(spec, flag)
     if not isinstance(data, dict):
         return {"eval/": load_rows(data, flag)}
-    return {f"eval/{name}/": load_rows(rows, f"{flag} {name}") for name, rows in data.items()}
+    return {f"eval/{name}/": load_rows(build(rows, flag), f"{flag} {name}") for name, rows in data.items()}
 
 
 def format_rows(rows, function):
-    """What the function of --formatting makes of the rows: a text, or a row."""
+    """What the function of --formatting makes of the rows."""
     try:
         made = [function(dict(row)) for row in rows]
     except Exception as error:
         raise InputError(f"--formatting raised {type(error).__name__}: {error}") from error
+    made = [part for found in made for part in (found if isinstance(found, list) else [found])]
     return load_rows([{"text": row} if isinstance(row, str) else row for row in made], "--formatting")
 
 
@@ -371,10 +378,15 @@ def texts(rows, column, flag):
     return [row[column] for row in rows]
 
 
+def have_bos(tokenizer, texts):
+    """Whether the texts already begin with the beginning token, as those that a chat template wrote do."""
+    return bool(tokenizer.bos_token) and all(text.startswith(tokenizer.bos_token) for text in texts)
+
+
 def chat_text(tokenizer, messages, where, **options):
     """The messages as the tokenizer's chat template writes them."""
     if not tokenizer.chat_template:
-        raise InputError(f"{where}: the tokenizer has no chat template: take one that has, or rows of plain text")
+        raise InputError(f"{where}: the tokenizer has no chat template: save it with one, or take rows of plain text")
     for message in messages if isinstance(messages, list) and messages else [None]:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
@@ -389,18 +401,20 @@ def chat_text(tokenizer, messages, where, **options):
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def chat_pieces(tokenizer, messages, first, where):
+def chat_pieces(tokenizer, messages, first, tools, where):
     """The text of a chat in pieces, alternately without and with loss: the assistant's messages from number `first` on,
     with the end of their turn."""
-    text, pieces = chat_text(tokenizer, messages, where), []
+    text, pieces = chat_text(tokenizer, messages, where, tools=tools), []
     if messages[-1]["role"] != "assistant":
         raise InputError(f"{where}: the last message must be the assistant's, it is by {messages[-1]['role']!r}")
     for i in (i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"):
-        before = chat_text(tokenizer, messages[:i], where, add_generation_prompt=True) if i else ""
-        after, done = chat_text(tokenizer, messages[: i + 1], where), "".join(pieces)
+        options = {"tools": tools, "add_generation_prompt": True}
+        before = chat_text(tokenizer, messages[:i], where, **options) if i else ""
+        after, done = chat_text(tokenizer, messages[: i + 1], where, tools=tools), "".join(pieces)
         if not (before.startswith(done) and after.startswith(before) and text.startswith(after)):
             problem = f"the chat template changes earlier turns when message {i + 1} follows"
-            raise InputError(f"{where}: {problem}: split the chat into rows of prompt and completion, one per answer")
+            how = "--formatting can make a list of rows with prompt and completion, one per answer"
+            raise InputError(f"{where}: {problem}: {how}")
         pieces += [before[len(done) :], after[len(before) :]]
     return pieces
 
@@ -409,12 +423,15 @@ def row_pieces(rows, tokenizer, flag):
     """The text of each row in pieces, alternately without and with loss."""
     columns, numbers = rows[0], range(1, len(rows) + 1)
     if "messages" in columns:
-        chats = [(row["messages"], 0) for row in rows]
+        chats = [(row["messages"], 0, row.get("tools")) for row in rows]
     elif isinstance(columns.get("prompt"), list):
-        good = [isinstance(row["prompt"], list) and isinstance(row.get("completion"), list) for row in rows]
+        good = [
+            isinstance(r["prompt"], list) and isinstance(r.get("completion"), list) and r["completion"] for r in rows
+        ]
         if not all(good):
-            raise InputError(f"{flag} row {good.index(False) + 1}: prompt and completion must be two lists of messages")
-        chats = [(row["prompt"] + row["completion"], len(row["prompt"])) for row in rows]
+            number = next(i for i, fine in enumerate(good, 1) if not fine)
+            raise InputError(f"{flag} row {number}: prompt and completion must be two lists of messages")
+        chats = [(row["prompt"] + row["completion"], len(row["prompt"]), row.get("tools")) for row in rows]
     elif "dialogue" in columns:
         for number, row in enumerate(rows, 1):
             found = row["dialogue"] if isinstance(row["dialogue"], list) else None
@@ -433,19 +450,22 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
     """[(ids, labels)] of the rows that have a label left after the cut to max_length, and a report for the summary.
 
     The pieces of a row are tokenised together; a piece begins at the longest common prefix with the tokens of what
-    precedes it, so a merge across the boundary belongs to the later piece. The end token is appended once, and never to
-    a row that was cut; in a chat the template ends the turns. The first token has no label: nothing predicts it.
+    precedes it, so a merge across the boundary belongs to the later piece. An empty prompt becomes the beginning token.
+    The end token is appended once, and never to a row that was cut; in a chat the template ends the turns. The first
+    token has no label: nothing predicts it.
     """
     chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
-    options, eos, examples, truncated = {"add_special_tokens": not chat}, tokenizer.eos_token_id, [], 0
-    encoded = tokenizer(["".join(parts) for parts in pieces], **options)["input_ids"]
-    heads = ["".join(parts[:i]) for parts in pieces for i in range(1, len(parts))]
-    heads = iter(tokenizer(heads, **options)["input_ids"])
+    bos, eos, examples, truncated = tokenizer.bos_token_id, tokenizer.eos_token_id, [], 0
+    whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
+    options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
+    encoded, prefixes = tokenizer(whole, **options)["input_ids"], iter(tokenizer(prefixes, **options)["input_ids"])
     for ids, parts in zip(encoded, pieces, strict=True):
         ids = ids if chat or ids[-1:] == [eos] else [*ids, eos]
-        begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in parts[1:]), len(ids)]
+        begins = [0, *(len(os.path.commonprefix((ids, next(prefixes)))) for _ in parts[1:]), len(ids)]
+        if begins[1] == 0 and bos is not None and not chat and "text" not in rows[0]:
+            ids, begins = [bos, *ids], [0, *(begin + 1 for begin in begins[1:])]
         labels = [-100] * len(ids)
-        for i in range(completion_only_loss, len(parts), 1 + completion_only_loss):
+        for i in range(1, len(parts), 2) if completion_only_loss else range(len(parts)):
             labels[begins[i] : begins[i + 1]] = ids[begins[i] : begins[i + 1]]
         truncated += len(ids) > max_length
         ids, labels = ids[:max_length], [-100, *labels[1:max_length]]
@@ -470,21 +490,25 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     """
     chat, kept = isinstance(rows[0].get("prompt"), list), []
     if chat:
-        where, options = f"{flag} row {{}}: 'prompt'", {"add_generation_prompt": True}
-        rendered = [chat_text(tokenizer, r["prompt"], where.format(i), **options) for i, r in enumerate(rows, 1)]
-        rows = [r | {"prompt": text, "messages": r["prompt"]} for r, text in zip(rows, rendered, strict=True)]
-    queries = tokenizer(texts(rows, "prompt", flag), add_special_tokens=not chat)["input_ids"]
+        rendered, options = [], {"add_generation_prompt": True}
+        for i, row in enumerate(rows, 1):
+            text = chat_text(tokenizer, row["prompt"], f"{flag} row {i}", tools=row.get("tools"), **options)
+            rendered.append(row | {"prompt": text, "messages": row["prompt"]})
+        rows = rendered
+    prompts = texts(rows, "prompt", flag)
+    queries = tokenizer(prompts, add_special_tokens=not chat and not have_bos(tokenizer, prompts))["input_ids"]
     for number, ids in enumerate(queries, 1):
         if not ids and tokenizer.bos_token_id is None:
             raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
+        if ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token):
+            del ids[-1]  # some tokenizers end every text
         ids += [] if ids else [tokenizer.bos_token_id]
         if max_length is None or len(ids) <= max_length:
             kept.append(number - 1)
             if limit and len(ids) + max_new_tokens > limit:
                 sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-                raise InputError(
-                    f"{flag} row {number}: a prompt of {sizes} (ppo.py: --max-prompt-length drops such rows)"
-                )
+                how = "shorten it, lower --max-new-tokens, or in ppo.py set --max-prompt-length"
+                raise InputError(f"{flag} row {number}: a prompt of {sizes}: {how}")
     if not kept:
         raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
     return [rows[i] for i in kept], [queries[i] for i in kept]
@@ -492,60 +516,51 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
 
 def pack(lengths, max_length):
     """Best-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
-    lines, space = [], []
+    lines = []  # [space left, indices]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fits = [line for line, left in enumerate(space) if left >= lengths[i]]
-        line = min(fits, key=space.__getitem__, default=len(lines))
-        if line == len(lines):
-            lines.append([])
-            space.append(max_length)
-        lines[line].append(i)
-        space[line] -= lengths[i]
-    return lines
+        line = min((line for line in lines if line[0] >= lengths[i]), key=lambda line: line[0], default=None)
+        if line is None:
+            lines.append(line := [max_length, []])
+        line[0] -= lengths[i]
+        line[1].append(i)
+    return [indices for _, indices in lines]
 
 
 def collate(lines, pad):
-    """(ids, documents, positions, labels), each (B, T), right-padded. A line is a list of examples (ids, labels, ...);
-    documents counts them from 1 and is 0 at padding, positions count from 0 in each."""
-    rows = [[], [], [], []]
+    """(ids, positions, labels), each (B, T), right-padded. A line is a list of examples (ids, labels, ...); positions
+    count from 0 in each of them, and on through the padding."""
+    rows, width = [], max(sum(len(ids) for ids, *_ in line) for line in lines)
     for line in lines:
-        documents = [n for n, example in enumerate(line, 1) for _ in example[0]]
-        positions = [i for example in line for i in range(len(example[0]))]
         ids, labels = ([token for example in line for token in example[column]] for column in (0, 1))
-        for row, values in zip(rows, (ids, documents, positions, labels), strict=True):
-            row.append(values)
-    width, fills = max(map(len, rows[0])), (pad, 0, 0, -100)
-    filled = [[x + [fill] * (width - len(x)) for x in row] for row, fill in zip(rows, fills, strict=True)]
-    return tuple(map(torch.tensor, filled))
+        positions = [i for example in line for i in range(len(example[0]))]
+        fill, after = width - len(ids), positions[-1] + 1
+        rows.append((ids + [pad] * fill, [*positions, *range(after, after + fill)], labels + [-100] * fill))
+    return tuple(map(torch.tensor, zip(*rows, strict=True)))
 
 
-def label_logits(model, ids, documents, positions, labels):
-    """Logits (B, K, V) and their labels (B, K): the last K positions, from the first label of the batch on."""
-    first = int((labels != -100).any(0).int().argmax()) if (labels != -100).any() else ids.shape[1] - 1
-    documents = documents[:, :-1]
-    mask = (documents > 0).long()
-    if documents.max() > 1:  # block-diagonal: a token sees the earlier ones of its own document
-        mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]  # (B, 1, T - 1, T - 1)
-        mask = torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min).to(next(model.parameters()).dtype)
-    inputs = {"input_ids": ids[:, :-1], "attention_mask": mask, "position_ids": positions[:, :-1]}
-    logits = model(**inputs, use_cache=False, logits_to_keep=ids.shape[1] - first).logits
-    return logits, labels[:, first:]
+def label_logits(model, ids, positions, labels):
+    """Logits (B, K, V) and their labels (B, K): the last K positions, from the first label of the batch on.
+
+    No mask is passed: padding is on the right, and without a cache transformers keeps apart what begins at position 0,
+    by a block-diagonal mask for each kind of layer (its masking_utils.py).
+    """
+    first = int((labels != -100).any(0).int().argmax()) or ids.shape[1] - 1  # no label at all: one position
+    inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1]}
+    return model(**inputs, use_cache=False, logits_to_keep=ids.shape[1] - first).logits, labels[:, first:]
 
 
 @torch.no_grad()
-def packing_error(model, lines, pad, device):
-    """Largest difference of a token's loss between rows packed into lines and each row alone."""
-    losses = []
-    for grouped in lines, [[example] for line in lines for example in line]:
-        logits, labels = label_logits(model, *(x.to(device) for x in collate(grouped, pad)))
-        losses.append(token_nll(logits, labels)[labels != -100])
-    return (losses[0] - losses[1]).abs().max()
+def packing_error(model, line, pad, device):
+    """Largest difference of a token's loss between the examples of a line packed and each alone."""
+    batches = [[line], *([[example]] for example in line)]
+    found = [label_logits(model, *(x.to(device) for x in collate(lines, pad))) for lines in batches]
+    packed, *alone = [token_nll(logits, labels)[labels != -100] for logits, labels in found]
+    return (packed - torch.cat(alone)).abs().max().item()
 
 
-@contextmanager
 def neftune(lm, lines, args, step):
-    """Within it the embeddings of each row of T tokens get noise from +-alpha / sqrt(T H), keyed by (step, its place in
-    the batch). Source: arXiv 2310.05914, Algorithm 1."""
+    """Context in which the embeddings of each row of T tokens get noise from +-alpha / sqrt(T H), keyed by (step, its
+    place in the batch). Source: arXiv 2310.05914, Algorithm 1."""
 
     def add_noise(module, inputs, output):
         noise = torch.zeros(output.shape)
@@ -556,12 +571,7 @@ def neftune(lm, lines, args, step):
             row[: len(drawn)] = drawn
         return output + noise.to(output)
 
-    hook = lm.get_input_embeddings().register_forward_hook(add_noise) if args.neftune_alpha else None
-    try:
-        yield
-    finally:
-        if hook:
-            hook.remove()
+    return lm.get_input_embeddings().register_forward_hook(add_noise) if args.neftune_alpha else nullcontext()
 
 
 # ---- Sampling --------------------------------------------------------------------------------------------------------
@@ -689,14 +699,13 @@ def call_function(function, name, tokenizer, rows, outputs, output_ids):
 def call_metric(function, name, tokenizer, rows, outputs, output_ids):
     """{name: values per row} of a metric function."""
     columns = call_function(function, name, tokenizer, rows, outputs, output_ids)
+    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
     if not isinstance(columns, dict) or not columns:
-        raise InputError(
-            f"{name} must return {{name: list of {len(rows)} finite numbers}}, it returned {columns!r:.60}"
-        )
+        raise InputError(f"{expected}, it returned {columns!r:.60}")
     for key, values in columns.items():
         good = isinstance(values, list) and len(values) == len(rows)
         if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-            raise InputError(f"{name} must return {{name: list of {len(rows)} finite numbers}}; {key!r} is not one")
+            raise InputError(f"{expected}; {key!r} is not one")
     return columns
 
 
@@ -709,7 +718,7 @@ def evaluate_loss(accelerator, model, examples, args, pad):
     world, rank = accelerator.num_processes, accelerator.process_index
     share = math.ceil(len(examples) / world)
     empty = (examples[0][0], [-100] * len(examples[0][0]))  # every process runs the same number of forwards
-    local = (examples[rank * share : (rank + 1) * share] + [empty] * share)[:share]
+    local = (examples[rank::world] + [empty])[:share]
     lines = [[example] for example in sorted(local, key=lambda example: len(example[0]))]  # never packed
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     for i in range(0, share, args.micro_batch_size):
@@ -776,19 +785,17 @@ def main(args):
     prompts = next(iter(eval_sets.values()), [])
     if args.eval_prompts:
         prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
-    if metric and not prompts:
-        raise InputError(
-            "--metric needs prompts to sample from: name --eval-prompts, or an --eval-dataset with prompts"
-        )
+    if metric and "prompt" not in (prompts or [{}])[0]:
+        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
-    problems = [f"--batch-size {args.batch_size} must be a multiple of the {world} processes"]
-    problems = problems if args.batch_size % world else []
+    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
+    if args.batch_size % world:
+        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
     if accelerator.mixed_precision == "fp16":
-        problems.append("use --mixed-precision bf16 or no: fp16 is not offered")
-    stop_if(problems)
+        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
     lm, tokenizer = load_model(args, path)
-    pad, limit = tokenizer.pad_token_id, getattr(lm.config, "max_position_embeddings", None)
+    pad, limit = tokenizer.pad_token_id, getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     freeze(lm, args.num_layers_unfrozen)
     max_length = min(args.max_length, limit or args.max_length)
     encoding = tokenizer, max_length, args.completion_only_loss
@@ -814,13 +821,18 @@ def main(args):
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
     eval_every, packing = args.eval_every if eval_sets or metric else 0, args.packing
-    lengths, (ids, labels) = sorted(len(ids) for ids, _ in examples), examples[0]
-    masked, shown = 1, ""
-    while masked < len(ids) and labels[masked] == -100:  # the prompt
-        masked += 1
-    for same, group in itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] == -100):
-        text = visible(tokenizer.decode([i for i, _ in group]))
-        shown += f"[{text}]" if same else text
+    if packing:  # the longest row beside the shortest: shows a leak between rows, and an ignored window
+        ends = sorted(examples, key=lambda example: len(example[0]))
+        error = packing_error(model, [ends[-1], ends[0]], pad, device)
+        packing = error <= (1e-4 if args.dtype != "bfloat16" and accelerator.mixed_precision == "no" else 0.1)
+        if not packing:
+            run.say(f"--packing is off: in this model it changes the loss of a token by {error:.1e}")
+    if not any(tokenizer.eos_token_id in labels for _, labels in examples):
+        run.say(f"warning: no row trains the end token {tokenizer.eos_token}: responses will not end")
+    lengths, (first_ids, first_labels), shown = sorted(len(ids) for ids, _ in examples), examples[0], ""
+    for hidden, pairs in itertools.groupby(zip(first_ids, first_labels, strict=True), lambda pair: pair[1] == -100):
+        text = visible(tokenizer.decode([i for i, _ in pairs]))
+        shown += f"[{text}]" if hidden else text
     run.say(
         f"sft: {sum(w.numel() for w in lm.parameters()):,} parameters, "
         f"{sum(w.numel() for w in lm.parameters() if w.requires_grad):,} trained; "
@@ -864,16 +876,8 @@ def main(args):
         count = sum(label != -100 for _, labels in batch for label in labels)  # labelled tokens of all processes
         local = [(*batch[place], place) for place in range(accelerator.process_index, args.batch_size, world)]
         local.sort(key=lambda example: len(example[0]))
-        lines = [[example] for example in local]
-        if packing:
-            lines = [[local[i] for i in line] for line in pack([len(ids) for ids, _, _ in local], max_length)]
-            if step == run.begun + 1:
-                error = packing_error(model, lines[: args.micro_batch_size], pad, device)
-                rounding = 1e-4 if args.dtype != "bfloat16" and accelerator.mixed_precision == "no" else 0.1
-                packing = accelerator.gather(error[None]).max().item() <= rounding
-                if not packing:
-                    run.say(f"packing is off: losses of rows packed and alone differ by {error:.1e}")
-                    lines = [[example] for example in local]
+        groups = pack([len(ids) for ids, *_ in local], max_length) if packing else [[i] for i in range(len(local))]
+        lines = [[local[i] for i in group] for group in groups]
         micro_batches = [lines[i : i + args.micro_batch_size] for i in range(0, len(lines), args.micro_batch_size)]
         # 2. loss = -1/count sum log p(token | tokens before it), and its gradient
         loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -896,7 +900,8 @@ def main(args):
         optimizer.zero_grad()
         # 4. evaluate, log, save
         seconds = time.perf_counter() - begun
-        metrics = {"train/loss": loss.item(), "optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
+        metrics = {"train/loss": loss.item(), "train/epoch": step * args.batch_size / len(examples)}
+        metrics |= {"optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
         perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": sum(len(ids) for ids, _ in batch) / seconds}
         if eval_every and (step % eval_every == 0 or step == total_steps):
             metrics |= evaluate(step)
@@ -915,7 +920,8 @@ def main(args):
     # ---- export
     run.export(lm, tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after SFT on {run.identity['flags']['dataset']}"
-    metrics = run.finish(headline, title, tokenizer.decode(ids[: max(masked, 1)]))
+    prompt = next(i for i, label in enumerate(first_labels) if label != -100)
+    metrics = run.finish(headline, title, tokenizer.decode(first_ids[:prompt]))
     accelerator.end_training()
     return metrics, run.dir
 

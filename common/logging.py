@@ -28,10 +28,10 @@ from accelerate.utils import broadcast_object_list
 from common import checkpoint as ckpt
 from common.checkpoint import InputError
 
-# Flags that leave the result as it is (to rounding) may differ when a run is continued; the last two are written to
-# config.yaml all the same, since a large model does not fit without them.
+# Flags that leave the result as it is (to rounding) may differ when a run is continued; those of the last line are
+# written to config.yaml all the same, since a large model does not fit without them.
 NEUTRAL = """run_dir resume threads save_every keep_checkpoints track wandb_project push_to_hub check
-micro_batch_size decode_batch_size""".split()
+micro_batch_size decode_batch_size packing cache_trunk gradient_checkpointing""".split()
 # Flags that may name files.
 SPECS = "model tokenizer ref_model dataset eval_dataset eval_prompts formatting reward metric".split()
 _open = []  # runs of this process that are not closed
@@ -225,7 +225,7 @@ class Run:
         if not same:
             with contextlib.suppress(FileNotFoundError):
                 (folder / "README.md").unlink()
-            sizes = {name: value for name, value in vars(args).items() if name in NEUTRAL[-2:]}
+            sizes = {name: value for name, value in vars(args).items() if name in NEUTRAL[-5:]}
             ckpt.write_text(folder / "config.yaml", yaml.safe_dump(new["flags"] | sizes, sort_keys=False))
             ckpt.write_text(folder / "env.json", json.dumps(new | environment(self.accelerator), indent=1))
         return folder, path, state, False

@@ -540,7 +540,7 @@ def shape_scores(scores, mask, cut, moments, args):
     scores are not scaled.
     """
     count, mean, squares = moments
-    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    last = (mask & (mask.flip(1).cumsum(1).flip(1) == 1)).to(scores.dtype)
     if args.score_scaling.startswith("running") or count == 0:
         sums = scores.double().sum(1)
         delta, total = sums.mean().item() - mean, count + len(sums)
@@ -551,7 +551,7 @@ def shape_scores(scores, mask, cut, moments, args):
         centred = scores - mean * last if args.score_scaling.endswith("norm") else scores
         scores = centred / (std if std > 1e-8 * max(1.0, abs(mean)) else 1.0)
     scores = scores.clamp(-args.score_clip, args.score_clip) if args.score_clip else scores
-    return scores - args.missing_eos_penalty * (last & cut[:, None]), [count, mean, squares]
+    return scores - args.missing_eos_penalty * last * cut[:, None], [count, mean, squares]
 
 
 def gae(rewards, values, mask, gamma, lam, last_value=None):
@@ -848,8 +848,9 @@ def decode(tokenizer, queries, responses, stops):
     whole = [query + response for query, response in zip(queries, responses, strict=True)]
     parts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (queries, whole, responses)]
     texts = [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
-    ends = [min((text.find(stop) for stop in stops if stop in text), default=None) for text in texts]
-    return [text if end is None else text[:end].rstrip() for text, end in zip(texts, ends, strict=True)]
+    ends = [min((text.find(stop) for stop in stops if stop in text), default=len(text)) for text in texts]
+    done = stopped(tokenizer, responses, stops)  # a stop string that is a special token is not in the text
+    return [text[:end].rstrip() if stop else text for text, end, stop in zip(texts, ends, done, strict=True)]
 
 
 def call_function(function, name, tokenizer, rows, outputs, output_ids):
@@ -980,10 +981,8 @@ def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, score, ite
     for micro_batch in map(batch.take, local.split(args.micro_batch_size)):
         query, query_mask, response, mask = micro_batch.tokens()
         more = (0, int(args.bootstrap_truncated))  # one column more gives the value of the state after the last token
-        inputs, options = (
-            (query, query_mask, F.pad(response, more), F.pad(mask, more)),
-            {"temperature": args.temperature},
-        )
+        inputs = query, query_mask, F.pad(response, more), F.pad(mask, more)
+        options = {"temperature": args.temperature}
         if trunk.depth and not trunk.checked:
             with trunk.play(lm, micro_batch.trunk):
                 played = model(*inputs, **options)[0]

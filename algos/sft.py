@@ -676,8 +676,9 @@ def decode(tokenizer, queries, responses, stops):
     whole = [query + response for query, response in zip(queries, responses, strict=True)]
     parts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (queries, whole, responses)]
     texts = [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
-    ends = [min((text.find(stop) for stop in stops if stop in text), default=None) for text in texts]
-    return [text if end is None else text[:end].rstrip() for text, end in zip(texts, ends, strict=True)]
+    ends = [min((text.find(stop) for stop in stops if stop in text), default=len(text)) for text in texts]
+    done = stopped(tokenizer, responses, stops)  # a stop string that is a special token is not in the text
+    return [text[:end].rstrip() if stop else text for text, end, stop in zip(texts, ends, done, strict=True)]
 
 
 def call_function(function, name, tokenizer, rows, outputs, output_ids):

@@ -345,9 +345,8 @@ def load_rows(data, flag):
 def load_sets(spec, flag):
     """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
     are a mapping, or sources joined by commas and named by stem, split or function."""
-    parts = (
-        re.split(r",\s*(?=[^,=]*(?:,|$))", spec) if isinstance(spec, str) else []
-    )  # not between a function's options
+    # a comma before key= lies between the options of a function
+    parts = re.split(r",\s*(?!\w+=)", spec) if isinstance(spec, str) else []
     names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
     if len(set(names)) < len(names):
         raise InputError(f"{flag} {spec}: two sets have the same name")
@@ -707,6 +706,8 @@ def call_metric(function, name, tokenizer, rows, outputs, output_ids):
         good = isinstance(values, list) and len(values) == len(rows)
         if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
             raise InputError(f"{expected}; {key!r} is not one")
+    if "reward" in columns:
+        raise InputError(f"{name} must not return the name 'reward', which the reward has")
     return columns
 
 

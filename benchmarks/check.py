@@ -71,8 +71,8 @@ CLAIMS = {
         "From the SFT model (first use trains it). 1000 sampled walks an evaluation, 50 from each start. kl-coef-10: "
         "with --kl-coef 10 the penalty outweighs the reward; after a first step towards it the policy returns to where "
         "it was. It needs --vf-coef 0.1: the values are then of the size of the penalty, and at the default weight of "
-        "10 the value loss takes over the shared trunk. two-layers: --num-layers-unfrozen 2 --lr 5e-3, 2 of 6 blocks and "
-        "the norm after them. reward-model: the reward is a classifier that benchmarks/tasks/randomwalks_reward.py "
+        "10 the value loss takes over the shared trunk. two-layers: --num-layers-unfrozen 2 --lr 5e-3, 2 of 6 blocks "
+        "and the norm after them. reward-model: the reward is a classifier that benchmarks/tasks/randomwalks_reward.py "
         "trained to predict the optimality; the figures are the true optimality.",
     ),
 }

@@ -243,6 +243,24 @@ FLAGS = [
     ("sft", "--max-length 1", "--max-length 1"),
     ("sft", "--adam-betas 0.9 1.0", "--adam-betas"),
     ("sft", "--threads -1", "--threads -1"),
+    ("sft", "--lr nan", "--lr nan must be a positive number"),
+    ("sft", "--lr inf", "--lr inf must be a positive number"),
+    ("sft", "--neftune-alpha -1", "--neftune-alpha -1.0 must be"),
+    ("sft", "--neftune-alpha nan", "--neftune-alpha nan must be"),
+    ("sft", "--num-layers-unfrozen 0", "--num-layers-unfrozen 0 must be -1 or at least 1"),
+    ("sft", "--num-layers-unfrozen -2", "--num-layers-unfrozen -2 must be"),
+    ("sft", "--num-layers-unfrozen 3", "--num-layers-unfrozen 3: the model has 2 layers"),
+    ("ppo", "--num-layers-unfrozen -2", "--num-layers-unfrozen -2 must be"),
+    ("ppo", "--num-layers-unfrozen 3", "--num-layers-unfrozen 3: the model has 2 layers"),
+    ("sft", "--packing --attn-implementation flash_attention_2", "--attn-implementation flash_attention_2"),
+    ("ppo", "--score-clip -1", "--score-clip -1.0 must be"),
+    ("ppo", "--missing-eos-penalty nan", "--missing-eos-penalty nan must be"),
+    ("ppo", "--early-stop-kl -1", "--early-stop-kl -1.0 must be"),
+    ("ppo", "--ratio-threshold inf", "--ratio-threshold inf must be"),
+    ("ppo", "--min-length-limit 0", "--min-length-limit 0 must be at least 1"),
+    ("ppo", "--min-length-limit 5", "--min-length-limit 5 must be at most --max-new-tokens 4"),
+    ("sft", "--push-to-hub True", "--push-to-hub True"),
+    ("ppo", "--push-to-hub True", "--push-to-hub True"),
 ]
 
 
@@ -396,6 +414,114 @@ def test_text_files(command, here):
 
 
 @pytest.mark.parametrize("algo", ["ppo", "sft"])
+def test_terminal_escapes_of_a_row_are_written_out(algo, variant, command, here):
+    """Neither a prompt nor the letters of a model reach the terminal as control characters."""
+    rows = [{"prompt": "\x1b[2Jb", "completion": "\x07c"}]
+    (here / "rows.jsonl").write_text(jsonl(rows))
+    code, out, err = command(algo, "--dataset", "rows.jsonl", "--eval-every", "1")
+    assert code == 0 and not any(c in out + err for c in "\x1b\x07\x00"), err
+    for path in (here / "run").glob("*.jsonl"):
+        assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+SMALL = {  # rows of sft, whether the run has a loss
+    "one row": [{"text": "b"}],
+    "one letter each": [{"text": letter} for letter in "bcd"],
+    "whitespace": [{"text": " \t\n"}, {"text": "b"}],
+    "only an end token": [{"prompt": "b", "completion": ""}, {"prompt": "c", "completion": "<eos>"}],
+    "a megabyte": [{"text": "abcdefgh" * 2**17}, {"text": "b"}],
+    "a prompt of 32 kilobytes": [{"prompt": "a" * 2**15, "completion": "b"}, {"prompt": "c", "completion": "d"}],
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_rows_of_odd_sizes(name, command, here):
+    """Fewer rows than a batch are repeated; what is cut or dropped is counted."""
+    (here / "odd.jsonl").write_text(jsonl(SMALL[name]))
+    code, out, err = command("sft", "--dataset", "odd.jsonl", "--total-steps", "3", "--packing")
+    assert code == 0, err
+    assert ("1 cut at the end" in out) == ("byte" in name) and ("1 dropped" in out) == ("prompt" in name)
+    for record in map(json.loads, (here / "run/metrics.jsonl").read_text().splitlines()):
+        assert record["train/loss"] > 0
+
+
+@pytest.mark.parametrize("prompts", [["b"], ["b", "c"], [" ", "\n"]], ids=repr)
+def test_fewer_prompts_than_a_rollout(prompts, command, here):
+    (here / "few.jsonl").write_text(jsonl({"prompt": prompt} for prompt in prompts))
+    code, _, err = command("ppo", "--dataset", "few.jsonl", "--eval-dataset", "few.jsonl", "--eval-every", "1")
+    assert code == 0, err
+
+
+def test_a_prompt_of_a_megabyte(refused, command, here):
+    (here / "long.jsonl").write_text(jsonl([{"prompt": "b"}, {"prompt": "b" * 2**20}]))
+    assert one_sentence(refused("ppo", ["--dataset", "long.jsonl"], "--dataset row 2", "1048576 tokens"))
+    code, out, err = command("ppo", "--dataset", "long.jsonl", "--max-prompt-length", "9", "--check")
+    assert code == 0 and "2 prompts, 1 dropped" in out, err
+
+
+def test_directories_of_the_datasets_library(refused, command, here):
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(here / "saved")
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(here / "splits")
+    code, out, err = command("ppo", "--dataset", "saved", "--check")
+    assert code == 0 and "4 prompts" in out, err
+    assert one_sentence(refused("ppo", ["--dataset", "splits"], "--dataset splits", "train", "test"))
+
+
+def test_a_compressed_file(command, here):
+    import gzip
+
+    (here / "rows.jsonl.gz").write_bytes(gzip.compress(jsonl(ROWS).encode()))
+    code, out, err = command("ppo", "--dataset", "rows.jsonl.gz", "--check")
+    assert "4 prompts" in out if code == 0 else one_sentence(err) and "--dataset rows.jsonl.gz" in err
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+USER = {"role": "user", "content": "b"}
+CHATS = [  # what stands in row 2, what the sentence says
+    ([], "a chat is a list of"),
+    (None, "found None"),
+    ([{"role": "robot", "content": "b"}], "'robot'"),
+    ([{"role": "user", "content": None}], "None"),
+    ([{"role": "user"}], "content"),
+    (["b"], "found 'b'"),
+    ([USER, {"role": "user", "content": 5}], "5"),
+]
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+@pytest.mark.parametrize(("chat", "sentence"), CHATS, ids=lambda x: repr(x)[:40])
+def test_a_bad_chat(chat, sentence, column, variant, refused, here):
+    """Of sft, where the assistant must have the last word, and prompts of both scripts."""
+    flags = variant(tokenizer=lambda t: setattr(t, "chat_template", TEMPLATE))
+    good = [USER, {"role": "assistant", "content": "c"}] if column == "messages" else [USER]
+    (here / "chats.jsonl").write_text(jsonl([{column: good}, {column: chat}]))
+    flag = {"messages": "--dataset", "prompt": "--eval-prompts"}[column]
+    assert one_sentence(refused("sft", [*flags, flag, "chats.jsonl"], f"{flag} row 2: ", sentence))
+    if column == "prompt":
+        for flag in "--dataset", "--eval-dataset":
+            assert one_sentence(refused("ppo", [*flags, flag, "chats.jsonl"], f"{flag} row 2: ", sentence))
+
+
+def test_a_chat_that_the_user_ends(variant, refused, command, here):
+    flags = variant(tokenizer=lambda t: setattr(t, "chat_template", TEMPLATE))
+    (here / "chats.jsonl").write_text(jsonl([{"messages": [USER]}]))
+    fragments = "--dataset row 1: ", "last message must be the assistant's", "'user'"
+    assert one_sentence(refused("sft", [*flags, "--dataset", "chats.jsonl"], *fragments))
+    (here / "prompts.jsonl").write_text(jsonl([{"prompt": [USER]}]))
+    assert command("ppo", *flags, "--dataset", "prompts.jsonl", "--check")[0] == 0
+
+
+@pytest.mark.parametrize(("algo", "column"), [("sft", "messages"), ("ppo", "prompt")])
+def test_chats_without_a_template(algo, column, refused, here):
+    (here / "chats.jsonl").write_text(jsonl([{column: [USER, {"role": "assistant", "content": "c"}]}]))
+    fragments = "--dataset row 1: ", "no chat template", "plain text"
+    assert one_sentence(refused(algo, ["--dataset", "chats.jsonl"], *fragments))
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sft"])
 def test_a_lone_surrogate_is_a_sentence_or_works(algo, command, here):
     column = "prompt" if algo == "ppo" else "text"
     (here / "bad.jsonl").write_text(f'{{"{column}": "b"}}\n{{"{column}": "c\\ud800d"}}\n')
@@ -524,6 +650,42 @@ def test_a_model_that_is_not_there(flags, fragments, refused):
     err = refused("ppo", flags.split(), *fragments)
     assert one_sentence(err)
     assert "epo id must" not in err, "says that there is no such directory, not how hub names are spelt"
+
+
+def small_model(kind, path, **config):
+    """A GPT-2 with 13 embeddings; its tokenizer is not there."""
+    import transformers
+
+    sizes = {"vocab_size": 13, "n_layer": 1, "n_embd": 12, "n_head": 2, "n_positions": 32}
+    getattr(transformers, kind)(transformers.GPT2Config(**sizes | config)).save_pretrained(path)
+
+
+def test_a_tokenizer_larger_than_the_embeddings_of_another_model(refused, here):
+    for kind, path, flag in (
+        ("GPT2LMHeadModel", "reference", "--ref-model"),
+        ("GPT2ForSequenceClassification", "judge", "--reward"),
+    ):
+        small_model(kind, here / path, num_labels=1, pad_token_id=0)
+        for file in (here / "model").glob("*token*"):
+            shutil.copy(file, here / path)
+        assert one_sentence(refused("ppo", [flag, path], f"{flag} {path}", "tokenizer", "embeddings"))
+
+
+def test_a_reference_of_another_vocabulary(refused, here):
+    """Its log-probabilities would be those of other tokens, or an index out of range."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    small_model("GPT2LMHeadModel", here / "reference")
+    small = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=small, eos_token="<eos>").save_pretrained(here / "reference")
+    refused("ppo", ["--ref-model", "reference"], "--ref-model reference")
+
+
+def test_a_reward_model_without_a_tokenizer(refused, here):
+    """transformers makes an empty one up, to which all texts are equal."""
+    small_model("GPT2ForSequenceClassification", here / "judge", num_labels=1, pad_token_id=0)
+    assert one_sentence(refused("ppo", ["--reward", "judge"], "--reward judge", "tokenizer"))
 
 
 @pytest.mark.parametrize("flag", ["--model", "--dataset"])
@@ -670,6 +832,65 @@ def test_a_metric_without_names(here):
         assert "name" in str(error)
 
 
+def test_a_constant_reward_is_no_error(command, here):
+    """Whitening divides by a standard deviation of zero; without a KL penalty the policy gets no gradient."""
+    (here / "same.py").write_text("def reward(samples, **columns):\n    return [0.7] * len(samples)\n")
+    flags = "--reward same.py:reward --score-scaling running-norm --whiten-rewards --total-episodes 12".split()
+    code, _, err = command("ppo", *flags)
+    assert code == 0, err
+    for record in map(json.loads, (here / "run/metrics.jsonl").read_text().splitlines()):
+        assert None not in record.values() and record["objective/scores_std"] == 0
+
+
+@pytest.mark.parametrize(("end", "rate"), [(50.0, 1.0), (-50.0, 0.0)])
+def test_responses_that_end_at_once_or_never(end, rate, variant, command, here):
+    """The end token likeliest by far everywhere, or impossible."""
+
+    def bias(weights):
+        # the last norm returns one vector everywhere, and the embedding of the end token is along it or against it
+        weights["transformer.ln_f.weight"].zero_()
+        weights["transformer.ln_f.bias"].fill_(1.0)
+        weights["transformer.wte.weight"][22] = end
+
+    flags = variant(weights=bias)
+    code, _, err = command("ppo", *flags, "--total-episodes", "8", "--lr", "1e-9", "--eval-every", "1")
+    assert code == 0, err
+    for record in map(json.loads, (here / "run/metrics.jsonl").read_text().splitlines()[1:]):
+        assert record["tokens/eos_rate"] == rate and record["tokens/responses_len"] == (1 if rate else 4)
+    code, _, err = command("sft", *flags, "--eval-every", "1", "--run-dir", "sft")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sft"])
+def test_logits_that_are_not_finite_while_sampling(algo, variant, here, command):
+    """Greedy decoding by argmax would take them for token 0."""
+    flags = variant(weights=lambda w: w["transformer.ln_f.weight"].fill_(3e38))
+    with pytest.raises(FloatingPointError, match="row 0: logits are not finite at response token 1"):
+        command(algo, *flags, "--eval-temperature", "0", "--eval-every", "1")
+    assert not (here / "run/checkpoints").exists()
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sft"])
+def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, here, monkeypatch):
+    """At the third step; the checkpoint of the second one is finite, and the rows are named."""
+    module, calls = SCRIPTS[algo], []
+    name = {"ppo": "policy_loss", "sft": "token_nll"}[algo]
+    function = getattr(module, name)
+
+    def poisoned(*args):
+        calls.append(1)
+        return function(*args) * (float("nan") if len(calls) == 3 else 1.0)
+
+    monkeypatch.setattr(module, name, poisoned)
+    flags = {"ppo": "--total-episodes 16", "sft": "--total-steps 4 --metric None --eval-prompts None"}[algo].split()
+    with pytest.raises(FloatingPointError, match="step 3: .*nan.*checkpoint is intact"):
+        command(algo, *flags, "--save-every", "1")
+    newest = sorted((here / "run/checkpoints").iterdir())[-1]
+    assert newest.name == "step_00000002" and len((here / "run/metrics.jsonl").read_text().splitlines()) == 2
+    weights = safetensors.torch.load_file(newest / "model.safetensors").values()
+    assert all(weight.isfinite().all() for weight in weights)
+
+
 def test_a_nan_reward_in_the_middle_leaves_the_checkpoint_before_it(command, here):
     (here / "late.py").write_text(
         "calls = 0\n"
@@ -708,6 +929,14 @@ def test_a_directory_with_foreign_files_is_left_alone(refused, here):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl/run", "/proc/nope/run", "x" * 300, "a\0b"])
 def test_a_directory_that_cannot_be_made(name, refused):
     assert one_sentence(refused("ppo", ["--run-dir", name], "--run-dir", "cannot be written"))
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "\U0001f600", "../above/x", "a b'c"], ids=repr)
+def test_a_directory_of_an_odd_name_works(name, command, here):
+    (here / "below").mkdir()
+    code, out, err = command("sft", "--run-dir", f"below/{name}")
+    assert code == 0 and (here / "below" / name / "hf_model").is_dir(), err
+    assert command("sft", "--run-dir", f"below/{name}")[0] == 0
 
 
 def test_another_configuration_in_the_directory(command, here):

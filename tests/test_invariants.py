@@ -103,7 +103,12 @@ def start(accelerator, directory, tokenizer, dtype, reward=vowels, **flags):
     model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
     rows = [{"prompt": p} for p in PROMPTS]
     queries = tokenizer(PROMPTS)["input_ids"]
-    return model, ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, reward, 1, args)
+
+    def score(*texts):
+        return ppo.score_outputs(accelerator, reward, args, tokenizer, *texts)
+
+    models = model.eval(), ref.eval(), ppo.Trunk(0)
+    return model, ppo.rollout(accelerator, *models, tokenizer, rows, queries, score, 1, args)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
@@ -123,9 +128,9 @@ def test_first_ratio_is_one_and_kl_zero(accelerator, letters, tiny_dir, dtype, t
 
 
 def test_ratio_is_one_at_the_first_step_of_every_iteration(monkeypatch, gpt2_dir, tmp_path):
-    calls = recorded(monkeypatch, ppo, "update_sums")
+    calls = recorded(monkeypatch, ppo, "policy_loss")
     run_ppo(gpt2_dir, tmp_path / "run", micro_batch_size=2)
-    ratios = [(args[0] - args[2]).exp() for args, _ in calls]
+    ratios = [(args[0] - args[1]).exp() for args, _ in calls]
     assert len(ratios) == 2 * 2 * 2 * 3  # iterations, epochs, steps, micro-batches
     first = [*ratios[0:3], *ratios[12:15]]
     assert max((ratio - 1).abs().max() for ratio in first) < 1e-12
@@ -133,9 +138,9 @@ def test_ratio_is_one_at_the_first_step_of_every_iteration(monkeypatch, gpt2_dir
 
 
 def test_all_ratios_are_one_without_learning(monkeypatch, gpt2_dir, tmp_path):
-    calls = recorded(monkeypatch, ppo, "update_sums")
+    calls = recorded(monkeypatch, ppo, "policy_loss")
     metrics, _ = run_ppo(gpt2_dir, tmp_path / "run", lr=1e-30, micro_batch_size=3)
-    assert max(((args[0] - args[2]).exp() - 1).abs().max() for args, _ in calls) < 1e-12
+    assert max(((args[0] - args[1]).exp() - 1).abs().max() for args, _ in calls) < 1e-12
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-12) and metrics["policy/clipfrac"] == 0
     assert abs(metrics["objective/kl"]) < 1e-12 and abs(metrics["objective/kl_k3"]) < 1e-12
     assert metrics["val/clipfrac"] == 0 and metrics["policy/approxkl"] < 1e-24
@@ -152,12 +157,16 @@ def test_the_end_token_counts_where_it_is_the_padding(accelerator, letters, gpt2
     logprobs.retain_grad()
     kept = logprobs[batch.response_mask]
     ppo.policy_loss(kept, kept.detach(), torch.ones_like(kept), 0.2).sum().backward()
-    rewards = ppo.token_rewards(batch.scores, torch.zeros_like(logprobs), batch.response_mask, 0.1)
+    rewards = ppo.token_rewards(batch.raw_scores, torch.zeros_like(logprobs), batch.response_mask, 0.1)
+    ids = [row[keep].tolist() for row, keep in zip(batch.response, batch.response_mask, strict=True)]
+    outputs = letters.batch_decode(ids, skip_special_tokens=True)
+    scores = vowels([p + o for p, o in zip(PROMPTS, outputs, strict=True)], outputs)
+    assert [row not in ended for row in range(7)] == batch.truncated.tolist()
     for row in ended:
         end = batch.response[row].tolist().index(EOS)
         assert batch.response_mask[row].tolist() == [t <= end for t in range(batch.response.shape[1])]
         assert logprobs.grad[row, end] == -1 and not logprobs.grad[row, end + 1 :].any()
-        assert rewards[row, end] == batch.scores[row] and rewards[row].count_nonzero() == 1
+        assert rewards[row, end] == pytest.approx(scores[row]) and rewards[row].count_nonzero() == 1
 
 
 def test_dense_and_single_scores_may_be_mixed(accelerator, gpt2_dir):
@@ -167,7 +176,7 @@ def test_dense_and_single_scores_may_be_mixed(accelerator, gpt2_dir):
         return [[i + 0.5 for i in ids] if n % 2 else 7 for n, ids in enumerate(output_ids)]
 
     _, batch = start(accelerator, gpt2_dir, None, "float64", reward=mixed)
-    for row, (ids, mask, scores) in enumerate(zip(batch.response, batch.response_mask, batch.scores, strict=True)):
+    for row, (ids, mask, scores) in enumerate(zip(batch.response, batch.response_mask, batch.raw_scores, strict=True)):
         expected = ids[mask] + 0.5 if row % 2 else torch.tensor([0.0] * (int(mask.sum()) - 1) + [7.0])
         assert scores[mask].tolist() == expected.tolist() and not scores[~mask].any()
 
@@ -222,12 +231,16 @@ def test_ppo_ignores_nan_in_masked_positions(monkeypatch, plain_ppo, gpt2_dir, t
     def dirty(*args):
         batch = rollout(*args)
         garbage.append(int((~batch.response_mask).sum()))
-        for name in ("logprobs", "values", "entropies", "ref_logprobs", "scores"):
-            if (x := getattr(batch, name)).ndim == 2:
-                setattr(batch, name, torch.where(batch.response_mask, x, NAN))
+        for name in ("logprobs", "values", "entropies", "ref_logprobs"):
+            setattr(batch, name, torch.where(batch.response_mask, getattr(batch, name), NAN))
         return batch
 
+    def dirty_scores(scores, mask, *args, shape_scores=ppo.shape_scores):
+        scores, moments = shape_scores(scores, mask, *args)
+        return torch.where(mask, scores, NAN), moments
+
     monkeypatch.setattr(ppo, "rollout", dirty)
+    monkeypatch.setattr(ppo, "shape_scores", dirty_scores)
     assert_same_result(run_ppo(gpt2_dir, tmp_path / "run", reward=reward), plain)
     assert max(garbage) > 0
 
@@ -275,7 +288,7 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
         for t in reversed(range(int(batch.response_mask[b].sum()))):
             last = (b, t + 1) not in everything
             kl = (batch.logprobs - batch.ref_logprobs)[b, t].item()
-            reward = -0.1 * kl + (batch.scores[b].item() if last else 0)
+            reward = -0.1 * kl + (batch.scores[b].sum().item() if last else 0)
             value = batch.values[b, t].item()
             a = reward + next_value - value + 0.95 * a
             advantage[b, t], value_target[b, t], next_value = a, a + value, value
@@ -355,7 +368,7 @@ def test_metrics_are_those_of_numpy(monkeypatch, gpt2_dir, tmp_path):
             for i in range(10)
         ]
         x = [row["logprobs"] - row["ref_logprobs"] for row in kept]
-        scores = batch.scores.numpy()
+        scores = batch.scores.sum(1).numpy()
         penalties = [-beta * np.sum(k**2) / 2 for k in x]
         returns, values = (np.concatenate([row[name] for row in kept]) for name in ("returns", "values"))
         ends = [EOS in row["response"] for row in kept]
@@ -475,11 +488,13 @@ def test_sft_does_not_depend_on_the_micro_batch(plain_sft, gpt2_dir, tmp_path, s
 def test_sft_does_not_depend_on_padding_and_what_it_holds(monkeypatch, plain_sft, gpt2_dir, tmp_path, size):
     collate = sft.collate
 
-    def wide(examples, pad):
-        ids, mask, labels = collate(examples, pad)
-        ids, mask, labels = F.pad(ids, (0, 3)), F.pad(mask, (0, 3)), F.pad(labels, (0, 3), value=-100)
+    def wide(lines, pad):
+        ids, positions, labels = collate(lines, pad)
+        ids, labels = F.pad(ids, (0, 3)), F.pad(labels, (0, 3), value=-100)
+        positions = torch.cat([positions, positions[:, -1:] + torch.arange(1, 4)], 1)
         garbage = torch.from_numpy(np.random.default_rng(0).integers(0, 25, ids.shape))
-        return torch.where(mask, ids, garbage), mask, labels
+        lengths = torch.tensor([[len(example[0])] for (example,) in lines])
+        return torch.where(torch.arange(ids.shape[1]) < lengths, ids, garbage), positions, labels
 
     monkeypatch.setattr(sft, "collate", wide)
     assert_same_result(run_sft(gpt2_dir, tmp_path / "run", ROWS, micro_batch_size=size), plain_sft)
@@ -546,9 +561,12 @@ def test_the_end_token_is_appended_once_and_labelled(letters, same):
         ([0, 1, EOS], [-100, 1, EOS]),
         ([0, EOS], [-100, EOS]),
     ]
-    assert report == "3 rows, 0 cut at the end, 0 dropped because no label was left"
-    ids, mask, labels = sft.collate(examples, tokenizer.pad_token_id)
-    assert mask.sum(1).tolist() == [4, 3, 2]
+    assert report == (
+        "3 rows, 0 cut at the end, 0 dropped because no label was left; "
+        "labels on 66.7% of 9 tokens, a row 1 to 3, median 2"
+    )
+    ids, positions, labels = sft.collate([[example] for example in examples], tokenizer.pad_token_id)
+    assert positions.tolist() == [[0, 1, 2, 3]] * 3
     assert labels.tolist() == [[-100, 1, 2, EOS], [-100, 1, EOS, -100], [-100, EOS, -100, -100]]
     assert ids[2, 2:].tolist() == [tokenizer.pad_token_id] * 2
 
@@ -557,7 +575,10 @@ def test_rows_that_are_cut_get_no_end_token(letters):
     rows = [{"text": "abcdefg"}, {"text": "abcd"}, {"text": "abc"}, {"text": "abcde<eos>"}]
     examples, report = encode(rows, letters, max_length=4)
     assert [ids for ids, _ in examples] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, EOS], [0, 1, 2, 3]]
-    assert report == "4 rows, 3 cut at the end, 0 dropped because no label was left"
+    assert report == (
+        "4 rows, 3 cut at the end, 0 dropped because no label was left; "
+        "labels on 75.0% of 16 tokens, a row 3 to 3, median 3"
+    )
 
 
 def test_labels_are_those_of_the_completion(letters):
@@ -568,21 +589,28 @@ def test_labels_are_those_of_the_completion(letters):
     ]
     assert encode(rows, letters)[0] == [
         ([0, 1, 2, 3, 4, EOS], [-100, -100, -100, 3, 4, EOS]),
-        ([0, 1, EOS], [-100, 1, EOS]),
+        ([21, 0, 1, EOS], [-100, 0, 1, EOS]),  # an empty prompt is the beginning token
         ([0, 1, EOS], [-100, -100, EOS]),
     ]
-    assert encode(rows, letters, completion_only_loss=False)[0][0] == ([0, 1, 2, 3, 4, EOS], [-100, 1, 2, 3, 4, EOS])
+    everywhere = encode(rows, letters, completion_only_loss=False)[0]
+    assert everywhere[:2] == [([0, 1, 2, 3, 4, EOS], [-100, 1, 2, 3, 4, EOS]), ([21, 0, 1, EOS], [-100, 0, 1, EOS])]
+    letters.bos_token = None
+    assert encode(rows, letters)[0][1] == ([0, 1, EOS], [-100, 1, EOS])
 
 
 def test_rows_without_a_label_are_dropped_and_counted(letters):
     rows = [
         {"prompt": "abcd", "completion": "e"},
         {"prompt": "ab", "completion": "cdef"},
-        {"prompt": "", "completion": ""},
+        {"prompt": "cdefg", "completion": ""},
     ]
     examples, report = encode(rows, letters, max_length=4)
     assert examples == [([0, 1, 2, 3], [-100, -100, 2, 3])]
-    assert report == "3 rows, 2 cut at the end, 2 dropped because no label was left"
+    assert "0 cut at the end, 2 dropped" in encode([{"text": ""}, {"text": "a"}, {"text": ""}], letters)[1]
+    assert report == (
+        "3 rows, 3 cut at the end, 2 dropped because no label was left; "
+        "labels on 50.0% of 4 tokens, a row 2 to 2, median 2"
+    )
     with pytest.raises(sft.InputError, match="no row has a label left within --max-length 3"):
         encode(rows[:1], letters, max_length=3)
 
@@ -635,6 +663,6 @@ def test_evaluation_is_the_mean_over_labels_for_any_micro_batch(accelerator, let
                 if label >= 0:
                     nll.append(-float(logits[t - 1].log_softmax(-1)[label]))
                     hits.append(int(logits[t - 1].argmax()) == label)
-    expected = {"eval/loss": np.mean(nll), "eval/perplexity": np.exp(np.mean(nll)), "eval/accuracy": np.mean(hits)}
+    expected = {"loss": np.mean(nll), "perplexity": np.exp(np.mean(nll)), "accuracy": np.mean(hits)}
     assert metrics == pytest.approx(expected, rel=1e-9)
     assert np.mean(nll) != pytest.approx(np.mean([np.mean(x) for x in np.array_split(nll, 7)]), rel=1e-3)

@@ -221,15 +221,22 @@ def test_only_what_is_clipped_counts_as_clipped(dtype):
     """val/clipfrac and policy/clipfrac of 10000 tokens within the clip are 0, and those beyond it are all counted."""
     new, old, returns = (random(10007, seed=seed).to(dtype) * 0.1 for seed in range(3))
     new = torch.where((new - old).abs() < 0.19, new, old)
-    zero, args = torch.zeros_like(new), SimpleNamespace(cliprange=0.2, cliprange_value=0.2)
-    names = dict(zip(ppo.UPDATE_METRICS, ppo.update_sums(new, new, old, old, returns, returns, args), strict=True))
+    zero, args = torch.zeros_like(new), SimpleNamespace(cliprange=0.2, cliprange_value=0.2, temperature=1.0)
+    mask = torch.ones(1, 10007, dtype=torch.bool)
+
+    def update_sums(new_logprobs, new_values, *columns):
+        columns = dict(zip("logprobs values advantages returns".split(), (x[None] for x in columns), strict=True))
+        part = ppo.Rollout(*[None] * 3, response_mask=mask, **columns)
+        sums = ppo.losses(lambda *_, **__: (new_logprobs[None], new_values[None], None), part, args)[2]
+        return dict(zip(ppo.UPDATE_METRICS, sums, strict=True))
+
+    names = update_sums(new, new, old, old, returns, returns)
     within = ((new - old).exp() - 1).abs() < 0.19
     assert names["policy/clipfrac"] <= (~within).sum()
-    far = ppo.update_sums(zero, old + 0.3, zero, old, zero, old - 1, args)
-    assert far[ppo.UPDATE_METRICS.index("val/clipfrac")] == 0  # the unclipped error is the larger one
-    far = ppo.update_sums(zero, old + 0.3, zero, old, zero, old + 1, args)
-    assert far[ppo.UPDATE_METRICS.index("val/clipfrac")] == 10007
     assert names["val/clipfrac"] == 0
+    far = update_sums(zero, old + 0.3, zero, old, zero, old - 1)
+    assert far["val/clipfrac"] == 0  # the unclipped error is the larger one
+    assert update_sums(zero, old + 0.3, zero, old, zero, old + 1)["val/clipfrac"] == 10007
 
 
 def test_losses_are_unreduced_and_broadcast():

@@ -236,7 +236,7 @@ def test_the_models_generation_config_is_ignored(tmp_path, build_model, letters)
 @SCRIPTS
 def test_generate_does_not_depend_on_the_decode_batch(build_model, letters, accelerator, script):
     model, queries = build_model(dtype=torch.float64), [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12, 13], [14]]
-    args = SimpleNamespace(seed=1, max_new_tokens=7, decode_batch_size=1024)
+    args = SimpleNamespace(seed=1, max_new_tokens=7, decode_batch_size=1024, stop=())
     whole = script.generate(accelerator, model, letters, queries, ("rollout", 2), args, 0.7)
     assert rows_of(*whole[:2]) == queries
     for size in (1, 2, 3):
@@ -312,4 +312,4 @@ def test_decode_keeps_the_space_between_prompt_and_output():
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    assert ppo.decode(tokenizer, [[0], [0]], [[1, 2], [0, 1]]) == [" world", " hello world"]
+    assert ppo.decode(tokenizer, [[0], [0]], [[1, 2], [0, 1]], ()) == [" world", " hello world"]

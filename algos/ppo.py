@@ -223,32 +223,32 @@ class Args:
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{embedded}")
         given = {name: value for name, value in vars(self).items() if value is not None}
-        problems = [(name, "at least 1") for name in AT_LEAST_ONE if given.get(name, 1) < 1]
-        problems += [(name, "at least 0") for name in ("save_every", "eval_every", "top_k") if getattr(self, name) < 0]
-        problems += [
-            (name, "0 or a positive number") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf
+        known, size, step = ("auto", "eager", "sdpa", "flash_attention_2"), self.rollout_batch_size, self.batch_size
+        moves = self.kl_coef > 0 and self.kl_horizon >= size  # what --kl-target needs
+        rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
+        rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
+        rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
+        rules += [(name, 0 < getattr(self, name) < 1e9, "a positive number") for name in ("lr", "temperature")]
+        rules += [(name, 0 <= getattr(self, name) <= 1, "in [0, 1]") for name in ("gamma", "lam")]
+        rules += [
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
+            ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
+            ("reward", self.reward, "file.py:function or a classifier for your own --dataset"),
+            ("rollout_batch_size", size % max(1, step) == 0, f"a multiple of --batch-size {step}"),
+            ("total_episodes", self.total_episodes % max(1, size) == 0, f"a multiple of --rollout-batch-size {size}"),
+            ("min_length_limit", (self.min_length_limit or 0) <= self.max_new_tokens, "at most --max-new-tokens"),
+            ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1 or more"),
+            ("stop", all(self.stop), "strings that are not empty"),
+            ("kl_target", self.kl_target is None or 0 < self.kl_target < math.inf and moves, KL_TARGET),
         ]
-        problems += [(name, "a positive number") for name in ("lr", "temperature") if not 0 < getattr(self, name) < 1e9]
-        problems += [(name, "in [0, 1]") for name in ("gamma", "lam") if not 0 <= getattr(self, name) <= 1]
-        problems += [] if 0 < self.top_p <= 1 else [("top_p", "in (0, 1]")]
-        problems += [] if all(0 <= beta < 1 for beta in self.adam_betas) else [("adam_betas", "two numbers in [0, 1)")]
-        known = ("auto", "eager", "sdpa", "flash_attention_2")
-        problems += [] if self.attn_implementation in known else [("attn_implementation", f"one of {', '.join(known)}")]
-        problems += [] if self.reward else [("reward", "file.py:function or a classifier for your own --dataset")]
-        if self.batch_size > 0 and self.rollout_batch_size % self.batch_size:
-            problems.append(("rollout_batch_size", f"a multiple of --batch-size {self.batch_size}"))
-        if self.rollout_batch_size > 0 and self.total_episodes % self.rollout_batch_size:
-            problems.append(("total_episodes", f"a multiple of --rollout-batch-size {self.rollout_batch_size}"))
-        if self.min_length_limit is not None and self.min_length_limit > self.max_new_tokens:
-            problems.append(("min_length_limit", f"at most --max-new-tokens {self.max_new_tokens}"))
-        problems += [] if self.num_layers_unfrozen >= -1 else [("num_layers_unfrozen", "-1 or more")]
-        problems += [] if all(self.stop) else [("stop", "strings that are not empty")]
-        steady = self.kl_coef == 0 or self.kl_horizon < self.rollout_batch_size
-        if self.kl_target is not None and (not 0 < self.kl_target < math.inf or steady):
-            problems.append(("kl_target", "positive, with --kl-coef positive and --kl-horizon >= --rollout-batch-size"))
-        stop_if([f"--{name.replace('_', '-')} {getattr(self, name)} must be {rule}" for name, rule in problems])
+        problems = [
+            f"--{n.replace('_', '-')} {getattr(self, n)} must be {rule}" for n, holds, rule in rules if not holds
+        ]
+        stop_if(problems)
 
 
+KL_TARGET = "positive, with --kl-coef positive and --kl-horizon >= --rollout-batch-size"
 AT_LEAST_ONE = """threads decay_steps max_prompt_length keep_checkpoints batch_size micro_batch_size max_new_tokens
 decode_batch_size total_episodes rollout_batch_size ppo_epochs kl_horizon min_length_limit""".split()
 ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature kl_coef cliprange
@@ -1167,7 +1167,7 @@ def main(args):
     best_score, best_step, kl_coef, moments = (state[x] for x in ("best_score", "best_step", "kl_coef", "moments"))
     step = state["iteration"] * steps_per_iteration
     # the last state of a truncated response is never sampled from, so the trunk has no output for it
-    depth = state.get("trunk", depth) * (args.cache_trunk and not args.bootstrap_truncated)
+    depth = min(depth, state.get("trunk", depth)) * (args.cache_trunk and not args.bootstrap_truncated)
     trunk, frozen = Trunk(depth, "trunk" in state), [w for w in lm.parameters() if not w.requires_grad]
     if run.checkpoint:
         before = [weight.double().sum().item() for weight in frozen]

@@ -173,26 +173,23 @@ class Args:
                 setattr(self, name, None if own else f"{TASK}:{function}")
         self.epochs = (3.0 if own else 85.0) if self.epochs is None else self.epochs
         given = {name: value for name, value in vars(self).items() if value is not None}
-        problems = [(name, "at least 1") for name in AT_LEAST_ONE if given.get(name, 1) < 1]
-        problems += [(name, "at least 0") for name in ("save_every", "eval_every", "top_k") if getattr(self, name) < 0]
-        problems += [
-            (name, "0 or a positive number") for name in ZERO_OR_MORE if not 0 <= getattr(self, name) < math.inf
+        known, flash = ("auto", "eager", "sdpa", "flash_attention_2"), self.attn_implementation == "flash_attention_2"
+        rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
+        rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
+        rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
+        rules += [(name, 0 < getattr(self, name) < math.inf, "a positive number") for name in ("lr", "epochs")]
+        rules += [
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
+            ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
+            ("attn_implementation", not (self.packing and flash), "eager or sdpa with --packing"),
+            ("num_layers_unfrozen", self.num_layers_unfrozen > 0 or self.num_layers_unfrozen == -1, "-1 or at least 1"),
+            ("stop", all(self.stop), "strings that are not empty"),
         ]
-        problems += [] if 0 < self.lr < math.inf else [("lr", "a positive number")]
-        problems += [] if 0 < self.top_p <= 1 else [("top_p", "in (0, 1]")]
-        problems += [] if all(0 <= beta < 1 for beta in self.adam_betas) else [("adam_betas", "two numbers in [0, 1)")]
-        known = ("auto", "eager", "sdpa", "flash_attention_2")
-        problems += [] if self.attn_implementation in known else [("attn_implementation", f"one of {', '.join(known)}")]
-        problems += (
-            []
-            if self.num_layers_unfrozen == -1 or self.num_layers_unfrozen > 0
-            else [("num_layers_unfrozen", "-1 or at least 1")]
-        )
-        problems += [] if all(self.stop) else [("stop", "strings that are not empty")]
-        if self.packing and self.attn_implementation == "flash_attention_2":
-            problems.append(("attn_implementation", "eager or sdpa with --packing"))
-        problems += [] if 0 < self.epochs < math.inf else [("epochs", "a positive number")]
-        stop_if([f"--{name.replace('_', '-')} {getattr(self, name)} must be {rule}" for name, rule in problems])
+        problems = [
+            f"--{n.replace('_', '-')} {getattr(self, n)} must be {rule}" for n, holds, rule in rules if not holds
+        ]
+        stop_if(problems)
 
 
 AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size

@@ -219,6 +219,27 @@ def test_an_empty_completion_trains_the_end_token(letters, template):
     assert found == (["[^ab].", "[^a]b."] if "bos" in template else ["[ab].", "[a]b."])
 
 
+PROMPTED = [  # prompt, completion
+    ("ab", "c"),
+    ("", "c"),
+    ("<bos>ab", "c"),
+    (TURNS[:3], TURNS[3:]),
+    (TURNS[:1], TURNS[1:2]),
+]
+
+
+@pytest.mark.parametrize(("prompt", "completion"), PROMPTED, ids=lambda x: repr(x)[:10])
+@pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> $A <eos>"])
+def test_evaluations_sample_from_what_was_trained(chatty, prompt, completion, template):
+    """The tokens of a prompt are those before the first label: one beginning token, and no end token after them."""
+    tokenizer = add_specials(chatty, template)
+    ((ids, labels),) = encode([{"prompt": prompt, "completion": completion}], tokenizer)
+    first = next(i for i, label in enumerate(labels) if label != -100)
+    (row,), (query,) = sft.encode_prompts([{"prompt": prompt}], tokenizer, 5, None, "--eval-prompts")
+    assert query == ids[:first] and query.count(BOS) == (query[0] == BOS) and ids.count(BOS) < 2
+    assert isinstance(prompt, str) or (row["messages"] == prompt and row["prompt"].endswith("s"))
+
+
 BAD_DIALOGUES = [
     (["a", "b", "c"], "must be a list prompt, output"),
     ([], "must be a list prompt, output"),
@@ -309,8 +330,9 @@ def test_packed_rows_are_rows_alone(letters, build_model, family, attention, dty
     """Losses and gradients, for lines of three, two and one rows with padding after them."""
     model = build_model(family, dtype)
     model.set_attn_implementation(attention)
-    examples = encode([*LONG, *ROWS, {"prompt": "a", "completion": "bcdefghijklmnopqr"}], letters)
-    assert all(labels[0] == -100 for _, labels in examples)
+    rows = [*LONG, *ROWS, {"prompt": "a", "completion": "bcdefghijklmnopqr"}]
+    examples = encode(rows, letters, completion_only_loss=False)
+    assert all(-100 not in labels[1:] and labels[0] == -100 for _, labels in examples)
     if attention == "eager" and family != "gpt2":
         tolerance = max(tolerance, 1e-5)  # transformers computes their softmax in float32
     lines = [[examples[i] for i in line] for line in sft.pack([len(ids) for ids, _ in examples], 20)]

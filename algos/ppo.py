@@ -16,10 +16,13 @@ How this differs from TRL's and trlX's PPO:
   the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
-- The reward is any Python function of the texts.
+- The reward is any Python function of the texts, or a sequence classifier.
+- `--num-layers-unfrozen k`: the reference shares the frozen blocks, and what these return while sampling is kept for
+  all scores and updates (`Trunk`). trlX ran them again for each; TRL's shared layers shared no memory.
 
     accelerate launch algos/ppo.py                                 # random walks on a CPU, first use under two minutes
-    accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score --lr 1e-5
+    accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \
+        --lr 1e-5 --vf-coef 0.1 --max-new-tokens 32 --num-layers-unfrozen 2
     torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train \
         --reward my_reward.py:score
 
@@ -240,6 +243,7 @@ class Args:
             ("min_length_limit", (self.min_length_limit or 0) <= self.max_new_tokens, "at most --max-new-tokens"),
             ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1 or more"),
             ("stop", all(self.stop), "strings that are not empty"),
+            ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
             ("kl_target", self.kl_target is None or 0 < self.kl_target < math.inf and moves, KL_TARGET),
         ]
         problems = [
@@ -441,6 +445,7 @@ class RewardModel:
         labels = {name: number for number, name in model.config.id2label.items()}
         problems = [f"has no {key}" for key in (*report["missing_keys"], *report["mismatched_keys"])][:1]
         problems += [f"has no finite {key}" for key, w in model.named_parameters() if not w.isfinite().all()][:1]
+        problems += [] if len(self.tokenizer) > 2 else ["holds no tokenizer"]
         if len(self.tokenizer) > model.get_input_embeddings().num_embeddings:
             problems.append("has a tokenizer of more tokens than the model has embeddings")
         if label not in labels and (label or model.config.num_labels > 1):
@@ -657,6 +662,8 @@ def load_rows(data, flag):
                 rows = datasets.load_dataset(name, split=split or "train")
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
+    if isinstance(rows, dict):
+        raise InputError(f"{flag} {data} holds several splits ({', '.join(rows)}): name the directory of one")
     rows = list(rows)
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or row.keys() != rows[0].keys():
@@ -1133,7 +1140,8 @@ def main(args):
     found, options = len(rows), (tokenizer, args.max_new_tokens, limit)
     rows, queries = encode_prompts(rows, *options, "--dataset", args.max_prompt_length)
     for prefix, found_rows in eval_sets.items():
-        eval_sets[prefix] = encode_prompts(found_rows, *options, "--eval-dataset", args.max_prompt_length)
+        flag = f"--eval-dataset {prefix[5:-1]}".strip()
+        eval_sets[prefix] = encode_prompts(found_rows, *options, flag, args.max_prompt_length)
     eval_sets = eval_sets or {"eval/": (rows[: args.rollout_batch_size], queries[: args.rollout_batch_size])}
     reward = reward or RewardModel(args, device)
 
@@ -1141,7 +1149,9 @@ def main(args):
     set_attention(lm, args, device, lengths[-1] + args.max_new_tokens)
     depth = freeze(lm.to(device), args.num_layers_unfrozen)  # the reference shares what is frozen
     if ref_path:
-        ref = load_model(args, ref_path, "--ref-model")[0]
+        ref, ref_tokenizer = load_model(args, ref_path, "--ref-model")
+        if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise InputError(f"--ref-model {args.ref_model} has another vocabulary than --model")
         set_attention(ref, args, device, lengths[-1] + args.max_new_tokens)
     else:
         ref = copy.deepcopy(lm, {id(weight): weight for weight in lm.parameters() if not weight.requires_grad})

@@ -8,11 +8,13 @@ How this differs from other implementations:
 - The end token is appended, trained and scored, also where it doubles as padding: masks come from lengths.
 - Data order, schedule and evaluation samples are functions of (seed, step, row): a killed run continues exactly.
 
-Rows: {"text"} (loss on every token) or {"prompt", "completion"} (loss on the completion).
+Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats (loss on the completion), {"messages"}
+(on the assistant's turns) or {"dialogue": [prompt, output, prompt, output, ...]} (on the outputs).
 
     python algos/sft.py                                            # random walks, one CPU, under a minute
     accelerate launch algos/sft.py --model gpt2 --dataset my.jsonl --eval-dataset held_out.jsonl --lr 2e-5
-    torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/name:train --max-length 2048 ...
+    torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/chats:train --max-length 2048 \
+        --packing
 
 Dimension key: B rows, T tokens of a row, Q query (prompt) tokens, R response tokens, V vocabulary.
 """
@@ -185,6 +187,7 @@ class Args:
             ("attn_implementation", not (self.packing and flash), "eager or sdpa with --packing"),
             ("num_layers_unfrozen", self.num_layers_unfrozen > 0 or self.num_layers_unfrozen == -1, "-1 or at least 1"),
             ("stop", all(self.stop), "strings that are not empty"),
+            ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
         ]
         problems = [
             f"--{n.replace('_', '-')} {getattr(self, n)} must be {rule}" for n, holds, rule in rules if not holds
@@ -329,6 +332,8 @@ def load_rows(data, flag):
                 rows = datasets.load_dataset(name, split=split or "train")
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
+    if isinstance(rows, dict):
+        raise InputError(f"{flag} {data} holds several splits ({', '.join(rows)}): name the directory of one")
     rows = list(rows)
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or row.keys() != rows[0].keys():
@@ -400,14 +405,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def chat_pieces(tokenizer, messages, first, tools, where):
     """The text of a chat in pieces, alternately without and with loss: the assistant's messages from number `first` on,
     with the end of their turn."""
-    text, pieces = chat_text(tokenizer, messages, where, tools=tools), []
+    pieces, _ = [], chat_text(tokenizer, messages, where, tools=tools)  # checks the messages
     if messages[-1]["role"] != "assistant":
         raise InputError(f"{where}: the last message must be the assistant's, it is by {messages[-1]['role']!r}")
     for i in (i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"):
         options = {"tools": tools, "add_generation_prompt": True}
         before = chat_text(tokenizer, messages[:i], where, **options) if i else ""
         after, done = chat_text(tokenizer, messages[: i + 1], where, tools=tools), "".join(pieces)
-        if not (before.startswith(done) and after.startswith(before) and text.startswith(after)):
+        if not (before.startswith(done) and after.startswith(before)):
             problem = f"the chat template changes earlier turns when message {i + 1} follows"
             how = "--formatting can make a list of rows with prompt and completion, one per answer"
             raise InputError(f"{where}: {problem}: {how}")
@@ -454,10 +459,12 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
     bos, eos, examples, truncated = tokenizer.bos_token_id, tokenizer.eos_token_id, [], 0
     whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
     options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
-    encoded, prefixes = tokenizer(whole, **options)["input_ids"], iter(tokenizer(prefixes, **options)["input_ids"])
+    encoded, heads = tokenizer(whole, **options)["input_ids"], iter(tokenizer(prefixes, **options)["input_ids"])
+    ended = zip(heads, prefixes, strict=True)  # some tokenizers end every text
+    heads = (x[:-1] if x[-1:] == [eos] and not text.endswith(tokenizer.eos_token) else x for x, text in ended)
     for ids, parts in zip(encoded, pieces, strict=True):
         ids = ids if chat or ids[-1:] == [eos] else [*ids, eos]
-        begins = [0, *(len(os.path.commonprefix((ids, next(prefixes)))) for _ in parts[1:]), len(ids)]
+        begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in parts[1:]), len(ids)]
         if begins[1] == 0 and bos is not None and not chat and "text" not in rows[0]:
             ids, begins = [bos, *ids], [0, *(begin + 1 for begin in begins[1:])]
         labels = [-100] * len(ids)
@@ -799,7 +806,8 @@ def main(args):
     max_length = min(args.max_length, limit or args.max_length)
     encoding = tokenizer, max_length, args.completion_only_loss
     examples, report = encode_rows(rows, *encoding, "--dataset")
-    eval_sets = {prefix: encode_rows(found, *encoding, "--eval-dataset")[0] for prefix, found in eval_sets.items()}
+    for prefix, found in eval_sets.items():
+        eval_sets[prefix] = encode_rows(found, *encoding, f"--eval-dataset {prefix[5:-1]}".strip())[0]
     if metric:
         prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")
     total_steps = args.total_steps or math.ceil(args.epochs * len(examples) / args.batch_size)
@@ -820,9 +828,9 @@ def main(args):
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
     eval_every, packing = args.eval_every if eval_sets or metric else 0, args.packing
-    if packing:  # the longest row beside the shortest: shows a leak between rows, and an ignored window
+    if packing:  # the longest row beside a median one: shows a leak between rows, and an ignored window
         ends = sorted(examples, key=lambda example: len(example[0]))
-        error = packing_error(model, [ends[-1], ends[0]], pad, device)
+        error = packing_error(model, [ends[-1], ends[len(ends) // 2]], pad, device)
         packing = error <= (1e-4 if args.dtype != "bfloat16" and accelerator.mixed_precision == "no" else 0.1)
         if not packing:
             run.say(f"--packing is off: in this model it changes the loss of a token by {error:.1e}")

@@ -85,9 +85,7 @@ def expand_config(argv, args_class):
 def stop_if(problems):
     """Raises one InputError for all problems found, so that a user mends a command once."""
     if problems:
-        raise InputError(
-            problems[0] if len(problems) == 1 else "\n  - ".join([f"{len(problems)} problems:", *problems])
-        )
+        raise InputError("\n  - ".join([f"{len(problems)} problems:"] * (len(problems) > 1) + problems))
 
 
 # ---- Spec strings ----------------------------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ def describe(value):
         cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
         text += str([cells, getattr(value, "__defaults__", None), vars(value)])
     elif not text.strip("'"):
-        text = json.dumps(value if isinstance(value, dict) else list(value), default=str)
+        rows = value if isinstance(value, dict) else list(value)
+        text = json.dumps(rows, default=lambda x: list(x) if hasattr(x, "__iter__") else str(x))
     return f"<{kind} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
 
 
@@ -112,8 +113,8 @@ def identity(algo, args, script):
     files = {"script": ckpt.sha256(script)}
     for name in (name for name in flags if name in SPECS):
         value = getattr(args, name) if isinstance(getattr(args, name), str) else ""
-        specs = filter(None, [*value.split(","), value.rpartition(":")[0]])  # several sets; a classifier and its label
-        paths = [path for path in map(ckpt.spec_path, specs) if path]
+        specs = [*map(str.strip, value.split(",")), value.rpartition(":")[0]]  # several sets; a classifier, its label
+        paths = [path for path in map(ckpt.spec_path, filter(None, specs)) if path]
         if paths := [file for path in paths for file in [path, *sorted(path.rglob("*"))] if file.is_file()]:
             files[name] = hashlib.sha256("".join(map(ckpt.sha256, paths)).encode()).hexdigest()
     if args.resume not in ("auto", "never"):

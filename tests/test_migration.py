@@ -5,6 +5,7 @@ the scripts that exist: the flags are fields of Args, the functions are there, a
 """
 
 import ast
+import functools
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -57,6 +58,7 @@ def scripts_of(row: Row) -> list[str]:
     return [script for script in FINISHED if script == row.section]
 
 
+@functools.cache
 def definitions(script: str) -> tuple[set[str], set[str]]:
     """(fields of Args, functions and classes and class.method) of algos/<script>.py, without importing it."""
     fields, names = set(), set()
@@ -126,7 +128,7 @@ def test_rows_are_true_of_the_scripts():
         where, (_, here, note) = f"algos/README.md:{row.line}", row.cells
         for script in scripts_of(row):
             fields, names = definitions(script)
-            fields.add("config")  # --config FILE is expanded into argv before Args is read
+            fields = fields | {"config"}  # --config FILE is expanded into argv before Args is read
             if here.startswith("next issue: "):
                 came = [flag for flag in FLAG.findall(here) if any(fnmatch(name, field(flag)) for name in fields)]
                 assert not came, f"{where}: {came} has arrived in {script}.py: the row is no longer 'next issue'"

@@ -124,6 +124,9 @@ def test_tools_reach_the_template(letters):
     letters.chat_template = TEMPLATE.replace("{{ bos_token }}", tools)
     rows = [{"messages": TURNS[:2], "tools": [{"name": "ab"}]}, {"messages": TURNS[:2], "tools": None}]
     assert [marked(e, letters) for e in encode(rows, letters)] == ["[^abuab.s]cd.", "[^uab.s]cd."]
+    pair = {"prompt": TURNS[:1], "completion": TURNS[1:2], "tools": rows[0]["tools"]}
+    assert marked(encode([pair], letters)[0], letters) == "[^abuab.s]cd."
+    assert sft.encode_prompts([pair], letters, 5, None, "")[0][0]["prompt"] == "<bos>abuab<eos>s"
 
 
 BAD_CHATS = [  # a messages column after a good row, what the error says

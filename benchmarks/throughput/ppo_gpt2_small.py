@@ -31,6 +31,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -56,14 +57,16 @@ MODES = {  # of algos/ppo.py: flags, and what they show
     "fp32-sdpa": ({"attn_implementation": "sdpa"}, "fp32 without eager attention"),
     "fp32-decode-4": ({"decode_batch_size": 4}, "fp32 without one-batch rollouts: 4 rows at a time"),
     "bf16": ({"mixed_precision": "bf16"}, "`--mixed-precision bf16`: weights and optimizer fp32"),
+    "fp32-malloc": ({}, "fp32 without keeping freed memory (glibc's default thresholds)"),
     "fp32-2-layers": (
         {"num_layers_unfrozen": 2},
-        "`--num-layers-unfrozen 2`: the frozen blocks run once a rollout, and their output is kept",
+        "`--num-layers-unfrozen 2`: the frozen blocks run while sampling only",
     ),
     "fp32-2-layers-no-cache": (
         {"num_layers_unfrozen": 2, "cache_trunk": False},
         "the same with `--no-cache-trunk`: the frozen blocks run in every pass",
     ),
+    "bf16-2-layers": ({"mixed_precision": "bf16", "num_layers_unfrozen": 2}, "both"),
 }
 PEER_MODES = {  # of TRL's PPOTrainer: (rows of a generate call, our matmul precision)
     "defaults": ((4, False), "its default `generate(batch_size=4)`"),
@@ -148,6 +151,8 @@ def short_run(script, mode, **flags):
     script.pack_state = stop
     if mode == "fp32-highest":
         script.fast_cpu_matmul = lambda: False
+    if mode == "fp32-malloc":
+        script.ctypes = SimpleNamespace(CDLL=lambda name: None)
     off = {"eval_dataset": None, "metric": None, "eval_every": 0, "save_every": 0}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -232,6 +237,7 @@ def record_peer(doc, modes, measure):
 
 # ends of the text of both pages
 TIMES = """- `times TRL`: seconds of TRL over seconds of the row, both of the same repeat; above 1, the row is faster.
+- `times plainrl`: the same against the first row of plainrl of the same precision.
 """
 MEMORY = """- `peak memory MB`: ru_maxrss of the process, a fresh one for every run.
 """
@@ -295,13 +301,12 @@ def page(rows, template, texts, shown, settings, peer, **fields):
     runs = {key: {row["repeat"]: row for row in rows if (row["system"], row["mode"]) == key} for key in texts}
     runs = {key: found for key, found in runs.items() if found}
     table = [["system", "mode", "runs", *(heading for heading, _ in shown.values())]]
-    table[0] += [f"times TRL {setting}" for setting in settings]
+    table[0] += [f"times TRL {setting}" for setting in settings] + ["times plainrl"]
     for key, found in runs.items():
         cells = [*key, str(len(found))]
         for name, (_, digits) in shown.items():
             cells.append(spread([float(row[name]) for row in found.values()], digits))
-        for setting in settings:
-            other = "trl", peer(key[1], setting)
+        for other in [*(("trl", peer(key[1], setting)) for setting in settings), ("plainrl", key[1].partition("-")[0])]:
             both = [repeat for repeat in found if repeat in runs.get(other, ())]
             ratios = [float(runs[other][repeat]["seconds"]) / float(found[repeat]["seconds"]) for repeat in both]
             cells.append("1" if key == other else spread(ratios, 2) if ratios else "")

@@ -32,6 +32,7 @@ run python $here/ppo_gpt2_small.py --prepare "$model"
 for repeat in $(seq "${REPEATS:-3}"); do
     ours fp32
     trl tuned
+    ours fp32-2-layers
     ours bf16
     trl defaults
     [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
@@ -39,6 +40,9 @@ for repeat in $(seq "${REPEATS:-3}"); do
     trl same-flags
     ours fp32-sdpa
     ours fp32-decode-4
+    ours fp32-malloc
+    ours fp32-2-layers-no-cache
+    ours bf16-2-layers
 done
 run mkdir -p "$(dirname "$results")"
 run mv "$work/results.csv" "$results" # all or nothing, and the commit in the rows is that of a tree without it

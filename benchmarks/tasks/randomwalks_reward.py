@@ -1,6 +1,6 @@
 """A reward model of the random walks: a small GPT-2 with a score head that predicts the optimality of a text.
 
-    python benchmarks/tasks/randomwalks_reward.py OUT_DIR          # about a minute and a half on 2 CPU threads
+    python benchmarks/tasks/randomwalks_reward.py OUT_DIR          # two minutes on one CPU thread
 
 It shows RL against a learned reward, `--reward OUT_DIR`, on a task where the true score is known. A reward model is
 exploited wherever it is wrong, so this one learns from more than the data: a policy may try any string, and illegal
@@ -72,10 +72,7 @@ KINDS = {  # name: function(draw, graph_seed) -> string
     "shortcut": shortcut,
     "noise": lambda draw, graph_seed: walk(draw, graph_seed, jumps=1.0, stop=0.5)[: draw.integers(1, MAX_NODES + 1)],
 }
-MIX = ["data", "short", "jumps", "edited", "edited", "spliced", "spliced"] * 2 + [
-    "shortcut",
-    "noise",
-]  # of a training batch
+MIX = ["data", "short", "jumps", "edited", "edited", "spliced", "spliced"] * 2 + ["shortcut", "noise"]  # of a batch
 
 
 def batch(draw, kinds, graph_seed, letters):

@@ -109,7 +109,8 @@ class Args:
     ref_model: str | None = None
     """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
     num_layers_unfrozen: int = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything."""
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
+    ppo): only the value head."""
     cache_trunk: bool = True
     """Keep what the frozen blocks return while sampling (episodes x tokens x hidden size, on every process), so that
     scores and updates run the top blocks only; off: less memory, the same result. Off with --bootstrap-truncated."""
@@ -227,7 +228,7 @@ class Args:
                 setattr(self, name, None if own else f"{TASK}:{embedded}")
         given = {name: value for name, value in vars(self).items() if value is not None}
         known, size, step = ("auto", "eager", "sdpa", "flash_attention_2"), self.rollout_batch_size, self.batch_size
-        moves = self.kl_coef > 0 and self.kl_horizon >= size  # what --kl-target needs
+        longest, moves = self.max_new_tokens, self.kl_coef > 0 and self.kl_horizon >= size  # what --kl-target needs
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
         rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
         rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
@@ -240,8 +241,9 @@ class Args:
             ("reward", self.reward, "file.py:function or a classifier for your own --dataset"),
             ("rollout_batch_size", size % max(1, step) == 0, f"a multiple of --batch-size {step}"),
             ("total_episodes", self.total_episodes % max(1, size) == 0, f"a multiple of --rollout-batch-size {size}"),
-            ("min_length_limit", (self.min_length_limit or 0) <= self.max_new_tokens, "at most --max-new-tokens"),
+            ("min_length_limit", (self.min_length_limit or 0) <= longest, f"at most --max-new-tokens {longest}"),
             ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1 or more"),
+            ("ratio_threshold", self.ratio_threshold == 0 or self.ratio_threshold > 1, "0 or more than 1"),
             ("stop", all(self.stop), "strings that are not empty"),
             ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
             ("kl_target", self.kl_target is None or 0 < self.kl_target < math.inf and moves, KL_TARGET),
@@ -434,6 +436,8 @@ class RewardModel:
     def __init__(self, args, device):
         name, _, label = (args.reward, "", "") if spec_path(args.reward) else args.reward.partition(":")
         path, flag = spec_path(name) or name, f"--reward {args.reward}"
+        if path == name and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+            raise InputError(f"{flag} names no directory; a reward function is path/to/file.py:function")
         hub = {"trust_remote_code": args.trust_remote_code}
         options = {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
@@ -443,13 +447,16 @@ class RewardModel:
             kinds = "neither file.py:function nor a sequence classifier"
             raise InputError(f"{flag} is {kinds}: {' '.join(str(error).split())}") from None
         labels = {name: number for number, name in model.config.id2label.items()}
-        problems = [f"has no {key}" for key in (*report["missing_keys"], *report["mismatched_keys"])][:1]
+        problems = [
+            f"is no sequence classifier, it has no {key}"
+            for key in (*report["missing_keys"], *report["mismatched_keys"])
+        ][:1]
         problems += [f"has no finite {key}" for key, w in model.named_parameters() if not w.isfinite().all()][:1]
         problems += [] if len(self.tokenizer) > 2 else ["holds no tokenizer"]
         if len(self.tokenizer) > model.get_input_embeddings().num_embeddings:
             problems.append("has a tokenizer of more tokens than the model has embeddings")
-        if label not in labels and (label or model.config.num_labels > 1):
-            problems.append(f"needs the label to score at its end, one of :{', :'.join(labels)}")
+        if not problems and label not in labels and (label or model.config.num_labels > 1):
+            problems.append(f"must end with the label to score, one of :{', :'.join(labels)}")
         stop_if([f"{flag} {problem}" for problem in problems])
         self.label, self.model = labels.get(label, 0), model.requires_grad_(False).eval().to(device)
         self.tokenizer.truncation_side = "left"
@@ -678,10 +685,10 @@ def load_sets(spec, flag):
     """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
     are a mapping, or sources joined by commas and named by stem, split or function."""
     # a comma before key= lies between the options of a function
-    parts = re.split(r",\s*(?!\w+=)", spec) if isinstance(spec, str) else []
+    parts = list(filter(None, re.split(r",\s*(?!\w+=)", spec))) if isinstance(spec, str) else []
     names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
     if len(set(names)) < len(names):
-        raise InputError(f"{flag} {spec}: two sets have the same name")
+        raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
     data = dict(zip(names, parts, strict=True)) if len(parts) > 1 else build(spec, flag)
     if not isinstance(data, dict):
         return {"eval/": load_rows(data, flag)}
@@ -1195,6 +1202,7 @@ def main(args):
         f"longest {lengths[-1]}; first: {visible(rows[0]['prompt'])[:200]}\n"
         f"{num_iterations} iterations x ({args.rollout_batch_size} episodes, then {steps_per_iteration} optimizer "
         f"steps of {args.batch_size}: {args.batch_size // world} rows a process, {args.micro_batch_size} a forward)"
+        f"{f'; stops: {list(args.stop)}' if args.stop else ''}"
     )
 
     def score(*outputs):

@@ -99,7 +99,8 @@ class Args:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     num_layers_unfrozen: int = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything."""
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
+    ppo): only the value head."""
     dataset: str = f"{TASK}:completions:split=train"
     """Training rows: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = "auto"
@@ -348,10 +349,10 @@ def load_sets(spec, flag):
     """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
     are a mapping, or sources joined by commas and named by stem, split or function."""
     # a comma before key= lies between the options of a function
-    parts = re.split(r",\s*(?!\w+=)", spec) if isinstance(spec, str) else []
+    parts = list(filter(None, re.split(r",\s*(?!\w+=)", spec))) if isinstance(spec, str) else []
     names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
     if len(set(names)) < len(names):
-        raise InputError(f"{flag} {spec}: two sets have the same name")
+        raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
     data = dict(zip(names, parts, strict=True)) if len(parts) > 1 else build(spec, flag)
     if not isinstance(data, dict):
         return {"eval/": load_rows(data, flag)}
@@ -848,6 +849,7 @@ def main(args):
         f"first row, [without loss]: {shown[:800]}\n"
         f"{total_steps} steps x {args.batch_size} rows = {total_steps * args.batch_size / len(examples):.1f} epochs; "
         f"each step {args.batch_size // world} rows a process, at most {args.micro_batch_size} a forward pass"
+        f"{f'; stops: {list(args.stop)}' if args.stop else ''}"
     )
 
     def score(rows, outputs, output_ids):

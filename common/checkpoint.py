@@ -14,17 +14,10 @@ import sys
 import traceback
 from pathlib import Path
 
-import safetensors
 import safetensors.torch
 import torch
 import yaml
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMAT = 1  # of checkpoints; a larger number in a file means that it was written by a newer version
@@ -74,6 +67,9 @@ def expand_config(argv, args_class):
             raise InputError(f"--config {path}: {'doubled' if name in types else 'unknown'} key {key!r}{near}")
         seen.add(name)
         items = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        listed = items != [value]  # a word with a dash in front would be read as a flag
+        odd = [i for i in items if not isinstance(i, yaml.ScalarNode) or listed and i.value[:1] in ("-", "")]
+        stop_if([f"--config {path}: --{name} cannot hold {i.value!r:.60}" for i in odd])
         words = ["None" if i.value in ("null", "~", "") and i.style is None else str(i.value) for i in items]
         if types[name] in (bool, "bool") and yaml.safe_load(words[0]) in (True, False):
             flags.append(f"--{name}" if yaml.safe_load(words[0]) else f"--no-{name}")
@@ -157,15 +153,15 @@ def pack_state(model, optimizer, **state):
     Full state dicts come from torch.distributed.checkpoint, so DDP and FSDP2 use the same path. Tied parameters are
     stored once. An optimizer that has not stepped is left out: reading its state would take a hidden step.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, tied, seen = get_model_state_dict(model, options=options), {}, {}  # empty on ranks other than 0
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, tied, seen = dcp.get_model_state_dict(model, options=options), {}, {}  # empty on ranks other than 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = name.removeprefix("module.")  # of data-parallel training
         if seen.setdefault(id(parameter), name) != name and weights.pop(name, None) is not None:
             tied[name] = seen[id(parameter)]
     files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items()}}
     if optimizer.state:
-        saved = get_optimizer_state_dict(model, optimizer, options=options)
+        saved = dcp.get_optimizer_state_dict(model, optimizer, options=options)
         moments = {
             f"{name}//{key}": value for name, entry in saved.get("state", {}).items() for key, value in entry.items()
         }
@@ -176,18 +172,21 @@ def pack_state(model, optimizer, **state):
 
 def unpack_state(path, state, model, optimizer=None):
     """Loads what `pack_state` packed into model and optimizer. Collective."""
-    options = StateDictOptions(full_state_dict=True)
+    options = dcp.StateDictOptions(full_state_dict=True)
     weights = safetensors.torch.load_file(path / "model.safetensors")
     weights |= {name: weights[first] for name, first in state["tied"].items()}
-    set_model_state_dict(model, weights, options=options)
+    dcp.set_model_state_dict(model, weights, options=options)
     if optimizer is not None and (path / "optim.safetensors").exists():
         moments = {}
         for key, value in safetensors.torch.load_file(path / "optim.safetensors").items():
             name, _, key = key.partition("//")
             moments.setdefault(name, {})[key] = value
+        trained = {name.removeprefix("module.") for name, w in model.named_parameters() if w.requires_grad}
+        if new := trained - moments.keys():
+            raise InputError(f"{path} did not train {min(new)}: start from its model with --model, without --resume")
         # Hyperparameters stay those of the flags; lr is a function of the step.
         groups = [{"params": names} for names in state["optimizer_groups"]]
-        set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)
+        dcp.set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)
 
 
 def write_checkpoint(run_dir, step, files, state, keep, protect=()):
@@ -287,7 +286,7 @@ def replacing(directory):
 
 def full_weights(lm):
     """The state dict of a model on the CPU of rank 0. Collective."""
-    return get_model_state_dict(lm, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return dcp.get_model_state_dict(lm, options=dcp.StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def export(lm, weights, tokenizer, directory, heads):

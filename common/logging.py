@@ -128,6 +128,7 @@ def differences(old, new):
     old, new = json.loads(json.dumps([old, new]))
     both = [(name, old["flags"].get(name), new["flags"].get(name)) for name in old["flags"] | new["flags"]]
     lines = [f"--{name.replace('_', '-')}: was {was}, is {now}" for name, was, now in both if was != now]
+    old["files"]["resume"] = new["files"].get("resume")  # where it continues is no difference
     changed = [name for name in old["files"] | new["files"] if old["files"].get(name) != new["files"].get(name)]
     return lines + [f"{'the script' if name == 'script' else f'the file of --{name}'} has changed" for name in changed]
 

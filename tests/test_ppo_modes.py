@@ -481,13 +481,14 @@ def break_weight(value, name="score.weight"):
 
 
 WRONG = [
-    ({"labels": 3}, "", "needs the label to score at its end, one of :bad, :good, :odd"),
-    ({"labels": 3}, ":nope", "needs the label to score at its end, one of :bad, :good, :odd"),
-    ({"labels": 1}, ":good", "needs the label"),
+    ({"labels": 3}, "", "must end with the label to score, one of :bad, :good, :odd"),
+    ({"labels": 3}, ":nope", "must end with the label to score, one of :bad, :good, :odd"),
+    ({"labels": 1}, ":good", "must end with the label"),
     ({"vocab_size": 24, "pad_token_id": 0}, "", "has a tokenizer of more tokens than the model has embeddings"),
     ({"edit": break_weight(np.nan, "transformer.h.1.mlp.c_fc.weight")}, "", "has no finite transformer.h.1.mlp.c_fc"),
-    ("gpt2", "", "has no score.weight"),
-    ("nowhere/at/all", "", "is neither file.py:function nor a sequence classifier"),
+    ("gpt2", "", "is no sequence classifier, it has no score.weight"),
+    ("nowhere/at/all", "", "names no directory; a reward function is path/to/file.py:function"),
+    ("nobody/nothing", "", "is neither file.py:function nor a sequence classifier"),
 ]
 
 

@@ -120,11 +120,14 @@ def test_blocks_are_not_the_experts_of_a_block():
     assert ppo.blocks(model) is model.decoder.layers
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-@pytest.mark.parametrize("family", FAMILIES)
+FLOAT64 = [family for family in FAMILIES if family != "Bloom"]  # eager alone: NaN for left padding in float64
+PRECISE = [(family, torch.float32, 1e-5) for family in FAMILIES] + [
+    (family, torch.float64, 1e-10) for family in FLOAT64
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "tolerance"), PRECISE)
 def test_recorded_states_are_those_of_a_plain_forward(accelerator, letters, family, dtype, tolerance):
-    if family == "Bloom" and dtype == torch.float64:
-        pytest.skip("eager attention only, which gives NaN for left padding in float64")
     lm, trunk, queries = build(family, dtype), ppo.Trunk(2), [[3, 4, 5], [6], [7, 8, 0, 1, 2], [9, 10], [11]]
     args = SimpleNamespace(seed=1, max_new_tokens=7, decode_batch_size=2, stop=())
     limits = torch.tensor([5, 2, 1, 7, 3])

@@ -60,7 +60,7 @@ MODES = {  # of algos/ppo.py: flags, and what they show
     "fp32-malloc": ({}, "fp32 without keeping freed memory (glibc's default thresholds)"),
     "fp32-2-layers": (
         {"num_layers_unfrozen": 2},
-        "`--num-layers-unfrozen 2`: the frozen blocks run while sampling only (the fraction counts full training's work)",
+        "`--num-layers-unfrozen 2`: the frozen blocks run while sampling only (fraction: of full training's work)",
     ),
     "fp32-2-layers-no-cache": (
         {"num_layers_unfrozen": 2, "cache_trunk": False},

@@ -344,9 +344,8 @@ def readme(rows):
     )  # fmt: skip
 
 
-def main(doc, modes, measure, readme, results, name, pending=False):
-    """Command line of a benchmark. readme(rows) -> the text of the page `name`, which lies beside the results. pending:
-    results have still to be taken, so --check accepts that there are neither results nor a page."""
+def main(doc, modes, measure, readme, results, name):
+    """Command line of a benchmark. readme(rows) -> the text of the page `name`, which lies beside the results."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prepare", metavar="DIR", type=Path, help="write model and tokenizer, unless they are there")
     parser.add_argument("--mode", choices=modes, help="measure one run in this process")
@@ -361,9 +360,6 @@ def main(doc, modes, measure, readme, results, name, pending=False):
     if options.mode:
         record(options.results, "plainrl", options.mode, options.repeat, lambda: measure(options.mode, options.model))
     file = options.results.with_name(name)
-    if options.check and pending and not (options.results.exists() or file.exists()):
-        print(f"nothing to check yet: there are neither {options.results.name} nor {name}")
-        return
     if options.table:
         file.write_text(readme(list(csv.DictReader(open(options.results)))))
     if options.check:

@@ -191,4 +191,4 @@ def readme(rows):
 
 
 if __name__ == "__main__":
-    main(__doc__, MODES, measure_ours, readme, HERE / "results_sft.csv", "README_SFT.md", pending=True)
+    main(__doc__, MODES, measure_ours, readme, HERE / "results_sft.csv", "README_SFT.md")

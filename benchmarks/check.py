@@ -74,7 +74,7 @@ CLAIMS = {
         "10 the value loss takes over the shared trunk. two-layers: --num-layers-unfrozen 2 --lr 5e-3, 2 of 6 blocks "
         "and the norm after them. reward-model: the reward is a classifier that benchmarks/tasks/randomwalks_reward.py "
         "trained to predict the optimality; the figures are the true optimality. Other work shared the machine during "
-        "most runs, so their seconds are too many.",
+        "the runs of two-layers and reward-model, so their seconds are too many.",
     ),
 }
 

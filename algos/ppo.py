@@ -113,7 +113,7 @@ class Args:
     ppo): only the value head."""
     cache_trunk: bool = True
     """Keep what the frozen blocks return while sampling (episodes x tokens x hidden size, on every process), so that
-    scores and updates run the top blocks only; off: less memory, the same result. Off with --bootstrap-truncated."""
+    scores and updates run the top blocks only; the result is the same to rounding. Off with --bootstrap-truncated."""
     value_head: Literal["linear", "mlp"] = "mlp"
     """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1. A --model directory with a
     value head brings its own."""
@@ -248,10 +248,8 @@ class Args:
             ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
             ("kl_target", self.kl_target is None or 0 < self.kl_target < math.inf and moves, KL_TARGET),
         ]
-        problems = [
-            f"--{n.replace('_', '-')} {getattr(self, n)} must be {rule}" for n, holds, rule in rules if not holds
-        ]
-        stop_if(problems)
+        bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
+        stop_if([f"--{flag} {value} must be {rule}" for flag, value, rule in bad])
 
 
 KL_TARGET = "positive, with --kl-coef positive and --kl-horizon >= --rollout-batch-size"
@@ -382,8 +380,8 @@ class Trunk:
     """The lowest `depth` blocks of the policy, which are frozen and shared by its reference: what the last of them
     returns is recorded while sampling, and played back instead of running them for all scores and in every update.
 
-    Everything but these blocks is the model's own forward. What cannot be played back (top blocks that read more of the
-    frozen ones than their output, as in Gemma 3n) is found on the first micro-batch and run. depth 0: no effect.
+    Everything but these blocks is the model's own forward. Where they return several vectors a token (Gemma 3n), or the
+    top blocks read more of them than their output, they are run in every pass. depth 0: no effect.
     """
 
     def __init__(self, depth, checked=False):
@@ -397,7 +395,6 @@ class Trunk:
         def keep(block, inputs, output):
             self.in_tuple = isinstance(output, tuple)  # blocks of some architectures return a tuple
             recorded.append(output[0] if self.in_tuple else output)
-            self.depth *= recorded[-1].ndim == 3  # off where it is not one vector a token
 
         hook = blocks(lm)[self.depth - 1].register_forward_hook(keep) if self.depth else None
         try:
@@ -965,7 +962,6 @@ class Rollout:
         """The rows, without the columns in which none of them has a token."""
         begin = int(self.query_mask[rows].any(0).int().argmax())
         end = int(self.response_mask[rows].any(0).nonzero().max()) + 1
-
         spans = dict.fromkeys(("query", "query_mask"), slice(begin, None))
         spans["trunk"] = slice(begin, self.query.shape[1] + end - 1)
         columns = {name: x for name, x in vars(self).items() if x is not None}
@@ -986,6 +982,9 @@ def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, score, ite
     options = ("rollout", iteration), args, args.temperature
     with trunk.record(lm) as recorded:
         batch = Rollout(*generate(accelerator, lm, tokenizer, queries, *options, limits=limits)).take(slice(None))
+    if recorded and recorded[0].ndim != 3:
+        accelerator.print("--cache-trunk is off: the frozen blocks of this model return several vectors a token")
+        trunk.depth = 0
     # 1. what the policy did, and what the reference thinks of it
     share, width = len(queries) // accelerator.num_processes, batch.response.shape[1]
     local, parts = torch.arange(share, device=device) + accelerator.process_index * share, []

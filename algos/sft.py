@@ -190,10 +190,8 @@ class Args:
             ("stop", all(self.stop), "strings that are not empty"),
             ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
         ]
-        problems = [
-            f"--{n.replace('_', '-')} {getattr(self, n)} must be {rule}" for n, holds, rule in rules if not holds
-        ]
-        stop_if(problems)
+        bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
+        stop_if([f"--{flag} {value} must be {rule}" for flag, value, rule in bad])
 
 
 AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size
@@ -406,7 +404,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def chat_pieces(tokenizer, messages, first, tools, where):
     """The text of a chat in pieces, alternately without and with loss: the assistant's messages from number `first` on,
     with the end of their turn."""
-    pieces, _ = [], chat_text(tokenizer, messages, where, tools=tools)  # checks the messages
+    chat_text(tokenizer, messages, where, tools=tools)  # stops at what is no chat
+    pieces = []
     if messages[-1]["role"] != "assistant":
         raise InputError(f"{where}: the last message must be the assistant's, it is by {messages[-1]['role']!r}")
     for i in (i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"):

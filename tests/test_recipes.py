@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,6 @@ def run(source, tmp_path, build_model, letters, **options):
     path.write_text(source)
     spec = importlib.util.spec_from_file_location("changed_ppo", path)
     module = importlib.util.module_from_spec(spec)
-    module.__dict__["__name__"] = "changed_ppo"
-    import sys
-
     sys.modules["changed_ppo"] = module
     spec.loader.exec_module(module)
     seen = []
@@ -61,6 +59,8 @@ def test_an_entropy_bonus_changes_the_loss(tmp_path, build_model, letters):
 
 @pytest.mark.parametrize("layers", [-1, 1])
 def test_tokens_of_a_tool_are_not_scored(tmp_path, build_model, letters, layers):
+    _, plain = run((ROOT / "algos/ppo.py").read_text(), tmp_path / "plain", build_model, letters)
+    assert any(3 in ids for call in plain for ids in call), "the policy samples such tokens"
     metrics, seen = run(changed(RECIPES[1]), tmp_path, build_model, letters, num_layers_unfrozen=layers)
     assert all(3 not in ids for call in seen for ids in call)
     assert metrics["policy/ratio"] == pytest.approx(1, abs=0.5) and metrics["tokens/responses_len"] < 5

@@ -636,3 +636,31 @@ def test_two_processes_equal_one(classifiers, gpt2_dir, tmp_path):
     assert found[0][-1]["objective/kl"] > 0.01
     for a, b in zip(*found, strict=True):
         assert a == pytest.approx(b, rel=1e-9, abs=1e-9)
+
+
+def test_a_trunk_of_several_streams_is_not_kept(letters, tmp_path, capsys):
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    sizes |= {"num_key_value_heads": 1, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4, "laurel_rank": 4}
+    ids = {
+        "vocab_size": 25,
+        "vocab_size_per_layer_input": 25,
+        "bos_token_id": 21,
+        "eos_token_id": 22,
+        "pad_token_id": 23,
+    }
+    args = ppo.Args(
+        model=Gemma3nForCausalLM(Gemma3nTextConfig(**sizes, **ids)), tokenizer=letters, run_dir=str(tmp_path / "run"),
+        num_layers_unfrozen=2, total_episodes=14, rollout_batch_size=7, batch_size=7, micro_batch_size=3, ppo_epochs=1,
+        eval_every=0, threads=1, lr=1e-9,
+    )  # fmt: skip
+    metrics, _ = ppo.main(args)
+    assert capsys.readouterr().out.count("--cache-trunk is off: the frozen blocks of this model") == 1
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-4) and abs(metrics["objective/kl"]) < 1e-3

@@ -110,7 +110,7 @@ class Args:
     """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo): only the value head."""
+    ppo and reward): only the head."""
     cache_trunk: bool = True
     """Keep what the frozen blocks return while sampling (episodes x tokens x hidden size, on every process), so that
     scores and updates run the top blocks only; the result is the same to rounding. Off with --bootstrap-truncated."""
@@ -134,7 +134,8 @@ class Args:
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_prompt_length: int | None = None
-    """Drop (and count) prompts of more tokens; without it, a prompt that does not fit the model is an error."""
+    """Drop (in dpo: cut by --truncation-mode) and count prompts of more tokens. Without it, in ppo a prompt that does
+    not fit the model is an error."""
 
     # ---- optimizer
     lr: float = 6e-4
@@ -262,8 +263,8 @@ cliprange_value vf_coef score_clip missing_eos_penalty early_stop_kl ratio_thres
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 
-def load_model(args, path, flag="--model"):
-    """The causal language model and its tokenizer: every weight found and finite, dropout off, padding token set."""
+def load_pretrained(kind, args, path, flag, **options):
+    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
@@ -273,29 +274,38 @@ def load_model(args, path, flag="--model"):
         local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
         if local and not Path(given).exists():
             raise InputError(f"{name} {given}: there is no such directory")
-    kinds = ("*token*", "vocab*", "*.model", "*.tiktoken")
-    if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(kind)) for kind in kinds):
+    files = ("*token*", "vocab*", "*.model", "*.tiktoken")
+    if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
         raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
         model, report = path, {}
         if isinstance(path, str):
             hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, report = AutoModelForCausalLM.from_pretrained(path, **hub)
+            model, report = kind.from_pretrained(path, **hub, **options)
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
                 setattr(module, name, 0.0)
-    broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    broken += [f"{name} ({kind})" for kind in ("missing_keys", "mismatched_keys") for name in report.get(kind, ())]
-    problems = [f"{flag} {path}: {broken[0]} is missing, of another shape or not finite"] if broken else []
-    if tokenizer.eos_token_id is None:
-        problems.append("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
+    model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
+    missing = sorted(report.get("missing_keys", ()))
+    broken = [f"{name} is of another shape" for name, *_ in report.get("mismatched_keys", ())]
+    broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    problems = [f"{flag} {path}: {problem}" for problem in broken[:1]]
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         problems.append(f"the tokenizer has {len(tokenizer)} tokens, {flag} {path} has embeddings for fewer")
     stop_if(problems)
+    return model, tokenizer, missing
+
+
+def load_model(args, path, flag="--model"):
+    """The causal language model and its tokenizer, with a padding token."""
+    model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
+    stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
+    if tokenizer.eos_token_id is None:
+        raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
     if args.gradient_checkpointing:
@@ -432,55 +442,51 @@ class RewardModel:
 
     def __init__(self, args, device):
         name, _, label = (args.reward, "", "") if spec_path(args.reward) else args.reward.partition(":")
-        path, flag = spec_path(name) or name, f"--reward {args.reward}"
-        if path == name and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-            raise InputError(f"{flag} names no directory; a reward function is path/to/file.py:function")
-        hub = {"trust_remote_code": args.trust_remote_code}
-        options = {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(path, **hub)
-            model, report = AutoModelForSequenceClassification.from_pretrained(path, **hub, **options)
-        except Exception as error:  # the libraries' errors have no common class
-            kinds = "neither file.py:function nor a sequence classifier"
-            raise InputError(f"{flag} is {kinds}: {' '.join(str(error).split())}") from None
-        labels = {name: number for number, name in model.config.id2label.items()}
-        problems = [
-            f"is no sequence classifier, it has no {key}"
-            for key in (*report["missing_keys"], *report["mismatched_keys"])
-        ][:1]
-        problems += [f"has no finite {key}" for key, w in model.named_parameters() if not w.isfinite().all()][:1]
-        problems += [] if len(self.tokenizer) > 2 else ["holds no tokenizer"]
-        if len(self.tokenizer) > model.get_input_embeddings().num_embeddings:
-            problems.append("has a tokenizer of more tokens than the model has embeddings")
-        if not problems and label not in labels and (label or model.config.num_labels > 1):
-            problems.append(f"must end with the label to score, one of :{', :'.join(labels)}")
-        stop_if([f"{flag} {problem}" for problem in problems])
-        self.label, self.model = labels.get(label, 0), model.requires_grad_(False).eval().to(device)
-        self.tokenizer.truncation_side = "left"
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", 10**9)
+        own, flag = copy.copy(args), f"--reward {args.reward}"
+        own.tokenizer = own.revision = None  # those flags are about --model
+        self.model, self.tokenizer, missing = load_pretrained(AutoModelForSequenceClassification, own, name, "--reward")
+        labels = {name: number for number, name in self.model.config.id2label.items()}
+        problems = [f"{flag} is no sequence classifier, it has no {key}" for key in missing[:1]]
+        if not problems and label not in labels and (label or len(labels) > 1):
+            problems.append(f"{flag} must end with the label to score, one of :{', :'.join(labels)}")
+        stop_if(problems)
+        self.label, self.model = labels.get(label, 0), self.model.requires_grad_(False).eval().to(device)
+        self.norm = getattr(self.model.config, "reward_norm", {"gain": 1.0, "bias": 0.0})  # of reward.py
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", 10**9)
         self.limit = min(limit, self.tokenizer.model_max_length)
 
     @torch.no_grad()
     def __call__(self, samples, ended, batch_size):
-        """Logits (B,) of the texts, each with the classifier's end token if it has one and `ended` says so. Too long
-        texts lose their beginning."""
-        eos, device = self.tokenizer.eos_token_id, self.model.device
-        encoded = self.tokenizer(samples, truncation=True, max_length=self.limit - (eos is not None))["input_ids"]
-        for ids, end in zip(encoded, ended, strict=True):
-            if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:
-                del ids[0]  # a chat template writes its own
-            ids += [eos] if eos is not None and (not ids or end and ids[-1:] != [eos]) else []
-        scores = torch.empty(len(encoded), dtype=torch.float64, device=device)
+        """Scores (B,) of the texts; too long ones lose their beginning."""
+        encoded = classifier_ids(self.tokenizer, samples, ended, self.limit)
+        scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
         for rows in torch.tensor([len(ids) for ids in encoded]).argsort(stable=True).split(batch_size):
-            chunk = [encoded[row] for row in rows]
-            # decoders score the last token that is not config.pad_token_id, so take an id that no row has
-            used, width = set().union(*chunk), max(map(len, chunk))
-            pad = self.model.config.pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
-            ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in chunk], device=device)
-            mask = torch.arange(width, device=device) < torch.tensor([[len(ids)] for ids in chunk], device=device)
-            logits = self.model(input_ids=ids, attention_mask=mask.long()).logits
-            scores[rows.to(device)] = logits[:, self.label].double()
+            logits = classifier_logits(self.model, [encoded[row] for row in rows])[:, self.label]
+            scores[rows.to(scores.device)] = logits.double() * self.norm["gain"] + self.norm["bias"]
         return scores
+
+
+def classifier_ids(tokenizer, texts, ended, max_length=None):
+    """The tokens of texts as a classifier reads them: with its end token, if it has one, where `ended` says so; what is
+    more than max_length tokens is cut off at the beginning."""
+    eos, tokenizer.truncation_side = tokenizer.eos_token_id, "left"
+    cut = {"truncation": True, "max_length": max_length - (eos is not None)} if max_length else {}
+    encoded = tokenizer(texts, **cut)["input_ids"]
+    for ids, end in zip(encoded, ended, strict=True):
+        if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+            del ids[0]  # a chat template writes its own
+        ids += [eos] if eos is not None and (not ids or end and ids[-1:] != [eos]) else []
+    return encoded
+
+
+def classifier_logits(model, rows):
+    """Logits (B, labels) of rows of tokens. Decoders read the score at the last token that is not the padding of their
+    configuration, so padding is, on the right, a token that no row has: an end token counts wherever it stands."""
+    used, width, lm = set().union(*rows), max(map(len, rows)), getattr(model, "module", model)
+    pad = lm.config.get_text_config().pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
+    ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in rows], device=lm.device)
+    mask = torch.arange(width, device=lm.device) < torch.tensor([[len(ids)] for ids in rows], device=lm.device)
+    return model(input_ids=ids, attention_mask=mask.long()).logits
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------

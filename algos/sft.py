@@ -100,7 +100,7 @@ class Args:
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo): only the value head."""
+    ppo and reward): only the head."""
     dataset: str = f"{TASK}:completions:split=train"
     """Training rows: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = "auto"
@@ -114,7 +114,8 @@ class Args:
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
-    """Tokens of a row; longer rows are cut at the end and counted."""
+    """Tokens of a row. Longer rows are counted, and cut at the end; in reward, and in dpo those without room for a
+    response, they are dropped."""
     completion_only_loss: bool = True
     """Train on completions, on the outputs of a dialogue and on the assistant's turns of a chat alone; off: on every
     token."""
@@ -149,7 +150,7 @@ class Args:
     micro_batch_size: int = 64
     """Rows per process and forward pass; changes memory and speed, never the result."""
     epochs: float | None = None
-    """Passes over the data; default: 3, the embedded task 85. --total-steps wins over it."""
+    """Passes over the data; default: 3, in reward and dpo 1, the embedded task more. --total-steps wins over it."""
     total_steps: int | None = None
     """Optimizer steps; default: from --epochs."""
 
@@ -202,8 +203,8 @@ ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_t
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 
-def load_model(args, path, flag="--model"):
-    """The causal language model and its tokenizer: every weight found and finite, dropout off, padding token set."""
+def load_pretrained(kind, args, path, flag, **options):
+    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
@@ -213,29 +214,38 @@ def load_model(args, path, flag="--model"):
         local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
         if local and not Path(given).exists():
             raise InputError(f"{name} {given}: there is no such directory")
-    kinds = ("*token*", "vocab*", "*.model", "*.tiktoken")
-    if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(kind)) for kind in kinds):
+    files = ("*token*", "vocab*", "*.model", "*.tiktoken")
+    if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
         raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
         model, report = path, {}
         if isinstance(path, str):
             hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, report = AutoModelForCausalLM.from_pretrained(path, **hub)
+            model, report = kind.from_pretrained(path, **hub, **options)
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
                 setattr(module, name, 0.0)
-    broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    broken += [f"{name} ({kind})" for kind in ("missing_keys", "mismatched_keys") for name in report.get(kind, ())]
-    problems = [f"{flag} {path}: {broken[0]} is missing, of another shape or not finite"] if broken else []
-    if tokenizer.eos_token_id is None:
-        problems.append("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
+    model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
+    missing = sorted(report.get("missing_keys", ()))
+    broken = [f"{name} is of another shape" for name, *_ in report.get("mismatched_keys", ())]
+    broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    problems = [f"{flag} {path}: {problem}" for problem in broken[:1]]
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         problems.append(f"the tokenizer has {len(tokenizer)} tokens, {flag} {path} has embeddings for fewer")
     stop_if(problems)
+    return model, tokenizer, missing
+
+
+def load_model(args, path, flag="--model"):
+    """The causal language model and its tokenizer, with a padding token."""
+    model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
+    stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
+    if tokenizer.eos_token_id is None:
+        raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
     if args.gradient_checkpointing:
@@ -426,12 +436,10 @@ def row_pieces(rows, tokenizer, flag):
     if "messages" in columns:
         chats = [(row["messages"], 0, row.get("tools")) for row in rows]
     elif isinstance(columns.get("prompt"), list):
-        good = [
-            isinstance(r["prompt"], list) and isinstance(r.get("completion"), list) and r["completion"] for r in rows
-        ]
-        if not all(good):
-            number = next(i for i, fine in enumerate(good, 1) if not fine)
-            raise InputError(f"{flag} row {number}: prompt and completion must be two lists of messages")
+        for number, row in enumerate(rows, 1):
+            prompt, completion = row["prompt"], row.get("completion")
+            if not (isinstance(prompt, list) and isinstance(completion, list) and completion):
+                raise InputError(f"{flag} row {number}: prompt and completion must be two lists of messages")
         chats = [(row["prompt"] + row["completion"], len(row["prompt"]), row.get("tools")) for row in rows]
     elif "dialogue" in columns:
         for number, row in enumerate(rows, 1):
@@ -477,10 +485,9 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
     if not examples:
         raise InputError(f"{flag}: no row has a label left within --max-length {max_length}")
     counts, tokens = sorted(len(y) - y.count(-100) for _, y in examples), sum(len(ids) for ids, _ in examples)
-    report = (
-        f"{len(rows)} rows, {truncated} cut at the end, {len(rows) - len(examples)} dropped because no label was left"
-    )
+    report, dropped = f"{len(rows)} rows, {truncated} cut at the end", len(rows) - len(examples)
     labelled = f"labels on {sum(counts) / tokens:.1%} of {tokens:,} tokens, a row {counts[0]} to {counts[-1]}"
+    report += f", {dropped} dropped because no label was left"
     return examples, f"{report}; {labelled}, median {counts[len(counts) // 2]}"
 
 

@@ -31,9 +31,10 @@ from common.checkpoint import InputError
 # Flags that leave the result as it is (to rounding) may differ when a run is continued; those of the last line are
 # written to config.yaml all the same, since a large model does not fit without them.
 NEUTRAL = """run_dir resume threads save_every keep_checkpoints track wandb_project push_to_hub check
-micro_batch_size decode_batch_size packing cache_trunk gradient_checkpointing""".split()
+micro_batch_size decode_batch_size packing share_prompt cache_trunk gradient_checkpointing""".split()
 # Flags that may name files.
-SPECS = "model tokenizer ref_model dataset eval_dataset eval_prompts formatting reward metric".split()
+SPECS = """model tokenizer ref_model dataset eval_dataset eval_prompts norm_prompts norm_policy formatting reward
+metric""".split()
 _open = []  # runs of this process that are not closed
 
 
@@ -227,7 +228,7 @@ class Run:
         if not same:
             with contextlib.suppress(FileNotFoundError):
                 (folder / "README.md").unlink()
-            sizes = {name: value for name, value in vars(args).items() if name in NEUTRAL[-5:]}
+            sizes = {name: value for name, value in vars(args).items() if name in NEUTRAL[-6:]}
             ckpt.write_text(folder / "config.yaml", yaml.safe_dump(new["flags"] | sizes, sort_keys=False))
             ckpt.write_text(folder / "env.json", json.dumps(new | environment(self.accelerator), indent=1))
         return folder, path, state, False
@@ -384,10 +385,10 @@ class Run:
             axes.set(xlabel="optimizer step", ylabel=headline)
             figure.savefig(self.dir / "curve.png", dpi=100)
         env, folder = json.loads((self.dir / "env.json").read_text()), str(self.dir / "hf_model")
-        usage = (
-            f"from transformers import pipeline; generate = pipeline('text-generation', {folder!r})\n"
-            f"print(generate({prompt!r}, max_new_tokens=20))"
-        )
+        scores = env["algo"] == "reward"
+        task, call = ("classification", "function_to_apply='none'") if scores else ("generation", "max_new_tokens=20")
+        usage = f"from transformers import pipeline; model = pipeline('text-{task}', {folder!r})\n"
+        usage += f"print(model({prompt!r}, {call}))"
         rows = "\n".join(f"| {k} | {v} |" for k, v in sorted(metrics.items()))
         card = (
             f"---\nlibrary_name: transformers\ntags: [plainrl, {env['algo']}]\n---\n# {title}\n\n"

@@ -487,11 +487,11 @@ WRONG = [
     ({"labels": 3}, "", "must end with the label to score, one of :bad, :good, :odd"),
     ({"labels": 3}, ":nope", "must end with the label to score, one of :bad, :good, :odd"),
     ({"labels": 1}, ":good", "must end with the label"),
-    ({"vocab_size": 24, "pad_token_id": 0}, "", "has a tokenizer of more tokens than the model has embeddings"),
-    ({"edit": break_weight(np.nan, "transformer.h.1.mlp.c_fc.weight")}, "", "has no finite transformer.h.1.mlp.c_fc"),
+    ({"vocab_size": 24, "pad_token_id": 0}, "", "has embeddings for fewer"),
+    ({"edit": break_weight(np.nan, "transformer.h.1.mlp.c_fc.weight")}, "", "transformer.h.1.mlp.c_fc.weight is not finite"),
     ("gpt2", "", "is no sequence classifier, it has no score.weight"),
-    ("nowhere/at/all", "", "names no directory; a reward function is path/to/file.py:function"),
-    ("nobody/nothing", "", "is neither file.py:function nor a sequence classifier"),
+    ("nowhere/at/all", "", "there is no such directory"),
+    ("nobody/nothing", "", "cannot be loaded"),
 ]
 
 
@@ -500,7 +500,7 @@ def test_reward_models_that_cannot_be_used(classifiers, tiny_dirs, tmp_path, cha
     folder = classifiers(**changes) if isinstance(changes, dict) else tiny_dirs.get(changes, changes)
     with pytest.raises(ppo.InputError) as error:
         run_ppo(tiny_dirs["gpt2"], tmp_path / "run", reward=folder + label)
-    assert f"--reward {folder}{label} {message}" in str(error.value)
+    assert f"--reward {folder}" in str(error.value) and message in str(error.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -1,0 +1,796 @@
+"""A reward model from preferences: a sequence classifier whose score is higher for the chosen of two texts.
+
+Loss: -log sigmoid(r_chosen - r_rejected - margin) per pair (Ouyang et al. 2022, arXiv 2203.02155, Eq. 1; the margin is
+that of Touvron et al. 2023, arXiv 2307.09288, Eq. 2): `pairwise_loss`.
+
+How this differs from other implementations:
+- The score is read at the last token of the text, which is the end token, whatever the padding: also where the end
+  token doubles as padding, or stands within the prompt. `ppo.py --reward` reads the same tokens of the same text.
+- Too long pairs are dropped and counted: a text that was cut has no end to read the score from.
+- A tie is no success: a constant model has accuracy 0. Beside the accuracy stands that of the rule "the shorter wins".
+- What both texts of a pair begin with is computed once (`shared_rows`), which equals two separate forward passes.
+
+Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where the two hold it, perhaps "margin".
+
+    python algos/reward.py                                         # random walks, one CPU, under a minute
+    python algos/reward.py --model gpt2 --dataset my_pairs.jsonl --eval-dataset held_out.jsonl --lr 1e-5
+    accelerate launch algos/reward.py --model runs/sft/hf_model --dataset Anthropic/hh-rlhf:train --lr 1e-5
+    torchrun --nproc_per_node 8 algos/reward.py --model Qwen/Qwen3-0.6B --max-length 2048 --lr 1e-5 \
+        --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
+        --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
+
+Dimension key: B pairs, T tokens of a row.
+"""
+
+import ctypes
+import functools
+import json
+import math
+import os
+import re
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from common.checkpoint import InputError, build, cli, pack_state, spec_path, stop_if, unpack_state
+from common.logging import Run, closes_run, on_main, visible
+from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows
+
+TASK = "benchmarks/tasks/randomwalks.py"
+
+
+@dataclass
+class Args:
+    """A reward model from preferences."""
+
+    # ---- run
+    run_dir: str | None = None
+    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: int | None = None
+    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    save_every: int = 100
+    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    eval_every: int = 100
+    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    push_to_hub: str | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
+    check: bool = False
+    """Validate flags, data, model and functions, print the summary, and exit."""
+
+    # ---- model and data
+    model: str = f"{TASK}:base_model"
+    """Hub id, directory, or file.py:function that returns one; from Python also a model."""
+    tokenizer: str | None = None
+    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the weights (and so of the optimizer state)."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a hub repository."""
+    attn_implementation: str = "auto"
+    """auto, eager, sdpa or flash_attention_2; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    num_layers_unfrozen: int = -1
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
+    ppo and reward): only the head."""
+    dataset: str = f"{TASK}:pairs:split=train"
+    """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
+    eval_dataset: str | None = "auto"
+    """Pairs for evaluation, several sets joined by commas or as a mapping of names; auto: the embedded task's."""
+    max_length: int = 1024
+    """Tokens of a row. Longer rows are counted, and cut at the end; in reward, and in dpo those without room for a
+    response, they are dropped."""
+    share_prompt: bool = True
+    """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
+    norm_prompts: str | None = None
+    """Rows with a prompt: in the end, scores are shifted and scaled to mean 0 and standard deviation 1 over samples of
+    --norm-policy for them (arXiv 1909.08593, Sec. 2.1), as reward_norm in the configuration of the exported model."""
+    norm_policy: str | None = None
+    """Causal language model that samples for --norm-prompts; default: --model."""
+    max_new_tokens: int = 9
+    """Longest response, in tokens."""
+
+    # ---- loss
+    center_coef: float = 0.0
+    """Weight of (r_chosen + r_rejected)^2, which keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 there)."""
+
+    # ---- optimizer
+    lr: float = 1e-3
+    """Peak learning rate of AdamW (2e-5 suits pretrained models)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    lr_final: float = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: int = 40
+    """Optimizer steps of linear warm-up."""
+    decay_steps: int | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments."""
+    adam_eps: float = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: int = 64
+    """Rows per optimizer step, all processes together."""
+    micro_batch_size: int = 64
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+    epochs: float | None = None
+    """Passes over the data; default: 3, in reward and dpo 1, the embedded task more. --total-steps wins over it."""
+    total_steps: int | None = None
+    """Optimizer steps; default: from --epochs."""
+
+    def __post_init__(self):
+        own = self.dataset != f"{TASK}:pairs:split=train"
+        if self.eval_dataset == "auto":
+            self.eval_dataset = None if own else f"{TASK}:eval_pairs"
+        self.epochs = (1.0 if own else 20.0) if self.epochs is None else self.epochs
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        known = ("auto", "eager", "sdpa", "flash_attention_2")
+        rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
+        rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every")]
+        rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
+        rules += [(name, 0 < getattr(self, name) < math.inf, "a positive number") for name in ("lr", "epochs")]
+        rules += [
+            ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
+            ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
+            ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1 or at least 0"),
+            ("norm_policy", not self.norm_policy or self.norm_prompts, "given with --norm-prompts"),
+            ("norm_policy", self.norm_policy or not self.norm_prompts or isinstance(self.model, str), "given"),
+            ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
+        ]
+        bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
+        stop_if([f"--{flag} {value} must be {rule}" for flag, value, rule in bad])
+
+
+AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size
+max_new_tokens""".split()
+ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm center_coef".split()
+
+
+# ---- Model -----------------------------------------------------------------------------------------------------------
+
+
+def load_pretrained(kind, args, path, flag, **options):
+    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
+    path = str(path) if isinstance(path, Path) else path
+    source = args.tokenizer or getattr(path, "name_or_path", path)
+    for name, given in ((flag, path), ("--tokenizer", source)):
+        local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
+        if local and not Path(given).exists():
+            raise InputError(f"{name} {given}: there is no such directory")
+    files = ("*token*", "vocab*", "*.model", "*.tiktoken")
+    if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
+        raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        model, report = path, {}
+        if isinstance(path, str):
+            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, report = kind.from_pretrained(path, **hub, **options)
+    except Exception as error:  # the libraries' errors have no common class
+        raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
+                setattr(module, name, 0.0)
+    model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
+    missing = sorted(report.get("missing_keys", ()))
+    broken = [f"{name} is of another shape" for name, *_ in report.get("mismatched_keys", ())]
+    broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    problems = [f"{flag} {path}: {problem}" for problem in broken[:1]]
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        problems.append(f"the tokenizer has {len(tokenizer)} tokens, {flag} {path} has embeddings for fewer")
+    stop_if(problems)
+    return model, tokenizer, missing
+
+
+def load_classifier(args, path):
+    """The sequence classifier with one label, its tokenizer, and whether its head is new. A new one is drawn from
+    N(0, 1 / (width + 1)), so that scores are of size 1 (Huang et al. 2024, arXiv 2403.17031), keyed by the seed."""
+    kind = AutoModelForSequenceClassification
+    model, tokenizer, missing = load_pretrained(kind, args, path, "--model", num_labels=1)
+    lost = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
+    stop_if([f"--model {path}: {name} is missing" for name in lost[:1]])
+    for number, name in enumerate(missing):
+        weight = model.get_parameter(name)
+        scale = (weight.shape[-1] + 1) ** -0.5 if weight.ndim > 1 else 0.0
+        drawn = rng(args.seed, "head", number).normal(0.0, scale, weight.shape)
+        weight.data.copy_(torch.from_numpy(drawn))
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.config.reward_norm = {"gain": 1.0, "bias": 0.0}  # ppo.py takes gain * score + bias
+    return model, tokenizer, bool(missing)
+
+
+def load_model(args, path, flag="--model"):
+    """The causal language model and its tokenizer, with a padding token."""
+    model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
+    stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
+    if tokenizer.eos_token_id is None:
+        raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ends = model.generation_config.eos_token_id  # so that the exported model ends where it was trained to
+    if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    # a strided slice times a frozen weight makes CPU kernels copy the weight for every row
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
+    return model, tokenizer
+
+
+def blocks(lm):
+    """The transformer blocks: the longest ModuleList of the model that lies in no other (as experts of a block do)."""
+    found = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
+    return max((module for name, module in found if not any(map(str.isdigit, name))), key=len)
+
+
+def freeze(lm, num_layers_unfrozen):
+    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything). Returns the number of
+    frozen blocks."""
+    if num_layers_unfrozen < 0:
+        return 0
+    layers, ran = blocks(lm), []
+    if num_layers_unfrozen > len(layers):
+        raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
+    depth = len(layers) - num_layers_unfrozen
+    lm.requires_grad_(False)
+    layers[depth:].requires_grad_(True)
+    hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
+    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for module in ran[ran.index(layers[-1]) + 1 :]:  # what runs after the blocks: the norm, the output layer
+        if num_layers_unfrozen and module is not lm.get_output_embeddings():
+            for weight in module.parameters(recurse=False):
+                weight.requires_grad_(True)
+    return depth
+
+
+def classifier_ids(tokenizer, texts, ended, max_length=None):
+    """The tokens of texts as a classifier reads them: with its end token, if it has one, where `ended` says so; what is
+    more than max_length tokens is cut off at the beginning."""
+    eos, tokenizer.truncation_side = tokenizer.eos_token_id, "left"
+    cut = {"truncation": True, "max_length": max_length - (eos is not None)} if max_length else {}
+    encoded = tokenizer(texts, **cut)["input_ids"]
+    for ids, end in zip(encoded, ended, strict=True):
+        if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+            del ids[0]  # a chat template writes its own
+        ids += [eos] if eos is not None and (not ids or end and ids[-1:] != [eos]) else []
+    return encoded
+
+
+def classifier_logits(model, rows):
+    """Logits (B, labels) of rows of tokens. Decoders read the score at the last token that is not the padding of their
+    configuration, so padding is, on the right, a token that no row has: an end token counts wherever it stands."""
+    used, width, lm = set().union(*rows), max(map(len, rows)), getattr(model, "module", model)
+    pad = lm.config.get_text_config().pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
+    ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in rows], device=lm.device)
+    mask = torch.arange(width, device=lm.device) < torch.tensor([[len(ids)] for ids in rows], device=lm.device)
+    return model(input_ids=ids, attention_mask=mask.long()).logits
+
+
+def shared_rows(pairs, pad):
+    """One row for each pair of token lists: chosen, then rejected without the `common` tokens that both begin with.
+
+    Returns ids and positions (B, T), a mask (B, 1, T, T) to add to attention scores, and common (B,). The rest of
+    rejected does not see that of chosen, so both are as if alone; padding is on the right, where no token sees it.
+    """
+    common = [len(os.path.commonprefix(pair)) for pair in pairs]
+    rows = [chosen + rejected[n:] for (chosen, rejected), n in zip(pairs, common, strict=True)]
+    counted = [[*range(len(c)), *range(n, len(r))] for (c, r), n in zip(pairs, common, strict=True)]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+    positions = torch.tensor([row + [0] * (width - len(row)) for row in counted])
+    common, place = torch.tensor(common), torch.arange(width)
+    end = torch.tensor([[len(chosen)] for chosen, _ in pairs])
+    apart = (place >= end)[:, :, None] & ((place >= common[:, None]) & (place < end))[:, None]
+    hidden = apart | (place > place[:, None])  # (B, T, T): the token of the row does not see that of the column
+    return ids, positions, torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)[:, None], common
+
+
+def pair_scores(model, share, pairs):
+    """Scores (2, B) of chosen and rejected, at least in float32."""
+    if share:
+        lm, outputs = getattr(model, "module", model), []
+        ids, positions, mask, common = (x.to(lm.device) for x in shared_rows([pair[:2] for pair in pairs], 0))
+        hook = lm.score.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        model(input_ids=ids, position_ids=positions, attention_mask=mask.to(lm.dtype), use_cache=False)
+        hook.remove()
+        ends = torch.tensor([[len(chosen), len(rejected)] for chosen, rejected, _ in pairs], device=lm.device).T - 1
+        ends[1] += (ends[1] >= common) * (ends[0] + 1 - common)  # where the row holds the end of rejected
+        scores = outputs[0][torch.arange(len(pairs)), ends, 0]
+    else:
+        scores = classifier_logits(model, [pair[side] for side in (0, 1) for pair in pairs])[:, 0].view(2, -1)
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+@torch.no_grad()
+def sharing_error(score, model, pairs):
+    """How far sharing the beginning moves score(model, share, pairs) of the longest pair and of that with the longest
+    beginning, relative to 1 + |score|; infinite where the model cannot."""
+    longest = max(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+    probe = [longest, max(pairs, key=lambda pair: len(os.path.commonprefix(pair[:2])))]
+    plain = score(model, False, probe)
+    try:
+        return ((score(model, True, probe) - plain).abs() / (1 + plain.abs())).max().item()
+    except Exception:  # a model without this kind of mask or head
+        return math.inf
+
+
+@torch.no_grad()
+def reward_norm(accelerator, model, rows, batch_size):
+    """gain and bias that give the scores of the rows of tokens mean 0 and standard deviation 1."""
+    order, scores = torch.tensor([len(ids) for ids in rows]).argsort(stable=True).split(batch_size), []
+    with accelerator.autocast():
+        scores = [classifier_logits(model, [rows[i] for i in part])[:, 0].double() for part in order]
+    std, mean = (x.item() for x in torch.std_mean(torch.cat(scores)))
+    if not std > 0:
+        raise InputError(f"--norm-prompts: the scores of the {len(rows)} samples are all {mean}: take more prompts")
+    return {"gain": 1 / std, "bias": -mean / std}
+
+
+# ---- Maths -----------------------------------------------------------------------------------------------------------
+
+
+def pairwise_loss(chosen, rejected, margin=None, center_coef=0.0):
+    """-log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2, all (B,), unreduced.
+
+    Source: arXiv 2203.02155, Eq. 1; margin: arXiv 2307.09288, Eq. 2; centering: arXiv 2312.09244, Eq. 2.
+    """
+    margin = torch.zeros_like(chosen) if margin is None else margin
+    if not chosen.shape == rejected.shape == margin.shape:
+        raise ValueError(f"shapes differ: {[tuple(x.shape) for x in (chosen, rejected, margin)]}")
+    return -F.logsigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected) ** 2
+
+
+def calibration_error(differences, bins=10):
+    """Expected calibration error (arXiv 1706.04599, Eq. 3) of sigmoid(|difference|) (B,) as the probability that the
+    text of the higher score is the chosen one: mean over pairs of |accuracy - confidence| of the bin in [0.5, 1]."""
+    confidence, error = differences.abs().sigmoid(), 0.0
+    numbers = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    for number in numbers.unique():
+        inside = numbers == number
+        error += (confidence[inside].mean() - (differences[inside] > 0).double().mean()).abs() * inside.double().mean()
+    return float(error)
+
+
+def learning_rate(args, step, total_steps):
+    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return args.lr
+    progress = (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps)
+    progress = min(1.0, progress)
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return args.lr + (args.lr_final - args.lr) * progress
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------------
+
+
+def load_rows(data, flag):
+    """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
+    path, rows = spec_path(data), data
+    if path and path.suffix == ".jsonl":
+        try:
+            lines, rows = path.read_text(encoding="utf-8-sig").split("\n"), []
+        except UnicodeDecodeError as error:
+            raise InputError(f"{flag} {data} is not UTF-8: {error}") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                rows += [json.loads(line, strict=False)] if line.strip() else []
+            except ValueError as error:
+                raise InputError(f"{flag} {data}:{number} is not valid JSON: {error}") from None
+    elif isinstance(data, str):
+        import datasets
+
+        kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+        name, _, split = data.partition(":")
+        try:
+            if path and path.is_dir():
+                rows = datasets.load_from_disk(str(path))
+            elif kind := kinds.get(Path(data).suffix):
+                rows = datasets.load_dataset(kind, data_files=str(path or data), split="train")
+            else:
+                rows = datasets.load_dataset(name, split=split or "train")
+        except Exception as error:  # the library's errors have no common class
+            raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
+    if isinstance(rows, dict):
+        raise InputError(f"{flag} {data} holds several splits ({', '.join(rows)}): name the directory of one")
+    rows = list(rows)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or row.keys() != rows[0].keys():
+            found = list(row) if isinstance(row, dict) else repr(row)[:60]
+            raise InputError(f"{flag} row {number} is {found}, expected a mapping with the columns of row 1")
+    if not rows:
+        raise InputError(f"{flag} {data} holds no rows")
+    return rows
+
+
+def load_sets(spec, flag):
+    """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
+    are a mapping, or sources joined by commas and named by stem, split or function."""
+    # a comma before key= lies between the options of a function
+    parts = list(filter(None, re.split(r",\s*(?!\w+=)", spec))) if isinstance(spec, str) else []
+    names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
+    if len(set(names)) < len(names):
+        raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
+    data = dict(zip(names, parts, strict=True)) if len(parts) > 1 else build(spec, flag)
+    if not isinstance(data, dict):
+        return {"eval/": load_rows(data, flag)}
+    return {f"eval/{name}/": load_rows(build(rows, flag), f"{flag} {name}") for name, rows in data.items()}
+
+
+def texts(rows, column, flag):
+    """The strings of a column."""
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get(column), str):
+            value = f"is {row[column]!r:.60}" if column in row else f"is missing among {list(row)}"
+            raise InputError(f"{flag} row {number}: {column!r} must be a string, it {value}")
+        if row[column].encode(errors="ignore").decode() != row[column]:
+            raise InputError(f"{flag} row {number}: {column!r} holds half a surrogate pair, which is no text")
+    return [row[column] for row in rows]
+
+
+def have_bos(tokenizer, texts):
+    """Whether the texts already begin with the beginning token, as those that a chat template wrote do."""
+    return bool(tokenizer.bos_token) and all(text.startswith(tokenizer.bos_token) for text in texts)
+
+
+def chat_text(tokenizer, messages, where, **options):
+    """The messages as the tokenizer's chat template writes them."""
+    if not tokenizer.chat_template:
+        raise InputError(f"{where}: the tokenizer has no chat template: save it with one, or take rows of plain text")
+    for message in messages if isinstance(messages, list) and messages else [None]:
+        known = isinstance(message, dict) and message.get("role") in ROLES
+        if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
+            kind = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
+            raise InputError(f"{where}: a chat is a list of {kind}, found {message!r:.80}")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # templates raise what they like
+        raise InputError(f"{where}: the chat template refuses the messages: {error}") from None
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def pair_texts(rows, tokenizer, flag):
+    """[(prompt, chosen, rejected)] as texts, and whether a chat template wrote them.
+
+    Without a prompt column, or with a text there beside chats, the prompt is what chosen and rejected have in common:
+    messages, or whole words. Nothing in common gives "".
+    """
+    if not {"chosen", "rejected"} <= rows[0].keys():
+        expected = "chosen and rejected (and prompt), each a text or a chat"
+        raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {expected}")
+    if isinstance(rows[0]["chosen"], list):
+        return [chat_pair(tokenizer, row, f"{flag} row {i}") for i, row in enumerate(rows, 1)], True
+    chosen, rejected = texts(rows, "chosen", flag), texts(rows, "rejected", flag)
+    if "prompt" in rows[0]:
+        return list(zip(texts(rows, "prompt", flag), chosen, rejected, strict=True)), False
+    common = [os.path.commonprefix(pair) for pair in zip(chosen, rejected, strict=True)]
+    words = [re.match(r"(.*\S(?=\s))?", text, re.S)[0] for text in common]  # the space goes with the next word
+    return [(p, c[len(p) :], r[len(p) :]) for p, c, r in zip(words, chosen, rejected, strict=True)], False
+
+
+def chat_pair(tokenizer, row, where):
+    """(prompt, chosen, rejected) of a row of chats, as the chat template writes them."""
+    head = row["prompt"] if isinstance(row.get("prompt"), list) else []
+    chosen, rejected = chats = [head + (row[name] if isinstance(row[name], list) else []) for name in SIDES]
+    whole = [chat_text(tokenizer, chat, where, tools=row.get("tools")) for chat in chats]
+    for name, chat in zip(SIDES, chats, strict=True):
+        if len(chat) == len(head) or chat[-1]["role"] != "assistant":
+            raise InputError(f"{where}: {name} must be a list of messages that ends with one of the assistant")
+    most = len(head) or min(map(len, chats)) - 1
+    shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    options = {"tools": row.get("tools"), "add_generation_prompt": True}
+    prompt = chat_text(tokenizer, chosen[:shared], where, **options) if shared else ""
+    if not all(text.startswith(prompt) for text in whole):
+        raise InputError(f"{where}: the chat template changes the prompt when the answer follows")
+    return prompt, *(text[len(prompt) :] for text in whole)
+
+
+SIDES = ("chosen", "rejected")
+
+
+def encode_texts(rows, tokenizer, max_length, flag):
+    """(triples, pairs, report): texts (prompt, chosen, rejected) and tokens (chosen, rejected, margin) of the pairs of
+    at most max_length tokens a side whose sides differ. A text ends where its end token does: what a chat template
+    writes after it is left out, as it is in a sampled response."""
+    triples, chat = pair_texts(rows, tokenizer, flag)
+    sides = [[triple[0] + triple[side] for triple in triples] for side in (1, 2)]
+    sides = [[text.rstrip() for text in side] if chat else side for side in sides]
+    margins = [row.get("margin", 0.0) for row in rows]
+    for number, margin in enumerate(margins, 1):
+        if not isinstance(margin, int | float) or not math.isfinite(margin):
+            raise InputError(f"{flag} row {number}: 'margin' must be a finite number, it is {margin!r:.60}")
+    encoded = [classifier_ids(tokenizer, side, [True] * len(side)) for side in sides]
+    pairs = list(zip(*encoded, map(float, margins), strict=True))
+    fitting = [i for i, (chosen, rejected, _) in enumerate(pairs) if max(len(chosen), len(rejected)) <= max_length]
+    kept = [i for i in fitting if pairs[i][0] != pairs[i][1]]
+    dropped = f"{len(pairs) - len(fitting)} dropped as longer than {max_length}, {len(fitting) - len(kept)} as equal"
+    if not kept:
+        raise InputError(f"{flag}: no pair is left: of {len(pairs)}, {dropped}")
+    return [triples[i] for i in kept], [pairs[i] for i in kept], f"{len(pairs)} pairs, {dropped}"
+
+
+@torch.no_grad()
+def policy_samples(args, policy, tokenizer, prompts, device):
+    """(texts, ended): a response of the language model to each row with a prompt, sampled by transformers."""
+    if isinstance(prompts[0].get("prompt"), list):
+        chats = [(row["prompt"], f"--norm-prompts row {i}") for i, row in enumerate(prompts, 1)]
+        prompts = [{"prompt": chat_text(tokenizer, *chat, add_generation_prompt=True)} for chat in chats]
+    prompts, samples, ended = texts(prompts, "prompt", "--norm-prompts"), [], []
+    options = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "do_sample": True}
+    plain = GenerationConfig(top_k=0, max_new_tokens=args.max_new_tokens, **options)
+    policy.generation_config = plain  # what the checkpoint recommends would fill what is not given here
+    torch.manual_seed(args.seed)
+    for i in range(0, len(prompts), 64):
+        chunk = prompts[i : i + 64]
+        options = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
+        inputs = tokenizer(chunk, add_special_tokens=not have_bos(tokenizer, chunk), **options).to(device)
+        response = policy.to(device).generate(**inputs, generation_config=plain)[:, inputs["input_ids"].shape[1] :]
+        outputs = tokenizer.batch_decode(response, skip_special_tokens=True)
+        samples += [prompt + output for prompt, output in zip(chunk, outputs, strict=True)]
+        ended += (response == tokenizer.eos_token_id).any(1).tolist()
+    return samples, ended
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def score_pairs(accelerator, score, pairs, batch_size):
+    """score(pairs) -> (2, b) of all pairs, (2, N) in float64 on every process; each of them scores a share."""
+    world, device = accelerator.num_processes, accelerator.device
+    share = math.ceil(len(pairs) / world)  # the last processes repeat the last pair where the pairs do not divide
+    local = [pairs[min(accelerator.process_index * share + i, len(pairs) - 1)] for i in range(share)]
+    order = torch.tensor([len(chosen) + len(rejected) for chosen, rejected, *_ in local]).argsort(stable=True)
+    scores = torch.empty(share, 2, dtype=torch.float64, device=device)
+    silent = not accelerator.is_main_process or None  # and where there is no terminal
+    for places in tqdm(order.split(batch_size), "scoring pairs", leave=False, disable=silent, delay=5):
+        with torch.no_grad(), accelerator.autocast():
+            scores[places.to(device)] = score([local[place] for place in places]).T.double()
+    return accelerator.gather(scores)[: len(pairs)].T
+
+
+def evaluate_scores(scores, pairs):
+    """Metrics of the scores (2, N) of all pairs. shorter_wins: the accuracy of a rule that knows the lengths alone."""
+    chosen, rejected = scores
+    differences = chosen - rejected
+    return {
+        "loss": pairwise_loss(chosen, rejected, scores.new_tensor([margin for *_, margin in pairs])).mean().item(),
+        "accuracy": (differences > 0).double().mean().item(),
+        "shorter_wins": sum(len(chosen) < len(rejected) for chosen, rejected, _ in pairs) / len(pairs),
+        "margin": differences.mean().item(),
+        "calibration_error": calibration_error(differences),
+        "score_mean": scores.mean().item(),
+        "score_std": scores.std().item(),
+    }
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------------
+
+
+def set_attention(lm, args, device, longest):
+    """On CPUs: fast matrix products, and eager attention for rows of up to 256 tokens, where it beats sdpa (not in
+    float64, where it gives NaN for left padding in several families); elsewhere sdpa."""
+    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        # keep freed memory: new pages for every block of logits cost as much as computing them
+        libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+    eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
+    choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
+    try:
+        lm.set_attn_implementation(choice)
+    except (ValueError, ImportError) as error:
+        if args.attn_implementation != "auto":
+            raise InputError(f"--attn-implementation {choice}: {error}") from None
+
+
+def make_optimizer(model, args):
+    """AdamW on what is trainable; weight decay on matrices only."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
+    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+
+
+@closes_run
+def main(args):
+    """Trains; returns the newest value of every metric and the run directory."""
+    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
+    # ---- data, model: whatever is wrong with them stops here, before anything is written
+    path = build(args.model, "--model")
+    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
+    eval_sets = load_sets(args.eval_dataset, "--eval-dataset") if args.eval_dataset else {}
+    policy_path = build(args.norm_policy, "--norm-policy") or path
+    prompts = args.norm_prompts and load_rows(build(args.norm_prompts, "--norm-prompts"), "--norm-prompts")
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
+    world, device = accelerator.num_processes, accelerator.device
+    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
+    if args.batch_size % world:
+        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
+    if accelerator.mixed_precision == "fp16":
+        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+    lm, tokenizer, new_head = load_classifier(args, path)
+    text_config = lm.config.get_text_config()
+    max_length = min(args.max_length, getattr(text_config, "max_position_embeddings", args.max_length))
+    triples, pairs, report = encode_texts(rows, tokenizer, max_length, "--dataset")
+    total_steps = args.total_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
+    for prefix, found in eval_sets.items():
+        eval_sets[prefix] = encode_texts(found, tokenizer, max_length, f"--eval-dataset {prefix[5:-1]}".strip())
+    freeze(lm.to(device), args.num_layers_unfrozen)
+    for name, weight in lm.named_parameters():
+        if not name.startswith(f"{lm.base_model_prefix}."):  # the head
+            weight.requires_grad_(True)
+    norm_ids = None
+    if prompts:
+        policy = load_model(args, policy_path, "--norm-policy")
+        sampled = on_main(accelerator, policy_samples, args, *policy, prompts, device)
+        norm_ids, policy = classifier_ids(tokenizer, *sampled, max_length), None
+
+    # ---- run directory, device, what to continue from
+    lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in pairs)
+    set_attention(lm, args, device, 2 * lengths[-1])
+    threads = set_threads(args.threads)
+    run = Run("reward", args, __file__, accelerator)
+    if run.finished:
+        return run.newest_metrics(), run.dir
+    if run.state:  # another number of threads gives other bits
+        threads = set_threads(args.threads or run.state["threads"])
+    model = accelerator.prepare(lm)
+    optimizer = make_optimizer(model, args)
+    best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
+    share = args.share_prompt and not args.attn_implementation.startswith("flash")
+    if share:
+        error = sharing_error(pair_scores, model, pairs)
+        share = error <= (1e-4 if args.dtype != "bfloat16" and accelerator.mixed_precision == "no" else 0.1)
+        if not share:
+            run.say(f"--share-prompt is off: in this model it changes a score by {error:.1e}")
+    if run.checkpoint:
+        unpack_state(run.checkpoint, run.state, model, optimizer)
+    if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
+        raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
+    score = functools.partial(pair_scores, model, share)
+    eval_every, first = args.eval_every if eval_sets else 0, tuple(map(visible, triples[0]))
+    run.say(
+        f"reward: {sum(w.numel() for w in lm.parameters()):,} parameters, "
+        f"{sum(w.numel() for w in lm.parameters() if w.requires_grad):,} trained; new head: {new_head}; "
+        f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
+        f"data: {report}; tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}\n"
+        f"first pair: {first[0][-400:]} | chosen: {first[1][:200]} | rejected: {first[2][:200]}\n"
+        f"{total_steps} steps x {args.batch_size} pairs = {total_steps * args.batch_size / len(pairs):.1f} epochs; "
+        f"each step {args.batch_size // world} pairs a process, at most {args.micro_batch_size} a forward pass"
+    )
+
+    def evaluate(step):
+        model.eval()
+        metrics, samples = {}, []
+        for prefix, (texts, found, _) in eval_sets.items():
+            scores = score_pairs(accelerator, score, found, args.micro_batch_size)
+            metrics |= {prefix + key: value for key, value in evaluate_scores(scores, found).items()}
+            named = {"set": prefix[5:-1]} if len(eval_sets) > 1 else {}
+            columns = zip(texts, *scores.tolist(), strict=True)
+            samples += [named | dict(zip(SHOWN, (*text, *pair), strict=True)) for text, *pair in columns]
+        run.samples(step, samples)
+        return metrics
+
+    def export(name):
+        if norm_ids:
+            lm.config.reward_norm = reward_norm(accelerator, model, norm_ids, args.micro_batch_size)
+        # without a padding token, transformers refuses a batch instead of reading the score before the end token
+        pad = tokenizer.pad_token_id
+        text_config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
+        run.export(lm, tokenizer, name)
+
+    headline = f"{next(iter(eval_sets))}accuracy" if eval_every else "rewards/accuracies"
+    if args.check:
+        evaluate(0) if eval_sets else score_pairs(accelerator, score, pairs[:1], 1)
+        run.say("check passed")
+        return {}, None
+    if run.begun == 0 and eval_every:
+        run.log(0, evaluate(0))
+
+    # ---- the algorithm
+    for step in range(run.begun + 1, total_steps + 1):
+        begun = time.perf_counter()
+        model.train()
+        # 1. a batch of pairs, in keyed random order
+        drawn = stream_rows(args.seed, "data", len(pairs), (step - 1) * args.batch_size, args.batch_size)
+        local = [pairs[row] for row in drawn[accelerator.process_index :: world]]
+        local.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
+        micro_batches = [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
+        # 2. loss = -1/B sum log sigmoid(r_chosen - r_rejected - margin), and its gradient
+        sums = torch.zeros(len(UPDATE_METRICS), dtype=torch.float64, device=device)
+        for micro_batch in micro_batches:
+            with nullcontext() if micro_batch is micro_batches[-1] else accelerator.no_sync(model):
+                chosen, rejected = score(micro_batch)
+                margin = torch.tensor([margin for *_, margin in micro_batch], dtype=chosen.dtype, device=device)
+                losses = pairwise_loss(chosen, rejected, margin, args.center_coef)
+                # data-parallel training averages gradients over the processes, hence the factor world
+                accelerator.backward(losses.sum() * world / args.batch_size)
+            columns = losses, chosen, rejected, chosen - rejected, chosen > rejected
+            sums += torch.stack([column.detach().double().sum() for column in columns])
+        # 3. a step of AdamW
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step - 1, total_steps)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        means = accelerator.reduce(sums) / args.batch_size
+        if not (means.isfinite().all() and grad_norm.isfinite()):
+            bad = f"step {step}: loss {means[0]}, gradient norm {grad_norm}, rows {drawn}"
+            raise FloatingPointError(f"{bad}; the last checkpoint is intact")
+        optimizer.step()
+        optimizer.zero_grad()
+        # 4. evaluate, log, save
+        seconds = time.perf_counter() - begun
+        metrics = dict(zip(UPDATE_METRICS, means.tolist(), strict=True))
+        metrics |= {"train/epoch": step * args.batch_size / len(pairs)}
+        metrics |= {"optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
+        perf = {"perf/seconds_update": seconds, "perf/pairs_per_sec": args.batch_size / seconds}
+        if eval_every and (step % eval_every == 0 or step == total_steps):
+            metrics |= evaluate(step)
+            if best_score is None or metrics[headline] > best_score:
+                best_score, best_step = metrics[headline], step
+                export("hf_model_best")
+        run.log(step, metrics, perf)
+        shown = f"loss {metrics['train/loss']:.4f} | accuracy {metrics['rewards/accuracies']:.3f}"
+        run.status(step, total_steps, f"{shown} | {seconds:.2f} s")
+        stop = run.stop_requested()
+        if stop or step in (best_step, total_steps) or (args.save_every and step % args.save_every == 0):
+            run.save(step, *pack_state(model, optimizer, best_score=best_score, best_step=best_step))
+        if stop:
+            run.exit(step)
+
+    # ---- export
+    export("hf_model")
+    title = f"{run.identity['flags']['model']} as a reward model of {run.identity['flags']['dataset']}"
+    metrics = run.finish(headline, title, tokenizer.decode(pairs[0][0]))
+    accelerator.end_training()
+    return metrics, run.dir
+
+
+UPDATE_METRICS = "train/loss rewards/chosen rewards/rejected rewards/margins rewards/accuracies".split()
+SHOWN = "prompt chosen rejected chosen_score rejected_score".split()
+
+
+if __name__ == "__main__":
+    cli(Args, main)

@@ -293,10 +293,9 @@ def load_pretrained(kind, args, path, flag, **options):
     missing = sorted(report.get("missing_keys", ()))
     broken = [f"{name} is of another shape" for name, *_ in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    problems = [f"{flag} {path}: {problem}" for problem in broken[:1]]
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        problems.append(f"the tokenizer has {len(tokenizer)} tokens, {flag} {path} has embeddings for fewer")
-    stop_if(problems)
+        broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
+    stop_if([f"{flag} {path}: {problem}" for problem in broken[:1]])
     return model, tokenizer, missing
 
 
@@ -635,8 +634,7 @@ def learning_rate(args, step, total_steps):
         return args.lr * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":
         return args.lr
-    progress = (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps)
-    progress = min(1.0, progress)
+    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
     if args.lr_schedule == "cosine":
         progress = (1 - math.cos(math.pi * progress)) / 2
     return args.lr + (args.lr_final - args.lr) * progress

@@ -233,10 +233,9 @@ def load_pretrained(kind, args, path, flag, **options):
     missing = sorted(report.get("missing_keys", ()))
     broken = [f"{name} is of another shape" for name, *_ in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    problems = [f"{flag} {path}: {problem}" for problem in broken[:1]]
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        problems.append(f"the tokenizer has {len(tokenizer)} tokens, {flag} {path} has embeddings for fewer")
-    stop_if(problems)
+        broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
+    stop_if([f"{flag} {path}: {problem}" for problem in broken[:1]])
     return model, tokenizer, missing
 
 
@@ -304,8 +303,7 @@ def learning_rate(args, step, total_steps):
         return args.lr * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":
         return args.lr
-    progress = (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps)
-    progress = min(1.0, progress)
+    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
     if args.lr_schedule == "cosine":
         progress = (1 - math.cos(math.pi * progress)) / 2
     return args.lr + (args.lr_final - args.lr) * progress
@@ -487,8 +485,8 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
     counts, tokens = sorted(len(y) - y.count(-100) for _, y in examples), sum(len(ids) for ids, _ in examples)
     report, dropped = f"{len(rows)} rows, {truncated} cut at the end", len(rows) - len(examples)
     labelled = f"labels on {sum(counts) / tokens:.1%} of {tokens:,} tokens, a row {counts[0]} to {counts[-1]}"
-    report += f", {dropped} dropped because no label was left"
-    return examples, f"{report}; {labelled}, median {counts[len(counts) // 2]}"
+    report += f", {dropped} dropped because no label was left; {labelled}"
+    return examples, f"{report}, median {counts[len(counts) // 2]}"
 
 
 def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
@@ -740,8 +738,7 @@ def evaluate_loss(accelerator, model, examples, args, pad):
         hits = (logits.argmax(-1) == labels).sum()
         sums += torch.stack([token_nll(logits, labels).double().sum(), hits, (labels != -100).sum()])
     loss, hits, count = accelerator.reduce(sums).tolist()
-    loss = loss / count
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": hits / count}
+    return {"loss": loss / count, "perplexity": math.exp(min(loss / count, 700.0)), "accuracy": hits / count}
 
 
 def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):

@@ -208,13 +208,14 @@ def accuracy(rows, score):
     return mean((score(c) > score(r)) + 0.5 * (score(c) == score(r)) for c, r in map(as_walks, rows))
 
 
+@pytest.mark.parametrize("by", ["pair", "walk"])
 @pytest.mark.parametrize("graph_seed", [1000, 1002, 0, 2])
-def test_pairs(graph_seed):
+def test_pairs(graph_seed, by):
     graph = randomwalks.graph(graph_seed)
     seen = {}
     for split in ("train", "test"):
-        rows = randomwalks.pairs(graph_seed, split)
-        natural, illegal = (randomwalks.pairs(graph_seed, split, kind) for kind in ("natural", "illegal"))
+        rows = randomwalks.pairs(graph_seed, split, by=by)
+        natural, illegal = (randomwalks.pairs(graph_seed, split, kind, by) for kind in ("natural", "illegal"))
         assert [row for row in rows if row["kind"] == "natural"] == natural and len(natural) == len(rows) / 2
         assert [row for row in rows if row["kind"] == "illegal"] == illegal and len(illegal) == len(rows) / 2
         assert len({tuple(row.values()) for row in rows}) == len(rows)
@@ -239,15 +240,20 @@ def test_pairs(graph_seed):
         assert accuracy(illegal, lambda walk: -len(walk)) == 0.0
         assert accuracy(rows, lambda walk: -len(walk)) == 0.5
         assert accuracy(rows, lambda walk: len(walk) % 10) == 0.75
-        seen[split] = {walk for row in rows for walk in as_walks(row)}
+        seen[split] = {key for row in rows for key in (as_walks(row) if by == "walk" else [as_walks(row)])}
         head = rows[: len(rows) // 2]  # shuffled: both kinds from the beginning
         assert 0.35 < mean(row["kind"] == "natural" for row in head) < 0.65
     assert not seen["train"] & seen["test"]
 
 
 def test_pairs_sizes_and_bad_arguments():
-    assert len(randomwalks.pairs()) == 1792 and len(randomwalks.pairs(split="test")) == 452
-    for bad in ({"split": "dev"}, {"kind": "length"}):
+    splits = ("train", "test")
+    assert [len(randomwalks.pairs(split=split)) for split in splits] == [2744, 1300]
+    assert [len(randomwalks.pairs(split=split, by="walk")) for split in splits] == [1792, 452]
+    assert {kind: len(rows) for kind, rows in randomwalks.eval_pairs().items()} == {
+        "all": 1300, "natural": 650, "illegal": 650,
+    }  # fmt: skip
+    for bad in ({"split": "dev"}, {"kind": "length"}, {"by": "start"}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             randomwalks.pairs(**bad)
 

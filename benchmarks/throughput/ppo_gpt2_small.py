@@ -14,7 +14,7 @@ and the parts that run.sh uses:
     python benchmarks/throughput/ppo_gpt2_small.py --table    # README.md from results.csv
     python benchmarks/throughput/ppo_gpt2_small.py --check    # exit 1 where README.md does not follow from it
 
-sft_mixed_lengths.py, another benchmark, takes the model, the measurement and the table from here.
+The other benchmarks, *_mixed_lengths.py, take the model, the measurement and the table from here.
 PLAINRL_BENCH_TINY=1 shrinks the model to 2 layers, width 48 and vocabulary 1000, to try the scripts out.
 """
 
@@ -154,6 +154,7 @@ def short_run(script, mode, **flags):
     if mode == "fp32-malloc":
         script.ctypes = SimpleNamespace(CDLL=lambda name: None)
     off = {"eval_dataset": None, "metric": None, "eval_every": 0, "save_every": 0}
+    off = {name: value for name, value in off.items() if hasattr(script.Args, name)}
     with tempfile.TemporaryDirectory() as folder:
         try:
             script.main(script.Args(run_dir=f"{folder}/run", threads=THREADS, **off, **flags))
@@ -196,7 +197,7 @@ def figures(rollout, update, entropy):
 def record(results, system, mode, repeat, measure):
     """Calls measure() -> (columns, useful GFLOP/s) between two measurements of the machine's peak, and appends a row to
     the CSV file."""
-    loadavg, dtype = os.getloadavg()[0], torch.bfloat16 if mode.startswith("bf16") else torch.float32
+    loadavg, dtype = os.getloadavg()[0], torch.bfloat16 if "bf16" in mode else torch.float32
     torch.set_num_threads(THREADS)
     print(f"{system} {mode} repeat {repeat}", flush=True)
     peak = gemm_peak(dtype)
@@ -292,11 +293,12 @@ def spread(values, digits):
     return middle if len(values) == 1 else f"{middle} ({low} to {high})"
 
 
-def page(rows, template, texts, shown, settings, peer, **fields):
+def page(rows, template, texts, shown, settings, peer, first=lambda mode: mode.partition("-")[0], **fields):
     """The text of a page, from the rows of the CSV file.
 
     texts: {(system, mode): note}, in the order of the table. shown: {column of the file: (heading, digits)}. settings:
-    names of the columns "times TRL"; peer(mode, setting): the mode of TRL that a row is compared with there.
+    names of the columns "times TRL"; peer(mode, setting): the mode of TRL that a row is compared with there,
+    first(mode): that of plainrl.
     """
     runs = {key: {row["repeat"]: row for row in rows if (row["system"], row["mode"]) == key} for key in texts}
     runs = {key: found for key, found in runs.items() if found}
@@ -306,7 +308,7 @@ def page(rows, template, texts, shown, settings, peer, **fields):
         cells = [*key, str(len(found))]
         for name, (_, digits) in shown.items():
             cells.append(spread([float(row[name]) for row in found.values()], digits))
-        for other in [*(("trl", peer(key[1], setting)) for setting in settings), ("plainrl", key[1].partition("-")[0])]:
+        for other in [*(("trl", peer(key[1], setting)) for setting in settings), ("plainrl", first(key[1]))]:
             both = [repeat for repeat in found if repeat in runs.get(other, ())]
             ratios = [float(runs[other][repeat]["seconds"]) / float(found[repeat]["seconds"]) for repeat in both]
             cells.append("1" if key == other else spread(ratios, 2) if ratios else "")
@@ -316,7 +318,7 @@ def page(rows, template, texts, shown, settings, peer, **fields):
     lines.insert(1, ["---"] * len(used))
     peaks = {"fp32": [], "bf16": []}
     for row in rows:
-        peaks["bf16" if row["mode"].startswith("bf16") else "fp32"].append(float(row["peak_gflops"]))
+        peaks["bf16" if "bf16" in row["mode"] else "fp32"].append(float(row["peak_gflops"]))
     layers, width, vocabulary = rows[0]["shape"].split("x")
     versions = {system: sorted({row["versions"] for row in rows if row["system"] == system}) for system, _ in runs}
     same = {name: ", ".join(sorted({row[name] for row in rows})) for name in ("device", "threads", "commit")}
@@ -344,7 +346,7 @@ def readme(rows):
     )  # fmt: skip
 
 
-def main(doc, modes, measure, readme, results, name):
+def main(doc, modes, measure, readme, results, name, prepare=prepare):
     """Command line of a benchmark. readme(rows) -> the text of the page `name`, which lies beside the results."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prepare", metavar="DIR", type=Path, help="write model and tokenizer, unless they are there")

@@ -329,9 +329,12 @@ def pair_scores(model, share, pairs):
     if share:
         lm, outputs = getattr(model, "module", model), []
         ids, positions, mask, common = (x.to(lm.device) for x in shared_rows([pair[:2] for pair in pairs], 0))
+        lm.config.get_text_config().pad_token_id = 0  # transformers asks for one; what it reads by it is not used
         hook = lm.score.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-        model(input_ids=ids, position_ids=positions, attention_mask=mask.to(lm.dtype), use_cache=False)
-        hook.remove()
+        try:
+            model(input_ids=ids, position_ids=positions, attention_mask=mask.to(lm.dtype), use_cache=False)
+        finally:
+            hook.remove()
         ends = torch.tensor([[len(chosen), len(rejected)] for chosen, rejected, _ in pairs], device=lm.device).T - 1
         ends[1] += (ends[1] >= common) * (ends[0] + 1 - common)  # where the row holds the end of rejected
         scores = outputs[0][torch.arange(len(pairs)), ends, 0]

@@ -34,6 +34,11 @@ class Claim:
     bars: list  # (variant, metric, "last" or "best", ">=" or "<=", bar, at least so many seeds)
     table: dict = field(default_factory=dict)  # further columns of the table: metric -> heading
     text: str = ""
+    scores: dict = field(default_factory=dict)  # variants with another score
+    panels: list = field(default_factory=list)  # of the figure, a metric each; default: the score
+
+    def score_of(self, variant):
+        return self.scores.get(variant, self.score)
 
 
 CLAIMS = {
@@ -79,9 +84,11 @@ CLAIMS = {
 }
 
 
-SUMMARY = {
-    "sft.py": ("maximum likelihood", "sft-randomwalks"),
-    "ppo.py": ("Schulman et al. 2017", "ppo-randomwalks"),
+SUMMARY = {  # script: paper, claim, variant, name of the score
+    "sft.py": ("maximum likelihood", "sft-randomwalks", "default", "optimality"),
+    "ppo.py": ("Schulman et al. 2017", "ppo-randomwalks", "default", "optimality"),
+    "reward.py": ("Ouyang et al. 2022", "chain-randomwalks", "reward", "accuracy"),
+    "dpo.py": ("Rafailov et al. 2023", "chain-randomwalks", "dpo", "optimality"),
 }
 
 
@@ -108,13 +115,25 @@ def table(name):
     """The claim's table as Markdown lines."""
     claim, rows = CLAIMS[name], []
     runs = {(row["variant"], row["seed"]): row for row in csv.DictReader(open(claim_path(name) / "runs.csv"))}
-    heads = ["variant", "seeds", "first", "last", "best", *claim.table.values(), "steps", "seconds"]
+    heads = [
+        "variant",
+        "seeds",
+        *["score"] * bool(claim.scores),
+        "first",
+        "last",
+        "best",
+        *claim.table.values(),
+        "steps",
+        "seconds",
+    ]
     for variant, seeds in curves(name).items():
-        series = [points(path, claim.score) for path in seeds.values()]
-        cells = [variant, str(len(seeds))]
+        series = [points(path, claim.score_of(variant)) for path in seeds.values()]
+        cells = [variant, str(len(seeds))] + [f"`{claim.score_of(variant)}`"] * bool(claim.scores)
         cells += [spread([s[0][1] for s in series]), spread([s[-1][1] for s in series])]
         cells += [spread([max(v for _, v in s) for s in series])]
-        cells += [spread([points(path, key)[-1][1] for path in seeds.values()]) for key in claim.table]
+        for key in claim.table:
+            values = [points(path, key)[-1][1] for path in seeds.values() if points(path, key)]
+            cells.append(spread(values) if values else "-")
         seconds = mean(float(runs[variant, str(seed)]["seconds"]) for seed in seeds)
         rows.append([*cells, str(series[0][-1][0]), f"{seconds:.0f}"])
     lines = [heads, ["---"] * len(heads), *rows]
@@ -136,36 +155,48 @@ def readme(name):
         for variant, key, which, sign, bar, count in claim.bars
     ]
     body = [f"# {claim.title}", "", "![curve](curve.png)", "", claim.text, ""]
-    body += [f"{claim.score}, mean ± standard deviation over seeds; seconds are wall-clock without start-up:", ""]
+    named = "Scores" if claim.scores else claim.score
+    body += [f"{named}, mean ± standard deviation over seeds; seconds are wall-clock without start-up:", ""]
     body += [*table(name), "", "Bars that `benchmarks/check.py` holds:", "", *bars, ""]
     body += [f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}. `bash run.sh` repeats it.", ""]
     return "\n".join(body)
 
 
+def shown(name):
+    """{metric of a panel: {variant: {seed: points}}} of the figure."""
+    panels, found = CLAIMS[name].panels or [CLAIMS[name].score], {}
+    for key in panels:
+        series = {v: {s: points(p, key) for s, p in seeds.items()} for v, seeds in curves(name).items()}
+        found[key] = {v: seeds for v, seeds in series.items() if any(seeds.values())}
+    return found
+
+
 def data_digest(name):
     """Of all that the figure shows."""
-    data = {v: {s: points(p, CLAIMS[name].score) for s, p in seeds.items()} for v, seeds in curves(name).items()}
+    panels = shown(name)
+    data = panels if CLAIMS[name].panels else panels[CLAIMS[name].score]
     return hashlib.sha256(json.dumps([data, CLAIMS[name].lines]).encode()).hexdigest()
 
 
 def draw_figure(name):
     from matplotlib.figure import Figure
 
-    claim, figure = CLAIMS[name], Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for color, (variant, seeds) in zip(("C0", "C1", "C2", "C3"), curves(name).items(), strict=False):
-        series = [points(path, claim.score) for path in seeds.values()]
-        for one in series:
-            axes.plot(*zip(*one, strict=True), color=color, alpha=0.3, linewidth=1)
-        steps = [x for x, _ in series[0]]
-        middle = [mean(one[i][1] for one in series) for i in range(len(steps))]
-        axes.plot(steps, middle, color=color, marker=".", label=f"{variant}, mean of {len(series)} seeds")
-    for label, level in claim.lines.items():
-        axes.axhline(level, color="gray", linestyle=":", linewidth=1)
-        axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
-    axes.set(xlabel="optimizer step", ylabel=claim.score, title=claim.title)
-    axes.title.set_fontsize(10)
-    axes.legend(loc="center right", fontsize=8)
+    claim, panels = CLAIMS[name], shown(name)
+    figure = Figure(figsize=(7 if len(panels) == 1 else 4 * len(panels), 3.6), layout="constrained")
+    for axes, (key, variants) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for variant, seeds in variants.items():
+            color, series = f"C{list(curves(name)).index(variant)}", list(seeds.values())
+            for one in series:
+                axes.plot(*zip(*one, strict=True), color=color, alpha=0.3, linewidth=1)
+            steps = [x for x, _ in series[0]]
+            middle = [mean(one[i][1] for one in series) for i in range(len(steps))]
+            axes.plot(steps, middle, color=color, marker=".", label=f"{variant}, mean of {len(series)} seeds")
+        for label, level in claim.lines.items() if key == claim.score else ():
+            axes.axhline(level, color="gray", linestyle=":", linewidth=1)
+            axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
+        axes.set(xlabel="optimizer step", ylabel=key)
+        axes.legend(loc="center right", fontsize=8)
+    figure.suptitle(claim.title, fontsize=10)
     figure.savefig(claim_path(name) / "curve.png", dpi=110, metadata={"data": data_digest(name)})
 
 
@@ -185,13 +216,14 @@ def missed_bars(name):
 def summary():
     """The table of README.md."""
     rows = [["script", "paper", "lines", "task", "reference", "ours", "time"], ["---"] * 7]
-    for script, (paper, name) in SUMMARY.items():
-        series = [points(path, CLAIMS[name].score) for path in curves(name)["default"].values()]
-        runs = [r for r in csv.DictReader(open(claim_path(name) / "runs.csv")) if r["variant"] == "default"]
+    for script, (paper, name, variant, score) in SUMMARY.items():
+        claim, seeds = CLAIMS[name], curves(name)[variant]
+        series = [points(path, claim.score_of(variant)) for path in seeds.values()]
+        runs = [r for r in csv.DictReader(open(claim_path(name) / "runs.csv")) if r["variant"] == variant]
         lines = len((ROOT / "algos" / script).read_text().splitlines())
-        ours = f"{spread([s[-1][1] for s in series])} ({len(series)} seeds)"
+        ours = f"{score} {spread([s[-1][1] for s in series])} ({len(series)} seeds)"
         clock = f"{mean(float(run['seconds']) for run in runs):.0f} s, {runs[0]['threads']} CPU threads"
-        level = list(CLAIMS[name].lines)[0]
+        level = "the shorter wins 0.5" if variant in claim.scores else list(claim.lines)[0]
         rows.append([f"[{script}](algos/{script})", paper, str(lines), name.split("-")[1], level, ours, clock])
     return ["| " + " | ".join(row) + " |" for row in rows]
 
@@ -240,7 +272,7 @@ def write():
 def collect(name, run_dirs):
     """Stores the runs: a run directory's name is <variant>-seed<N>."""
     folder, claim, rows = claim_path(name), CLAIMS[name], []
-    keys = ["step", claim.score, *claim.table, *(bar[1] for bar in claim.bars)]
+    keys = ["step", claim.score, *claim.scores.values(), *claim.table, *claim.panels, *(bar[1] for bar in claim.bars)]
     for run_dir in map(Path, run_dirs):
         env = json.loads((run_dir / "env.json").read_text())
         records = [json.loads(line) for line in open(run_dir / "metrics.jsonl")]
@@ -250,7 +282,8 @@ def collect(name, run_dirs):
         lines = [json.dumps(record) for record in kept if len(record) > 1]
         (folder / "curves" / f"{run_dir.name}.jsonl").write_text("\n".join(lines) + "\n")
         variant, _, seed = run_dir.name.rpartition("-seed")
-        series = [r[claim.score] for r in kept if r.get(claim.score) is not None]
+        score = claim.score_of(variant)
+        series = [r[score] for r in kept if r.get(score) is not None]
         seconds = perf[-1]["time"] - perf[0]["time"]
         rows.append(
             {"variant": variant, "seed": seed, "commit": env["commit"], "device": env["device"]}
@@ -265,10 +298,12 @@ def collect(name, run_dirs):
 
 
 def outside_band(name, run_dir):
-    """How a new run leaves the stored seeds of the default variant: by more than three of their standard deviations at
-    one step, or by more than one and a half on the mean of all steps."""
-    key = CLAIMS[name].score
-    stored = [dict(points(path, key)) for path in curves(name)["default"].values()]
+    """How a new run leaves the stored seeds of its variant, or of the first: by more than three of their standard
+    deviations at one step, or by more than one and a half on the mean of all steps."""
+    variant = Path(run_dir).name.rpartition("-seed")[0]
+    variant = variant if variant in curves(name) else next(iter(curves(name)))
+    key = CLAIMS[name].score_of(variant)
+    stored = [dict(points(path, key)) for path in curves(name)[variant].values()]
     new = dict(points(Path(run_dir) / "metrics.jsonl", key))
     residuals = []
     for step in sorted(new.keys() & stored[0].keys()):

@@ -22,6 +22,7 @@ import pytest
 import safetensors.torch
 import torch
 import tyro
+from accelerate.state import AcceleratorState
 from test_invariants import assert_same_result, log, pad_is_eos, recorded, weights
 from test_sft_modes import FORGETFUL, TEMPLATE, add_specials, answer, turn, user
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -136,6 +137,14 @@ def write(path, rows):
 def chatty(letters):
     letters.chat_template = TEMPLATE
     return letters
+
+
+@pytest.fixture
+def bf16():
+    """Flags of autocast; accelerate keeps the precision of the first run of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield {"mixed_precision": "bf16"}
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 # ---- The loss --------------------------------------------------------------------------------------------------------
@@ -429,6 +438,13 @@ def test_sharing_is_off_where_it_is_wrong(letters, tmp_path, capsys, window, row
     for one, other in zip(log(found[1]), log(plain[1]), strict=True):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-6)  # norms that round to float32
     assert len(said) == wrong
+
+
+def test_autocast_hides_no_window(letters, bf16, tmp_path, capsys):
+    """The comparison is in the type of the weights, so that of float32 stays sharp."""
+    rows = [LONG | {"rejected": "onmlkjihgfed"}, SHORT]
+    run_dpo(windowed("mistral", 10).float(), tmp_path / "run", rows, tokenizer=letters, dtype="float32", **bf16)
+    assert "--share-prompt is off: in this model it changes a log-probability by" in capsys.readouterr().out
 
 
 # ---- Pairs of texts --------------------------------------------------------------------------------------------------
@@ -818,19 +834,13 @@ def test_at_the_start_the_loss_is_ln_2_and_rewards_are_0(tiny_dir, tmp_path, kin
     assert start["eval/rewards/accuracies"] == 0  # a tie is not right
 
 
-def test_autocast_leaves_the_start_as_it_is(monkeypatch, tiny_dir, tmp_path):
+def test_autocast_leaves_the_start_as_it_is(bf16, tiny_dir, tmp_path):
     """The reference is scored under the same autocast as the policy."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    flags = {"mixed_precision": "bf16", "dtype": "float32", "eval_dataset": ROWS, "eval_every": 1, "total_steps": 1}
-    try:
-        for kind in "scored", "kept":
-            records = log(run_dpo(tiny_dir, tmp_path / kind, **flags | REFERENCES[kind])[1])
-            assert records[0]["eval/rewards/chosen"] == records[0]["eval/rewards/margins"] == 0
-            assert abs(records[1]["rewards/chosen"]) < (0.05 if kind == "scored" else 1e-30)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    flags = {"dtype": "float32", "eval_dataset": ROWS, "eval_every": 1, "total_steps": 1}
+    for kind in "scored", "kept":
+        records = log(run_dpo(tiny_dir, tmp_path / kind, **flags | bf16 | REFERENCES[kind])[1])
+        assert records[0]["eval/rewards/chosen"] == records[0]["eval/rewards/margins"] == 0
+        assert abs(records[1]["rewards/chosen"]) < (0.05 if kind == "scored" else 1e-30)
 
 
 def test_without_a_reference_rewards_are_log_probabilities(gpt2_dir, letters, tmp_path):

@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+import tyro
 from test_invariants import PROMPTS, log, recorded, run_ppo, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -221,6 +222,7 @@ def slow_calibration_error(differences, bins=10):
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 def test_calibration_error_is_numpys(n, scale):
     differences = np.random.default_rng(n).normal(0.3, scale, n)
+    differences[1::5] = 0
     expected = slow_calibration_error(differences)
     assert reward.calibration_error(torch.from_numpy(differences)) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
@@ -235,7 +237,11 @@ def test_calibration_error_by_hand():
     assert reward.calibration_error(differences(0.51, -0.56)) == pytest.approx((0.49 + 0.56) / 2)
     assert reward.calibration_error(differences(0.51, -0.56), bins=2) == pytest.approx(0.535 - 0.5)
     assert reward.calibration_error(differences(0.8, 0.8, 0.8, 0.8, -0.8)) == pytest.approx(0, abs=1e-12)
-    assert reward.calibration_error(tensor(0, 0, 0)) == 0.5  # a tie is right in no case
+    assert reward.calibration_error(tensor(0, 0, 0)) == 0.5
+    tied = differences(0.5, 0.54, 0.54)  # a tie is not right: 2 of 3 are
+    assert reward.calibration_error(tied) == pytest.approx(2 / 3 - 1.58 / 3)
+    certain = tensor(-1e4, math.log(0.96 / 0.04))  # 1.0 is in the bin of 0.96
+    assert reward.calibration_error(certain) == pytest.approx(0.98 - 0.5)
     assert reward.calibration_error(tensor(50, 60, 1e4)) == pytest.approx(0, abs=1e-12)
     assert reward.calibration_error(tensor(-1e4)) == pytest.approx(1)
 
@@ -532,10 +538,7 @@ def test_too_long_and_equal_pairs_are_dropped_and_counted(letters, gpt2_dir, tmp
 
 
 def test_evaluation_pairs_that_are_dropped_are_counted(gpt2_dir, tmp_path, capsys):
-    sets = {
-        "one": PAIRS[:1] + as_rows(("ab", "ab"))[:0],
-        "two": [*PAIRS, {"prompt": "b", "chosen": "c", "rejected": "c"}],
-    }
+    sets = {"one": PAIRS[:1], "two": [*PAIRS, {"prompt": "b", "chosen": "c", "rejected": "c"}]}
     run_reward(gpt2_dir, tmp_path / "run", eval_dataset=sets, eval_every=1, total_steps=1)
     assert "8 pairs, 0 dropped as longer than 32, 1 as equal" in capsys.readouterr().out
 
@@ -920,6 +923,17 @@ def test_the_first_loss_by_hand(tiny_dir, tmp_path, share, with_margin, center):
     assert start["eval/shorter_wins"] == 3 / 7
 
 
+def test_ties_in_training(gpt2_dir, tmp_path):
+    _, first = run_reward(gpt2_dir, tmp_path / "first", total_steps=1)
+    (tmp_path / "zero").mkdir()
+    folder = edited(first / "hf_model", tmp_path / "zero", lambda state: state["score.weight"].zero_())
+    _, run_dir = run_reward(folder, tmp_path / "run", total_steps=1, eval_dataset=PAIRS, eval_every=1)
+    start, found = log(run_dir)
+    assert start["eval/accuracy"] == found["rewards/accuracies"] == found["rewards/margins"] == 0
+    assert found["train/loss"] == start["eval/loss"] == pytest.approx(math.log(2), rel=1e-12)
+    assert found["optim/grad_norm"] > 0 and start["eval/calibration_error"] == 0.5
+
+
 @pytest.fixture(scope="module")
 def plain_run(tiny_dirs, tmp_path_factory):
     """The run with which the others are compared."""
@@ -1013,7 +1027,7 @@ def test_a_run_continues_bitwise(monkeypatch, gpt2_dir, tmp_path, how):
     rows = [row | {"margin": margin} for row, margin in zip(PAIRS, MARGINS, strict=True)]
     flags = EVERYTHING | NORM | {"eval_dataset": PAIRS, "adam_betas": (0.5, 0.9), "micro_batch_size": 2}
     whole = run_reward(gpt2_dir, tmp_path / "whole", rows, **flags)
-    calls, stop_requested, save = [], logging.Run.stop_requested, logging.Run.save
+    calls, stop_requested = [], logging.Run.stop_requested
 
     def stop(run):
         calls.append(1)
@@ -1028,7 +1042,6 @@ def test_a_run_continues_bitwise(monkeypatch, gpt2_dir, tmp_path, how):
     assert getattr(stopped.value, "code", "killed" in str(stopped.value)) == (143 if how == "stopped" else True)
     assert len(log(tmp_path / "run")) == (4 if how == "stopped" else 5)
     monkeypatch.undo()
-    assert save is logging.Run.save
     assert run_reward(gpt2_dir, tmp_path / "run", rows, **flags)[0] == whole[0]
     for name in ("metrics.jsonl", "samples.jsonl", "hf_model/config.json", "hf_model_best/config.json"):
         assert (tmp_path / "run" / name).read_bytes() == (whole[1] / name).read_bytes(), name
@@ -1280,21 +1293,21 @@ def test_rows_of_hh(variant, tmp_path):
 # ---- Two processes ---------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_equal_one(gpt2_dir, tmp_path):
+def test_two_processes_equal_one(monkeypatch, gpt2_dir, tmp_path):
     """With margins, frozen layers, a norm, and evaluation sets of 7 pairs and of one."""
+    monkeypatch.chdir(tmp_path)
     rows = [row | {"margin": margin} for row, margin in zip(PAIRS, MARGINS, strict=True)]
     jsonl(tmp_path / "rows.jsonl", rows), jsonl(tmp_path / "one.jsonl", PAIRS[4:5])
     jsonl(tmp_path / "prompts.jsonl", NORM["norm_prompts"])
     flags = f"""--model {gpt2_dir} --dataset rows.jsonl --eval-dataset rows.jsonl,one.jsonl --norm-prompts prompts.jsonl
     --num-layers-unfrozen 1 --center-coef 0.05 --dtype float64 --total-steps 3 --batch-size 10 --micro-batch-size 2
     --eval-every 2 --threads 1 --warmup-steps 0 --lr 1e-2""".split()
-    launcher = [Path(sys.executable).parent / "torchrun", "--nproc_per_node", "2"]
-    launcher += ["--master_port", str(20000 + os.getpid() % 20000)]
-    for name, words in (("one", [sys.executable]), ("two", launcher)):
-        command = [*words, Path(reward.__file__), *flags, "--run-dir", name]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout
+    reward.main(tyro.cli(reward.Args, args=[*flags, "--run-dir", "one"]))
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2"]
+    torchrun += ["--master_port", str(20000 + os.getpid() % 20000)]
+    command = [*torchrun, reward.__file__, *flags, "--run-dir", "two"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "2 processes" in done.stdout, done.stderr
     for one, two in zip(log(tmp_path / "one"), log(tmp_path / "two"), strict=True):
         assert one == pytest.approx(two, rel=1e-9, abs=1e-9)
     for name in ("hf_model", "hf_model_best"):

@@ -344,10 +344,14 @@ def shared_rows(pairs, pad):
 
 @torch.no_grad()
 def sharing_error(score, model, pairs):
-    """How far sharing the beginning moves score(model, share, pairs) of the longest pair and of that with the longest
-    beginning, relative to 1 + |score|; infinite where the model cannot."""
-    longest = max(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
-    probe = [longest, max(pairs, key=lambda pair: len(os.path.commonprefix(pair[:2])))]
+    """How far sharing the beginning moves score(model, share, pairs), relative to 1 + |score|, of three pairs: with the
+    most tokens, the longest side, the longest beginning. Infinite where the model cannot."""
+    sizes = (
+        lambda pair: len(pair[0]) + len(pair[1]),
+        lambda pair: max(len(pair[0]), len(pair[1])),
+        lambda pair: len(os.path.commonprefix(pair[:2])),
+    )
+    probe = [max(pairs, key=size) for size in sizes]
     plain = score(model, False, probe)
     try:
         return ((score(model, True, probe) - plain).abs() / (1 + plain.abs())).max().item()
@@ -573,6 +577,8 @@ def chat_pair(tokenizer, row, where):
             raise InputError(f"{where}: {name} must be a list of messages that ends with one of the assistant")
     most = len(head) or min(map(len, chats)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    while not head and shared and {chat[shared]["role"] for chat in chats} != {"assistant"}:
+        shared -= 1
     options = {"tools": row.get("tools"), "add_generation_prompt": True}
     prompt = chat_text(tokenizer, chosen[:shared], where, **options) if shared else ""
     if not all(text.startswith(prompt) for text in whole):
@@ -932,7 +938,8 @@ def main(args):
     pairs, report = encode_pairs(rows, tokenizer, max_length, args, "--dataset")
     for prefix, found in eval_sets.items():
         flag = f"--eval-dataset {prefix[5:-1]}".strip()
-        eval_sets[prefix] = encode_pairs(found, tokenizer, max_length, args, flag)[0]
+        eval_sets[prefix], note = encode_pairs(found, tokenizer, max_length, args, flag)
+        report += f"\n{prefix[:-1]}: {note}"
     if prompts:
         prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")
     total_steps = args.total_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
@@ -958,7 +965,7 @@ def main(args):
         threads = set_threads(args.threads or run.state["threads"])
     share = args.share_prompt and not args.attn_implementation.startswith("flash")
     if share:
-        error = sharing_error(pair_logprobs, lm, pairs)
+        error = sharing_error(pair_logprobs, lm, [pair for found in (pairs, *eval_sets.values()) for pair in found])
         share = error <= (1e-4 if args.dtype != "bfloat16" and accelerator.mixed_precision == "no" else 0.1)
         if not share:
             run.say(f"--share-prompt is off: in this model it changes a log-probability by {error:.1e}")
@@ -970,7 +977,7 @@ def main(args):
         f"dpo: {sum(w.numel() for w in lm.parameters()):,} parameters, "
         f"{sum(w.numel() for w in lm.parameters() if w.requires_grad):,} trained; reference: {kind}; "
         f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
-        f"data: {report}; tokens of the longer side: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}\n"
+        f"data: {report}\ntokens of the longer side: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}\n"
         f"first pair: [{shown[0][-400:]}] | chosen: {shown[1][:200]} | rejected: {shown[2][:200]}\n"
         f"{total_steps} steps x {args.batch_size} pairs = {total_steps * args.batch_size / len(pairs):.1f} epochs; "
         f"each step {args.batch_size // world} pairs a process, at most {args.micro_batch_size} a forward pass"

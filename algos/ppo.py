@@ -474,6 +474,8 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     for ids, end in zip(encoded, ended, strict=True):
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]  # a chat template writes its own
+        if eos is not None and ids[-2:] == [eos, eos]:
+            del ids[-1]
         ids += [eos] if eos is not None and (not ids or end and ids[-1:] != [eos]) else []
     return encoded
 
@@ -483,6 +485,8 @@ def classifier_logits(model, rows):
     configuration, so padding is, on the right, a token that no row has: an end token counts wherever it stands."""
     used, width, lm = set().union(*rows), max(map(len, rows)), getattr(model, "module", model)
     pad = lm.config.get_text_config().pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
+    if pad >= lm.get_input_embeddings().num_embeddings and len(rows) > 1:
+        return torch.cat([classifier_logits(model, [ids]) for ids in rows])
     ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in rows], device=lm.device)
     mask = torch.arange(width, device=lm.device) < torch.tensor([[len(ids)] for ids in rows], device=lm.device)
     return model(input_ids=ids, attention_mask=mask.long()).logits

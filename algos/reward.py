@@ -223,6 +223,8 @@ def load_classifier(args, path):
     N(0, 1 / (width + 1)), so that scores are of size 1 (Huang et al. 2024, arXiv 2403.17031), keyed by the seed."""
     kind = AutoModelForSequenceClassification
     model, tokenizer, missing = load_pretrained(kind, args, path, "--model", num_labels=1)
+    if model.config.num_labels != 1:
+        raise InputError(f"--model has {model.config.num_labels} labels, a reward model has one")
     lost = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
     stop_if([f"--model {path}: {name} is missing" for name in lost[:1]])
     for number, name in enumerate(missing):
@@ -232,6 +234,7 @@ def load_classifier(args, path):
         weight.data.copy_(torch.from_numpy(drawn))
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokenizer.padding_side = "right"  # as transformers reads a batch for such a model
     model.config.reward_norm = {"gain": 1.0, "bias": 0.0}  # ppo.py takes gain * score + bias
     return model, tokenizer, bool(missing)
 
@@ -291,6 +294,8 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     for ids, end in zip(encoded, ended, strict=True):
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]  # a chat template writes its own
+        if eos is not None and ids[-2:] == [eos, eos]:
+            del ids[-1]
         ids += [eos] if eos is not None and (not ids or end and ids[-1:] != [eos]) else []
     return encoded
 
@@ -300,6 +305,8 @@ def classifier_logits(model, rows):
     configuration, so padding is, on the right, a token that no row has: an end token counts wherever it stands."""
     used, width, lm = set().union(*rows), max(map(len, rows)), getattr(model, "module", model)
     pad = lm.config.get_text_config().pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
+    if pad >= lm.get_input_embeddings().num_embeddings and len(rows) > 1:
+        return torch.cat([classifier_logits(model, [ids]) for ids in rows])
     ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in rows], device=lm.device)
     mask = torch.arange(width, device=lm.device) < torch.tensor([[len(ids)] for ids in rows], device=lm.device)
     return model(input_ids=ids, attention_mask=mask.long()).logits
@@ -345,10 +352,14 @@ def pair_scores(model, share, pairs):
 
 @torch.no_grad()
 def sharing_error(score, model, pairs):
-    """How far sharing the beginning moves score(model, share, pairs) of the longest pair and of that with the longest
-    beginning, relative to 1 + |score|; infinite where the model cannot."""
-    longest = max(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
-    probe = [longest, max(pairs, key=lambda pair: len(os.path.commonprefix(pair[:2])))]
+    """How far sharing the beginning moves score(model, share, pairs), relative to 1 + |score|, of three pairs: with the
+    most tokens, the longest side, the longest beginning. Infinite where the model cannot."""
+    sizes = (
+        lambda pair: len(pair[0]) + len(pair[1]),
+        lambda pair: max(len(pair[0]), len(pair[1])),
+        lambda pair: len(os.path.commonprefix(pair[:2])),
+    )
+    probe = [max(pairs, key=size) for size in sizes]
     plain = score(model, False, probe)
     try:
         return ((score(model, True, probe) - plain).abs() / (1 + plain.abs())).max().item()
@@ -363,9 +374,7 @@ def reward_norm(accelerator, model, rows, batch_size):
     with accelerator.autocast():
         scores = [classifier_logits(model, [rows[i] for i in part])[:, 0].double() for part in order]
     std, mean = (x.item() for x in torch.std_mean(torch.cat(scores)))
-    if not std > 0:
-        raise InputError(f"--norm-prompts: the scores of the {len(rows)} samples are all {mean}: take more prompts")
-    return {"gain": 1 / std, "bias": -mean / std}
+    return {"gain": 1 / max(std, 1e-8), "bias": -mean / max(std, 1e-8)}
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -524,6 +533,8 @@ def chat_pair(tokenizer, row, where):
             raise InputError(f"{where}: {name} must be a list of messages that ends with one of the assistant")
     most = len(head) or min(map(len, chats)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    while not head and shared and {chat[shared]["role"] for chat in chats} != {"assistant"}:
+        shared -= 1
     options = {"tools": row.get("tools"), "add_generation_prompt": True}
     prompt = chat_text(tokenizer, chosen[:shared], where, **options) if shared else ""
     if not all(text.startswith(prompt) for text in whole):
@@ -555,26 +566,72 @@ def encode_texts(rows, tokenizer, max_length, flag):
     return [triples[i] for i in kept], [pairs[i] for i in kept], f"{len(pairs)} pairs, {dropped}"
 
 
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
+    """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
+
+    A chat prompt is replaced by its text up to where the assistant answers, and kept as the column messages. An empty
+    prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose response would
+    not fit is an error.
+    """
+    chat, kept = isinstance(rows[0].get("prompt"), list), []
+    if chat:
+        rendered, options = [], {"add_generation_prompt": True}
+        for i, row in enumerate(rows, 1):
+            text = chat_text(tokenizer, row["prompt"], f"{flag} row {i}", tools=row.get("tools"), **options)
+            rendered.append(row | {"prompt": text, "messages": row["prompt"]})
+        rows = rendered
+    prompts = texts(rows, "prompt", flag)
+    queries = tokenizer(prompts, add_special_tokens=not chat and not have_bos(tokenizer, prompts))["input_ids"]
+    for number, ids in enumerate(queries, 1):
+        if not ids and tokenizer.bos_token_id is None:
+            raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
+        if ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token):
+            del ids[-1]  # some tokenizers end every text
+        ids += [] if ids else [tokenizer.bos_token_id]
+        if max_length is None or len(ids) <= max_length:
+            kept.append(number - 1)
+            if limit and len(ids) + max_new_tokens > limit:
+                sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
+                how = "shorten it, lower --max-new-tokens, or in ppo.py set --max-prompt-length"
+                raise InputError(f"{flag} row {number}: a prompt of {sizes}: {how}")
+    if not kept:
+        raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
+    return [rows[i] for i in kept], [queries[i] for i in kept]
+
+
+def stopped(tokenizer, responses, stops):
+    """Whether each response (ids) holds a stop string."""
+    texts = tokenizer.batch_decode(responses) if stops else [""] * len(responses)
+    return [any(stop in text for stop in stops) for text in texts]
+
+
+def decode(tokenizer, queries, responses, stops):
+    """Texts of the responses, without special tokens, cut before a stop string and stripped there. Decoded behind their
+    queries (all are lists of lists of ids), since many tokenizers drop the space before a first token."""
+    whole = [query + response for query, response in zip(queries, responses, strict=True)]
+    parts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (queries, whole, responses)]
+    texts = [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
+    ends = [min((text.find(stop) for stop in stops if stop in text), default=len(text)) for text in texts]
+    done = stopped(tokenizer, responses, stops)  # a stop string that is a special token is not in the text
+    return [text[:end].rstrip() if stop else text for text, end, stop in zip(texts, ends, done, strict=True)]
+
+
 @torch.no_grad()
 def policy_samples(args, policy, tokenizer, prompts, device):
     """(texts, ended): a response of the language model to each row with a prompt, sampled by transformers."""
-    if isinstance(prompts[0].get("prompt"), list):
-        chats = [(row["prompt"], f"--norm-prompts row {i}") for i, row in enumerate(prompts, 1)]
-        prompts = [{"prompt": chat_text(tokenizer, *chat, add_generation_prompt=True)} for chat in chats]
-    prompts, samples, ended = texts(prompts, "prompt", "--norm-prompts"), [], []
+    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--norm-prompts")
     options = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "do_sample": True}
     plain = GenerationConfig(top_k=0, max_new_tokens=args.max_new_tokens, **options)
-    policy.generation_config = plain  # what the checkpoint recommends would fill what is not given here
+    policy.generation_config, responses = plain, []  # the checkpoint's would fill what is not given here
     torch.manual_seed(args.seed)
-    for i in range(0, len(prompts), 64):
-        chunk = prompts[i : i + 64]
-        options = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
-        inputs = tokenizer(chunk, add_special_tokens=not have_bos(tokenizer, chunk), **options).to(device)
-        response = policy.to(device).generate(**inputs, generation_config=plain)[:, inputs["input_ids"].shape[1] :]
-        outputs = tokenizer.batch_decode(response, skip_special_tokens=True)
-        samples += [prompt + output for prompt, output in zip(chunk, outputs, strict=True)]
-        ended += (response == tokenizer.eos_token_id).any(1).tolist()
-    return samples, ended
+    for i in range(0, len(queries), 64):
+        inputs = tokenizer.pad({"input_ids": queries[i : i + 64]}, padding_side="left", return_tensors="pt").to(device)
+        sampled = policy.to(device).generate(**inputs, generation_config=plain)
+        responses += sampled[:, inputs["input_ids"].shape[1] :].tolist()
+    outputs = decode(tokenizer, queries, responses, ())
+    samples = [row["prompt"] + output for row, output in zip(prompts, outputs, strict=True)]
+    return samples, [tokenizer.eos_token_id in response for response in responses]
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -644,7 +701,9 @@ def main(args):
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset") if args.eval_dataset else {}
     policy_path = build(args.norm_policy, "--norm-policy") or path
-    prompts = args.norm_prompts and load_rows(build(args.norm_prompts, "--norm-prompts"), "--norm-prompts")
+    prompts = None
+    if args.norm_prompts is not None:
+        prompts = load_rows(build(args.norm_prompts, "--norm-prompts"), "--norm-prompts")
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
@@ -658,16 +717,23 @@ def main(args):
     triples, pairs, report = encode_texts(rows, tokenizer, max_length, "--dataset")
     total_steps = args.total_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
     for prefix, found in eval_sets.items():
-        eval_sets[prefix] = encode_texts(found, tokenizer, max_length, f"--eval-dataset {prefix[5:-1]}".strip())
+        *encoded, note = encode_texts(found, tokenizer, max_length, f"--eval-dataset {prefix[5:-1]}".strip())
+        eval_sets[prefix], report = encoded, f"{report}\n{prefix[:-1]}: {note}"
     freeze(lm.to(device), args.num_layers_unfrozen)
     for name, weight in lm.named_parameters():
         if not name.startswith(f"{lm.base_model_prefix}."):  # the head
             weight.requires_grad_(True)
-    norm_ids = None
+    norm_ids = []
     if prompts:
+        if not (args.norm_policy or new_head):
+            raise InputError(
+                f"--model {path} is a classifier: name a language model for --norm-prompts with --norm-policy"
+            )
         policy = load_model(args, policy_path, "--norm-policy")
         sampled = on_main(accelerator, policy_samples, args, *policy, prompts, device)
-        norm_ids, policy = classifier_ids(tokenizer, *sampled, max_length), None
+        norm_ids, policy = [ids for ids in classifier_ids(tokenizer, *sampled) if len(ids) <= max_length], None
+        if len(set(map(tuple, norm_ids))) < 2:
+            raise InputError(f"--norm-prompts: {len(prompts)} prompts gave fewer than two different samples: take more")
 
     # ---- run directory, device, what to continue from
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in pairs)
@@ -683,7 +749,8 @@ def main(args):
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     share = args.share_prompt and not args.attn_implementation.startswith("flash")
     if share:
-        error = sharing_error(pair_scores, model, pairs)
+        every = [pair for found in (pairs, *(found for _, found in eval_sets.values())) for pair in found]
+        error = sharing_error(pair_scores, model, every)
         share = error <= (1e-4 if args.dtype != "bfloat16" and accelerator.mixed_precision == "no" else 0.1)
         if not share:
             run.say(f"--share-prompt is off: in this model it changes a score by {error:.1e}")
@@ -697,7 +764,7 @@ def main(args):
         f"reward: {sum(w.numel() for w in lm.parameters()):,} parameters, "
         f"{sum(w.numel() for w in lm.parameters() if w.requires_grad):,} trained; new head: {new_head}; "
         f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
-        f"data: {report}; tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}\n"
+        f"data: {report}\ntokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}\n"
         f"first pair: {first[0][-400:]} | chosen: {first[1][:200]} | rejected: {first[2][:200]}\n"
         f"{total_steps} steps x {args.batch_size} pairs = {total_steps * args.batch_size / len(pairs):.1f} epochs; "
         f"each step {args.batch_size // world} pairs a process, at most {args.micro_batch_size} a forward pass"
@@ -706,7 +773,7 @@ def main(args):
     def evaluate(step):
         model.eval()
         metrics, samples = {}, []
-        for prefix, (texts, found, _) in eval_sets.items():
+        for prefix, (texts, found) in eval_sets.items():
             scores = score_pairs(accelerator, score, found, args.micro_batch_size)
             metrics |= {prefix + key: value for key, value in evaluate_scores(scores, found).items()}
             named = {"set": prefix[5:-1]} if len(eval_sets) > 1 else {}

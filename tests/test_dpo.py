@@ -706,6 +706,7 @@ CHATS = [
     ({"chosen": [U, V, user("h"), V], "rejected": [U, V, user("h"), W]}, "^uab.scd.uh.s|cd.|efg."),
     ({"prompt": [U, V, user("h")], "chosen": [V], "rejected": [W]}, "^uab.scd.uh.s|cd.|efg."),
     ({"chosen": [U, V], "rejected": [U, V, user("h"), W]}, "^uab.s|cd.|cd.uh.sefg."),
+    ({"prompt": [U], "chosen": [V, U, V], "rejected": [V, U, W]}, "^uab.s|cd.uab.scd.|cd.uab.sefg."),
     ({"prompt": [U], "chosen": [answer("")], "rejected": [W]}, "^uab.s|.|efg."),
     ({"prompt": [U], "chosen": [V], "rejected": [answer("cdd")]}, "^uab.s|cd.|cdd."),  # the boundary is the turn's
 ]
@@ -763,6 +764,7 @@ def test_a_bad_pair_of_chats_names_its_row(chatty, row, sentence):
 
 BAD_PROMPTS = [
     ({"prompt": [U], "chosen": [V], "rejected": []}, "rejected must be a list of messages"),
+    ({"prompt": [U, V], "chosen": [W], "rejected": []}, "rejected must be a list of messages"),
     ({"prompt": [U], "chosen": "cd", "rejected": [W]}, "chosen must be a list of messages"),
     ({"prompt": [U], "chosen": None, "rejected": [W]}, "chosen must be a list of messages"),
     ({"prompt": [U], "chosen": [user("h")], "rejected": [W]}, "chosen must be a list of messages that ends with"),
@@ -1004,17 +1006,33 @@ def test_after_training_evaluation_is_against_the_initial_model(letters, tiny_di
 
 
 def test_training_is_against_the_initial_model_at_every_step(letters, gpt2_dir, tmp_path):
-    """The rewards of the third step, recomputed from the weights that the second left."""
+    """Rewards and gradient norm of the third step, recomputed from the weights that the second left."""
+    pairs = encode(ROWS, letters)[0]
+    with torch.no_grad():
+        reference = slow_logprobs(load(gpt2_dir), pairs)
     for precompute in True, False:
         flags = {"precompute_ref": precompute, "lr_schedule": "constant"}
         _, two = run_dpo(gpt2_dir, tmp_path / f"two {precompute}", total_steps=2, **flags)
         _, three = run_dpo(gpt2_dir, tmp_path / f"three {precompute}", total_steps=3, **flags)
-        pairs = encode(ROWS, letters)[0]
-        with torch.no_grad():
-            expected = slow_terms(
-                slow_logprobs(load(two / "hf_model"), pairs), slow_logprobs(load(gpt2_dir), pairs), 0.1
-            )
-        assert_logged(log(three)[2], "", expected)
+        model, record = load(two / "hf_model"), log(three)[2]
+        _, norm, _ = slow_step(model, pairs, reference, 0.1, 0.0)
+        assert record["optim/grad_norm"] == pytest.approx(norm, rel=1e-9)
+        assert_logged(record, "", slow_terms(slow_logprobs(model, pairs).detach(), reference, 0.1))
+
+
+@pytest.mark.parametrize("limit", [0.05, 0.0])
+def test_gradients_are_clipped_at_every_step(monkeypatch, gpt2_dir, tmp_path, limit):
+    norms, step = [], torch.optim.AdamW.step
+
+    def watched(self, *rest):
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        norms.append(math.sqrt(sum(weight.grad.pow(2).sum().item() for weight in weights)))
+        return step(self, *rest)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    records = log(run_dpo(gpt2_dir, tmp_path / "run", max_grad_norm=limit)[1])
+    found = [record["optim/grad_norm"] for record in records]
+    assert min(found) > 0.1 and norms == pytest.approx([limit] * 3 if limit else found, rel=1e-4)
 
 
 def test_every_pair_is_seen_once_an_epoch(monkeypatch, gpt2_dir, tmp_path):
@@ -1039,7 +1057,7 @@ def test_a_long_run_prefers_what_was_chosen(gpt2_dir, tmp_path):
     assert found[1]["eval/logps/chosen"] > found[0]["eval/logps/chosen"] + 1
 
 
-def test_frozen_layers_stay_bitwise(tiny_dir, tmp_path, capsys):
+def test_frozen_layers_stay_bitwise(tiny_dir, tmp_path):
     for precompute in True, False:
         run_dir = run_dpo(
             tiny_dir, tmp_path / f"{precompute}", num_layers_unfrozen=1, precompute_ref=precompute, dtype="float32"

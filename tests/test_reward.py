@@ -590,6 +590,7 @@ BAD_CHATS = [
     ({"rejected": None}, "rejected must be a list of messages that ends with one of the assistant"),
     ({"rejected": "b"}, "rejected must be a list of messages that ends with one of the assistant"),
     ({"chosen": [answer("b"), user("c")]}, "chosen must be a list of messages that ends with one of the assistant"),
+    ({"prompt": [user("a"), answer("b")], "rejected": []}, "rejected must be a list of messages that ends with one"),
     ({"rejected": [turn("robot", "c")]}, "a chat is a list of .*role.*robot"),
     ({"rejected": [{"content": "c"}]}, "a chat is a list of "),
     ({"rejected": [answer(None)]}, "a chat is a list of .*None"),
@@ -671,8 +672,7 @@ PRECISION = [("float32", 1e-4), ("float64", 1e-9)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISION)
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
+@pytest.mark.parametrize(("norm", "pad"), [(False, "<pad>"), (True, "<eos>")])
 def test_ppo_reads_the_scores_of_training(variant, family, tmp_path, dtype, tolerance, norm, pad):
     """Shared rows in training, padded rows of prompt and output there."""
     flags = {"eval_dataset": PAIRS, "eval_every": 3, "micro_batch_size": 2} | (NORM if norm else {})
@@ -801,8 +801,8 @@ def test_the_head_is_keyed_by_the_seed(tiny_dir):
 
 
 def test_the_scale_of_the_head(gpt2_dir):
-    heads = torch.cat([load(gpt2_dir, seed=seed)[0].score.weight.detach().flatten() for seed in range(60)])
-    assert heads.std().item() == pytest.approx(13**-0.5, rel=0.1) and abs(heads.mean()) < 0.03
+    heads = torch.cat([load(gpt2_dir, seed=seed)[0].score.weight.detach().flatten() for seed in range(30)])
+    assert heads.std().item() == pytest.approx(13**-0.5, rel=0.1) and abs(heads.mean()) < 0.05
 
 
 def test_an_encoder_without_a_head(variant, tmp_path):
@@ -897,7 +897,7 @@ def test_a_model_object_of_several_labels_is_refused(build_model, letters, tmp_p
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize(("with_margin", "center"), [(False, 0.0), (True, 0.0), (True, 0.3)])
+@pytest.mark.parametrize(("with_margin", "center"), [(False, 0.0), (True, 0.3)])
 def test_the_first_loss_by_hand(tiny_dir, tmp_path, share, with_margin, center):
     margins = MARGINS if with_margin else [0] * 7
     rows = [row | ({"margin": margin} if with_margin else {}) for row, margin in zip(PAIRS, margins, strict=True)]
@@ -975,13 +975,17 @@ def test_the_learning_rate_is_the_closed_form(gpt2_dir, tmp_path):
 
 
 def test_every_epoch_holds_every_pair_once(monkeypatch, letters, gpt2_dir, tmp_path):
+    """In an order of its own, which the seed decides."""
     calls, expected = recorded(monkeypatch, reward, "pair_scores"), encode(PAIRS, letters)[1]
     flags = {"batch_size": 2, "micro_batch_size": 1, "total_steps": None, "epochs": 2.0, "share_prompt": False}
-    metrics, run_dir = run_reward(gpt2_dir, tmp_path / "run", **flags)
+    metrics, run_dir = run_reward(gpt2_dir, tmp_path / "run", seed=3, **flags)
     seen = [pair for (_, _, pairs), _ in calls for pair in pairs]
     assert len(log(run_dir)) == 7 and metrics["train/epoch"] == 2
-    assert sorted(seen) == sorted(expected * 2) and len({tuple(map(str, x)) for x in (seen[:6], seen[8:])}) == 2
+    assert sorted(seen) == sorted(expected * 2) and len({str(pair) for pair in seen[:6] + seen[8:]}) == 7
     assert len({str(pair) for pair in seen[:6]}) == 6 == len({str(pair) for pair in seen[8:]})
+    drawn = [expected[row] for row in seeding.stream_rows(3, "data", 7, 0, 14)]
+    for step in range(0, 14, 2):
+        assert sorted(seen[step : step + 2]) == sorted(drawn[step : step + 2])
 
 
 @pytest.mark.parametrize("k", [0, 1])

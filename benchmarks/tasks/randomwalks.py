@@ -246,9 +246,9 @@ def pairs(graph_seed: int = 1000, split: str = "train", kind: str = "all", by: s
     return [{"prompt": c[0], "chosen": c[1:], "rejected": r[1:], "kind": k} for c, r, k in mixed if kind in ("all", k)]
 
 
-def eval_pairs(graph_seed: int = 1000) -> dict[str, list[dict]]:
+def eval_pairs(graph_seed: int = 1000, by: str = "pair") -> dict[str, list[dict]]:
     """The held-out pairs: all, and by kind."""
-    return {kind: pairs(graph_seed, "test", kind) for kind in ("all", "natural", "illegal")}
+    return {kind: pairs(graph_seed, "test", kind, by) for kind in ("all", "natural", "illegal")}
 
 
 # ---- Models ---------------------------------------------------------------------------------------------------------

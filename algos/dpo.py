@@ -132,8 +132,9 @@ class Args:
     """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
 
     # ---- loss
-    beta: float = 0.1
-    """Strength of the KL penalty that the loss stands for (Eq. 3): the lower, the farther from the reference."""
+    beta: float = 0.5
+    """Strength of the KL penalty that the loss stands for (Eq. 3): the lower, the farther from the reference. 0.1 is
+    usual for pretrained models."""
     loss_type: Literal[
         "sigmoid",
         "robust",
@@ -209,7 +210,7 @@ class Args:
         for name, function in embedded.items():
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{function}")
-        self.epochs = (1.0 if own else 5.0) if self.epochs is None else self.epochs
+        self.epochs = (1.0 if own else 6.0) if self.epochs is None else self.epochs
         given = {name: value for name, value in vars(self).items() if value is not None}
         known = ("auto", "eager", "sdpa", "flash_attention_2")
         smoothing, smooths = self.label_smoothing, self.loss_type in ("sigmoid", "robust", "exo_pair")
@@ -431,7 +432,9 @@ LOSSES = {  # of the log-ratios c and r of chosen and rejected, beta b and label
     "apo_zero": lambda c, r, b, e: 1 - s(b * c) + s(b * r),  # arXiv 2408.06266, Eq. 7
     "apo_down": lambda c, r, b, e: s(b * c) + 1 - s(b * (c - r)),  # arXiv 2408.06266, Eq. 8
     # arXiv 2406.08414, log-ratio modulated with tau = 0.05
-    "discopop": lambda c, r, b, e: torch.lerp(-ls(b * (c - r)), (b * (r - c)).exp(), s(b * (c - r) / 0.05)),
+    "discopop": lambda c, r, b, e: torch.lerp(
+        -ls(b * (c - r)), (b * (r - c)).clamp(max=80).exp(), s(b * (c - r) / 0.05)
+    ),
 }
 
 
@@ -570,20 +573,29 @@ def pair_texts(rows, tokenizer, flag):
 def chat_pair(tokenizer, row, where):
     """(prompt, chosen, rejected) of a row of chats, as the chat template writes them."""
     head = row["prompt"] if isinstance(row.get("prompt"), list) else []
-    chosen, rejected = chats = [head + (row[name] if isinstance(row[name], list) else []) for name in SIDES]
+    chats = [head + (row[name] if isinstance(row[name], list) else []) for name in SIDES]
     whole = [chat_text(tokenizer, chat, where, tools=row.get("tools")) for chat in chats]
     for name, chat in zip(SIDES, chats, strict=True):
         if len(chat) == len(head) or chat[-1]["role"] != "assistant":
             raise InputError(f"{where}: {name} must be a list of messages that ends with one of the assistant")
-    most = len(head) or min(map(len, chats)) - 1
-    shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
-    while not head and shared and {chat[shared]["role"] for chat in chats} != {"assistant"}:
-        shared -= 1
     options = {"tools": row.get("tools"), "add_generation_prompt": True}
-    prompt = chat_text(tokenizer, chosen[:shared], where, **options) if shared else ""
+    head = prompt_messages(row)
+    prompt = chat_text(tokenizer, head, where, **options) if head else ""
     if not all(text.startswith(prompt) for text in whole):
         raise InputError(f"{where}: the chat template changes the prompt when the answer follows")
     return prompt, *(text[len(prompt) :] for text in whole)
+
+
+def prompt_messages(row):
+    """The prompt of a row of chats: its column, or the messages that both sides begin with, up to where the assistant
+    answers in both."""
+    if isinstance(row.get("prompt"), list) and row["prompt"]:
+        return row["prompt"]
+    pairs = list(zip(row["chosen"], row["rejected"], strict=False))[:-1]
+    shared = next((i for i, (chosen, rejected) in enumerate(pairs) if chosen != rejected), len(pairs))
+    while shared and {row[name][shared]["role"] for name in SIDES} != {"assistant"}:
+        shared -= 1
+    return row["chosen"][:shared]
 
 
 SIDES = ("chosen", "rejected")
@@ -607,16 +619,15 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     heads, *sides = (tokenizer(x, **options)["input_ids"] for x in ([prompt for prompt, *_ in triples], *whole))
     pairs, cut, crowded, equal = [], [0, 0], 0, 0
     for number, (head, *both) in enumerate(zip(heads, *sides, strict=True), 1):
-        if head[-1:] == [eos] and not triples[number - 1][0].endswith(tokenizer.eos_token):
-            head = head[:-1]  # some tokenizers end every text
         both = [ids if chat or ids[-1:] == [eos] else [*ids, eos] for ids in both]
+        both = [ids[:-1] if ids[-2:] == [eos, eos] and not chat else ids for ids in both]  # some tokenizers end a text
         if (end := len(os.path.commonprefix((head, *both)))) == 0:
             if bos is None:
                 raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
             both, end = [[bos, *ids] for ids in both], 1
         prompt, most = both[0][:end], args.max_prompt_length or end
         if end > most:
-            first = prompt[: int(prompt[0] == bos and most > 1)]
+            first = prompt[: int(prompt[0] == bos)]
             prompt = (
                 prompt[:most] if args.truncation_mode == "keep_start" else first + prompt[end - most + len(first) :]
             )
@@ -859,9 +870,10 @@ def score_pairs(accelerator, score, pairs, batch_size):
 
 def reference_logprobs(accelerator, run, reference, share, pairs, args):
     """Log-probabilities (2, N) of all pairs by the reference. They are kept beside the run, in a file that is named by
-    a hash of script, weights and pairs."""
-    settings = [run.identity["files"]["script"], args.dtype, accelerator.mixed_precision, share, pairs]
-    digest = hashlib.sha256(json.dumps(settings).encode())
+    a hash of script, model and pairs."""
+    config = reference.config.to_dict() | {"_name_or_path": ""}
+    settings = [run.identity["files"]["script"], args.dtype, accelerator.mixed_precision, share, pairs, config]
+    digest = hashlib.sha256(json.dumps(settings, default=str).encode())
     for weight in reference.state_dict().values():
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     path = run.dir and run.dir.parent / f"ref-{digest.hexdigest()[:16]}.safetensors"
@@ -877,8 +889,11 @@ def reference_logprobs(accelerator, run, reference, share, pairs, args):
 
     def store():
         temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-        safetensors.torch.save_file({"logprobs": logprobs.cpu().contiguous()}, temporary)
-        temporary.rename(path)
+        try:
+            safetensors.torch.save_file({"logprobs": logprobs.cpu().contiguous()}, temporary)
+            temporary.rename(path)
+        except (OSError, safetensors.SafetensorError) as error:
+            run.say(f"warning: the reference's log-probabilities are not kept: {error}")
 
     if path:
         on_main(accelerator, store)
@@ -923,8 +938,6 @@ def main(args):
     prompts = next(iter(eval_sets.values()), []) if metric else []
     if args.eval_prompts:
         prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
-    if metric and "prompt" not in (prompts or [{}])[0]:
-        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
@@ -940,6 +953,10 @@ def main(args):
         flag = f"--eval-dataset {prefix[5:-1]}".strip()
         eval_sets[prefix], note = encode_pairs(found, tokenizer, max_length, args, flag)
         report += f"\n{prefix[:-1]}: {note}"
+    if prompts and isinstance(prompts[0].get("chosen"), list):
+        prompts = [row | {"prompt": prompt_messages(row)} for row in prompts]
+    if metric and "prompt" not in (prompts or [{}])[0]:
+        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
     if prompts:
         prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")
     total_steps = args.total_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
@@ -952,9 +969,11 @@ def main(args):
         if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise InputError(f"--ref-model {args.ref_model} has another vocabulary than --model")
         set_attention(reference, args, device, 2 * lengths[-1])
-    elif not (args.precompute_ref or args.reference_free):
+    if reference is lm and not (args.precompute_ref or args.reference_free):
         reference = copy.deepcopy(lm)
     reference.eval().to(device)
+    if not (args.eval_every or args.check):
+        eval_sets, prompts = {}, []
 
     # ---- run directory, device, what to continue from
     threads = set_threads(args.threads)
@@ -966,9 +985,11 @@ def main(args):
     share = args.share_prompt and not args.attn_implementation.startswith("flash")
     if share:
         error = sharing_error(pair_logprobs, lm, [pair for found in (pairs, *eval_sets.values()) for pair in found])
-        share = error <= (1e-4 if args.dtype != "bfloat16" and accelerator.mixed_precision == "no" else 0.1)
+        share = error <= (1e-4 if args.dtype != "bfloat16" else 0.02)
         if not share:
             run.say(f"--share-prompt is off: in this model it changes a log-probability by {error:.1e}")
+    if not any(tokenizer.eos_token_id in ids[prompt:] for *sides, prompt in pairs for ids in sides):
+        run.say(f"warning: no row trains the end token {tokenizer.eos_token}: responses will not end")
     kind = "none" if args.reference_free else "of its own" if ref_path else "the model as it is at the start"
     kind += "" if args.reference_free else ", scored once" if args.precompute_ref else ", kept"
     first, prompt = pairs[0], pairs[0][2]

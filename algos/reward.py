@@ -124,7 +124,7 @@ class Args:
     """Weight of (r_chosen + r_rejected)^2, which keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 there)."""
 
     # ---- optimizer
-    lr: float = 1e-3
+    lr: float = 2e-3
     """Peak learning rate of AdamW (2e-5 suits pretrained models)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
@@ -134,11 +134,11 @@ class Args:
     """Optimizer steps of linear warm-up."""
     decay_steps: int | None = None
     """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
+    adam_betas: tuple[float, float] = (0.9, 0.98)
     """Decay rates of AdamW's moments."""
     adam_eps: float = 1e-8
     """Epsilon of AdamW."""
-    weight_decay: float = 0.0
+    weight_decay: float = 1.0
     """Decoupled weight decay of the weight matrices (not of biases and norms)."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0: never."""
@@ -155,7 +155,7 @@ class Args:
         own = self.dataset != f"{TASK}:pairs:split=train"
         if self.eval_dataset == "auto":
             self.eval_dataset = None if own else f"{TASK}:eval_pairs"
-        self.epochs = (1.0 if own else 20.0) if self.epochs is None else self.epochs
+        self.epochs = (1.0 if own else 28.0) if self.epochs is None else self.epochs
         given = {name: value for name, value in vars(self).items() if value is not None}
         known = ("auto", "eager", "sdpa", "flash_attention_2")
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
@@ -526,20 +526,29 @@ def pair_texts(rows, tokenizer, flag):
 def chat_pair(tokenizer, row, where):
     """(prompt, chosen, rejected) of a row of chats, as the chat template writes them."""
     head = row["prompt"] if isinstance(row.get("prompt"), list) else []
-    chosen, rejected = chats = [head + (row[name] if isinstance(row[name], list) else []) for name in SIDES]
+    chats = [head + (row[name] if isinstance(row[name], list) else []) for name in SIDES]
     whole = [chat_text(tokenizer, chat, where, tools=row.get("tools")) for chat in chats]
     for name, chat in zip(SIDES, chats, strict=True):
         if len(chat) == len(head) or chat[-1]["role"] != "assistant":
             raise InputError(f"{where}: {name} must be a list of messages that ends with one of the assistant")
-    most = len(head) or min(map(len, chats)) - 1
-    shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
-    while not head and shared and {chat[shared]["role"] for chat in chats} != {"assistant"}:
-        shared -= 1
     options = {"tools": row.get("tools"), "add_generation_prompt": True}
-    prompt = chat_text(tokenizer, chosen[:shared], where, **options) if shared else ""
+    head = prompt_messages(row)
+    prompt = chat_text(tokenizer, head, where, **options) if head else ""
     if not all(text.startswith(prompt) for text in whole):
         raise InputError(f"{where}: the chat template changes the prompt when the answer follows")
     return prompt, *(text[len(prompt) :] for text in whole)
+
+
+def prompt_messages(row):
+    """The prompt of a row of chats: its column, or the messages that both sides begin with, up to where the assistant
+    answers in both."""
+    if isinstance(row.get("prompt"), list) and row["prompt"]:
+        return row["prompt"]
+    pairs = list(zip(row["chosen"], row["rejected"], strict=False))[:-1]
+    shared = next((i for i, (chosen, rejected) in enumerate(pairs) if chosen != rejected), len(pairs))
+    while shared and {row[name][shared]["role"] for name in SIDES} != {"assistant"}:
+        shared -= 1
+    return row["chosen"][:shared]
 
 
 SIDES = ("chosen", "rejected")
@@ -744,16 +753,16 @@ def main(args):
         return run.newest_metrics(), run.dir
     if run.state:  # another number of threads gives other bits
         threads = set_threads(args.threads or run.state["threads"])
-    model = accelerator.prepare(lm)
-    optimizer = make_optimizer(model, args)
-    best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     share = args.share_prompt and not args.attn_implementation.startswith("flash")
     if share:
         every = [pair for found in (pairs, *(found for _, found in eval_sets.values())) for pair in found]
-        error = sharing_error(pair_scores, model, every)
-        share = error <= (1e-4 if args.dtype != "bfloat16" and accelerator.mixed_precision == "no" else 0.1)
+        error = sharing_error(pair_scores, lm, every)
+        share = error <= (1e-4 if args.dtype != "bfloat16" else 0.02)
         if not share:
             run.say(f"--share-prompt is off: in this model it changes a score by {error:.1e}")
+    model = accelerator.prepare(lm)
+    optimizer = make_optimizer(model, args)
+    best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
         unpack_state(run.checkpoint, run.state, model, optimizer)
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():

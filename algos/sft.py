@@ -470,6 +470,7 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
     heads = (x[:-1] if x[-1:] == [eos] and not text.endswith(tokenizer.eos_token) else x for x, text in ended)
     for ids, parts in zip(encoded, pieces, strict=True):
         ids = ids if chat or ids[-1:] == [eos] else [*ids, eos]
+        ids = ids[:-1] if ids[-2:] == [eos, eos] and not chat else ids
         begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in parts[1:]), len(ids)]
         if begins[1] == 0 and bos is not None and not chat and "text" not in rows[0]:
             ids, begins = [bos, *ids], [0, *(begin + 1 for begin in begins[1:])]

@@ -621,8 +621,8 @@ def test_truncation_cuts_no_more_than_needed(letters, specials, mode):
         for (chosen, rejected, prompt), (kept, head, *ends) in zip(pairs, expected, strict=True):
             assert prompt == kept and [chosen[prompt:], rejected[prompt:]] == ends and all(ends)
             assert chosen[:prompt] == rejected[:prompt] and max(len(chosen), len(rejected)) <= max_length
-            begins = int(head[0] == BOS and kept > 1)
-            assert chosen[begins:prompt] == (
+            begins = int(head[0] == BOS)
+            assert chosen[:begins] == head[:begins] and chosen[begins:prompt] == (
                 head[begins:kept] if mode == "keep_start" else head[len(head) - kept + begins :]
             )
             assert kept == 1 or (chosen[0] == BOS) == (head[0] == BOS)

@@ -11,11 +11,12 @@ How this differs from other implementations:
 - The reference's log-probabilities are computed once, before training, for evaluation sets too: no second model in
   memory. They are kept beside the run under a hash of model and data, for the next run with another beta.
 - Label smoothing works in every loss that has it.
+Both log-probabilities usually fall in training, that of rejected more; --sft-coef or apo_zero hold that of chosen up.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt where the two hold it.
 
-    python algos/dpo.py                                            # random walks, one CPU, under two minutes
-    python algos/dpo.py --model runs/sft/hf_model --dataset my_pairs.jsonl --eval-dataset held_out.jsonl --lr 1e-6
+    python algos/dpo.py                                            # random walks, one CPU, under a minute
+    python algos/dpo.py --model runs/sft/hf_model --dataset pairs.jsonl --eval-dataset test.jsonl --lr 1e-6
     accelerate launch algos/dpo.py --model runs/sft/hf_model --dataset Anthropic/hh-rlhf:train --lr 1e-6
     torchrun --nproc_per_node 8 algos/dpo.py --model Qwen/Qwen3-0.6B --max-length 2048 --lr 1e-6 \
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
@@ -57,6 +58,10 @@ from common.logging import Run, closes_run, on_main, visible
 from common.seeding import fast_cpu_matmul, seed_libraries, set_threads, stream_rows, uniforms
 
 TASK = "benchmarks/tasks/randomwalks.py"
+LossType = Literal[
+    "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
+    "apo_zero", "apo_down", "discopop",
+]  # fmt: skip
 
 
 @dataclass
@@ -132,30 +137,17 @@ class Args:
     """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
 
     # ---- loss
-    beta: float = 0.5
-    """Strength of the KL penalty that the loss stands for (Eq. 3): the lower, the farther from the reference. 0.1 is
-    usual for pretrained models."""
-    loss_type: Literal[
-        "sigmoid",
-        "robust",
-        "hinge",
-        "ipo",
-        "ipo_sum",
-        "sigmoid_norm",
-        "exo_pair",
-        "nca_pair",
-        "bco_pair",
-        "sppo_hard",
-        "apo_zero",
-        "apo_down",
-        "discopop",
-    ] = "sigmoid"
-    """Loss of a pair, see dpo_loss."""
+    beta: float | None = None
+    """Strength of the KL penalty that the loss stands for (Eq. 3): the lower, the farther from the reference. Default:
+    0.1, the embedded task 0.3."""
+    loss_type: LossType | None = None
+    """Loss of a pair, see dpo_loss; default: sigmoid, the embedded task ipo."""
     label_smoothing: float = 0.0
     """Probability that a preference is wrong, in the losses sigmoid (cDPO), robust and exo_pair."""
-    sft_coef: float = 0.0
-    """Weight of the mean token loss of the chosen responses beside it (arXiv 2404.19733, Eq. 1): keeps their
-    probability from falling."""
+    sft_coef: float | None = None
+    """Weight of the mean loss per token of the chosen responses beside it (arXiv 2404.19733, Eq. 1, with a mean per
+    response there): keeps their probability, and that of the end token, from falling. Default: 0, the embedded task
+    0.02."""
     reference_free: bool = False
     """Take a reference that finds all responses equally likely."""
     precompute_ref: bool = True
@@ -163,7 +155,7 @@ class Args:
 
     # ---- optimizer
     lr: float = 1e-3
-    """Peak learning rate of AdamW (2e-5 suits pretrained models)."""
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo and reward, 1e-6 in dpo)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0
@@ -210,10 +202,13 @@ class Args:
         for name, function in embedded.items():
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{function}")
-        self.epochs = (1.0 if own else 6.0) if self.epochs is None else self.epochs
+        mine = {"epochs": 1.0, "loss_type": "sigmoid", "beta": 0.1, "sft_coef": 0.0}
+        task = {"epochs": 6.0, "loss_type": "ipo", "beta": 0.3, "sft_coef": 0.02}
+        for name, value in (mine if own else task).items():
+            setattr(self, name, value if getattr(self, name) is None else getattr(self, name))
         given = {name: value for name, value in vars(self).items() if value is not None}
         known = ("auto", "eager", "sdpa", "flash_attention_2")
-        smoothing, smooths = self.label_smoothing, self.loss_type in ("sigmoid", "robust", "exo_pair")
+        smoothing, smooths = self.label_smoothing, self.loss_type in SMOOTHED
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
         rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
         rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
@@ -324,31 +319,31 @@ def freeze(lm, num_layers_unfrozen):
     return depth
 
 
-def shared_rows(pairs, pad):
+def shared_rows(pairs, pad, device):
     """One row for each pair of token lists: chosen, then rejected without the `common` tokens that both begin with.
 
-    Returns ids and positions (B, T), a mask (B, 1, T, T) to add to attention scores, and common (B,). The rest of
+    Returns ids and positions (B, T), a mask (B, 1, T, T) to add to attention scores, and common, a list. The rest of
     rejected does not see that of chosen, so both are as if alone; padding is on the right, where no token sees it.
     """
     common = [len(os.path.commonprefix(pair)) for pair in pairs]
     rows = [chosen + rejected[n:] for (chosen, rejected), n in zip(pairs, common, strict=True)]
     counted = [[*range(len(c)), *range(n, len(r))] for (c, r), n in zip(pairs, common, strict=True)]
     width = max(map(len, rows))
-    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
-    positions = torch.tensor([row + [0] * (width - len(row)) for row in counted])
-    common, place = torch.tensor(common), torch.arange(width)
-    end = torch.tensor([[len(chosen)] for chosen, _ in pairs])
-    apart = (place >= end)[:, :, None] & ((place >= common[:, None]) & (place < end))[:, None]
-    hidden = apart | (place > place[:, None])  # (B, T, T): the token of the row does not see that of the column
-    return ids, positions, torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)[:, None], common
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=device)
+    positions = torch.tensor([row + [0] * (width - len(row)) for row in counted], device=device)
+    place, begin = torch.arange(width, device=device), torch.tensor(common, device=device)[:, None]
+    end = torch.tensor([[len(chosen)] for chosen, _ in pairs], device=device)
+    hidden = (place >= end)[:, :, None] & ((place >= begin) & (place < end))[:, None]
+    hidden |= place > place[:, None]  # (B, T, T): the token of the row does not see that of the column
+    return ids, positions, torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)[:, None], common
 
 
 @torch.no_grad()
 def sharing_error(score, model, pairs):
     """How far sharing the beginning moves score(model, share, pairs), relative to 1 + |score|, of three pairs: with the
-    most tokens, the longest side, the longest beginning. Infinite where the model cannot."""
+    longest row, the longest side, the longest beginning. Infinite where the model cannot."""
     sizes = (
-        lambda pair: len(pair[0]) + len(pair[1]),
+        lambda pair: len(pair[0]) + len(pair[1]) - len(os.path.commonprefix(pair[:2])),
         lambda pair: max(len(pair[0]), len(pair[1])),
         lambda pair: len(os.path.commonprefix(pair[:2])),
     )
@@ -356,6 +351,8 @@ def sharing_error(score, model, pairs):
     plain = score(model, False, probe)
     try:
         return ((score(model, True, probe) - plain).abs() / (1 + plain.abs())).max().item()
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # a model without this kind of mask or head
         return math.inf
 
@@ -368,23 +365,23 @@ def pair_logprobs(model, share, pairs):
         logits, labels = label_logits(model, *(x.to(lm.device) for x in collate(lines, 0)))
         return -token_nll(logits, labels).sum(1).view(2, -1)
     inputs = [(chosen[:-1], rejected[:-1]) for chosen, rejected, _ in pairs]  # the last token predicts nothing
-    ids, positions, mask, common = (x.to(lm.device) for x in shared_rows(inputs, 0))
+    ids, positions, mask, common = shared_rows(inputs, 0, lm.device)  # (B, T), (B, T), (B, 1, T, T)
     rows, columns, targets, lengths = [], [], [], []
     for side, (row, (*sides, prompt)) in itertools.product((0, 1), enumerate(pairs)):
         places = torch.arange(prompt - 1, len(sides[side]) - 1)  # a token is predicted at the one before it
-        rest = len(sides[0]) - 1 - int(common[row])  # where rejected goes on, its places are so many columns further
-        columns.append(places + side * (places >= int(common[row])) * rest)
+        rest = len(sides[0]) - 1 - common[row]  # where rejected goes on, its places are so many columns further
+        columns.append(places + side * (places >= common[row]) * rest)
         rows += [row] * len(places)
         targets += sides[side][prompt:]
         lengths.append(len(places))
-    places = torch.tensor(rows, device=lm.device), torch.cat(columns).to(lm.device)
+    places = torch.tensor(rows, device=lm.device), torch.cat(columns).to(lm.device)  # (N,) each
     # the output layer runs at these places alone
     hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0][places][None],))
     try:
         logits = model(input_ids=ids, position_ids=positions, attention_mask=mask.to(lm.dtype), use_cache=False).logits
     finally:
         hook.remove()
-    nll = token_nll(logits[0], torch.tensor(targets, device=lm.device))
+    nll = token_nll(logits[0], torch.tensor(targets, device=lm.device))  # (N,)
     return -torch.stack([part.sum() for part in nll.split(lengths)]).view(2, -1)
 
 
@@ -408,6 +405,9 @@ def dpo_loss(
 
     lengths: tokens of the chosen and of the rejected responses, (B,) each, for ipo and sigmoid_norm, which take means.
     """
+    shapes = {x.shape for x in (policy_chosen, policy_rejected, ref_chosen, ref_rejected)}
+    if len(shapes) > 1 or (label_smoothing and loss_type not in SMOOTHED):
+        raise ValueError(f"shapes {shapes} must be equal; {loss_type} takes label smoothing {label_smoothing}?")
     c, r = policy_chosen - ref_chosen, policy_rejected - ref_rejected
     if loss_type in ("ipo", "sigmoid_norm"):
         c, r = c / lengths[0], r / lengths[1]
@@ -419,7 +419,7 @@ LOSSES = {  # of the log-ratios c and r of chosen and rejected, beta b and label
     # arXiv 2305.18290, Eq. 7; e: Mitchell 2023, "A note on DPO with noisy preferences" (cDPO)
     "sigmoid": lambda c, r, b, e: -(1 - e) * ls(b * (c - r)) - e * ls(b * (r - c)),
     "robust": lambda c, r, b, e: (-(1 - e) * ls(b * (c - r)) + e * ls(b * (r - c))) / (1 - 2 * e),  # arXiv 2403.00409
-    "hinge": lambda c, r, b, e: (1 - b * (c - r)).relu(),  # arXiv 2305.10425, 2309.06657
+    "hinge": lambda c, r, b, e: (1 - b * (c - r)).relu(),  # arXiv 2309.06657; 2305.10425 without reference
     "ipo": lambda c, r, b, e: (c - r - 1 / (2 * b)) ** 2,  # arXiv 2310.12036, Eq. 17, of means over tokens
     "ipo_sum": lambda c, r, b, e: (c - r - 1 / (2 * b)) ** 2,  # the same of sums, as it is printed
     "sigmoid_norm": lambda c, r, b, e: -ls(b * (c - r)),  # of means over tokens
@@ -436,6 +436,9 @@ LOSSES = {  # of the log-ratios c and r of chosen and rejected, beta b and label
         -ls(b * (c - r)), (b * (r - c)).clamp(max=80).exp(), s(b * (c - r) / 0.05)
     ),
 }
+
+
+SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
 
 def pair_terms(policy, ref, pairs, args):
@@ -859,7 +862,7 @@ def score_pairs(accelerator, score, pairs, batch_size):
     world, device = accelerator.num_processes, accelerator.device
     share = math.ceil(len(pairs) / world)  # the last processes repeat the last pair where the pairs do not divide
     local = [pairs[min(accelerator.process_index * share + i, len(pairs) - 1)] for i in range(share)]
-    order = torch.tensor([len(chosen) + len(rejected) for chosen, rejected, *_ in local]).argsort(stable=True)
+    order = torch.tensor([-len(chosen) - len(rejected) for chosen, rejected, *_ in local]).argsort(stable=True)
     scores = torch.empty(share, 2, dtype=torch.float64, device=device)
     silent = not accelerator.is_main_process or None  # and where there is no terminal
     for places in tqdm(order.split(batch_size), "scoring pairs", leave=False, disable=silent, delay=5):
@@ -886,6 +889,10 @@ def reference_logprobs(accelerator, run, reference, share, pairs, args):
         return torch.tensor(found, dtype=torch.float64, device=accelerator.device)
     score = functools.partial(pair_logprobs, reference, share)
     logprobs = score_pairs(accelerator, score, pairs, args.micro_batch_size)
+    if not (finite := logprobs.isfinite().all(0)).all():
+        raise FloatingPointError(
+            f"the reference's log-probabilities of pair {int((~finite).nonzero()[0]) + 1} are not finite"
+        )
 
     def store():
         temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
@@ -1064,7 +1071,7 @@ def main(args):
         count = sum(len(pairs[row][0]) - pairs[row][2] for row in drawn)  # tokens of the chosen responses
         local = sorted(drawn[accelerator.process_index :: world], key=lambda row: len(pairs[row][0] + pairs[row][1]))
         micro_batches = [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
-        # 2. loss = -1/B sum log sigmoid(beta (c - r)), Eq. 7, and its gradient
+        # 2. loss = -1/B sum log sigmoid(beta (c - r)), Eq. 7 (or --loss-type; --sft-coef), and its gradient
         sums = torch.zeros(len(TERMS), dtype=torch.float64, device=device)
         for rows in micro_batches:
             chunk = [pairs[row] for row in rows]
@@ -1114,7 +1121,7 @@ def main(args):
     # ---- export
     run.export(lm, tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after DPO on {run.identity['flags']['dataset']}"
-    metrics = run.finish(headline if eval_every else "rewards/accuracies", title, tokenizer.decode(first[0][:prompt]))
+    metrics = run.finish(headline, title, tokenizer.decode(first[0][:prompt]))
     accelerator.end_training()
     return metrics, run.dir
 

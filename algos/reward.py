@@ -12,10 +12,11 @@ How this differs from other implementations:
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where the two hold it, perhaps "margin".
 
-    python algos/reward.py                                         # random walks, one CPU, under a minute
-    python algos/reward.py --model gpt2 --dataset my_pairs.jsonl --eval-dataset held_out.jsonl --lr 1e-5
-    accelerate launch algos/reward.py --model runs/sft/hf_model --dataset Anthropic/hh-rlhf:train --lr 1e-5
-    torchrun --nproc_per_node 8 algos/reward.py --model Qwen/Qwen3-0.6B --max-length 2048 --lr 1e-5 \
+    python algos/reward.py                                         # random walks, one CPU, two minutes
+    python algos/reward.py --model gpt2 --dataset pairs.jsonl --eval-dataset test.jsonl --lr 1e-5 --weight-decay 0
+    accelerate launch algos/reward.py --model runs/sft/hf_model --dataset Anthropic/hh-rlhf:train --lr 1e-5 \
+        --weight-decay 0
+    torchrun --nproc_per_node 8 algos/reward.py --model Qwen/Qwen3-0.6B --max-length 2048 --lr 1e-5 --weight-decay 0 \
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
@@ -113,7 +114,7 @@ class Args:
     """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
     norm_prompts: str | None = None
     """Rows with a prompt: in the end, scores are shifted and scaled to mean 0 and standard deviation 1 over samples of
-    --norm-policy for them (arXiv 1909.08593, Sec. 2.1), as reward_norm in the configuration of the exported model."""
+    --norm-policy for them (as in arXiv 1909.08593), as reward_norm in the configuration of the exported model."""
     norm_policy: str | None = None
     """Causal language model that samples for --norm-prompts; default: --model."""
     max_new_tokens: int = 9
@@ -121,11 +122,11 @@ class Args:
 
     # ---- loss
     center_coef: float = 0.0
-    """Weight of (r_chosen + r_rejected)^2, which keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 there)."""
+    """Weight of (r_chosen + r_rejected)^2, keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 is usual)."""
 
     # ---- optimizer
     lr: float = 2e-3
-    """Peak learning rate of AdamW (2e-5 suits pretrained models)."""
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo and reward, 1e-6 in dpo)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0
@@ -155,7 +156,7 @@ class Args:
         own = self.dataset != f"{TASK}:pairs:split=train"
         if self.eval_dataset == "auto":
             self.eval_dataset = None if own else f"{TASK}:eval_pairs"
-        self.epochs = (1.0 if own else 28.0) if self.epochs is None else self.epochs
+        self.epochs = (1.0 if own else 40.0) if self.epochs is None else self.epochs
         given = {name: value for name, value in vars(self).items() if value is not None}
         known = ("auto", "eager", "sdpa", "flash_attention_2")
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
@@ -312,39 +313,40 @@ def classifier_logits(model, rows):
     return model(input_ids=ids, attention_mask=mask.long()).logits
 
 
-def shared_rows(pairs, pad):
+def shared_rows(pairs, pad, device):
     """One row for each pair of token lists: chosen, then rejected without the `common` tokens that both begin with.
 
-    Returns ids and positions (B, T), a mask (B, 1, T, T) to add to attention scores, and common (B,). The rest of
+    Returns ids and positions (B, T), a mask (B, 1, T, T) to add to attention scores, and common, a list. The rest of
     rejected does not see that of chosen, so both are as if alone; padding is on the right, where no token sees it.
     """
     common = [len(os.path.commonprefix(pair)) for pair in pairs]
     rows = [chosen + rejected[n:] for (chosen, rejected), n in zip(pairs, common, strict=True)]
     counted = [[*range(len(c)), *range(n, len(r))] for (c, r), n in zip(pairs, common, strict=True)]
     width = max(map(len, rows))
-    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
-    positions = torch.tensor([row + [0] * (width - len(row)) for row in counted])
-    common, place = torch.tensor(common), torch.arange(width)
-    end = torch.tensor([[len(chosen)] for chosen, _ in pairs])
-    apart = (place >= end)[:, :, None] & ((place >= common[:, None]) & (place < end))[:, None]
-    hidden = apart | (place > place[:, None])  # (B, T, T): the token of the row does not see that of the column
-    return ids, positions, torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)[:, None], common
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=device)
+    positions = torch.tensor([row + [0] * (width - len(row)) for row in counted], device=device)
+    place, begin = torch.arange(width, device=device), torch.tensor(common, device=device)[:, None]
+    end = torch.tensor([[len(chosen)] for chosen, _ in pairs], device=device)
+    hidden = (place >= end)[:, :, None] & ((place >= begin) & (place < end))[:, None]
+    hidden |= place > place[:, None]  # (B, T, T): the token of the row does not see that of the column
+    return ids, positions, torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)[:, None], common
 
 
 def pair_scores(model, share, pairs):
-    """Scores (2, B) of chosen and rejected, at least in float32."""
+    """Scores (2, B) of chosen and rejected, as the model computes them, returned at least in float32."""
     if share:
         lm, outputs = getattr(model, "module", model), []
-        ids, positions, mask, common = (x.to(lm.device) for x in shared_rows([pair[:2] for pair in pairs], 0))
+        ids, positions, mask, common = shared_rows([pair[:2] for pair in pairs], 0, lm.device)
         lm.config.get_text_config().pad_token_id = 0  # transformers asks for one; what it reads by it is not used
         hook = lm.score.register_forward_hook(lambda module, inputs, output: outputs.append(output))
         try:
             model(input_ids=ids, position_ids=positions, attention_mask=mask.to(lm.dtype), use_cache=False)
         finally:
             hook.remove()
-        ends = torch.tensor([[len(chosen), len(rejected)] for chosen, rejected, _ in pairs], device=lm.device).T - 1
+        ends = torch.tensor([[len(chosen), len(rejected)] for chosen, rejected, _ in pairs]).T - 1
+        common = torch.tensor(common)
         ends[1] += (ends[1] >= common) * (ends[0] + 1 - common)  # where the row holds the end of rejected
-        scores = outputs[0][torch.arange(len(pairs)), ends, 0]
+        scores = outputs[0][torch.arange(len(pairs), device=lm.device), ends.to(lm.device), 0]  # (2, B)
     else:
         scores = classifier_logits(model, [pair[side] for side in (0, 1) for pair in pairs])[:, 0].view(2, -1)
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -353,9 +355,9 @@ def pair_scores(model, share, pairs):
 @torch.no_grad()
 def sharing_error(score, model, pairs):
     """How far sharing the beginning moves score(model, share, pairs), relative to 1 + |score|, of three pairs: with the
-    most tokens, the longest side, the longest beginning. Infinite where the model cannot."""
+    longest row, the longest side, the longest beginning. Infinite where the model cannot."""
     sizes = (
-        lambda pair: len(pair[0]) + len(pair[1]),
+        lambda pair: len(pair[0]) + len(pair[1]) - len(os.path.commonprefix(pair[:2])),
         lambda pair: max(len(pair[0]), len(pair[1])),
         lambda pair: len(os.path.commonprefix(pair[:2])),
     )
@@ -363,6 +365,8 @@ def sharing_error(score, model, pairs):
     plain = score(model, False, probe)
     try:
         return ((score(model, True, probe) - plain).abs() / (1 + plain.abs())).max().item()
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # a model without this kind of mask or head
         return math.inf
 
@@ -393,7 +397,8 @@ def pairwise_loss(chosen, rejected, margin=None, center_coef=0.0):
 
 def calibration_error(differences, bins=10):
     """Expected calibration error (arXiv 1706.04599, Eq. 3) of sigmoid(|difference|) (B,) as the probability that the
-    text of the higher score is the chosen one: mean over pairs of |accuracy - confidence| of the bin in [0.5, 1]."""
+    text of the higher score is the chosen one, margins aside: mean over pairs of |accuracy - confidence| of their bin
+    of [0.5, 1]."""
     confidence, error = differences.abs().sigmoid(), 0.0
     numbers = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
     for number in numbers.unique():
@@ -651,7 +656,7 @@ def score_pairs(accelerator, score, pairs, batch_size):
     world, device = accelerator.num_processes, accelerator.device
     share = math.ceil(len(pairs) / world)  # the last processes repeat the last pair where the pairs do not divide
     local = [pairs[min(accelerator.process_index * share + i, len(pairs) - 1)] for i in range(share)]
-    order = torch.tensor([len(chosen) + len(rejected) for chosen, rejected, *_ in local]).argsort(stable=True)
+    order = torch.tensor([-len(chosen) - len(rejected) for chosen, rejected, *_ in local]).argsort(stable=True)
     scores = torch.empty(share, 2, dtype=torch.float64, device=device)
     silent = not accelerator.is_main_process or None  # and where there is no terminal
     for places in tqdm(order.split(batch_size), "scoring pairs", leave=False, disable=silent, delay=5):

@@ -55,6 +55,36 @@ CLAIMS = {
         "The walks choose their edges at random, so a perfect imitation has the data's mean optimality, 0.3515. "
         "1000 sampled walks an evaluation, 50 from each start.",
     ),
+    "chain-randomwalks": Claim(
+        "The chain on random walks: SFT, then a reward model and PPO with it, or DPO",
+        "eval/optimality",
+        {"optimum 1.0": 1.0, "data 0.3515": 0.3515},
+        [
+            ("reward", "eval/natural/accuracy", "last", ">=", 0.97, 4),
+            ("reward", "eval/illegal/accuracy", "last", ">=", 0.95, 4),
+            ("ppo", "eval/optimality", "last", ">=", 0.95, 5),
+            ("dpo", "eval/optimality", "last", ">=", 0.90, 4),
+            ("dpo", "eval/illegal", "last", "<=", 0.10, 5),
+        ],
+        {
+            "eval/illegal": "illegal walks",
+            "eval/reward": "learned reward",
+            "objective/kl": "KL to the SFT model",
+            "eval/natural/accuracy": "natural pairs",
+            "eval/illegal/accuracy": "illegal-jump pairs",
+            "eval/all/shorter_wins": "the shorter wins",
+        },
+        "Each seed is a chain of its own, from an SFT model that `sft.py` trains with its default flags. Half of the "
+        "pairs are natural (the shorter way to the goal is chosen, over a longer one or none), half are a legal walk "
+        "against itself with an illegal jump, so that the rule that the shorter wins is right on half of all pairs (on "
+        "all natural and no illegal ones). The held-out pairs are never trained on, their walks may be, in other "
+        "pairs. reward-by-walk holds out the walks as well: 28 walks arrive within four nodes, and those held out are "
+        "then never chosen in training, while illegal walks like them are rejected, so the natural pairs suffer. The "
+        "score of the reward model is normalised over samples of the SFT model (`--norm-prompts`); PPO runs with its "
+        "default flags on it. 1000 sampled walks an evaluation.",
+        {"reward": "eval/all/accuracy", "reward-by-walk": "eval/all/accuracy"},
+        ["eval/optimality", "eval/reward", "eval/illegal"],
+    ),
     "ppo-randomwalks": Claim(
         "PPO on random walks reaches the optimum; a strong KL penalty holds the data's level",
         "eval/optimality",

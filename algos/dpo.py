@@ -121,8 +121,8 @@ class Args:
     eval_dataset: str | None = "auto"
     """Pairs for evaluation, several sets joined by commas or as a mapping of names; auto: the embedded task's."""
     eval_prompts: str | None = "auto"
-    """Rows with a prompt to sample at evaluation (needs --metric); auto: the embedded task's; default: the first set of
-    --eval-dataset."""
+    """Rows with a prompt to sample at evaluation (in sft needs --metric); auto: the embedded task's; default: the first
+    set of --eval-dataset."""
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
@@ -251,12 +251,10 @@ def load_pretrained(kind, args, path, flag, **options):
     files = ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
         raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+    options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
-        model, report = path, {}
-        if isinstance(path, str):
-            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, report = kind.from_pretrained(path, **hub, **options)
+        model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
     for module in model.modules():
@@ -265,7 +263,7 @@ def load_pretrained(kind, args, path, flag, **options):
                 setattr(module, name, 0.0)
     model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
     missing = sorted(report.get("missing_keys", ()))
-    broken = [f"{name} is of another shape" for name, *_ in report.get("mismatched_keys", ())]
+    broken = [f"{name} is {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
@@ -277,6 +275,8 @@ def load_model(args, path, flag="--model"):
     """The causal language model and its tokenizer, with a padding token."""
     model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
     stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
+    if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
+        raise InputError(f"{flag} {path} is a classifier: name a language model")
     if tokenizer.eos_token_id is None:
         raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     if tokenizer.pad_token_id is None:
@@ -406,8 +406,10 @@ def dpo_loss(
     lengths: tokens of the chosen and of the rejected responses, (B,) each, for ipo and sigmoid_norm, which take means.
     """
     shapes = {x.shape for x in (policy_chosen, policy_rejected, ref_chosen, ref_rejected)}
-    if len(shapes) > 1 or (label_smoothing and loss_type not in SMOOTHED):
-        raise ValueError(f"shapes {shapes} must be equal; {loss_type} takes label smoothing {label_smoothing}?")
+    if len(shapes) > 1:
+        raise ValueError(f"shapes differ: {[tuple(shape) for shape in shapes]}")
+    if (label_smoothing and loss_type not in SMOOTHED) or (loss_type == "exo_pair" and not label_smoothing):
+        raise ValueError(f"label smoothing {label_smoothing} with the loss {loss_type}")
     c, r = policy_chosen - ref_chosen, policy_rejected - ref_rejected
     if loss_type in ("ipo", "sigmoid_norm"):
         c, r = c / lengths[0], r / lengths[1]
@@ -583,6 +585,8 @@ def chat_pair(tokenizer, row, where):
             raise InputError(f"{where}: {name} must be a list of messages that ends with one of the assistant")
     options = {"tools": row.get("tools"), "add_generation_prompt": True}
     head = prompt_messages(row)
+    if not head and isinstance(row.get("prompt"), str):
+        raise InputError(f"{where}: the prompt is a text that the chats do not begin with: make it a list of messages")
     prompt = chat_text(tokenizer, head, where, **options) if head else ""
     if not all(text.startswith(prompt) for text in whole):
         raise InputError(f"{where}: the chat template changes the prompt when the answer follows")
@@ -643,7 +647,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     report = f"{len(rows)} pairs, {cut[0]} prompts and the responses of {cut[1]} cut, "
     report += f"{crowded} dropped without room for a response, {equal} dropped as equal"
     if not pairs:
-        raise InputError(f"{flag}: no pair is left: {report}")
+        raise InputError(f"{flag}: no pair is left: {report} (--max-length, the model's positions)")
     return pairs, report
 
 
@@ -871,14 +875,21 @@ def score_pairs(accelerator, score, pairs, batch_size):
     return accelerator.gather(scores)[: len(pairs)].T
 
 
-def reference_logprobs(accelerator, run, reference, share, pairs, args):
-    """Log-probabilities (2, N) of all pairs by the reference. They are kept beside the run, in a file that is named by
-    a hash of script, model and pairs."""
-    config = reference.config.to_dict() | {"_name_or_path": ""}
-    settings = [run.identity["files"]["script"], args.dtype, accelerator.mixed_precision, share, pairs, config]
-    digest = hashlib.sha256(json.dumps(settings, default=str).encode())
-    for weight in reference.state_dict().values():
+def fingerprint(model):
+    """A hash of the weights and the configuration of a model."""
+    config = model.config.to_dict() | {"_name_or_path": ""}
+    digest = hashlib.sha256(json.dumps(config, default=str).encode())
+    for weight in model.state_dict().values():
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def reference_logprobs(accelerator, run, reference, key, share, pairs, args):
+    """Log-probabilities (2, N) of all pairs by the reference, whose fingerprint is `key`. They are kept beside the run,
+    in a file named by a hash of the script, the key, the pairs, and the layout of the work, which decides last bits."""
+    layout = [accelerator.num_processes, args.micro_batch_size, torch.get_num_threads(), str(torch.__version__)]
+    settings = [run.identity["files"]["script"], accelerator.mixed_precision, str(accelerator.device), share]
+    digest = hashlib.sha256(json.dumps([key, settings, layout, pairs]).encode())
     path = run.dir and run.dir.parent / f"ref-{digest.hexdigest()[:16]}.safetensors"
 
     def stored():
@@ -1018,11 +1029,12 @@ def main(args):
 
     # ---- what the reference thinks and says, before anything is trained
     sets = {"train": pairs if args.precompute_ref and not args.check else [], **eval_sets}
+    key = "" if args.reference_free else on_main(accelerator, fingerprint, reference)
     ref_logprobs = {
         name: torch.zeros(2, len(found), dtype=torch.float64, device=device) for name, found in sets.items()
     }
     for name in (name for name in sets if sets[name] and not args.reference_free):
-        ref_logprobs[name] = reference_logprobs(accelerator, run, reference, share, sets[name], args)
+        ref_logprobs[name] = reference_logprobs(accelerator, run, reference, key, share, sets[name], args)
     ref_means, ref_samples = {}, []
     if prompts:
         ref_means, ref_samples = evaluate_samples(accelerator, reference, tokenizer, prompts, queries, measure, args)
@@ -1103,7 +1115,9 @@ def main(args):
         metrics = {"train/loss": metrics.pop("loss") + args.sft_coef * nll, "train/nll": nll} | metrics
         metrics |= {"train/epoch": step * args.batch_size / len(pairs)}
         metrics |= {"optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
-        perf = {"perf/seconds_update": seconds, "perf/pairs_per_sec": args.batch_size / seconds}
+        tokens = sum(len(ids) for row in drawn for ids in pairs[row][:2])
+        perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
+        perf |= {"perf/pairs_per_sec": args.batch_size / seconds}
         if eval_every and (step % eval_every == 0 or step == total_steps):
             metrics |= evaluate(step)
             if best_score is None or metrics[headline] > best_score:

@@ -277,12 +277,10 @@ def load_pretrained(kind, args, path, flag, **options):
     files = ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
         raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+    options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
-        model, report = path, {}
-        if isinstance(path, str):
-            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, report = kind.from_pretrained(path, **hub, **options)
+        model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
     for module in model.modules():
@@ -291,7 +289,7 @@ def load_pretrained(kind, args, path, flag, **options):
                 setattr(module, name, 0.0)
     model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
     missing = sorted(report.get("missing_keys", ()))
-    broken = [f"{name} is of another shape" for name, *_ in report.get("mismatched_keys", ())]
+    broken = [f"{name} is {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
@@ -303,6 +301,8 @@ def load_model(args, path, flag="--model"):
     """The causal language model and its tokenizer, with a padding token."""
     model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
     stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
+    if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
+        raise InputError(f"{flag} {path} is a classifier: name a language model")
     if tokenizer.eos_token_id is None:
         raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     if tokenizer.pad_token_id is None:
@@ -451,6 +451,7 @@ class RewardModel:
         stop_if(problems)
         self.label, self.model = labels.get(label, 0), self.model.requires_grad_(False).eval().to(device)
         self.norm = getattr(self.model.config, "reward_norm", {"gain": 1.0, "bias": 0.0})  # of reward.py
+        self.tokenizer.truncation_side = "left"
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", 10**9)
         self.limit = min(limit, self.tokenizer.model_max_length)
 
@@ -466,9 +467,9 @@ class RewardModel:
 
 
 def classifier_ids(tokenizer, texts, ended, max_length=None):
-    """The tokens of texts as a classifier reads them: with its end token, if it has one, where `ended` says so; what is
-    more than max_length tokens is cut off at the beginning."""
-    eos, tokenizer.truncation_side = tokenizer.eos_token_id, "left"
+    """The tokens of texts as a classifier reads them: with its end token, if it has one, where `ended` says so; at most
+    max_length, on the tokenizer's truncation_side."""
+    eos = tokenizer.eos_token_id
     cut = {"truncation": True, "max_length": max_length - (eos is not None)} if max_length else {}
     encoded = tokenizer(texts, **cut)["input_ids"]
     for ids, end in zip(encoded, ended, strict=True):

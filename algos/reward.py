@@ -197,12 +197,10 @@ def load_pretrained(kind, args, path, flag, **options):
     files = ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
         raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+    options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
-        model, report = path, {}
-        if isinstance(path, str):
-            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, report = kind.from_pretrained(path, **hub, **options)
+        model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
     for module in model.modules():
@@ -211,7 +209,7 @@ def load_pretrained(kind, args, path, flag, **options):
                 setattr(module, name, 0.0)
     model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
     missing = sorted(report.get("missing_keys", ()))
-    broken = [f"{name} is of another shape" for name, *_ in report.get("mismatched_keys", ())]
+    broken = [f"{name} is {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
@@ -244,6 +242,8 @@ def load_model(args, path, flag="--model"):
     """The causal language model and its tokenizer, with a padding token."""
     model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
     stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
+    if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
+        raise InputError(f"{flag} {path} is a classifier: name a language model")
     if tokenizer.eos_token_id is None:
         raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     if tokenizer.pad_token_id is None:
@@ -287,9 +287,9 @@ def freeze(lm, num_layers_unfrozen):
 
 
 def classifier_ids(tokenizer, texts, ended, max_length=None):
-    """The tokens of texts as a classifier reads them: with its end token, if it has one, where `ended` says so; what is
-    more than max_length tokens is cut off at the beginning."""
-    eos, tokenizer.truncation_side = tokenizer.eos_token_id, "left"
+    """The tokens of texts as a classifier reads them: with its end token, if it has one, where `ended` says so; at most
+    max_length, on the tokenizer's truncation_side."""
+    eos = tokenizer.eos_token_id
     cut = {"truncation": True, "max_length": max_length - (eos is not None)} if max_length else {}
     encoded = tokenizer(texts, **cut)["input_ids"]
     for ids, end in zip(encoded, ended, strict=True):
@@ -538,6 +538,8 @@ def chat_pair(tokenizer, row, where):
             raise InputError(f"{where}: {name} must be a list of messages that ends with one of the assistant")
     options = {"tools": row.get("tools"), "add_generation_prompt": True}
     head = prompt_messages(row)
+    if not head and isinstance(row.get("prompt"), str):
+        raise InputError(f"{where}: the prompt is a text that the chats do not begin with: make it a list of messages")
     prompt = chat_text(tokenizer, head, where, **options) if head else ""
     if not all(text.startswith(prompt) for text in whole):
         raise InputError(f"{where}: the chat template changes the prompt when the answer follows")
@@ -576,7 +578,9 @@ def encode_texts(rows, tokenizer, max_length, flag):
     kept = [i for i in fitting if pairs[i][0] != pairs[i][1]]
     dropped = f"{len(pairs) - len(fitting)} dropped as longer than {max_length}, {len(fitting) - len(kept)} as equal"
     if not kept:
-        raise InputError(f"{flag}: no pair is left: of {len(pairs)}, {dropped}")
+        raise InputError(f"{flag}: no pair is left: of {len(pairs)}, {dropped} (--max-length, the model's positions)")
+    apart = sum(not prompt for prompt, *_ in triples)
+    dropped += f"; {apart} without a prompt" * bool(apart)
     return [triples[i] for i in kept], [pairs[i] for i in kept], f"{len(pairs)} pairs, {dropped}"
 
 
@@ -739,10 +743,6 @@ def main(args):
             weight.requires_grad_(True)
     norm_ids = []
     if prompts:
-        if not (args.norm_policy or new_head):
-            raise InputError(
-                f"--model {path} is a classifier: name a language model for --norm-prompts with --norm-policy"
-            )
         policy = load_model(args, policy_path, "--norm-policy")
         sampled = on_main(accelerator, policy_samples, args, *policy, prompts, device)
         norm_ids, policy = [ids for ids in classifier_ids(tokenizer, *sampled) if len(ids) <= max_length], None
@@ -787,12 +787,12 @@ def main(args):
     def evaluate(step):
         model.eval()
         metrics, samples = {}, []
-        for prefix, (texts, found) in eval_sets.items():
+        for prefix, (triples, found) in eval_sets.items():
             scores = score_pairs(accelerator, score, found, args.micro_batch_size)
             metrics |= {prefix + key: value for key, value in evaluate_scores(scores, found).items()}
             named = {"set": prefix[5:-1]} if len(eval_sets) > 1 else {}
-            columns = zip(texts, *scores.tolist(), strict=True)
-            samples += [named | dict(zip(SHOWN, (*text, *pair), strict=True)) for text, *pair in columns]
+            columns = zip(triples, *scores.tolist(), strict=True)
+            samples += [named | dict(zip(SHOWN, (*texts, *both), strict=True)) for texts, *both in columns]
         run.samples(step, samples)
         return metrics
 
@@ -847,7 +847,9 @@ def main(args):
         metrics = dict(zip(UPDATE_METRICS, means.tolist(), strict=True))
         metrics |= {"train/epoch": step * args.batch_size / len(pairs)}
         metrics |= {"optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
-        perf = {"perf/seconds_update": seconds, "perf/pairs_per_sec": args.batch_size / seconds}
+        tokens = sum(len(ids) for row in drawn for ids in pairs[row][:2])
+        perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
+        perf |= {"perf/pairs_per_sec": args.batch_size / seconds}
         if eval_every and (step % eval_every == 0 or step == total_steps):
             metrics |= evaluate(step)
             if best_score is None or metrics[headline] > best_score:

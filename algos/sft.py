@@ -107,8 +107,8 @@ class Args:
     """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; auto: the
     embedded task's; default: in ppo the first --rollout-batch-size rows of --dataset, in sft none."""
     eval_prompts: str | None = "auto"
-    """Rows with a prompt to sample at evaluation (needs --metric); auto: the embedded task's; default: the first set of
-    --eval-dataset."""
+    """Rows with a prompt to sample at evaluation (in sft needs --metric); auto: the embedded task's; default: the first
+    set of --eval-dataset."""
     formatting: str | None = None
     """file.py:function(row) that makes a text, a row in one of the forms of --dataset, or a list of these of a row."""
     metric: str | None = "auto"
@@ -217,12 +217,10 @@ def load_pretrained(kind, args, path, flag, **options):
     files = ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
         raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+    options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
-        model, report = path, {}
-        if isinstance(path, str):
-            hub |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, report = kind.from_pretrained(path, **hub, **options)
+        model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
     for module in model.modules():
@@ -231,7 +229,7 @@ def load_pretrained(kind, args, path, flag, **options):
                 setattr(module, name, 0.0)
     model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
     missing = sorted(report.get("missing_keys", ()))
-    broken = [f"{name} is of another shape" for name, *_ in report.get("mismatched_keys", ())]
+    broken = [f"{name} is {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
@@ -243,6 +241,8 @@ def load_model(args, path, flag="--model"):
     """The causal language model and its tokenizer, with a padding token."""
     model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
     stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
+    if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
+        raise InputError(f"{flag} {path} is a classifier: name a language model")
     if tokenizer.eos_token_id is None:
         raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     if tokenizer.pad_token_id is None:
@@ -484,10 +484,9 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
     if not examples:
         raise InputError(f"{flag}: no row has a label left within --max-length {max_length}")
     counts, tokens = sorted(len(y) - y.count(-100) for _, y in examples), sum(len(ids) for ids, _ in examples)
-    report, dropped = f"{len(rows)} rows, {truncated} cut at the end", len(rows) - len(examples)
+    report = f"{len(rows)} rows, {truncated} cut at the end, {len(rows) - len(examples)} dropped without a label left"
     labelled = f"labels on {sum(counts) / tokens:.1%} of {tokens:,} tokens, a row {counts[0]} to {counts[-1]}"
-    report += f", {dropped} dropped because no label was left; {labelled}"
-    return examples, f"{report}, median {counts[len(counts) // 2]}"
+    return examples, f"{report}; {labelled}, median {counts[len(counts) // 2]}"
 
 
 def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):

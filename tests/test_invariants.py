@@ -562,8 +562,7 @@ def test_the_end_token_is_appended_once_and_labelled(letters, same):
         ([0, EOS], [-100, EOS]),
     ]
     assert report == (
-        "3 rows, 0 cut at the end, 0 dropped because no label was left; "
-        "labels on 66.7% of 9 tokens, a row 1 to 3, median 2"
+        "3 rows, 0 cut at the end, 0 dropped without a label left; labels on 66.7% of 9 tokens, a row 1 to 3, median 2"
     )
     ids, positions, labels = sft.collate([[example] for example in examples], tokenizer.pad_token_id)
     assert positions.tolist() == [[0, 1, 2, 3]] * 3
@@ -576,8 +575,7 @@ def test_rows_that_are_cut_get_no_end_token(letters):
     examples, report = encode(rows, letters, max_length=4)
     assert [ids for ids, _ in examples] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, EOS], [0, 1, 2, 3]]
     assert report == (
-        "4 rows, 3 cut at the end, 0 dropped because no label was left; "
-        "labels on 75.0% of 16 tokens, a row 3 to 3, median 3"
+        "4 rows, 3 cut at the end, 0 dropped without a label left; labels on 75.0% of 16 tokens, a row 3 to 3, median 3"
     )
 
 
@@ -608,8 +606,7 @@ def test_rows_without_a_label_are_dropped_and_counted(letters):
     assert examples == [([0, 1, 2, 3], [-100, -100, 2, 3])]
     assert "0 cut at the end, 2 dropped" in encode([{"text": ""}, {"text": "a"}, {"text": ""}], letters)[1]
     assert report == (
-        "3 rows, 3 cut at the end, 2 dropped because no label was left; "
-        "labels on 50.0% of 4 tokens, a row 2 to 2, median 2"
+        "3 rows, 3 cut at the end, 2 dropped without a label left; labels on 50.0% of 4 tokens, a row 2 to 2, median 2"
     )
     with pytest.raises(sft.InputError, match="no row has a label left within --max-length 3"):
         encode(rows[:1], letters, max_length=3)

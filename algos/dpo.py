@@ -263,7 +263,7 @@ def load_pretrained(kind, args, path, flag, **options):
                 setattr(module, name, 0.0)
     model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
     missing = sorted(report.get("missing_keys", ()))
-    broken = [f"{name} is {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
+    broken = [f"{name} is of shape {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")

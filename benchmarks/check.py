@@ -61,7 +61,8 @@ CLAIMS = {
         {"optimum 1.0": 1.0, "data 0.3515": 0.3515},
         [
             ("reward", "eval/natural/accuracy", "last", ">=", 0.97, 4),
-            ("reward", "eval/illegal/accuracy", "last", ">=", 0.95, 4),
+            ("reward", "eval/illegal/accuracy", "last", ">=", 0.95, 3),
+            ("reward", "eval/illegal/accuracy", "last", ">=", 0.94, 5),
             ("ppo", "eval/optimality", "last", ">=", 0.95, 5),
             ("dpo", "eval/optimality", "last", ">=", 0.90, 4),
             ("dpo", "eval/illegal", "last", "<=", 0.10, 5),
@@ -78,11 +79,11 @@ CLAIMS = {
         "pairs are natural (the shorter way to the goal is chosen, over a longer one or none), half are a legal walk "
         "against itself with an illegal jump, so that the rule that the shorter wins is right on half of all pairs (on "
         "all natural and no illegal ones). The held-out pairs are never trained on, their walks may be, in other "
-        "pairs. reward-by-walk holds out the walks as well: 28 walks arrive within four nodes, and those held out are "
-        "then never chosen in training, while illegal walks like them are rejected, so the natural pairs suffer. The "
-        "score of the reward model is normalised over samples of the SFT model (`--norm-prompts`); PPO runs with its "
-        "default flags on it. 1000 sampled walks an evaluation.",
-        {"reward": "eval/all/accuracy", "reward-by-walk": "eval/all/accuracy"},
+        "pairs. The score of the reward model is normalised over samples of the SFT model (`--norm-prompts`); PPO runs "
+        "with its default flags on it. DPO runs with its defaults for the task: the loss ipo with beta 0.3, and 0.02 "
+        "of the chosen responses' token loss. 1000 sampled walks an evaluation. Two runs shared the machine at a time, "
+        "and tests ran beside them, so the seconds are too many.",
+        {"reward": "eval/all/accuracy"},
         ["eval/optimality", "eval/reward", "eval/illegal"],
     ),
     "ppo-randomwalks": Claim(

@@ -325,9 +325,9 @@ def test_a_row_of_every_token(gpt2_dir):
 
 
 def shared(*pairs):
-    ids, positions, mask, common = reward.shared_rows(pairs, PAD)
+    ids, positions, mask, common = reward.shared_rows(pairs, PAD, "cpu")
     assert set(mask.unique().tolist()) <= {0.0, -math.inf} and mask.shape == (len(pairs), 1, ids.shape[1], ids.shape[1])
-    return ids.tolist(), positions.tolist(), (mask[:, 0] == 0).int().tolist(), common.tolist()
+    return ids.tolist(), positions.tolist(), (mask[:, 0] == 0).int().tolist(), common
 
 
 def test_shared_rows_by_hand():
@@ -547,8 +547,9 @@ def test_positions_of_the_model_limit_the_length(gpt2_dir, tmp_path, capsys):
     rows = [*PAIRS, *as_rows(("a" * 31, "b"), ("c", "d" * 32))]
     rows = [{"prompt": row.get("prompt", ""), "chosen": row["chosen"], "rejected": row["rejected"]} for row in rows]
     run_reward(gpt2_dir, tmp_path / "run", rows, total_steps=1)
-    assert "9 pairs, 1 dropped as longer than 32, 0 as equal\ntokens of the longer text: median " in (
-        out := capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert re.search(
+        "9 pairs, 1 dropped as longer than 32, 0 as equal; [0-9]+ without a prompt\ntokens of the longer", out
     )
     assert "longest 32" in out
 
@@ -877,7 +878,7 @@ def labels(family, build_model, n=3):
 def test_several_labels_are_refused(family, build_model, letters, tmp_path):
     labels(family, build_model).save_pretrained(tmp_path)
     letters.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=f"--model {tmp_path}: score.weight is of another shape"):
+    with pytest.raises(InputError, match=f"--model {tmp_path}: score.weight is of shape .3, 12., expected .1, 12."):
         run_reward(str(tmp_path), tmp_path / "run")
 
 

@@ -1489,6 +1489,8 @@ def test_two_processes_equal_one(monkeypatch, gpt2_dir, tmp_path, kind):
     assert len(files[0]) == len(files[1]) > 0 and not files[0] & files[1]
     assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
     for a, b in zip(log(one), log(two), strict=True):
+        if a["step"] == 1:  # before training margins are rounding errors
+            a, b = ({k: v for k, v in x.items() if k != "rewards/accuracies"} for x in (a, b))
         assert a == pytest.approx(b, rel=1e-9, abs=1e-9)
     a, b = weights(one), weights(two)
     assert all((a[name] - b[name]).abs().max() <= 1e-9 * a[name].abs().max() for name in a)

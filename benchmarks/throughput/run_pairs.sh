@@ -36,10 +36,10 @@ for repeat in $(seq "${REPEATS:-3}"); do
     for kind in reward-fp32 reward-bf16 dpo-fp32 dpo-bf16; do
         ours $kind
         trl $kind-defaults
-        ours $kind-micro-2
         trl $kind-same-flags
         case $kind in dpo-*) trl $kind-precompute ;; esac
         [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
+        ours $kind-micro-2
         ours $kind-no-share
         case $kind in dpo-*) ours $kind-no-precompute ;; esac
         case $kind in *-fp32) ours $kind-highest ;; *-bf16) trl $kind-checkpointing ;; esac

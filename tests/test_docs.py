@@ -78,6 +78,9 @@ def test_help_shows_every_flag():
             assert f"--{field.name.replace('_', '-')}" in text
 
 
-@pytest.mark.parametrize("module", [randomwalks, dpo, ppo, reward, sft, check, run_logging], ids=lambda module: module.__name__)
+MODULES = [randomwalks, dpo, ppo, reward, sft, check, run_logging]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_docstring_examples(module):
     assert doctest.testmod(module).failed == 0

@@ -867,7 +867,7 @@ def main(args):
     # ---- export
     export("hf_model")
     title = f"{run.identity['flags']['model']} as a reward model of {run.identity['flags']['dataset']}"
-    metrics = run.finish(headline, title, tokenizer.decode(pairs[0][0]))
+    metrics = run.finish(headline, title, tokenizer.decode(pairs[0][0]), USAGE)
     accelerator.end_training()
     return metrics, run.dir
 
@@ -875,6 +875,9 @@ def main(args):
 UPDATE_METRICS = "train/loss rewards/chosen rewards/rejected rewards/margins rewards/accuracies".split()
 SHOWN = "prompt chosen rejected chosen_score rejected_score".split()
 
+
+USAGE = """from transformers import pipeline; model = pipeline('text-classification', {folder!r})
+print(model({prompt!r}, function_to_apply='none'))"""
 
 if __name__ == "__main__":
     cli(Args, main)

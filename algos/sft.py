@@ -453,16 +453,15 @@ def row_pieces(rows, tokenizer, flag):
     return [chat_pieces(tokenizer, *chat, f"{flag} row {i}") for i, chat in zip(numbers, chats, strict=True)]
 
 
-def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
-    """[(ids, labels)] of the rows that have a label left after the cut to max_length, and a report for the summary.
+def encode_pieces(rows, tokenizer, flag):
+    """Yields (ids, begins) of each row: its tokens, where each piece of it (`row_pieces`) begins, and its length.
 
     The pieces of a row are tokenised together; a piece begins at the longest common prefix with the tokens of what
     precedes it, so a merge across the boundary belongs to the later piece. An empty prompt becomes the beginning token.
-    The end token is appended once, and never to a row that was cut; in a chat the template ends the turns. The first
-    token has no label: nothing predicts it.
+    The end token is appended once; in a chat the template ends the turns.
     """
     chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
-    bos, eos, examples, truncated = tokenizer.bos_token_id, tokenizer.eos_token_id, [], 0
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
     options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
     encoded, heads = tokenizer(whole, **options)["input_ids"], iter(tokenizer(prefixes, **options)["input_ids"])
@@ -474,8 +473,16 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
         begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in parts[1:]), len(ids)]
         if begins[1] == 0 and bos is not None and not chat and "text" not in rows[0]:
             ids, begins = [bos, *ids], [0, *(begin + 1 for begin in begins[1:])]
+        yield ids, begins
+
+
+def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
+    """[(ids, labels)] of the rows that have a label left after the cut to max_length, which may remove the end token,
+    and a report for the summary. The first token has no label: nothing predicts it."""
+    examples, truncated = [], 0
+    for ids, begins in encode_pieces(rows, tokenizer, flag):
         labels = [-100] * len(ids)
-        for i in range(1, len(parts), 2) if completion_only_loss else range(len(parts)):
+        for i in range(1, len(begins) - 1, 2) if completion_only_loss else range(len(begins) - 1):
             labels[begins[i] : begins[i + 1]] = ids[begins[i] : begins[i + 1]]
         truncated += len(ids) > max_length
         ids, labels = ids[:max_length], [-100, *labels[1:max_length]]

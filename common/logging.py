@@ -34,7 +34,9 @@ NEUTRAL = """run_dir resume threads save_every keep_checkpoints track wandb_proj
 micro_batch_size decode_batch_size packing share_prompt cache_trunk gradient_checkpointing""".split()
 # Flags that may name files.
 SPECS = """model tokenizer ref_model dataset eval_dataset eval_prompts norm_prompts norm_policy formatting reward
-metric""".split()
+metric logit_mask""".split()
+USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
+print(model({prompt!r}, max_new_tokens=20))"""
 _open = []  # runs of this process that are not closed
 
 
@@ -359,10 +361,10 @@ class Run:
         weights = ckpt.full_weights(lm)
         on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, heads or {})
 
-    def finish(self, headline, title, prompt):
+    def finish(self, headline, title, prompt, usage=USAGE):
         """Prints the last lines and writes the model card with the curve of the headline metric, which marks the run as
         finished. prompt: for the example of use. Returns the newest value of every metric."""
-        metrics = on_main(self.accelerator, self._finish, headline, title, prompt)
+        metrics = on_main(self.accelerator, self._finish, headline, title, prompt, usage)
         self.close()
         return metrics
 
@@ -373,7 +375,7 @@ class Run:
     def _newest(self):
         return functools.reduce(dict.__or__, map(json.loads, open(self.dir / "metrics.jsonl")), {})
 
-    def _finish(self, headline, title, prompt):
+    def _finish(self, headline, title, prompt, usage):
         records = [json.loads(line) for line in open(self.dir / "metrics.jsonl")]
         metrics = self._newest()
         curve = [(record["step"], record[headline]) for record in records if record.get(headline) is not None]
@@ -385,10 +387,7 @@ class Run:
             axes.set(xlabel="optimizer step", ylabel=headline)
             figure.savefig(self.dir / "curve.png", dpi=100)
         env, folder = json.loads((self.dir / "env.json").read_text()), str(self.dir / "hf_model")
-        scores = env["algo"] == "reward"
-        task, call = ("classification", "function_to_apply='none'") if scores else ("generation", "max_new_tokens=20")
-        usage = f"from transformers import pipeline; model = pipeline('text-{task}', {folder!r})\n"
-        usage += f"print(model({prompt!r}, {call}))"
+        usage = usage.format(folder=folder, prompt=prompt)
         rows = "\n".join(f"| {k} | {v} |" for k, v in sorted(metrics.items()))
         card = (
             f"---\nlibrary_name: transformers\ntags: [plainrl, {env['algo']}]\n---\n# {title}\n\n"

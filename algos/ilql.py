@@ -1,0 +1,1223 @@
+"""Implicit language Q-learning (ILQL): offline RL of a causal language model, from texts with rewards.
+
+Papers: Snell et al. 2022 (arXiv 2206.11871); IQL, Kostrikov et al. 2021 (arXiv 2110.06169). Code of the authors:
+https://github.com/Sea-Snell/Implicit-Language-Q-Learning/blob/82c9796201ab705e9cb5aac2f97ab3ad75aead9b/src/models/iql_model.py
+
+A token is an action, the text before it the state. Heads for V and two Q, and slow copies of these, the targets Q^,
+read the hidden states of the language model pi, which goes on to imitate the data:
+
+    (r + gamma V(s') - Q(s, a))^2, V(s') = 0 at the end    Q learns what V expects next          ilql_targets
+    |tau - 1[u < 0]| u^2,  u = min Q^(s, a) - V(s)         V: an upper expectile over actions    expectile_loss
+    log sum_b exp Q(s, b) - Q(s, a)                        unseen actions get a low Q (CQL)      cql_loss
+    -log pi(a | s) exp(beta (min Q^(s, a) - V(s)))         imitation, weighted if beta > 0       awac_loss
+    Q^ <- Q^ + alpha (Q - Q^)                              every few steps                       polyak_update
+    log pi(a | s) + beta (min Q^(s, a) - V(s))             what is sampled from                  shape_logits
+
+How this differs from trlX's ILQL and the authors' code:
+- One transformer, as in trlX; the authors have three (algos/README.md has recipes for a separate policy and target).
+- --top-k and --top-p choose from pi alone, before Q is added, so no beta leaves the support of the data; trlX's order
+  is `--filter shaped`. The targets' Q is computed for the action taken alone, and no logits of all tokens are kept.
+- Rows that are cut or `truncated` bootstrap from V of their last state; in trlX every row ends.
+- The targets follow every --steps-for-target-q-sync optimizer steps, counted over the whole run.
+- Losses are means over the actions of the global batch, so neither micro-batches, processes nor padding change them.
+
+Rows: {"prompt", "completion", "reward"} as texts or chats, {"dialogue": [prompt, output, ...], "reward"},
+{"messages", "reward"} or {"text", "reward"} (all of the text is output). The reward is a number, received with the last
+token, or a list with one for each output. {"truncated": true} says that the episode went on.
+
+    accelerate launch algos/ilql.py                                # random walks on a CPU, in about a minute
+    accelerate launch algos/ilql.py --model gpt2 --dataset rewarded.jsonl --metric my_metric.py:metric \
+        --eval-prompts prompts.jsonl --lr 1e-5 --betas 0 1 4
+    torchrun --nproc_per_node 8 algos/ilql.py --model Qwen/Qwen3-0.6B --dataset org/rewarded:train --lr 1e-5
+
+Dimension key: B rows, T tokens of a row, A actions of a row, N actions of a batch, V vocabulary, H hidden size.
+"""
+
+import copy
+import ctypes
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import safetensors.torch
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
+from common.logging import Run, closes_run, on_main, visible
+from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
+
+TASK = "benchmarks/tasks/randomwalks.py"
+
+
+@dataclass
+class Args:
+    """Implicit language Q-learning: offline RL of a causal language model."""
+
+    # ---- run
+    run_dir: str | None = None
+    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: int | None = None
+    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    save_every: int = 100
+    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    eval_every: int = 100
+    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    push_to_hub: str | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
+    check: bool = False
+    """Validate flags, data, model and functions, print the summary, and exit."""
+
+    # ---- model and data
+    model: str = f"{TASK}:untrained_model"
+    """Hub id, directory, or file.py:function that returns one; from Python also a model."""
+    tokenizer: str | None = None
+    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the weights (and so of the optimizer state)."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a hub repository."""
+    attn_implementation: str = "auto"
+    """auto, eager, sdpa or flash_attention_2; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    num_layers_unfrozen: int = -1
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
+    ppo and reward): only the head."""
+    dataset: str = f"{TASK}:rewarded"
+    """Rows with rewards: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
+    eval_dataset: str | None = None
+    """Rows with rewards for evaluation, several sets joined by commas or as a mapping of names."""
+    eval_prompts: str | None = "auto"
+    """Rows with a prompt to sample at evaluation (in sft needs --metric); auto: the embedded task's; default: the first
+    set of --eval-dataset."""
+    metric: str | None = "auto"
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
+    max_length: int = 1024
+    """Tokens of a row. Longer rows are counted, and cut at the end; in reward, and in dpo those without room for a
+    response, they are dropped."""
+    normalize_rewards: bool = True
+    """Scale rewards so that the returns of the training rows have mean 0 and standard deviation 1."""
+
+    # ---- algorithm
+    gamma: float = 0.99
+    """Discount per token."""
+    tau: float = 0.8
+    """Expectile that V learns of Q over the data's actions: 0.5 is their mean, 1 their maximum."""
+    cql_scale: float = 0.1
+    """Weight of the CQL loss, which lowers Q for actions that the data do not take."""
+    awac_scale: float = 1.0
+    """Weight of the imitation loss."""
+    awac_beta: float = 0.0
+    """In the imitation loss a token weighs exp(beta x its advantage); 0: plain imitation."""
+    awac_clip: float = 20.0
+    """Largest such weight."""
+    two_qs: bool = True
+    """Two Q heads, of which the lower value counts; off: one."""
+    alpha: float = 0.1
+    """Share of the online Q heads that their targets take over at a synchronisation."""
+    steps_for_target_q_sync: int = 5
+    """Synchronise the target Q heads every so many optimizer steps."""
+
+    # ---- optimizer
+    lr: float = 1e-3
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo and reward, 1e-6 in dpo)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    lr_final: float = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: int = 20
+    """Optimizer steps of linear warm-up."""
+    decay_steps: int | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments."""
+    adam_eps: float = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: int = 96
+    """Rows per optimizer step, all processes together."""
+    micro_batch_size: int = 96
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+    epochs: float | None = None
+    """Passes over the data; default: 3, in reward and dpo 1, the embedded task more. --total-steps wins over it."""
+    total_steps: int | None = None
+    """Optimizer steps; default: from --epochs."""
+
+    # ---- evaluation by sampling
+    betas: tuple[float, ...] = (0.0, 1.0, 16.0)
+    """Weights of the advantage in the policy log pi + beta (Q - V), evaluated in turn as eval/<metric>@beta=<beta>; the
+    last one chooses the best checkpoint."""
+    max_new_tokens: int = 9
+    """Longest response, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, which keeps (and in ppo trains) the tokens through the one that completes the
+    string. Reward and metric see the text before it, without trailing space."""
+    eval_temperature: float = 1.0
+    """Sampling temperature of evaluations; 0: greedy."""
+    top_k: int = 0
+    """Evaluations sample from the k likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
+    filter: Literal["base", "shaped"] = "base"
+    """What --top-k and --top-p choose from: the model's own distribution, so that no beta leaves its support, or, as in
+    trlX, the one with the advantage added."""
+    advantage_clip: float | None = None
+    """Largest advantage in that policy: 0 only lowers the probability of bad tokens; default: none."""
+    logit_mask: str | None = None
+    """file.py:function that returns a V x V matrix, from Python also the matrix: True where a column's token must never
+    follow a row's."""
+    decode_batch_size: int = 1024
+    """Rows that a process decodes at once; changes memory and speed, never the result."""
+
+    def __post_init__(self):
+        own = self.dataset != f"{TASK}:rewarded"
+        for name, function in {"eval_prompts": "eval_prompts", "metric": "metric"}.items():
+            if getattr(self, name) == "auto":
+                setattr(self, name, None if own else f"{TASK}:{function}")
+        self.epochs = (3.0 if own else 38.0) if self.epochs is None else self.epochs
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        known = ("auto", "eager", "sdpa", "flash_attention_2")
+        rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
+        rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
+        rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
+        rules += [(name, 0 < getattr(self, name) < math.inf, "a positive number") for name in POSITIVE]
+        rules += [
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("tau", 0 < self.tau < 1, "in (0, 1)"),
+            ("gamma", 0 <= self.gamma <= 1, "in [0, 1]"),
+            ("alpha", 0 < self.alpha <= 1, "in (0, 1]"),
+            ("betas", self.betas and all(map(math.isfinite, self.betas)), "one or more finite numbers"),
+            ("advantage_clip", math.isfinite(self.advantage_clip or 0), "a finite number"),
+            ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
+            ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
+            ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1, 0 or more"),
+            ("stop", all(self.stop), "strings that are not empty"),
+            ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
+        ]
+        bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
+        stop_if([f"--{flag} {value} must be {rule}" for flag, value, rule in bad])
+
+
+AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size
+steps_for_target_q_sync max_new_tokens decode_batch_size""".split()
+ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature cql_scale awac_scale
+awac_beta""".split()
+POSITIVE = "lr epochs awac_clip".split()
+CHUNK = 2**23  # largest number of logits that exist at a time
+
+
+# ---- Model -----------------------------------------------------------------------------------------------------------
+
+
+def load_pretrained(kind, args, path, flag, **options):
+    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
+    path = str(path) if isinstance(path, Path) else path
+    source = args.tokenizer or getattr(path, "name_or_path", path)
+    for name, given in ((flag, path), ("--tokenizer", source)):
+        local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
+        if local and not Path(given).exists():
+            raise InputError(f"{name} {given}: there is no such directory")
+    files = ("*token*", "vocab*", "*.model", "*.tiktoken")
+    if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
+        raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+    options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
+    except Exception as error:  # the libraries' errors have no common class
+        raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
+                setattr(module, name, 0.0)
+    model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
+    missing = sorted(report.get("missing_keys", ()))
+    broken = [f"{name} is of shape {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
+    broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
+    stop_if([f"{flag} {path}: {problem}" for problem in broken[:1]])
+    return model, tokenizer, missing
+
+
+def load_model(args, path, flag="--model"):
+    """The causal language model and its tokenizer, with a padding token."""
+    model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
+    stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
+    if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
+        raise InputError(f"{flag} {path} is a classifier: name a language model")
+    if tokenizer.eos_token_id is None:
+        raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ends = model.generation_config.eos_token_id  # so that the exported model ends where it was trained to
+    if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    # a strided slice times a frozen weight makes CPU kernels copy the weight for every row
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
+    return model, tokenizer
+
+
+def blocks(lm):
+    """The transformer blocks: the longest ModuleList of the model that lies in no other (as experts of a block do)."""
+    found = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
+    return max((module for name, module in found if not any(map(str.isdigit, name))), key=len)
+
+
+def freeze(lm, num_layers_unfrozen):
+    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything). Returns the number of
+    frozen blocks."""
+    if num_layers_unfrozen < 0:
+        return 0
+    layers, ran = blocks(lm), []
+    if num_layers_unfrozen > len(layers):
+        raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
+    depth = len(layers) - num_layers_unfrozen
+    lm.requires_grad_(False)
+    layers[depth:].requires_grad_(True)
+    hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
+    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for module in ran[ran.index(layers[-1]) + 1 :]:  # what runs after the blocks: the norm, the output layer
+        if num_layers_unfrozen and module is not lm.get_output_embeddings():
+            for weight in module.parameters(recurse=False):
+                weight.requires_grad_(True)
+    return depth
+
+
+class PolicyWithQ(nn.Module):
+    """A causal language model `lm` with `v_head`, `q_heads` and `target_q_heads` on the hidden states that its output
+    embedding reads. A head is Linear (H, 2H), ReLU, Linear (2H, 1 or V), at least in float32."""
+
+    def __init__(self, lm, two_qs=True, seed=0):
+        super().__init__()
+        self.lm, (vocabulary, width) = lm, lm.get_output_embeddings().weight.shape
+        self.chunked_lm_head = True
+        heads = []
+        for number, size in enumerate([1, vocabulary, vocabulary][: 2 + two_qs]):
+            head = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, size))
+            for i, weight in enumerate(head.parameters()):
+                bound = head[i // 2 * 2].in_features ** -0.5  # torch's default, but keyed: the same on every process
+                values = rng(seed, "ilql_heads", number, i).uniform(-bound, bound, weight.shape)
+                weight.data = torch.from_numpy(values).to(torch.promote_types(lm.dtype, torch.float32))
+            heads.append(head.to(lm.device))
+        self.v_head, self.q_heads = heads[0], nn.ModuleList(heads[1:])
+        self.target_q_heads = copy.deepcopy(self.q_heads).requires_grad_(False)
+
+    def forward(self, batch, args):
+        return losses(self, batch, args)
+
+    @contextmanager
+    def guided(self, beta, top_k=0, top_p=1.0, advantage_clip=None, logit_mask=None):
+        """Inside, `lm` returns the logits of `shape_logits`, so what samples from it (`lm.generate`, `sample`) samples
+        from the policy with this beta. logit_mask: bool (V, V), True where the column must not follow the row."""
+        hidden = []
+
+        def shape(_, args, options, output):
+            with torch.autocast(output.logits.device.type, enabled=False):  # the heads keep float32
+                states = hidden.pop().to(self.v_head[0].weight.dtype)
+                q = torch.stack([head(states) for head in self.target_q_heads]).amin(0)
+                v = self.v_head(states)[..., 0]
+            ids = options["input_ids"] if "input_ids" in options else args[0]
+            forbidden = None if logit_mask is None else logit_mask.to(ids.device)[ids[:, -q.shape[1] :]]
+            output.logits = shape_logits(output.logits, q, v, beta, top_k, top_p, advantage_clip, forbidden)
+            return output
+
+        record = self.lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+        hooks = record, self.lm.register_forward_hook(shape, with_kwargs=True)
+        try:
+            yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def head_weights(self):
+        return {name: weight for name, weight in self.state_dict().items() if not name.startswith("lm.")}
+
+    @classmethod
+    def load(cls, directory, **options):
+        """The exported model of a run, `<run>/hf_model`, with its heads. options: those of from_pretrained."""
+        model = cls(AutoModelForCausalLM.from_pretrained(directory, **options))
+        model.load_heads(directory)
+        return model
+
+    def load_heads(self, directory):
+        weights = safetensors.torch.load_file(Path(directory) / "ilql_heads.safetensors")
+        if "q_heads.1.0.weight" not in weights:
+            self.q_heads, self.target_q_heads = self.q_heads[:1], self.target_q_heads[:1]
+        try:
+            report = self.load_state_dict(weights, strict=False)
+        except RuntimeError as error:
+            report = [error]
+        if problems := [key for key in [*report[0], *report[-1]] if not str(key).startswith("lm.")]:
+            raise InputError(f"{directory}/ilql_heads.safetensors does not fit the model: {problems[0]}")
+
+
+def hidden_states(lm, ids, logits=False):
+    """(what the output embedding reads (B, T, H), logits (B, T, V) or None) of right-padded rows (B, T).
+
+    Without logits, the output embedding gets one position of each row. No mask is passed: what follows the padding is
+    not read.
+    """
+    found = []
+
+    def keep(_, inputs):
+        found.append(inputs[0])
+        return inputs if logits else (inputs[0][:, :1], *inputs[1:])
+
+    hook = lm.get_output_embeddings().register_forward_pre_hook(keep)
+    try:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        output = lm(input_ids=ids, position_ids=positions, use_cache=False)
+    finally:
+        hook.remove()
+    return found[0], output.logits if logits else None
+
+
+@torch.no_grad()
+def lm_head_error(lm, ids):
+    """Largest difference between the logits and what the output embedding makes of the hidden states: not zero in
+    families that scale or cap their logits (Cohere, Granite, Gemma 2)."""
+    hidden, logits = hidden_states(lm, ids, logits=True)
+    return (lm.get_output_embeddings()(hidden) - logits).abs().max().item()
+
+
+# ---- Maths -----------------------------------------------------------------------------------------------------------
+
+
+def ilql_targets(rewards, next_values, not_done, gamma):
+    """What Q(s, a) is regressed on: r + gamma V(s') where not_done, else r; no gradient. All of one shape."""
+    return rewards + gamma * next_values.detach() * not_done
+
+
+def expectile_loss(diff, tau):
+    """|tau - 1[diff < 0]| diff^2 per action, diff = min Q^(s, a) - V(s): minimal where V is the tau-expectile of Q."""
+    return torch.where(diff < 0, 1 - tau, tau) * diff.square()
+
+
+def cql_loss(q_logits, actions):
+    """log sum_b exp Q(s, b) - Q(s, a) per action: q_logits (..., V) are Q(s, .), actions (...)."""
+    q_logits = q_logits.to(torch.promote_types(q_logits.dtype, torch.float32))
+    return F.cross_entropy(q_logits.flatten(0, -2), actions.flatten(), reduction="none").view_as(actions)
+
+
+def awac_loss(logits, actions, advantages, beta, clip=20.0):
+    """-log pi(a | s) min(exp(beta A(s, a)), clip) per action; the weight has no gradient.
+
+    logits (..., V), at least in float32; actions, advantages (...). beta 0 is plain imitation.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nll = F.cross_entropy(logits.flatten(0, -2), actions.flatten(), reduction="none").view_as(actions)
+    return nll * (beta * advantages.detach()).exp().clamp(max=clip)
+
+
+@torch.no_grad()
+def polyak_update(target, online, alpha):
+    """target <- target + alpha (online - target), parameter by parameter: alpha is the weight of the online network."""
+    for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+        slow.lerp_(fast, alpha)
+
+
+def chosen_q(head, states, actions):
+    """Q(s, a) (N,) of states (N, H) and actions (N,), from the rows of the last layer that the actions need."""
+    last = head[-1]
+    return (head[:-1](states) * F.embedding(actions, last.weight)).sum(-1) + last.bias[actions]
+
+
+def in_chunks(function, vocabulary, *rows):
+    """function(*rows) of tensors (N, ...), which returns (N,), at most CHUNK / V rows at a time and computed again in
+    the backward pass, so that logits (N, V) never exist."""
+    size = max(1, CHUNK // vocabulary)
+    if len(rows[0]) <= size:
+        return function(*rows)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    parts = zip(*(x.split(size) for x in rows), strict=True)
+    return torch.cat([checkpoint(function, *part, **options) for part in parts])
+
+
+def losses(policy, batch, args):
+    """{name: (N,)} of losses and statistics, one number for each action of the batch."""
+    hidden, logits = hidden_states(policy.lm, batch.ids, logits=not policy.chunked_lm_head)
+    rows = torch.arange(len(batch.ids), device=batch.ids.device)[:, None]
+    mask, actions, not_done = batch.mask, batch.actions[batch.mask], batch.not_done[batch.mask]
+    hidden = hidden[rows, batch.states]  # (B, A + 1, H)
+    with torch.autocast(hidden.device.type, enabled=False):  # the heads keep float32
+        states = hidden.to(policy.v_head[0].weight.dtype)
+        values = policy.v_head(states)[..., 0]
+        states, v, next_v = states[:, :-1][mask], values[:, :-1][mask], values[:, 1:][mask]  # (N, H), (N,), (N,)
+        q = torch.stack([chosen_q(head, states, actions) for head in policy.q_heads])
+        with torch.no_grad():
+            target_q = torch.stack([chosen_q(head, states, actions) for head in policy.target_q_heads]).amin(0)
+        advantages = target_q - v.detach()
+        td_errors = q - ilql_targets(batch.rewards[mask], next_v, not_done, args.gamma)
+    loss_q, loss_v = td_errors.square().sum(0), expectile_loss(target_q - v, args.tau)
+    vocabulary = policy.q_heads[0][-1].out_features
+    loss_cql = sum(
+        in_chunks(lambda s, a, head=head: cql_loss(head(s), a), vocabulary, states, actions) for head in policy.q_heads
+    )
+    weighting = args.awac_beta, args.awac_clip
+    if policy.chunked_lm_head:
+        head = policy.lm.get_output_embeddings()
+        inputs = hidden[:, :-1][mask], actions, advantages
+        loss_awac = in_chunks(lambda s, a, adv: awac_loss(head(s), a, adv, *weighting), vocabulary, *inputs)
+    else:
+        loss_awac = awac_loss(logits[rows, batch.states[:, :-1]][mask], actions, advantages, *weighting)
+    with torch.no_grad():
+        error, end = td_errors.abs().mean(0), ~not_done
+        statistics = v, q.mean(0), target_q, advantages, advantages.square(), error * end, error * not_done, end
+    loss = loss_q + loss_v + args.cql_scale * loss_cql + args.awac_scale * loss_awac
+    return dict(zip(TERMS, (loss, loss_q, loss_v, loss_cql, loss_awac, *statistics), strict=True))
+
+
+TERMS = """loss loss_q loss_v loss_cql loss_awac values qvalues target_qvalues advantages squares end_errors
+inner_errors ends""".split()
+
+
+def means(sums, count):
+    """The metrics of sums over TERMS and of the number of actions."""
+    mean = dict(zip(TERMS, (sums / count).tolist(), strict=True))
+    found = {f"losses/{name}": mean[name] for name in TERMS[:5]}
+    found |= {f"{name}/mean": mean[name] for name in TERMS[5:9]}
+    found["advantages/std"] = max(0.0, mean["squares"] - mean["advantages"] ** 2) ** 0.5
+    found["td_error/end"] = mean["end_errors"] / mean["ends"] if mean["ends"] else 0.0
+    found["td_error/inner"] = mean["inner_errors"] / (1 - mean["ends"]) if mean["ends"] < 1 else 0.0
+    return found
+
+
+def shape_logits(logits, q, v, beta, top_k=0, top_p=1.0, advantage_clip=None, forbidden=None):
+    """log pi(a | s) + beta min(Q(s, a) - V(s), advantage_clip): the policy that ILQL samples from.
+
+    logits, q: (..., V); v: (...). It is -inf where forbidden (..., V) is True, then outside the top_k likeliest tokens
+    of pi (0: all), and outside the smallest set of them with probability top_p; at least in float32.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if forbidden is not None:
+        logits = logits.masked_fill(forbidden, -math.inf)
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)
+    if top_p < 1:
+        ranked, order = logits.softmax(-1).sort(descending=True, stable=True)
+        drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
+        logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
+    return logits.log_softmax(-1) + beta * (q - v[..., None]).clamp(max=advantage_clip or math.inf)
+
+
+def learning_rate(args, step, total_steps):
+    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return args.lr
+    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return args.lr + (args.lr_final - args.lr) * progress
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------------
+
+
+def load_rows(data, flag):
+    """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
+    path, rows = spec_path(data), data
+    if path and path.suffix == ".jsonl":
+        try:
+            lines, rows = path.read_text(encoding="utf-8-sig").split("\n"), []
+        except UnicodeDecodeError as error:
+            raise InputError(f"{flag} {data} is not UTF-8: {error}") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                rows += [json.loads(line, strict=False)] if line.strip() else []
+            except ValueError as error:
+                raise InputError(f"{flag} {data}:{number} is not valid JSON: {error}") from None
+    elif isinstance(data, str):
+        import datasets
+
+        kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+        name, _, split = data.partition(":")
+        try:
+            if path and path.is_dir():
+                rows = datasets.load_from_disk(str(path))
+            elif kind := kinds.get(Path(data).suffix):
+                rows = datasets.load_dataset(kind, data_files=str(path or data), split="train")
+            else:
+                rows = datasets.load_dataset(name, split=split or "train")
+        except Exception as error:  # the library's errors have no common class
+            raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
+    if isinstance(rows, dict):
+        raise InputError(f"{flag} {data} holds several splits ({', '.join(rows)}): name the directory of one")
+    rows = list(rows)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or row.keys() != rows[0].keys():
+            found = list(row) if isinstance(row, dict) else repr(row)[:60]
+            raise InputError(f"{flag} row {number} is {found}, expected a mapping with the columns of row 1")
+    if not rows:
+        raise InputError(f"{flag} {data} holds no rows")
+    return rows
+
+
+def load_sets(spec, flag):
+    """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
+    are a mapping, or sources joined by commas and named by stem, split or function."""
+    # a comma before key= lies between the options of a function
+    parts = list(filter(None, re.split(r",\s*(?!\w+=)", spec))) if isinstance(spec, str) else []
+    names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
+    if len(set(names)) < len(names):
+        raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
+    data = dict(zip(names, parts, strict=True)) if len(parts) > 1 else build(spec, flag)
+    if not isinstance(data, dict):
+        return {"eval/": load_rows(data, flag)}
+    return {f"eval/{name}/": load_rows(build(rows, flag), f"{flag} {name}") for name, rows in data.items()}
+
+
+def texts(rows, column, flag):
+    """The strings of a column."""
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get(column), str):
+            value = f"is {row[column]!r:.60}" if column in row else f"is missing among {list(row)}"
+            raise InputError(f"{flag} row {number}: {column!r} must be a string, it {value}")
+        if row[column].encode(errors="ignore").decode() != row[column]:
+            raise InputError(f"{flag} row {number}: {column!r} holds half a surrogate pair, which is no text")
+    return [row[column] for row in rows]
+
+
+def have_bos(tokenizer, texts):
+    """Whether the texts already begin with the beginning token, as those that a chat template wrote do."""
+    return bool(tokenizer.bos_token) and all(text.startswith(tokenizer.bos_token) for text in texts)
+
+
+def chat_text(tokenizer, messages, where, **options):
+    """The messages as the tokenizer's chat template writes them."""
+    if not tokenizer.chat_template:
+        raise InputError(f"{where}: the tokenizer has no chat template: save it with one, or take rows of plain text")
+    for message in messages if isinstance(messages, list) and messages else [None]:
+        known = isinstance(message, dict) and message.get("role") in ROLES
+        if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
+            kind = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
+            raise InputError(f"{where}: a chat is a list of {kind}, found {message!r:.80}")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # templates raise what they like
+        raise InputError(f"{where}: the chat template refuses the messages: {error}") from None
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def chat_pieces(tokenizer, messages, first, tools, where):
+    """The text of a chat in pieces, alternately without and with loss: the assistant's messages from number `first` on,
+    with the end of their turn."""
+    chat_text(tokenizer, messages, where, tools=tools)  # stops at what is no chat
+    pieces = []
+    if messages[-1]["role"] != "assistant":
+        raise InputError(f"{where}: the last message must be the assistant's, it is by {messages[-1]['role']!r}")
+    for i in (i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"):
+        options = {"tools": tools, "add_generation_prompt": True}
+        before = chat_text(tokenizer, messages[:i], where, **options) if i else ""
+        after, done = chat_text(tokenizer, messages[: i + 1], where, tools=tools), "".join(pieces)
+        if not (before.startswith(done) and after.startswith(before)):
+            problem = f"the chat template changes earlier turns when message {i + 1} follows"
+            how = "--formatting can make a list of rows with prompt and completion, one per answer"
+            raise InputError(f"{where}: {problem}: {how}")
+        pieces += [before[len(done) :], after[len(before) :]]
+    return pieces
+
+
+def row_pieces(rows, tokenizer, flag):
+    """The text of each row in pieces, alternately without and with loss."""
+    columns, numbers = rows[0], range(1, len(rows) + 1)
+    if "messages" in columns:
+        chats = [(row["messages"], 0, row.get("tools")) for row in rows]
+    elif isinstance(columns.get("prompt"), list):
+        for number, row in enumerate(rows, 1):
+            prompt, completion = row["prompt"], row.get("completion")
+            if not (isinstance(prompt, list) and isinstance(completion, list) and completion):
+                raise InputError(f"{flag} row {number}: prompt and completion must be two lists of messages")
+        chats = [(row["prompt"] + row["completion"], len(row["prompt"]), row.get("tools")) for row in rows]
+    elif "dialogue" in columns:
+        for number, row in enumerate(rows, 1):
+            found = row["dialogue"] if isinstance(row["dialogue"], list) else None
+            if not found or len(found) % 2:
+                raise InputError(f"{flag} row {number}: 'dialogue' must be a list prompt, output, prompt, output, ...")
+            texts([{"dialogue": part} for part in found], "dialogue", f"{flag} row {number}, part of")
+        return [row["dialogue"] for row in rows]
+    elif "prompt" in columns or "completion" in columns:
+        return list(zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True))
+    else:
+        return [("", text) for text in texts(rows, "text", flag)]
+    return [chat_pieces(tokenizer, *chat, f"{flag} row {i}") for i, chat in zip(numbers, chats, strict=True)]
+
+
+def encode_pieces(rows, tokenizer, flag):
+    """Yields (ids, begins) of each row: its tokens, where each piece of it (`row_pieces`) begins, and its length.
+
+    The pieces of a row are tokenised together; a piece begins at the longest common prefix with the tokens of what
+    precedes it, so a merge across the boundary belongs to the later piece. An empty prompt becomes the beginning token.
+    The end token is appended once; in a chat the template ends the turns.
+    """
+    chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
+    options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
+    encoded, heads = tokenizer(whole, **options)["input_ids"], iter(tokenizer(prefixes, **options)["input_ids"])
+    ended = zip(heads, prefixes, strict=True)  # some tokenizers end every text
+    heads = (x[:-1] if x[-1:] == [eos] and not text.endswith(tokenizer.eos_token) else x for x, text in ended)
+    for ids, parts in zip(encoded, pieces, strict=True):
+        ids = ids if chat or ids[-1:] == [eos] else [*ids, eos]
+        ids = ids[:-1] if ids[-2:] == [eos, eos] and not chat else ids
+        begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in parts[1:]), len(ids)]
+        if begins[1] == 0 and bos is not None and not chat and "text" not in rows[0]:
+            ids, begins = [bos, *ids], [0, *(begin + 1 for begin in begins[1:])]
+        yield ids, begins
+
+
+@dataclass
+class Episode:
+    """A row: its tokens, the places of those that are actions, the reward of each action, and whether it ended."""
+
+    ids: list
+    actions: list
+    rewards: list
+    done: bool
+
+
+def encode_episodes(rows, tokenizer, max_length, flag):
+    """(episodes of the rows that hold an action, report). See the top of this file for the forms of a row.
+
+    An action is a token of an output, the end token included. A number is the reward of the last action, a list has one
+    for the last token of each output. A truncated row has no end token. A row that is longer than max_length is cut
+    before its last action that fits, so that it ends in a state whose value is learnt, and loses the rewards behind.
+    """
+    if rows[0].keys().isdisjoint(("messages", "prompt", "completion", "dialogue")):
+        plain = [{"prompt": "", "completion": text} for text in texts(rows, "text", flag)]
+        rows = [new | {k: v for k, v in row.items() if k != "text"} for new, row in zip(plain, rows, strict=True)]
+    if "reward" not in rows[0]:
+        raise InputError(f"{flag} row 1: 'reward' is missing among {list(rows[0])}")
+    chat, episodes, cut = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), [], 0
+    encoded = encode_pieces(rows, tokenizer, flag)
+    for number, (row, (ids, begins)) in enumerate(zip(rows, encoded, strict=True), 1):
+        where, truncated = f"{flag} row {number}", row.get("truncated")
+        if truncated not in (None, 0, 1):
+            raise InputError(f"{where}: 'truncated' must be true or false, it is {truncated!r:.60}")
+        if truncated and not chat and ids[-1] == tokenizer.eos_token_id:
+            ids, begins = ids[:-1], [min(begin, len(ids) - 1) for begin in begins]
+        outputs = [range(max(1, begins[i]), begins[i + 1]) for i in range(1, len(begins) - 1, 2)]
+        given = row["reward"] if isinstance(row["reward"], list) else [0.0] * (len(outputs) - 1) + [row["reward"]]
+        if not all(isinstance(r, int | float) and math.isfinite(r) for r in given) or len(given) != len(outputs):
+            form = f"a finite number, or a list of {len(outputs)}, one for each output"
+            raise InputError(f"{where}: 'reward' must be {form}, it is {row['reward']!r:.60}")
+        rewards = {output[-1]: float(reward) for output, reward in zip(outputs, given, strict=True) if output}
+        actions, long = [place for output in outputs for place in output], len(ids) > max_length
+        if sum(given) != sum(rewards.values()) and actions:
+            raise InputError(f"{where}: an output without tokens has a reward")
+        if long:
+            ids = ids[: max((place for place in actions if place <= max_length), default=0)]
+        actions = [place for place in actions if place < len(ids)]
+        cut += long
+        if actions:
+            received = [rewards.get(place, 0.0) for place in actions]
+            episodes.append(Episode(ids, actions, received, not (truncated or long)))
+    if not episodes:
+        raise InputError(f"{flag}: no row has an action left within --max-length {max_length}")
+    counts, ended = sorted(len(e.actions) for e in episodes), sum(e.done for e in episodes)
+    report = f"{len(rows)} rows, {cut} cut, {len(rows) - len(episodes)} dropped without an action left, {ended} ended"
+    return episodes, f"{report}; actions of a row: {counts[0]} to {counts[-1]}, median {counts[len(counts) // 2]}"
+
+
+def scale_rewards(episodes, mean, std):
+    """Gives the returns of the episodes that ended mean 0 and standard deviation 1: divides each reward by std, and
+    takes mean / std from the last one."""
+    for episode in episodes:
+        episode.rewards = [reward / std for reward in episode.rewards]
+        episode.rewards[-1] -= episode.done * mean / std
+
+
+@dataclass
+class Batch:
+    """Right-padded episodes."""
+
+    ids: torch.Tensor  # (B, T)
+    states: torch.Tensor  # (B, A + 1): the place after which each action is taken, then the last place of the row
+    actions: torch.Tensor  # (B, A): ids
+    rewards: torch.Tensor  # (B, A)
+    mask: torch.Tensor  # (B, A): True where there is an action
+    not_done: torch.Tensor  # (B, A): False at the last action of an episode that ended
+
+    @classmethod
+    def of(cls, episodes, pad, device, dtype):
+        width, most = max(len(e.ids) for e in episodes), max(len(e.actions) for e in episodes)
+
+        def stack(rows, width, fill, dtype):
+            return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=dtype, device=device)
+
+        return cls(
+            stack([e.ids for e in episodes], width, pad, torch.long),
+            stack([[*(t - 1 for t in e.actions), len(e.ids) - 1] for e in episodes], most + 1, 0, torch.long),
+            stack([[e.ids[t] for t in e.actions] for e in episodes], most, pad, torch.long),
+            stack([e.rewards for e in episodes], most, 0.0, dtype),
+            stack([[True] * len(e.actions) for e in episodes], most, False, torch.bool),
+            stack([[True] * (len(e.actions) - 1) + [not e.done] for e in episodes], most, False, torch.bool),
+        )
+
+
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
+    """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
+
+    A chat prompt is replaced by its text up to where the assistant answers, and kept as the column messages. An empty
+    prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose response would
+    not fit is an error.
+    """
+    chat, kept = isinstance(rows[0].get("prompt"), list), []
+    if chat:
+        rendered, options = [], {"add_generation_prompt": True}
+        for i, row in enumerate(rows, 1):
+            text = chat_text(tokenizer, row["prompt"], f"{flag} row {i}", tools=row.get("tools"), **options)
+            rendered.append(row | {"prompt": text, "messages": row["prompt"]})
+        rows = rendered
+    prompts = texts(rows, "prompt", flag)
+    queries = tokenizer(prompts, add_special_tokens=not chat and not have_bos(tokenizer, prompts))["input_ids"]
+    for number, ids in enumerate(queries, 1):
+        if not ids and tokenizer.bos_token_id is None:
+            raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
+        if ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token):
+            del ids[-1]  # some tokenizers end every text
+        ids += [] if ids else [tokenizer.bos_token_id]
+        if max_length is None or len(ids) <= max_length:
+            kept.append(number - 1)
+            if limit and len(ids) + max_new_tokens > limit:
+                sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
+                how = "shorten it, lower --max-new-tokens, or in ppo.py set --max-prompt-length"
+                raise InputError(f"{flag} row {number}: a prompt of {sizes}: {how}")
+    if not kept:
+        raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
+    return [rows[i] for i in kept], [queries[i] for i in kept]
+
+
+# ---- Sampling --------------------------------------------------------------------------------------------------------
+
+
+def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
+    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64; uniforms (B,).
+
+    temperature 0 is the argmax. The uniform is scaled by the last cumulative value and the search is to the right, so
+    that a token of probability zero is never drawn.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.double() / temperature
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    probs = logits.softmax(-1)
+    if top_p < 1:
+        ranked, order = probs.sort(descending=True, stable=True)
+        drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
+        probs = probs.scatter(1, order, ranked.masked_fill(drop, 0.0))
+    cdf = probs.cumsum(-1)
+    total = cdf[:, -1:]
+    target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True)[:, 0]
+
+
+@torch.no_grad()
+def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None):
+    """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
+
+    uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. Rows that
+    have ended leave the batch and the key-value cache; ended(rows, ids (b, t)) -> (b,) bool ends some without an end
+    token. The model's generation_config is not used.
+    """
+    rows, width = uniforms.shape
+    ids = torch.full((rows, width), pad_id, device=query.device)
+    mask = torch.zeros(rows, width, dtype=torch.bool, device=query.device)
+    alive = torch.arange(rows, device=query.device)
+    tokens, attention, cache = query, query_mask.long(), None
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    for t in range(width):
+        step = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "past_key_values": cache}
+        output = model(**step, use_cache=True, logits_to_keep=1)
+        logits, cache = output.logits[:, -1], output.past_key_values
+        if not (finite := logits.amax(-1).isfinite()).all():
+            raise FloatingPointError(f"row {int(alive[~finite][0])}: logits are not finite at response token {t + 1}")
+        tokens = draw(logits, uniforms[alive, t], temperature, top_k, top_p)
+        ids[alive, t], mask[alive, t] = tokens, True
+        going = tokens != eos_id if ended is None else (tokens != eos_id) & ~ended(alive, ids[alive, : t + 1])
+        going = going.nonzero()[:, 0]
+        if len(going) == 0:
+            break
+        if len(going) < len(alive):
+            cache.batch_select_indices(going)
+            alive, tokens, attention, positions = alive[going], tokens[going], attention[going], positions[going]
+        tokens, positions = tokens[:, None], positions[:, -1:] + 1
+        attention = F.pad(attention, (0, 1), value=1)
+    return ids, mask
+
+
+def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k=0, top_p=1.0, limits=None):
+    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
+
+    keys: (stream, step); the uniforms of row i are keyed by (seed, stream, step, i). limits: (B,) longest response of a
+    row. Returns query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
+    """
+    world, rank, pad = accelerator.num_processes, accelerator.process_index, tokenizer.pad_token_id
+    width = max(map(len, queries))
+    query = torch.tensor([[pad] * (width - len(ids)) + ids for ids in queries], device=accelerator.device)
+    lengths = torch.tensor([len(ids) for ids in queries], device=accelerator.device)
+    query_mask = torch.arange(width, device=accelerator.device) >= width - lengths[:, None]
+    share = math.ceil(len(queries) / world)  # the last processes repeat the last row where the rows do not divide
+    local = torch.arange(rank * share, (rank + 1) * share).clamp(max=len(queries) - 1).to(accelerator.device)
+    draws = uniforms(args.seed, *keys, local.tolist(), args.max_new_tokens).to(accelerator.device)
+    response = torch.full((share, args.max_new_tokens), pad, device=accelerator.device)
+    response_mask = torch.zeros_like(response, dtype=torch.bool)
+    for rows in torch.arange(share, device=accelerator.device).split(args.decode_batch_size):
+
+        def ended(alive, ids, rows=rows):  # no stop string has more tokens than bytes
+            tail = ids[:, -max(len(stop.encode()) for stop in args.stop) - 1 :] if args.stop else ids
+            done = torch.tensor(stopped(tokenizer, tail, args.stop), device=ids.device)
+            return done if limits is None else done | (ids.shape[1] >= limits[local[rows[alive]]])
+
+        inputs = query[local[rows]], query_mask[local[rows]], draws[rows], tokenizer.eos_token_id, pad
+        options = temperature, top_k, top_p, ended if args.stop or limits is not None else None
+        with accelerator.autocast():
+            response[rows], response_mask[rows] = sample(lm, *inputs, *options)
+    response, response_mask = (accelerator.gather(x)[: len(queries)] for x in (response, response_mask))
+    return query, query_mask, response, response_mask
+
+
+def stopped(tokenizer, responses, stops):
+    """Whether each response (ids) holds a stop string."""
+    texts = tokenizer.batch_decode(responses) if stops else [""] * len(responses)
+    return [any(stop in text for stop in stops) for text in texts]
+
+
+def decode(tokenizer, queries, responses, stops):
+    """Texts of the responses, without special tokens, cut before a stop string and stripped there. Decoded behind their
+    queries (all are lists of lists of ids), since many tokenizers drop the space before a first token."""
+    whole = [query + response for query, response in zip(queries, responses, strict=True)]
+    parts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (queries, whole, responses)]
+    texts = [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
+    ends = [min((text.find(stop) for stop in stops if stop in text), default=len(text)) for text in texts]
+    done = stopped(tokenizer, responses, stops)  # a stop string that is a special token is not in the text
+    return [text[:end].rstrip() if stop else text for text, end, stop in zip(texts, ends, done, strict=True)]
+
+
+def call_function(function, name, tokenizer, rows, outputs, output_ids):
+    """Calls a reward or metric function with keyword lists: samples, prompts, outputs, the rows' other columns, and
+    tokenizer and output_ids; without **columns it gets those that it names. It gets copies."""
+    prompts = [row["prompt"] for row in rows]
+    values = {key: copy.deepcopy([row[key] for row in rows]) for key in rows[0] if key != "prompt"}
+    values |= {"samples": [p + o for p, o in zip(prompts, outputs, strict=True)], "prompts": prompts}
+    values |= {"outputs": list(outputs), "output_ids": [list(ids) for ids in output_ids], "tokenizer": tokenizer}
+    accepted = inspect.signature(function).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted):
+        values = {p.name: values[p.name] for p in accepted if p.name in values}
+    try:
+        return function(**values)
+    except Exception as error:
+        raise InputError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def call_metric(function, name, tokenizer, rows, outputs, output_ids):
+    """{name: values per row} of a metric function."""
+    columns = call_function(function, name, tokenizer, rows, outputs, output_ids)
+    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
+    if not isinstance(columns, dict) or not columns:
+        raise InputError(f"{expected}, it returned {columns!r:.60}")
+    for key, values in columns.items():
+        good = isinstance(values, list) and len(values) == len(rows)
+        if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
+            raise InputError(f"{expected}; {key!r} is not one")
+    if "reward" in columns:
+        raise InputError(f"{name} must not return the name 'reward', which the reward has")
+    return columns
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate_losses(accelerator, model, episodes, args, pad):
+    """The losses of the whole set, the same for any batch size and number of processes."""
+    world, rank, dtype = accelerator.num_processes, accelerator.process_index, getattr(torch, args.dtype)
+    share = math.ceil(len(episodes) / world)
+    empty = Episode(episodes[0].ids, [], [], True)  # every process runs the same number of forwards
+    local = sorted((episodes[rank::world] + [empty])[:share], key=lambda episode: len(episode.ids))
+    sums = torch.zeros(len(TERMS) + 1, dtype=torch.float64, device=accelerator.device)
+    for i in range(0, share, args.micro_batch_size):
+        batch = Batch.of(local[i : i + args.micro_batch_size], pad, accelerator.device, dtype)
+        terms = model(batch, args)
+        sums += torch.stack([*(terms[name].double().sum() for name in TERMS), batch.mask.sum()])
+    sums = accelerator.reduce(sums)
+    return {key.removeprefix("losses/"): value for key, value in means(sums[:-1], sums[-1]).items() if "loss" in key}
+
+
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
+    """Means of what score(rows, outputs, output_ids) -> {name: values per row} says of sampled responses, and the
+    samples. The uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
+    options = ("eval", 0), args, args.eval_temperature, args.top_k, args.top_p
+    _, _, response, mask = generate(accelerator, lm, tokenizer, queries, *options)
+    output_ids = [ids[keep].tolist() for ids, keep in zip(response.cpu(), mask.cpu(), strict=True)]
+    outputs = decode(tokenizer, queries, output_ids, args.stop)
+    columns = score(rows, outputs, output_ids)
+    means = {key: sum(values) / len(values) for key, values in columns.items()}
+    columns = {"prompt": [row["prompt"] for row in rows], "output": outputs} | columns
+    return means, [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------------
+
+
+def set_attention(lm, args, device, longest):
+    """On CPUs: fast matrix products, and eager attention for rows of up to 256 tokens, where it beats sdpa (not in
+    float64, where it gives NaN for left padding in several families); elsewhere sdpa."""
+    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        # keep freed memory: new pages for every block of logits cost as much as computing them
+        libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+    eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
+    choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
+    try:
+        lm.set_attn_implementation(choice)
+    except (ValueError, ImportError) as error:
+        if args.attn_implementation != "auto":
+            raise InputError(f"--attn-implementation {choice}: {error}") from None
+
+
+def make_optimizer(model, args):
+    """AdamW on what is trainable; weight decay on matrices only."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
+    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+
+
+@closes_run
+def main(args):
+    """Trains; returns the newest value of every metric and the run directory."""
+    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
+    # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
+    path, metric = build(args.model, "--model"), load_function(args.metric, "--metric") if args.metric else None
+    logit_mask = build(args.logit_mask, "--logit-mask")
+    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
+    eval_sets = load_sets(args.eval_dataset, "--eval-dataset") if args.eval_dataset else {}
+    prompts = next(iter(eval_sets.values()), [])
+    if args.eval_prompts:
+        prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
+    if metric and "prompt" not in (prompts or [{}])[0]:
+        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
+    world, device = accelerator.num_processes, accelerator.device
+    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
+    if args.batch_size % world:
+        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
+    if accelerator.mixed_precision == "fp16":
+        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+    lm, tokenizer = load_model(args, path)
+    pad, limit = tokenizer.pad_token_id, getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    freeze(lm, args.num_layers_unfrozen)
+    policy = PolicyWithQ(lm, args.two_qs, args.seed)
+    if (folder := spec_path(path)) and (folder / "ilql_heads.safetensors").exists():
+        policy.load_heads(folder)
+    if logit_mask is not None:
+        logit_mask, size = torch.as_tensor(logit_mask), lm.get_output_embeddings().weight.shape[0]
+        if logit_mask.dtype != torch.bool or logit_mask.shape != (size, size):
+            found = f"{logit_mask.dtype} of shape {[*logit_mask.shape]}"
+            raise InputError(
+                f"--logit-mask must be bool of shape {[size, size]}, the model's vocabulary; it is {found}"
+            )
+    max_length = min(args.max_length, limit or args.max_length)
+    episodes, report = encode_episodes(rows, tokenizer, max_length, "--dataset")
+    for prefix, found in eval_sets.items():
+        flag = f"--eval-dataset {prefix[5:-1]}".strip()
+        eval_sets[prefix] = encode_episodes(found, tokenizer, max_length, flag)[0]
+    if metric:
+        prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")
+    returns = [sum(e.rewards) for e in episodes if e.done] or [0.0]
+    mean_return, std_return = fmean(returns), stdev(returns) if len(returns) > 1 else 0.0
+    for members in [episodes, *eval_sets.values()] if args.normalize_rewards else []:
+        scale_rewards(members, mean_return, std_return or 1.0)
+    total_steps = args.total_steps or math.ceil(args.epochs * len(episodes) / args.batch_size)
+
+    # ---- run directory, device, what to continue from
+    lengths = sorted(len(e.ids) for e in episodes)
+    set_attention(lm, args, device, lengths[-1])
+    threads = set_threads(args.threads)
+    run = Run("ilql", args, __file__, accelerator)
+    if run.finished:
+        return run.newest_metrics(), run.dir
+    if run.state:  # another number of threads gives other bits
+        threads = set_threads(args.threads or run.state["threads"])
+    model = accelerator.prepare(policy)
+    optimizer = make_optimizer(model, args)
+    best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
+    if run.checkpoint:
+        unpack_state(run.checkpoint, run.state, model, optimizer)
+    if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
+        raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
+    eval_every = args.eval_every if eval_sets or metric else 0
+    error = lm_head_error(lm, torch.tensor([episodes[0].ids], device=device))
+    policy.chunked_lm_head = error < 1e-4
+    if not policy.chunked_lm_head:
+        run.say(f"all logits are computed at once: the model changes those of its output layer by {error:.1e}")
+    if std_return == 0:
+        run.say("warning: all returns are equal: nothing is to be learnt but to imitate")
+    first, shown = episodes[0], ""
+    for action, places in itertools.groupby(range(len(first.ids)), lambda place: place in first.actions):
+        text = visible(tokenizer.decode([first.ids[place] for place in places]))
+        shown += text if action else f"[{text}]"
+    run.say(
+        f"ilql: {sum(w.numel() for w in policy.parameters()):,} parameters, "
+        f"{sum(w.numel() for w in policy.parameters() if w.requires_grad):,} trained; "
+        f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
+        f"data: {report}; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}; return "
+        f"{mean_return:.4g} +- {std_return:.4g}{', scaled to 0 +- 1' if args.normalize_rewards else ''}\n"
+        f"first row, [not actions]: {shown[:800]}; its return, as used: {sum(first.rewards):.4g}\n"
+        f"{total_steps} steps x {args.batch_size} rows = {total_steps * args.batch_size / len(episodes):.1f} epochs; "
+        f"each step {args.batch_size // world} rows a process, at most {args.micro_batch_size} a forward pass"
+        f"{f'; stops: {list(args.stop)}' if args.stop else ''}"
+    )
+    decoding, filters = copy.copy(args), {"top_k": args.top_k, "top_p": args.top_p}
+    if args.filter == "base":  # `guided` filters, not `draw`
+        decoding.top_k, decoding.top_p = 0, 1.0
+    else:
+        filters = {}
+
+    def score(rows, outputs, output_ids):
+        return on_main(accelerator, call_metric, metric, args.metric, tokenizer, rows, outputs, output_ids)
+
+    def evaluate(step):
+        model.eval()
+        metrics, samples = {}, []
+        for beta in args.betas if metric else ():
+            with policy.guided(beta, **filters, advantage_clip=args.advantage_clip, logit_mask=logit_mask):
+                found, sampled = evaluate_samples(accelerator, lm, tokenizer, prompts, queries, score, decoding)
+            metrics |= {f"eval/{key}@beta={beta:g}": value for key, value in found.items()}
+            samples += [{"beta": beta} | row for row in sampled]
+        for prefix, members in eval_sets.items():
+            found = evaluate_losses(accelerator, model, members, args, pad)
+            metrics |= {prefix + key: value for key, value in found.items()}
+        if samples:
+            run.samples(step, samples)
+        return metrics
+
+    if args.check:
+        evaluate(0)
+        run.say("check passed")
+        return {}, None
+    if run.begun == 0 and eval_every:
+        run.log(0, evaluate(0))
+
+    # ---- the algorithm
+    for step in range(run.begun + 1, total_steps + 1):
+        begun = time.perf_counter()
+        model.train()
+        # 1. a batch of rows, in keyed random order
+        rows = stream_rows(args.seed, "data", len(episodes), (step - 1) * args.batch_size, args.batch_size)
+        count = sum(len(episodes[row].actions) for row in rows)  # of all processes
+        local = sorted((episodes[row] for row in rows[accelerator.process_index :: world]), key=lambda e: len(e.ids))
+        micro_batches = [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
+        # 2. losses of Q, V, CQL and imitation, means over the actions, and the gradient of their weighted sum
+        sums = torch.zeros(len(TERMS), dtype=torch.float64, device=device)
+        for micro_batch in micro_batches:
+            last = micro_batch is micro_batches[-1]
+            with nullcontext() if last else accelerator.no_sync(model):
+                terms = model(Batch.of(micro_batch, pad, device, torch.float32), args)
+                # data-parallel training averages gradients over the processes, hence the factor world
+                accelerator.backward(terms["loss"].sum() * world / count)
+            sums += torch.stack([terms[name].detach().double().sum() for name in TERMS])
+        # 3. a step of AdamW
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step - 1, total_steps)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        metrics = means(accelerator.reduce(sums), count)
+        if not (math.isfinite(metrics["losses/loss"]) and grad_norm.isfinite()):
+            bad = f"step {step}: loss {metrics['losses/loss']}, gradient norm {grad_norm}, rows {rows}"
+            raise FloatingPointError(f"{bad}; the last checkpoint is intact")
+        optimizer.step()
+        optimizer.zero_grad()
+        # 4. Q^ <- Q^ + alpha (Q - Q^)
+        if step % args.steps_for_target_q_sync == 0:
+            polyak_update(policy.target_q_heads, policy.q_heads, args.alpha)
+        # 5. evaluate, log, save
+        seconds, tokens = time.perf_counter() - begun, sum(len(episodes[row].ids) for row in rows)
+        metrics |= {"target/syncs": step // args.steps_for_target_q_sync, "tokens/actions": count}
+        metrics |= {"train/epoch": step * args.batch_size / len(episodes)}
+        metrics |= {"optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
+        perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
+        if eval_every and (step % eval_every == 0 or step == total_steps):
+            metrics |= evaluate(step)
+            ending = f"@beta={args.betas[-1]:g}" if metric else ""
+            new_score = next(v if metric else -v for k, v in metrics.items() if "eval/" in k and k.endswith(ending))
+            if best_score is None or new_score > best_score:
+                best_score, best_step = new_score, step
+                run.export(lm, tokenizer, "hf_model_best", {"ilql_heads.safetensors": policy.head_weights()})
+        run.log(step, metrics, perf)
+        text = " | ".join(f"{name} {metrics[f'losses/{name}']:.4f}" for name in ("loss", "loss_q", "loss_v"))
+        run.status(step, total_steps, f"{text} | {seconds:.2f} s")
+        stop = run.stop_requested()
+        if stop or step in (best_step, total_steps) or (args.save_every and step % args.save_every == 0):
+            run.save(step, *pack_state(model, optimizer, best_score=best_score, best_step=best_step))
+        if stop:
+            run.exit(step)
+
+    # ---- export
+    run.export(lm, tokenizer, "hf_model", {"ilql_heads.safetensors": policy.head_weights()})
+    title = f"{run.identity['flags']['model']} after ILQL on {run.identity['flags']['dataset']}"
+    known = [
+        key for key in run.newest_metrics() if key.startswith("eval/") and key.endswith(f"@beta={args.betas[-1]:g}")
+    ]
+    prompt = tokenizer.decode(first.ids[: first.actions[0]])
+    metrics = run.finish((known or ["losses/loss"])[0], title, prompt, USAGE.replace("BETA", f"{args.betas[-1]:g}"))
+    accelerator.end_training()
+    return metrics, run.dir
+
+
+USAGE = """from transformers import AutoTokenizer; from algos.ilql import PolicyWithQ
+tokenizer, policy = AutoTokenizer.from_pretrained({folder!r}), PolicyWithQ.load({folder!r})
+with policy.guided(beta=BETA):
+    ids = policy.lm.generate(**tokenizer({prompt!r}, return_tensors='pt'), do_sample=True, max_new_tokens=20)
+print(tokenizer.decode(ids[0]))"""
+
+if __name__ == "__main__":
+    cli(Args, main)

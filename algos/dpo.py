@@ -115,19 +115,19 @@ class Args:
     """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo and reward): only the head."""
+    ppo, reward and ilql): only the heads."""
     dataset: str = f"{TASK}:pairs:split=train"
     """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = "auto"
     """Pairs for evaluation, several sets joined by commas or as a mapping of names; auto: the embedded task's."""
     eval_prompts: str | None = "auto"
-    """Rows with a prompt to sample at evaluation (in sft needs --metric); auto: the embedded task's; default: the first
-    set of --eval-dataset."""
+    """Rows with a prompt to sample at evaluation (sft, ilql: for --metric); auto: the embedded task's; default: the
+    first set of --eval-dataset."""
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
-    """Tokens of a row. Longer rows are counted, and cut at the end; in reward, and in dpo those without room for a
-    response, they are dropped."""
+    """Tokens of a row. Longer rows are counted and cut at the end; reward drops them, and dpo those that this leaves
+    without a response."""
     max_prompt_length: int | None = None
     """Drop (in dpo: cut by --truncation-mode) and count prompts of more tokens. Without it, in ppo a prompt that does
     not fit the model is an error."""
@@ -155,7 +155,7 @@ class Args:
 
     # ---- optimizer
     lr: float = 1e-3
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo and reward, 1e-6 in dpo)."""
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward and ilql, 1e-6 in dpo)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0

@@ -116,19 +116,19 @@ class Args:
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo and reward): only the head."""
+    ppo, reward and ilql): only the heads."""
     dataset: str = f"{TASK}:rewarded"
     """Rows with rewards: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = None
     """Rows with rewards for evaluation, several sets joined by commas or as a mapping of names."""
     eval_prompts: str | None = "auto"
-    """Rows with a prompt to sample at evaluation (in sft needs --metric); auto: the embedded task's; default: the first
-    set of --eval-dataset."""
+    """Rows with a prompt to sample at evaluation (sft, ilql: for --metric); auto: the embedded task's; default: the
+    first set of --eval-dataset."""
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
-    """Tokens of a row. Longer rows are counted, and cut at the end; in reward, and in dpo those without room for a
-    response, they are dropped."""
+    """Tokens of a row. Longer rows are counted and cut at the end; reward drops them, and dpo those that this leaves
+    without a response."""
     normalize_rewards: bool = True
     """Scale rewards so that the returns of the training rows have mean 0 and standard deviation 1."""
 
@@ -154,7 +154,7 @@ class Args:
 
     # ---- optimizer
     lr: float = 1e-3
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo and reward, 1e-6 in dpo)."""
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward and ilql, 1e-6 in dpo)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0
@@ -389,11 +389,9 @@ class PolicyWithQ(nn.Module):
         if "q_heads.1.0.weight" not in weights:
             self.q_heads, self.target_q_heads = self.q_heads[:1], self.target_q_heads[:1]
         try:
-            report = self.load_state_dict(weights, strict=False)
+            self.load_state_dict({f"lm.{k}": v for k, v in self.lm.state_dict().items()} | weights)
         except RuntimeError as error:
-            report = [error]
-        if problems := [key for key in [*report[0], *report[-1]] if not str(key).startswith("lm.")]:
-            raise InputError(f"{directory}/ilql_heads.safetensors does not fit the model: {problems[0]}")
+            raise InputError(f"{directory}/ilql_heads.safetensors does not fit the model: {error}") from None
 
 
 def hidden_states(lm, ids, logits=False):
@@ -491,8 +489,8 @@ def losses(policy, batch, args):
         q = torch.stack([chosen_q(head, states, actions) for head in policy.q_heads])
         with torch.no_grad():
             target_q = torch.stack([chosen_q(head, states, actions) for head in policy.target_q_heads]).amin(0)
-        advantages = target_q - v.detach()
-        td_errors = q - ilql_targets(batch.rewards[mask], next_v, not_done, args.gamma)
+        advantages, rewards = target_q - v.detach(), batch.rewards[mask].to(v.dtype)
+        td_errors = q - ilql_targets(rewards, next_v, not_done, args.gamma)
     loss_q, loss_v = td_errors.square().sum(0), expectile_loss(target_q - v, args.tau)
     vocabulary = policy.q_heads[0][-1].out_features
     loss_cql = sum(
@@ -751,7 +749,7 @@ def encode_episodes(rows, tokenizer, max_length, flag):
             raise InputError(f"{where}: 'reward' must be {form}, it is {row['reward']!r:.60}")
         rewards = {output[-1]: float(reward) for output, reward in zip(outputs, given, strict=True) if output}
         actions, long = [place for output in outputs for place in output], len(ids) > max_length
-        if sum(given) != sum(rewards.values()) and actions:
+        if actions and any(reward and not output for output, reward in zip(outputs, given, strict=True)):
             raise InputError(f"{where}: an output without tokens has a reward")
         if long:
             ids = ids[: max((place for place in actions if place <= max_length), default=0)]
@@ -782,12 +780,12 @@ class Batch:
     ids: torch.Tensor  # (B, T)
     states: torch.Tensor  # (B, A + 1): the place after which each action is taken, then the last place of the row
     actions: torch.Tensor  # (B, A): ids
-    rewards: torch.Tensor  # (B, A)
+    rewards: torch.Tensor  # (B, A), float64
     mask: torch.Tensor  # (B, A): True where there is an action
     not_done: torch.Tensor  # (B, A): False at the last action of an episode that ended
 
     @classmethod
-    def of(cls, episodes, pad, device, dtype):
+    def of(cls, episodes, pad, device):
         width, most = max(len(e.ids) for e in episodes), max(len(e.actions) for e in episodes)
 
         def stack(rows, width, fill, dtype):
@@ -797,7 +795,7 @@ class Batch:
             stack([e.ids for e in episodes], width, pad, torch.long),
             stack([[*(t - 1 for t in e.actions), len(e.ids) - 1] for e in episodes], most + 1, 0, torch.long),
             stack([[e.ids[t] for t in e.actions] for e in episodes], most, pad, torch.long),
-            stack([e.rewards for e in episodes], most, 0.0, dtype),
+            stack([e.rewards for e in episodes], most, 0.0, torch.float64),
             stack([[True] * len(e.actions) for e in episodes], most, False, torch.bool),
             stack([[True] * (len(e.actions) - 1) + [not e.done] for e in episodes], most, False, torch.bool),
         )
@@ -980,13 +978,13 @@ def call_metric(function, name, tokenizer, rows, outputs, output_ids):
 @torch.no_grad()
 def evaluate_losses(accelerator, model, episodes, args, pad):
     """The losses of the whole set, the same for any batch size and number of processes."""
-    world, rank, dtype = accelerator.num_processes, accelerator.process_index, getattr(torch, args.dtype)
+    world, rank = accelerator.num_processes, accelerator.process_index
     share = math.ceil(len(episodes) / world)
     empty = Episode(episodes[0].ids, [], [], True)  # every process runs the same number of forwards
     local = sorted((episodes[rank::world] + [empty])[:share], key=lambda episode: len(episode.ids))
     sums = torch.zeros(len(TERMS) + 1, dtype=torch.float64, device=accelerator.device)
     for i in range(0, share, args.micro_batch_size):
-        batch = Batch.of(local[i : i + args.micro_batch_size], pad, accelerator.device, dtype)
+        batch = Batch.of(local[i : i + args.micro_batch_size], pad, accelerator.device)
         terms = model(batch, args)
         sums += torch.stack([*(terms[name].double().sum() for name in TERMS), batch.mask.sum()])
     sums = accelerator.reduce(sums)
@@ -1162,7 +1160,7 @@ def main(args):
         for micro_batch in micro_batches:
             last = micro_batch is micro_batches[-1]
             with nullcontext() if last else accelerator.no_sync(model):
-                terms = model(Batch.of(micro_batch, pad, device, torch.float32), args)
+                terms = model(Batch.of(micro_batch, pad, device), args)
                 # data-parallel training averages gradients over the processes, hence the factor world
                 accelerator.backward(terms["loss"].sum() * world / count)
             sums += torch.stack([terms[name].detach().double().sum() for name in TERMS])

@@ -110,7 +110,7 @@ class Args:
     """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo and reward): only the head."""
+    ppo, reward and ilql): only the heads."""
     cache_trunk: bool = True
     """Keep what the frozen blocks return while sampling (episodes x tokens x hidden size, on every process), so that
     scores and updates run the top blocks only; the result is the same to rounding. Off with --bootstrap-truncated."""
@@ -139,7 +139,7 @@ class Args:
 
     # ---- optimizer
     lr: float = 6e-4
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo and reward, 1e-6 in dpo)."""
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward and ilql, 1e-6 in dpo)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0

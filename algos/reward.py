@@ -102,14 +102,14 @@ class Args:
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo and reward): only the head."""
+    ppo, reward and ilql): only the heads."""
     dataset: str = f"{TASK}:pairs:split=train"
     """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = "auto"
     """Pairs for evaluation, several sets joined by commas or as a mapping of names; auto: the embedded task's."""
     max_length: int = 1024
-    """Tokens of a row. Longer rows are counted, and cut at the end; in reward, and in dpo those without room for a
-    response, they are dropped."""
+    """Tokens of a row. Longer rows are counted and cut at the end; reward drops them, and dpo those that this leaves
+    without a response."""
     share_prompt: bool = True
     """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
     norm_prompts: str | None = None
@@ -126,7 +126,7 @@ class Args:
 
     # ---- optimizer
     lr: float = 2e-3
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo and reward, 1e-6 in dpo)."""
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward and ilql, 1e-6 in dpo)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0

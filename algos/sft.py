@@ -100,22 +100,22 @@ class Args:
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo and reward): only the head."""
+    ppo, reward and ilql): only the heads."""
     dataset: str = f"{TASK}:completions:split=train"
     """Training rows: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = "auto"
     """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; auto: the
     embedded task's; default: in ppo the first --rollout-batch-size rows of --dataset, in sft none."""
     eval_prompts: str | None = "auto"
-    """Rows with a prompt to sample at evaluation (in sft needs --metric); auto: the embedded task's; default: the first
-    set of --eval-dataset."""
+    """Rows with a prompt to sample at evaluation (sft, ilql: for --metric); auto: the embedded task's; default: the
+    first set of --eval-dataset."""
     formatting: str | None = None
     """file.py:function(row) that makes a text, a row in one of the forms of --dataset, or a list of these of a row."""
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
-    """Tokens of a row. Longer rows are counted, and cut at the end; in reward, and in dpo those without room for a
-    response, they are dropped."""
+    """Tokens of a row. Longer rows are counted and cut at the end; reward drops them, and dpo those that this leaves
+    without a response."""
     completion_only_loss: bool = True
     """Train on completions, on the outputs of a dialogue and on the assistant's turns of a chat alone; off: on every
     token."""
@@ -128,7 +128,7 @@ class Args:
 
     # ---- optimizer
     lr: float = 6e-3
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo and reward, 1e-6 in dpo)."""
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward and ilql, 1e-6 in dpo)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0

@@ -6,11 +6,12 @@ c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for reject
 How this differs from other implementations:
 - Prompt and response are parted at one token for both sides of a pair; a response is never cut to nothing; the end
   token is there once. Log-probabilities are sums over the response, at least in float32.
-- What both sides begin with is computed once, logits only for what is scored (`shared_rows`): equal to two separate
-  forward passes.
+- What both sides begin with is computed once, logits only for what is scored (`shared_rows`): equal to two forward
+  passes, to rounding.
 - The reference's log-probabilities are computed once, before training, for evaluation sets too: no second model in
-  memory. They are kept beside the run under a hash of model and data, for the next run with another beta.
+  memory. They are kept beside the run under a hash of what decides them, for the next run with another beta.
 - Label smoothing works in every loss that has it.
+
 Both log-probabilities usually fall in training, that of rejected more; --sft-coef or apo_zero hold that of chosen up.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt where the two hold it.
@@ -438,8 +439,6 @@ LOSSES = {  # of the log-ratios c and r of chosen and rejected, beta b and label
         -ls(b * (c - r)), (b * (r - c)).clamp(max=80).exp(), s(b * (c - r) / 0.05)
     ),
 }
-
-
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
 
@@ -1086,15 +1085,15 @@ def main(args):
         # 2. loss = -1/B sum log sigmoid(beta (c - r)), Eq. 7 (or --loss-type; --sft-coef), and its gradient
         sums = torch.zeros(len(TERMS), dtype=torch.float64, device=device)
         for rows in micro_batches:
-            chunk = [pairs[row] for row in rows]
+            micro_batch = [pairs[row] for row in rows]
             with nullcontext() if rows is micro_batches[-1] else accelerator.no_sync(model):
-                policy = score(chunk)
+                policy = score(micro_batch)
                 if score_ref:
                     with torch.no_grad(), accelerator.autocast():
-                        ref = score_ref(chunk)
+                        ref = score_ref(micro_batch)
                 else:
                     ref = torch.zeros_like(policy) if args.reference_free else ref_logprobs["train"][:, rows]
-                terms = pair_terms(policy, ref, chunk, args)
+                terms = pair_terms(policy, ref, micro_batch, args)
                 loss = terms[0].sum() / args.batch_size - args.sft_coef * policy[0].sum() / count
                 accelerator.backward(loss * world)  # data-parallel training averages gradients over the processes
             sums += terms.detach().double().sum(1)

@@ -348,7 +348,7 @@ class PolicyWithQ(nn.Module):
         self.target_q_heads = copy.deepcopy(self.q_heads).requires_grad_(False)
 
     def forward(self, batch, args):
-        return losses(self, batch, args)
+        return ilql_losses(self, batch, args)
 
     @contextmanager
     def guided(self, beta, top_k=0, top_p=1.0, advantage_clip=None, logit_mask=None):
@@ -476,7 +476,7 @@ def in_chunks(function, vocabulary, *rows):
     return torch.cat([checkpoint(function, *part, **options) for part in parts])
 
 
-def losses(policy, batch, args):
+def ilql_losses(policy, batch, args):
     """{name: (N,)} of losses and statistics, one number for each action of the batch."""
     hidden, logits = hidden_states(policy.lm, batch.ids, logits=not policy.chunked_lm_head)
     rows = torch.arange(len(batch.ids), device=batch.ids.device)[:, None]
@@ -666,7 +666,7 @@ def chat_pieces(tokenizer, messages, first, tools, where):
 
 def row_pieces(rows, tokenizer, flag):
     """The text of each row in pieces, alternately without and with loss."""
-    columns, numbers = rows[0], range(1, len(rows) + 1)
+    columns = rows[0]
     if "messages" in columns:
         chats = [(row["messages"], 0, row.get("tools")) for row in rows]
     elif isinstance(columns.get("prompt"), list):
@@ -686,7 +686,7 @@ def row_pieces(rows, tokenizer, flag):
         return list(zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True))
     else:
         return [("", text) for text in texts(rows, "text", flag)]
-    return [chat_pieces(tokenizer, *chat, f"{flag} row {i}") for i, chat in zip(numbers, chats, strict=True)]
+    return [chat_pieces(tokenizer, *chat, f"{flag} row {i}") for i, chat in enumerate(chats, 1)]
 
 
 def encode_pieces(rows, tokenizer, flag):

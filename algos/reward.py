@@ -8,7 +8,7 @@ How this differs from other implementations:
   token doubles as padding, or stands within the prompt. `ppo.py --reward` reads the same tokens of the same text.
 - Too long pairs are dropped and counted: a text that was cut has no end to read the score from.
 - A tie is no success: a constant model has accuracy 0. Beside the accuracy stands that of the rule "the shorter wins".
-- What both texts of a pair begin with is computed once (`shared_rows`), which equals two separate forward passes.
+- What both texts of a pair begin with is computed once (`shared_rows`): equal to two forward passes, to rounding.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where the two hold it, perhaps "margin".
 
@@ -122,7 +122,7 @@ class Args:
 
     # ---- loss
     center_coef: float = 0.0
-    """Weight of (r_chosen + r_rejected)^2, keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 is usual)."""
+    """Weight of (r_chosen + r_rejected)^2, which keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 is usual)."""
 
     # ---- optimizer
     lr: float = 2e-3
@@ -374,7 +374,7 @@ def sharing_error(score, model, pairs):
 @torch.no_grad()
 def reward_norm(accelerator, model, rows, batch_size):
     """gain and bias that give the scores of the rows of tokens mean 0 and standard deviation 1."""
-    order, scores = torch.tensor([len(ids) for ids in rows]).argsort(stable=True).split(batch_size), []
+    order = torch.tensor([len(ids) for ids in rows]).argsort(stable=True).split(batch_size)
     with accelerator.autocast():
         scores = [classifier_logits(model, [rows[i] for i in part])[:, 0].double() for part in order]
     std, mean = (x.item() for x in torch.std_mean(torch.cat(scores)))
@@ -670,7 +670,8 @@ def score_pairs(accelerator, score, pairs, batch_size):
 
 
 def evaluate_scores(scores, pairs):
-    """Metrics of the scores (2, N) of all pairs. shorter_wins: the accuracy of a rule that knows the lengths alone."""
+    """Metrics of the scores (2, N) of all pairs; the loss is that without --center-coef. shorter_wins: the accuracy of
+    a rule that knows the lengths alone."""
     chosen, rejected = scores
     differences = chosen - rejected
     return {
@@ -718,10 +719,9 @@ def main(args):
     path = build(args.model, "--model")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset") if args.eval_dataset else {}
-    policy_path = build(args.norm_policy, "--norm-policy") or path
-    prompts = None
-    if args.norm_prompts is not None:
-        prompts = load_rows(build(args.norm_prompts, "--norm-prompts"), "--norm-prompts")
+    policy_path, prompts = build(args.norm_policy, "--norm-policy") or path, args.norm_prompts
+    if prompts is not None:
+        prompts = load_rows(build(prompts, "--norm-prompts"), "--norm-prompts")
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
@@ -787,12 +787,12 @@ def main(args):
     def evaluate(step):
         model.eval()
         metrics, samples = {}, []
-        for prefix, (triples, found) in eval_sets.items():
+        for prefix, (parts, found) in eval_sets.items():
             scores = score_pairs(accelerator, score, found, args.micro_batch_size)
             metrics |= {prefix + key: value for key, value in evaluate_scores(scores, found).items()}
             named = {"set": prefix[5:-1]} if len(eval_sets) > 1 else {}
-            columns = zip(triples, *scores.tolist(), strict=True)
-            samples += [named | dict(zip(SHOWN, (*texts, *both), strict=True)) for texts, *both in columns]
+            columns = zip(parts, *scores.tolist(), strict=True)
+            samples += [named | dict(zip(SHOWN, (*part, *both), strict=True)) for part, *both in columns]
         run.samples(step, samples)
         return metrics
 
@@ -822,7 +822,7 @@ def main(args):
         local.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         micro_batches = [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
         # 2. loss = -1/B sum log sigmoid(r_chosen - r_rejected - margin), and its gradient
-        sums = torch.zeros(len(UPDATE_METRICS), dtype=torch.float64, device=device)
+        sums = torch.zeros(len(TERMS), dtype=torch.float64, device=device)
         for micro_batch in micro_batches:
             with nullcontext() if micro_batch is micro_batches[-1] else accelerator.no_sync(model):
                 chosen, rejected = score(micro_batch)
@@ -844,8 +844,7 @@ def main(args):
         optimizer.zero_grad()
         # 4. evaluate, log, save
         seconds = time.perf_counter() - begun
-        metrics = dict(zip(UPDATE_METRICS, means.tolist(), strict=True))
-        metrics |= {"train/epoch": step * args.batch_size / len(pairs)}
+        metrics = dict(zip(TERMS, means.tolist(), strict=True)) | {"train/epoch": step * args.batch_size / len(pairs)}
         metrics |= {"optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
         tokens = sum(len(ids) for row in drawn for ids in pairs[row][:2])
         perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
@@ -872,10 +871,8 @@ def main(args):
     return metrics, run.dir
 
 
-UPDATE_METRICS = "train/loss rewards/chosen rewards/rejected rewards/margins rewards/accuracies".split()
+TERMS = "train/loss rewards/chosen rewards/rejected rewards/margins rewards/accuracies".split()
 SHOWN = "prompt chosen rejected chosen_score rejected_score".split()
-
-
 USAGE = """from transformers import pipeline; model = pipeline('text-classification', {folder!r})
 print(model({prompt!r}, function_to_apply='none'))"""
 

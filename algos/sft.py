@@ -430,7 +430,7 @@ def chat_pieces(tokenizer, messages, first, tools, where):
 
 def row_pieces(rows, tokenizer, flag):
     """The text of each row in pieces, alternately without and with loss."""
-    columns, numbers = rows[0], range(1, len(rows) + 1)
+    columns = rows[0]
     if "messages" in columns:
         chats = [(row["messages"], 0, row.get("tools")) for row in rows]
     elif isinstance(columns.get("prompt"), list):
@@ -450,7 +450,7 @@ def row_pieces(rows, tokenizer, flag):
         return list(zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True))
     else:
         return [("", text) for text in texts(rows, "text", flag)]
-    return [chat_pieces(tokenizer, *chat, f"{flag} row {i}") for i, chat in zip(numbers, chats, strict=True)]
+    return [chat_pieces(tokenizer, *chat, f"{flag} row {i}") for i, chat in enumerate(chats, 1)]
 
 
 def encode_pieces(rows, tokenizer, flag):

@@ -375,7 +375,7 @@ class PolicyWithQ(nn.Module):
                 hook.remove()
 
     def head_weights(self):
-        return {name: weight for name, weight in self.state_dict().items() if not name.startswith("lm.")}
+        return {name: weight for name, weight in self.state_dict().items() if "head" in name.partition(".")[0]}
 
     @classmethod
     def load(cls, directory, **options):

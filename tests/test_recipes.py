@@ -1,37 +1,44 @@
-"""The recipes of algos/README.md ("Change these lines") apply to the script and run: `pytest tests/test_recipes.py`"""
+"""The recipes of algos/README.md ("Change these lines") apply to their scripts: `pytest tests/test_recipes.py`"""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "algos/README.md").read_text()
 RECIPES = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
 
 
-def changed(recipe):
-    """algos/ppo.py with the recipe's lines: each run of "-" lines is replaced by the "+" lines that follow it."""
-    source = (ROOT / "algos/ppo.py").read_text()
+def changed(recipe, script="ppo"):
+    """The script with the recipe's lines: each run of "-" lines is replaced by the "+" lines that follow it."""
+    source = (ROOT / f"algos/{script}.py").read_text()
     for old, new in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", recipe, flags=re.M):
         old, new = (re.sub(r"^[-+]", "", text, flags=re.M) for text in (old, new))
-        assert source.count(old) == 1, f"not once in ppo.py: {old}"
+        assert source.count(old) == 1, f"not once in {script}.py: {old}"
         source = source.replace(old, new)
     return source
 
 
-def run(source, tmp_path, build_model, letters, **options):
-    """main of the script on a tiny model; (metrics, output_ids of the last reward call)."""
+def load(source, tmp_path):
+    """The changed script as a module."""
     (tmp_path / "algos").mkdir(parents=True, exist_ok=True)
-    path = tmp_path / "algos/changed_ppo.py"
+    path = tmp_path / "algos/changed.py"
     path.write_text(source)
-    spec = importlib.util.spec_from_file_location("changed_ppo", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["changed_ppo"] = module
+    spec = importlib.util.spec_from_file_location("changed", path)
+    sys.modules["changed"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    seen = []
+    return module
+
+
+def run(source, tmp_path, build_model, letters, **options):
+    """main of a changed ppo.py on a tiny model; (metrics, output_ids of every reward call)."""
+    module, seen = load(source, tmp_path), []
 
     def reward(output_ids, **columns):
         seen.append(output_ids)
@@ -46,8 +53,8 @@ def run(source, tmp_path, build_model, letters, **options):
     return module.main(args)[0], seen
 
 
-def test_there_are_two_recipes():
-    assert len(RECIPES) == 2
+def test_there_are_four_recipes():
+    assert len(RECIPES) == 4
 
 
 def test_an_entropy_bonus_changes_the_loss(tmp_path, build_model, letters):
@@ -64,3 +71,46 @@ def test_tokens_of_a_tool_are_not_scored(tmp_path, build_model, letters, layers)
     metrics, seen = run(changed(RECIPES[1]), tmp_path, build_model, letters, num_layers_unfrozen=layers)
     assert all(3 not in ids for call in seen for ids in call)
     assert metrics["policy/ratio"] == pytest.approx(1, abs=0.5) and metrics["tokens/responses_len"] < 5
+
+
+def run_ilql(source, tmp_path, build_model, letters, **options):
+    """main of a changed ilql.py on a tiny model; (module, metrics, weights of its last checkpoint, run directory)."""
+    module = load(source, tmp_path)
+    rows = [{"prompt": "b", "completion": "cde" * n, "reward": float(n)} for n in (1, 2, 3)]
+    args = module.Args(
+        model=build_model("gpt2"), tokenizer=letters, dataset=rows, eval_prompts=[{"prompt": "b"}, {"prompt": "cd"}],
+        metric=lambda outputs, **columns: {"length": [float(len(output)) for output in outputs]}, betas=(0.0, 4.0),
+        run_dir=str(tmp_path / "run"), total_steps=3, batch_size=3, micro_batch_size=2, max_new_tokens=7, lr=1e-2,
+        warmup_steps=0, threads=1, **options,
+    )  # fmt: skip
+    metrics, run_dir = module.main(args)
+    return module, metrics, load_file(run_dir / "checkpoints/step_00000003/model.safetensors"), run_dir
+
+
+def test_a_target_transformer_moves_at_synchronisations_alone(tmp_path, build_model, letters):
+    source = changed(RECIPES[2], "ilql")
+    options = {"steps_for_target_q_sync": 4}
+    _, metrics, weights, _ = run_ilql(source, tmp_path / "never", build_model, letters, **options)
+    start = build_model("gpt2").state_dict()
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert weights[f"target_lm.{name}"].equal(start[name]) and not weights[f"lm.{name}"].equal(start[name])
+    options = {"steps_for_target_q_sync": 3, "alpha": 1.0}
+    _, metrics, weights, _ = run_ilql(source, tmp_path / "last", build_model, letters, **options)
+    assert weights[f"target_lm.{name}"].equal(weights[f"lm.{name}"]) and metrics["target/syncs"] == 1
+
+
+def test_a_policy_of_its_own_imitates_as_if_there_were_no_values(tmp_path, build_model, letters):
+    """Its imitation loss is that of a run whose Q and V losses do not reach the policy: all blocks of lm are frozen."""
+    module, metrics, weights, run_dir = run_ilql(changed(RECIPES[3], "ilql"), tmp_path, build_model, letters)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert not weights[f"bc_lm.{name}"].equal(weights[f"lm.{name}"])
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    last = [row["output"] for row in samples if row["step"] == 3 and row["beta"] == 0]
+    policy = build_model("gpt2")  # with beta 0 samples are those of bc_lm alone, in the same cache or in its own
+    policy.load_state_dict({k.removeprefix("bc_lm."): v for k, v in weights.items() if k[:5] == "bc_lm"}, strict=False)
+    policy.tie_weights()
+    args = module.Args(max_new_tokens=7)
+    queries = [letters(text)["input_ids"] for text in ("b", "cd")]
+    _, _, ids, mask = module.generate(Accelerator(), policy, letters, queries, ("eval", 0), args, 1.0)
+    responses = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+    assert last == module.decode(letters, queries, responses, ()) and any(last)

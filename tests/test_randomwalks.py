@@ -175,6 +175,7 @@ def test_row_contents():
     walks = list(randomwalks.graph().walks)
     assert [row["prompt"] for row in randomwalks.prompts()] == list("bcdefghijklmnopqrstu")
     assert len(randomwalks.eval_prompts()) == 1000 and len(randomwalks.eval_prompts(samples=3)) == 60
+    assert [row["prompt"] for row in randomwalks.eval_prompts(samples=2, starts="cm")] == ["c", "c", "m", "m"]
     assert [row["text"] for row in randomwalks.text()] == walks
     assert [row["prompt"] + row["completion"] for row in randomwalks.completions()] == walks
     assert ["".join(row["dialogue"]) for row in randomwalks.dialogues()] == walks
@@ -361,6 +362,21 @@ def fake_sft(monkeypatch, tmp_path):
     monkeypatch.setattr(randomwalks, "SFT_SCRIPT", fake.script)
     monkeypatch.setattr(randomwalks.subprocess, "run", run)
     return fake
+
+
+def test_logit_mask_forbids_what_is_illegal():
+    letters, forbidden = randomwalks.tokenizer(), randomwalks.logit_mask(2)
+    assert forbidden.shape == (25, 25) and forbidden.dtype == bool
+    names = letters.convert_ids_to_tokens(range(25))
+    for i, j in itertools.product(range(25), repeat=2):
+        if i < 21:
+            allowed = randomwalks.is_legal(names[i] + names[j], 2) if j < 21 else names[j] == "<eos>"
+        else:
+            allowed = j < 21
+        assert forbidden[i, j] == (not allowed), (names[i], names[j])
+    for walk in randomwalks.graph(2).walks:
+        ids = [*letters(walk)["input_ids"], letters.eos_token_id]
+        assert not forbidden[ids[:-1], ids[1:]].any(), walk
 
 
 def finished(cache):

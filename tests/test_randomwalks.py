@@ -5,6 +5,7 @@ length); scores against hand-made walks; pairs, tokenizer, cache and model again
 """
 
 import doctest
+import itertools
 import logging
 import math
 import multiprocessing

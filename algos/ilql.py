@@ -3,31 +3,31 @@
 Papers: Snell et al. 2022 (arXiv 2206.11871); IQL, Kostrikov et al. 2021 (arXiv 2110.06169). Code of the authors:
 https://github.com/Sea-Snell/Implicit-Language-Q-Learning/blob/82c9796201ab705e9cb5aac2f97ab3ad75aead9b/src/models/iql_model.py
 
-A token is an action, the text before it the state. Heads for V and two Q, and slow copies of these, the targets Q^,
-read the hidden states of the language model pi, which goes on to imitate the data:
+A token is an action, the text before it the state. Heads for V, two Q, and slow copies of these Q, the targets Q^, read
+the hidden states of the language model pi, which goes on to imitate the data:
 
     (r + gamma V(s') - Q(s, a))^2, V(s') = 0 at the end    Q learns what V expects next          ilql_targets
     |tau - 1[u < 0]| u^2,  u = min Q^(s, a) - V(s)         V: an upper expectile over actions    expectile_loss
     log sum_b exp Q(s, b) - Q(s, a)                        unseen actions get a low Q (CQL)      cql_loss
-    -log pi(a | s) exp(beta (min Q^(s, a) - V(s)))         imitation, weighted if beta > 0       awac_loss
+    -log pi(a | s) w,  w = exp(awac_beta u), clipped       imitation, weighted by advantage      awac_loss
     Q^ <- Q^ + alpha (Q - Q^)                              every few steps                       polyak_update
     log pi(a | s) + beta (min Q^(s, a) - V(s))             what is sampled from                  shape_logits
 
 How this differs from trlX's ILQL and the authors' code:
 - One transformer, as in trlX; the authors have three (algos/README.md has recipes for a separate policy and target).
-- --top-k and --top-p choose from pi alone, before Q is added, so no beta leaves the support of the data; trlX's order
-  is `--filter shaped`. The targets' Q is computed for the action taken alone, and no logits of all tokens are kept.
-- Rows that are cut or `truncated` bootstrap from V of their last state; in trlX every row ends.
+- --top-k and --top-p choose from pi, before Q is added, so that with them no beta leaves the likely tokens of pi (trlX's
+  order: `--filter shaped`). The targets' Q is computed only for the action taken, logits only for actions, in chunks.
+- Rows that are cut or `truncated` bootstrap from V of their last state, as in the authors' code; in trlX all rows end.
 - The targets follow every --steps-for-target-q-sync optimizer steps, counted over the whole run.
 - Losses are means over the actions of the global batch, so neither micro-batches, processes nor padding change them.
 
 Rows: {"prompt", "completion", "reward"} as texts or chats, {"dialogue": [prompt, output, ...], "reward"},
-{"messages", "reward"} or {"text", "reward"} (all of the text is output). The reward is a number, received with the last
+{"messages", "reward"} or {"text", "reward"}, all of which is output. The reward is a number, received with the last
 token, or a list with one for each output. {"truncated": true} says that the episode went on.
 
     accelerate launch algos/ilql.py                                # random walks on a CPU, in about a minute
     accelerate launch algos/ilql.py --model gpt2 --dataset rewarded.jsonl --metric my_metric.py:metric \
-        --eval-prompts prompts.jsonl --lr 1e-5 --betas 0 1 4
+        --eval-prompts prompts.jsonl --max-new-tokens 32 --micro-batch-size 8 --lr 1e-5 --betas 0 1 4
     torchrun --nproc_per_node 8 algos/ilql.py --model Qwen/Qwen3-0.6B --dataset org/rewarded:train --lr 1e-5
 
 Dimension key: B rows, T tokens of a row, A actions of a row, N actions of a batch, V vocabulary, H hidden size.
@@ -45,6 +45,7 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal
@@ -135,21 +136,21 @@ class Args:
     # ---- algorithm
     gamma: float = 0.99
     """Discount per token."""
-    tau: float = 0.8
+    tau: float = 0.9
     """Expectile that V learns of Q over the data's actions: 0.5 is their mean, 1 their maximum."""
-    cql_scale: float = 0.1
+    cql_scale: float = 0.01
     """Weight of the CQL loss, which lowers Q for actions that the data do not take."""
     awac_scale: float = 1.0
     """Weight of the imitation loss."""
     awac_beta: float = 0.0
     """In the imitation loss a token weighs exp(beta x its advantage); 0: plain imitation."""
     awac_clip: float = 20.0
-    """Largest such weight."""
+    """Largest such weight, at least 1."""
     two_qs: bool = True
-    """Two Q heads, of which the lower value counts; off: one."""
-    alpha: float = 0.1
+    """Two Q heads, of which the lower value counts; off: one. Losses are summed over the heads."""
+    alpha: float = 0.05
     """Share of the online Q heads that their targets take over at a synchronisation."""
-    steps_for_target_q_sync: int = 5
+    steps_for_target_q_sync: int = 1
     """Synchronise the target Q heads every so many optimizer steps."""
 
     # ---- optimizer
@@ -182,8 +183,8 @@ class Args:
 
     # ---- evaluation by sampling
     betas: tuple[float, ...] = (0.0, 1.0, 16.0)
-    """Weights of the advantage in the policy log pi + beta (Q - V), evaluated in turn as eval/<metric>@beta=<beta>; the
-    last one chooses the best checkpoint."""
+    """Weights of the advantage in the policy log pi + beta (Q - V), evaluated in turn as eval/<metric>@beta=<beta>. The
+    last one chooses the best checkpoint. --eval-temperature divides the whole sum."""
     max_new_tokens: int = 9
     """Longest response, in tokens."""
     stop: tuple[str, ...] = ()
@@ -199,7 +200,7 @@ class Args:
     """What --top-k and --top-p choose from: the model's own distribution, so that no beta leaves its support, or, as in
     trlX, the one with the advantage added."""
     advantage_clip: float | None = None
-    """Largest advantage in that policy: 0 only lowers the probability of bad tokens; default: none."""
+    """Largest advantage Q - V in that policy: 0 only lowers the probability of bad tokens; default: none."""
     logit_mask: str | None = None
     """file.py:function that returns a V x V matrix, from Python also the matrix: True where a column's token must never
     follow a row's."""
@@ -223,7 +224,9 @@ class Args:
             ("tau", 0 < self.tau < 1, "in (0, 1)"),
             ("gamma", 0 <= self.gamma <= 1, "in [0, 1]"),
             ("alpha", 0 < self.alpha <= 1, "in (0, 1]"),
+            ("awac_clip", self.awac_clip >= 1, "at least 1"),
             ("betas", self.betas and all(map(math.isfinite, self.betas)), "one or more finite numbers"),
+            ("betas", len({f"{beta:g}" for beta in self.betas}) == len(self.betas), "different in their six digits"),
             ("advantage_clip", math.isfinite(self.advantage_clip or 0), "a finite number"),
             ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
             ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
@@ -240,7 +243,7 @@ steps_for_target_q_sync max_new_tokens decode_batch_size""".split()
 ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature cql_scale awac_scale
 awac_beta""".split()
 POSITIVE = "lr epochs awac_clip".split()
-CHUNK = 2**23  # largest number of logits that exist at a time
+CHUNK = 2**23  # logits of one chunk; 4 times as many were slower on a CPU
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -353,16 +356,19 @@ class PolicyWithQ(nn.Module):
     @contextmanager
     def guided(self, beta, top_k=0, top_p=1.0, advantage_clip=None, logit_mask=None):
         """Inside, `lm` returns the logits of `shape_logits`, so what samples from it (`lm.generate`, `sample`) samples
-        from the policy with this beta. logit_mask: bool (V, V), True where the column must not follow the row."""
+        from the policy with this beta; give `generate` top_k=0, or it keeps the 50 likeliest of the shaped policy.
+        logit_mask: bool (V, V), True where the column must not follow the row; a row of True forbids nothing."""
         hidden = []
+        if logit_mask is not None:
+            logit_mask = (logit_mask & ~logit_mask.all(1, keepdim=True)).to(self.lm.device)
 
-        def shape(_, args, options, output):
+        def shape(_, inputs, options, output):
             with torch.autocast(output.logits.device.type, enabled=False):  # the heads keep float32
                 states = hidden.pop().to(self.v_head[0].weight.dtype)
                 q = torch.stack([head(states) for head in self.target_q_heads]).amin(0)
                 v = self.v_head(states)[..., 0]
-            ids = options["input_ids"] if "input_ids" in options else args[0]
-            forbidden = None if logit_mask is None else logit_mask.to(ids.device)[ids[:, -q.shape[1] :]]
+            ids = options["input_ids"] if "input_ids" in options else inputs[0]
+            forbidden = None if logit_mask is None else logit_mask[ids[:, -q.shape[1] :]]
             output.logits = shape_logits(output.logits, q, v, beta, top_k, top_p, advantage_clip, forbidden)
             return output
 
@@ -380,16 +386,18 @@ class PolicyWithQ(nn.Module):
     @classmethod
     def load(cls, directory, **options):
         """The exported model of a run, `<run>/hf_model`, with its heads. options: those of from_pretrained."""
-        model = cls(AutoModelForCausalLM.from_pretrained(directory, **options))
+        with safetensors.safe_open(Path(directory) / "ilql_heads.safetensors", "pt") as file:
+            two_qs = "q_heads.1.0.weight" in file.keys()
+        model = cls(AutoModelForCausalLM.from_pretrained(directory, **options), two_qs)
         model.load_heads(directory)
         return model
 
     def load_heads(self, directory):
         weights = safetensors.torch.load_file(Path(directory) / "ilql_heads.safetensors")
-        if "q_heads.1.0.weight" not in weights:
-            self.q_heads, self.target_q_heads = self.q_heads[:1], self.target_q_heads[:1]
+        if odd := self.head_weights().keys() ^ weights.keys():
+            raise InputError(f"{directory}/ilql_heads.safetensors does not fit --two-qs: it differs in {min(odd)}")
         try:
-            self.load_state_dict({f"lm.{k}": v for k, v in self.lm.state_dict().items()} | weights)
+            self.load_state_dict(self.state_dict() | weights)
         except RuntimeError as error:
             raise InputError(f"{directory}/ilql_heads.safetensors does not fit the model: {error}") from None
 
@@ -397,8 +405,8 @@ class PolicyWithQ(nn.Module):
 def hidden_states(lm, ids, logits=False):
     """(what the output embedding reads (B, T, H), logits (B, T, V) or None) of right-padded rows (B, T).
 
-    Without logits, the output embedding gets one position of each row. No mask is passed: what follows the padding is
-    not read.
+    Without logits, the output embedding gets one position of each row. No mask is passed: no token sees the padding
+    behind it, and what is at the padding is not read.
     """
     found = []
 
@@ -412,15 +420,21 @@ def hidden_states(lm, ids, logits=False):
         output = lm(input_ids=ids, position_ids=positions, use_cache=False)
     finally:
         hook.remove()
+    if found[0].shape[:2] != ids.shape:
+        raise InputError("--model adds tokens to a row, or leaves some out: ilql.py cannot place the actions")
     return found[0], output.logits if logits else None
 
 
 @torch.no_grad()
 def lm_head_error(lm, ids):
-    """Largest difference between the logits and what the output embedding makes of the hidden states: not zero in
-    families that scale or cap their logits (Cohere, Granite, Gemma 2)."""
-    hidden, logits = hidden_states(lm, ids, logits=True)
-    return (lm.get_output_embeddings()(hidden) - logits).abs().max().item()
+    """Largest difference, relative to the largest logit, between the logits and what the output embedding makes of the
+    hidden states, made 100 times as large: not zero in families that scale or cap their logits (Cohere, Granite, Gemma
+    2)."""
+    head, found = lm.get_output_embeddings(), []
+    hook = head.register_forward_pre_hook(lambda _, inputs: found.append(100 * inputs[0]) or (found[0], *inputs[1:]))
+    logits = lm(input_ids=ids, use_cache=False).logits
+    hook.remove()
+    return ((head(found[0]) - logits).abs().max() / logits.abs().max()).item()
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -433,7 +447,7 @@ def ilql_targets(rewards, next_values, not_done, gamma):
 
 def expectile_loss(diff, tau):
     """|tau - 1[diff < 0]| diff^2 per action, diff = min Q^(s, a) - V(s): minimal where V is the tau-expectile of Q."""
-    return torch.where(diff < 0, 1 - tau, tau) * diff.square()
+    return torch.where(diff < 0, (1 - tau) * diff.square(), tau * diff.square())
 
 
 def cql_loss(q_logits, actions):
@@ -466,8 +480,8 @@ def chosen_q(head, states, actions):
 
 
 def in_chunks(function, vocabulary, *rows):
-    """function(*rows) of tensors (N, ...), which returns (N,), at most CHUNK / V rows at a time and computed again in
-    the backward pass, so that logits (N, V) never exist."""
+    """function(*rows) of tensors (N, ...), which returns (N,). Where logits (N, V) are more than CHUNK, it gets so many
+    rows at a time, and is computed again in the backward pass, so that they never exist at once."""
     size = max(1, CHUNK // vocabulary)
     if len(rows[0]) <= size:
         return function(*rows)
@@ -477,49 +491,52 @@ def in_chunks(function, vocabulary, *rows):
 
 
 def ilql_losses(policy, batch, args):
-    """{name: (N,)} of losses and statistics, one number for each action of the batch."""
+    """{name: (N,)} of losses and statistics, one number for each action of the batch. Those of Q are summed over the
+    heads, as in trlX and the authors' code."""
     hidden, logits = hidden_states(policy.lm, batch.ids, logits=not policy.chunked_lm_head)
-    rows = torch.arange(len(batch.ids), device=batch.ids.device)[:, None]
-    mask, actions, not_done = batch.mask, batch.actions[batch.mask], batch.not_done[batch.mask]
+    rows, at = torch.arange(len(batch.ids), device=batch.ids.device)[:, None], batch.mask.nonzero(as_tuple=True)
+    actions, not_done = batch.actions[at], batch.not_done[at]
     hidden = hidden[rows, batch.states]  # (B, A + 1, H)
     with torch.autocast(hidden.device.type, enabled=False):  # the heads keep float32
         states = hidden.to(policy.v_head[0].weight.dtype)
         values = policy.v_head(states)[..., 0]
-        states, v, next_v = states[:, :-1][mask], values[:, :-1][mask], values[:, 1:][mask]  # (N, H), (N,), (N,)
+        states, v, next_v = states[at], values[at], values[:, 1:][at]  # (N, H), (N,), (N,)
         q = torch.stack([chosen_q(head, states, actions) for head in policy.q_heads])
         with torch.no_grad():
-            target_q = torch.stack([chosen_q(head, states, actions) for head in policy.target_q_heads]).amin(0)
-        advantages, rewards = target_q - v.detach(), batch.rewards[mask].to(v.dtype)
+            targets = torch.stack([chosen_q(head, states, actions) for head in policy.target_q_heads])
+        target_q = targets.amin(0)
+        advantages, rewards = target_q - v.detach(), batch.rewards[at].to(v.dtype)
         td_errors = q - ilql_targets(rewards, next_v, not_done, args.gamma)
     loss_q, loss_v = td_errors.square().sum(0), expectile_loss(target_q - v, args.tau)
     vocabulary = policy.q_heads[0][-1].out_features
-    loss_cql = sum(
+    loss_cql = sum(  # under autocast of its type: this is most of the work
         in_chunks(lambda s, a, head=head: cql_loss(head(s), a), vocabulary, states, actions) for head in policy.q_heads
     )
     weighting = args.awac_beta, args.awac_clip
     if policy.chunked_lm_head:
         head = policy.lm.get_output_embeddings()
-        inputs = hidden[:, :-1][mask], actions, advantages
+        inputs = hidden[at], actions, advantages
         loss_awac = in_chunks(lambda s, a, adv: awac_loss(head(s), a, adv, *weighting), vocabulary, *inputs)
     else:
-        loss_awac = awac_loss(logits[rows, batch.states[:, :-1]][mask], actions, advantages, *weighting)
+        loss_awac = awac_loss(logits[rows, batch.states][at], actions, advantages, *weighting)
     with torch.no_grad():
-        error, end = td_errors.abs().mean(0), ~not_done
-        statistics = v, q.mean(0), target_q, advantages, advantages.square(), error * end, error * not_done, end
+        error, end, weights = td_errors.abs().mean(0), ~not_done, (args.awac_beta * advantages).exp()
+        statistics = v, q.mean(0), target_q, advantages, (q - targets).mean(0), weights.clamp(max=args.awac_clip)
+        statistics += v.square(), advantages.square(), error * end, error * not_done, end
     loss = loss_q + loss_v + args.cql_scale * loss_cql + args.awac_scale * loss_awac
     return dict(zip(TERMS, (loss, loss_q, loss_v, loss_cql, loss_awac, *statistics), strict=True))
 
 
-TERMS = """loss loss_q loss_v loss_cql loss_awac values qvalues target_qvalues advantages squares end_errors
-inner_errors ends""".split()
+TERMS = """loss loss_q loss_v loss_cql loss_awac values qvalues target_qvalues advantages target_gap awac_weight
+squared_values squared_advantages end_errors inner_errors ends""".split()
 
 
-def means(sums, count):
-    """The metrics of sums over TERMS and of the number of actions."""
+def loss_metrics(sums, count):
+    """The metrics of sums over TERMS and of the number of actions. target_gap: Q - Q^."""
     mean = dict(zip(TERMS, (sums / count).tolist(), strict=True))
-    found = {f"losses/{name}": mean[name] for name in TERMS[:5]}
-    found |= {f"{name}/mean": mean[name] for name in TERMS[5:9]}
-    found["advantages/std"] = max(0.0, mean["squares"] - mean["advantages"] ** 2) ** 0.5
+    found = {f"losses/{name}": mean[name] for name in TERMS[:5]} | {f"{name}/mean": mean[name] for name in TERMS[5:11]}
+    for name in ("values", "advantages"):
+        found[f"{name}/std"] = max(0.0, mean[f"squared_{name}"] - mean[name] ** 2) ** 0.5
     found["td_error/end"] = mean["end_errors"] / mean["ends"] if mean["ends"] else 0.0
     found["td_error/inner"] = mean["inner_errors"] / (1 - mean["ends"]) if mean["ends"] < 1 else 0.0
     return found
@@ -540,7 +557,8 @@ def shape_logits(logits, q, v, beta, top_k=0, top_p=1.0, advantage_clip=None, fo
         ranked, order = logits.softmax(-1).sort(descending=True, stable=True)
         drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
-    return logits.log_softmax(-1) + beta * (q - v[..., None]).clamp(max=advantage_clip or math.inf)
+    largest = math.inf if advantage_clip is None else advantage_clip
+    return logits.log_softmax(-1) + beta * (q - v[..., None]).clamp(max=largest)
 
 
 def learning_rate(args, step, total_steps):
@@ -726,25 +744,26 @@ def encode_episodes(rows, tokenizer, max_length, flag):
     """(episodes of the rows that hold an action, report). See the top of this file for the forms of a row.
 
     An action is a token of an output, the end token included. A number is the reward of the last action, a list has one
-    for the last token of each output. A truncated row has no end token. A row that is longer than max_length is cut
-    before its last action that fits, so that it ends in a state whose value is learnt, and loses the rewards behind.
+    for the last token of each output. A truncated row loses its last end token, and what a chat template wrote behind.
+    A row that is longer than max_length is cut before an action, so that it ends in a state where one is taken, and
+    loses the rewards behind.
     """
     if rows[0].keys().isdisjoint(("messages", "prompt", "completion", "dialogue")):
         plain = [{"prompt": "", "completion": text} for text in texts(rows, "text", flag)]
         rows = [new | {k: v for k, v in row.items() if k != "text"} for new, row in zip(plain, rows, strict=True)]
     if "reward" not in rows[0]:
         raise InputError(f"{flag} row 1: 'reward' is missing among {list(rows[0])}")
-    chat, episodes, cut = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), [], 0
-    encoded = encode_pieces(rows, tokenizer, flag)
+    encoded, episodes, cut = encode_pieces(rows, tokenizer, flag), [], 0
     for number, (row, (ids, begins)) in enumerate(zip(rows, encoded, strict=True), 1):
         where, truncated = f"{flag} row {number}", row.get("truncated")
         if truncated not in (None, 0, 1):
             raise InputError(f"{where}: 'truncated' must be true or false, it is {truncated!r:.60}")
-        if truncated and not chat and ids[-1] == tokenizer.eos_token_id:
-            ids, begins = ids[:-1], [min(begin, len(ids) - 1) for begin in begins]
+        if truncated and tokenizer.eos_token_id in ids[begins[-2] :]:
+            ids = ids[: len(ids) - 1 - ids[::-1].index(tokenizer.eos_token_id)]
+            begins = [min(begin, len(ids)) for begin in begins]
         outputs = [range(max(1, begins[i]), begins[i + 1]) for i in range(1, len(begins) - 1, 2)]
         given = row["reward"] if isinstance(row["reward"], list) else [0.0] * (len(outputs) - 1) + [row["reward"]]
-        if not all(isinstance(r, int | float) and math.isfinite(r) for r in given) or len(given) != len(outputs):
+        if not all(isinstance(r, Real) and math.isfinite(r) for r in given) or len(given) != len(outputs):
             form = f"a finite number, or a list of {len(outputs)}, one for each output"
             raise InputError(f"{where}: 'reward' must be {form}, it is {row['reward']!r:.60}")
         rewards = {output[-1]: float(reward) for output, reward in zip(outputs, given, strict=True) if output}
@@ -797,7 +816,7 @@ class Batch:
             stack([[e.ids[t] for t in e.actions] for e in episodes], most, pad, torch.long),
             stack([e.rewards for e in episodes], most, 0.0, torch.float64),
             stack([[True] * len(e.actions) for e in episodes], most, False, torch.bool),
-            stack([[True] * (len(e.actions) - 1) + [not e.done] for e in episodes], most, False, torch.bool),
+            stack([[not e.done or t < e.actions[-1] for t in e.actions] for e in episodes], most, False, torch.bool),
         )
 
 
@@ -982,13 +1001,13 @@ def evaluate_losses(accelerator, model, episodes, args, pad):
     share = math.ceil(len(episodes) / world)
     empty = Episode(episodes[0].ids, [], [], True)  # every process runs the same number of forwards
     local = sorted((episodes[rank::world] + [empty])[:share], key=lambda episode: len(episode.ids))
-    sums = torch.zeros(len(TERMS) + 1, dtype=torch.float64, device=accelerator.device)
+    sums = torch.zeros(6, dtype=torch.float64, device=accelerator.device)
     for i in range(0, share, args.micro_batch_size):
         batch = Batch.of(local[i : i + args.micro_batch_size], pad, accelerator.device)
         terms = model(batch, args)
-        sums += torch.stack([*(terms[name].double().sum() for name in TERMS), batch.mask.sum()])
-    sums = accelerator.reduce(sums)
-    return {key.removeprefix("losses/"): value for key, value in means(sums[:-1], sums[-1]).items() if "loss" in key}
+        sums += torch.stack([*(terms[name].double().sum() for name in TERMS[:5]), batch.mask.sum()])
+    *sums, count = accelerator.reduce(sums).tolist()
+    return {name: total / count for name, total in zip(TERMS[:5], sums, strict=True)}
 
 
 def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
@@ -1071,11 +1090,13 @@ def main(args):
         eval_sets[prefix] = encode_episodes(found, tokenizer, max_length, flag)[0]
     if metric:
         prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")
-    returns = [sum(e.rewards) for e in episodes if e.done] or [0.0]
+    returns = [sum(e.rewards) for e in episodes if e.done] or [sum(e.rewards) for e in episodes]
     mean_return, std_return = fmean(returns), stdev(returns) if len(returns) > 1 else 0.0
     for members in [episodes, *eval_sets.values()] if args.normalize_rewards else []:
         scale_rewards(members, mean_return, std_return or 1.0)
     total_steps = args.total_steps or math.ceil(args.epochs * len(episodes) / args.batch_size)
+    error = lm_head_error(lm, torch.tensor([episodes[0].ids[:64]], device=lm.device))
+    policy.chunked_lm_head = error < 1e-4
 
     # ---- run directory, device, what to continue from
     lengths = sorted(len(e.ids) for e in episodes)
@@ -1094,12 +1115,10 @@ def main(args):
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
     eval_every = args.eval_every if eval_sets or metric else 0
-    error = lm_head_error(lm, torch.tensor([episodes[0].ids], device=device))
-    policy.chunked_lm_head = error < 1e-4
     if not policy.chunked_lm_head:
         run.say(f"all logits are computed at once: the model changes those of its output layer by {error:.1e}")
-    if std_return == 0:
-        run.say("warning: all returns are equal: nothing is to be learnt but to imitate")
+    if args.normalize_rewards and std_return == 0:
+        run.say("warning: all returns are equal, so --normalize-rewards leaves nothing to learn but to imitate")
     first, shown = episodes[0], ""
     for action, places in itertools.groupby(range(len(first.ids)), lambda place: place in first.actions):
         text = visible(tokenizer.decode([first.ids[place] for place in places]))
@@ -1115,11 +1134,10 @@ def main(args):
         f"each step {args.batch_size // world} rows a process, at most {args.micro_batch_size} a forward pass"
         f"{f'; stops: {list(args.stop)}' if args.stop else ''}"
     )
-    decoding, filters = copy.copy(args), {"top_k": args.top_k, "top_p": args.top_p}
+    shaping, decoding = {"advantage_clip": args.advantage_clip, "logit_mask": logit_mask}, copy.copy(args)
     if args.filter == "base":  # `guided` filters, not `draw`
+        shaping |= {"top_k": args.top_k, "top_p": args.top_p}
         decoding.top_k, decoding.top_p = 0, 1.0
-    else:
-        filters = {}
 
     def score(rows, outputs, output_ids):
         return on_main(accelerator, call_metric, metric, args.metric, tokenizer, rows, outputs, output_ids)
@@ -1128,16 +1146,20 @@ def main(args):
         model.eval()
         metrics, samples = {}, []
         for beta in args.betas if metric else ():
-            with policy.guided(beta, **filters, advantage_clip=args.advantage_clip, logit_mask=logit_mask):
+            with policy.guided(beta, **shaping):
                 found, sampled = evaluate_samples(accelerator, lm, tokenizer, prompts, queries, score, decoding)
             metrics |= {f"eval/{key}@beta={beta:g}": value for key, value in found.items()}
-            samples += [{"beta": beta} | row for row in sampled]
+            samples.append([{"beta": beta} | row for row in sampled])
         for prefix, members in eval_sets.items():
             found = evaluate_losses(accelerator, model, members, args, pad)
             metrics |= {prefix + key: value for key, value in found.items()}
         if samples:
-            run.samples(step, samples)
+            run.samples(step, [row for betas in zip(*samples, strict=True) for row in betas])
         return metrics
+
+    def headline(metrics):  # what chooses the best model: the first metric with the last beta, or a loss
+        last = f"@beta={args.betas[-1]:g}" if metric else f"{next(iter(eval_sets), '')}loss"
+        return next((key for key in metrics if key.startswith("eval/") and key.endswith(last)), "losses/loss")
 
     if args.check:
         evaluate(0)
@@ -1168,7 +1190,7 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, step - 1, total_steps)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        metrics = means(accelerator.reduce(sums), count)
+        metrics = loss_metrics(accelerator.reduce(sums), count)
         if not (math.isfinite(metrics["losses/loss"]) and grad_norm.isfinite()):
             bad = f"step {step}: loss {metrics['losses/loss']}, gradient norm {grad_norm}, rows {rows}"
             raise FloatingPointError(f"{bad}; the last checkpoint is intact")
@@ -1185,8 +1207,7 @@ def main(args):
         perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
         if eval_every and (step % eval_every == 0 or step == total_steps):
             metrics |= evaluate(step)
-            ending = f"@beta={args.betas[-1]:g}" if metric else ""
-            new_score = next(v if metric else -v for k, v in metrics.items() if "eval/" in k and k.endswith(ending))
+            new_score = metrics[headline(metrics)] if metric else -metrics[headline(metrics)]
             if best_score is None or new_score > best_score:
                 best_score, best_step = new_score, step
                 run.export(lm, tokenizer, "hf_model_best", {"ilql_heads.safetensors": policy.head_weights()})
@@ -1202,11 +1223,8 @@ def main(args):
     # ---- export
     run.export(lm, tokenizer, "hf_model", {"ilql_heads.safetensors": policy.head_weights()})
     title = f"{run.identity['flags']['model']} after ILQL on {run.identity['flags']['dataset']}"
-    known = [
-        key for key in run.newest_metrics() if key.startswith("eval/") and key.endswith(f"@beta={args.betas[-1]:g}")
-    ]
-    prompt = tokenizer.decode(first.ids[: first.actions[0]])
-    metrics = run.finish((known or ["losses/loss"])[0], title, prompt, USAGE.replace("BETA", f"{args.betas[-1]:g}"))
+    prompt, usage = tokenizer.decode(first.ids[: first.actions[0]]), USAGE.replace("BETA", f"{args.betas[-1]:g}")
+    metrics = run.finish(headline(run.newest_metrics()), title, prompt, usage)
     accelerator.end_training()
     return metrics, run.dir
 
@@ -1214,7 +1232,7 @@ def main(args):
 USAGE = """from transformers import AutoTokenizer; from algos.ilql import PolicyWithQ
 tokenizer, policy = AutoTokenizer.from_pretrained({folder!r}), PolicyWithQ.load({folder!r})
 with policy.guided(beta=BETA):
-    ids = policy.lm.generate(**tokenizer({prompt!r}, return_tensors='pt'), do_sample=True, max_new_tokens=20)
+    ids = policy.lm.generate(**tokenizer({prompt!r}, return_tensors='pt'), do_sample=True, top_k=0, max_new_tokens=20)
 print(tokenizer.decode(ids[0]))"""
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ def describe(value):
     kind, text = type(value).__name__, repr(getattr(value, "name_or_path", ""))
     if isinstance(value, torch.nn.Module):
         text = str([(k, t.double().sum().item(), t.double().norm().item()) for k, t in value.state_dict().items()])
+    elif isinstance(value, torch.Tensor):
+        text = str([value.shape, hashlib.sha256(value.cpu().numpy().tobytes()).digest()])
     elif isinstance(value, functools.partial):
         text = str([describe(value.func), value.args, value.keywords])
     elif callable(value) and not text.strip("'"):  # a function with what it closes over, or an object with its fields
@@ -300,9 +302,8 @@ class Run:
                 name = f"{self.dir.resolve().name}-{self.identity['hash']}"
                 wandb = {"id": name, "name": self.dir.name, "resume": "allow", "dir": str(self.dir)}
                 self.accelerator.log_with = filter_trackers([self.args.track], self.dir)
-                flags = {
-                    k: v if isinstance(v, int | float | str) else str(v) for k, v in self.identity["flags"].items()
-                }
+                flags = self.identity["flags"].items()
+                flags = {k: v if isinstance(v, int | float | str) else str(v) for k, v in flags}
                 if not self.accelerator.log_with:
                     raise ImportError(f"{self.args.track} is not installed")
                 self.accelerator.init_trackers(self.args.wandb_project, flags, {"wandb": wandb})

@@ -15,8 +15,8 @@ the hidden states of the language model pi, which goes on to imitate the data:
 
 How this differs from trlX's ILQL and the authors' code:
 - One transformer, as in trlX; the authors have three (algos/README.md has recipes for a separate policy and target).
-- --top-k and --top-p choose from pi, before Q is added, so that with them no beta leaves the likely tokens of pi (trlX's
-  order: `--filter shaped`). The targets' Q is computed only for the action taken, logits only for actions, in chunks.
+- --top-k and --top-p choose from pi, before Q is added, so that no beta leaves the likely tokens of pi with them (trlX:
+  `--filter shaped`). The targets' Q is computed only for the action taken, logits only for actions, in chunks.
 - Rows that are cut or `truncated` bootstrap from V of their last state, as in the authors' code; in trlX all rows end.
 - The targets follow every --steps-for-target-q-sync optimizer steps, counted over the whole run.
 - Losses are means over the actions of the global batch, so neither micro-batches, processes nor padding change them.

@@ -138,7 +138,7 @@ class Args:
     """Discount per token."""
     tau: float = 0.9
     """Expectile that V learns of Q over the data's actions: 0.5 is their mean, 1 their maximum."""
-    cql_scale: float = 0.01
+    cql_scale: float = 0.03
     """Weight of the CQL loss, which lowers Q for actions that the data do not take."""
     awac_scale: float = 1.0
     """Weight of the imitation loss."""
@@ -148,7 +148,7 @@ class Args:
     """Largest such weight, at least 1."""
     two_qs: bool = True
     """Two Q heads, of which the lower value counts; off: one. Losses are summed over the heads."""
-    alpha: float = 0.05
+    alpha: float = 0.02
     """Share of the online Q heads that their targets take over at a synchronisation."""
     steps_for_target_q_sync: int = 1
     """Synchronise the target Q heads every so many optimizer steps."""
@@ -182,7 +182,7 @@ class Args:
     """Optimizer steps; default: from --epochs."""
 
     # ---- evaluation by sampling
-    betas: tuple[float, ...] = (0.0, 1.0, 16.0)
+    betas: tuple[float, ...] = (0.0, 4.0, 64.0)
     """Weights of the advantage in the policy log pi + beta (Q - V), evaluated in turn as eval/<metric>@beta=<beta>. The
     last one chooses the best checkpoint. --eval-temperature divides the whole sum."""
     max_new_tokens: int = 9
@@ -212,7 +212,7 @@ class Args:
         for name, function in {"eval_prompts": "eval_prompts", "metric": "metric"}.items():
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{function}")
-        self.epochs = (3.0 if own else 38.0) if self.epochs is None else self.epochs
+        self.epochs = (3.0 if own else 25.0) if self.epochs is None else self.epochs
         given = {name: value for name, value in vars(self).items() if value is not None}
         known = ("auto", "eager", "sdpa", "flash_attention_2")
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]

@@ -86,6 +86,31 @@ CLAIMS = {
         {"reward": "eval/all/accuracy"},
         ["eval/optimality", "eval/reward", "eval/illegal"],
     ),
+    "ilql-randomwalks": Claim(
+        "ILQL on random walks: from walks of mean optimality 0.35 to the optimum, without a single new walk",
+        "eval/optimality@beta=64",
+        {"optimum 1.0": 1.0, "best walk per start in the data 0.9917": 0.9917, "data 0.3515": 0.3515},
+        [
+            ("default", "eval/optimality@beta=0", "last", ">=", 0.29, 5),
+            ("default", "eval/optimality@beta=0", "last", "<=", 0.40, 5),
+            ("default", "eval/optimality@beta=64", "best", ">=", 0.97, 5),
+            ("default", "eval/optimality@beta=64", "last", ">=", 0.97, 5),
+            ("greedy-m", "eval/optimality@beta=64", "last", ">=", 0.84, 4),
+        ],
+        {
+            "eval/optimality@beta=0": "beta 0",
+            "eval/optimality@beta=4": "beta 4",
+            "eval/illegal@beta=64": "illegal walks",
+            "losses/loss_q": "Q loss",
+        },
+        "From random weights, on the 1000 walks of the data and their optimality; 240 steps of 96 walks. 1000 sampled "
+        "walks an evaluation and beta, 50 from each start. The best walk of the data from each start has a mean of "
+        "0.9917, since start m has no optimal walk there (0.833 at best). greedy-m: the same runs with "
+        "--eval-temperature 0, from start m alone; 1.0 is a walk that no row holds, put together of parts. "
+        "sft-best-tenth: sft.py on the 100 best walks of the data. graph-0, graph-2: other graphs, same flags.",
+        {"sft-best-tenth": "eval/optimality"},
+        ["eval/optimality@beta=64", "eval/optimality@beta=0"],
+    ),
     "ppo-randomwalks": Claim(
         "PPO on random walks reaches the optimum; a strong KL penalty holds the data's level",
         "eval/optimality",
@@ -118,6 +143,7 @@ CLAIMS = {
 SUMMARY = {  # script: paper, claim, variant, name of the score
     "sft.py": ("maximum likelihood", "sft-randomwalks", "default", "optimality"),
     "ppo.py": ("Schulman et al. 2017", "ppo-randomwalks", "default", "optimality"),
+    "ilql.py": ("Snell et al. 2022", "ilql-randomwalks", "default", "optimality"),
     "reward.py": ("Ouyang et al. 2022", "chain-randomwalks", "reward", "accuracy"),
     "dpo.py": ("Rafailov et al. 2023", "chain-randomwalks", "dpo", "optimality"),
 }

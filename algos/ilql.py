@@ -243,7 +243,7 @@ steps_for_target_q_sync max_new_tokens decode_batch_size""".split()
 ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature cql_scale awac_scale
 awac_beta""".split()
 POSITIVE = "lr epochs awac_clip".split()
-CHUNK = 2**23  # logits of one chunk; 4 times as many were slower on a CPU
+CHUNK = 2**23  # logits of one chunk: 32 MB in float32
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -393,12 +393,12 @@ class PolicyWithQ(nn.Module):
         return model
 
     def load_heads(self, directory):
-        weights = safetensors.torch.load_file(Path(directory) / "ilql_heads.safetensors")
-        if odd := self.head_weights().keys() ^ weights.keys():
-            raise InputError(f"{directory}/ilql_heads.safetensors does not fit --two-qs: it differs in {min(odd)}")
         try:
+            weights = safetensors.torch.load_file(Path(directory) / "ilql_heads.safetensors")
+            if odd := self.head_weights().keys() ^ weights.keys():
+                raise RuntimeError(f"--two-qs? It differs in {min(odd)}")
             self.load_state_dict(self.state_dict() | weights)
-        except RuntimeError as error:
+        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
             raise InputError(f"{directory}/ilql_heads.safetensors does not fit the model: {error}") from None
 
 
@@ -412,7 +412,7 @@ def hidden_states(lm, ids, logits=False):
 
     def keep(_, inputs):
         found.append(inputs[0])
-        return inputs if logits else (inputs[0][:, :1], *inputs[1:])
+        return inputs if logits else (inputs[0][:, :1].contiguous(), *inputs[1:])  # see load_model
 
     hook = lm.get_output_embeddings().register_forward_pre_hook(keep)
     try:
@@ -707,6 +707,9 @@ def row_pieces(rows, tokenizer, flag):
     return [chat_pieces(tokenizer, *chat, f"{flag} row {i}") for i, chat in enumerate(chats, 1)]
 
 
+FORMS = ("prompt", "completion", "dialogue")
+
+
 def encode_pieces(rows, tokenizer, flag):
     """Yields (ids, begins) of each row: its tokens, where each piece of it (`row_pieces`) begins, and its length.
 
@@ -715,7 +718,7 @@ def encode_pieces(rows, tokenizer, flag):
     The end token is appended once; in a chat the template ends the turns.
     """
     chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos, eos, plain = tokenizer.bos_token_id, tokenizer.eos_token_id, chat or rows[0].keys().isdisjoint(FORMS)
     whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
     options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
     encoded, heads = tokenizer(whole, **options)["input_ids"], iter(tokenizer(prefixes, **options)["input_ids"])
@@ -725,8 +728,9 @@ def encode_pieces(rows, tokenizer, flag):
         ids = ids if chat or ids[-1:] == [eos] else [*ids, eos]
         ids = ids[:-1] if ids[-2:] == [eos, eos] and not chat else ids
         begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in parts[1:]), len(ids)]
-        if begins[1] == 0 and bos is not None and not chat and "text" not in rows[0]:
-            ids, begins = [bos, *ids], [0, *(begin + 1 for begin in begins[1:])]
+        if begins[1] == 0 and bos is not None and not plain:
+            new = int(ids[0] != bos)
+            ids, begins = [bos] * new + ids, [0, *(max(1, begin + new) for begin in begins[1:])]
         yield ids, begins
 
 
@@ -748,7 +752,7 @@ def encode_episodes(rows, tokenizer, max_length, flag):
     A row that is longer than max_length is cut before an action, so that it ends in a state where one is taken, and
     loses the rewards behind.
     """
-    if rows[0].keys().isdisjoint(("messages", "prompt", "completion", "dialogue")):
+    if rows[0].keys().isdisjoint(("messages", *FORMS)):
         plain = [{"prompt": "", "completion": text} for text in texts(rows, "text", flag)]
         rows = [new | {k: v for k, v in row.items() if k != "text"} for new, row in zip(plain, rows, strict=True)]
     if "reward" not in rows[0]:

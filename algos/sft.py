@@ -453,6 +453,9 @@ def row_pieces(rows, tokenizer, flag):
     return [chat_pieces(tokenizer, *chat, f"{flag} row {i}") for i, chat in enumerate(chats, 1)]
 
 
+FORMS = ("prompt", "completion", "dialogue")
+
+
 def encode_pieces(rows, tokenizer, flag):
     """Yields (ids, begins) of each row: its tokens, where each piece of it (`row_pieces`) begins, and its length.
 
@@ -461,7 +464,7 @@ def encode_pieces(rows, tokenizer, flag):
     The end token is appended once; in a chat the template ends the turns.
     """
     chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos, eos, plain = tokenizer.bos_token_id, tokenizer.eos_token_id, chat or rows[0].keys().isdisjoint(FORMS)
     whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
     options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
     encoded, heads = tokenizer(whole, **options)["input_ids"], iter(tokenizer(prefixes, **options)["input_ids"])
@@ -471,8 +474,9 @@ def encode_pieces(rows, tokenizer, flag):
         ids = ids if chat or ids[-1:] == [eos] else [*ids, eos]
         ids = ids[:-1] if ids[-2:] == [eos, eos] and not chat else ids
         begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in parts[1:]), len(ids)]
-        if begins[1] == 0 and bos is not None and not chat and "text" not in rows[0]:
-            ids, begins = [bos, *ids], [0, *(begin + 1 for begin in begins[1:])]
+        if begins[1] == 0 and bos is not None and not plain:
+            new = int(ids[0] != bos)
+            ids, begins = [bos] * new + ids, [0, *(max(1, begin + new) for begin in begins[1:])]
         yield ids, begins
 
 

@@ -1,0 +1,619 @@
+"""Throughput and memory of algos/ilql.py on a CPU, beside the structure of trlX's ILQL step, re-implemented here.
+
+trlX itself is no package of the registry and needs libraries of 2023, so the peer, `trlx_structure`, does the work of a
+step in the way that trlX does it, in this file's own words (`TrlxStructure`). Workloads:
+
+    walks   a step of 100 rows of the random walks task (6 layers, width 144, vocabulary 25)
+    gpt2    a step of 8 rows of 16 to 64 tokens on the model of ppo_gpt2_small.py (vocabulary 50257)
+    memory  forward and backward of 32 such rows, to compare the peak memory of the losses
+
+The measurement is that of ppo_gpt2_small.py.
+
+    bash benchmarks/throughput/run_ilql.sh    # on a quiet machine: writes results_ilql.csv and README_ILQL.md
+
+and the parts that run_ilql.sh uses:
+
+    python benchmarks/throughput/ilql_vs_trlx.py --prepare MODEL_DIR
+    python benchmarks/throughput/ilql_vs_trlx.py --mode gpt2-fp32 --model MODEL_DIR --results results_ilql.csv
+    python benchmarks/throughput/ilql_vs_trlx.py --write    # README_ILQL.md from results_ilql.csv; or --table
+    python benchmarks/throughput/ilql_vs_trlx.py --check    # exit 1 where README_ILQL.md does not follow from it, or
+                                                            # the two systems do not do the same work on `walks`
+"""
+
+import copy
+import os
+import sys
+import time
+from functools import reduce
+from statistics import fmean, mean, median, stdev
+
+import ppo_gpt2_small
+import torch
+from ppo_gpt2_small import END, HERE, LR, MACHINE, MEMORY, PEAK, VOCABULARY, forward_flops, main, short_run, spread
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from algos import ilql  # found by way of ppo_gpt2_small
+from benchmarks.tasks import randomwalks
+from common.seeding import rng, stream_rows
+
+# ---- Workloads -------------------------------------------------------------------------------------------------------
+
+STEPS = int(os.environ.get("STEPS", 4))  # of a process on gpt2, the first printed and not counted
+WALK_STEPS, WALK_SKIPPED, SKIPPED = 10 * STEPS, 5, 1
+WALK_BATCH, BATCH, MEMORY_BATCH = 100, 8, 32
+SHORTEST, LONGEST, ROWS = 16, 64, 128
+SEED, WALK_LR, BETAS = 1, 2e-4, (0.9, 0.95)
+DERIVED = 128, 64, 64  # rows, tokens and actions of a default batch of trlX, if all tokens are actions
+WORKLOADS = {  # steps, of which not counted, rows of a step, learning rate
+    "walks": (WALK_STEPS, WALK_SKIPPED, WALK_BATCH, WALK_LR),
+    "gpt2": (STEPS, SKIPPED, BATCH, LR),
+    "memory": (0, 0, MEMORY_BATCH, LR),
+}
+
+_BF16 = {"mixed_precision": "bf16"}
+OURS = {  # modes of algos/ilql.py: flags, and what they show
+    "walks-fp32": ({}, "defaults: matmul precision medium, eager attention, fused AdamW; one forward of 100 rows"),
+    "walks-bf16": (_BF16, "`--mixed-precision bf16`: weights, heads and optimizer fp32"),
+    "gpt2-fp32": ({}, "defaults; one forward of 8 rows"),
+    "gpt2-fp32-highest": ({"attn_implementation": "eager"}, "gpt2-fp32 without matmul precision medium"),
+    "gpt2-fp32-micro-4": ({"micro_batch_size": 4}, "`--micro-batch-size 4`: forwards of 4 rows, sorted by length"),
+    "gpt2-fp32-malloc": ({}, "gpt2-fp32 without keeping freed memory (glibc's default thresholds)"),
+    "gpt2-bf16": (_BF16, "`--mixed-precision bf16`: weights, heads and optimizer fp32"),
+    "memory-fp32": ({}, "forward and backward of 32 rows at once"),
+    "memory-bf16": (_BF16, "the same with `--mixed-precision bf16`"),
+}
+_DEFAULTS = "torch's defaults: matmul precision highest, sdpa attention, AdamW not fused"
+_SAME = "with our switches of the process: precision medium, eager, fused AdamW, keeping freed memory"
+PEER = {  # modes of the peer: our switches, and what they are
+    "walks-trlx-defaults": (False, _DEFAULTS),
+    "walks-trlx-same-flags": (True, _SAME),
+    "gpt2-trlx-defaults": (False, _DEFAULTS),
+    "gpt2-trlx-same-flags": (True, _SAME),
+    "memory-trlx-defaults": (False, "forward and backward of 32 rows at once"),
+}
+SETTINGS = ("defaults", "same-flags")
+LOSSES = ("loss", "loss_q", "loss_v", "loss_cql", "loss_awac")
+
+
+def rows(workload):
+    """The rows: walks with their optimality, or texts of whole words whose two lengths are log-normal where a row has
+    16 to 64 tokens with the end token, and whose reward is normal."""
+    if workload == "walks":
+        return randomwalks.rewarded()
+    draws = rng(SEED, "lengths").lognormal((2.2, 3.2), (0.5, 0.5), (10 * ROWS, 2)).round().astype(int)
+    whole, found = draws.sum(1) + 1, []
+    kept = draws[(draws.min(1) >= 2) & (whole >= SHORTEST) & (whole <= LONGEST)][:ROWS].tolist()
+    rewards = rng(SEED, "rewards").standard_normal(ROWS).tolist()
+    for row, ((prompt, output), reward) in enumerate(zip(kept, rewards, strict=True)):
+        words = [f"w{i}" for i in rng(SEED, "ids", row).integers(END + 1, VOCABULARY, prompt + output)]
+        texts = " ".join(words[:prompt]), "".join(f" {word}" for word in words[prompt:])
+        found.append({"prompt": texts[0], "completion": texts[1], "reward": reward})
+    return found
+
+
+def order(workload):
+    """[indices of the rows of a step], one for each step, as algos/ilql.py draws them."""
+    steps, _, batch, _ = WORKLOADS[workload]
+    size, steps = len(rows(workload)), max(1, steps)
+    return [stream_rows(SEED, "data", size, step * batch, batch) for step in range(steps)]
+
+
+def settings(workload, flags, model):
+    """Flags of algos/ilql.py: the hyperparameters of trlX's random walks, a constant learning rate, no clipping."""
+    steps, _, batch, lr = WORKLOADS[workload]
+    fixed = {"max_grad_norm": 0.0, "lr_schedule": "constant", "warmup_steps": 0, "adam_betas": BETAS, "two_qs": True}
+    fixed |= {"gamma": 0.99, "tau": 0.8, "cql_scale": 0.1, "awac_scale": 1.0, "awac_beta": 0.0}
+    fixed |= {"alpha": 0.1, "steps_for_target_q_sync": 5}
+    fixed |= {"model": model, "dataset": rows(workload), "max_length": LONGEST, "seed": SEED, "lr": lr}
+    return fixed | {"batch_size": batch, "total_steps": max(1, steps), "micro_batch_size": batch} | flags
+
+
+def load(workload, model):
+    """(model, tokenizer, path, rows as algos/ilql.py encodes them, Args), the rewards scaled as both systems do."""
+    path = randomwalks.untrained_model() if workload == "walks" else str(model)
+    args = ilql.Args(**settings(workload, {}, path))
+    lm, tokenizer = ilql.load_model(args, path)
+    episodes, _ = ilql.encode_episodes(args.dataset, tokenizer, LONGEST, "rows")
+    assert len(episodes) == len(args.dataset)
+    returns = [sum(episode.rewards) for episode in episodes]
+    ilql.scale_rewards(episodes, fmean(returns), stdev(returns))
+    return lm, tokenizer, episodes, args
+
+
+def useful_flops(episodes):
+    """Floating-point operations of a step that cannot be left out: no padding, nothing computed twice; no forward of
+    the last token of a row, which ended; the output layer, V, both Q and the first layer of both targets at actions."""
+    width, vocabulary = ppo_gpt2_small.WIDTH, ppo_gpt2_small.VOCABULARY
+    first, total = 2 * width**2, 0  # weights in the first layer of a head
+    for episode in episodes:
+        total += 3 * forward_flops(len(episode.ids) - 1, len(episode.actions))
+        heads = 6 * (first + 2 * width) + 2 * 6 * (first + 2 * width * vocabulary) + 2 * 2 * first
+        total += heads * len(episode.actions)
+    return total
+
+
+def derived_loss_memory(rows, tokens, actions, vocabulary):
+    """(peer, plainrl): bytes of the tensors with a vocabulary dimension that are alive at once.
+
+    Peer, when the losses have been computed: logits at every token; at every action Q and target Q of two heads, the
+    logits selected there, and three log-softmaxes. plainrl: logits or a log-softmax and two gradients of a chunk.
+    """
+    chunk = min(rows * actions, max(1, ilql.CHUNK // vocabulary))
+    return 4 * vocabulary * rows * (tokens + 8 * actions), 4 * vocabulary * 3 * chunk
+
+
+# ---- The peer --------------------------------------------------------------------------------------------------------
+
+
+def collate(episodes):
+    """{name: tensor padded at the right with zeros}: tokens, the place before each action, these and the last place,
+    rewards of the actions, and 1 for every state but the last."""
+    names = ("ids", "mask", "actions_ixs", "states_ixs", "rewards", "dones")
+    columns = [[] for _ in names]
+    for episode in episodes:
+        before = [place - 1 for place in episode.actions]
+        states, alive = [*before, len(episode.ids) - 1], [1] * len(before) + [0]
+        found = (episode.ids, [1] * len(episode.ids), before, states, episode.rewards, alive)
+        for column, value in zip(columns, found, strict=True):
+            column.append(torch.tensor(value))
+    return {name: pad_sequence(column, batch_first=True) for name, column in zip(names, columns, strict=True)}
+
+
+def select(x, places):
+    """x (B, T, D) at places (B, N): (B, N, D)."""
+    return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def statistics_of(x, mask, n):
+    """Mean, smallest, largest and standard deviation where mask is 1, each fetched from the device."""
+    center = (x * mask).sum() / n
+    least, most = torch.where(mask > 0, x, torch.inf).min(), torch.where(mask > 0, x, -torch.inf).max()
+    spread = (((x - center) * mask).square().sum() / n).sqrt()
+    return {name: value.item() for name, value in dict(mean=center, min=least, max=most, std=spread).items()}
+
+
+class TrlxStructure(nn.Module):
+    """The work of an ILQL step as trlX does it: all logits at every position, online and target Q over the whole
+    vocabulary at the padded actions, of which the taken ones are gathered afterwards; everything in float32."""
+
+    def __init__(self, lm, weights):
+        super().__init__()
+        self.lm, (vocabulary, width) = lm, lm.get_output_embeddings().weight.shape
+
+        def head(size):
+            return nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, size))
+
+        with torch.device("meta"):
+            self.v_head, self.q_heads = head(1), nn.ModuleList([head(vocabulary), head(vocabulary)])
+            self.target_q_heads = copy.deepcopy(self.q_heads).requires_grad_(False)
+        assert not self.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+
+    def forward(self, batch):
+        output = self.lm(
+            input_ids=batch["ids"], attention_mask=batch["mask"], output_hidden_states=True, use_cache=False
+        )
+        hidden = output.hidden_states[-1]
+        at_actions, at_states = select(hidden, batch["actions_ixs"]), select(hidden, batch["states_ixs"])
+        with torch.no_grad():
+            target_qs = [head(at_actions) for head in self.target_q_heads]
+        qs, values = [head(at_actions) for head in self.q_heads], self.v_head(at_states)[..., 0]
+        return output.logits, qs, target_qs, values
+
+    def losses(self, batch, args):
+        """({name: loss}, statistics): means over the actions of this batch."""
+        logits, qs, target_qs, values = self(batch)
+        mask, dones = batch["dones"][:, :-1], batch["dones"][:, 1:]
+        n, vocabulary = mask.sum().clamp(min=1), logits.shape[-1]
+        actions = batch["ids"][:, 1:].gather(1, batch["actions_ixs"])[..., None]
+        q = [x.gather(-1, actions)[..., 0] for x in qs]
+        target_q = reduce(torch.minimum, [x.gather(-1, actions)[..., 0] for x in target_qs])
+        v, next_v = values[:, :-1], values[:, 1:].detach()
+        wanted = batch["rewards"] + args.gamma * next_v * dones
+
+        def average(x):
+            return (x * mask).sum() / n
+
+        def cross_entropy(x):
+            nll = F.cross_entropy(x.reshape(-1, vocabulary), actions.reshape(-1), reduction="none")
+            return nll.view(mask.shape)
+
+        gap = target_q - v
+        weight = (args.awac_beta * gap.detach()).exp()
+        found = {
+            "loss_q": sum(average((x - wanted).square()) for x in q),
+            "loss_v": average(torch.where(gap >= 0, args.tau, 1 - args.tau) * gap.square()),
+            "loss_cql": sum(average(cross_entropy(x)) for x in qs),
+            "loss_awac": average(cross_entropy(select(logits, batch["actions_ixs"])) * weight),
+        }
+        loss = found["loss_q"] + found["loss_v"] + args.cql_scale * found["loss_cql"]
+        found = {"loss": loss + args.awac_scale * found["loss_awac"]} | found
+        with torch.no_grad():
+            observed = {"values": v, "awac_weight": weight} | {f"qvalues/{i}": x for i, x in enumerate(q)}
+            stats = {name: statistics_of(x, mask, n) for name, x in observed.items()}
+        return found, stats | {name: value.item() for name, value in found.items()}
+
+
+def build_peer(lm, longest, args, same_flags):
+    """The peer with the weights with which algos/ilql.py starts, and its optimizer."""
+    if same_flags:
+        ilql.set_attention(lm, args, torch.device("cpu"), longest)
+    else:
+        lm.set_attn_implementation("sdpa")
+    peer = TrlxStructure(lm, ilql.PolicyWithQ(lm, True, SEED).head_weights())
+    weights = [weight for weight in peer.parameters() if weight.requires_grad]
+    options = {"lr": args.lr, "betas": args.adam_betas, "eps": args.adam_eps, "weight_decay": 0.0}
+    return peer, torch.optim.AdamW(weights, **options | ({"fused": True} if same_flags else {}))
+
+
+def peer_steps(workload, same_flags, model):
+    """(seconds of every step, {name: loss} of every step, norm of the first gradient)."""
+    lm, _, episodes, args = load(workload, model)
+    peer, optimizer = build_peer(lm, max(len(e.ids) for e in episodes), args, same_flags)
+    seconds, losses, grad_norm = [], [], None
+    for step, drawn in enumerate(order(workload), 1):
+        begun = time.perf_counter()
+        found, stats = peer.losses(collate([episodes[row] for row in drawn]), args)
+        found["loss"].backward()
+        seconds.append(time.perf_counter() - begun)
+        if step == 1:
+            grads = [weight.grad for weight in peer.parameters() if weight.grad is not None]
+            grad_norm = nn.utils.get_total_norm(grads).item()
+            del grads
+        begun = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % args.steps_for_target_q_sync == 0:
+            with torch.no_grad():
+                for slow, fast in zip(peer.target_q_heads.parameters(), peer.q_heads.parameters(), strict=True):
+                    slow.copy_(args.alpha * fast + (1 - args.alpha) * slow)
+        seconds[-1] += time.perf_counter() - begun
+        losses.append({name: stats[name] for name in LOSSES})
+    return seconds, losses, grad_norm
+
+
+# ---- Measurement -----------------------------------------------------------------------------------------------------
+
+
+def our_steps(workload, name, flags, model):
+    """The same of a short run of algos/ilql.py."""
+    path = randomwalks.untrained_model() if workload == "walks" else str(model)
+    perf, metrics = short_run(ilql, name, **settings(workload, flags, path))
+    losses = [{name: line[f"losses/{name}"] for name in LOSSES} for line in metrics]
+    return [line["perf/seconds_update"] for line in perf], losses, metrics[0]["optim/grad_norm"]
+
+
+def figures(workload, system, model, seconds, losses, grad_norm, memory=("", "")):
+    """Columns of the CSV file and useful GFLOP/s."""
+    steps, skipped, batch, _ = WORKLOADS[workload]
+    shape = (6, 144, 25) if workload == "walks" else ()  # of randomwalks.untrained_model, for record() and flops
+    for name, value in zip(("LAYERS", "WIDTH", "VOCABULARY"), shape, strict=False):
+        setattr(ppo_gpt2_small, name, value)
+    _, _, episodes, _ = load(workload, model)
+    drawn = [[episodes[row] for row in step] for step in order(workload)]
+    lengths = [[len(episode.ids) for episode in step] for step in drawn]
+    counted, tokens = seconds[skipped:], sum(map(sum, lengths))
+    print("  seconds", *(f"{s:.3f}" for s in seconds), f"(the first {skipped} are not counted)")
+    print("  losses", *(f"{found['loss']:.4f}" for found in losses), flush=True)
+    columns = {
+        "system": system,  # record() calls all modes plainrl: the peer, too, runs in this environment
+        "seconds": f"{median(counted):.4f}" if counted else "", "seconds_first": f"{seconds[0]:.4f}" if steps else "",
+        "counted": len(counted), "batch": batch,
+        "rows_per_sec": f"{batch / median(counted):.2f}" if counted else "",
+        "row_tokens": f"{tokens / len(drawn) / batch:.2f}",
+        "row_actions": f"{mean(len(episode.actions) for step in drawn for episode in step):.2f}",
+        "padding": f"{1 - tokens / sum(batch * max(step) for step in lengths):.4f}",
+        "first_tokens": max(lengths[0]), "first_actions": max(len(episode.actions) for episode in drawn[0]),
+        "losses": " ".join(f"{found['loss']:.6f}" for found in losses),
+        "first": " ".join(f"{losses[0][name]:.6f}" for name in LOSSES), "grad_norm": f"{grad_norm:.6f}",
+        "loss_mb": memory[0], "loss_gradients_mb": memory[1],
+    }  # fmt: skip
+    flops = [useful_flops(step) for step in drawn[skipped:]] if counted else []
+    return columns, median(n / s for n, s in zip(flops, counted, strict=True)) / 1e9 if counted else 0.0
+
+
+def measure(mode, model):
+    """What record() stores of a run."""
+    workload, _, name = mode.partition("-")
+    system = "plainrl" if mode in OURS else "trlx_structure"
+    if workload == "memory":
+        return figures(workload, system, model, *measure_memory(mode, model))
+    steps = (
+        our_steps(workload, name, OURS[mode][0], model) if mode in OURS else peer_steps(workload, PEER[mode][0], model)
+    )
+    return figures(workload, system, model, *steps)
+
+
+def loss_peak(lm, backward):
+    """Bytes: the largest amount of memory that torch has allocated between the moment at which the transformer has
+    returned its last hidden states and that at which their gradient is complete, above what it has at the former."""
+    marks = "loss phase begins", "loss phase ends"
+
+    def mark(name):
+        with torch.profiler.record_function(name):
+            pass
+
+    def began(module, inputs, output):
+        mark(marks[0])
+        output.last_hidden_state.register_hook(lambda gradient: mark(marks[1]))
+
+    hook = lm.base_model.register_forward_hook(began)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        backward()
+    hook.remove()
+    events = profiler.profiler.kineto_results.events()
+    begin, end = (next(event.start_ns() for event in events if event.name() == name) for name in marks)
+    sizes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    level = peak = 0
+    for moment, size in sizes:
+        if begin <= moment <= end:
+            level += size
+            peak = max(peak, level)
+    return peak
+
+
+def measure_memory(mode, model):
+    """What figures() gets of forward and backward of a batch without optimizer: no seconds."""
+    lm, tokenizer, episodes, args = load("memory", model)
+    batch = [episodes[row] for row in order("memory")[0]]
+    if mode in OURS:
+        ilql.set_attention(lm, args, torch.device("cpu"), max(len(e.ids) for e in episodes))
+        policy = ilql.PolicyWithQ(lm, args.two_qs, args.seed)
+        assert ilql.lm_head_error(lm, torch.tensor([batch[0].ids])) < 1e-4
+        batch = ilql.Batch.of(sorted(batch, key=lambda e: len(e.ids)), tokenizer.pad_token_id, "cpu")
+
+        def losses():
+            with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in mode):
+                terms = policy(batch, args)
+            return {name: terms[name].sum() / batch.mask.sum() for name in LOSSES}
+    else:
+        policy, _ = build_peer(lm, None, args, PEER[mode][0])
+        batch = collate(batch)
+
+        def losses():
+            return policy.losses(batch, args)[0]
+
+    first = []
+
+    def backward():
+        found = losses()
+        found["loss"].backward()
+        first.append({name: value.item() for name, value in found.items()})
+
+    trained = loss_peak(lm, backward)
+    grads = [weight.grad for weight in policy.parameters() if weight.grad is not None]
+    grad_norm = nn.utils.get_total_norm(grads).item()
+    policy.zero_grad()
+    output_layer = lm.get_output_embeddings()
+    for weight in (w for head in (policy.v_head, policy.q_heads, output_layer) for w in head.parameters()):
+        weight.requires_grad_(False)
+    # where a weight is frozen, CPU kernels copy it for every row of a strided input: not so in training
+    output_layer.forward = lambda x: F.linear(x.contiguous(), output_layer.weight)
+    memory = [f"{peak / 2**20:.1f}" for peak in (loss_peak(lm, backward), trained)]
+    return [], first[:1], grad_norm, memory
+
+
+# ---- Table -----------------------------------------------------------------------------------------------------------
+
+README = """# Throughput: ILQL beside the structure of trlX's step
+
+`trlx_structure` is **not trlX's code**: it is this benchmark's re-implementation, in its own words, of the work that an
+ILQL step of trlX does. trlX itself is no package of the registry and needs libraries of 2023, so it was not run here.
+{TRLX_ITSELF}
+
+`run_ilql.sh` writes results_ilql.csv, and ilql_vs_trlx.py this file from it. On a CPU; random weights.
+
+Goals, and what was measured (medians over the runs, smallest and largest in brackets):
+
+{goals}
+
+## Random walks: {walk_batch} rows a step
+
+{walk_layers} layers, width {walk_width}, vocabulary {walk_vocabulary}; rows of {walk_tokens} tokens on average, of
+which {walk_actions} are actions; {walk_padding} % of the positions are padding.
+
+{walks}
+
+## GPT-2 small: {gpt2_batch} rows a step
+
+{gpt2_layers} layers, width {gpt2_width}, vocabulary {gpt2_vocabulary}; rows of {SHORTEST} to {LONGEST} tokens,
+log-normal (mean {gpt2_tokens}, of which {gpt2_actions} are actions); {gpt2_padding} % of the positions are padding.
+
+{gpt2}
+
+## Memory of the losses: {memory_batch} such rows at once
+
+{memory}
+
+Derived by arithmetic, not measured: the float32 tensors with a vocabulary dimension that are alive at once, for the
+padded shape of the table above and for a batch of 128 rows of 64 tokens that are all actions (the default size in
+trlX). Peer: 1 of rows x tokens and 8 of rows x actions (Q and target Q of two heads, the selected logits, three
+log-softmaxes). plainrl: 3 of one chunk of {chunk} actions, however many there are.
+
+{derived}
+
+## Modes and columns
+
+{notes}
+
+- `times peer`: seconds of the peer over seconds of the row, both of the same repeat; above 1, the row is faster.
+- `times plainrl`: the same against the first row of plainrl.
+- `step s`: median over the counted steps of a run (walks: {walk_counted}, GPT-2 small: {gpt2_counted}), with the
+  collation of the batch.
+{MEMORY}\
+- `loss memory MB`: what torch has allocated at most between the moment at which the transformer has returned its last
+  hidden states and that at which their gradient is complete, above the level at the former, from the allocations
+  and releases that torch's profiler records. So weights, optimizer and activations of the transformer do not count. The
+  weights of the heads and of the output layer are frozen in this pass, so neither do their gradients.
+- `with gradients MB`: the same when they are trained, as in a step: their gradients and the buffers in which these are
+  made count.
+- `times less`: loss memory of the peer over that of the row.
+- `fraction of GEMM peak`: useful work (forward and backward without padding, no last token of a row, output layer and
+  heads at actions only, targets only at the token taken, nothing twice) over seconds
+  and {PEAK}
+Protocol: the systems in turn, one process a run; walks: {WALK_SKIPPED} steps before the counted ones, GPT-2 small:
+{SKIPPED}. Both start from the same weights and take the same rows in the same order, with AdamW of the same betas, a
+constant learning rate, no weight decay and no clipping (plainrl still computes the norm of the gradient, the peer does
+not). Dropout, evaluation and saving are off. The peer: Hugging Face's model with all hidden states and the logits of
+every position; Q and target Q over the whole vocabulary at the padded actions, of which the taken ones are gathered;
+cross-entropies of full float32 logits; mean, smallest, largest and deviation of values and Q fetched every step; rows
+padded to the longest of the batch; targets synchronised every 5 steps. In its favour: no key-value cache is made, the
+targets' Q has no graph, and the targets follow by the step count (main of trlX rarely synchronises).
+
+Did the runs do the same work? Largest differences between two runs of either system:
+
+{same_work}
+
+No table is written where, in fp32, a loss of the first step (total, Q, V, CQL, imitation) or the norm of its gradient
+differs by more than {TOLERANCE} relatively.
+Load average before a run, the runs before it included: {loads}.
+
+Not measured: trlX itself, GPUs, other shapes, pretrained weights, several processes, sampling, start-up, saving.
+
+{MACHINE}"""
+TRLX_ITSELF = """The only figures of trlX itself that are known here: random walks, 0.107 s a step of 100 rows, and 200
+such steps in about 57 s with evaluations, on another day and maybe another CPU. They are not comparable with the
+tables below."""
+TOLERANCE = 1e-4
+
+
+def relative(values):
+    return (max(values) - min(values)) / max(map(abs, values))
+
+
+def precision(row):
+    return "bf16" if "bf16" in row["mode"] else "fp32"
+
+
+def same_work(rows):
+    """How far the runs agree, as text, for each workload and precision; exits where those in fp32 did not do the same
+    work. Rows in bf16 are compared with the others."""
+    parts = []
+    for workload in WORKLOADS:
+        of_workload = [row for row in rows if row["mode"].startswith(workload)]
+        for kind in ("fp32", "bf16"):
+            found = [row for row in of_workload if kind == "bf16" or precision(row) == "fp32"]
+            if kind not in map(precision, of_workload):
+                continue
+            first = list(zip(*(map(float, row["first"].split()) for row in found), strict=True))
+            norm = relative([float(row["grad_norm"]) for row in found])
+            course = list(zip(*(map(float, row["losses"].split()) for row in found), strict=True))
+            gaps = dict(zip(LOSSES, map(relative, first), strict=True))
+            if kind == "fp32" and max(*gaps.values(), norm) > TOLERANCE:
+                text = ", ".join(f"{name} {gap:.2g}" for name, gap in gaps.items())
+                sys.exit(
+                    f"not the same work in {workload}: first losses differ by {text}, gradient norms by {norm:.2g}"
+                )
+            text = (
+                f"- {workload} {kind}{' against fp32' * (kind == 'bf16')}: {max(gaps.values()):.1g} relatively in the "
+            )
+            text += (
+                f"losses of the first step (total {median(first[0]):.4f}), {norm:.1g} in the norm of its\n  gradient"
+            )
+            parts.append(text + f", {max(map(relative, course)):.1g} in the total of any step" * (len(course) > 1))
+    return "\n".join(parts)
+
+
+def grid(lines):
+    """A table of Markdown, without columns that are empty."""
+    used = [i for i in range(len(lines[0])) if any(cells[i] for cells in lines[1:])]
+    lines = [[cells[i] for i in used] for cells in lines]
+    lines.insert(1, ["---"] * len(used))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def ratios(runs, column, mode, other):
+    """column of `other` over that of mode, for each repeat that both have."""
+    both = [repeat for repeat in runs.get(mode, ()) if repeat in runs.get(other, ())]
+    return [float(runs[other][repeat][column]) / float(runs[mode][repeat][column]) for repeat in both]
+
+
+def readme(rows):
+    """The text of README_ILQL.md."""
+    runs = {mode: {row["repeat"]: row for row in rows if row["mode"] == mode} for mode in OURS | PEER}
+    runs = {mode: found for mode, found in runs.items() if found}
+    shown = {"seconds": ("step s", 3), "rows_per_sec": ("rows/s", 1), "peak_memory_mb": ("peak memory MB", 0)}
+    shown |= {"fraction": ("fraction of GEMM peak", 3)}
+    losses = {"loss_mb": ("loss memory MB", 0), "loss_gradients_mb": ("with gradients MB", 0)}
+    losses |= {"peak_memory_mb": ("peak memory MB", 0)}
+    fields = {}
+    for workload, columns in {"walks": shown, "gpt2": shown, "memory": losses}.items():
+        members = [mode for mode in runs if mode.startswith(workload)]
+        if not members:
+            sys.exit(f"the results have no runs of {workload}")
+        peers = [f"{workload}-trlx-{setting}" for setting in SETTINGS]
+        first, of_memory = f"{workload}-fp32", workload == "memory"
+        headings = ["times less"] if of_memory else [f"times peer {s}" for s in SETTINGS] + ["times plainrl"]
+        table = [["system", "mode", "runs", *(heading for heading, _ in columns.values()), *headings]]
+        for mode in members:
+            found = list(runs[mode].values())
+            cells = [found[0]["system"], mode, str(len(found))]
+            cells += [spread([float(row[name]) for row in found], digits) for name, (_, digits) in columns.items()]
+            for other in peers[:1] if of_memory else [*peers, first]:
+                times = ratios(runs, "loss_mb" if of_memory else "seconds", mode, other)
+                cells.append("1" if mode == other else spread(times, 1 if of_memory else 2) if times else "")
+            table.append(cells)
+        fields[workload] = grid(table)
+        row, prefix = runs[members[0]][next(iter(runs[members[0]]))], workload.removesuffix("s")
+        sizes = zip(("layers", "width", "vocabulary"), row["shape"].split("x"), strict=True)
+        fields |= {f"{prefix}_{name}": size for name, size in sizes}
+        fields |= {f"{prefix}_{name}": row[name] for name in ("batch", "counted")}
+        fields |= {f"{prefix}_tokens": row["row_tokens"], f"{prefix}_actions": row["row_actions"]}
+        fields[f"{prefix}_padding"] = f"{100 * float(row['padding']):.0f}"
+    vocabulary = int(fields["memory_vocabulary"])
+    row = next(row for row in rows if row["mode"].startswith("memory"))
+    derived = [["rows", "tokens", "actions", "peer MB", "plainrl MB", "times less"]]
+    for sizes in (tuple(int(row[name]) for name in ("batch", "first_tokens", "first_actions")), DERIVED):
+        peer, own = derived_loss_memory(*sizes, vocabulary)
+        derived.append([*map(str, sizes), f"{peer / 2**20:.0f}", f"{own / 2**20:.0f}", f"{peer / own:.0f}"])
+    goals = []
+    for mode, other, column, goal, what in GOALS:
+        times = ratios(runs, column, mode, other)
+        if times:
+            verdict = "reached" if median(times) >= goal else "missed"
+            text = f"- {what}, {mode} against {other}: {spread(times, 2)} times less"
+            goals.append(f"{text}; goal {goal}: {verdict}")
+    peaks = {kind: [float(row["peak_gflops"]) for row in rows if precision(row) == kind] for kind in ("fp32", "bf16")}
+    peaks = ", ".join(f"{kind} {spread(found, 0)} GFLOP/s" for kind, found in peaks.items() if found)
+    same = {
+        name: ", ".join(sorted({row[name] for row in rows})) for name in ("device", "threads", "commit", "versions")
+    }
+    fields |= {"derived": grid(derived), "goals": "\n".join(goals), "same_work": same_work(rows), "MEMORY": MEMORY}
+    fields |= {"notes": "\n".join(f"- {mode}: {(OURS | PEER)[mode][1]}" for mode in runs)}
+    fields |= {"PEAK": PEAK.format(peaks=peaks), "MACHINE": MACHINE.format(**same)}
+    fields |= {"loads": spread([float(row["loadavg"]) for row in rows], 1), "chunk": ilql.CHUNK // vocabulary}
+    constants = "TRLX_ITSELF SHORTEST LONGEST WALK_SKIPPED SKIPPED TOLERANCE".split()
+    return README.format(**fields, **{name: globals()[name] for name in constants})
+
+
+GOALS = [  # mode, what it is compared with, column, goal, its name
+    ("walks-fp32", "walks-trlx-defaults", "seconds", 2.5, "seconds per step"),
+    ("gpt2-fp32", "gpt2-trlx-defaults", "seconds", 2.5, "seconds per step"),
+    ("gpt2-bf16", "gpt2-trlx-defaults", "seconds", 5, "seconds per step"),
+    ("memory-fp32", "memory-trlx-defaults", "loss_mb", 20, "loss memory"),
+]
+
+
+def check():
+    """Exits where seven steps on `walks`, over one synchronisation of the targets, are not the same in both systems.
+    algos/ilql.py takes them with small chunks and micro-batches."""
+    WORKLOADS["walks"] = (7, 0, WALK_BATCH, WALK_LR)
+    before, ilql.CHUNK = ilql.CHUNK, 25 * 100
+    own, peer = our_steps("walks", "fp32", {"micro_batch_size": 40}, None), peer_steps("walks", True, None)
+    ilql.CHUNK = before
+    gaps = [relative([a["loss"], b["loss"]]) for a, b in zip(own[1], peer[1], strict=True)]
+    gaps[0] = max(relative([own[1][0][name], peer[1][0][name]]) for name in LOSSES)
+    norm = relative([own[2], peer[2]])
+    print(
+        f"walks: losses differ by {gaps[0]:.1g} at the first step, {max(gaps):.1g} at any; gradient norms, {norm:.1g}"
+    )
+    if max(gaps[0], norm) > TOLERANCE or max(gaps) > 10 * TOLERANCE:
+        sys.exit("plainrl and trlx_structure do not do the same work")
+
+
+if __name__ == "__main__":
+    sys.argv = ["--table" if word == "--write" else word for word in sys.argv]
+    if "--check" in sys.argv:
+        check()
+    main(__doc__, OURS | PEER, measure, readme, HERE / "results_ilql.csv", "README_ILQL.md")

@@ -212,7 +212,7 @@ class Args:
         for name, function in {"eval_prompts": "eval_prompts", "metric": "metric"}.items():
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{function}")
-        self.epochs = (3.0 if own else 25.0) if self.epochs is None else self.epochs
+        self.epochs = (3.0 if own else 23.0) if self.epochs is None else self.epochs
         given = {name: value for name, value in vars(self).items() if value is not None}
         known = ("auto", "eager", "sdpa", "flash_attention_2")
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]

@@ -376,12 +376,12 @@ class PolicyWithValue(nn.Module):
         return model
 
     def load_value_head(self, directory):
-        weights = safetensors.torch.load_file(Path(directory) / "value_head.safetensors")
-        kind = "mlp" if len(weights) == 4 else "linear"
-        self.value_head = PolicyWithValue(self.lm, kind).value_head.to(self.lm.device)
         try:
+            weights = safetensors.torch.load_file(Path(directory) / "value_head.safetensors")
+            kind = "mlp" if len(weights) == 4 else "linear"
+            self.value_head = PolicyWithValue(self.lm, kind).value_head.to(self.lm.device)
             self.value_head.load_state_dict(weights)
-        except RuntimeError as error:
+        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
             raise InputError(f"{directory}/value_head.safetensors does not fit the model: {error}") from None
 
 

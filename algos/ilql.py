@@ -57,7 +57,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -479,15 +478,38 @@ def chosen_q(head, states, actions):
     return (head[:-1](states) * F.embedding(actions, last.weight)).sum(-1) + last.bias[actions]
 
 
-def in_chunks(function, vocabulary, *rows):
-    """function(*rows) of tensors (N, ...), which returns (N,). Where logits (N, V) are more than CHUNK, it gets so many
-    rows at a time, and is computed again in the backward pass, so that they never exist at once."""
-    size = max(1, CHUNK // vocabulary)
-    if len(rows[0]) <= size:
-        return function(*rows)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    parts = zip(*(x.split(size) for x in rows), strict=True)
-    return torch.cat([checkpoint(function, *part, **options) for part in parts])
+class ChunkedNLL(torch.autograd.Function):
+    """weights * -log softmax(x weight^T + bias)[action] of rows x (N, H): (N,), with CHUNK logits at a time.
+
+    The gradient is computed on the way forward, while the logits of a chunk are there, so that they neither stay nor
+    are computed twice. It is right where all rows get the same gradient, as those of a sum or a mean do.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, actions, weights, training):
+        trained = zip((x, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        dx, dweight, dbias = (torch.zeros_like(t) if need and training else None for t, need in trained)
+        losses = torch.empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        for rows in torch.arange(len(x), device=x.device).split(max(1, CHUNK // len(weight))):
+            logits = F.linear(x[rows], weight, bias)
+            probs, chosen = logits.to(losses.dtype).log_softmax(-1), actions[rows, None]
+            losses[rows] = -probs.gather(-1, chosen)[:, 0] * weights[rows]
+            probs = probs.exp_().scatter_add_(-1, chosen, -torch.ones_like(probs[:, :1])).mul_(weights[rows, None])
+            slopes = probs.to(logits.dtype)
+            if dx is not None:
+                dx[rows] = (slopes @ weight).to(dx.dtype)
+            if dweight is not None:
+                dweight += slopes.T @ x[rows]
+            if dbias is not None:
+                dbias += slopes.sum(0)
+        ctx.save_for_backward(dx, dweight, dbias)
+        return losses
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if (gradient != gradient[0]).any():
+            raise ValueError("ChunkedNLL: the rows must have equal gradients")
+        return *(None if slope is None else slope * gradient[0] for slope in ctx.saved_tensors), None, None, None
 
 
 def ilql_losses(policy, batch, args):
@@ -508,20 +530,24 @@ def ilql_losses(policy, batch, args):
         advantages, rewards = target_q - v.detach(), batch.rewards[at].to(v.dtype)
         td_errors = q - ilql_targets(rewards, next_v, not_done, args.gamma)
     loss_q, loss_v = td_errors.square().sum(0), expectile_loss(target_q - v, args.tau)
-    vocabulary = policy.q_heads[0][-1].out_features
-    loss_cql = sum(  # under autocast of its type: this is most of the work
-        in_chunks(lambda s, a, head=head: cql_loss(head(s), a), vocabulary, states, actions) for head in policy.q_heads
-    )
-    weighting = args.awac_beta, args.awac_clip
-    if policy.chunked_lm_head:
-        head = policy.lm.get_output_embeddings()
-        inputs = hidden[at], actions, advantages
-        loss_awac = in_chunks(lambda s, a, adv: awac_loss(head(s), a, adv, *weighting), vocabulary, *inputs)
+    # most of the work, and under autocast of its type
+    layer, weighting = policy.lm.get_output_embeddings(), (args.awac_beta, args.awac_clip)
+    weights, training = (args.awac_beta * advantages).exp().clamp(max=args.awac_clip), torch.is_grad_enabled()
+    chunked = len(actions) * policy.q_heads[0][-1].out_features > CHUNK
+    if chunked:
+        ones, lasts = torch.ones_like(weights), [(head[:-1](states), head[-1]) for head in policy.q_heads]
+        loss_cql = sum(ChunkedNLL.apply(x, w.weight, w.bias, actions, ones, training) for x, w in lasts)
     else:
+        loss_cql = sum(cql_loss(head(states), actions) for head in policy.q_heads)
+    if logits is not None:
         loss_awac = awac_loss(logits[rows, batch.states][at], actions, advantages, *weighting)
+    elif chunked:
+        loss_awac = ChunkedNLL.apply(hidden[at], layer.weight, layer.bias, actions, weights, training)
+    else:
+        loss_awac = awac_loss(layer(hidden[at]), actions, advantages, *weighting)
     with torch.no_grad():
-        error, end, weights = td_errors.abs().mean(0), ~not_done, (args.awac_beta * advantages).exp()
-        statistics = v, q.mean(0), target_q, advantages, (q - targets).mean(0), weights.clamp(max=args.awac_clip)
+        error, end = td_errors.abs().mean(0), ~not_done
+        statistics = v, q.mean(0), target_q, advantages, (q - targets).mean(0), weights
         statistics += v.square(), advantages.square(), error * end, error * not_done, end
     loss = loss_q + loss_v + args.cql_scale * loss_cql + args.awac_scale * loss_awac
     return dict(zip(TERMS, (loss, loss_q, loss_v, loss_cql, loss_awac, *statistics), strict=True))
@@ -1100,7 +1126,7 @@ def main(args):
         scale_rewards(members, mean_return, std_return or 1.0)
     total_steps = args.total_steps or math.ceil(args.epochs * len(episodes) / args.batch_size)
     error = lm_head_error(lm, torch.tensor([episodes[0].ids[:64]], device=lm.device))
-    policy.chunked_lm_head = error < 1e-4
+    policy.chunked_lm_head = error < 1e-4 and type(lm.get_output_embeddings()) is nn.Linear
 
     # ---- run directory, device, what to continue from
     lengths = sorted(len(e.ids) for e in episodes)

@@ -21,6 +21,7 @@ import transformers
 from test_invariants import assert_same_result, log, pad_is_eos, recorded, weights
 from test_maths import close, random, tensor
 from torch import nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from algos import ilql
@@ -201,25 +202,28 @@ def test_chosen_q_is_the_full_head_gathered():
 
 
 @pytest.mark.parametrize("chunk", [0, V, 2 * V, 3 * V + 5, 7 * V])
-def test_in_chunks_changes_nothing(monkeypatch, chunk):
+@pytest.mark.parametrize("bias", [True, False])
+def test_chunks_change_nothing(monkeypatch, chunk, bias):
     monkeypatch.setattr(ilql, "CHUNK", chunk)
-    head, states = nn.Linear(3, V).double(), random(7, 3, seed=2).requires_grad_()
+    head, states = nn.Linear(3, V, bias=bias).double(), random(7, 3, seed=2).requires_grad_()
     advantages, actions = random(7, seed=1), torch.tensor([0, 3, 3, 10, 5, 9, 0])
-    sizes = []
-
-    def function(x, a, adv):
-        sizes.append(len(x))
-        return ilql.awac_loss(head(x), a, adv, 0.5)
-
-    inputs = [states, *parts(head)]
-    expected = function(states, actions, advantages)
-    gradients = torch.autograd.grad((expected * random(7)).sum(), inputs)
-    sizes.clear()
-    found = ilql.in_chunks(function, V, states, actions, advantages)
+    expected = ilql.awac_loss(head(states), actions, advantages, 0.5, 1.1)
+    weights = (0.5 * advantages).exp().clamp(max=1.1)
+    assert (weights == 1.1).any() and (weights < 1.1).any()
+    sizes, linear = [], F.linear
+    monkeypatch.setattr(ilql.F, "linear", lambda x, *rest: sizes.append(len(x)) or linear(x, *rest))
+    found = ilql.ChunkedNLL.apply(states, head.weight, head.bias, actions, weights, True)
     assert max(sizes) == max(1, chunk // V) and sum(sizes) == 7
     close(found.data, expected.data)
-    for a, b in zip(torch.autograd.grad((found * random(7)).sum(), inputs), gradients, strict=True):
+    inputs = [states, *parts(head)]
+    with pytest.raises(ValueError, match="equal gradients"):
+        (found * random(7)).sum().backward()
+    slopes = [torch.autograd.grad(-2.5 * loss.sum(), inputs) for loss in (found, expected)]
+    for a, b in zip(*slopes, strict=True):
         close(a, b)
+    head.requires_grad_(False)  # a frozen layer
+    found = ilql.ChunkedNLL.apply(states, head.weight, head.bias, actions, weights, True)
+    close(torch.autograd.grad(found.sum(), states)[0], slopes[0][0] / -2.5)
 
 
 # ---- A case by hand --------------------------------------------------------------------------------------------------
@@ -413,11 +417,15 @@ def gradients(policy, loss):
 
 
 def assert_same_terms(policy, one, other, tolerance=1e-9, of_gradients=1e-9):
-    """Terms, and gradients of a sum of all losses with other weights for each loss and action."""
+    """Terms, and gradients of a sum of all losses with other weights for each loss and action (in chunks: loss)."""
     for name in ilql.TERMS:
         close(one[name].detach().double(), other[name].detach(), tolerance)
+    sizes = [len(one["loss"]) if ilql.CHUNK > 99 else 1] * 5
     sums = [
-        sum((x[name] * random(len(x[name]), seed=i)).sum() for i, name in enumerate(ilql.TERMS[:5]))
+        sum(
+            (x[name] * random(size, seed=i)).sum()
+            for i, (name, size) in enumerate(zip(ilql.TERMS, sizes, strict=False))
+        )
         for x in (one, other)
     ]
     for a, b in zip(*(gradients(policy, loss) for loss in sums), strict=True):

@@ -138,10 +138,10 @@ def derived_loss_memory(rows, tokens, actions, vocabulary):
     """(peer, plainrl): bytes of the tensors with a vocabulary dimension that are alive at once.
 
     Peer, when the losses have been computed: logits at every token; at every action Q and target Q of two heads, the
-    logits selected there, and three log-softmaxes. plainrl: logits or a log-softmax and two gradients of a chunk.
+    logits selected there, and three log-softmaxes. plainrl: the logits of a chunk and their log-softmax.
     """
     chunk = min(rows * actions, max(1, ilql.CHUNK // vocabulary))
-    return 4 * vocabulary * rows * (tokens + 8 * actions), 4 * vocabulary * 3 * chunk
+    return 4 * vocabulary * rows * (tokens + 8 * actions), 4 * vocabulary * 2 * chunk
 
 
 # ---- The peer --------------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ log-normal (mean {gpt2_tokens}, of which {gpt2_actions} are actions); {gpt2_padd
 Derived by arithmetic, not measured: the float32 tensors with a vocabulary dimension that are alive at once, for the
 padded shape of the table above and for a batch of 128 rows of 64 tokens that are all actions (the default size in
 trlX). Peer: 1 of rows x tokens and 8 of rows x actions (Q and target Q of two heads, the selected logits, three
-log-softmaxes). plainrl: 3 of one chunk of {chunk} actions, however many there are.
+log-softmaxes). plainrl: 2 of one chunk of {chunk} actions, however many there are.
 
 {derived}
 

@@ -130,13 +130,13 @@ class Args:
     """Tokens of a row. Longer rows are counted and cut at the end; reward drops them, and dpo those that this leaves
     without a response."""
     normalize_rewards: bool = True
-    """Scale rewards so that the returns of the training rows have mean 0 and standard deviation 1."""
+    """Scale rewards so that the returns of the training rows have standard deviation 1, and mean 0 if all rows end."""
 
     # ---- algorithm
     gamma: float = 0.99
     """Discount per token."""
     tau: float = 0.9
-    """Expectile that V learns of Q over the data's actions: 0.5 is their mean, 1 their maximum."""
+    """Expectile that V learns of Q over the data's actions: 0.5 is their mean, near 1 their maximum."""
     cql_scale: float = 0.03
     """Weight of the CQL loss, which lowers Q for actions that the data do not take."""
     awac_scale: float = 1.0
@@ -146,7 +146,7 @@ class Args:
     awac_clip: float = 20.0
     """Largest such weight, at least 1."""
     two_qs: bool = True
-    """Two Q heads, of which the lower value counts; off: one. Losses are summed over the heads."""
+    """Two Q heads, of which the lower value counts; --no-two-qs: one. Losses are summed over the heads."""
     alpha: float = 0.02
     """Share of the online Q heads that their targets take over at a synchronisation."""
     steps_for_target_q_sync: int = 1
@@ -182,8 +182,8 @@ class Args:
 
     # ---- evaluation by sampling
     betas: tuple[float, ...] = (0.0, 4.0, 64.0)
-    """Weights of the advantage in the policy log pi + beta (Q - V), evaluated in turn as eval/<metric>@beta=<beta>. The
-    last one chooses the best checkpoint. --eval-temperature divides the whole sum."""
+    """Weights (--betas 0 1 4) of the advantage in the policy log pi + beta (Q - V), evaluated in turn as
+    eval/<metric>@beta=<beta>. The last one chooses the best checkpoint. --eval-temperature divides the whole sum."""
     max_new_tokens: int = 9
     """Longest response, in tokens."""
     stop: tuple[str, ...] = ()
@@ -207,7 +207,10 @@ class Args:
     """Rows that a process decodes at once; changes memory and speed, never the result."""
 
     def __post_init__(self):
-        own = self.dataset != f"{TASK}:rewarded"
+        own, unscored = (
+            self.dataset != f"{TASK}:rewarded",
+            self.metric is None and self.eval_prompts not in (None, "auto"),
+        )
         for name, function in {"eval_prompts": "eval_prompts", "metric": "metric"}.items():
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{function}")
@@ -224,7 +227,13 @@ class Args:
             ("gamma", 0 <= self.gamma <= 1, "in [0, 1]"),
             ("alpha", 0 < self.alpha <= 1, "in (0, 1]"),
             ("awac_clip", self.awac_clip >= 1, "at least 1"),
-            ("betas", self.betas and all(map(math.isfinite, self.betas)), "one or more finite numbers"),
+            (
+                "betas",
+                self.betas and all(0 <= beta < math.inf for beta in self.betas),
+                "one or more numbers, 0 or positive",
+            ),
+            ("eval_prompts", not unscored, "given with --metric, which scores what is sampled"),
+            ("filter", self.filter in ("base", "shaped"), "base or shaped"),
             ("betas", len({f"{beta:g}" for beta in self.betas}) == len(self.betas), "different in their six digits"),
             ("advantage_clip", math.isfinite(self.advantage_clip or 0), "a finite number"),
             ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
@@ -394,8 +403,8 @@ class PolicyWithQ(nn.Module):
     def load_heads(self, directory):
         try:
             weights = safetensors.torch.load_file(Path(directory) / "ilql_heads.safetensors")
-            if odd := self.head_weights().keys() ^ weights.keys():
-                raise RuntimeError(f"--two-qs? It differs in {min(odd)}")
+            if self.head_weights().keys() != weights.keys():
+                raise RuntimeError(f"it is of --{'' if 'q_heads.1.0.weight' in weights else 'no-'}two-qs")
             self.load_state_dict(self.state_dict() | weights)
         except (OSError, RuntimeError, safetensors.SafetensorError) as error:
             raise InputError(f"{directory}/ilql_heads.safetensors does not fit the model: {error}") from None
@@ -778,11 +787,11 @@ def encode_episodes(rows, tokenizer, max_length, flag):
     A row that is longer than max_length is cut before an action, so that it ends in a state where one is taken, and
     loses the rewards behind.
     """
+    if "reward" not in rows[0]:
+        raise InputError(f"{flag} row 1: 'reward' is missing among {list(rows[0])}")
     if rows[0].keys().isdisjoint(("messages", *FORMS)):
         plain = [{"prompt": "", "completion": text} for text in texts(rows, "text", flag)]
         rows = [new | {k: v for k, v in row.items() if k != "text"} for new, row in zip(plain, rows, strict=True)]
-    if "reward" not in rows[0]:
-        raise InputError(f"{flag} row 1: 'reward' is missing among {list(rows[0])}")
     encoded, episodes, cut = encode_pieces(rows, tokenizer, flag), [], 0
     for number, (row, (ids, begins)) in enumerate(zip(rows, encoded, strict=True), 1):
         where, truncated = f"{flag} row {number}", row.get("truncated")
@@ -815,8 +824,7 @@ def encode_episodes(rows, tokenizer, max_length, flag):
 
 
 def scale_rewards(episodes, mean, std):
-    """Gives the returns of the episodes that ended mean 0 and standard deviation 1: divides each reward by std, and
-    takes mean / std from the last one."""
+    """Divides each reward by std, and takes mean / std from the last one of each episode that ended."""
     for episode in episodes:
         episode.rewards = [reward / std for reward in episode.rewards]
         episode.rewards[-1] -= episode.done * mean / std
@@ -1107,7 +1115,13 @@ def main(args):
     if (folder := spec_path(path)) and (folder / "ilql_heads.safetensors").exists():
         policy.load_heads(folder)
     if logit_mask is not None:
-        logit_mask, size = torch.as_tensor(logit_mask), lm.get_output_embeddings().weight.shape[0]
+        size = lm.get_output_embeddings().weight.shape[0]
+        try:
+            logit_mask = torch.as_tensor(logit_mask)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"--logit-mask {args.logit_mask!r:.60} is no matrix or file.py:function: {error}"
+            ) from None
         if logit_mask.dtype != torch.bool or logit_mask.shape != (size, size):
             found = f"{logit_mask.dtype} of shape {[*logit_mask.shape]}"
             raise InputError(
@@ -1120,10 +1134,11 @@ def main(args):
         eval_sets[prefix] = encode_episodes(found, tokenizer, max_length, flag)[0]
     if metric:
         prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")
-    returns = [sum(e.rewards) for e in episodes if e.done] or [sum(e.rewards) for e in episodes]
+    returns, all_end = [sum(e.rewards) for e in episodes], all(e.done for e in episodes)
     mean_return, std_return = fmean(returns), stdev(returns) if len(returns) > 1 else 0.0
+    std_return *= std_return > 1e-9 * max(map(abs, returns))  # else it is rounding
     for members in [episodes, *eval_sets.values()] if args.normalize_rewards else []:
-        scale_rewards(members, mean_return, std_return or 1.0)
+        scale_rewards(members, all_end * mean_return, std_return or 1.0)  # the mean belongs to the end
     total_steps = args.total_steps or math.ceil(args.epochs * len(episodes) / args.batch_size)
     error = lm_head_error(lm, torch.tensor([episodes[0].ids[:64]], device=lm.device))
     policy.chunked_lm_head = error < 1e-4 and type(lm.get_output_embeddings()) is nn.Linear
@@ -1148,17 +1163,18 @@ def main(args):
     if not policy.chunked_lm_head:
         run.say(f"all logits are computed at once: the model changes those of its output layer by {error:.1e}")
     if args.normalize_rewards and std_return == 0:
-        run.say("warning: all returns are equal, so --normalize-rewards leaves nothing to learn but to imitate")
+        run.say("warning: all returns are equal (rows that are cut lose theirs): little is to be learnt but to imitate")
     first, shown = episodes[0], ""
     for action, places in itertools.groupby(range(len(first.ids)), lambda place: place in first.actions):
         text = visible(tokenizer.decode([first.ids[place] for place in places]))
         shown += text if action else f"[{text}]"
+    scaled = f", scaled to {'0' if all_end else 'any mean'} +- 1"
     run.say(
         f"ilql: {sum(w.numel() for w in policy.parameters()):,} parameters, "
         f"{sum(w.numel() for w in policy.parameters() if w.requires_grad):,} trained; "
         f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
         f"data: {report}; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}; return "
-        f"{mean_return:.4g} +- {std_return:.4g}{', scaled to 0 +- 1' if args.normalize_rewards else ''}\n"
+        f"{mean_return:.4g} +- {std_return:.4g}{scaled * args.normalize_rewards}\n"
         f"first row, [not actions]: {shown[:800]}; its return, as used: {sum(first.rewards):.4g}\n"
         f"{total_steps} steps x {args.batch_size} rows = {total_steps * args.batch_size / len(episodes):.1f} epochs; "
         f"each step {args.batch_size // world} rows a process, at most {args.micro_batch_size} a forward pass"
@@ -1253,16 +1269,20 @@ def main(args):
     # ---- export
     run.export(lm, tokenizer, "hf_model", {"ilql_heads.safetensors": policy.head_weights()})
     title = f"{run.identity['flags']['model']} after ILQL on {run.identity['flags']['dataset']}"
-    prompt, usage = tokenizer.decode(first.ids[: first.actions[0]]), USAGE.replace("BETA", f"{args.betas[-1]:g}")
+    off = {"top_k": 0, "top_p": 1.0, "advantage_clip": None}
+    options = {"beta": args.betas[-1]} | {k: shaping[k] for k in off if shaping.get(k, off[k]) != off[k]}
+    usage = USAGE.replace("OPTIONS", ", ".join(f"{name}={value:g}" for name, value in options.items()))
+    prompt = tokenizer.decode(first.ids[: first.actions[0]])
     metrics = run.finish(headline(run.newest_metrics()), title, prompt, usage)
     accelerator.end_training()
     return metrics, run.dir
 
 
-USAGE = """from transformers import AutoTokenizer; from algos.ilql import PolicyWithQ
+USAGE = """from transformers import AutoTokenizer; from algos.ilql import PolicyWithQ  # of this repository
 tokenizer, policy = AutoTokenizer.from_pretrained({folder!r}), PolicyWithQ.load({folder!r})
-with policy.guided(beta=BETA):
-    ids = policy.lm.generate(**tokenizer({prompt!r}, return_tensors='pt'), do_sample=True, top_k=0, max_new_tokens=20)
+inputs = tokenizer({prompt!r}, add_special_tokens=False, return_tensors='pt')
+with policy.guided(OPTIONS):
+    ids = policy.lm.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=20)
 print(tokenizer.decode(ids[0]))"""
 
 if __name__ == "__main__":

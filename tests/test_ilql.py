@@ -1122,7 +1122,7 @@ def test_poor_data_train_without_nan(gpt2_dir, tmp_path, capsys, rows):
     assert len(lines) == 3 and all(math.isfinite(value) for row in lines for value in row.values())
     assert all(weight.isfinite().all() for weight in weights(run_dir).values())
     warned = (
-        "warning: all returns are equal, so --normalize-rewards leaves nothing to learn but to imitate"
+        "warning: all returns are equal (rows that are cut lose theirs): little is to be learnt but to imitate"
         in capsys.readouterr().out
     )
     assert warned == (len({row["reward"] for row in rows}) == 1)
@@ -1132,21 +1132,32 @@ def test_rewards_are_scaled_by_the_returns_of_the_training_rows(monkeypatch, gpt
     """Also those of evaluation rows; without the flag rewards are as given."""
     calls = recorded(monkeypatch, ilql, "encode_episodes")
     returns = [row["reward"] for row in ROWS]
-    rows = [row | {"truncated": False} for row in ROWS] + [ROWS[0] | {"truncated": True, "reward": 100.0}]
     for scale, (mean, std) in {True: (np.mean(returns), np.std(returns, ddof=1)), False: (0.0, 1.0)}.items():
         calls.clear()
         flags = {"eval_dataset": [ROWS[0] | {"reward": 7.0}], "eval_every": 9, "total_steps": 1}
-        run_ilql(gpt2_dir, tmp_path / str(scale), rows, normalize_rewards=scale, **flags)
+        run_ilql(gpt2_dir, tmp_path / str(scale), ROWS, normalize_rewards=scale, **flags)
         trained, evaluated = (result[0] for _, result in calls)
-        close(tensor(*(sum(e.rewards) for e in trained[:-1])), (np.array(returns) - mean) / std, 1e-9)
-        assert sum(trained[-1].rewards) == pytest.approx(100 / std)  # it went on: no end to subtract the mean at
+        close(tensor(*(sum(e.rewards) for e in trained)), (np.array(returns) - mean) / std, 1e-9)
         assert sum(evaluated[0].rewards) == pytest.approx((7 - mean) / std)
         assert ("scaled to 0 +- 1" in capsys.readouterr().out) == scale
 
 
-def test_rows_that_all_went_on_are_not_called_equal(gpt2_dir, tmp_path, capsys):
-    run_ilql(gpt2_dir, tmp_path / "run", [row | {"truncated": True} for row in ROWS], total_steps=1)
-    assert "all returns are equal" not in capsys.readouterr().out
+@pytest.mark.parametrize("every", [True, False])
+def test_rewards_of_rows_that_go_on_are_scaled_and_not_shifted(monkeypatch, gpt2_dir, tmp_path, capsys, every):
+    """Rows that end in success, all equal, beside rows that go on without a reward: nothing is erased."""
+    calls, ends = recorded(monkeypatch, ilql, "encode_episodes"), [not every, not every, False]
+    rows = [row | {"truncated": not end, "reward": r} for row, end, r in zip(ROWS, ends, (3, 3, 0), strict=False)]
+    run_ilql(gpt2_dir, tmp_path / "run", rows, total_steps=1)
+    [(_, (episodes, _))] = calls
+    assert [sum(e.rewards) for e in episodes] == pytest.approx([3 / 3**0.5, 3 / 3**0.5, 0])
+    out = capsys.readouterr().out
+    assert "all returns are equal" not in out and "scaled to any mean +- 1" in out
+
+
+def test_equal_returns_are_equal_but_for_rounding(gpt2_dir, tmp_path, capsys):
+    rows = [row | {"reward": (0.3, 0.1 + 0.2)[i % 2]} for i, row in enumerate(ROWS)]
+    run_ilql(gpt2_dir, tmp_path / "run", rows, total_steps=1)
+    assert "all returns are equal" in capsys.readouterr().out and log(tmp_path / "run")[-1]["losses/loss_q"] < 1
 
 
 def first_letters(samples, prompts, outputs, **columns):
@@ -1190,6 +1201,6 @@ def test_the_lines_of_use_run(tmp_path, tiny_dir, capsys):
     """As the card of a run shows them, and its last lines."""
     _, run_dir = run_ilql(tiny_dir, tmp_path / "run", total_steps=1, betas=(0, 2.5))
     usage = (run_dir / "README.md").read_text().split("```python\n")[1].split("\n```")[0]
-    assert usage in capsys.readouterr().out and "guided(beta=2.5)" in usage and "**tokenizer('b'" in usage
+    assert usage in capsys.readouterr().out and "guided(beta=2.5)" in usage and "tokenizer('b'," in usage
     exec(usage, {})
     assert capsys.readouterr().out.strip().splitlines()[-1].startswith("b")

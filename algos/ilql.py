@@ -153,7 +153,7 @@ class Args:
     """Synchronise the target Q heads every so many optimizer steps."""
 
     # ---- optimizer
-    lr: float = 1e-3
+    lr: float = 2e-3
     """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward and ilql, 1e-6 in dpo)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
@@ -167,7 +167,7 @@ class Args:
     """Decay rates of AdamW's moments."""
     adam_eps: float = 1e-8
     """Epsilon of AdamW."""
-    weight_decay: float = 0.0
+    weight_decay: float = 1.0
     """Decoupled weight decay of the weight matrices (not of biases and norms)."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0: never."""
@@ -214,7 +214,7 @@ class Args:
         for name, function in {"eval_prompts": "eval_prompts", "metric": "metric"}.items():
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{function}")
-        self.epochs = (3.0 if own else 23.0) if self.epochs is None else self.epochs
+        self.epochs = (3.0 if own else 16.0) if self.epochs is None else self.epochs
         given = {name: value for name, value in vars(self).items() if value is not None}
         known = ("auto", "eager", "sdpa", "flash_attention_2")
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]

@@ -103,7 +103,7 @@ CLAIMS = {
             "eval/illegal@beta=64": "illegal walks",
             "losses/loss_q": "Q loss",
         },
-        "From random weights, on the 1000 walks of the data and their optimality; 240 steps of 96 walks. 1000 sampled "
+        "From random weights, on the 1000 walks of the data and their optimality; 167 steps of 96 walks. 1000 sampled "
         "walks an evaluation and beta, 50 from each start. The best walk of the data from each start has a mean of "
         "0.9917, since start m has no optimal walk there (0.833 at best). greedy-m: the same runs with "
         "--eval-temperature 0, from start m alone; 1.0 is a walk that no row holds, put together of parts. "

@@ -220,7 +220,7 @@ class Args:
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
         rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
         rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
-        rules += [(name, 0 < getattr(self, name) < math.inf, "a positive number") for name in POSITIVE]
+        rules += [(name, 0 < getattr(self, name) < math.inf, "a positive number") for name in ("lr", "epochs")]
         rules += [
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("tau", 0 < self.tau < 1, "in (0, 1)"),
@@ -250,7 +250,6 @@ AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length ba
 steps_for_target_q_sync max_new_tokens decode_batch_size""".split()
 ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature cql_scale awac_scale
 awac_beta""".split()
-POSITIVE = "lr epochs awac_clip".split()
 CHUNK = 2**23  # logits of one chunk: 32 MB in float32
 
 
@@ -500,11 +499,12 @@ class ChunkedNLL(torch.autograd.Function):
         dx, dweight, dbias = (torch.zeros_like(t) if need and training else None for t, need in trained)
         losses = torch.empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         for rows in torch.arange(len(x), device=x.device).split(max(1, CHUNK // len(weight))):
-            logits = F.linear(x[rows], weight, bias)
-            probs, chosen = logits.to(losses.dtype).log_softmax(-1), actions[rows, None]
-            losses[rows] = -probs.gather(-1, chosen)[:, 0] * weights[rows]
-            probs = probs.exp_().scatter_add_(-1, chosen, -torch.ones_like(probs[:, :1])).mul_(weights[rows, None])
-            slopes = probs.to(logits.dtype)
+            chosen = actions[rows, None]
+            slopes = F.linear(x[rows], weight, bias)  # logits; one name, so that few of its size live at a time
+            kind, slopes = slopes.dtype, slopes.to(losses.dtype).log_softmax(-1)
+            losses[rows] = -slopes.gather(-1, chosen)[:, 0] * weights[rows]
+            slopes = slopes.exp_().scatter_add_(-1, chosen, -torch.ones_like(slopes[:, :1]))
+            slopes = slopes.mul_(weights[rows, None]).to(kind)
             if dx is not None:
                 dx[rows] = (slopes @ weight).to(dx.dtype)
             if dweight is not None:
@@ -802,7 +802,7 @@ def encode_episodes(rows, tokenizer, max_length, flag):
             begins = [min(begin, len(ids)) for begin in begins]
         outputs = [range(max(1, begins[i]), begins[i + 1]) for i in range(1, len(begins) - 1, 2)]
         given = row["reward"] if isinstance(row["reward"], list) else [0.0] * (len(outputs) - 1) + [row["reward"]]
-        if not all(isinstance(r, Real) and math.isfinite(r) for r in given) or len(given) != len(outputs):
+        if not all(isinstance(r, Real) and abs(r) < 1e38 for r in given) or len(given) != len(outputs):
             form = f"a finite number, or a list of {len(outputs)}, one for each output"
             raise InputError(f"{where}: 'reward' must be {form}, it is {row['reward']!r:.60}")
         rewards = {output[-1]: float(reward) for output, reward in zip(outputs, given, strict=True) if output}

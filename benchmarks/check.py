@@ -89,12 +89,14 @@ CLAIMS = {
     "ilql-randomwalks": Claim(
         "ILQL on random walks: from walks of mean optimality 0.35 to the optimum, without a single new walk",
         "eval/optimality@beta=64",
-        {"optimum 1.0": 1.0, "best walk per start in the data 0.9917": 0.9917, "data 0.3515": 0.3515},
+        {"optimum 1.0": 1.0, "data 0.3515": 0.3515},
         [
             ("default", "eval/optimality@beta=0", "last", ">=", 0.29, 5),
             ("default", "eval/optimality@beta=0", "last", "<=", 0.40, 5),
-            ("default", "eval/optimality@beta=64", "best", ">=", 0.97, 5),
-            ("default", "eval/optimality@beta=64", "last", ">=", 0.97, 5),
+            ("default", "eval/optimality@beta=64", "last", ">=", 0.998, 5),
+            ("sft-best-tenth", "eval/optimality", "last", "<=", 0.9985, 4),
+            ("graph-0", "eval/optimality@beta=64", "last", ">=", 0.97, 3),
+            ("graph-2", "eval/optimality@beta=64", "last", ">=", 0.97, 2),
             ("greedy-m", "eval/optimality@beta=64", "last", ">=", 0.84, 4),
         ],
         {
@@ -107,7 +109,8 @@ CLAIMS = {
         "walks an evaluation and beta, 50 from each start. The best walk of the data from each start has a mean of "
         "0.9917, since start m has no optimal walk there (0.833 at best). greedy-m: the same runs with "
         "--eval-temperature 0, from start m alone; 1.0 is a walk that no row holds, put together of parts. "
-        "sft-best-tenth: sft.py on the 100 best walks of the data. graph-0, graph-2: other graphs, same flags.",
+        "sft-best-tenth: sft.py on the 100 best walks of the data. graph-0, graph-2: other graphs, same flags; in one "
+        "run of graph-2 all walks from one start are illegal: a token that the data never take scores best there.",
         {"sft-best-tenth": "eval/optimality"},
         ["eval/optimality@beta=64", "eval/optimality@beta=0"],
     ),
@@ -224,7 +227,7 @@ def shown(name):
     panels, found = CLAIMS[name].panels or [CLAIMS[name].score], {}
     for key in panels:
         series = {v: {s: points(p, key) for s, p in seeds.items()} for v, seeds in curves(name).items()}
-        found[key] = {v: seeds for v, seeds in series.items() if any(seeds.values())}
+        found[key] = {v: seeds for v, seeds in series.items() if any(len(line) > 2 for line in seeds.values())}
     return found
 
 

@@ -146,7 +146,7 @@ CLAIMS = {
 SUMMARY = {  # script: paper, claim, variant, name of the score
     "sft.py": ("maximum likelihood", "sft-randomwalks", "default", "optimality"),
     "ppo.py": ("Schulman et al. 2017", "ppo-randomwalks", "default", "optimality"),
-    "ilql.py": ("Snell et al. 2022", "ilql-randomwalks", "default", "optimality"),
+    "ilql.py": ("Snell et al. 2022", "ilql-randomwalks", "default", "optimality at beta 64"),
     "reward.py": ("Ouyang et al. 2022", "chain-randomwalks", "reward", "accuracy"),
     "dpo.py": ("Rafailov et al. 2023", "chain-randomwalks", "dpo", "optimality"),
 }

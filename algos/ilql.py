@@ -405,7 +405,7 @@ class PolicyWithQ(nn.Module):
             if self.head_weights().keys() != weights.keys():
                 raise RuntimeError(f"it is of --{'' if 'q_heads.1.0.weight' in weights else 'no-'}two-qs")
             self.load_state_dict(self.state_dict() | weights)
-        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        except (RuntimeError, safetensors.SafetensorError) as error:
             raise InputError(f"{directory}/ilql_heads.safetensors does not fit the model: {error}") from None
 
 

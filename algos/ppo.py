@@ -381,7 +381,7 @@ class PolicyWithValue(nn.Module):
             kind = "mlp" if len(weights) == 4 else "linear"
             self.value_head = PolicyWithValue(self.lm, kind).value_head.to(self.lm.device)
             self.value_head.load_state_dict(weights)
-        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        except (RuntimeError, safetensors.SafetensorError) as error:
             raise InputError(f"{directory}/value_head.safetensors does not fit the model: {error}") from None
 
 

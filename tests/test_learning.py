@@ -28,7 +28,7 @@ def records(run_dir, key):
 def test_first_command(tmp_path):
     """`accelerate launch algos/ppo.py` learns random walks and ends with a sparkline, how to load the model, a card."""
     command = [Path(sys.executable).parent / "accelerate", "launch", str(ROOT / "algos/ppo.py")]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=os.environ)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500, env=os.environ)
     assert result.returncode == 0, result.stderr[-2000:]
     (run_dir,) = (tmp_path / "runs").glob("ppo-*")
     optimality = records(run_dir, "eval/optimality")

@@ -207,10 +207,8 @@ class Args:
     """Rows that a process decodes at once; changes memory and speed, never the result."""
 
     def __post_init__(self):
-        own, unscored = (
-            self.dataset != f"{TASK}:rewarded",
-            self.metric is None and self.eval_prompts not in (None, "auto"),
-        )
+        own = self.dataset != f"{TASK}:rewarded"
+        unscored = self.metric is None and self.eval_prompts not in (None, "auto")
         for name, function in {"eval_prompts": "eval_prompts", "metric": "metric"}.items():
             if getattr(self, name) == "auto":
                 setattr(self, name, None if own else f"{TASK}:{function}")
@@ -539,7 +537,7 @@ def ilql_losses(policy, batch, args):
         advantages, rewards = target_q - v.detach(), batch.rewards[at].to(v.dtype)
         td_errors = q - ilql_targets(rewards, next_v, not_done, args.gamma)
     loss_q, loss_v = td_errors.square().sum(0), expectile_loss(target_q - v, args.tau)
-    # most of the work, and under autocast of its type
+    # the products with the vocabulary are most of the work: under autocast they have its type
     layer, weighting = policy.lm.get_output_embeddings(), (args.awac_beta, args.awac_clip)
     weights, training = (args.awac_beta * advantages).exp().clamp(max=args.awac_clip), torch.is_grad_enabled()
     chunked = len(actions) * policy.q_heads[0][-1].out_features > CHUNK

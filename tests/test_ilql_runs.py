@@ -414,12 +414,13 @@ def test_ways_to_compute_the_logits(monkeypatch, plain, gpt2_dir, tmp_path, way,
 
 
 RANKS = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
-import os, torch
+import os, safetensors.torch
 from algos import ilql
 from common.checkpoint import cli
 pack = ilql.pack_state
 def keep(model, optimizer, **state):
-    torch.save(model.state_dict(), "rank" + os.environ["RANK"])
+    copies = {{name: weight.clone() for name, weight in model.state_dict().items()}}  # of tied weights, too
+    safetensors.torch.save_file(copies, "rank" + os.environ["RANK"])
     return pack(model, optimizer, **state)
 ilql.pack_state = keep
 cli(ilql.Args, ilql.main)
@@ -443,7 +444,7 @@ def test_two_processes_equal_one(monkeypatch, gpt2_dir, tmp_path):
     assert done.returncode == 0 and "2 processes" in done.stdout, done.stderr
     close("one", "two")
     assert Path("one/samples.jsonl").read_bytes() == Path("two/samples.jsonl").read_bytes()
-    a, b = torch.load("rank0"), torch.load("rank1")
+    a, b = (safetensors.torch.load_file(name) for name in ("rank0", "rank1"))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     assert sum("target_q_heads" in name for name in a) == 8
 

@@ -99,8 +99,8 @@ def test_a_target_transformer_moves_at_synchronisations_alone(tmp_path, build_mo
     assert weights[f"target_lm.{name}"].equal(weights[f"lm.{name}"]) and metrics["target/syncs"] == 1
 
 
-def test_a_policy_of_its_own_imitates_as_if_there_were_no_values(tmp_path, build_model, letters):
-    """Its imitation loss is that of a run whose Q and V losses do not reach the policy: all blocks of lm are frozen."""
+def test_a_policy_of_its_own_is_trained_and_sampled_from(tmp_path, build_model, letters):
+    """It parts from the values' transformer, and with beta 0 the samples are its own."""
     module, metrics, weights, run_dir = run_ilql(changed(RECIPES[3], "ilql"), tmp_path, build_model, letters)
     name = "transformer.h.0.mlp.c_fc.weight"
     assert not weights[f"bc_lm.{name}"].equal(weights[f"lm.{name}"])

@@ -147,13 +147,14 @@ def build(spec, flag):
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def pack_state(model, optimizer, **state):
+def pack_state(model, optimizer, trained_only=False, **state):
     """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors.
 
     Full state dicts come from torch.distributed.checkpoint, so DDP and FSDP2 use the same path. Tied parameters are
     stored once. An optimizer that has not stepped is left out: reading its state would take a hidden step.
+    trained_only leaves frozen weights out, which the model then has when the state is unpacked.
     """
-    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
     weights, tied, seen = dcp.get_model_state_dict(model, options=options), {}, {}  # empty on ranks other than 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = name.removeprefix("module.")  # of data-parallel training
@@ -167,12 +168,12 @@ def pack_state(model, optimizer, **state):
         }
         files["optim.safetensors"] = {key: torch.as_tensor(value).contiguous() for key, value in moments.items()}
         state["optimizer_groups"] = [group["params"] for group in saved.get("param_groups", [])]
-    return files, {"format": FORMAT, "tied": tied, **state}
+    return files, {"format": FORMAT, "tied": tied, "trained_only": trained_only, **state}
 
 
 def unpack_state(path, state, model, optimizer=None):
     """Loads what `pack_state` packed into model and optimizer. Collective."""
-    options = dcp.StateDictOptions(full_state_dict=True)
+    options = dcp.StateDictOptions(full_state_dict=True, strict=not state.get("trained_only"))
     weights = safetensors.torch.load_file(path / "model.safetensors")
     weights |= {name: weights[first] for name, first in state["tied"].items()}
     dcp.set_model_state_dict(model, weights, options=options)

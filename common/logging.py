@@ -362,10 +362,10 @@ class Run:
         weights = ckpt.full_weights(lm)
         on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, heads or {})
 
-    def finish(self, headline, title, prompt, usage=USAGE):
+    def finish(self, headline, title, prompt, usage=USAGE, library="transformers", pictures=""):
         """Prints the last lines and writes the model card with the curve of the headline metric, which marks the run as
         finished. prompt: for the example of use. Returns the newest value of every metric."""
-        metrics = on_main(self.accelerator, self._finish, headline, title, prompt, usage)
+        metrics = on_main(self.accelerator, self._finish, headline, title, prompt, usage, library, pictures)
         self.close()
         return metrics
 
@@ -376,7 +376,7 @@ class Run:
     def _newest(self):
         return functools.reduce(dict.__or__, map(json.loads, open(self.dir / "metrics.jsonl")), {})
 
-    def _finish(self, headline, title, prompt, usage):
+    def _finish(self, headline, title, prompt, usage, library, pictures):
         records = [json.loads(line) for line in open(self.dir / "metrics.jsonl")]
         metrics = self._newest()
         curve = [(record["step"], record[headline]) for record in records if record.get(headline) is not None]
@@ -391,8 +391,8 @@ class Run:
         usage = usage.format(folder=folder, prompt=prompt)
         rows = "\n".join(f"| {k} | {v} |" for k, v in sorted(metrics.items()))
         card = (
-            f"---\nlibrary_name: transformers\ntags: [plainrl, {env['algo']}]\n---\n# {title}\n\n"
-            f"![learning curve](curve.png)\n\n"
+            f"---\nlibrary_name: {library}\ntags: [plainrl, {env['algo']}]\n---\n# {title}\n\n"
+            f"![learning curve](curve.png)\n\n{pictures}"
             f"```python\n{usage}\n```\n\n| metric | last value |\n|---|---|\n{rows}\n\n```\n{env['command']}\n```\n\n"
             f"Commit {env['commit']}; {', '.join(f'{k} {v}' for k, v in env['versions'].items())}; {env['device']}.\n"
         )

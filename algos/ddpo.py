@@ -1,0 +1,806 @@
+"""Denoising diffusion policy optimisation (DDPO) of a Stable Diffusion pipeline against a reward on its images.
+
+Paper: Black et al. 2023, Training Diffusion Models with Reinforcement Learning (arXiv 2305.13301); the sampler is DDIM,
+Song et al. 2021 (arXiv 2010.02502). Code of the first author, whose choices this follows where the paper is silent:
+https://github.com/kvablack/ddpo-pytorch/blob/19584634b6ff0f5d6ce5c7ebdf9ef0c5a7b1a0b5/scripts/train.py
+
+    s_t = (c, t, x_t), a_t = x_{t-1}, pi(a_t | s_t) = p(x_{t-1} | x_t, c)   Sec. 4.2           denoise
+    p(x_{t-1} | x_t, c) = N(mean, sigma_t^2)                        DDIM Eqs. 12, 16   ddim_step_with_logprob
+    r on the last image, normalised for each prompt                 Sec. 5, App. D.3   PerPromptStats
+    max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))                 Sec. 4.3 (DDPO_IS) ddpo_loss
+
+How this differs from TRL's DDPO and ddpo-pytorch:
+- A gradient sums over (image, step) pairs, so pairs are batched freely (`--micro-batch-size`), and a trajectory is
+  stored once, not once as `latents` and once as `next_latents`.
+- Latents and log-probabilities are float32 whatever the autocast, and the log-probability is that of the stored
+  latents: the first ratio is 1. A step without noise (sigma = 0) is sampled, not trained.
+- Guidance is the same in sampling and training; statistics are keyed by the prompt as it was given, kept as floats,
+  and resumed; gradients of all processes are averaged, and a run is the same for any number of them.
+
+Log-probabilities are means over the dimensions of the latents, not sums, as in ddpo-pytorch: `--clip-range` and the
+ratio are in units of one dimension.
+
+    accelerate launch algos/ddpo.py                               # coloured shapes on a CPU, first use in 15 minutes
+    accelerate launch algos/ddpo.py --model my_pipeline/ --dataset prompts.jsonl --reward my_reward.py:score
+    torchrun --nproc_per_node 8 algos/ddpo.py --model stable-diffusion-v1-5/stable-diffusion-v1-5 --lora-r 4 \
+        --lr 3e-4 --mixed-precision bf16 --dataset prompts.txt --reward my_reward.py:score --num-inference-steps 50 \
+        --guidance-scale 5 --clip-range 1e-4 --num-epochs 100 --sample-batch-size 256 --batch-size 64 \
+        --micro-batch-size 8 --decode-batch-size 8
+
+Dimension key: B images, N denoising steps, C h w latents, H W pixels, L text tokens, D their width.
+"""
+
+import collections
+import copy
+import inspect
+import json
+import math
+import sys
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from common.checkpoint import (
+    InputError,
+    build,
+    cli,
+    load_function,
+    pack_state,
+    replacing,
+    spec_path,
+    stop_if,
+    unpack_state,
+)
+from common.logging import Run, closes_run, on_main, visible
+from common.seeding import rng, seed_libraries, set_threads, stream_rows
+
+TASK = "benchmarks/tasks/shapes.py"
+
+
+@dataclass
+class Args:
+    """Denoising diffusion policy optimisation of a Stable Diffusion pipeline."""
+
+    # ---- run
+    run_dir: str | None = None
+    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: int | None = None
+    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    save_every: int = 20
+    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    eval_every: int = 20
+    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    push_to_hub: str | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
+    check: bool = False
+    """Validate flags, data, model and functions, print the summary, and exit."""
+
+    # ---- model and data
+    model: str = f"{TASK}:base_model"
+    """Hub id, directory, or file.py:function that returns one; from Python also a model."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the weights (and so of the optimizer state)."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a hub repository."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    lora_r: int = 0
+    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights."""
+    lora_alpha: float | None = None
+    """LoRA adapters count alpha / r times; default: the rank, so once."""
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    """Last names of the modules that get LoRA adapters."""
+    dataset: str = f"{TASK}:prompts"
+    """Rows with a prompt (other columns reach the reward): a file, hub id:split, file.py:function; from Python a
+    list."""
+    eval_dataset: str | None = "auto"
+    """Rows to evaluate on, always with the same noise; auto: the embedded task's; default: the first
+    --sample-batch-size rows of --dataset."""
+    reward: str = "auto"
+    """file.py:function(images, prompts, **columns) -> a number per image; images: float tensor (B, 3, H, W) in [0, 1];
+    auto: the embedded task's (your own --dataset needs your own)."""
+    metric: str | None = "auto"
+    """file.py:function(images, prompts, **columns) -> {name: list}; auto: the embedded task's, or none."""
+
+    # ---- optimizer
+    lr: float = 1e-4
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward and ilql, 1e-6 in dpo)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    lr_final: float = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: int | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: float = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: float = 1e-4
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: int = 64
+    """Rows per optimizer step, all processes together."""
+    micro_batch_size: int = 64
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+
+    # ---- algorithm
+    num_epochs: int = 40
+    """Length of the run: epochs of sampling images and training on them."""
+    sample_batch_size: int = 128
+    """Images of an epoch, all processes together."""
+    inner_epochs: int = 1
+    """Passes over the images of an epoch."""
+    timestep_fraction: float = 1.0
+    """Train each image on this share of its denoising steps, drawn anew in each pass."""
+    clip_range: float = 1e-3
+    """Epsilon of the clipped objective, of a ratio per latent dimension (1e-4 for Stable Diffusion's 16384)."""
+    adv_clip_max: float = 5.0
+    """Clip advantages to [-this, this]."""
+    per_prompt_stats: bool = True
+    """Normalise a reward by the last rewards of its prompt; off: by those of the epoch."""
+    stat_buffer_size: int = 32
+    """Rewards kept of each prompt."""
+    stat_min_count: int = 16
+    """Normalise by the epoch's rewards until a prompt has this many."""
+
+    # ---- sampling
+    num_inference_steps: int = 20
+    """Denoising steps of an image (50 for Stable Diffusion)."""
+    eta: float = 1.0
+    """Noise of a DDIM step, in (0, 1]: 1 is that of DDPM; at 0 there would be nothing to learn from."""
+    guidance_scale: float = 1.0
+    """Weight of classifier-free guidance, in sampling and training alike; 1: none, which halves the cost."""
+    negative_prompt: str = ""
+    """The prompt that guidance leads away from."""
+    decode_batch_size: int = 64
+    """Rows that a process decodes at once; changes memory and speed, never the result."""
+
+    def __post_init__(self):
+        own = self.dataset != f"{TASK}:prompts"
+        for name, embedded in {"eval_dataset": "eval_prompts", "reward": "compressibility", "metric": "metric"}.items():
+            if getattr(self, name) == "auto":
+                setattr(self, name, None if own else f"{TASK}:{embedded}")
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        size, step = self.sample_batch_size, self.batch_size
+        rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
+        rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "lora_r")]
+        rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
+        rules += [(name, 0 < given.get(name, 1) < 1e9, "a positive number") for name in POSITIVE]
+        rules += [(name, 0 < getattr(self, name) <= 1, "in (0, 1]") for name in ("timestep_fraction", "eta")]
+        rules += [
+            ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
+            ("reward", self.reward, "file.py:function for your own --dataset"),
+            ("sample_batch_size", size % max(1, step) == 0, f"a multiple of --batch-size {step}"),
+            ("stat_min_count", self.stat_min_count <= self.stat_buffer_size, "at most --stat-buffer-size"),
+            ("guidance_scale", 1 <= self.guidance_scale < math.inf, "1 (no guidance) or more"),
+            ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
+        ]
+        bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
+        stop_if([f"--{flag} {value} must be {rule}" for flag, value, rule in bad])
+
+
+AT_LEAST_ONE = """threads decay_steps keep_checkpoints batch_size micro_batch_size num_epochs sample_batch_size
+inner_epochs stat_buffer_size stat_min_count num_inference_steps decode_batch_size""".split()
+ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm".split()
+POSITIVE = "lr lora_alpha clip_range adv_clip_max".split()
+
+
+# ---- Model -----------------------------------------------------------------------------------------------------------
+
+
+def load_pipeline(args, path):
+    """The Stable Diffusion pipeline, frozen, with a DDIM scheduler of its own noise schedule."""
+    from diffusers import DDIMScheduler, DiffusionPipeline, StableDiffusionPipeline
+    from diffusers.utils import logging as diffusers_logging
+
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    path = str(spec_path(path) or path) if isinstance(path, str) else path
+    if isinstance(path, str):
+        if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).exists():
+            raise InputError(f"--model {path}: there is no such directory")
+        options = {"revision": args.revision, "trust_remote_code": args.trust_remote_code, "safety_checker": None}
+        try:
+            pipeline = DiffusionPipeline.from_pretrained(path, dtype=getattr(torch, args.dtype), **options)
+        except Exception as error:  # the libraries' errors have no common class
+            raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
+    else:
+        pipeline = path
+    kind = type(pipeline).__name__
+    if not isinstance(pipeline, StableDiffusionPipeline):
+        raise InputError(f"--model {path} is a {kind}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
+    unet, vae, config = pipeline.unet.config, pipeline.vae, pipeline.scheduler.config
+    if not unet.in_channels == unet.out_channels == vae.config.latent_channels:
+        channels = f"{unet.in_channels} -> {unet.out_channels} channels and the VAE {vae.config.latent_channels}"
+        raise InputError(f"--model {path}: the UNet has {channels}, expected three equal numbers")
+    for name in ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule"):
+        if name not in config:
+            raise InputError(f"--model {path}: its {type(pipeline.scheduler).__name__} has no {name}, as DDIM needs")
+    # latents have no range to be clipped to; a scheduler that knows no clipping would get DDIM's default, on
+    clip = {} if "clip_sample" in config else {"clip_sample": False}
+    pipeline.scheduler = DDIMScheduler.from_config(config, **clip)
+    pipeline.safety_checker = None
+    for module in (pipeline.unet, vae, pipeline.text_encoder):
+        module.requires_grad_(False).eval()
+        broken = [name for name, weight in module.named_parameters() if not weight.isfinite().all()]
+        stop_if([f"--model {path}: {name} is not finite" for name in broken[:1]])
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+    return pipeline
+
+
+def add_lora(unet, args):
+    """Adapters at --lora-targets, which change nothing before the first update: B is zero, A ~ N(0, 1 / r^2)."""
+    from peft import LoraConfig
+
+    alpha, targets = args.lora_alpha or args.lora_r, list(args.lora_targets)
+    adapters = LoraConfig(r=args.lora_r, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets)
+    try:
+        unet.add_adapter(adapters)
+    except ValueError as error:
+        raise InputError(f"--lora-targets {' '.join(targets)}: {error}") from None
+    for name, weight in unet.named_parameters():
+        if "lora_A" in name:  # by a keyed draw, whatever torch's generator holds
+            normal = rng(args.seed, f"lora {name}").standard_normal(tuple(weight.shape))
+            weight.data.copy_(torch.from_numpy(normal / args.lora_r))
+
+
+class Embeddings:
+    """Text embeddings of prompts, each computed once and alone, so that they depend on no neighbour."""
+
+    def __init__(self, pipeline, device, guidance_scale, negative_prompt):
+        self.pipeline, self.device, self.known = pipeline, device, {}
+        self.negative = negative_prompt if guidance_scale > 1 else None
+
+    @torch.no_grad()
+    def __call__(self, prompts):
+        """(B, 2, L, D) of [negative prompt, prompt]; without guidance (B, 1, L, D)."""
+        for prompt in set(prompts) - self.known.keys():
+            guided = self.negative is not None
+            found = self.pipeline.encode_prompt(prompt, self.device, 1, guided, self.negative)
+            self.known[prompt] = torch.cat([found[1], found[0]] if guided else [found[0]])
+        return torch.stack([self.known[prompt] for prompt in prompts])
+
+
+def predict(unet, latents, timesteps, embeds, guidance_scale):
+    """The UNet's output at latents (B, C, h, w) and timesteps (B,), guided: e_u + w (e_c - e_u), at least float32."""
+    n = embeds.shape[1]
+    out = unet(latents.repeat_interleave(n, 0), timesteps.repeat_interleave(n), embeds.flatten(0, 1)).sample
+    out = out.to(torch.promote_types(out.dtype, torch.float32)).unflatten(0, (-1, n))
+    return out[:, 0] if n == 1 else out[:, 0] + guidance_scale * (out[:, 1] - out[:, 0])
+
+
+# ---- Maths -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Schedule:
+    """The denoising steps of a scheduler as tables (N,), in the order of sampling, for steps of a mixed batch."""
+
+    timesteps: torch.Tensor
+    alphas: torch.Tensor  # alpha_t of the DDIM paper (a product of 1 - beta), and that of the step before
+    prev_alphas: torch.Tensor
+    stds: torch.Tensor  # sigma_t, 0 where the step is deterministic
+    prediction_type: str
+    clip: float | None  # bound of the predicted x_0
+
+
+def ddim_schedule(scheduler, num_inference_steps, eta, device="cpu"):
+    """The Schedule of a diffusers DDIMScheduler. sigma_t as in Eq. 16."""
+    scheduler.set_timesteps(num_inference_steps)
+    timesteps, alphas = scheduler.timesteps, scheduler.alphas_cumprod.double()
+    prev = timesteps - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
+    prev_alphas = torch.where(prev >= 0, alphas[prev.clamp(0)], scheduler.final_alpha_cumprod.double())
+    alphas = alphas[timesteps]
+    stds = eta * ((1 - prev_alphas) / (1 - alphas) * (1 - alphas / prev_alphas)).sqrt()
+    clip = scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
+    tables = (table.to(device) for table in (timesteps, alphas, prev_alphas, stds))
+    return Schedule(*tables, scheduler.config.prediction_type, clip)
+
+
+def ddim_step_with_logprob(schedule, output, steps, latents, noise=None, next_latents=None):
+    """A DDIM step with noise (Eqs. 12 and 16), or the log-probability of one that was taken.
+
+    output, latents: (B, C, h, w), the UNet's output at `latents`; steps: (B,) positions in the schedule. With noise
+    (B, C, h, w) the step is taken, else its result is `next_latents`. Returns (next_latents, logprobs): logprobs (B,)
+    is the mean over the latents' dimensions of log N(next_latents; mean, sigma_t^2), 0 where sigma_t is 0.
+    """
+    a, prev, std = (
+        table[steps].to(latents.dtype).view(-1, 1, 1, 1)
+        for table in (schedule.alphas, schedule.prev_alphas, schedule.stds)
+    )
+    if schedule.prediction_type == "epsilon":
+        clean, epsilon = (latents - (1 - a).sqrt() * output) / a.sqrt(), output
+    elif schedule.prediction_type == "sample":
+        clean, epsilon = output, (latents - a.sqrt() * output) / (1 - a).sqrt()
+    else:  # v_prediction
+        clean, epsilon = a.sqrt() * latents - (1 - a).sqrt() * output, a.sqrt() * output + (1 - a).sqrt() * latents
+    if schedule.clip is not None:
+        clean = clean.clamp(-schedule.clip, schedule.clip)
+    mean = prev.sqrt() * clean + (1 - prev - std**2).clamp(min=0).sqrt() * epsilon
+    if next_latents is None:
+        next_latents = mean + std * noise
+    scale = torch.where(std > 0, std, 1.0)
+    logprobs = -(((next_latents - mean) / scale) ** 2) / 2 - scale.log() - math.log(2 * math.pi) / 2
+    return next_latents, (logprobs * (std > 0)).mean(dim=(1, 2, 3))
+
+
+def schedule_error(scheduler, schedule, eta):
+    """Largest difference between ddim_step_with_logprob and the scheduler's own step, over all steps."""
+    latents, output, noise = (torch.linspace(-1, 1, 7).sin().roll(i).view(1, 1, 1, 7).double() for i in range(3))
+    errors = []
+    for i, timestep in enumerate(scheduler.timesteps):
+        ours, _ = ddim_step_with_logprob(schedule, output, torch.tensor([i]), latents, noise)
+        theirs = scheduler.step(output, timestep, latents, eta=eta, variance_noise=noise).prev_sample
+        errors.append((ours - theirs).abs().max())
+    return torch.stack(errors).max().item()  # NaN if one is
+
+
+class PerPromptStats:
+    """Mean and standard deviation of the last rewards of each prompt (App. D.3)."""
+
+    def __init__(self, buffer_size, min_count):
+        self.buffer_size, self.min_count, self.rewards = buffer_size, min_count, {}
+
+    def update(self, prompts, rewards):
+        """Keeps rewards (B,), then returns advantages (B,): (reward - mean) / (std + 1e-6) of the prompt's rewards, or
+        of this batch for a prompt of which fewer than min_count are known. Float64, population std."""
+        rewards = np.asarray(rewards, dtype=np.float64)
+        for prompt, reward in zip(prompts, rewards.tolist(), strict=True):
+            self.rewards.setdefault(prompt, collections.deque(maxlen=self.buffer_size)).append(reward)
+        advantages = np.empty_like(rewards)
+        for i, prompt in enumerate(prompts):
+            known = np.array(self.rewards[prompt]) if len(self.rewards[prompt]) >= self.min_count else rewards
+            advantages[i] = (rewards[i] - known.mean()) / (known.std() + 1e-6)
+        return advantages
+
+
+def ddpo_loss(new_logprobs, logprobs, advantages, clip_range):
+    """max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps)) for each (image, step) pair, (B,); Sec. 4.3 and PPO Eq. 7."""
+    ratio = torch.exp(new_logprobs - logprobs)
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+
+
+def learning_rate(args, step, total_steps):
+    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return args.lr
+    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return args.lr + (args.lr_final - args.lr) * progress
+
+
+# ---- Data, reward ----------------------------------------------------------------------------------------------------
+
+
+def load_rows(data, flag):
+    """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
+    path, rows = spec_path(data), data
+    if path and path.suffix == ".jsonl":
+        try:
+            lines, rows = path.read_text(encoding="utf-8-sig").split("\n"), []
+        except UnicodeDecodeError as error:
+            raise InputError(f"{flag} {data} is not UTF-8: {error}") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                rows += [json.loads(line, strict=False)] if line.strip() else []
+            except ValueError as error:
+                raise InputError(f"{flag} {data}:{number} is not valid JSON: {error}") from None
+    elif isinstance(data, str):
+        import datasets
+
+        kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+        name, _, split = data.partition(":")
+        try:
+            if path and path.is_dir():
+                rows = datasets.load_from_disk(str(path))
+            elif kind := kinds.get(Path(data).suffix):
+                rows = datasets.load_dataset(kind, data_files=str(path or data), split="train")
+            else:
+                rows = datasets.load_dataset(name, split=split or "train")
+        except Exception as error:  # the library's errors have no common class
+            raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
+    if isinstance(rows, dict):
+        raise InputError(f"{flag} {data} holds several splits ({', '.join(rows)}): name the directory of one")
+    rows = list(rows)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or row.keys() != rows[0].keys():
+            found = list(row) if isinstance(row, dict) else repr(row)[:60]
+            raise InputError(f"{flag} row {number} is {found}, expected a mapping with the columns of row 1")
+    if not rows:
+        raise InputError(f"{flag} {data} holds no rows")
+    return rows
+
+
+def load_prompts(spec, flag):
+    """Rows whose prompt is a string."""
+    rows = load_rows(build(spec, flag), flag)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("prompt", row.get("text")), str):
+            raise InputError(f"{flag} row {number}: expected a column 'prompt' with text, it has {', '.join(row)}")
+    return [row if "prompt" in row else {"prompt": row["text"]} for row in rows]
+
+
+def call_on_images(function, name, rows, images):
+    """Calls a reward or metric function with images (B, 3, H, W), float32 in [0, 1] on the CPU, prompts, and the rows'
+    other columns as lists; without **columns it gets those that it names."""
+    values = {key: copy.deepcopy([row[key] for row in rows]) for key in rows[0] if key != "prompt"}
+    values |= {"images": images.cpu().float() / 255, "prompts": [row["prompt"] for row in rows]}
+    accepted = inspect.signature(function).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted):
+        values = {p.name: values[p.name] for p in accepted if p.name in values}
+    try:
+        return function(**values)
+    except Exception as error:
+        raise InputError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def image_scores(function, name, rows, images):
+    """The rewards of a reward function, a float for each image."""
+    scores = call_on_images(function, name, rows, images)
+    scores = scores.tolist() if hasattr(scores, "tolist") else scores
+    if not isinstance(scores, list | tuple) or len(scores) != len(rows):
+        found = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
+        raise InputError(f"{name} returned {found}, expected a list of {len(rows)} numbers, one per image")
+    scores = [score.item() if hasattr(score, "item") and score.numel() == 1 else score for score in scores]
+    for i, score in enumerate(scores):
+        if not isinstance(score, int | float) or not math.isfinite(score):
+            where = f"row {i + 1}, prompt {rows[i]['prompt']!r:.60}"
+            raise InputError(f"{name} returned {score!r:.60} for {where}; expected a finite number")
+    return [float(score) for score in scores]
+
+
+def image_metrics(function, name, rows, images):
+    """{name: values per image} of a metric function."""
+    columns = call_on_images(function, name, rows, images)
+    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
+    if not isinstance(columns, dict) or not columns:
+        raise InputError(f"{expected}, it returned {columns!r:.60}")
+    for key, values in columns.items():
+        good = isinstance(values, list) and len(values) == len(rows)
+        if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
+            raise InputError(f"{expected}; {key!r} is not one")
+    if "reward" in columns:
+        raise InputError(f"{name} must not return the name 'reward', which the reward has")
+    return columns
+
+
+# ---- Rollout ---------------------------------------------------------------------------------------------------------
+
+
+def denoise(unet, schedule, embeds, noise, guidance_scale):
+    """Denoises: embeds (B, 1 or 2, L, D), noise (B, N + 1, C, h, w) of the start and of each step. Returns latents
+    (B, N + 1, C, h, w), from noise to clean, and logprobs (B, N)."""
+    trajectory, logprobs = [noise[:, 0]], []
+    for step in range(len(schedule.timesteps)):
+        steps = torch.full((len(embeds),), step, device=noise.device)
+        output = predict(unet, trajectory[-1], schedule.timesteps[steps], embeds, guidance_scale)
+        latents, logprob = ddim_step_with_logprob(schedule, output, steps, trajectory[-1], noise[:, step + 1])
+        trajectory.append(latents)
+        logprobs.append(logprob)
+    return torch.stack(trajectory, dim=1), torch.stack(logprobs, dim=1)
+
+
+@torch.no_grad()
+def sample_images(accelerator, pipeline, unet, schedule, embed, prompts, stream, args, trajectories):
+    """Images of all prompts, uint8 (B, 3, H, W), with latents (B, N + 1, C, h, w) and logprobs (B, N) where
+    trajectories are wanted, on every process; each of them samples a share.
+
+    The noise of image i is keyed by (seed, *stream, i). Images are uint8, as a file would hold them, so that reward,
+    grids and files agree.
+    """
+    world, device, vae = accelerator.num_processes, accelerator.device, pipeline.vae
+    share = math.ceil(len(prompts) / world)  # the last processes repeat the last prompt where they do not divide
+    local = [min(accelerator.process_index * share + i, len(prompts) - 1) for i in range(share)]
+    size = pipeline.unet.config.sample_size
+    shape = (len(schedule.timesteps) + 1, vae.config.latent_channels, *(size if isinstance(size, list) else [size] * 2))
+    dtype, found = torch.promote_types(vae.dtype, torch.float32), []
+    for i in range(0, share, args.decode_batch_size):
+        rows = local[i : i + args.decode_batch_size]
+        noise = np.stack([rng(args.seed, stream[0], *stream[1:], row).standard_normal(shape) for row in rows])
+        noise = torch.from_numpy(noise).to(device, dtype)
+        embeds = embed([prompts[row] for row in rows])
+        latents, logprobs = denoise(unet, schedule, embeds, noise, args.guidance_scale)
+        images = vae.decode(latents[:, -1].to(vae.dtype) / vae.config.scaling_factor).sample.float()
+        if not images.isfinite().all():
+            raise FloatingPointError(f"an image of {prompts[rows[0]]!r:.60} or of a neighbour is not finite")
+        images = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+        found.append((images, latents, logprobs) if trajectories else (images,))
+    return [accelerator.gather(torch.cat(parts))[: len(prompts)] for parts in zip(*found, strict=True)]
+
+
+def minibatches(args, epoch, trained, process, world):
+    """(image, step) pairs of each optimizer step of an epoch, for this process: a list of micro-batches, each a tensor
+    (b, 2). Images are permuted in each pass, and each image draws its steps from `trained`."""
+    count = max(1, int(len(trained) * args.timestep_fraction))
+    for inner in range(args.inner_epochs):
+        order = rng(args.seed, "minibatches", epoch, inner).permutation(args.sample_batch_size)
+        for images in order.reshape(-1, args.batch_size):
+            pairs = [
+                (image, trained[position])
+                for image in images.tolist()
+                for position in rng(args.seed, "timesteps", epoch, inner, image).permutation(len(trained))[:count]
+            ]
+            yield torch.tensor(pairs[process::world]).split(args.micro_batch_size)
+
+
+def grid(images, path):
+    """Writes uint8 images (B, 3, H, W) to a PNG file, eight a row, at most 96, each at most 128 pixels wide."""
+    from PIL import Image
+
+    images = [Image.fromarray(image.permute(1, 2, 0).cpu().numpy()) for image in images[:96]]
+    width, height = (max(1, side * min(128, images[0].width) // images[0].width) for side in images[0].size)
+    sheet = Image.new("RGB", (8 * width, math.ceil(len(images) / 8) * height), "white")
+    for i, image in enumerate(images):
+        sheet.paste(image.resize((width, height)), (i % 8 * width, i // 8 * height))
+    path.parent.mkdir(exist_ok=True)
+    sheet.save(path)
+
+
+def mirror_grid(accelerator, run, step):
+    """Shows the grid of an evaluation, where this step had one, to wandb or tensorboard. They may fail, see Run."""
+    path = run.dir / GRID.format(step)
+    for tracker in accelerator.trackers if run.main and path.exists() else []:
+        from PIL import Image
+
+        options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+        with suppress(Exception):
+            tracker.log_images({"eval/images": np.asarray(Image.open(path))[None]}, step=step, **options)
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(model, args):
+    """AdamW on what is trainable; weight decay on matrices only."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
+    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+
+
+@torch.no_grad()
+def export_pipeline(pipeline, folder):
+    """Writes a pipeline that plain diffusers loads; with LoRA the adapters are merged into it, and stand in `lora/`
+    besides, for `load_lora_weights`."""
+    with replacing(folder) as temporary:
+        if getattr(pipeline.unet, "peft_config", None):
+            from peft import get_peft_model_state_dict
+
+            adapters, merged = get_peft_model_state_dict(pipeline.unet), copy.deepcopy(pipeline.unet)
+            config = pipeline.unet.peft_config["default"].to_dict()
+            kind = type(pipeline)
+            kind.save_lora_weights(temporary / "lora", adapters, unet_lora_adapter_metadata=config)
+            merged.fuse_lora()
+            merged.unload_lora()
+            pipeline = kind(**(pipeline.components | {"unet": merged}), requires_safety_checker=False)
+        pipeline.save_pretrained(temporary)
+
+
+@closes_run
+def main(args):
+    """Trains; returns the newest value of every metric and the run directory."""
+    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
+    # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
+    path, reward = build(args.model, "--model"), load_function(args.reward, "--reward")
+    metric = load_function(args.metric, "--metric") if args.metric else None
+    rows = load_prompts(args.dataset, "--dataset")
+    eval_rows = rows[: args.sample_batch_size]
+    if args.eval_dataset:
+        eval_rows = load_prompts(args.eval_dataset, "--eval-dataset")
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
+    world, device = accelerator.num_processes, accelerator.device
+    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
+    if args.batch_size % world:
+        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
+    if accelerator.mixed_precision == "fp16":
+        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+    pipeline = load_pipeline(args, path)
+    scheduler, unet = pipeline.scheduler, pipeline.unet
+    try:
+        schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta)
+        error = schedule_error(scheduler, schedule, args.eta)
+    except ValueError as failure:
+        raise InputError(f"--num-inference-steps {args.num_inference_steps}: {failure}") from None
+    if not error < 1e-4:
+        raise InputError(f"--model {path}: its scheduler's options do not step as DDIM does (error {error:.1e})")
+    trained = schedule.stds.gt(0).nonzero().flatten().tolist()
+    if not trained:
+        raise InputError(f"--num-inference-steps {args.num_inference_steps}: no step of this scheduler has noise")
+    schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
+    pipeline.to(device)
+    if args.lora_r:
+        add_lora(unet, args)
+    else:
+        unet.requires_grad_(True)
+    if args.gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+    embed = Embeddings(pipeline, device, args.guidance_scale, args.negative_prompt)
+
+    # ---- run directory, what to continue from
+    threads = set_threads(args.threads)
+    run = Run("ddpo", args, __file__, accelerator)
+    if run.finished:
+        return run.newest_metrics(), run.dir
+    if run.state:  # another number of threads gives other bits
+        threads = set_threads(args.threads or run.state["threads"])
+    model = accelerator.prepare(unet)
+    optimizer = make_optimizer(model, args)
+    steps_per_epoch = args.inner_epochs * (args.sample_batch_size // args.batch_size)
+    total_steps = args.num_epochs * steps_per_epoch
+    state = {"best_score": None, "best_step": None, "epoch": 0, "rewards": {}} | (run.state or {})
+    best_score, best_step, step = state["best_score"], state["best_step"], state["epoch"] * steps_per_epoch
+    stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
+    stats.rewards = {prompt: collections.deque(x, args.stat_buffer_size) for prompt, x in state["rewards"].items()}
+    if run.checkpoint:
+        unpack_state(run.checkpoint, run.state, model, optimizer)
+    if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
+        raise InputError(f"--resume {args.resume}: nothing is left to train; raise --num-epochs")
+    pairs = max(1, int(len(trained) * args.timestep_fraction))
+    counted = [weight for part in (unet, pipeline.vae, pipeline.text_encoder) for weight in part.parameters()]
+    run.say(
+        f"ddpo: {sum(w.numel() for w in counted):,} parameters, {sum(w.numel() for w in counted if w.requires_grad):,} "
+        f"trained; {args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} x {threads} threads\n"
+        f"data: {len(rows)} prompts, {len(eval_rows)} to evaluate; first: {visible(rows[0]['prompt'])[:200]}\n"
+        f"{args.num_epochs} epochs x ({args.sample_batch_size} images of {len(schedule.timesteps)} steps, "
+        f"{len(trained)} of them with noise; then {steps_per_epoch} optimizer steps of {args.batch_size} images x "
+        f"{pairs} steps: {args.batch_size // world * pairs} pairs a process, {args.micro_batch_size} a forward)"
+    )
+
+    def evaluate(step):
+        model.eval()
+        prompts = [row["prompt"] for row in eval_rows]
+        (images,) = sample_images(accelerator, pipeline, model, schedule, embed, prompts, ["eval"], args, False)
+        columns = {"reward": on_main(accelerator, image_scores, reward, args.reward, eval_rows, images)}
+        if metric:
+            columns |= on_main(accelerator, image_metrics, metric, args.metric, eval_rows, images)
+        table = {"prompt": prompts, **columns}
+        run.samples(step, [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)])
+        if run.dir and run.main:
+            grid(images, run.dir / GRID.format(step))
+        metrics = {f"eval/{key}": sum(values) / len(values) for key, values in columns.items()}
+        return metrics | {"eval/diversity": images.double().div(255).std(0).mean().item()}
+
+    if args.check:
+        evaluate(0)
+        run.say("check passed")
+        return {}, None
+    if run.begun == 0 and args.eval_every:
+        run.log(0, evaluate(0))
+        mirror_grid(accelerator, run, 0)
+
+    # ---- the algorithm
+    for epoch in range(state["epoch"] + 1, args.num_epochs + 1):
+        start = time.perf_counter()
+        # 1. x_0 ~ p(. | c): images with the latents and log-probabilities of their steps
+        model.eval()
+        drawn = stream_rows(args.seed, "data", len(rows), (epoch - 1) * args.sample_batch_size, args.sample_batch_size)
+        chosen = [rows[i] for i in drawn]
+        prompts, stream = [row["prompt"] for row in chosen], ["rollout", epoch]
+        sampled = sample_images(accelerator, pipeline, model, schedule, embed, prompts, stream, args, True)
+        images, latents, logprobs = sampled
+        sampling_done = time.perf_counter()
+        # 2. r(x_0, c), and advantages by the statistics of each prompt
+        scores = on_main(accelerator, image_scores, reward, args.reward, chosen, images)
+        if args.per_prompt_stats:
+            advantages = stats.update(prompts, scores)
+        else:
+            advantages = (np.array(scores) - np.mean(scores)) / (np.std(scores) + 1e-8)
+        advantages = torch.from_numpy(advantages).clamp(-args.adv_clip_max, args.adv_clip_max).to(logprobs)
+        reward_done = time.perf_counter()
+        # 3. clipped objective (Sec. 4.3) on the (image, step) pairs of minibatches of images
+        model.train()
+        sums, largest, first = 0, torch.zeros((), device=device), None
+        for micro_batches in minibatches(args, epoch, trained, accelerator.process_index, world):
+            for micro_batch in micro_batches:
+                image, steps = micro_batch.to(device).unbind(1)
+                with nullcontext() if micro_batch is micro_batches[-1] else accelerator.no_sync(model):
+                    embeds, x = embed([prompts[i] for i in micro_batch[:, 0]]), latents[image, steps]
+                    output = predict(model, x, schedule.timesteps[steps], embeds, args.guidance_scale)
+                    _, new = ddim_step_with_logprob(schedule, output, steps, x, next_latents=latents[image, steps + 1])
+                    losses = ddpo_loss(new, logprobs[image, steps], advantages[image], args.clip_range)
+                    # data-parallel training averages gradients over the processes, hence the factor world
+                    accelerator.backward(losses.sum() * world / (args.batch_size * pairs))
+                change = (new - logprobs[image, steps]).detach().double()
+                ratio = change.exp()
+                terms = losses.detach(), change**2 / 2, (ratio - 1).abs() > args.clip_range, ratio
+                sums += torch.stack([term.double().sum() for term in terms])
+                largest = torch.maximum(largest, (ratio - 1).abs().max().float())
+            first = largest.clone() if first is None else first  # of the first step: rounding alone
+            lr, step = learning_rate(args, step, total_steps), step + 1
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+            if not grad_norm.isfinite():
+                bad = f"gradient norm {grad_norm} in epoch {epoch}, whose first prompt is {prompts[0]!r:.60}"
+                raise FloatingPointError(f"step {step}: {bad}; the last checkpoint is intact")
+            optimizer.step()
+            optimizer.zero_grad()
+        update_done = time.perf_counter()
+        # 4. evaluate, log, save
+        means = accelerator.reduce(sums) / (args.inner_epochs * args.sample_batch_size * pairs)
+        metrics = {"epoch": epoch, "objective/scores": np.mean(scores), "objective/scores_std": np.std(scores)}
+        metrics |= {"objective/diversity": images.double().div(255).std(0).mean().item()}
+        metrics |= dict(zip(UPDATE_METRICS, means.tolist(), strict=True))
+        metrics |= {"policy/ratio_deviation": accelerator.gather(largest).max().item()}
+        metrics |= {"policy/ratio_deviation_first": accelerator.gather(first).max().item()}
+        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item()}
+        perf = {"perf/seconds_rollout": sampling_done - start, "perf/seconds_reward": reward_done - sampling_done}
+        perf |= {"perf/seconds_update": update_done - reward_done}
+        perf |= {"perf/images_per_sec": len(drawn) / (update_done - start)}
+        if args.eval_every and (epoch == args.num_epochs or due(step, steps_per_epoch, args.eval_every)):
+            metrics |= evaluate(step)
+            if best_score is None or metrics["eval/reward"] > best_score:
+                best_score, best_step = metrics["eval/reward"], step
+                on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model_best")
+        run.log(step, {key: float(value) for key, value in metrics.items()}, perf)
+        mirror_grid(accelerator, run, step)
+        text = " | ".join(f"{key.split('/')[1]} {metrics[key]:.3g}" for key in SHOWN)
+        times = f"sampling {sampling_done - start:.1f} s + update {update_done - reward_done:.1f} s"
+        run.status(step, total_steps, f"{text} | {times}")
+        stop = run.stop_requested()
+        if stop or step in (best_step, total_steps) or due(step, steps_per_epoch, args.save_every):
+            rewards = {prompt: list(known) for prompt, known in stats.rewards.items()}
+            scalars = {"epoch": epoch, "best_score": best_score, "best_step": best_step, "rewards": rewards}
+            run.save(step, *pack_state(model, optimizer, trained_only=bool(args.lora_r), **scalars))
+        if stop:
+            run.exit(step)
+
+    # ---- export
+    on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model")
+    title = f"{run.identity['flags']['model']} after DDPO on {run.identity['flags']['reward']}"
+    options = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
+    grids = sorted(path.name for path in (run.dir / "images").glob("*.png"))
+    pictures = "".join(f"![{name}](images/{name})\n\n" for name in grids[:1] + grids[1:][-1:])
+    headline, usage = "eval/reward" if args.eval_every else "objective/scores", USAGE.replace("OPTIONS", options)
+    metrics = run.finish(headline, title, rows[0]["prompt"], usage, "diffusers", pictures)
+    accelerator.end_training()
+    return metrics, run.dir
+
+
+GRID = "images/step_{:08d}.png"
+UPDATE_METRICS = "loss/policy policy/approxkl policy/clipfrac policy/ratio".split()
+SHOWN = "objective/scores objective/scores_std policy/approxkl policy/clipfrac".split()
+USAGE = """from diffusers import StableDiffusionPipeline; pipeline = StableDiffusionPipeline.from_pretrained({folder!r})
+pipeline({prompt!r}, OPTIONS).images[0].save('sample.png')"""
+
+
+def due(step, steps, every):
+    """Whether a multiple of `every` lies in the last `steps` steps."""
+    return bool(every) and step // every > (step - steps) // every
+
+
+if __name__ == "__main__":
+    cli(Args, main)

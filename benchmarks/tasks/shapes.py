@@ -1,0 +1,292 @@
+"""Shapes: a Stable Diffusion pipeline that draws "a red circle", small enough to be trained on a CPU in minutes.
+
+12 captions, 4 colours x 3 shapes, on a grey ground with more or less strong waves. `base_model` is a diffusers
+directory (StableDiffusionPipeline: CLIP text encoder and tokenizer, AutoencoderKL, UNet2DConditionModel, DDIM
+scheduler), trained on drawings of this file on first use and kept in the cache. Images are 32 x 32, latents 4 x 8 x 8.
+
+Rewards of images, (B, 3, H, W) in [0, 1]: `compressibility` and `incompressibility` as in the DDPO paper (Black et al.
+2023, arXiv:2305.13301, Sec. 5.1: the size of the JPEG file at quality 95, here of 32 x 32 pixels), `brightness`, and
+`agreement` with the caption, read off the pixels. Grey level and waves vary much from drawing to drawing, so that the
+first three have room; agreement tells what a reward has cost.
+
+Spec strings name its functions: `benchmarks/tasks/shapes.py:brightness`. Copying this file is how to write your own
+task: keep the row function and a reward; with a model from the Hugging Face hub nothing below "Model" is needed.
+"""
+
+import functools
+import io
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+COLOURS = {"red": (0.85, 0.12, 0.12), "green": (0.1, 0.65, 0.2), "blue": (0.15, 0.3, 0.9), "yellow": (0.95, 0.85, 0.1)}
+SHAPES = ("circle", "square", "triangle")
+CAPTIONS = tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES)
+BASE_MODEL = Path(__file__).resolve().parent / "shapes_base"
+SIZE = 32  # pixels of an image's side
+
+
+# ---- Drawings -------------------------------------------------------------------------------------------------------
+
+
+def outline(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Whether a point lies in the shape of half-size 1 around the origin; y points down. A circle fills pi/4 of the
+    square around it, a triangle (apex up) half."""
+    square = (abs(x) <= 1) & (abs(y) <= 1)
+    return {"circle": x**2 + y**2 <= 1, "square": square, "triangle": square & (abs(x) <= (y + 1) / 2)}[shape]
+
+
+def draw(caption: str, rng: np.random.Generator) -> np.ndarray:
+    """(32, 32, 3) float in [0, 1]: the caption's shape at a random place and size, on a ground of random grey level
+    with waves of random strength (mostly strong ones), direction and length."""
+    _, colour, shape = caption.split()
+    fine = (np.arange(4 * SIZE) + 0.5) / 4  # four points a pixel and axis, averaged below: smooth edges
+    y, x = np.meshgrid(fine, fine, indexing="ij")
+    half = rng.uniform(6.5, 11.0)
+    centre = rng.uniform(half + 1, SIZE - half - 1, size=2)
+    inside = outline(shape, (x - centre[0]) / half, (y - centre[1]) / half)
+    grey = np.clip(rng.normal(0.45, 0.1), 0.15, 0.85)
+    strength, angle = 0.2 * rng.beta(4, 2), rng.uniform(0, math.pi)
+    length, phase = rng.uniform(7.0, 11.0), rng.uniform(0, 2 * math.pi)
+    waves = np.sin(2 * math.pi / length * (x * math.cos(angle) + y * math.sin(angle)) + phase)
+    image = np.where(inside[..., None], np.array(COLOURS[colour]), (grey + strength * waves)[..., None])
+    return image.reshape(SIZE, 4, SIZE, 4, 3).mean(axis=(1, 3)).clip(0, 1)
+
+
+def drawings(count: int, seed: int = 0) -> tuple[np.ndarray, list[str]]:
+    """(count, 32, 32, 3) float32 images and their captions, each caption equally often."""
+    rng = np.random.default_rng([seed, count])
+    captions = [CAPTIONS[i % len(CAPTIONS)] for i in range(count)]
+    return np.stack([draw(caption, rng) for caption in captions]).astype(np.float32), captions
+
+
+# ---- Rewards --------------------------------------------------------------------------------------------------------
+
+
+def kilobytes(image) -> float:
+    """Size of the image (3, H, W) in [0, 1] as a JPEG file of quality 95, in units of 1000 bytes."""
+    from PIL import Image
+
+    pixels = (np.asarray(image).transpose(1, 2, 0) * 255).round().astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=95)
+    return file.tell() / 1000
+
+
+def compressibility(images, prompts: list[str], **columns) -> list[float]:
+    """Minus the size of the JPEG file, in kB: plain images win."""
+    return [-kilobytes(image) for image in images]
+
+
+def incompressibility(images, prompts: list[str], **columns) -> list[float]:
+    """The size of the JPEG file, in kB: busy images win."""
+    return [kilobytes(image) for image in images]
+
+
+def brightness(images, prompts: list[str], **columns) -> list[float]:
+    """Mean of all pixels and channels."""
+    return [float(np.asarray(image).mean()) for image in images]
+
+
+@functools.cache
+def templates(height: int, width: int) -> dict[str, np.ndarray]:
+    """The outlines that fill a box of that many pixels, as (height, width) bool."""
+    y, x = np.meshgrid((np.arange(height) + 0.5) / height, (np.arange(width) + 0.5) / width, indexing="ij")
+    return {shape: outline(shape, 2 * x - 1, 2 * y - 1) for shape in SHAPES}
+
+
+def recognise(image) -> tuple[str | None, str | None]:
+    """(colour, shape) of the coloured thing in an image (3, H, W); (None, None) where nothing is coloured.
+
+    The mask is where the channels differ; its colour is the nearest of the four (by direction, so that light and shade
+    don't matter), its shape the one that overlaps most with it in its bounding box.
+    """
+    pixels = np.asarray(image, dtype=np.float64).transpose(1, 2, 0)
+    mask = pixels.max(axis=2) - pixels.min(axis=2) > 0.3
+    rows, columns = np.flatnonzero(mask.sum(axis=1) > 1), np.flatnonzero(mask.sum(axis=0) > 1)
+    if len(rows) < 4 or len(columns) < 4:
+        return None, None
+    mean = pixels[mask].mean(axis=0) - pixels[mask].mean()
+    directions = {name: np.array(colour) - np.mean(colour) for name, colour in COLOURS.items()}
+    colour = max(directions, key=lambda name: mean @ directions[name] / np.linalg.norm(directions[name]))
+    box = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    overlap = {shape: (box & t).sum() / (box | t).sum() for shape, t in templates(*box.shape).items()}
+    return colour, max(overlap, key=overlap.get)
+
+
+def metric(images, prompts: list[str], **columns) -> dict[str, list[float]]:
+    """Per image: agreement with the caption (1.0 where colour and shape are right), each of the two, brightness, and
+    the size of the JPEG file in kB."""
+    found = [recognise(image) for image in images]
+    colour = [float(prompt.split()[-2:-1] == [name]) for prompt, (name, _) in zip(prompts, found, strict=True)]
+    shape = [float(prompt.split()[-1:] == [name]) for prompt, (_, name) in zip(prompts, found, strict=True)]
+    both = [a * b for a, b in zip(colour, shape, strict=True)]
+    sizes = incompressibility(images, prompts)
+    light = brightness(images, prompts)
+    return {"agreement": both, "colour": colour, "shape": shape, "brightness": light, "kilobytes": sizes}
+
+
+def agreement(images, prompts: list[str], **columns) -> list[float]:
+    """The share of the caption that is drawn: 0.5 for the colour, 0.5 for the shape."""
+    values = metric(images, prompts)
+    return [(colour + shape) / 2 for colour, shape in zip(values["colour"], values["shape"], strict=True)]
+
+
+# ---- Rows -----------------------------------------------------------------------------------------------------------
+
+
+def prompts() -> list[dict]:
+    """The 12 captions, with what they name as columns (`colour`, `shape`)."""
+    return [{"prompt": caption, "colour": caption.split()[1], "shape": caption.split()[2]} for caption in CAPTIONS]
+
+
+def eval_prompts(samples: int = 8) -> list[dict]:
+    """Each caption `samples` times."""
+    return [dict(row) for row in prompts() for _ in range(samples)]
+
+
+# ---- Model ----------------------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "images": 8192,
+    "vae": {"steps": 2500, "batch": 16, "lr": 1.5e-3},
+    "unet": {"steps": 5000, "batch": 32, "lr": 1.5e-3, "warmup": 60, "ema": 0.998, "dropout": 0.1},
+}
+
+
+def tokenizer():
+    """CLIP's tokenizer with one token a word of the captions, 8 tokens at most."""
+    from transformers import CLIPTokenizer
+
+    words = ["a", *COLOURS, *SHAPES]
+    letters = sorted({letter for word in words for letter in word})
+    vocabulary = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
+    merges = []
+    for word in words:
+        pieces = [*word[:-1], word[-1] + "</w>"]
+        for merge in merges:  # in their order, as byte-pair encoding applies them
+            while merge in (pairs := list(zip(pieces, pieces[1:], strict=False))):
+                at = pairs.index(merge)
+                pieces[at : at + 2] = ["".join(merge)]
+        while len(pieces) > 1:
+            merges.append((pieces[0], pieces[1]))
+            pieces[:2] = ["".join(pieces[:2])]
+            vocabulary.append(pieces[0])
+    ids = {token: i for i, token in enumerate(dict.fromkeys(vocabulary))}
+    return CLIPTokenizer(vocab=ids, merges=merges, model_max_length=8)
+
+
+def untrained_pipeline():
+    """The pipeline with weights drawn from torch's generator: UNet 1.1 M parameters, VAE 0.65 M, text encoder 0.1 M."""
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    words = tokenizer()
+    vae = AutoencoderKL(
+        block_out_channels=(16, 32, 64), layers_per_block=1, latent_channels=4, norm_num_groups=8, sample_size=SIZE,
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
+        mid_block_add_attention=False,
+    )  # fmt: skip
+    unet = UNet2DConditionModel(
+        sample_size=SIZE // 4, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=64,
+        attention_head_dim=4, norm_num_groups=16,
+        down_block_types=("CrossAttnDownBlock2D",) * 2, up_block_types=("CrossAttnUpBlock2D",) * 2,
+    )  # fmt: skip
+    ids = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
+    text_encoder = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=words.model_max_length, **ids,
+        )
+    )  # fmt: skip
+    scheduler = DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, clip_sample=False,
+        set_alpha_to_one=False, prediction_type="v_prediction",
+    )  # fmt: skip
+    return StableDiffusionPipeline(
+        vae=vae, unet=unet, text_encoder=text_encoder, tokenizer=words, scheduler=scheduler, safety_checker=None,
+        feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def train(directory: str) -> None:
+    """Trains the pipeline on drawings and writes it to the directory: first the VAE, then UNet and text encoder on its
+    latents. `python benchmarks/tasks/shapes.py DIRECTORY` calls it."""
+    import torch
+    from torch.nn import functional as F
+
+    def optimise(name, modules, settings, loss):
+        """AdamW with a cosine schedule; loss(step) -> scalar. A line every ten seconds."""
+        weights = [weight for module in modules for weight in module.parameters()]
+        optimizer = torch.optim.AdamW(weights, lr=settings["lr"], fused=True)
+        begun = shown = time.monotonic()
+        steps, warmup, mean = settings["steps"], settings.get("warmup", 0), None
+        for step in range(1, steps + 1):
+            rise, fall = step / max(1, warmup), (1 + math.cos(math.pi * step / steps)) / 2
+            optimizer.param_groups[0]["lr"] = settings["lr"] * min(rise, fall)
+            value = loss(step)
+            optimizer.zero_grad()
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+            mean = value.item() if mean is None else 0.99 * mean + 0.01 * value.item()
+            now = time.monotonic()
+            if now - shown > 10 or step in (1, steps):
+                shown, left = now, (now - begun) / step * (steps - step)
+                print(f"shapes: {name} {step}/{steps} | loss {mean:.4f} | eta {left:.0f} s", flush=True)
+
+    torch.manual_seed(0)
+    torch.set_num_threads(os.cpu_count() if not hasattr(os, "sched_getaffinity") else len(os.sched_getaffinity(0)))
+    pipeline = untrained_pipeline()
+    vae, unet, text_encoder = pipeline.vae, pipeline.unet, pipeline.text_encoder
+    images, captions = drawings(SETTINGS["images"])
+    images = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous() * 2 - 1
+    ids = pipeline.tokenizer(captions, padding="max_length", return_tensors="pt").input_ids
+    empty = pipeline.tokenizer("", padding="max_length", return_tensors="pt").input_ids
+
+    def vae_loss(step):
+        batch = images[torch.randint(len(images), (SETTINGS["vae"]["batch"],))]
+        posterior = vae.encode(batch).latent_dist
+        error = vae.decode(posterior.sample()).sample - batch
+        return error.pow(2).mean() + 0.1 * error.abs().mean() + 1e-4 * posterior.kl().mean() / posterior.mean[0].numel()
+
+    optimise("VAE", [vae], SETTINGS["vae"], vae_loss)
+    vae.eval().requires_grad_(False)
+    with torch.no_grad():
+        latents = torch.cat([vae.encode(batch).latent_dist.mean for batch in images.split(256)])
+    vae.register_to_config(scaling_factor=1 / latents.std().item())
+    latents = latents * vae.config.scaling_factor
+
+    settings, scheduler = SETTINGS["unet"], pipeline.scheduler
+    averages = [[weight.detach().clone() for weight in module.parameters()] for module in (unet, text_encoder)]
+
+    def unet_loss(step):
+        rows = torch.randint(len(latents), (settings["batch"],))
+        clean, noise = latents[rows], torch.randn(settings["batch"], *latents.shape[1:])
+        words = torch.where(torch.rand(settings["batch"], 1) < settings["dropout"], empty, ids[rows])
+        timesteps = torch.randint(scheduler.config.num_train_timesteps, (settings["batch"],))
+        noisy, target = (f(clean, noise, timesteps) for f in (scheduler.add_noise, scheduler.get_velocity))
+        if step > 1:  # the average of the weights up to the last step
+            for module, average in zip((unet, text_encoder), averages, strict=True):
+                decay = min(settings["ema"], step / (step + 10))
+                torch._foreach_lerp_(average, [weight.detach() for weight in module.parameters()], 1 - decay)
+        return F.mse_loss(unet(noisy, timesteps, text_encoder(words).last_hidden_state).sample, target)
+
+    optimise("UNet", [unet, text_encoder], settings, unet_loss)
+    for module, average in zip((unet, text_encoder), averages, strict=True):
+        for weight, mean in zip(module.parameters(), average, strict=True):
+            weight.data.copy_(mean)
+    pipeline.to(dtype=torch.float16).save_pretrained(directory)  # half the size; --dtype says what it becomes
+
+
+def base_model() -> str:
+    """Path of the trained pipeline."""
+    return str(BASE_MODEL)
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])

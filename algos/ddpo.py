@@ -35,6 +35,7 @@ import copy
 import inspect
 import json
 import math
+import re
 import sys
 import time
 from contextlib import nullcontext, suppress
@@ -47,7 +48,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from torch import nn
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
 
 from common.checkpoint import (
     InputError,
@@ -83,11 +87,11 @@ class Args:
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
     """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
-    save_every: int = 20
+    save_every: int = 40
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: int = 20
+    eval_every: int = 40
     """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
     track: Literal["off", "wandb", "tensorboard"] = "off"
     """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
@@ -128,8 +132,9 @@ class Args:
     """file.py:function(images, prompts, **columns) -> {name: list}; auto: the embedded task's, or none."""
 
     # ---- optimizer
-    lr: float = 1e-4
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward and ilql, 1e-6 in dpo)."""
+    lr: float = 3e-4
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward, ilql and ddpo, or 3e-4 in ddpo
+    with LoRA, 1e-6 in dpo)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0
@@ -146,13 +151,13 @@ class Args:
     """Decoupled weight decay of the weight matrices (not of biases and norms)."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0: never."""
-    batch_size: int = 64
+    batch_size: int = 32
     """Rows per optimizer step, all processes together."""
     micro_batch_size: int = 64
     """Rows per process and forward pass; changes memory and speed, never the result."""
 
     # ---- algorithm
-    num_epochs: int = 40
+    num_epochs: int = 60
     """Length of the run: epochs of sampling images and training on them."""
     sample_batch_size: int = 128
     """Images of an epoch, all processes together."""
@@ -172,7 +177,7 @@ class Args:
     """Normalise by the epoch's rewards until a prompt has this many."""
 
     # ---- sampling
-    num_inference_steps: int = 20
+    num_inference_steps: int = 10
     """Denoising steps of an image (50 for Stable Diffusion)."""
     eta: float = 1.0
     """Noise of a DDIM step, in (0, 1]: 1 is that of DDPM; at 0 there would be nothing to learn from."""
@@ -201,6 +206,8 @@ class Args:
             ("sample_batch_size", size % max(1, step) == 0, f"a multiple of --batch-size {step}"),
             ("stat_min_count", self.stat_min_count <= self.stat_buffer_size, "at most --stat-buffer-size"),
             ("guidance_scale", 1 <= self.guidance_scale < math.inf, "1 (no guidance) or more"),
+            ("negative_prompt", not self.negative_prompt or self.guidance_scale > 1, "with --guidance-scale above 1"),
+            ("lora_alpha", self.lora_alpha is None or self.lora_r, "with --lora-r"),
             ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
         ]
         bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
@@ -218,6 +225,8 @@ POSITIVE = "lr lora_alpha clip_range adv_clip_max".split()
 
 def load_pipeline(args, path):
     """The Stable Diffusion pipeline, frozen, with a DDIM scheduler of its own noise schedule."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     from diffusers import DDIMScheduler, DiffusionPipeline, StableDiffusionPipeline
     from diffusers.utils import logging as diffusers_logging
 
@@ -248,6 +257,7 @@ def load_pipeline(args, path):
     clip = {} if "clip_sample" in config else {"clip_sample": False}
     pipeline.scheduler = DDIMScheduler.from_config(config, **clip)
     pipeline.safety_checker = None
+    pipeline.register_to_config(requires_safety_checker=False)
     for module in (pipeline.unet, vae, pipeline.text_encoder):
         module.requires_grad_(False).eval()
         broken = [name for name, weight in module.named_parameters() if not weight.isfinite().all()]
@@ -284,8 +294,10 @@ class Embeddings:
     @torch.no_grad()
     def __call__(self, prompts):
         """(B, 2, L, D) of [negative prompt, prompt]; without guidance (B, 1, L, D)."""
+        guided = self.negative is not None
+        if len(self.known) > 1000:  # half a gigabyte of Stable Diffusion's
+            self.known = {}
         for prompt in set(prompts) - self.known.keys():
-            guided = self.negative is not None
             found = self.pipeline.encode_prompt(prompt, self.device, 1, guided, self.negative)
             self.known[prompt] = torch.cat([found[1], found[0]] if guided else [found[0]])
         return torch.stack([self.known[prompt] for prompt in prompts])
@@ -294,7 +306,8 @@ class Embeddings:
 def predict(unet, latents, timesteps, embeds, guidance_scale):
     """The UNet's output at latents (B, C, h, w) and timesteps (B,), guided: e_u + w (e_c - e_u), at least float32."""
     n = embeds.shape[1]
-    out = unet(latents.repeat_interleave(n, 0), timesteps.repeat_interleave(n), embeds.flatten(0, 1)).sample
+    inputs = latents.to(embeds.dtype).repeat_interleave(n, 0)
+    out = unet(inputs, timesteps.repeat_interleave(n), embeds.flatten(0, 1)).sample
     out = out.to(torch.promote_types(out.dtype, torch.float32)).unflatten(0, (-1, n))
     return out[:, 0] if n == 1 else out[:, 0] + guidance_scale * (out[:, 1] - out[:, 0])
 
@@ -444,12 +457,25 @@ def load_rows(data, flag):
     return rows
 
 
-def load_prompts(spec, flag):
-    """Rows whose prompt is a string."""
-    rows = load_rows(build(spec, flag), flag)
+def load_sets(spec, flag):
+    """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
+    are a mapping, or sources joined by commas and named by stem, split or function."""
+    # a comma before key= lies between the options of a function
+    parts = list(filter(None, re.split(r",\s*(?!\w+=)", spec))) if isinstance(spec, str) else []
+    names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
+    if len(set(names)) < len(names):
+        raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
+    data = dict(zip(names, parts, strict=True)) if len(parts) > 1 else build(spec, flag)
+    if not isinstance(data, dict):
+        return {"eval/": load_rows(data, flag)}
+    return {f"eval/{name}/": load_rows(build(rows, flag), f"{flag} {name}") for name, rows in data.items()}
+
+
+def with_prompts(rows, flag):
+    """The rows; their prompt is a string, in the column `prompt`, or `text` as a file of lines has it."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("prompt", row.get("text")), str):
-            raise InputError(f"{flag} row {number}: expected a column 'prompt' with text, it has {', '.join(row)}")
+            raise InputError(f"{flag} row {number} needs a string as 'prompt'; its columns: {', '.join(row)}")
     return [row if "prompt" in row else {"prompt": row["text"]} for row in rows]
 
 
@@ -474,7 +500,7 @@ def image_scores(function, name, rows, images):
     if not isinstance(scores, list | tuple) or len(scores) != len(rows):
         found = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
         raise InputError(f"{name} returned {found}, expected a list of {len(rows)} numbers, one per image")
-    scores = [score.item() if hasattr(score, "item") and score.numel() == 1 else score for score in scores]
+    scores = [score.item() if getattr(score, "ndim", 1) == 0 else score for score in scores]
     for i, score in enumerate(scores):
         if not isinstance(score, int | float) or not math.isfinite(score):
             where = f"row {i + 1}, prompt {rows[i]['prompt']!r:.60}"
@@ -527,7 +553,8 @@ def sample_images(accelerator, pipeline, unet, schedule, embed, prompts, stream,
     size = pipeline.unet.config.sample_size
     shape = (len(schedule.timesteps) + 1, vae.config.latent_channels, *(size if isinstance(size, list) else [size] * 2))
     dtype, found = torch.promote_types(vae.dtype, torch.float32), []
-    for i in range(0, share, args.decode_batch_size):
+    silent = not accelerator.is_main_process or None  # and where there is no terminal
+    for i in tqdm(range(0, share, args.decode_batch_size), "sampling", leave=False, disable=silent, delay=5):
         rows = local[i : i + args.decode_batch_size]
         noise = np.stack([rng(args.seed, stream[0], *stream[1:], row).standard_normal(shape) for row in rows])
         noise = torch.from_numpy(noise).to(device, dtype)
@@ -558,8 +585,6 @@ def minibatches(args, epoch, trained, process, world):
 
 def grid(images, path):
     """Writes uint8 images (B, 3, H, W) to a PNG file, eight a row, at most 96, each at most 128 pixels wide."""
-    from PIL import Image
-
     images = [Image.fromarray(image.permute(1, 2, 0).cpu().numpy()) for image in images[:96]]
     width, height = (max(1, side * min(128, images[0].width) // images[0].width) for side in images[0].size)
     sheet = Image.new("RGB", (8 * width, math.ceil(len(images) / 8) * height), "white")
@@ -569,15 +594,19 @@ def grid(images, path):
     sheet.save(path)
 
 
+def diversity(images):
+    """Standard deviation over the images of a pixel, mean over pixels: 0 where all are the same."""
+    return images.double().div(255).std(0, unbiased=False).mean().item()
+
+
 def mirror_grid(accelerator, run, step):
     """Shows the grid of an evaluation, where this step had one, to wandb or tensorboard. They may fail, see Run."""
-    path = run.dir / GRID.format(step)
-    for tracker in accelerator.trackers if run.main and path.exists() else []:
-        from PIL import Image
-
+    for tracker in accelerator.trackers if run.main else []:
         options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-        with suppress(Exception):
-            tracker.log_images({"eval/images": np.asarray(Image.open(path))[None]}, step=step, **options)
+        for path in run.dir.glob(GRID.format(step, "*")):
+            with suppress(Exception):
+                images = {f"eval/images{path.stem[13:]}": np.asarray(Image.open(path))[None]}
+                tracker.log_images(images, step=step, **options)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -605,7 +634,7 @@ def export_pipeline(pipeline, folder):
             kind.save_lora_weights(temporary / "lora", adapters, unet_lora_adapter_metadata=config)
             merged.fuse_lora()
             merged.unload_lora()
-            pipeline = kind(**(pipeline.components | {"unet": merged}), requires_safety_checker=False)
+            pipeline = kind(**pipeline.components | {"unet": merged}, requires_safety_checker=False)
         pipeline.save_pretrained(temporary)
 
 
@@ -616,10 +645,10 @@ def main(args):
     # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
     path, reward = build(args.model, "--model"), load_function(args.reward, "--reward")
     metric = load_function(args.metric, "--metric") if args.metric else None
-    rows = load_prompts(args.dataset, "--dataset")
-    eval_rows = rows[: args.sample_batch_size]
-    if args.eval_dataset:
-        eval_rows = load_prompts(args.eval_dataset, "--eval-dataset")
+    rows = with_prompts(load_rows(build(args.dataset, "--dataset"), "--dataset"), "--dataset")
+    eval_sets = load_sets(args.eval_dataset, "--eval-dataset") if args.eval_dataset else {}
+    eval_sets = {prefix: with_prompts(found, f"--eval-dataset {prefix[5:-1]}") for prefix, found in eval_sets.items()}
+    eval_sets = eval_sets or {"eval/": rows[: args.sample_batch_size]}
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
@@ -633,7 +662,7 @@ def main(args):
         schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta)
         error = schedule_error(scheduler, schedule, args.eta)
     except ValueError as failure:
-        raise InputError(f"--num-inference-steps {args.num_inference_steps}: {failure}") from None
+        raise InputError(f"--model {path}, --num-inference-steps {args.num_inference_steps}: {failure}") from None
     if not error < 1e-4:
         raise InputError(f"--model {path}: its scheduler's options do not step as DDIM does (error {error:.1e})")
     trained = schedule.stds.gt(0).nonzero().flatten().tolist()
@@ -673,7 +702,8 @@ def main(args):
     run.say(
         f"ddpo: {sum(w.numel() for w in counted):,} parameters, {sum(w.numel() for w in counted if w.requires_grad):,} "
         f"trained; {args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} x {threads} threads\n"
-        f"data: {len(rows)} prompts, {len(eval_rows)} to evaluate; first: {visible(rows[0]['prompt'])[:200]}\n"
+        f"data: {len(rows)} prompts, {sum(map(len, eval_sets.values()))} to evaluate; "
+        f"first: {visible(rows[0]['prompt'])[:200]}\n"
         f"{args.num_epochs} epochs x ({args.sample_batch_size} images of {len(schedule.timesteps)} steps, "
         f"{len(trained)} of them with noise; then {steps_per_epoch} optimizer steps of {args.batch_size} images x "
         f"{pairs} steps: {args.batch_size // world * pairs} pairs a process, {args.micro_batch_size} a forward)"
@@ -681,22 +711,28 @@ def main(args):
 
     def evaluate(step):
         model.eval()
-        prompts = [row["prompt"] for row in eval_rows]
-        (images,) = sample_images(accelerator, pipeline, model, schedule, embed, prompts, ["eval"], args, False)
-        columns = {"reward": on_main(accelerator, image_scores, reward, args.reward, eval_rows, images)}
-        if metric:
-            columns |= on_main(accelerator, image_metrics, metric, args.metric, eval_rows, images)
-        table = {"prompt": prompts, **columns}
-        run.samples(step, [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)])
-        if run.dir and run.main:
-            grid(images, run.dir / GRID.format(step))
-        metrics = {f"eval/{key}": sum(values) / len(values) for key, values in columns.items()}
-        return metrics | {"eval/diversity": images.double().div(255).std(0).mean().item()}
+        metrics, samples = {}, []
+        for prefix, found in eval_sets.items():
+            prompts = [row["prompt"] for row in found]
+            (images,) = sample_images(accelerator, pipeline, model, schedule, embed, prompts, ["eval"], args, False)
+            columns = {"reward": on_main(accelerator, image_scores, reward, args.reward, found, images)}
+            if metric:
+                columns |= on_main(accelerator, image_metrics, metric, args.metric, found, images)
+            metrics |= {prefix + key: sum(values) / len(values) for key, values in columns.items()}
+            metrics[prefix + "diversity"] = diversity(images)
+            named = {"set": [prefix[5:-1]] * len(found)} if len(eval_sets) > 1 else {}
+            columns = named | {"prompt": prompts} | columns
+            samples += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+            if run.dir and run.main:
+                grid(images, run.dir / GRID.format(step, prefix[4:-1].replace("/", "_")))
+        run.samples(step, samples)
+        return metrics
 
     if args.check:
         evaluate(0)
         run.say("check passed")
         return {}, None
+    headline = f"{next(iter(eval_sets))}reward"
     if run.begun == 0 and args.eval_every:
         run.log(0, evaluate(0))
         mirror_grid(accelerator, run, 0)
@@ -738,7 +774,10 @@ def main(args):
                 terms = losses.detach(), change**2 / 2, (ratio - 1).abs() > args.clip_range, ratio
                 sums += torch.stack([term.double().sum() for term in terms])
                 largest = torch.maximum(largest, (ratio - 1).abs().max().float())
-            first = largest.clone() if first is None else first  # of the first step: rounding alone
+            if first is None:  # the policy has not changed yet: what is there is rounding
+                first = accelerator.gather(largest).max().item()
+                if first > args.clip_range / 2 and epoch == 1:
+                    run.say(f"warning: rounding moves the ratio by {first:.1e}, --clip-range is {args.clip_range}")
             lr, step = learning_rate(args, step, total_steps), step + 1
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -752,18 +791,18 @@ def main(args):
         # 4. evaluate, log, save
         means = accelerator.reduce(sums) / (args.inner_epochs * args.sample_batch_size * pairs)
         metrics = {"epoch": epoch, "objective/scores": np.mean(scores), "objective/scores_std": np.std(scores)}
-        metrics |= {"objective/diversity": images.double().div(255).std(0).mean().item()}
+        metrics |= {"objective/diversity": diversity(images)}
         metrics |= dict(zip(UPDATE_METRICS, means.tolist(), strict=True))
         metrics |= {"policy/ratio_deviation": accelerator.gather(largest).max().item()}
-        metrics |= {"policy/ratio_deviation_first": accelerator.gather(first).max().item()}
+        metrics |= {"policy/ratio_deviation_first": first}
         metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item()}
         perf = {"perf/seconds_rollout": sampling_done - start, "perf/seconds_reward": reward_done - sampling_done}
         perf |= {"perf/seconds_update": update_done - reward_done}
         perf |= {"perf/images_per_sec": len(drawn) / (update_done - start)}
         if args.eval_every and (epoch == args.num_epochs or due(step, steps_per_epoch, args.eval_every)):
             metrics |= evaluate(step)
-            if best_score is None or metrics["eval/reward"] > best_score:
-                best_score, best_step = metrics["eval/reward"], step
+            if best_score is None or metrics[headline] > best_score:
+                best_score, best_step = metrics[headline], step
                 on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model_best")
         run.log(step, {key: float(value) for key, value in metrics.items()}, perf)
         mirror_grid(accelerator, run, step)
@@ -782,15 +821,15 @@ def main(args):
     on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model")
     title = f"{run.identity['flags']['model']} after DDPO on {run.identity['flags']['reward']}"
     options = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
-    grids = sorted(path.name for path in (run.dir / "images").glob("*.png"))
-    pictures = "".join(f"![{name}](images/{name})\n\n" for name in grids[:1] + grids[1:][-1:])
-    headline, usage = "eval/reward" if args.eval_every else "objective/scores", USAGE.replace("OPTIONS", options)
+    usage, grids = USAGE.replace("OPTIONS", options), sorted(run.dir.glob("images/*.png"))
+    pictures = "".join(f"![{path.stem}](images/{path.name})\n\n" for path in grids[:1] + grids[1:][-1:])
+    headline = headline if args.eval_every else "objective/scores"
     metrics = run.finish(headline, title, rows[0]["prompt"], usage, "diffusers", pictures)
     accelerator.end_training()
     return metrics, run.dir
 
 
-GRID = "images/step_{:08d}.png"
+GRID = "images/step_{:08d}{}.png"
 UPDATE_METRICS = "loss/policy policy/approxkl policy/clipfrac policy/ratio".split()
 SHOWN = "objective/scores objective/scores_std policy/approxkl policy/clipfrac".split()
 USAGE = """from diffusers import StableDiffusionPipeline; pipeline = StableDiffusionPipeline.from_pretrained({folder!r})

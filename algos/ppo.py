@@ -139,7 +139,8 @@ class Args:
 
     # ---- optimizer
     lr: float = 6e-4
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward and ilql, 1e-6 in dpo)."""
+    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward, ilql and ddpo, or 3e-4 in ddpo
+    with LoRA, 1e-6 in dpo)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after the warm-up."""
     lr_final: float = 0.0

@@ -93,8 +93,9 @@ def describe(value):
     if isinstance(value, list | tuple) and all(isinstance(v, bool | int | float | str) for v in value):
         return list(value)
     kind, text = type(value).__name__, repr(getattr(value, "name_or_path", ""))
-    if isinstance(value, torch.nn.Module):
-        text = str([(k, t.double().sum().item(), t.double().norm().item()) for k, t in value.state_dict().items()])
+    if parts := [x for x in getattr(value, "components", {0: value}).values() if isinstance(x, torch.nn.Module)]:
+        weights = [(k, t.double()) for part in parts for k, t in part.state_dict().items()]
+        text = str([(k, t.sum().item(), t.norm().item()) for k, t in weights])
     elif isinstance(value, torch.Tensor):
         text = str([value.shape, hashlib.sha256(value.cpu().numpy().tobytes()).digest()])
     elif isinstance(value, functools.partial):
@@ -302,8 +303,7 @@ class Run:
                 name = f"{self.dir.resolve().name}-{self.identity['hash']}"
                 wandb = {"id": name, "name": self.dir.name, "resume": "allow", "dir": str(self.dir)}
                 self.accelerator.log_with = filter_trackers([self.args.track], self.dir)
-                flags = self.identity["flags"].items()
-                flags = {k: v if isinstance(v, int | float | str) else str(v) for k, v in flags}
+                flags = {k: v if isinstance(v, int | float) else str(v) for k, v in self.identity["flags"].items()}
                 if not self.accelerator.log_with:
                     raise ImportError(f"{self.args.track} is not installed")
                 self.accelerator.init_trackers(self.args.wandb_project, flags, {"wandb": wandb})

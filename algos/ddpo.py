@@ -719,6 +719,7 @@ def main(args):
             if metric:
                 columns |= on_main(accelerator, image_metrics, metric, args.metric, found, images)
             metrics |= {prefix + key: sum(values) / len(values) for key, values in columns.items()}
+            metrics[prefix + "reward_std"] = float(np.std(columns["reward"]))
             metrics[prefix + "diversity"] = diversity(images)
             named = {"set": [prefix[5:-1]] * len(found)} if len(eval_sets) > 1 else {}
             columns = named | {"prompt": prompts} | columns

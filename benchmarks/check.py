@@ -8,6 +8,7 @@
 A claim is a folder with run.sh (the commands), curves/<variant>-seed<N>.jsonl (the metrics of figure and table, as the
 runs wrote them), runs.csv (where they come from), curve.png and README.md (both built from those files).
 A figure is compared by a digest of its data, which is kept in the PNG: pixels differ between matplotlib versions.
+A claim about images keeps the first and the last grid of each variant's first seed in images/.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +33,12 @@ class Claim:
     title: str
     score: str  # the metric of figure and table
     lines: dict  # reference levels in the figure: label -> value
-    bars: list  # (variant, metric, "last" or "best", ">=" or "<=", bar, at least so many seeds)
+    bars: list  # (variant, metric, "last", "best" or "gain", ">=" or "<=", bar, at least so many seeds)
     table: dict = field(default_factory=dict)  # further columns of the table: metric -> heading
     text: str = ""
     scores: dict = field(default_factory=dict)  # variants with another score
     panels: list = field(default_factory=list)  # of the figure, a metric each; default: the score
+    images: dict = field(default_factory=dict)  # below the curves: title -> file in images/
 
     def score_of(self, variant):
         return self.scores.get(variant, self.score)
@@ -115,6 +118,39 @@ CLAIMS = {
         {"sft-best-tenth": "eval/optimality"},
         ["eval/optimality@beta=64", "eval/optimality@beta=0"],
     ),
+    "ddpo-shapes": Claim(
+        "DDPO on coloured shapes: what is rewarded appears, on captions and noise that stay the same",
+        "eval/reward",
+        {},
+        [
+            ("default", "eval/reward", "gain", ">=", 1.0, 3),
+            ("default", "eval/agreement", "last", ">=", 0.5, 3),
+            ("shuffled", "eval/reward", "gain", "<=", 0.25, 3),
+            ("brightness", "eval/reward", "gain", ">=", 1.0, 3),
+            ("lora", "eval/reward", "gain", ">=", 0.5, 3),
+        ],
+        {
+            "eval/agreement": "agreement",
+            "eval/kilobytes": "kB",
+            "eval/brightness": "brightness",
+            "eval/diversity": "diversity",
+            "policy/clipfrac": "clipped",
+        },
+        "From the committed base model. default: the reward is compressibility, minus the size of the JPEG file in kB "
+        "(Black et al. 2023, Sec. 5.1). shuffled: the same rewards, each given to a wrong image. brightness: the mean "
+        "of all pixels. lora: compressibility, --lora-r 8. An evaluation samples the 12 captions 8 times each, with "
+        "the same noise every time; a gain is counted in standard deviations over these 96 images before training. "
+        "agreement: images whose colour and shape are what the caption says; no reward asks for it. The images are "
+        "those of seed 1, a row a caption.",
+        {},
+        ["eval/kilobytes", "eval/brightness", "eval/agreement"],
+        {
+            "before": "default-first.png",
+            "after, compressibility": "default-last.png",
+            "after, brightness": "brightness-last.png",
+            "after, shuffled rewards": "shuffled-last.png",
+        },
+    ),
     "ppo-randomwalks": Claim(
         "PPO on random walks reaches the optimum; a strong KL penalty holds the data's level",
         "eval/optimality",
@@ -150,6 +186,7 @@ SUMMARY = {  # script: paper, claim, variant, name of the score
     "ilql.py": ("Snell et al. 2022", "ilql-randomwalks", "default", "optimality at beta 64"),
     "reward.py": ("Ouyang et al. 2022", "chain-randomwalks", "reward", "accuracy"),
     "dpo.py": ("Rafailov et al. 2023", "chain-randomwalks", "dpo", "optimality"),
+    "ddpo.py": ("Black et al. 2023", "ddpo-shapes", "default", "minus kB"),
 }
 
 
@@ -183,6 +220,7 @@ def table(name):
         "first",
         "last",
         "best",
+        *["gain in deviations"] * bool(claim.images),
         *claim.table.values(),
         "steps",
         "seconds",
@@ -192,6 +230,8 @@ def table(name):
         cells = [variant, str(len(seeds))] + [f"`{claim.score_of(variant)}`"] * bool(claim.scores)
         cells += [spread([s[0][1] for s in series]), spread([s[-1][1] for s in series])]
         cells += [spread([max(v for _, v in s) for s in series])]
+        if claim.images:
+            cells.append(spread([gain(path, claim.score_of(variant)) for path in seeds.values()]))
         for key in claim.table:
             values = [points(path, key)[-1][1] for path in seeds.values() if points(path, key)]
             cells.append(spread(values) if values else "-")
@@ -236,15 +276,26 @@ def data_digest(name):
     """Of all that the figure shows."""
     panels = shown(name)
     data = panels if CLAIMS[name].panels else panels[CLAIMS[name].score]
+    if files := CLAIMS[name].images.values():
+        data = [data, [hashlib.sha256((claim_path(name) / "images" / file).read_bytes()).hexdigest() for file in files]]
     return hashlib.sha256(json.dumps([data, CLAIMS[name].lines]).encode()).hexdigest()
 
 
 def draw_figure(name):
     from matplotlib.figure import Figure
+    from PIL import Image
 
     claim, panels = CLAIMS[name], shown(name)
-    figure = Figure(figsize=(7 if len(panels) == 1 else 4 * len(panels), 3.6), layout="constrained")
-    for axes, (key, variants) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    width = 7 if len(panels) == 1 else 4 * len(panels)
+    figure = Figure(figsize=(width, 8 if claim.images else 3.6), layout="constrained")
+    top, below = figure.subfigures(2, 1, height_ratios=[3.6, 4.4]) if claim.images else (figure, None)
+    for axes, (title, file) in zip(
+        below.subplots(1, len(claim.images)) if claim.images else [], claim.images.items(), strict=True
+    ):
+        axes.imshow(Image.open(claim_path(name) / "images" / file), interpolation="nearest")
+        axes.set_title(title, fontsize=9)
+        axes.axis("off")
+    for axes, (key, variants) in zip(top.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for variant, seeds in variants.items():
             color, series = f"C{list(curves(name)).index(variant)}", list(seeds.values())
             for one in series:
@@ -265,10 +316,18 @@ def compare(value, sign, bar):
     return value >= bar if sign == ">=" else value <= bar
 
 
+def gain(path, key):
+    """Last minus first value of a metric, in standard deviations over the samples of the first evaluation."""
+    return (points(path, key)[-1][1] - points(path, key)[0][1]) / points(path, key + "_std")[0][1]
+
+
 def missed_bars(name):
     for variant, key, which, sign, bar, count in CLAIMS[name].bars:
-        series = [points(path, key) for path in curves(name).get(variant, {}).values()]
+        paths = curves(name).get(variant, {}).values()
+        series = [points(path, key) for path in paths]
         values = [one[-1][1] if which == "last" else max(v for _, v in one) for one in series]
+        if which == "gain":
+            values = [gain(path, key) for path in paths]
         if sum(compare(value, sign, bar) for value in values) < count:
             shown = ", ".join(f"{value:.3f}" for value in values)
             yield f"{name}: {which} {key} of {variant} is {shown}: not {sign} {bar} in {count} seeds"
@@ -284,7 +343,9 @@ def summary():
         lines = len((ROOT / "algos" / script).read_text().splitlines())
         ours = f"{score} {spread([s[-1][1] for s in series])} ({len(series)} seeds)"
         clock = f"{mean(float(run['seconds']) for run in runs):.0f} s, {runs[0]['threads']} CPU threads"
-        level = "the shorter wins 0.5" if variant in claim.scores else list(claim.lines)[0]
+        level = "the shorter wins 0.5" if variant in claim.scores else next(iter(claim.lines), "")
+        if claim.images:
+            level = f"base model {spread([s[0][1] for s in series])}"
         rows.append([f"[{script}](algos/{script})", paper, str(lines), name.split("-")[1], level, ours, clock])
     return ["| " + " | ".join(row) + " |" for row in rows]
 
@@ -334,6 +395,7 @@ def collect(name, run_dirs):
     """Stores the runs: a run directory's name is <variant>-seed<N>."""
     folder, claim, rows = claim_path(name), CLAIMS[name], []
     keys = ["step", claim.score, *claim.scores.values(), *claim.table, *claim.panels, *(bar[1] for bar in claim.bars)]
+    keys += [f"{claim.score}_std"] * bool(claim.images)
     for run_dir in map(Path, run_dirs):
         env = json.loads((run_dir / "env.json").read_text())
         records = [json.loads(line) for line in open(run_dir / "metrics.jsonl")]
@@ -343,6 +405,11 @@ def collect(name, run_dirs):
         lines = [json.dumps(record) for record in kept if len(record) > 1]
         (folder / "curves" / f"{run_dir.name}.jsonl").write_text("\n".join(lines) + "\n")
         variant, _, seed = run_dir.name.rpartition("-seed")
+        if claim.images and seed == "1":
+            (folder / "images").mkdir(exist_ok=True)
+            grids = sorted((run_dir / "images").glob("*.png"))
+            for which, grid in {"first": grids[0], "last": grids[-1]}.items():
+                shutil.copyfile(grid, folder / "images" / f"{variant}-{which}.png")
         score = claim.score_of(variant)
         series = [r[score] for r in kept if r.get(score) is not None]
         seconds = perf[-1]["time"] - perf[0]["time"]

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
-from benchmarks.tasks import randomwalks
+from benchmarks.tasks import randomwalks, shapes
 
 FAMILIES = "gpt2", "llama", "qwen3"
 POSITIONS = 32
@@ -63,6 +63,45 @@ def build_model():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def build_pipeline():
+    """build_pipeline(prediction_type, dtype, seed, **scheduler options): a random StableDiffusionPipeline, dropout 0.1,
+    with the words of the shapes. Latents 5 x 4 x 12, images 8 x 24. Its weights are large, so that captions matter."""
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    def build(prediction_type="epsilon", dtype=torch.float32, seed=0, **scheduler):
+        words = shapes.tokenizer()
+        ids = {f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes |= {"max_position_embeddings": words.model_max_length, "vocab_size": len(words), "initializer_range": 1.0}
+        options = {"steps_offset": 1, "clip_sample": False, "set_alpha_to_one": False, "beta_schedule": "scaled_linear"}
+        options |= {"prediction_type": prediction_type, **scheduler}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            unet = UNet2DConditionModel(
+                sample_size=[4, 12], in_channels=5, out_channels=5, block_out_channels=(8, 12), layers_per_block=1,
+                cross_attention_dim=12, attention_head_dim=2, norm_num_groups=4, dropout=0.1,
+                down_block_types=("CrossAttnDownBlock2D",) * 2, up_block_types=("CrossAttnUpBlock2D",) * 2,
+            )  # fmt: skip
+            vae = AutoencoderKL(
+                sample_size=24, latent_channels=5, block_out_channels=(4, 8), layers_per_block=1, norm_num_groups=4,
+                down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+                mid_block_add_attention=False, scaling_factor=0.7,
+            )  # fmt: skip
+            text_encoder = CLIPTextModel(CLIPTextConfig(**sizes, **ids))
+        for name, weight in unet.named_parameters():
+            weight.data *= 4 if "attn2" in name else 2 if "conv_out" in name else 1
+        pipeline = StableDiffusionPipeline(
+            vae=vae, unet=unet, text_encoder=text_encoder, tokenizer=words, scheduler=DDIMScheduler(**options),
+            safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+        )  # fmt: skip
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline.to(dtype=dtype)
 
     return build
 

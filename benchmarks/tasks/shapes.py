@@ -92,6 +92,14 @@ def brightness(images, prompts: list[str], **columns) -> list[float]:
     return [float(np.asarray(image).mean()) for image in images]
 
 
+def shuffled(images, prompts: list[str], **columns) -> list[float]:
+    """`compressibility`, each to a wrong image: a control. Its mean is that of the true rewards, and nothing is to be
+    learned from it."""
+    scores = compressibility(images, prompts)
+    order = np.random.default_rng(abs(hash(tuple(scores)))).permutation(len(scores))
+    return [scores[i] for i in order]
+
+
 @functools.cache
 def templates(height: int, width: int) -> dict[str, np.ndarray]:
     """The outlines that fill a box of that many pixels, as (height, width) bool."""

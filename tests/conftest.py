@@ -101,7 +101,9 @@ def build_pipeline():
             safety_checker=None, feature_extractor=None, requires_safety_checker=False,
         )  # fmt: skip
         pipeline.set_progress_bar_config(disable=True)
-        return pipeline.to(dtype=dtype)
+        for part in (unet, vae, text_encoder):
+            torch.nn.Module.to(part.eval(), dtype)
+        return pipeline
 
     return build
 

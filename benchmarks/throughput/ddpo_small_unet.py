@@ -138,7 +138,7 @@ def prepare(folder):
         feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     pipeline.save_pretrained(folder)
-    old_format(folder / "tokenizer", words)
+    old_format(folder, words)
     args = ddpo.Args(**settings(folder), metric=None)
     pipeline = ddpo.load_pipeline(args, str(folder))
     ddpo.add_lora(pipeline.unet, args)
@@ -149,12 +149,17 @@ def prepare(folder):
 
 
 def old_format(folder, words):
-    """Writes the tokenizer as the files that transformers 4 reads."""
+    """Writes tokenizer and text encoder as the files that transformers 4 reads; transformers 5 reads them as well."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "text_encoder" / "model.safetensors"
+    weights = {f"text_model.{name.removeprefix('text_model.')}": weight for name, weight in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
     merges = json.loads(words.backend_tokenizer.to_str())["model"]["merges"]
     lines = ["#version: 0.2", *(merge if isinstance(merge, str) else " ".join(merge) for merge in merges)]
-    special = {"bos_token": words.bos_token, "eos_token": words.eos_token}
-    special |= {"unk_token": words.unk_token, "pad_token": words.pad_token}
+    special = {f"{name}_token": getattr(words, f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
     config = special | {"tokenizer_class": "CLIPTokenizer", "model_max_length": words.model_max_length}
+    folder = folder / "tokenizer"
     for file in folder.iterdir():
         file.unlink()
     (folder / "vocab.json").write_text(json.dumps(words.get_vocab()))

@@ -568,7 +568,7 @@ def sample_images(accelerator, pipeline, unet, schedule, embed, prompts, stream,
     return [accelerator.gather(torch.cat(parts))[: len(prompts)] for parts in zip(*found, strict=True)]
 
 
-def minibatches(args, epoch, trained, process, world):
+def pair_minibatches(args, epoch, trained, process, world):
     """(image, step) pairs of each optimizer step of an epoch, for this process: a list of micro-batches, each a tensor
     (b, 2). Images are permuted in each pass, and each image draws its steps from `trained`."""
     count = max(1, int(len(trained) * args.timestep_fraction))
@@ -760,7 +760,7 @@ def main(args):
         # 3. clipped objective (Sec. 4.3) on the (image, step) pairs of minibatches of images
         model.train()
         sums, largest, first = 0, torch.zeros((), device=device), None
-        for micro_batches in minibatches(args, epoch, trained, accelerator.process_index, world):
+        for micro_batches in pair_minibatches(args, epoch, trained, accelerator.process_index, world):
             for micro_batch in micro_batches:
                 image, steps = micro_batch.to(device).unbind(1)
                 with nullcontext() if micro_batch is micro_batches[-1] else accelerator.no_sync(model):

@@ -2,30 +2,33 @@
 
 Paper: Black et al. 2023, Training Diffusion Models with Reinforcement Learning (arXiv 2305.13301); the sampler is DDIM,
 Song et al. 2021 (arXiv 2010.02502). Code of the first author, whose choices this follows where the paper is silent:
-https://github.com/kvablack/ddpo-pytorch/blob/19584634b6ff0f5d6ce5c7ebdf9ef0c5a7b1a0b5/scripts/train.py
+https://github.com/kvablack/ddpo-pytorch/blob/1958463f020112c9a7bc85768d296daacc2e1b4b/scripts/train.py
 
-    s_t = (c, t, x_t), a_t = x_{t-1}, pi(a_t | s_t) = p(x_{t-1} | x_t, c)   Sec. 4.2           denoise
-    p(x_{t-1} | x_t, c) = N(mean, sigma_t^2)                        DDIM Eqs. 12, 16   ddim_step_with_logprob
-    r on the last image, normalised for each prompt                 Sec. 5, App. D.3   PerPromptStats
-    max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))                 Sec. 4.3 (DDPO_IS) ddpo_loss
+    s_t = (c, t, x_t), a_t = x_{t-1}, pi = p(x_{t-1} | x_t, c)      Sec. 4.3                  denoise
+    p(x_{t-1} | x_t, c) = N(mean, sigma_t^2)                        Eq. 2; DDIM Eqs. 12, 16   ddim_step_with_logprob
+    guidance, in sampling and training alike                        App. E.1                  predict
+    r(x_0, c), normalised for each prompt                           Sec. 4.3, App. D.3        PerPromptStats
+    max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))                 Sec. 4.3 (DDPO_IS), D.1   ddpo_loss
 
-How this differs from TRL's DDPO and ddpo-pytorch:
-- A gradient sums over (image, step) pairs, so pairs are batched freely (`--micro-batch-size`), and a trajectory is
-  stored once, not once as `latents` and once as `next_latents`.
+As in that code, log-probabilities are means over the dimensions of the latents and gradients are means over the steps
+of an image, where the paper has sums: `--clip-range` is in units of one dimension, `--max-grad-norm` of one step.
+
+How this differs from TRL's DDPO:
+- Gradients are means over (image, step) pairs, so pairs of any steps share a forward pass, of `--micro-batch-size`
+  pairs; `--batch-size` and `--sample-batch-size` count images, of all processes. A trajectory is stored once, not once
+  as `latents` and once as `next_latents`.
 - Latents and log-probabilities are float32 whatever the autocast, and the log-probability is that of the stored
-  latents: the first ratio is 1. A step without noise (sigma = 0) is sampled, not trained.
-- Guidance is the same in sampling and training; statistics are keyed by the prompt as it was given, kept as floats,
-  and resumed; gradients of all processes are averaged, and a run is the same for any number of them.
+  latents: the first ratio is 1, to rounding. A step without noise (sigma = 0) is sampled, not trained.
+- Statistics are keyed by the prompt as it was given, kept as floats, and resumed; gradients of all processes are
+  averaged (TRL's stayed apart), and a run is the same for any number of them, to rounding.
+- Prompts come in permutations of the data; weight decay is on matrices only; images are decoded in float32.
 
-Log-probabilities are means over the dimensions of the latents, not sums, as in ddpo-pytorch: `--clip-range` and the
-ratio are in units of one dimension.
-
-    accelerate launch algos/ddpo.py                               # coloured shapes on a CPU, first use in 15 minutes
-    accelerate launch algos/ddpo.py --model my_pipeline/ --dataset prompts.jsonl --reward my_reward.py:score
+    accelerate launch algos/ddpo.py                                  # coloured shapes on a CPU
+    accelerate launch algos/ddpo.py --model my_pipeline/ --dataset prompts.jsonl --reward my_reward.py:score --lr 1e-5
     torchrun --nproc_per_node 8 algos/ddpo.py --model stable-diffusion-v1-5/stable-diffusion-v1-5 --lora-r 4 \
-        --lr 3e-4 --mixed-precision bf16 --dataset prompts.txt --reward my_reward.py:score --num-inference-steps 50 \
+        --mixed-precision bf16 --dataset prompts.txt --reward my_reward.py:score --num-inference-steps 50 \
         --guidance-scale 5 --clip-range 1e-4 --num-epochs 100 --sample-batch-size 256 --batch-size 64 \
-        --micro-batch-size 8 --decode-batch-size 8
+        --micro-batch-size 8 --decode-batch-size 8 --save-every 4 --eval-every 40
 
 Dimension key: B images, N denoising steps, C h w latents, H W pixels, L text tokens, D their width.
 """
@@ -87,11 +90,11 @@ class Args:
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
     """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
-    save_every: int = 40
+    save_every: int = 80
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: int = 40
+    eval_every: int = 80
     """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
     track: Literal["off", "wandb", "tensorboard"] = "off"
     """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
@@ -123,8 +126,8 @@ class Args:
     """Rows with a prompt (other columns reach the reward): a file, hub id:split, file.py:function; from Python a
     list."""
     eval_dataset: str | None = "auto"
-    """Rows to evaluate on, always with the same noise; auto: the embedded task's; default: the first
-    --sample-batch-size rows of --dataset."""
+    """Rows to evaluate on, always with the same noise; auto: the embedded task's, or the first --sample-batch-size rows
+    of your own --dataset. Several sets are joined by commas or a mapping of names."""
     reward: str = "auto"
     """file.py:function(images, prompts, **columns) -> a number per image; images: float tensor (B, 3, H, W) in [0, 1];
     auto: the embedded task's (your own --dataset needs your own)."""
@@ -151,20 +154,20 @@ class Args:
     """Decoupled weight decay of the weight matrices (not of biases and norms)."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0: never."""
-    batch_size: int = 32
+    batch_size: int = 16
     """Rows per optimizer step, all processes together."""
     micro_batch_size: int = 64
     """Rows per process and forward pass; changes memory and speed, never the result."""
 
     # ---- algorithm
-    num_epochs: int = 60
+    num_epochs: int = 40
     """Length of the run: epochs of sampling images and training on them."""
     sample_batch_size: int = 128
     """Images of an epoch, all processes together."""
     inner_epochs: int = 1
     """Passes over the images of an epoch."""
     timestep_fraction: float = 1.0
-    """Train each image on this share of its denoising steps, drawn anew in each pass."""
+    """Train each image on this share of its denoising steps, rounded down and drawn anew in each pass."""
     clip_range: float = 1e-3
     """Epsilon of the clipped objective, of a ratio per latent dimension (1e-4 for Stable Diffusion's 16384)."""
     adv_clip_max: float = 5.0
@@ -224,7 +227,8 @@ POSITIVE = "lr lora_alpha clip_range adv_clip_max".split()
 
 
 def load_pipeline(args, path):
-    """The Stable Diffusion pipeline, frozen, with a DDIM scheduler of its own noise schedule."""
+    """The Stable Diffusion pipeline, frozen, with a DDIM scheduler of its own noise schedule. An object is changed in
+    place, and keeps its type of weights."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     from diffusers import DDIMScheduler, DiffusionPipeline, StableDiffusionPipeline
@@ -256,6 +260,8 @@ def load_pipeline(args, path):
     # latents have no range to be clipped to; a scheduler that knows no clipping would get DDIM's default, on
     clip = {} if "clip_sample" in config else {"clip_sample": False}
     pipeline.scheduler = DDIMScheduler.from_config(config, **clip)
+    if pipeline.scheduler.config.thresholding:
+        raise InputError(f"--model {path}: its scheduler has thresholding, which is for pixels and not for latents")
     pipeline.safety_checker = None
     pipeline.register_to_config(requires_safety_checker=False)
     for module in (pipeline.unet, vae, pipeline.text_encoder):
@@ -269,7 +275,8 @@ def load_pipeline(args, path):
 
 
 def add_lora(unet, args):
-    """Adapters at --lora-targets, which change nothing before the first update: B is zero, A ~ N(0, 1 / r^2)."""
+    """Adapters at --lora-targets, which change nothing before the first update: B is zero, A ~ N(0, 1 / r^2). At least
+    float32, since small updates would be lost in bfloat16."""
     from peft import LoraConfig
 
     alpha, targets = args.lora_alpha or args.lora_r, list(args.lora_targets)
@@ -279,6 +286,8 @@ def add_lora(unet, args):
     except ValueError as error:
         raise InputError(f"--lora-targets {' '.join(targets)}: {error}") from None
     for name, weight in unet.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
         if "lora_A" in name:  # by a keyed draw, whatever torch's generator holds
             normal = rng(args.seed, f"lora {name}").standard_normal(tuple(weight.shape))
             weight.data.copy_(torch.from_numpy(normal / args.lora_r))
@@ -320,8 +329,8 @@ class Schedule:
     """The denoising steps of a scheduler as tables (N,), in the order of sampling, for steps of a mixed batch."""
 
     timesteps: torch.Tensor
-    alphas: torch.Tensor  # alpha_t of the DDIM paper (a product of 1 - beta), and that of the step before
-    prev_alphas: torch.Tensor
+    alphas: torch.Tensor  # alpha_t of the DDIM paper, a product of 1 - beta
+    prev_alphas: torch.Tensor  # alpha_{t-1}, where the step arrives
     stds: torch.Tensor  # sigma_t, 0 where the step is deterministic
     prediction_type: str
     clip: float | None  # bound of the predicted x_0
@@ -398,7 +407,7 @@ class PerPromptStats:
 
 
 def ddpo_loss(new_logprobs, logprobs, advantages, clip_range):
-    """max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps)) for each (image, step) pair, (B,); Sec. 4.3 and PPO Eq. 7."""
+    """max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps)) for each (image, step) pair, (B,); App. D.1 and PPO Eq. 7."""
     ratio = torch.exp(new_logprobs - logprobs)
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
 
@@ -518,8 +527,8 @@ def image_metrics(function, name, rows, images):
         good = isinstance(values, list) and len(values) == len(rows)
         if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
             raise InputError(f"{expected}; {key!r} is not one")
-    if "reward" in columns:
-        raise InputError(f"{name} must not return the name 'reward', which the reward has")
+    if taken := {"prompt", "set", "reward", "reward_std", "diversity"} & columns.keys():
+        raise InputError(f"{name} must not return the name {min(taken)!r}, which is taken")
     return columns
 
 
@@ -551,27 +560,34 @@ def sample_images(accelerator, pipeline, unet, schedule, embed, prompts, stream,
     share = math.ceil(len(prompts) / world)  # the last processes repeat the last prompt where they do not divide
     local = [min(accelerator.process_index * share + i, len(prompts) - 1) for i in range(share)]
     size = pipeline.unet.config.sample_size
-    shape = (len(schedule.timesteps) + 1, vae.config.latent_channels, *(size if isinstance(size, list) else [size] * 2))
+    shape = (len(schedule.timesteps) + 1, vae.config.latent_channels, *([size] * 2 if isinstance(size, int) else size))
     dtype, found = torch.promote_types(vae.dtype, torch.float32), []
     silent = not accelerator.is_main_process or None  # and where there is no terminal
     for i in tqdm(range(0, share, args.decode_batch_size), "sampling", leave=False, disable=silent, delay=5):
         rows = local[i : i + args.decode_batch_size]
-        noise = np.stack([rng(args.seed, stream[0], *stream[1:], row).standard_normal(shape) for row in rows])
+        noise = np.stack([rng(args.seed, *stream, row).standard_normal(shape) for row in rows])
         noise = torch.from_numpy(noise).to(device, dtype)
         embeds = embed([prompts[row] for row in rows])
         latents, logprobs = denoise(unet, schedule, embeds, noise, args.guidance_scale)
         images = vae.decode(latents[:, -1].to(vae.dtype) / vae.config.scaling_factor).sample.float()
-        if not images.isfinite().all():
-            raise FloatingPointError(f"an image of {prompts[rows[0]]!r:.60} or of a neighbour is not finite")
+        finite = images.flatten(1).isfinite().all(dim=1)
         images = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-        found.append((images, latents, logprobs) if trajectories else (images,))
-    return [accelerator.gather(torch.cat(parts))[: len(prompts)] for parts in zip(*found, strict=True)]
+        found.append((finite, images, latents, logprobs) if trajectories else (finite, images))
+    finite, *found = (accelerator.gather(torch.cat(parts))[: len(prompts)] for parts in zip(*found, strict=True))
+    if not finite.all():  # on every process
+        raise FloatingPointError(f"the image of {prompts[int(finite.int().argmin())]!r:.60} is not finite")
+    return found
+
+
+def steps_per_image(args, trained):
+    """How many of the steps that can be trained an image is trained on, in each pass."""
+    return max(1, int(len(trained) * args.timestep_fraction))
 
 
 def pair_minibatches(args, epoch, trained, process, world):
     """(image, step) pairs of each optimizer step of an epoch, for this process: a list of micro-batches, each a tensor
-    (b, 2). Images are permuted in each pass, and each image draws its steps from `trained`."""
-    count = max(1, int(len(trained) * args.timestep_fraction))
+    (b, 2). Images are permuted in each pass; each image draws its steps from `trained`, positions in the schedule."""
+    count = steps_per_image(args, trained)
     for inner in range(args.inner_epochs):
         order = rng(args.seed, "minibatches", epoch, inner).permutation(args.sample_batch_size)
         for images in order.reshape(-1, args.batch_size):
@@ -596,7 +612,8 @@ def grid(images, path):
 
 def diversity(images):
     """Standard deviation over the images of a pixel, mean over pixels: 0 where all are the same."""
-    return images.double().div(255).std(0, unbiased=False).mean().item()
+    rows = [row.double().std(0, unbiased=False).mean() for row in images.unbind(2)]  # all at once is 8 times the images
+    return torch.stack(rows).mean().item() / 255
 
 
 def mirror_grid(accelerator, run, step):
@@ -661,10 +678,11 @@ def main(args):
     try:
         schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta)
         error = schedule_error(scheduler, schedule, args.eta)
-    except ValueError as failure:
+    except (ValueError, IndexError) as failure:
         raise InputError(f"--model {path}, --num-inference-steps {args.num_inference_steps}: {failure}") from None
     if not error < 1e-4:
-        raise InputError(f"--model {path}: its scheduler's options do not step as DDIM does (error {error:.1e})")
+        hint = "an option of it" if error == error else "zero terminal signal, where the first step is not a number"
+        raise InputError(f"--model {path}: its noise schedule does not step as DDIM does, by {hint}")
     trained = schedule.stds.gt(0).nonzero().flatten().tolist()
     if not trained:
         raise InputError(f"--num-inference-steps {args.num_inference_steps}: no step of this scheduler has noise")
@@ -688,25 +706,30 @@ def main(args):
     model = accelerator.prepare(unet)
     optimizer = make_optimizer(model, args)
     steps_per_epoch = args.inner_epochs * (args.sample_batch_size // args.batch_size)
-    total_steps = args.num_epochs * steps_per_epoch
-    state = {"best_score": None, "best_step": None, "epoch": 0, "rewards": {}} | (run.state or {})
-    best_score, best_step, step = state["best_score"], state["best_step"], state["epoch"] * steps_per_epoch
+    frozen = sum(weight.double().sum().item() for weight in unet.parameters() if not weight.requires_grad)
+    state = {"best_score": None, "best_step": None, "epoch": 0, "rewards": {}, "frozen": frozen} | (run.state or {})
+    best_score, best_step, step = state["best_score"], state["best_step"], run.begun
+    total_steps = step + max(0, args.num_epochs - state["epoch"]) * steps_per_epoch
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
     stats.rewards = {prompt: collections.deque(x, args.stat_buffer_size) for prompt, x in state["rewards"].items()}
     if run.checkpoint:
+        if frozen != state["frozen"]:  # adapters are saved without what they adapt
+            raise InputError(f"--resume {args.resume}: its frozen weights are not those of --model")
         unpack_state(run.checkpoint, run.state, model, optimizer)
-    if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
+    if step >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --num-epochs")
-    pairs = max(1, int(len(trained) * args.timestep_fraction))
+    count = steps_per_image(args, trained)
     counted = [weight for part in (unet, pipeline.vae, pipeline.text_encoder) for weight in part.parameters()]
+    tokenizer, prompts = pipeline.tokenizer, [row["prompt"] for row in rows]
+    long = sum(len(ids) > tokenizer.model_max_length for ids in tokenizer(prompts).input_ids)
     run.say(
         f"ddpo: {sum(w.numel() for w in counted):,} parameters, {sum(w.numel() for w in counted if w.requires_grad):,} "
         f"trained; {args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} x {threads} threads\n"
         f"data: {len(rows)} prompts, {sum(map(len, eval_sets.values()))} to evaluate; "
-        f"first: {visible(rows[0]['prompt'])[:200]}\n"
+        f"{long} have more than {tokenizer.model_max_length} tokens and are cut; first: {visible(prompts[0])[:200]}\n"
         f"{args.num_epochs} epochs x ({args.sample_batch_size} images of {len(schedule.timesteps)} steps, "
         f"{len(trained)} of them with noise; then {steps_per_epoch} optimizer steps of {args.batch_size} images x "
-        f"{pairs} steps: {args.batch_size // world * pairs} pairs a process, {args.micro_batch_size} a forward)"
+        f"{count} steps: {args.batch_size // world * count} pairs a process, {args.micro_batch_size} a forward)"
     )
 
     def evaluate(step):
@@ -762,17 +785,18 @@ def main(args):
         sums, largest, first = 0, torch.zeros((), device=device), None
         for micro_batches in pair_minibatches(args, epoch, trained, accelerator.process_index, world):
             for micro_batch in micro_batches:
-                image, steps = micro_batch.to(device).unbind(1)
+                image, at = micro_batch.to(device).unbind(1)
                 with nullcontext() if micro_batch is micro_batches[-1] else accelerator.no_sync(model):
-                    embeds, x = embed([prompts[i] for i in micro_batch[:, 0]]), latents[image, steps]
-                    output = predict(model, x, schedule.timesteps[steps], embeds, args.guidance_scale)
-                    _, new = ddim_step_with_logprob(schedule, output, steps, x, next_latents=latents[image, steps + 1])
-                    losses = ddpo_loss(new, logprobs[image, steps], advantages[image], args.clip_range)
+                    embeds, before = embed([prompts[i] for i in micro_batch[:, 0]]), latents[image, at]
+                    output = predict(model, before, schedule.timesteps[at], embeds, args.guidance_scale)
+                    after, old_logprobs = latents[image, at + 1], logprobs[image, at]
+                    _, new_logprobs = ddim_step_with_logprob(schedule, output, at, before, next_latents=after)
+                    losses = ddpo_loss(new_logprobs, old_logprobs, advantages[image], args.clip_range)
                     # data-parallel training averages gradients over the processes, hence the factor world
-                    accelerator.backward(losses.sum() * world / (args.batch_size * pairs))
-                change = (new - logprobs[image, steps]).detach().double()
-                ratio = change.exp()
-                terms = losses.detach(), change**2 / 2, (ratio - 1).abs() > args.clip_range, ratio
+                    accelerator.backward(losses.sum() * world / (args.batch_size * count))
+                log_ratio = (new_logprobs - old_logprobs).detach().double()
+                ratio = log_ratio.exp()
+                terms = losses.detach(), log_ratio**2 / 2, (ratio - 1).abs() > args.clip_range, ratio
                 sums += torch.stack([term.double().sum() for term in terms])
                 largest = torch.maximum(largest, (ratio - 1).abs().max().float())
             if first is None:  # the policy has not changed yet: what is there is rounding
@@ -790,7 +814,7 @@ def main(args):
             optimizer.zero_grad()
         update_done = time.perf_counter()
         # 4. evaluate, log, save
-        means = accelerator.reduce(sums) / (args.inner_epochs * args.sample_batch_size * pairs)
+        means = accelerator.reduce(sums) / (args.inner_epochs * args.sample_batch_size * count)
         metrics = {"epoch": epoch, "objective/scores": np.mean(scores), "objective/scores_std": np.std(scores)}
         metrics |= {"objective/diversity": diversity(images)}
         metrics |= dict(zip(UPDATE_METRICS, means.tolist(), strict=True))
@@ -814,6 +838,7 @@ def main(args):
         if stop or step in (best_step, total_steps) or due(step, steps_per_epoch, args.save_every):
             rewards = {prompt: list(known) for prompt, known in stats.rewards.items()}
             scalars = {"epoch": epoch, "best_score": best_score, "best_step": best_step, "rewards": rewards}
+            scalars["frozen"] = frozen
             run.save(step, *pack_state(model, optimizer, trained_only=bool(args.lora_r), **scalars))
         if stop:
             run.exit(step)
@@ -822,6 +847,7 @@ def main(args):
     on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model")
     title = f"{run.identity['flags']['model']} after DDPO on {run.identity['flags']['reward']}"
     options = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
+    options += f", negative_prompt={args.negative_prompt!r}" if args.negative_prompt else ""
     usage, grids = USAGE.replace("OPTIONS", options), sorted(run.dir.glob("images/*.png"))
     pictures = "".join(f"![{path.stem}](images/{path.name})\n\n" for path in grids[:1] + grids[1:][-1:])
     headline = headline if args.eval_every else "objective/scores"

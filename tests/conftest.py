@@ -100,6 +100,7 @@ def build_pipeline():
             vae=vae, unet=unet, text_encoder=text_encoder, tokenizer=words, scheduler=DDIMScheduler(**options),
             safety_checker=None, feature_extractor=None, requires_safety_checker=False,
         )  # fmt: skip
+        pipeline.scheduler = DDIMScheduler(**options)  # diffusers has put in steps_offset 1 and no clipping
         pipeline.set_progress_bar_config(disable=True)
         for part in (unet, vae, text_encoder):
             torch.nn.Module.to(part.eval(), dtype)

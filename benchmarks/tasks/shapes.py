@@ -2,12 +2,13 @@
 
 12 captions, 4 colours x 3 shapes, on a grey ground with more or less strong waves. `base_model` is a diffusers
 directory (StableDiffusionPipeline: CLIP text encoder and tokenizer, AutoencoderKL, UNet2DConditionModel, DDIM
-scheduler), trained on drawings of this file on first use and kept in the cache. Images are 32 x 32, latents 4 x 8 x 8.
+scheduler), trained on drawings of this file by `python benchmarks/tasks/shapes.py DIRECTORY` (16 minutes on one CPU
+core; other machines get other bits) and committed as `shapes_base/`. Images are 32 x 32, latents 4 x 8 x 8.
 
 Rewards of images, (B, 3, H, W) in [0, 1]: `compressibility` and `incompressibility` as in the DDPO paper (Black et al.
-2023, arXiv:2305.13301, Sec. 5.1: the size of the JPEG file at quality 95, here of 32 x 32 pixels), `brightness`, and
-`agreement` with the caption, read off the pixels. Grey level and waves vary much from drawing to drawing, so that the
-first three have room; agreement tells what a reward has cost.
+2023, arXiv:2305.13301, Sec. 5.1), measured as its authors' code does, by the size of a JPEG file of quality 95;
+`brightness`; and `agreement` with the caption, read off the pixels. Grey level and waves vary much from drawing to
+drawing, so that the first three have room; agreement tells what a reward has cost.
 
 Spec strings name its functions: `benchmarks/tasks/shapes.py:brightness`. Copying this file is how to write your own
 task: keep the row function and a reward; with a model from the Hugging Face hub nothing below "Model" is needed.
@@ -189,7 +190,7 @@ def tokenizer():
 
 
 def untrained_pipeline():
-    """The pipeline with weights drawn from torch's generator: UNet 1.1 M parameters, VAE 0.65 M, text encoder 0.1 M."""
+    """The pipeline with weights from torch's generator: UNet 1.1 M parameters, VAE 0.65 M, text encoder 0.07 M."""
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -278,7 +279,7 @@ def train(directory: str) -> None:
         words = torch.where(torch.rand(settings["batch"], 1) < settings["dropout"], empty, ids[rows])
         timesteps = torch.randint(scheduler.config.num_train_timesteps, (settings["batch"],))
         noisy, target = (f(clean, noise, timesteps) for f in (scheduler.add_noise, scheduler.get_velocity))
-        if step > 1:  # the average of the weights up to the last step
+        if step > 1:  # the average of the weights after each step but the last
             for module, average in zip((unet, text_encoder), averages, strict=True):
                 decay = min(settings["ema"], step / (step + 10))
                 torch._foreach_lerp_(average, [weight.detach() for weight in module.parameters()], 1 - decay)

@@ -35,6 +35,7 @@ Dimension key: B images, N denoising steps, C h w latents, H W pixels, L text to
 
 import collections
 import copy
+import ctypes
 import inspect
 import json
 import math
@@ -68,7 +69,7 @@ from common.checkpoint import (
     unpack_state,
 )
 from common.logging import Run, closes_run, on_main, visible
-from common.seeding import rng, seed_libraries, set_threads, stream_rows
+from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows
 
 TASK = "benchmarks/tasks/shapes.py"
 
@@ -250,7 +251,8 @@ def load_pipeline(args, path):
     kind = type(pipeline).__name__
     if not isinstance(pipeline, StableDiffusionPipeline):
         raise InputError(f"--model {path} is a {kind}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
-    unet, vae, config = pipeline.unet.config, pipeline.vae, pipeline.scheduler.config
+    unet, vae, config = pipeline.unet.config, pipeline.vae, dict(pipeline.scheduler.config)
+    config.pop("_use_default_values", None)  # diffusers would put DDIM's defaults in place of these values
     if not unet.in_channels == unet.out_channels == vae.config.latent_channels:
         channels = f"{unet.in_channels} -> {unet.out_channels} channels and the VAE {vae.config.latent_channels}"
         raise InputError(f"--model {path}: the UNet has {channels}, expected three equal numbers")
@@ -272,6 +274,20 @@ def load_pipeline(args, path):
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
     return pipeline
+
+
+def set_attention_and_memory(unet, device):
+    """On CPUs: keep freed memory, fast matrix products, and attention in plain matrix products where there are at most
+    256 latents, which beats torch's fused kernel there (its backward pass above all)."""
+    from diffusers.models.attention_processor import AttnProcessor
+
+    if device.type != "cpu":
+        return
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+    size = unet.config.sample_size
+    if fast_cpu_matmul() and (size**2 if isinstance(size, int) else math.prod(size)) <= 256:
+        unet.set_attn_processor(AttnProcessor())
 
 
 def add_lora(unet, args):
@@ -344,6 +360,8 @@ def ddim_schedule(scheduler, num_inference_steps, eta, device="cpu"):
     prev_alphas = torch.where(prev >= 0, alphas[prev.clamp(0)], scheduler.final_alpha_cumprod.double())
     alphas = alphas[timesteps]
     stds = eta * ((1 - prev_alphas) / (1 - alphas) * (1 - alphas / prev_alphas)).sqrt()
+    if len(timesteps) != num_inference_steps or min(timesteps) < 0:  # of diffusers' trailing steps, for some numbers
+        raise ValueError(f"its {scheduler.config.timestep_spacing} timesteps are not {num_inference_steps}")
     clip = scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
     tables = (table.to(device) for table in (timesteps, alphas, prev_alphas, stds))
     return Schedule(*tables, scheduler.config.prediction_type, clip)
@@ -485,7 +503,9 @@ def with_prompts(rows, flag):
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("prompt", row.get("text")), str):
             raise InputError(f"{flag} row {number} needs a string as 'prompt'; its columns: {', '.join(row)}")
-    return [row if "prompt" in row else {"prompt": row["text"]} for row in rows]
+    if "prompt" in rows[0]:
+        return rows
+    return [{"prompt" if key == "text" else key: value for key, value in row.items()} for row in rows]
 
 
 def call_on_images(function, name, rows, images):
@@ -511,7 +531,7 @@ def image_scores(function, name, rows, images):
         raise InputError(f"{name} returned {found}, expected a list of {len(rows)} numbers, one per image")
     scores = [score.item() if getattr(score, "ndim", 1) == 0 else score for score in scores]
     for i, score in enumerate(scores):
-        if not isinstance(score, int | float) or not math.isfinite(score):
+        if not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
             where = f"row {i + 1}, prompt {rows[i]['prompt']!r:.60}"
             raise InputError(f"{name} returned {score!r:.60} for {where}; expected a finite number")
     return [float(score) for score in scores]
@@ -676,17 +696,17 @@ def main(args):
     pipeline = load_pipeline(args, path)
     scheduler, unet = pipeline.scheduler, pipeline.unet
     try:
-        schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta)
-        error = schedule_error(scheduler, schedule, args.eta)
+        schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
+        # with eta 1, diffusers takes the root of a rounding error where there is no signal yet
+        eta = min(args.eta, 0.99)
+        error = schedule_error(scheduler, ddim_schedule(scheduler, args.num_inference_steps, eta), eta)
     except (ValueError, IndexError) as failure:
         raise InputError(f"--model {path}, --num-inference-steps {args.num_inference_steps}: {failure}") from None
     if not error < 1e-4:
-        hint = "an option of it" if error == error else "zero terminal signal, where the first step is not a number"
-        raise InputError(f"--model {path}: its noise schedule does not step as DDIM does, by {hint}")
+        raise InputError(f"--model {path}: its scheduler does not step as DDIM does, by {error:.1e}")
     trained = schedule.stds.gt(0).nonzero().flatten().tolist()
     if not trained:
         raise InputError(f"--num-inference-steps {args.num_inference_steps}: no step of this scheduler has noise")
-    schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
     pipeline.to(device)
     if args.lora_r:
         add_lora(unet, args)
@@ -694,6 +714,7 @@ def main(args):
         unet.requires_grad_(True)
     if args.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
+    set_attention_and_memory(unet, device)
     embed = Embeddings(pipeline, device, args.guidance_scale, args.negative_prompt)
 
     # ---- run directory, what to continue from
@@ -848,7 +869,9 @@ def main(args):
     title = f"{run.identity['flags']['model']} after DDPO on {run.identity['flags']['reward']}"
     options = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
     options += f", negative_prompt={args.negative_prompt!r}" if args.negative_prompt else ""
-    usage, grids = USAGE.replace("OPTIONS", options), sorted(run.dir.glob("images/*.png"))
+    dtype = "" if unet.dtype == torch.float32 else f", dtype={unet.dtype}"  # else diffusers mixes types
+    usage = USAGE.replace("DTYPE", dtype).replace("OPTIONS", options)
+    grids = sorted(run.dir.glob("images/*.png"))
     pictures = "".join(f"![{path.stem}](images/{path.name})\n\n" for path in grids[:1] + grids[1:][-1:])
     headline = headline if args.eval_every else "objective/scores"
     metrics = run.finish(headline, title, rows[0]["prompt"], usage, "diffusers", pictures)
@@ -859,7 +882,8 @@ def main(args):
 GRID = "images/step_{:08d}{}.png"
 UPDATE_METRICS = "loss/policy policy/approxkl policy/clipfrac policy/ratio".split()
 SHOWN = "objective/scores objective/scores_std policy/approxkl policy/clipfrac".split()
-USAGE = """from diffusers import StableDiffusionPipeline; pipeline = StableDiffusionPipeline.from_pretrained({folder!r})
+USAGE = """import torch; from diffusers import StableDiffusionPipeline
+pipeline = StableDiffusionPipeline.from_pretrained({folder!r}DTYPE)
 pipeline({prompt!r}, OPTIONS).images[0].save('sample.png')"""
 
 

@@ -118,7 +118,7 @@ def prepare(folder):
         sample_size=4 * SIZE, down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
     )  # fmt: skip
     unet = UNet2DConditionModel(
-        sample_size=SIZE, block_out_channels=CHANNELS, layers_per_block=2, cross_attention_dim=64,
+        sample_size=SIZE, block_out_channels=CHANNELS, layers_per_block=1, cross_attention_dim=64,
         attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D",) * 2,
         up_block_types=("CrossAttnUpBlock2D",) * 2,
     )  # fmt: skip
@@ -234,7 +234,7 @@ README = """# Throughput: DDPO on a small Stable Diffusion pipeline
 
 `run_ddpo.sh` writes results_ddpo.csv, and ddpo_small_unet.py this file from it.
 
-A UNet of {parameters} parameters on a CPU: {layers} and {width} channels, two layers and cross attention at both
+A UNet of {parameters} parameters on a CPU: {layers} and {width} channels, one layer and cross attention at both
 resolutions, latents of {LATENTS} x {vocabulary} x {vocabulary}, random weights. An epoch is {IMAGES} images of {STEPS}
 DDIM steps, then one optimizer step on all {PAIRS} (image, step) pairs; classifier-free guidance {GUIDANCE:g} in both,
 LoRA of rank {RANK} on the attention's projections. Medians over the runs, smallest and largest in brackets.

@@ -2,7 +2,8 @@
 # Measures algos/ddpo.py and TRL 0.8.6 in turn, then writes results_ddpo.csv and README_DDPO.md. DRY=1 prints the
 # commands.
 #   REPEATS        rounds over the main modes (3)
-#   EXTRA_REPEATS  of these, so many with the techniques switched off, and TRL with its default sizes or our flags (1)
+#   EXTRA_REPEATS  of these, so many with small micro-batches in plainrl and the default sizes in TRL (1)
+#   MORE_REPEATS   of these, so many with all other modes (0)
 #   ITERATIONS     epochs of a run, the first not counted (2)
 #   THREADS        (2)
 #   FORCE=1        measure although the machine is busy
@@ -39,6 +40,7 @@ for repeat in $(seq "${REPEATS:-3}"); do
     [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
     ours fp32-micro-4
     trl defaults
+    [ "$repeat" -le "${MORE_REPEATS:-0}" ] || continue
     ours fp32-1-1
     trl same-flags
     ours bf16-micro-4

@@ -728,14 +728,16 @@ def main(args):
     optimizer = make_optimizer(model, args)
     steps_per_epoch = args.inner_epochs * (args.sample_batch_size // args.batch_size)
     frozen = sum(weight.double().sum().item() for weight in unet.parameters() if not weight.requires_grad)
-    state = {"best_score": None, "best_step": None, "epoch": 0, "rewards": {}, "frozen": frozen} | (run.state or {})
+    base = [args.lora_r, frozen]
+    state = {"best_score": None, "best_step": None, "epoch": 0, "rewards": {}, "base": base} | (run.state or {})
     best_score, best_step, step = state["best_score"], state["best_step"], run.begun
     total_steps = step + max(0, args.num_epochs - state["epoch"]) * steps_per_epoch
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
     stats.rewards = {prompt: collections.deque(x, args.stat_buffer_size) for prompt, x in state["rewards"].items()}
     if run.checkpoint:
-        if frozen != state["frozen"]:  # adapters are saved without what they adapt
-            raise InputError(f"--resume {args.resume}: its frozen weights are not those of --model")
+        if base != state["base"]:  # adapters are saved without what they adapt
+            other = f"--lora-r {state['base'][0]}" if args.lora_r != state["base"][0] else "another --model"
+            raise InputError(f"--resume {args.resume} cannot continue with these weights: it has {other}")
         unpack_state(run.checkpoint, run.state, model, optimizer)
     if step >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --num-epochs")
@@ -834,6 +836,8 @@ def main(args):
             optimizer.step()
             optimizer.zero_grad()
         update_done = time.perf_counter()
+        if not all(weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad):
+            raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
         # 4. evaluate, log, save
         means = accelerator.reduce(sums) / (args.inner_epochs * args.sample_batch_size * count)
         metrics = {"epoch": epoch, "objective/scores": np.mean(scores), "objective/scores_std": np.std(scores)}
@@ -859,7 +863,7 @@ def main(args):
         if stop or step in (best_step, total_steps) or due(step, steps_per_epoch, args.save_every):
             rewards = {prompt: list(known) for prompt, known in stats.rewards.items()}
             scalars = {"epoch": epoch, "best_score": best_score, "best_step": best_step, "rewards": rewards}
-            scalars["frozen"] = frozen
+            scalars["base"] = base
             run.save(step, *pack_state(model, optimizer, trained_only=bool(args.lora_r), **scalars))
         if stop:
             run.exit(step)

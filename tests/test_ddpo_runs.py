@@ -1,0 +1,1340 @@
+"""Whole runs of algos/ddpo.py: `python -m pytest tests/test_ddpo_runs.py`
+
+The command as typed and what it leaves; the first ratio; layouts that change nothing; runs that continue bitwise; the
+reward as the only thing that is learnt from; data, trackers, and bad input. Runs are in-process, on a random pipeline
+of 8 x 24 pixels, unless a launcher, a kill or a real base model is the point.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import tyro
+import yaml
+from accelerate.state import AcceleratorState
+from accelerate.tracking import GeneralTracker
+from PIL import Image
+
+from algos import ddpo
+from benchmarks.tasks import shapes
+from common import logging
+from common.checkpoint import InputError, cli
+from common.seeding import rng, stream_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = [{"prompt": caption, "target": i / 4, "note": {"id": i}} for i, caption in enumerate(shapes.CAPTIONS[:5])]
+USER_FILE = '''
+"""A reward and a metric; SIGNAL_AT=5:9 sends this process signal 9 at the fifth call of the reward."""
+import math
+import os
+
+import numpy as np
+import torch
+
+calls = 0
+
+
+def reward(images, prompts, target, **columns):
+    global calls
+    calls += 1
+    number, signal = map(int, os.environ.get("SIGNAL_AT", "0:0").split(":"))
+    if calls == number:
+        os.kill(os.getpid(), signal)
+    return [-abs(4 * image[0].mean().item() - t) for image, t in zip(images, target)]
+
+
+def metric(images, prompts, **columns):
+    return {"red": [image[0].mean().item() for image in images], "length": [len(prompt) for prompt in prompts]}
+
+
+RESULTS = {
+    "short": lambda n: [1.0] * (n - 1),
+    "long": lambda n: [1.0] * (n + 1),
+    "column": lambda n: np.ones((n, 1)),
+    "tensor_column": lambda n: torch.ones(n, 1),
+    "scalar": lambda n: 1.0,
+    "none": lambda n: None,
+    "nan": lambda n: [0.0] * (n - 1) + [math.nan],
+    "inf": lambda n: torch.tensor([math.inf] + [0.0] * (n - 1)),
+    "strings": lambda n: ["1.0"] * n,
+    "string": lambda n: "1" * n,
+    "a_none": lambda n: [None] + [0.0] * (n - 1),
+    "dense": lambda n: [[1.0, 2.0]] * n,
+    "generator": lambda n: (1.0 for _ in range(n)),
+    "mapping": lambda n: {i: 1.0 for i in range(n)},
+}
+METRICS = {
+    "none": lambda n: None,
+    "empty": lambda n: {},
+    "list": lambda n: [1.0] * n,
+    "short": lambda n: {"good": [1.0] * n, "bad": [1.0] * (n - 1)},
+    "scalar": lambda n: {"bad": 1.0},
+    "strings": lambda n: {"bad": ["1"] * n},
+    "nan": lambda n: {"bad": [math.nan] * n},
+    "taken": lambda n: {"reward": [1.0] * n},
+}
+
+
+def result(images, kind):
+    return RESULTS[kind](len(images))
+
+
+def measure(images, kind):
+    return METRICS[kind](len(images))
+
+
+def raises(images, **columns):
+    raise LookupError("no classifier here")
+
+
+def no_such_column(images, answer):
+    return [0.0] * len(images)
+
+
+def sets():
+    return {"x": [{"prompt": "a red circle", "target": 1}], "y": "rows.jsonl"}
+
+
+def no_rows():
+    return []
+'''
+
+
+def redness(images, prompts, target, **columns):
+    return [-abs(4 * image[0].mean().item() - t) for image, t in zip(images, target, strict=True)]
+
+
+def run_ddpo(model, run_dir, rows=ROWS, **flags):
+    """Two epochs of 8 images of 3 steps, two optimizer steps in each, unless flags say otherwise."""
+    settings = {
+        "reward": redness, "num_epochs": 2, "sample_batch_size": 8, "batch_size": 4, "num_inference_steps": 3,
+        "lr": 1e-3, "stat_min_count": 2, "stat_buffer_size": 4, "eval_every": 0, "save_every": 0, "threads": 1,
+    }  # fmt: skip
+    return ddpo.main(ddpo.Args(model=model, run_dir=str(run_dir), dataset=rows, **settings | flags))
+
+
+def log(run_dir):
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(run_dir):
+    return [json.loads(line) for line in (Path(run_dir) / "samples.jsonl").read_text().splitlines()]
+
+
+def newest(run_dir):
+    return max((Path(run_dir) / "checkpoints").glob("step_*"))
+
+
+def state(checkpoint):
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+def unet(pipeline):
+    """The UNet's weights of a pipeline's directory."""
+    return safetensors.torch.load_file(Path(pipeline) / "unet/diffusion_pytorch_model.safetensors")
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def close(a, b):
+    """Metrics and exports of two runs (their directories) agree to 1e-9."""
+    for one, two in zip(log(a), log(b), strict=True):
+        rounded = one.pop("policy/ratio_deviation", 0), two.pop("policy/ratio_deviation", 0)  # to float32
+        assert one == pytest.approx(two, rel=1e-9, abs=1e-9) and rounded[0] == pytest.approx(rounded[1], rel=1e-6)
+    x, y = unet(Path(a) / "hf_model"), unet(Path(b) / "hf_model")
+    assert x.keys() == y.keys()
+    for name in x:
+        assert (x[name] - y[name]).abs().max() <= 1e-9 * x[name].abs().max() + 1e-12, name
+
+
+def recorded(monkeypatch, name):
+    """Replaces a function of ddpo by one that keeps (arguments, result) of every call in the returned list."""
+    calls, function = [], getattr(ddpo, name)
+
+    def keep(*args):
+        calls.append((args, function(*args)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(ddpo, name, keep)
+    return calls
+
+
+def pixels(path, count, height, width):
+    """The images (count, 3, height, width), uint8, of a grid of eight a row; what is behind them must be white."""
+    sheet = np.asarray(Image.open(path))
+    assert sheet.shape == (math.ceil(count / 8) * height, 8 * width, 3) and sheet.dtype == np.uint8
+    cells = sheet.reshape(-1, height, 8, width, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, height, width)
+    assert (cells[count:] == 255).all()
+    return cells[:count]
+
+
+def jsonl(path, rows):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tiny(build_pipeline, tmp_path_factory):
+    """Directory of a random pipeline."""
+    folder = tmp_path_factory.mktemp("tiny") / "pipeline"
+    build_pipeline().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def fresh_accelerator():
+    """For runs of another precision: accelerate keeps that of the first run of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# ---- The command as typed --------------------------------------------------------------------------------------------
+
+TYPED = """--num-epochs 2 --sample-batch-size 8 --batch-size 4 --num-inference-steps 3 --eval-every 2 --threads 1
+--eval-dataset benchmarks/tasks/shapes.py:eval_prompts:samples=1""".split()
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    """(run directory, output) of a run of the embedded task, as a user starts it."""
+    folder = tmp_path_factory.mktemp("typed")
+    words = [Path(sys.executable).with_name("accelerate"), "launch", ROOT / "algos/ddpo.py", *TYPED]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (run,) = (folder / "runs").iterdir()
+    return run, done.stdout
+
+
+def test_what_a_run_leaves(typed):
+    run, out = typed
+    names = "README.md checkpoints config.yaml curve.png env.json hf_model hf_model_best images metrics.jsonl"
+    assert sorted(p.name for p in run.iterdir()) == [".lock", *names.split(), "perf.jsonl", "samples.jsonl"]
+    assert re.fullmatch("ddpo-[0-9a-f]{8}", run.name)
+    evaluated = "reward reward_std agreement colour shape brightness kilobytes diversity".split()
+    trained = """objective/scores objective/scores_std objective/diversity loss/policy policy/approxkl policy/clipfrac
+    policy/ratio policy/ratio_deviation policy/ratio_deviation_first optim/lr optim/grad_norm epoch""".split()
+    first, *others = log(run)
+    assert first.keys() == {"step", *(f"eval/{name}" for name in evaluated)}
+    assert [record["step"] for record in (first, *others)] == [0, 2, 4]
+    assert all(record.keys() == first.keys() | {*trained} for record in others)
+    assert all(math.isfinite(value) for record in (first, *others) for value in record.values())
+    assert [record["epoch"] for record in others] == [1, 2]
+    rows = samples(run)
+    columns = ["step", "prompt", "reward", "agreement", "colour", "shape", "brightness", "kilobytes"]
+    assert all([*row] == columns for row in rows)
+    assert [(row["step"], row["prompt"]) for row in rows] == [(n, p) for n in (0, 2, 4) for p in shapes.CAPTIONS]
+    for record in (first, *others):
+        found = [row for row in rows if row["step"] == record["step"]]
+        for name in columns[2:]:
+            assert record[f"eval/{name}"] == pytest.approx(fmean(row[name] for row in found), rel=1e-12), name
+        assert record["eval/reward_std"] == pytest.approx(pstdev([row["reward"] for row in found]), rel=1e-9)
+    assert sorted(p.name for p in (run / "images").iterdir()) == [f"step_{step:08d}.png" for step in (0, 2, 4)]
+    grids = [pixels(run / f"images/step_{step:08d}.png", 12, 32, 32) for step in (0, 2, 4)]
+    for record, grid in zip((first, *others), grids, strict=True):
+        assert grid.mean(axis=(1, 2, 3)).max() < 250 and len({image.tobytes() for image in grid}) == 12
+        found = [row["brightness"] for row in rows if row["step"] == record["step"]]
+        assert found == pytest.approx((grid.mean(axis=(1, 2, 3)) / 255).tolist(), abs=1e-6)
+        assert record["eval/diversity"] == pytest.approx((grid / 255).std(axis=0).mean(), abs=1e-9)
+    assert (grids[0] != grids[2]).any()  # the noise is the same, the weights are not
+    assert "1,797,755 parameters, 1,077,572 trained" in out and "data: 12 prompts, 12 to evaluate; 0 have" in out
+    assert "2 optimizer steps of 4 images x 3 steps: 12 pairs a process" in out
+
+
+def test_the_last_lines_and_the_card(typed):
+    run, out = typed
+    _, head, card = (run / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head) == {"library_name": "diffusers", "tags": ["plainrl", "ddpo"]}
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", card)
+    assert pictures == ["curve.png", "images/step_00000000.png", "images/step_00000004.png"]
+    assert all((run / picture).is_file() for picture in pictures)
+    assert "shapes.py:base_model after DDPO on benchmarks/tasks/shapes.py:compressibility\n" in card
+    for name, value in log(run)[-1].items():
+        assert f"| {name} | {value} |" in card
+    place = f"runs/{run.name}"
+    assert re.search(r"^eval/reward [▁▂▃▄▅▆▇█]{3} -1\.\d+ -> -1\.\d+$", out, re.M)
+    last = f"card {place}/README.md | picture {place}/curve.png | model {place}/hf_model"
+    assert out.rstrip().splitlines()[-1] == last
+    usage = re.findall(r"```python\n(.*?)\n```", card, re.S)[0]
+    assert usage in out and "num_inference_steps=3, eta=1.0, guidance_scale=1.0" in usage
+
+
+def test_the_lines_that_load_the_model_run(typed):
+    """As printed, from the directory in which the command was typed."""
+    run, out = typed
+    usage = re.findall(r"^import torch; from diffusers .*?save\('sample.png'\)$", out, re.M | re.S)[-1]
+    folder = run.parents[1]
+    done = subprocess.run([sys.executable, "-c", usage], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    image = np.asarray(Image.open(folder / "sample.png"))
+    assert image.shape == (32, 32, 3) and 5 < image.std() < 120
+    assert not re.search("safety|not expected|newly initialized", done.stderr)
+
+
+def test_the_export_is_a_plain_pipeline_that_starts_the_next_run(typed, tmp_path):
+    """VAE and text encoder are the base model's; evaluating the export gives what the last evaluation gave."""
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+
+    run, _ = typed
+    model, report = UNet2DConditionModel.from_pretrained(run / "hf_model/unet", output_loading_info=True)
+    assert not any(report.values())
+    saved = safetensors.torch.load_file(newest(run) / "model.safetensors")
+    assert equal(model.state_dict(), saved) and equal(unet(run / "hf_model"), saved)
+    pipeline, base = map(StableDiffusionPipeline.from_pretrained, (run / "hf_model", shapes.BASE_MODEL))
+    for part in ("vae", "text_encoder"):
+        assert equal(getattr(pipeline, part).state_dict(), getattr(base, part).state_dict())
+    moved = [not torch.equal(w, base.unet.state_dict()[name]) for name, w in saved.items()]
+    assert sum(moved) > 0.9 * len(moved)
+    assert pipeline.safety_checker is None and pipeline.scheduler.config.prediction_type == "v_prediction"
+    words = [*TYPED, "--num-epochs", "1", "--model", str(run / "hf_model"), "--run-dir", str(tmp_path / "next")]
+    ddpo.main(tyro.cli(ddpo.Args, args=words))
+    end, start = log(run)[-1], log(tmp_path / "next")[0]
+    assert start | {"step": 4} == {name: end[name] for name in start}
+
+
+@pytest.mark.parametrize("how", ["the flags", "config.yaml"])
+def test_the_same_command_again(typed, monkeypatch, capfd, how):
+    run, _ = typed
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    words = TYPED if how == "the flags" else ["--config", f"runs/{run.name}/config.yaml"]
+    monkeypatch.chdir(run.parents[1])
+    monkeypatch.setattr(sys, "argv", ["algos/ddpo.py", *words])
+    cli(ddpo.Args, ddpo.main)
+    assert f"runs/{run.name} is finished, its model is in runs/{run.name}/hf_model" in capfd.readouterr().out
+    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before}
+
+
+# ---- The first update ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+@pytest.mark.parametrize("guidance_scale", [1.0, 5.0])
+def test_the_first_ratio_is_one(tmp_path, guidance_scale, lora_r):
+    """In every epoch, as long as there is one update in it; in batches other than those of sampling. Guidance makes
+    rounding larger by its weight."""
+    bound = 1e-6 * guidance_scale
+    flags = {"batch_size": 8, "num_epochs": 3, "guidance_scale": guidance_scale, "lora_r": lora_r, "lr": 1e-3}
+    _, run = run_ddpo(str(shapes.BASE_MODEL), tmp_path / "run", micro_batch_size=5, decode_batch_size=3, **flags)
+    for record in log(run):
+        assert record["policy/ratio_deviation_first"] == record["policy/ratio_deviation"] <= bound
+        assert record["policy/approxkl"] <= 1e-12 and record["policy/clipfrac"] == 0
+        assert record["policy/ratio"] == pytest.approx(1, abs=bound) and record["optim/grad_norm"] > 1e-3
+    flags |= {"batch_size": 2, "num_epochs": 1}
+    (record,) = log(run_ddpo(str(shapes.BASE_MODEL), tmp_path / "more", **flags)[1])
+    assert record["policy/ratio_deviation_first"] <= bound  # of the first of four updates; later ones move
+    assert record["policy/ratio_deviation"] > 1e-5 and record["policy/approxkl"] > 1e-12
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+def test_the_first_ratio_in_float64(build_pipeline, tmp_path, prediction_type):
+    """However a pipeline predicts, given as an object; dropout is off."""
+    pipeline = build_pipeline(prediction_type, torch.float64)
+    flags = {"batch_size": 8, "num_epochs": 2, "guidance_scale": 3.0, "dtype": "float64", "micro_batch_size": 5}
+    _, run = run_ddpo(pipeline, tmp_path / "run", **flags)
+    for record in log(run):
+        assert record["policy/ratio_deviation"] <= 1e-11 and record["policy/approxkl"] <= 1e-20
+    assert json.loads((run / "hf_model/scheduler/scheduler_config.json").read_text())["prediction_type"] == (
+        prediction_type
+    )
+
+
+@pytest.mark.parametrize("flags", [{"mixed_precision": "bf16"}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_bfloat16(fresh_accelerator, tmp_path, flags, lora_r):
+    """Rounding stays below what --clip-range lets pass (it is 0 with most kernels), and is reported; the export has
+    the type of the weights and loads."""
+    from diffusers import StableDiffusionPipeline
+
+    flags = flags | {"batch_size": 8, "lora_r": lora_r, "micro_batch_size": 5}
+    _, run = run_ddpo(str(shapes.BASE_MODEL), tmp_path / "run", **flags)
+    for record in log(run):
+        assert 0 <= record["policy/ratio_deviation_first"] < 5e-4
+        assert record["policy/ratio_deviation"] == record["policy/ratio_deviation_first"]
+        assert all(math.isfinite(value) for value in record.values())
+    kind = torch.bfloat16 if "dtype" in flags else torch.float32
+    assert {weight.dtype for weight in unet(run / "hf_model").values()} == {kind}
+    assert not equal(unet(run / "hf_model"), {k: w.to(kind) for k, w in unet(shapes.BASE_MODEL).items()})
+    pipeline = StableDiffusionPipeline.from_pretrained(run / "hf_model", dtype=kind)
+    assert "forward" not in vars(pipeline.unet)
+
+
+def test_rounding_that_moves_the_ratio_is_said(monkeypatch, tiny, tmp_path, capfd):
+    """Here the log-probabilities of sampling are 1e-3 off."""
+    denoise = ddpo.denoise
+    monkeypatch.setattr(ddpo, "denoise", lambda *args: (lambda x, p: (x, p - 1e-3))(*denoise(*args)))
+    _, run = run_ddpo(tiny, tmp_path / "run", batch_size=8, num_epochs=3)
+    assert [r["policy/ratio_deviation_first"] for r in log(run)] == pytest.approx([1e-3] * 3, rel=0.02)
+    assert capfd.readouterr().out.count("warning: rounding moves the ratio by 1.0e-03, --clip-range is 0.001") == 1
+
+
+# ---- What must not change the result ---------------------------------------------------------------------------------
+
+EVERYTHING = {
+    "dtype": "float64", "num_epochs": 3, "inner_epochs": 2, "timestep_fraction": 0.7, "guidance_scale": 3.0,
+    "negative_prompt": "blue", "weight_decay": 0.1, "eval_every": 4, "eval_dataset": {"x": ROWS, "y": ROWS[1:2]},
+    "lr_schedule": "cosine", "warmup_steps": 2, "max_grad_norm": 0.5, "clip_range": 1e-2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory):
+    """{lora_r: the run with which the others are compared}"""
+    found = {}
+
+    def get(lora_r):
+        if lora_r not in found:
+            folder = tmp_path_factory.mktemp("plain") / "run"
+            found[lora_r] = run_ddpo(tiny, folder, lora_r=lora_r, **EVERYTHING)[1]
+        return found[lora_r]
+
+    return get
+
+
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_the_plain_run_is_worth_comparing(plain, tiny, lora_r):
+    """Everything moves, and both sides of the objective are met."""
+    before, after = unet(tiny), unet(plain(lora_r) / "hf_model")
+    moved = {name for name in before if not torch.equal(before[name].double(), after[name])}
+    targets = {name for name in before if re.search(r"\.(to_q|to_k|to_v|to_out\.0)\.weight$", name)}
+    assert moved == (targets if lora_r else before.keys()) and len(targets) > 20
+    records = log(plain(lora_r))
+    assert 0.05 < records[-1]["policy/clipfrac"] < 0.95 or lora_r
+    assert [record["step"] for record in records] == [0, 4, 8, 12]
+    assert {"eval/x/reward", "eval/y/reward", "eval/y/diversity"} < records[-1].keys()
+    assert records[0]["eval/x/reward"] != records[-1]["eval/x/reward"]
+
+
+LAYOUTS = [({"micro_batch_size": 1, "decode_batch_size": 3}, 0), ({"gradient_checkpointing": True}, 0)]
+LAYOUTS += [({"micro_batch_size": 5, "decode_batch_size": 1}, 2)]
+LAYOUTS += [({"gradient_checkpointing": True, "micro_batch_size": 3}, 2)]
+
+
+@pytest.mark.parametrize(("layout", "lora_r"), LAYOUTS, ids=str)
+def test_the_layout_changes_nothing(plain, tiny, tmp_path, layout, lora_r):
+    _, run = run_ddpo(tiny, tmp_path / "run", lora_r=lora_r, **EVERYTHING, **layout)
+    close(run, plain(lora_r))
+    for path in (run / "images").iterdir():
+        assert path.read_bytes() == (plain(lora_r) / "images" / path.name).read_bytes()
+
+
+RANKS = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
+import os, safetensors.torch
+from algos import ddpo
+from common.checkpoint import cli
+pack = ddpo.pack_state
+def keep(model, optimizer, **state):
+    copies = {{name.removeprefix("module."): weight.clone() for name, weight in model.state_dict().items()}}
+    safetensors.torch.save_file(copies, "rank" + os.environ["RANK"])
+    return pack(model, optimizer, **state)
+ddpo.pack_state = keep
+cli(ddpo.Args, ddpo.main)
+"""
+
+
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_two_processes_equal_one(monkeypatch, tiny, tmp_path, lora_r):
+    """12 pairs a minibatch in micro-batches of 4 and 2 a process; evaluation sets of 5 rows and of one."""
+    monkeypatch.chdir(tmp_path)
+    Path("user.py").write_text(USER_FILE)
+    Path("ranks.py").write_text(RANKS)
+    jsonl("x.jsonl", ROWS), jsonl("y.jsonl", ROWS[1:2])
+    flags = f"""--model {tiny} --dataset x.jsonl --eval-dataset x.jsonl,y.jsonl --reward user.py:reward
+    --metric user.py:metric --dtype float64 --num-epochs 3 --sample-batch-size 8 --batch-size 4 --micro-batch-size 4
+    --num-inference-steps 4 --timestep-fraction 0.8 --guidance-scale 3 --eval-every 2 --threads 1 --lr 1e-3
+    --decode-batch-size 3 --stat-min-count 2 --lora-r {lora_r}""".split()
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2"]
+    torchrun += ["--master_port", str(20000 + (2 * os.getpid() + bool(lora_r)) % 20000), "ranks.py"]
+    done = subprocess.run([*torchrun, *flags, "--run-dir", "two"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "2 x 1 threads" in done.stdout, done.stderr
+    ddpo.main(tyro.cli(ddpo.Args, args=[*flags, "--run-dir", "one"]))
+    close("one", "two")
+    for one, two in zip(samples("one"), samples("two"), strict=True):
+        assert [*one.items()] == [*two.items()]  # pixels are whole numbers
+    for path in Path("one/images").iterdir():
+        assert path.read_bytes() == Path("two/images", path.name).read_bytes()
+    a, b = (safetensors.torch.load_file(name) for name in ("rank0", "rank1"))
+    assert equal(a, b) and any("lora_A" in name for name in a) == bool(lora_r)
+    assert state(newest("one"))["rewards"] == state(newest("two"))["rewards"] != {}
+    assert len(samples("one")) == 6 * 4 and done.stdout.count("samples at step 0") == 1
+
+
+# ---- Killed and continued --------------------------------------------------------------------------------------------
+
+LONG = {
+    "num_epochs": 4, "eval_every": 2, "save_every": 2, "eval_dataset": ROWS[:3], "guidance_scale": 2.0,
+    "lr_schedule": "linear", "warmup_steps": 3, "weight_decay": 0.1, "timestep_fraction": 0.7, "stat_buffer_size": 3,
+}  # fmt: skip
+
+
+def contents(run):
+    """{file: bytes} of what must be equal: metrics, samples, pictures, exports, and the newest checkpoint with the
+    statistics of prompts in its state.json."""
+    paths = [run / "metrics.jsonl", run / "config.yaml", *run.glob("samples.jsonl")]
+    paths += [*run.glob("images/*.png"), *run.glob("hf_model*/**/*.safetensors"), *newest(run).iterdir()]
+    found = {str(path.relative_to(run)): path.read_bytes() for path in paths if path.parent.name != "lora"}
+    for path in run.glob("hf_model*/lora/*.safetensors"):  # the order of its metadata is of the hash seed
+        weights = sorted(safetensors.torch.load_file(path).items())
+        found[str(path.relative_to(run))] = [(name, weight.numpy().tobytes()) for name, weight in weights]
+    return found
+
+
+def same(run, other):
+    one, two = contents(run), contents(other)
+    assert one.keys() == two.keys() and [name for name in one if one[name] != two[name]] == []
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """{lora_r: an uninterrupted run}"""
+    found = {}
+
+    def get(lora_r):
+        if lora_r not in found:
+            folder = tmp_path_factory.mktemp("whole") / "run"  # the card's title is the run's
+            found[lora_r] = run_ddpo(tiny, folder, lora_r=lora_r, **LONG)[1]
+        return found[lora_r]
+
+    return get
+
+
+STOPS = [("stopped", 3, 0), ("stopped", 2, 2), ("killed", 3, 0), ("killed", 2, 2), ("twice", 1, 0)]
+
+
+@pytest.mark.parametrize(("how", "after", "lora_r"), STOPS)
+def test_a_run_continues_bitwise(monkeypatch, tiny, whole, tmp_path, how, after, lora_r):
+    """Stopped by SIGTERM at the end of an epoch, or killed there, before its checkpoint."""
+    stop_requested = logging.Run.stop_requested
+    for times in range(1 + (how == "twice")):
+        calls = []
+
+        def stop(run, calls=calls):
+            calls.append(1)
+            if len(calls) == after:
+                assert how != "killed", "killed"  # the epoch is in metrics.jsonl, and no checkpoint
+                os.kill(os.getpid(), signal.SIGTERM)
+            return stop_requested(run)
+
+        monkeypatch.setattr(logging.Run, "stop_requested", stop)
+        with pytest.raises((SystemExit, AssertionError)) as stopped:
+            run_ddpo(tiny, tmp_path / "run", lora_r=lora_r, **LONG)
+        assert getattr(stopped.value, "code", None) == (None if how == "killed" else 143)
+        assert log(tmp_path / "run")[-1]["epoch"] == after * (times + 1)
+        monkeypatch.setattr(logging.Run, "stop_requested", stop_requested)
+    kept = state(newest(tmp_path / "run"))
+    assert kept["epoch"] == after * (2 if how == "twice" else 1) - (how == "killed") and kept["rewards"]
+    run_ddpo(tiny, tmp_path / "run", lora_r=lora_r, **LONG)
+    same(tmp_path / "run", whole(lora_r))
+
+
+SIGNALS = [("4:15", 143, 0), ("7:9", -9, 2)]
+
+
+@pytest.mark.parametrize(("at", "code", "lora_r"), SIGNALS)
+def test_signals_to_a_process(monkeypatch, tiny, tmp_path, at, code, lora_r):
+    """SIGTERM in the second rollout, kill -9 in the evaluation of the third epoch, after a checkpoint; then the same
+    command; and the uninterrupted one."""
+    monkeypatch.chdir(tmp_path)
+    Path("user.py").write_text(USER_FILE)
+    jsonl("x.jsonl", ROWS)
+    flags = f"""--model {tiny} --dataset x.jsonl --eval-dataset x.jsonl --reward user.py:reward --num-epochs 3
+    --sample-batch-size 8 --batch-size 4 --num-inference-steps 3 --eval-every 2 --save-every 2 --threads 1
+    --stat-min-count 2 --lora-r {lora_r}""".split()
+    command = [sys.executable, ROOT / "algos/ddpo.py", *flags, "--run-dir", "a"]
+    env = os.environ | {"SIGNAL_AT": at}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == code, done.stderr
+    assert state(newest("a"))["epoch"] == 2 and not Path("a/hf_model").exists()
+    if code == 143:
+        said = re.search(r"stopped after step 4; to continue: (.*)", done.stdout)[1]
+        assert said.split()[1:] == list(map(str, command[1:]))
+    monkeypatch.setenv("SIGNAL_AT", "0:0")
+    ddpo.main(tyro.cli(ddpo.Args, args=[*flags, "--run-dir", "a"]))
+    ddpo.main(tyro.cli(ddpo.Args, args=[*flags, "--run-dir", "b"]))
+    same(Path("a"), Path("b"))
+
+
+def test_adapters_are_keyed_by_the_seed(monkeypatch, tiny, tmp_path):
+    """Whatever torch's generator holds when they are made."""
+    load_pipeline, found = ddpo.load_pipeline, {}
+    for name, seed, drawn in (("one", 1, 0), ("again", 1, 5), ("two", 2, 0)):
+        monkeypatch.setattr(ddpo, "load_pipeline", lambda *args, n=drawn: (torch.rand(n), load_pipeline(*args))[1])
+        flags = {"num_epochs": 1, "sample_batch_size": 2, "batch_size": 2, "lora_r": 2, "lr": 1e-12, "seed": seed}
+        _, run = run_ddpo(tiny, tmp_path / name, **flags)
+        weights = safetensors.torch.load_file(newest(run) / "model.safetensors")
+        found[name] = {key: weight for key, weight in weights.items() if "lora_A" in key}
+    assert equal(found["one"], found["again"]) and len(found["one"]) > 20
+    assert not any(torch.equal(found["one"][key], found["two"][key]) for key in found["one"])
+
+
+def test_adapters_go_on_with_the_weights_that_they_adapt(whole, build_pipeline, tmp_path):
+    """They are saved alone: another base model is refused."""
+    build_pipeline(seed=1).save_pretrained(tmp_path / "other")
+    flags = LONG | {"lora_r": 2, "num_epochs": 5, "resume": str(newest(whole(2)))}
+    with pytest.raises(InputError, match="it has another --model"):
+        run_ddpo(str(tmp_path / "other"), tmp_path / "run", **flags)
+
+
+def test_what_a_checkpoint_holds(whole, tiny):
+    """With LoRA the adapters alone; the last rewards of each prompt; no pickle. Adapters lie beside the export, too,
+    and plain diffusers puts them on the base model."""
+    from diffusers import StableDiffusionPipeline
+
+    full, adapters = (safetensors.torch.load_file(newest(whole(r)) / "model.safetensors") for r in (0, 2))
+    assert equal(full, unet(whole(0) / "hf_model")) and full.keys() == unet(tiny).keys()
+    assert adapters and all(".lora_A." in name or ".lora_B." in name for name in adapters)
+    bytes_full, bytes_lora = (sum(p.stat().st_size for p in newest(whole(r)).glob("*.safetensors")) for r in (0, 2))
+    assert bytes_lora < bytes_full / 3
+    for lora_r in (0, 2):
+        names = {p.name for p in newest(whole(lora_r)).iterdir()}
+        assert names == {"MANIFEST.json", "model.safetensors", "optim.safetensors", "state.json"}
+        kept = state(newest(whole(lora_r)))
+        assert kept["epoch"] == 4 and kept["step"] == 8 and kept["rewards"].keys() <= {row["prompt"] for row in ROWS}
+        assert all(len(known) <= 3 for known in kept["rewards"].values()) and len(kept["rewards"]) == 5
+        files = [p.suffix for p in whole(lora_r).rglob("*") if p.is_file() and p.name != ".lock"]
+        assert {*files} == {".json", ".jsonl", ".yaml", ".md", ".png", ".safetensors"}
+    pipeline = StableDiffusionPipeline.from_pretrained(tiny)
+    pipeline.load_lora_weights(whole(2) / "hf_model/lora")
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    fused, merged = pipeline.unet.state_dict(), unet(whole(2) / "hf_model")
+    assert fused.keys() == merged.keys() == unet(tiny).keys()
+    assert all(torch.allclose(fused[name], merged[name], rtol=0, atol=1e-6) for name in fused)
+    assert max((merged[name] - w).abs().max() for name, w in unet(tiny).items()) > 1e-4
+
+
+@pytest.mark.parametrize(("of", "to"), [(2, 0), (0, 2), (2, 4)])
+def test_a_checkpoint_of_other_weights_is_refused(whole, tiny, tmp_path, of, to):
+    """In its own directory by the list of differences; from elsewhere with --resume PATH."""
+    shutil.copytree(whole(of), tmp_path / "run")
+    with pytest.raises(InputError, match=f"--lora-r: was {of}, is {to}"):
+        run_ddpo(tiny, tmp_path / "run", lora_r=to, **LONG)
+    with pytest.raises(InputError, match=r"^[^\n]*(lora|adapter|frozen weights)[^\n]*$"):
+        run_ddpo(tiny, tmp_path / "new", lora_r=to, resume=str(newest(whole(of))), **LONG | {"num_epochs": 5})
+
+
+def test_a_longer_run_from_a_checkpoint(whole, tiny, tmp_path):
+    """--resume PATH with more epochs, statistics and moments included, is the longer run."""
+    flags = LONG | {"lr_schedule": "constant", "num_epochs": 2}
+    run_ddpo(tiny, tmp_path / "short", **flags)
+    _, run = run_ddpo(tiny, tmp_path / "more", resume=str(newest(tmp_path / "short")), **flags | {"num_epochs": 3})
+    _, straight = run_ddpo(tiny, tmp_path / "straight", **flags | {"num_epochs": 3})
+    assert log(run) == log(straight)[-1:] and equal(unet(run / "hf_model"), unet(straight / "hf_model"))
+
+
+def test_the_best_evaluation_is_kept(tiny, tmp_path):
+    """That of the first set; steps 2, 4 and 6 have 1, 5 and 2."""
+    scripted, calls = {2: 9, 5: 1, 8: 5, 11: 2}, []  # the reward's calls: evaluation x, evaluation y, rollout
+
+    def reward(images, prompts):
+        calls.append(len(prompts))
+        value = scripted.get(len(calls) + 1, 0)
+        return [value + (0.01 * i if len(prompts) == 8 else 0) for i in range(len(prompts))]
+
+    flags = {"num_epochs": 3, "eval_every": 2, "save_every": 2, "keep_checkpoints": 1}
+    flags |= {"eval_dataset": {"x": ROWS[:2], "y": ROWS[2:3]}, "reward": reward}
+    _, run = run_ddpo(tiny, tmp_path / "run", **flags)
+    assert [record["eval/x/reward"] for record in log(run)] == [9, 1, 5, 2]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
+    assert (state(newest(run))["best_score"], state(newest(run))["best_step"]) == (5, 4)
+    best = safetensors.torch.load_file(run / "checkpoints/step_00000004/model.safetensors")
+    assert equal(unet(run / "hf_model_best"), best) and not equal(unet(run / "hf_model"), best)
+
+
+# ---- What it learns from ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [{}, {"lora_r": 2}, {"per_prompt_stats": False}, {"inner_epochs": 2}], ids=str)
+def test_a_constant_reward_changes_nothing(tiny, tmp_path, flags):
+    flags |= {"reward": lambda images, prompts: [0.3] * len(images), "weight_decay": 0.0, "guidance_scale": 2.0}
+    _, run = run_ddpo(tiny, tmp_path / "run", **flags)
+    assert equal(unet(run / "hf_model"), unet(tiny)) and [r["optim/grad_norm"] for r in log(run)] == [0, 0]
+
+
+def test_weight_decay_alone_moves_matrices(tiny, tmp_path):
+    flags = {"reward": lambda images, prompts: [0.3] * len(images), "weight_decay": 0.1, "num_epochs": 1}
+    _, run = run_ddpo(tiny, tmp_path / "run", **flags)
+    after = unet(run / "hf_model")
+    for name, weight in unet(tiny).items():
+        expected = weight * (1 - 1e-3 * 0.1) ** 2 if weight.ndim > 1 else weight
+        assert torch.allclose(after[name], expected, rtol=1e-6, atol=0), name
+
+
+@pytest.fixture(scope="module")
+def brighter(tmp_path_factory):
+    """eval/reward before and after a short run on the shapes that is rewarded with brightness, or with brightness that
+    is dealt out among the images."""
+
+    def run(shuffled):
+        generator = rng(0, "dealt out")
+
+        def reward(images, prompts):
+            scores = shapes.brightness(images, prompts)
+            return generator.permutation(scores).tolist() if shuffled and len(scores) != 24 else scores
+
+        flags = {"sample_batch_size": 48, "batch_size": 16, "num_epochs": 12, "num_inference_steps": 5, "lr": 5e-4}
+        flags |= {"stat_buffer_size": 32, "stat_min_count": 16, "eval_every": 36, "reward": reward}
+        flags |= {"eval_dataset": shapes.eval_prompts(samples=2)}
+        metrics, folder = run_ddpo(str(shapes.BASE_MODEL), tmp_path_factory.mktemp("learn"), shapes.prompts(), **flags)
+        return log(folder)[0]["eval/reward"], metrics["eval/reward"]
+
+    return run
+
+
+def test_it_learns_from_the_reward(brighter):
+    before, after = brighter(shuffled=False)
+    assert after > before + 0.025
+
+
+def test_it_learns_nothing_from_a_reward_that_is_dealt_out(brighter):
+    before, after = brighter(shuffled=True)
+    assert after < before + 0.012
+
+
+@pytest.mark.parametrize(("guidance_scale", "rows"), [(1.0, 1), (5.0, 2)])
+def test_guidance_takes_a_second_row(monkeypatch, tiny, tmp_path, guidance_scale, rows):
+    """Of each image and step, in sampling and in training; without it none."""
+    found, load_pipeline = [], ddpo.load_pipeline
+
+    def hooked(*args):
+        pipeline = load_pipeline(*args)
+        pipeline.unet.register_forward_pre_hook(lambda module, inputs: found.append((module.training, len(inputs[0]))))
+        return pipeline
+
+    monkeypatch.setattr(ddpo, "load_pipeline", hooked)
+    flags = {"num_epochs": 1, "guidance_scale": guidance_scale, "timestep_fraction": 0.7}
+    run_ddpo(tiny, tmp_path / "run", **flags)
+    assert sum(n for training, n in found if not training) == 8 * 3 * rows
+    assert sum(n for training, n in found if training) == 8 * 2 * rows
+
+
+def slow_advantages(epochs, size, least, clip):
+    """Advantages of epochs [(prompts, rewards)] by the definition; size None: by the epoch alone."""
+    buffers, found = {}, []
+    for prompts, rewards in epochs:
+        for prompt, reward in zip(prompts, rewards, strict=True):
+            buffers.setdefault(prompt, deque(maxlen=size)).append(reward)
+        for prompt, reward in zip(prompts, rewards, strict=True):
+            known = buffers[prompt] if size and len(buffers[prompt]) >= least else rewards
+            advantage = (reward - fmean(known)) / (pstdev(known) + (1e-6 if size else 1e-8))
+            found.append(max(-clip, min(clip, advantage)))
+    return found
+
+
+@pytest.mark.parametrize("per_prompt_stats", [True, False])
+@pytest.mark.parametrize("kind", [int, float])
+def test_every_pair_is_trained_with_its_images_advantage(monkeypatch, tiny, tmp_path, kind, per_prompt_stats):
+    """Rewards are integers, or floats of the same value. A pair is known by its log-probability: all differ."""
+    from diffusers import StableDiffusionPipeline
+
+    losses, sampled, epochs = recorded(monkeypatch, "ddpo_loss"), recorded(monkeypatch, "sample_images"), []
+
+    def reward(images, prompts, note):
+        values = [kind((7 * i * i + 3 * n["id"] + 5 * len(epochs)) % 11) for i, n in enumerate(note)]
+        assert [n["id"] for n in note] == [shapes.CAPTIONS.index(prompt) for prompt in prompts]
+        epochs.append((prompts, values))
+        return values
+
+    flags = {"num_epochs": 3, "inner_epochs": 2, "micro_batch_size": 5, "adv_clip_max": 1.2, "stat_buffer_size": 3}
+    flags |= {"timestep_fraction": 0.7, "per_prompt_stats": per_prompt_stats, "lr": 1e-9}
+    _, run = run_ddpo(tiny, tmp_path / "run", reward=reward, **flags)
+    expected = slow_advantages(epochs, 3 if per_prompt_stats else None, 2, 1.2)
+    assert 1.2 in expected and -1.2 in expected and len({f"{x:.6f}" for x in expected}) > 8
+    pairs = {}
+    for epoch, (_, (_, latents, logprobs)) in enumerate(sampled):
+        assert latents.shape == (8, 4, 5, 4, 12) and logprobs.shape == (8, 3)
+        pairs |= {logprobs[i, n].item(): (epoch * 8 + i, n) for i in range(8) for n in range(3)}
+    assert len(pairs) == 3 * 8 * 3
+    pipeline, (images, latents, _) = StableDiffusionPipeline.from_pretrained(tiny), sampled[0][1]
+    with torch.no_grad():  # images are what diffusers would show of the last latents
+        decoded = pipeline.vae.decode(latents[:, -1] / pipeline.vae.config.scaling_factor).sample
+    shown = pipeline.image_processor.postprocess(decoded, "pil")
+    assert all(np.array_equal(a.permute(1, 2, 0), b) for a, b in zip(images, shown, strict=True))
+    seen = Counter()
+    for (new, old, advantages, clip_range), _ in losses:
+        assert clip_range == 1e-3 and torch.allclose(new, old, atol=1e-3)
+        for logprob, advantage in zip(old.tolist(), advantages.tolist(), strict=True):
+            image, n = pairs[logprob]
+            seen[image, n] += 1
+            assert advantage == pytest.approx(expected[image], abs=1e-6), (image, n)
+    counts = Counter(image for image, _ in seen.elements())
+    assert counts == dict.fromkeys(range(24), 4) and max(seen.values()) <= 2  # 2 passes x 2 of 3 steps
+    drawn = [ROWS[i]["prompt"] for i in stream_rows(1, "data", 5, 0, 24)]
+    assert drawn == [prompt for prompts, _ in epochs for prompt in prompts]
+    kept = state(newest(run))["rewards"]
+    values = [(p, r) for prompts, rewards in epochs for p, r in zip(prompts, rewards, strict=True)]
+    assert kept == ({p: [r for q, r in values if q == p][-3:] for p in drawn} if per_prompt_stats else {})
+    assert log(run)[-1]["objective/scores"] == pytest.approx(fmean(epochs[-1][1]))
+    assert log(run)[-1]["objective/scores_std"] == pytest.approx(pstdev(epochs[-1][1]))
+
+
+def test_rewards_in_other_forms(tiny, tmp_path):
+    """Truth values, tensors with a gradient and lists of numpy's scalars are what floats are."""
+    forms = {
+        "floats": lambda x: [float(value) for value in x], "truth": lambda x: [value > 0 for value in x],
+        "tensor": lambda x: torch.tensor(x, dtype=torch.float32, requires_grad=True),
+        "scalars": lambda x: list(np.array(x, dtype=np.float32)),
+    }  # fmt: skip
+    found = {}
+    for name, form in forms.items():
+        reward = lambda images, prompts, note, form=form: form([n["id"] % 2 for n in note])  # noqa: E731
+        found[name] = log(run_ddpo(tiny, tmp_path / name, reward=reward, num_epochs=1)[1])
+    assert all(records == found["floats"] for records in found.values()) and found["floats"][0]["optim/grad_norm"] > 0
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_differ_behind_the_text_encoders_end(tiny, tmp_path):
+    """They have equal embeddings, and statistics of their own (TRL keys them by decoded tokens)."""
+    start = " ".join(["a red circle"] * 40)
+    rows = [{"prompt": f"{start} {end}", "level": level} for end, level in (("here", 0), ("There", 10), ("there", 20))]
+    reward = lambda images, prompts, level: [x + i % 2 for i, x in enumerate(level)]  # noqa: E731
+    _, run = run_ddpo(tiny, tmp_path / "run", rows, reward=reward, num_epochs=3, stat_buffer_size=32)
+    kept = state(newest(run))["rewards"]
+    assert kept.keys() == {row["prompt"] for row in rows}
+    for row in rows:
+        assert set(kept[row["prompt"]]) == {row["level"], row["level"] + 1}
+    assert sum(map(len, kept.values())) == 24
+
+
+def test_several_evaluation_sets(monkeypatch, tiny, tmp_path):
+    """Each has metrics, rows and a grid of its own, with the same noise at every evaluation; the first one decides
+    which model is best. What the reward gets are the pixels of the grid."""
+    seen = []
+
+    def reward(images, prompts, target, **columns):
+        assert images.dtype == torch.float32 and images.shape[1:] == (3, 8, 24) and images.device.type == "cpu"
+        seen.append((prompts, target, columns, images.clone()))
+        images.zero_(), prompts.clear(), target.clear()  # which harms nobody
+        return redness(seen[-1][3], seen[-1][0], seen[-1][1] or [row["target"] for row in ROWS[: len(seen[-1][3])]])
+
+    def keep(images, prompts, target, **columns):
+        seen.append((list(prompts), list(target), columns, images.clone()))
+        return redness(images, prompts, target)
+
+    def metric(images, prompts, note):
+        return {"id": [n["id"] for n in note], "level": [image.mean().item() for image in images]}
+
+    sets = {"x": ROWS, "a/y": ROWS[3:1:-1]}
+    _, run = run_ddpo(tiny, tmp_path / "run", reward=keep, metric=metric, eval_dataset=sets, eval_every=2, lr=1e-12)
+    rows = samples(run)
+    assert [*rows[0]] == ["step", "set", "prompt", "reward", "id", "level"]
+    assert [(r["step"], r["set"], r["id"]) for r in rows] == [
+        (step, name, row["note"]["id"]) for step in (0, 2, 4) for name, found in sets.items() for row in found
+    ]
+    evaluations = [call for call in seen if len(call[0]) != 8]
+    assert [len(call[0]) for call in evaluations] == [5, 2] * 3
+    names = [(step, name) for step in (0, 2, 4) for name in ("x", "a_y")]
+    assert sorted(p.name for p in (run / "images").iterdir()) == sorted(f"step_{s:08d}_{n}.png" for s, n in names)
+    for (step, name), (prompts, target, columns, images) in zip(names, evaluations, strict=True):
+        grid = pixels(run / f"images/step_{step:08d}_{name}.png", len(prompts), 8, 24)
+        assert np.array_equal(grid, (images * 255).round().to(torch.uint8)) and images.max() <= 1
+        assert torch.equal(images, torch.from_numpy(grid.copy()).float() / 255)
+        found = sets[name.replace("_", "/")]
+        assert prompts == [row["prompt"] for row in found] and target == [row["target"] for row in found]
+        assert columns == {"note": [row["note"] for row in found]}
+    for record in log(run):
+        for name in sets:
+            found = [row for row in rows if (row["step"], row["set"]) == (record["step"], name)]
+            for key in ("reward", "id", "level"):
+                assert record[f"eval/{name}/{key}"] == pytest.approx(fmean(row[key] for row in found))
+    assert all(torch.equal(evaluations[i][3], evaluations[i + 2][3]) for i in range(4))  # lr is next to nothing
+    rollouts = [call for call in seen if len(call[0]) == 8]
+    assert len(rollouts) == 2 and not torch.equal(rollouts[0][3], rollouts[1][3])
+    assert "eval/x/reward" in (run / "README.md").read_text()
+
+
+def test_a_function_may_change_what_it_gets(tiny, tmp_path):
+    """Images, prompts and columns are copies."""
+
+    def spoil(images, prompts, note, **columns):
+        scores = redness(images, prompts, **columns)
+        images.zero_(), prompts.clear(), note.clear(), columns["target"].clear()
+        return scores
+
+    def metric(images, prompts, note):
+        note[0]["id"] = 99
+        return {"id": [n["id"] for n in note], "level": [image.mean().item() for image in images]}
+
+    flags = {"metric": metric, "eval_dataset": [{**row, "note": {"id": 1}} for row in ROWS], "eval_every": 2}
+    for name, reward in (("plain", redness), ("spoilt", spoil)):
+        run_ddpo(tiny, tmp_path / name, [{**row, "note": {"id": 1}} for row in ROWS], reward=reward, **flags)
+    assert log(tmp_path / "plain") == log(tmp_path / "spoilt")
+    assert all(row["level"] > 0 for row in samples(tmp_path / "spoilt"))
+    assert [row["id"] for row in samples(tmp_path / "spoilt")] == [99, 1, 1, 1, 1] * 3
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv"])
+def test_prompts_from_files(tiny, tmp_path, suffix):
+    """A line a prompt, or rows with columns; without an evaluation set, the first --sample-batch-size of them."""
+    prompts = ["a red circle", "Ein Kreis, ä", "a blue square", "x y z", "a green triangle"]
+    path = tmp_path / f"prompts{suffix}"
+    if suffix == ".txt":
+        path.write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    elif suffix == ".csv":
+        path.write_text("prompt,level\n" + "".join(f'"{p}",{i}\n' for i, p in enumerate(prompts)), encoding="utf-8")
+    else:
+        jsonl(path, [{"prompt": prompt, "level": i} for i, prompt in enumerate(prompts)])
+    seen = []
+
+    def reward(images, prompts, **columns):
+        seen.append(prompts)
+        assert columns.keys() - {"text"} == (set() if suffix == ".txt" else {"level"})
+        return [image.mean().item() for image in images]
+
+    flags = {"num_epochs": 2, "sample_batch_size": 4, "batch_size": 4, "eval_every": 1, "reward": reward}
+    _, run = run_ddpo(tiny, tmp_path / "run", str(path), **flags)
+    assert [row["prompt"] for row in samples(run)] == prompts[:4] * 3
+    assert [p for call in seen[1::2] for p in call] == [prompts[i] for i in stream_rows(1, "data", 5, 0, 8)]
+    assert "pipeline('a red circle', num_inference_steps=3" in (run / "README.md").read_text()
+
+
+def test_columns_beside_text(tiny, tmp_path):
+    """`text` serves as prompt; the other columns reach the reward as those beside `prompt` do."""
+    rows = [{"text": row["prompt"], "target": row["target"]} for row in ROWS]
+    run_ddpo(tiny, tmp_path / "prompt", num_epochs=1)
+    run_ddpo(tiny, tmp_path / "text", rows, num_epochs=1)
+    assert log(tmp_path / "text") == log(tmp_path / "prompt")
+
+
+# ---- Trackers --------------------------------------------------------------------------------------------------------
+
+
+class Recorder(GeneralTracker):
+    """A tracker that keeps what it gets, or fails in the method `fails`."""
+
+    requires_logging_directory = False
+
+    def __init__(self, name, fails=None):
+        self.name, self.fails, self.metrics, self.images = name, fails, {}, {}
+        super().__init__()
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values):
+        assert self.fails != "init", "no account"
+
+    def log(self, values, step=None, **options):
+        assert self.fails != "log", "no network"
+        self.metrics[step] = values
+
+    def log_images(self, values, step=None, **options):
+        assert self.fails != "log_images", "no space"
+        assert options == ({"dataformats": "NHWC"} if self.name == "tensorboard" else {})
+        self.images.setdefault(step, {}).update(values)
+
+
+@pytest.mark.parametrize("track", ["wandb", "tensorboard"])
+def test_trackers_get_metrics_and_grids(monkeypatch, tiny, tmp_path, track):
+    recorder = Recorder(track)
+    monkeypatch.setattr(logging, "filter_trackers", lambda names, folder: [recorder] if names == [track] else [])
+    sets = {"x": ROWS, "y": ROWS[:2]}
+    _, run = run_ddpo(tiny, tmp_path / "run", track=track, eval_dataset=sets, eval_every=4, num_epochs=3)
+    assert [*recorder.metrics] == [0, 2, 4, 6] and [*recorder.images] == [0, 4, 6]
+    for record in log(run):
+        assert record.items() - {("step", record["step"])} <= recorder.metrics[record["step"]].items()
+    assert "perf/images_per_sec" in recorder.metrics[2]
+    for step, found in recorder.images.items():
+        assert found.keys() == {"eval/images_x", "eval/images_y"}
+        for name, images in found.items():
+            file = run / f"images/step_{step:08d}_{name[-1]}.png"
+            assert images.shape == (1, 8, 8 * 24, 3) and np.array_equal(images[0], np.asarray(Image.open(file)))
+
+
+@pytest.mark.parametrize("fails", [None, "init", "log", "log_images"])
+def test_a_tracker_that_fails_stops_nothing(monkeypatch, tiny, tmp_path, capfd, fails):
+    recorder = Recorder("wandb", fails)
+    monkeypatch.setattr(logging, "filter_trackers", lambda names, folder: [recorder])
+    _, run = run_ddpo(tiny, tmp_path / "run", track="wandb", eval_every=2)
+    assert capfd.readouterr().out.count("warning: --track wandb is off") == (fails in ("init", "log"))
+    assert [record["step"] for record in log(run)] == [0, 2, 4] and (run / "README.md").exists()
+    assert bool(recorder.images) == (fails is None)
+
+
+def test_wandb_offline(tiny, tmp_path):
+    pytest.importorskip("wandb")
+    (tmp_path / "user.py").write_text(USER_FILE)
+    jsonl(tmp_path / "x.jsonl", ROWS)
+    flags = f"""--model {tiny} --dataset x.jsonl --reward user.py:reward --num-epochs 1 --sample-batch-size 8
+    --batch-size 4 --num-inference-steps 3 --threads 1 --run-dir run --track wandb""".split()
+    env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path / "home")}
+    command = [sys.executable, ROOT / "algos/ddpo.py", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0 and "warning" not in done.stdout, done.stderr
+    (record,) = (tmp_path / "run").rglob("*.wandb")
+    assert all(name in record.read_bytes() for name in (b"eval/reward", b"policy/approxkl", b"eval/images"))
+    media = [np.asarray(Image.open(path)) for path in (tmp_path / "run/wandb").rglob("*.png")]
+    grids = [np.asarray(Image.open(path)) for path in (tmp_path / "run/images").iterdir()]
+    assert len(media) == len(grids) == 2 and {x.tobytes() for x in media} == {x.tobytes() for x in grids}
+
+
+# ---- Bad input -------------------------------------------------------------------------------------------------------
+
+BASE = """--model model --dataset rows.jsonl --reward user.py:reward --num-epochs 1 --sample-batch-size 8 --batch-size 4
+--num-inference-steps 3 --threads 1 --run-dir run""".split()
+
+
+@pytest.fixture
+def here(tiny, tmp_path, monkeypatch):
+    """A working directory with model, rows and functions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    Path("model").symlink_to(tiny)
+    Path("user.py").write_text(USER_FILE)
+    jsonl("rows.jsonl", ROWS)
+    return tmp_path
+
+
+@pytest.fixture
+def command(here, monkeypatch, capfd):
+    """command(*flags) -> (exit code, stdout, stderr), as if typed; a word may hold several flags."""
+
+    def run(*flags, base=BASE):
+        words = [word for flag in flags for word in flag.split()]
+        monkeypatch.setattr(sys, "argv", ["algos/ddpo.py", *base, *words])
+        capfd.readouterr()
+        code = 0
+        try:
+            cli(ddpo.Args, ddpo.main)
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def scheduler(folder, kind, model="model", **options):
+    """A copy of the model's directory with another scheduler."""
+    import diffusers
+
+    shutil.copytree(model, folder, symlinks=False)
+    getattr(diffusers, kind)(**options).save_pretrained(Path(folder) / "scheduler")
+    index = json.loads((Path(folder) / "model_index.json").read_text()) | {"scheduler": ["diffusers", kind]}
+    (Path(folder) / "model_index.json").write_text(json.dumps(index))
+
+
+def pixel_pipeline(folder):
+    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+
+    sizes = {"sample_size": 8, "block_out_channels": (4, 4), "layers_per_block": 1, "norm_num_groups": 2}
+    kinds = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    DDPMPipeline(UNet2DModel(**sizes, **kinds), DDPMScheduler()).save_pretrained(folder)
+
+
+def poisoned(folder):
+    shutil.copytree("model", folder)
+    path = Path(folder) / "unet/diffusion_pytorch_model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights["conv_in.bias"][1] = math.nan
+    safetensors.torch.save_file(weights, path)
+
+
+def fill(folder):
+    """What is wrong in the table below, in the working directory."""
+    if folder == "ddpm":
+        pixel_pipeline(folder)
+    elif folder == "flow":
+        scheduler(folder, "FlowMatchEulerDiscreteScheduler")
+    elif folder == "last_alpha_one":
+        scheduler(folder, "DDIMScheduler", set_alpha_to_one=True)
+    elif folder == "thresholding":
+        scheduler(folder, "DDIMScheduler", thresholding=True, clip_sample=False)
+    elif folder == "zero_terminal":
+        scheduler(folder, "DDIMScheduler", rescale_betas_zero_snr=True, timestep_spacing="trailing")
+    elif folder == "poisoned":
+        poisoned(folder)
+    elif folder == "language":
+        shapes.tokenizer().save_pretrained(folder)
+
+
+NO_DIRECTORY = "there is no such directory"
+BAD_COMMANDS = [
+    ("--model ddpm", "--model ddpm is a DDPMPipeline, expected a StableDiffusionPipeline (SD 1.x or 2.x)"),
+    ("--model language", "--model language cannot be loaded: "),
+    ("--model flow", "--model flow: its FlowMatchEulerDiscreteScheduler has no beta_start, as DDIM needs"),
+    ("--model thresholding", "--model thresholding: its scheduler has thresholding, which is for pixels"),
+    ("--model zero_terminal", "does not step as DDIM does, by "),
+    ("--model poisoned", "--model poisoned: conv_in.bias is not finite"),
+    ("--model last_alpha_one --num-inference-steps 1", "--num-inference-steps 1: no step of this scheduler has noise"),
+    ("--model ./nowhere", f"--model ./nowhere: {NO_DIRECTORY}"),
+    ("--model no/such/model", f"--model no/such/model: {NO_DIRECTORY}"),
+    ("--model nobody/no-such-pipeline", "--model nobody/no-such-pipeline cannot be loaded: "),
+    ("--model user.py:no_such", "--model user.py:no_such: user.py has no function 'no_such'"),
+    ("--model user.py:calls", "--model user.py:calls: user.py has no function 'calls'"),
+    ("--num-inference-steps 1001", "--num-inference-steps 1001: "),
+    ("--num-inference-steps 0", "--num-inference-steps 0 must be at least 1"),
+    ("--eta 0", "--eta 0.0 must be in (0, 1]"),
+    ("--eta 1.5", "--eta 1.5 must be in (0, 1]"),
+    ("--guidance-scale 0.5", "--guidance-scale 0.5 must be 1 (no guidance) or more"),
+    ("--guidance-scale nan", "--guidance-scale nan must be 1 (no guidance) or more"),
+    ("--negative-prompt grey", "--negative-prompt grey must be with --guidance-scale above 1"),
+    ("--sample-batch-size 10", "--sample-batch-size 10 must be a multiple of --batch-size 4"),
+    ("--timestep-fraction 0", "--timestep-fraction 0.0 must be in (0, 1]"),
+    ("--timestep-fraction 1.1", "--timestep-fraction 1.1 must be in (0, 1]"),
+    ("--clip-range 0", "--clip-range 0.0 must be a positive number"),
+    ("--adv-clip-max nan", "--adv-clip-max nan must be a positive number"),
+    ("--stat-min-count 9 --stat-buffer-size 8", "--stat-min-count 9 must be at most --stat-buffer-size"),
+    ("--lora-alpha 4", "--lora-alpha 4.0 must be with --lora-r"),
+    ("--lora-r 2 --lora-targets nothing like it", "--lora-targets nothing like it: "),
+    ("--push-to-hub name", "--push-to-hub name must be org/name"),
+    ("--eta 0 --lr 0 --batch-size 3", "3 problems:"),
+    ("--dataset other.jsonl", "--dataset row 1 needs a string as 'prompt'; its columns: caption, target"),
+    ("--dataset number.jsonl", "--dataset row 2 needs a string as 'prompt'; its columns: prompt"),
+    ("--dataset empty.jsonl", "--dataset empty.jsonl holds no rows"),
+    ("--dataset user.py:no_rows", "--dataset [] holds no rows"),
+    ("--dataset torn.jsonl", "--dataset torn.jsonl:2 is not valid JSON: "),
+    ("--dataset none.jsonl", "--dataset none.jsonl cannot be loaded: "),
+    ("--dataset nobody/no-such-rows:train", "--dataset nobody/no-such-rows:train cannot be loaded: "),
+    ("--eval-dataset rows.jsonl,other.jsonl", "--eval-dataset other row 1 needs a string as 'prompt'"),
+    ("--eval-dataset rows.jsonl,rows.jsonl", "--eval-dataset rows.jsonl,rows.jsonl: two sets have the same name"),
+    ("--reward user.py:none", "--reward user.py:none: user.py has no function 'none'"),
+    ("--reward nowhere.py:reward", "--reward nowhere.py:reward: there is no file nowhere.py"),
+    ("--reward user.py", "--reward user.py: expected path/to/file.py:function"),
+    ("--metric user.py:none", "--metric user.py:none: user.py has no function 'none'"),
+    ("--resume nowhere/checkpoints/step_00000002", "checkpoint nowhere/checkpoints/step_00000002 cannot be read: "),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), BAD_COMMANDS, ids=lambda x: x[:60])
+def test_bad_commands(command, here, flags, sentence):
+    """One sentence, exit code 2, and nothing is written."""
+    jsonl("other.jsonl", [{"caption": "a red circle", "target": 1}])
+    jsonl("number.jsonl", [{"prompt": "a red circle"}, {"prompt": 7}])
+    Path("empty.jsonl").write_text("\n")
+    Path("torn.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    fill(flags.split()[1])
+    code, _, err = command(flags)
+    assert code == 2 and err.startswith("error: ") and sentence in err, err
+    assert len(err.splitlines()) == (4 if "problems" in sentence else 1) and len(err) < 600, err
+    assert not Path("run").exists()
+
+
+def test_your_own_dataset_needs_your_own_reward(command, here):
+    base = [word for word in BASE if word not in ("--reward", "user.py:reward")]
+    code, _, err = command(base=base)
+    assert code == 2 and err == "error: --reward None must be file.py:function for your own --dataset\n"
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("how", ["flag", "launcher"])
+def test_fp16_is_refused(command, here, monkeypatch, fresh_accelerator, how):
+    """By the flag's choices, or where the launcher's configuration asks for it."""
+    if how == "launcher":
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    code, _, err = command("--mixed-precision fp16" if how == "flag" else "")
+    assert code == 2 and "mixed-precision" in err and not Path("run").exists(), err
+    if how == "launcher":
+        assert err.startswith("error: ") and "fp16" in err and len(err.splitlines()) == 1
+
+
+def test_a_model_that_is_none(tmp_path, build_model):
+    for model in (build_model(), 42):
+        with pytest.raises(InputError, match=r"expected a StableDiffusionPipeline \(SD 1.x or 2.x\)"):
+            run_ddpo(model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+NUMBERS = "expected a list of 5 numbers, one per image"
+COLUMNS = "must return {name: list of 5 finite numbers}"
+BAD_RESULTS = [
+    ("--reward user.py:result:kind=short", f"returned 4 values, {NUMBERS}"),
+    ("--reward user.py:result:kind=long", f"returned 6 values, {NUMBERS}"),
+    ("--reward user.py:result:kind=scalar", f"returned float, {NUMBERS}"),
+    ("--reward user.py:result:kind=none", f"returned NoneType, {NUMBERS}"),
+    ("--reward user.py:result:kind=string", f"returned str, {NUMBERS}"),
+    ("--reward user.py:result:kind=generator", f"returned generator, {NUMBERS}"),
+    ("--reward user.py:result:kind=mapping", f"returned dict, {NUMBERS}"),
+    ("--reward user.py:result:kind=column", "returned [1.0] for row 1, prompt 'a red circle'; expected a finite num"),
+    ("--reward user.py:result:kind=tensor_column", "returned [1.0] for row 1, prompt 'a red circle'; expected a fini"),
+    ("--reward user.py:result:kind=dense", "returned [1.0, 2.0] for row 1, prompt 'a red circle'; expected a finite"),
+    ("--reward user.py:result:kind=nan", "returned nan for row 5, prompt 'a green square'; expected a finite number"),
+    ("--reward user.py:result:kind=inf", "returned inf for row 1, prompt 'a red circle'; expected a finite number"),
+    ("--reward user.py:result:kind=strings", "returned '1.0' for row 1, prompt 'a red circle'; expected a finite num"),
+    ("--reward user.py:result:kind=a_none", "returned None for row 1, prompt 'a red circle'; expected a finite num"),
+    ("--reward user.py:raises", "raised LookupError: no classifier here"),
+    ("--reward user.py:no_such_column", "raised TypeError: no_such_column() missing 1 required positional argument"),
+    ("--metric user.py:measure:kind=none", f"{COLUMNS}, it returned None"),
+    ("--metric user.py:measure:kind=empty", f"{COLUMNS}, it returned {{}}"),
+    ("--metric user.py:measure:kind=list", f"{COLUMNS}, it returned [1.0, 1.0,"),
+    ("--metric user.py:measure:kind=short", f"{COLUMNS}; 'bad' is not one"),
+    ("--metric user.py:measure:kind=scalar", f"{COLUMNS}; 'bad' is not one"),
+    ("--metric user.py:measure:kind=strings", f"{COLUMNS}; 'bad' is not one"),
+    ("--metric user.py:measure:kind=nan", f"{COLUMNS}; 'bad' is not one"),
+    ("--metric user.py:measure:kind=taken", "must not return the name 'reward', which is taken"),
+    ("--metric user.py:raises", "raised LookupError: no classifier here"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [*BAD_RESULTS, (f"--check {BAD_RESULTS[0][0]}", BAD_RESULTS[0][1]), (f"--check {BAD_RESULTS[-1][0]}", "raised")],
+    ids=lambda x: x[:50],
+)
+def test_bad_results(command, here, flags, sentence):
+    """The function's first call, in the evaluation before the first step, names it and the row. A traceback, where the
+    function raised, comes before."""
+    code, out, err = command(flags)
+    last, check = err.splitlines()[-1], "--check" in flags
+    assert code == 2 and last.startswith(f"error: {flags.split()[-1].partition(':kind')[0]}") and sentence in last, err
+    assert ("Traceback" in err) == ("raised" in sentence)
+    assert not Path("run/metrics.jsonl").exists() and not Path("run/checkpoints").exists()
+    assert not Path("run").exists() or not check
+
+
+def test_after_a_bad_reward_the_mended_command_runs(command, here):
+    assert command("--reward user.py:raises")[0] == 2
+    code, _, err = command("--eval-every 0")
+    assert code == 0 and [record["step"] for record in log("run")] == [2], err
+
+
+def test_a_reward_that_fails_later_leaves_the_last_checkpoint(tiny, tmp_path):
+    """In the third rollout; once mended, the run goes on from there."""
+    calls, broken = [], [True]
+
+    def reward(images, prompts, target, **columns):
+        calls.append(1)
+        scores = redness(images, prompts, target)
+        return [*scores[:3], math.nan, *scores[4:]] if broken[0] and len(calls) == 3 else scores
+
+    flags = {"num_epochs": 3, "save_every": 1, "reward": reward}
+    with pytest.raises(InputError, match=r"returned nan for row 4, prompt 'a .*'; expected a finite number"):
+        run_ddpo(tiny, tmp_path / "run", **flags)
+    assert state(newest(tmp_path / "run"))["epoch"] == 2 and [r["step"] for r in log(tmp_path / "run")] == [2, 4]
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_check_writes_nothing(command, here, embedded):
+    flags = "--check --num-inference-steps 3 --threads 1 --sample-batch-size 32"
+    base = flags.split() if embedded else [*BASE, "--check"]
+    before = sorted(here.rglob("*"))
+    code, out, err = command(base=base)
+    assert code == 0 and "check passed" in out and "samples at step 0" in out and "ddpo: " in out, err
+    assert [p for p in sorted(here.rglob("*")) if p not in before and "__pycache__" not in p.parts] == []
+
+
+def test_one_step(command, here):
+    """A single denoising step that has noise is trained."""
+    code, out, err = command("--num-inference-steps 1 --num-epochs 2")
+    assert code == 0 and "images of 1 steps, 1 of them with noise" in out, err
+    assert all(math.isfinite(v) for r in log("run") for v in r.values()) and log("run")[-1]["optim/grad_norm"] > 0
+
+
+def test_a_last_step_without_noise_is_not_trained(monkeypatch, command, here):
+    """set_alpha_to_one: its log-probability would be infinite. No loss is of that step."""
+    scheduler("model2", "DDIMScheduler", set_alpha_to_one=True, clip_sample=False)
+    losses, sampled = recorded(monkeypatch, "ddpo_loss"), recorded(monkeypatch, "sample_images")
+    code, out, err = command("--model model2 --eval-every 0 --num-inference-steps 4")
+    assert code == 0 and "images of 4 steps, 3 of them with noise" in out and "x 3 steps: 12 pairs" in out, err
+    old = torch.cat([args[1] for args, _ in losses])
+    logprobs = sampled[0][1][2]
+    assert (
+        old.sort().values.tolist() == logprobs[:, :3].flatten().sort().values.tolist() and (logprobs[:, 3] == 0).all()
+    )
+
+
+# ---- Numbers that are not finite -------------------------------------------------------------------------------------
+
+
+def intact(run, step):
+    """The newest checkpoint is of that step, and finite, and there is no export."""
+    assert newest(run).name == f"step_{step:08d}" and not (run / "hf_model").exists()
+    for file in newest(run).glob("*.safetensors"):
+        assert all(weight.isfinite().all() for weight in safetensors.torch.load_file(file).values())
+
+
+def test_advantages_that_overflow_stop_the_run(tiny, tmp_path):
+    """Finite rewards whose mean is not."""
+    calls = []
+
+    def reward(images, prompts, target, **columns):
+        calls.append(1)
+        return [1.7e308] * len(images) if len(calls) == 2 else redness(images, prompts, target)
+
+    flags = {"save_every": 1, "num_epochs": 3, "reward": reward}
+    with pytest.raises(
+        FloatingPointError, match=r"step 3: gradient norm nan in epoch 2, .*; the last checkpoint is int"
+    ):
+        run_ddpo(tiny, tmp_path / "run", **flags)
+    intact(tmp_path / "run", 2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_gradients_that_are_not_finite_stop_before_the_step(monkeypatch, tiny, tmp_path, value, lora_r):
+    """Here of one weight, in the fourth step; once that is gone, the same command ends as if nothing had been."""
+    flags = {"save_every": 1, "num_epochs": 3, "lora_r": lora_r}
+    steps, clip = [], ddpo.Accelerator.clip_grad_norm_
+
+    def spoil(self, weights, *args):
+        steps.append(1)
+        weights = list(weights)
+        if len(steps) == 4:
+            next(weight.grad for weight in weights if weight.grad is not None).view(-1)[0] = value
+        return clip(self, weights, *args)
+
+    monkeypatch.setattr(ddpo.Accelerator, "clip_grad_norm_", spoil)
+    with pytest.raises(FloatingPointError, match=f"step 4: gradient norm {value} in epoch 2"):
+        run_ddpo(tiny, tmp_path / "run", **flags)
+    intact(tmp_path / "run", 2)
+    monkeypatch.undo()
+    for name in ("run", "whole"):
+        run_ddpo(tiny, tmp_path / name, **flags)
+    same(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_weights_that_are_not_finite_are_never_saved(monkeypatch, tiny, tmp_path, at):
+    """A step that spoils a weight, the first of an epoch or its last one: images or gradients tell; no checkpoint and
+    no export holds it."""
+    steps, step = [], torch.optim.AdamW.step
+
+    def spoil(self, *args):
+        steps.append(1)
+        step(self, *args)
+        if len(steps) == {"first": 3, "last": 4}[at]:
+            self.param_groups[0]["params"][0].data.view(-1)[0] = math.nan
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
+    with pytest.raises(FloatingPointError, match="not finite|gradient norm nan"):
+        run_ddpo(tiny, tmp_path / "run", save_every=1, num_epochs=3)
+    intact(tmp_path / "run", 2)
+
+
+def test_images_that_are_not_finite_stop_the_run(monkeypatch, tiny, tmp_path):
+    """Before the reward sees them."""
+    scores, calls = [], []
+
+    def reward(images, prompts, target, **columns):
+        assert images.isfinite().all()
+        scores.append(1)
+        return redness(images, prompts, target)
+
+    denoise = ddpo.denoise
+
+    def broken(*args):
+        calls.append(1)
+        latents, logprobs = denoise(*args)
+        latents[2, -1, 0, 0, 0] = math.nan if len(calls) == 2 else 0.0
+        return latents, logprobs
+
+    monkeypatch.setattr(ddpo, "denoise", broken)
+    with pytest.raises(FloatingPointError, match="the image of 'a .*' is not finite"):
+        run_ddpo(tiny, tmp_path / "run", save_every=1, reward=reward)
+    assert len(scores) == 1
+    intact(tmp_path / "run", 2)

@@ -168,7 +168,7 @@ class Args:
     inner_epochs: int = 1
     """Passes over the images of an epoch."""
     timestep_fraction: float = 1.0
-    """Train each image on this share of its denoising steps, rounded down and drawn anew in each pass."""
+    """Train each image on this share of its denoising steps, rounded down but at least one, drawn anew in each pass."""
     clip_range: float = 1e-3
     """Epsilon of the clipped objective, of a ratio per latent dimension (1e-4 for Stable Diffusion's 16384)."""
     adv_clip_max: float = 5.0
@@ -237,7 +237,7 @@ def load_pipeline(args, path):
 
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
-    path = str(spec_path(path) or path) if isinstance(path, str) else path
+    path = str(spec_path(str(path)) or path) if isinstance(path, str | Path) else path
     if isinstance(path, str):
         if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).exists():
             raise InputError(f"--model {path}: there is no such directory")
@@ -247,7 +247,7 @@ def load_pipeline(args, path):
         except Exception as error:  # the libraries' errors have no common class
             raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
     else:
-        pipeline = path
+        pipeline, path = path, type(path).__name__
     kind = type(pipeline).__name__
     if not isinstance(pipeline, StableDiffusionPipeline):
         raise InputError(f"--model {path} is a {kind}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
@@ -256,6 +256,10 @@ def load_pipeline(args, path):
     if not unet.in_channels == unet.out_channels == vae.config.latent_channels:
         channels = f"{unet.in_channels} -> {unet.out_channels} channels and the VAE {vae.config.latent_channels}"
         raise InputError(f"--model {path}: the UNet has {channels}, expected three equal numbers")
+    words, text = pipeline.tokenizer, pipeline.text_encoder.config
+    if not text.vocab_size / 2 < len(words) <= text.vocab_size or words.model_max_length > text.max_position_embeddings:
+        sizes = f"{len(words)} tokens and the text encoder {text.vocab_size}"  # files of a tokenizer may lack unnoticed
+        raise InputError(f"--model {path}: the tokenizer has {sizes}, or longer texts: is it the pipeline's?")
     for name in ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule"):
         if name not in config:
             raise InputError(f"--model {path}: its {type(pipeline.scheduler).__name__} has no {name}, as DDIM needs")
@@ -503,9 +507,14 @@ def with_prompts(rows, flag):
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("prompt", row.get("text")), str):
             raise InputError(f"{flag} row {number} needs a string as 'prompt'; its columns: {', '.join(row)}")
+        if taken := {"images", "prompts"} & row.keys():
+            raise InputError(f"{flag}: rename the column {min(taken)!r}, which reward functions get from the script")
     if "prompt" in rows[0]:
         return rows
-    return [{"prompt" if key == "text" else key: value for key, value in row.items()} for row in rows]
+    rows = [{"prompt" if key == "text" else key: value for key, value in row.items()} for row in rows]
+    rows = [row for row in rows if row["prompt"].strip()]  # a file of lines may have blank ones
+    stop_if([f"{flag} holds blank lines only"] * (not rows))
+    return rows
 
 
 def call_on_images(function, name, rows, images):
@@ -514,6 +523,9 @@ def call_on_images(function, name, rows, images):
     values = {key: copy.deepcopy([row[key] for row in rows]) for key in rows[0] if key != "prompt"}
     values |= {"images": images.cpu().float() / 255, "prompts": [row["prompt"] for row in rows]}
     accepted = inspect.signature(function).parameters.values()
+    needed = [p.name for p in accepted if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if missing := set(needed) - values.keys():
+        raise InputError(f"{name} takes {min(missing)!r}; there are {', '.join(sorted(values))}")
     if not any(p.kind is p.VAR_KEYWORD for p in accepted):
         values = {p.name: values[p.name] for p in accepted if p.name in values}
     try:
@@ -543,6 +555,7 @@ def image_metrics(function, name, rows, images):
     expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
     if not isinstance(columns, dict) or not columns:
         raise InputError(f"{expected}, it returned {columns!r:.60}")
+    columns = {key: values.tolist() if hasattr(values, "tolist") else values for key, values in columns.items()}
     for key, values in columns.items():
         good = isinstance(values, list) and len(values) == len(rows)
         if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
@@ -728,15 +741,16 @@ def main(args):
     optimizer = make_optimizer(model, args)
     steps_per_epoch = args.inner_epochs * (args.sample_batch_size // args.batch_size)
     frozen = sum(weight.double().sum().item() for weight in unet.parameters() if not weight.requires_grad)
-    base = [args.lora_r, frozen]
-    state = {"best_score": None, "best_step": None, "epoch": 0, "rewards": {}, "base": base} | (run.state or {})
+    state = {"best_score": None, "best_step": None, "epoch": 0, "rewards": {}, "base": [args.lora_r, frozen]}
+    state |= run.state or {}
     best_score, best_step, step = state["best_score"], state["best_step"], run.begun
     total_steps = step + max(0, args.num_epochs - state["epoch"]) * steps_per_epoch
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
     stats.rewards = {prompt: collections.deque(x, args.stat_buffer_size) for prompt, x in state["rewards"].items()}
     if run.checkpoint:
-        if base != state["base"]:  # adapters are saved without what they adapt
-            other = f"--lora-r {state['base'][0]}" if args.lora_r != state["base"][0] else "another --model"
+        rank, base = state["base"]  # adapters are saved without what they adapt
+        if rank != args.lora_r or not math.isclose(base, frozen, rel_tol=1e-9):  # threads change the last digits
+            other = f"--lora-r {rank}" if rank != args.lora_r else "another --model"
             raise InputError(f"--resume {args.resume} cannot continue with these weights: it has {other}")
         unpack_state(run.checkpoint, run.state, model, optimizer)
     if step >= total_steps and not (run.dir / "metrics.jsonl").exists():
@@ -748,8 +762,8 @@ def main(args):
     run.say(
         f"ddpo: {sum(w.numel() for w in counted):,} parameters, {sum(w.numel() for w in counted if w.requires_grad):,} "
         f"trained; {args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} x {threads} threads\n"
-        f"data: {len(rows)} prompts, {sum(map(len, eval_sets.values()))} to evaluate; "
-        f"{long} have more than {tokenizer.model_max_length} tokens and are cut; first: {visible(prompts[0])[:200]}\n"
+        f"data: {len(rows)} prompts{f', {long} of them cut to {tokenizer.model_max_length} tokens' if long else ''}, "
+        f"{sum(map(len, eval_sets.values()))} to evaluate; first: {visible(prompts[0])[:200]}\n"
         f"{args.num_epochs} epochs x ({args.sample_batch_size} images of {len(schedule.timesteps)} steps, "
         f"{len(trained)} of them with noise; then {steps_per_epoch} optimizer steps of {args.batch_size} images x "
         f"{count} steps: {args.batch_size // world * count} pairs a process, {args.micro_batch_size} a forward)"
@@ -777,6 +791,9 @@ def main(args):
 
     if args.check:
         evaluate(0)
+        found, named = rows[: args.batch_size], prompts[: args.batch_size]  # whose columns may be others
+        (images,) = sample_images(accelerator, pipeline, model, schedule, embed, named, ["check"], args, False)
+        on_main(accelerator, image_scores, reward, args.reward, found, images)
         run.say("check passed")
         return {}, None
     headline = f"{next(iter(eval_sets))}reward"
@@ -797,6 +814,8 @@ def main(args):
         sampling_done = time.perf_counter()
         # 2. r(x_0, c), and advantages by the statistics of each prompt
         scores = on_main(accelerator, image_scores, reward, args.reward, chosen, images)
+        if epoch == 1 and min(scores) == max(scores):
+            run.say(f"warning: all rewards of the first epoch are {scores[0]}, so there is nothing to learn from them")
         if args.per_prompt_stats:
             advantages = stats.update(prompts, scores)
         else:
@@ -863,7 +882,7 @@ def main(args):
         if stop or step in (best_step, total_steps) or due(step, steps_per_epoch, args.save_every):
             rewards = {prompt: list(known) for prompt, known in stats.rewards.items()}
             scalars = {"epoch": epoch, "best_score": best_score, "best_step": best_step, "rewards": rewards}
-            scalars["base"] = base
+            scalars["base"] = args.lora_r, frozen
             run.save(step, *pack_state(model, optimizer, trained_only=bool(args.lora_r), **scalars))
         if stop:
             run.exit(step)

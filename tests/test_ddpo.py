@@ -814,13 +814,27 @@ def test_an_exception_in_a_function_is_shown(call):
     with pytest.raises(InputError, match="my.py:r raised KeyError: 'seven'") as error:
         call(raises, "my.py:r", ROWS, PIXELS)
     assert isinstance(error.value.__cause__, KeyError)
-    with pytest.raises(InputError, match="my.py:r raised TypeError: .*pictures"):
+    with pytest.raises(InputError, match="my.py:r takes 'pictures'; there are images, k, prompts"):
         call(lambda pictures, prompts: [1, 2], "my.py:r", ROWS, PIXELS)
 
 
 def test_metrics_are_columns():
     found = ddpo.image_metrics(lambda prompts, k: {"k": k, "n": [1.5, 2], "yes": [True, False]}, "m", ROWS, PIXELS)
     assert found == {"k": [3, 5], "n": [1.5, 2], "yes": [True, False]}
+    arrays = {"t": torch.tensor([1.5, 2]), "a": np.array([3, 5])}
+    assert ddpo.image_metrics(lambda prompts: arrays, "m", ROWS, PIXELS) == {"t": [1.5, 2], "a": [3, 5]}
+
+
+def test_a_tokenizer_of_another_pipeline(build_pipeline):
+    """As transformers makes where the files of the tokenizer are missing: every word is unknown."""
+    pipeline = build_pipeline()
+    pipeline.tokenizer.model_max_length = 77
+    with pytest.raises(InputError, match="or longer texts"):
+        ddpo.load_pipeline(ddpo.Args(), pipeline)
+    pipeline = build_pipeline()
+    pipeline.text_encoder.config.vocab_size = 1000
+    with pytest.raises(InputError, match="the tokenizer has 66 tokens and the text encoder 1000"):
+        ddpo.load_pipeline(ddpo.Args(), pipeline)
 
 
 TAKEN = "prompt set reward reward_std diversity".split()
@@ -844,7 +858,11 @@ def test_bad_metrics(value, sentence):
 
 
 def test_rows_with_prompts():
-    assert ddpo.with_prompts([{"text": "a"}, {"text": ""}], "--dataset") == [{"prompt": "a"}, {"prompt": ""}]
+    assert ddpo.with_prompts([{"text": "a"}, {"text": ""}], "--dataset") == [{"prompt": "a"}]  # no blank lines
+    with pytest.raises(InputError, match="--dataset holds blank lines only"):
+        ddpo.with_prompts([{"text": ""}], "--dataset")
+    with pytest.raises(InputError, match="--dataset: rename the column 'images'"):
+        ddpo.with_prompts([{"prompt": "a", "images": 1}], "--dataset")
     rows = [{"prompt": "a", "text": "b", "k": 1}]
     assert ddpo.with_prompts(rows, "--dataset") == rows
     for row in ({"prompt": 3}, {"words": "a"}, {"prompt": None, "text": "b"}, {"prompt": ["a"]}):

@@ -8,7 +8,7 @@
 A claim is a folder with run.sh (the commands), curves/<variant>-seed<N>.jsonl (the metrics of figure and table, as the
 runs wrote them), runs.csv (where they come from), curve.png and README.md (both built from those files).
 A figure is compared by a digest of its data, which is kept in the PNG: pixels differ between matplotlib versions.
-A claim about images keeps the first and the last grid of each variant's first seed in images/.
+A claim about images keeps the grids of the first seed that its figure shows in images/.
 """
 
 import argparse
@@ -141,7 +141,8 @@ CLAIMS = {
         "of all pixels. lora: compressibility, --lora-r 8. An evaluation samples the 12 captions 8 times each, with "
         "the same noise every time; a gain is counted in standard deviations over these 96 images before training. "
         "agreement: images whose colour and shape are what the caption says; no reward asks for it. The images are "
-        "those of seed 1, a row a caption.",
+        "those of seed 1, a row a caption. Two runs shared the machine at a time, and tests ran beside those of seeds 1 "
+        "and 2, so their seconds are too many. LOG.md has the settings that were tried before.",
         {},
         ["eval/kilobytes", "eval/brightness", "eval/agreement"],
         {
@@ -307,7 +308,7 @@ def draw_figure(name):
             axes.axhline(level, color="gray", linestyle=":", linewidth=1)
             axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
         axes.set(xlabel="optimizer step", ylabel=key)
-        axes.legend(loc="center right", fontsize=8)
+        axes.legend(loc="best" if claim.images else "center right", fontsize=8)
     figure.suptitle(claim.title, fontsize=10)
     figure.savefig(claim_path(name) / "curve.png", dpi=110, metadata={"data": data_digest(name)})
 
@@ -408,8 +409,9 @@ def collect(name, run_dirs):
         if claim.images and seed == "1":
             (folder / "images").mkdir(exist_ok=True)
             grids = sorted((run_dir / "images").glob("*.png"))
-            for which, grid in {"first": grids[0], "last": grids[-1]}.items():
-                shutil.copyfile(grid, folder / "images" / f"{variant}-{which}.png")
+            for name, grid in {f"{variant}-first.png": grids[0], f"{variant}-last.png": grids[-1]}.items():
+                if name in claim.images.values():
+                    shutil.copyfile(grid, folder / "images" / name)
         score = claim.score_of(variant)
         series = [r[score] for r in kept if r.get(score) is not None]
         seconds = perf[-1]["time"] - perf[0]["time"]

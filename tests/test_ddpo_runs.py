@@ -251,7 +251,7 @@ def test_what_a_run_leaves(typed):
         assert found == pytest.approx((grid.mean(axis=(1, 2, 3)) / 255).tolist(), abs=1e-6)
         assert record["eval/diversity"] == pytest.approx((grid / 255).std(axis=0).mean(), abs=1e-9)
     assert (grids[0] != grids[2]).any()  # the noise is the same, the weights are not
-    assert "1,797,755 parameters, 1,077,572 trained" in out and "data: 12 prompts, 12 to evaluate; 0 have" in out
+    assert "1,797,755 parameters, 1,077,572 trained" in out and "data: 12 prompts, 12 to evaluate; first" in out
     assert "2 optimizer steps of 4 images x 3 steps: 12 pairs a process" in out
 
 
@@ -1168,7 +1168,7 @@ BAD_RESULTS = [
     ("--reward user.py:result:kind=strings", "returned '1.0' for row 1, prompt 'a red circle'; expected a finite num"),
     ("--reward user.py:result:kind=a_none", "returned None for row 1, prompt 'a red circle'; expected a finite num"),
     ("--reward user.py:raises", "raised LookupError: no classifier here"),
-    ("--reward user.py:no_such_column", "raised TypeError: no_such_column() missing 1 required positional argument"),
+    ("--reward user.py:no_such_column", "takes 'answer'; there are images, note, prompts, target"),
     ("--metric user.py:measure:kind=none", f"{COLUMNS}, it returned None"),
     ("--metric user.py:measure:kind=empty", f"{COLUMNS}, it returned {{}}"),
     ("--metric user.py:measure:kind=list", f"{COLUMNS}, it returned [1.0, 1.0,"),

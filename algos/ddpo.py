@@ -237,7 +237,7 @@ def load_pipeline(args, path):
 
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
-    path = str(spec_path(str(path)) or path) if isinstance(path, str | Path) else path
+    path = str(spec_path(path) or path) if isinstance(path, str) else path
     if isinstance(path, str):
         if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).exists():
             raise InputError(f"--model {path}: there is no such directory")
@@ -257,9 +257,10 @@ def load_pipeline(args, path):
         channels = f"{unet.in_channels} -> {unet.out_channels} channels and the VAE {vae.config.latent_channels}"
         raise InputError(f"--model {path}: the UNet has {channels}, expected three equal numbers")
     words, text = pipeline.tokenizer, pipeline.text_encoder.config
+    sizes = f"{len(words)} tokens, texts of {words.model_max_length}"  # made up where its files are missing
     if not text.vocab_size / 2 < len(words) <= text.vocab_size or words.model_max_length > text.max_position_embeddings:
-        sizes = f"{len(words)} tokens and the text encoder {text.vocab_size}"  # files of a tokenizer may lack unnoticed
-        raise InputError(f"--model {path}: the tokenizer has {sizes}, or longer texts: is it the pipeline's?")
+        fit = f"{text.vocab_size} tokens, texts of {text.max_position_embeddings}"
+        raise InputError(f"--model {path}: its tokenizer ({sizes}) does not fit its text encoder ({fit})")
     for name in ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule"):
         if name not in config:
             raise InputError(f"--model {path}: its {type(pipeline.scheduler).__name__} has no {name}, as DDIM needs")
@@ -364,7 +365,7 @@ def ddim_schedule(scheduler, num_inference_steps, eta, device="cpu"):
     prev_alphas = torch.where(prev >= 0, alphas[prev.clamp(0)], scheduler.final_alpha_cumprod.double())
     alphas = alphas[timesteps]
     stds = eta * ((1 - prev_alphas) / (1 - alphas) * (1 - alphas / prev_alphas)).sqrt()
-    if len(timesteps) != num_inference_steps or min(timesteps) < 0:  # of diffusers' trailing steps, for some numbers
+    if len(timesteps) != num_inference_steps or timesteps.min() < 0:  # of diffusers' trailing steps, for some numbers
         raise ValueError(f"its {scheduler.config.timestep_spacing} timesteps are not {num_inference_steps}")
     clip = scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
     tables = (table.to(device) for table in (timesteps, alphas, prev_alphas, stds))

@@ -351,12 +351,25 @@ def summary():
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def readme_with_blocks():
-    """README.md with its generated table between the markers."""
-    text = (ROOT / "README.md").read_text()
-    return re.sub(
-        r"(<!-- summary -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(summary()) + "\n" + m[2], text, flags=re.S
-    )
+def tried():
+    """The table of ddpo-shapes/LOG.md."""
+    lines = ["| reward | flags | epochs | gain | agreement |", "|---|---|---|---|---|"]
+    for run in map(json.loads, open(claim_path("ddpo-shapes") / "tried.jsonl")):
+        (_, first, _), *_, (_, last, agreement) = run["step, eval/reward, eval/agreement"]
+        cells = [run["reward"], run["flags"], f"{run['epochs']:.0f}"]
+        cells += [f"{(last - first) / run['first_std']:.1f}", f"{agreement:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+BLOCKS = {"README.md": ("summary", summary), "benchmarks/curves/ddpo-shapes/LOG.md": ("tried", tried)}
+
+
+def with_block(file):
+    """A document with its generated table between the markers."""
+    name, lines = BLOCKS[file]
+    block = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+    return re.sub(block, lambda m: m[1] + "\n".join(lines()) + "\n" + m[2], (ROOT / file).read_text(), flags=re.S)
 
 
 def verify():
@@ -379,8 +392,9 @@ def verify():
         if Image.open(folder / "curve.png").text.get("data") != data_digest(name):
             problems.append(f"{name}: curve.png does not show curves/")
         problems += missed_bars(name)
-    if (ROOT / "README.md").read_text() != readme_with_blocks():
-        problems.append("README.md: a table does not follow from benchmarks/curves")
+    for file in BLOCKS:
+        if (ROOT / file).read_text() != with_block(file):
+            problems.append(f"{file}: a table does not follow from benchmarks/curves")
     return problems
 
 
@@ -389,7 +403,8 @@ def write():
         if (claim_path(name) / "runs.csv").exists():
             (claim_path(name) / "README.md").write_text(readme(name))
             draw_figure(name)
-    (ROOT / "README.md").write_text(readme_with_blocks())
+    for file in BLOCKS:
+        (ROOT / file).write_text(with_block(file))
 
 
 def collect(name, run_dirs):

@@ -968,7 +968,6 @@ def test_a_tracker_that_fails_stops_nothing(monkeypatch, tiny, tmp_path, capfd, 
 
 
 def test_wandb_offline(tiny, tmp_path):
-    pytest.importorskip("wandb")
     (tmp_path / "user.py").write_text(USER_FILE)
     jsonl(tmp_path / "x.jsonl", ROWS)
     flags = f"""--model {tiny} --dataset x.jsonl --reward user.py:reward --num-epochs 1 --sample-batch-size 8
@@ -1338,3 +1337,33 @@ def test_images_that_are_not_finite_stop_the_run(monkeypatch, tiny, tmp_path):
         run_ddpo(tiny, tmp_path / "run", save_every=1, reward=reward)
     assert len(scores) == 1
     intact(tmp_path / "run", 2)
+
+
+# ---- Small promises --------------------------------------------------------------------------------------------------
+
+
+def test_check_calls_the_reward_on_the_training_rows_too(tiny, tmp_path):
+    """Whose columns may be others than those of the evaluation."""
+
+    def reward(images, prompts, answer):
+        return [1.0] * len(prompts)
+
+    rows = [{"prompt": "a red circle"}]
+    flags = {"eval_dataset": [row | {"answer": 1} for row in rows], "reward": reward, "check": True}
+    with pytest.raises(InputError, match="takes 'answer'; there are images, prompts"):
+        run_ddpo(tiny, tmp_path / "run", rows, **flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_equal_rewards_are_said(tiny, tmp_path, capfd):
+    warning = "all rewards of the first epoch are 3.0"
+    run_ddpo(tiny, tmp_path / "equal", reward=lambda prompts: [3] * len(prompts))
+    assert warning in capfd.readouterr().out
+    run_ddpo(tiny, tmp_path / "other", reward=lambda prompts: list(range(len(prompts))))
+    assert "all rewards" not in capfd.readouterr().out
+
+
+def test_a_pipeline_is_told_by_its_weights(build_pipeline):
+    """Two objects with other weights are two models, also where they came from one directory."""
+    assert logging.describe(build_pipeline()) == logging.describe(build_pipeline())
+    assert logging.describe(build_pipeline()) != logging.describe(build_pipeline(seed=1))

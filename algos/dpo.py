@@ -38,6 +38,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +52,29 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
-from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
+from common.checkpoint import (
+    InputError,
+    build,
+    cli,
+    frozen_sum,
+    load_function,
+    pack_state,
+    spec_path,
+    stop_if,
+    unpack_state,
+)
 from common.logging import Run, closes_run, on_main, visible
-from common.seeding import fast_cpu_matmul, seed_libraries, set_threads, stream_rows, uniforms
+from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
 
 TASK = "benchmarks/tasks/randomwalks.py"
 LossType = Literal[
@@ -117,6 +135,19 @@ class Args:
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
     ppo, reward and ilql): only the heads."""
+    load_in_4bit: bool = False
+    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
+    --model."""
+    lora_r: int = 0
+    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
+    adapter of a language model is trained further without this flag."""
+    lora_alpha: float | None = None
+    """LoRA adapters count alpha / r times; default: the rank, so once."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
+    last."""
+    merge: bool = False
+    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
     dataset: str = f"{TASK}:pairs:split=train"
     """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = "auto"
@@ -214,12 +245,17 @@ class Args:
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
         rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
         rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
-        rules += [(name, 0 < getattr(self, name) < math.inf, "a positive number") for name in ("lr", "epochs", "beta")]
+        positive = ("lr", "epochs", "beta", "lora_alpha")
+        rules += [(name, 0 < given.get(name, 1) < math.inf, "a positive number") for name in positive]
         rules += [
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
             ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
             ("num_layers_unfrozen", self.num_layers_unfrozen > 0 or self.num_layers_unfrozen == -1, "-1 or at least 1"),
+            ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
+            ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
+            ("lora_targets", self.lora_targets, "one or more names"),
+            ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
             ("label_smoothing", 0 <= smoothing < 0.5, "in [0, 0.5)"),
             ("label_smoothing", smooths or not smoothing, "0 with this --loss-type: it does not smooth"),
             ("label_smoothing", smoothing or self.loss_type != "exo_pair", "positive with exo_pair (1e-3)"),
@@ -233,14 +269,15 @@ class Args:
 
 AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length max_prompt_length batch_size
 micro_batch_size max_new_tokens decode_batch_size""".split()
-ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature sft_coef".split()
+ZERO_OR_MORE = "lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature sft_coef".split()
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 
 def load_pretrained(kind, args, path, flag, **options):
-    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off."""
+    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off. path
+    may be that of a LoRA adapter; an encoder-decoder comes as one."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
@@ -250,20 +287,34 @@ def load_pretrained(kind, args, path, flag, **options):
         local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
         if local and not Path(given).exists():
             raise InputError(f"{name} {given}: there is no such directory")
-    files = ("*token*", "vocab*", "*.model", "*.tiktoken")
+    base, files = adapter_base(path, args.revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
-        raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+        if source != path or not base:
+            raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+        source = base
     options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if args.load_in_4bit:
+        kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        kinds["bnb_4bit_compute_dtype"] = options["dtype"]
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kinds)
+        options["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        if kind is AutoModelForCausalLM and isinstance(path, str):
+            whole = AutoConfig.from_pretrained(base or path, **hub).is_encoder_decoder
+            kind = AutoModelForSeq2SeqLM if whole else kind
         model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
+    if hasattr(model, "get_base_model"):  # of peft's own class
+        model = model.get_base_model()
+        model._hf_peft_config_loaded = True
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
                 setattr(module, name, 0.0)
-    model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # an end token that doubles as padding is trained, too
     missing = sorted(report.get("missing_keys", ()))
     broken = [f"{name} is of shape {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
@@ -273,8 +324,14 @@ def load_pretrained(kind, args, path, flag, **options):
     return model, tokenizer, missing
 
 
+def adapter_base(path, revision=None):
+    """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
+    found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
+    return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
+
+
 def load_model(args, path, flag="--model"):
-    """The causal language model and its tokenizer, with a padding token."""
+    """The language model and its tokenizer, with a padding token."""
     model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
     stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
     if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
@@ -294,7 +351,9 @@ def load_model(args, path, flag="--model"):
 
 
 def blocks(lm):
-    """The transformer blocks: the longest ModuleList of the model that lies in no other (as experts of a block do)."""
+    """The transformer blocks, of an encoder-decoder those of the decoder: the longest ModuleList that lies in no other
+    (as experts of a block do)."""
+    lm = lm.get_decoder() if lm.config.is_encoder_decoder else lm
     found = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
     return max((module for name, module in found if not any(map(str.isdigit, name))), key=len)
 
@@ -311,7 +370,7 @@ def freeze(lm, num_layers_unfrozen):
     lm.requires_grad_(False)
     layers[depth:].requires_grad_(True)
     hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
-    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False)
+    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False, logits_to_keep=1)
     for hook in hooks:
         hook.remove()
     for module in ran[ran.index(layers[-1]) + 1 :]:  # what runs after the blocks: the norm, the output layer
@@ -319,6 +378,64 @@ def freeze(lm, num_layers_unfrozen):
             for weight in module.parameters(recurse=False):
                 weight.requires_grad_(True)
     return depth
+
+
+def add_lora(lm, args, heads=()):
+    """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
+    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them. At
+    least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
+    loaded = getattr(lm, "_hf_peft_config_loaded", False)
+    if loaded and (args.lora_r or args.num_layers_unfrozen != -1):
+        raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
+    if args.load_in_4bit:
+        from peft import prepare_model_for_kbit_training
+
+        if not (args.lora_r or loaded):
+            raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
+        prepare_model_for_kbit_training(lm, args.gradient_checkpointing, {"use_reentrant": False})
+    if args.lora_r:
+        from peft import LoraConfig
+
+        options = {"task_type": "SEQ_CLS", "modules_to_save": list(heads)} if heads else {}
+        every = tuple(args.lora_targets) == ("all-linear",)
+        options["target_modules"] = "all-linear" if every else list(args.lora_targets)
+        adapters = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, **options)
+        if not (lm.name_or_path or args.merge):
+            raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")
+        if Path(lm.name_or_path).is_dir():  # found from everywhere
+            lm.name_or_path = str(Path(lm.name_or_path).resolve())
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
+                lm.add_adapter(adapters)
+        except ValueError as error:
+            raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
+    if not (args.lora_r or loaded):
+        return
+    for name, weight in lm.named_parameters():
+        weight.requires_grad_("lora_" in name or "modules_to_save" in name)
+        if weight.requires_grad:
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+        if args.lora_r and ".lora_A." in name:  # torch's default, but keyed: the same on every process
+            bound = weight.shape[1] ** -0.5
+            values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
+            weight.data.copy_(torch.from_numpy(values))
+    if not any(weight.requires_grad for weight in lm.parameters()):
+        raise InputError("--model is an adapter of another kind than LoRA")
+
+
+def to_export(lm, args):
+    """The model to export; with --merge a copy whose adapters are part of the weights."""
+    if not args.merge:
+        return lm
+    lm = copy.deepcopy(lm)
+    for name, layer in list(lm.named_modules()):
+        if hasattr(layer, "get_base_layer"):
+            layer.merge()
+            lm.set_submodule(name, layer.get_base_layer())
+        elif hasattr(layer, "modules_to_save"):
+            lm.set_submodule(name, layer.modules_to_save["default"])
+    lm._hf_peft_config_loaded = False
+    return lm
 
 
 def shared_rows(pairs, pad, device):
@@ -651,12 +768,12 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     return pairs, report
 
 
-def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
     """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
 
     A chat prompt is replaced by its text up to where the assistant answers, and kept as the column messages. An empty
     prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose response would
-    not fit is an error.
+    not fit is an error. encoder: the model has one, which reads the prompt as the tokenizer ends it.
     """
     chat, kept = isinstance(rows[0].get("prompt"), list), []
     if chat:
@@ -670,12 +787,13 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     for number, ids in enumerate(queries, 1):
         if not ids and tokenizer.bos_token_id is None:
             raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
-        if ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token):
+        ended = ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token)
+        if ended and not encoder:
             del ids[-1]  # some tokenizers end every text
         ids += [] if ids else [tokenizer.bos_token_id]
         if max_length is None or len(ids) <= max_length:
             kept.append(number - 1)
-            if limit and len(ids) + max_new_tokens > limit:
+            if limit and (max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens) > limit:
                 sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
                 how = "shorten it, lower --max-new-tokens, or in ppo.py set --max-prompt-length"
                 raise InputError(f"{flag} row {number}: a prompt of {sizes}: {how}")
@@ -964,6 +1082,8 @@ def main(args):
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
     lm, tokenizer = load_model(args, path)
+    if lm.config.is_encoder_decoder:
+        raise InputError("--model is an encoder-decoder: dpo.py trains decoders; sft.py, ppo.py and ilql.py take both")
     limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     max_length = min(args.max_length, limit or args.max_length)
     pairs, report = encode_pairs(rows, tokenizer, max_length, args, "--dataset")
@@ -980,7 +1100,9 @@ def main(args):
     total_steps = args.total_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in pairs)
     set_attention(lm, args, device, 2 * lengths[-1])
-    freeze(lm.to(device), args.num_layers_unfrozen)
+    add_lora(lm.to(device), args)
+    freeze(lm, args.num_layers_unfrozen)
+    frozen = frozen_sum(lm)
     reference = lm  # as long as it is not trained
     if ref_path:
         reference, ref_tokenizer = load_model(args, ref_path, "--ref-model")
@@ -988,7 +1110,7 @@ def main(args):
             raise InputError(f"--ref-model {args.ref_model} has another vocabulary than --model")
         set_attention(reference, args, device, 2 * lengths[-1])
     if reference is lm and not (args.precompute_ref or args.reference_free):
-        reference = copy.deepcopy(lm)
+        reference = copy.deepcopy(lm, {id(weight): weight for weight in lm.parameters() if not weight.requires_grad})
     reference.eval().to(device)
     if not (args.eval_every or args.check):
         eval_sets, prompts = {}, []
@@ -1046,7 +1168,7 @@ def main(args):
     optimizer = make_optimizer(model, args)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
-        unpack_state(run.checkpoint, run.state, model, optimizer)
+        unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
     score = functools.partial(pair_logprobs, model, share)
@@ -1122,18 +1244,18 @@ def main(args):
             metrics |= evaluate(step)
             if best_score is None or metrics[headline] > best_score:
                 best_score, best_step = metrics[headline], step
-                run.export(lm, tokenizer, "hf_model_best")
+                run.export(to_export(lm, args), tokenizer, "hf_model_best")
         run.log(step, metrics, perf)
         shown = f"loss {metrics['train/loss']:.4f} | accuracy {metrics['rewards/accuracies']:.3f}"
         run.status(step, total_steps, f"{shown} | margin {metrics['rewards/margins']:.3f} | {seconds:.2f} s")
         stop = run.stop_requested()
         if stop or step in (best_step, total_steps) or (args.save_every and step % args.save_every == 0):
-            run.save(step, *pack_state(model, optimizer, best_score=best_score, best_step=best_step))
+            run.save(step, *pack_state(model, optimizer, frozen, best_score=best_score, best_step=best_step))
         if stop:
             run.exit(step)
 
     # ---- export
-    run.export(lm, tokenizer, "hf_model")
+    run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after DPO on {run.identity['flags']['dataset']}"
     metrics = run.finish(headline, title, tokenizer.decode(first[0][:prompt]))
     accelerator.end_training()

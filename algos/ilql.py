@@ -43,6 +43,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
@@ -57,10 +58,28 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
-from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
+from common.checkpoint import (
+    InputError,
+    build,
+    cli,
+    frozen_sum,
+    load_function,
+    pack_state,
+    spec_path,
+    stop_if,
+    unpack_state,
+)
 from common.logging import Run, closes_run, on_main, visible
 from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
 
@@ -117,6 +136,19 @@ class Args:
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
     ppo, reward and ilql): only the heads."""
+    load_in_4bit: bool = False
+    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
+    --model."""
+    lora_r: int = 0
+    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
+    adapter of a language model is trained further without this flag."""
+    lora_alpha: float | None = None
+    """LoRA adapters count alpha / r times; default: the rank, so once."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
+    last."""
+    merge: bool = False
+    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
     dataset: str = f"{TASK}:rewarded"
     """Rows with rewards: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = None
@@ -219,7 +251,8 @@ class Args:
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
         rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
         rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
-        rules += [(name, 0 < getattr(self, name) < math.inf, "a positive number") for name in ("lr", "epochs")]
+        positive = ("lr", "epochs", "lora_alpha")
+        rules += [(name, 0 < given.get(name, 1) < math.inf, "a positive number") for name in positive]
         rules += [
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("tau", 0 < self.tau < 1, "in (0, 1)"),
@@ -238,6 +271,10 @@ class Args:
             ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
             ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
             ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1, 0 or more"),
+            ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
+            ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
+            ("lora_targets", self.lora_targets, "one or more names"),
+            ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
             ("stop", all(self.stop), "strings that are not empty"),
             ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
         ]
@@ -247,7 +284,7 @@ class Args:
 
 AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size
 steps_for_target_q_sync max_new_tokens decode_batch_size""".split()
-ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature cql_scale awac_scale
+ZERO_OR_MORE = """lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature cql_scale awac_scale
 awac_beta""".split()
 CHUNK = 2**23  # logits of one chunk: 32 MB in float32
 
@@ -256,7 +293,8 @@ CHUNK = 2**23  # logits of one chunk: 32 MB in float32
 
 
 def load_pretrained(kind, args, path, flag, **options):
-    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off."""
+    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off. path
+    may be that of a LoRA adapter; an encoder-decoder comes as one."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
@@ -266,20 +304,34 @@ def load_pretrained(kind, args, path, flag, **options):
         local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
         if local and not Path(given).exists():
             raise InputError(f"{name} {given}: there is no such directory")
-    files = ("*token*", "vocab*", "*.model", "*.tiktoken")
+    base, files = adapter_base(path, args.revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
-        raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+        if source != path or not base:
+            raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+        source = base
     options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if args.load_in_4bit:
+        kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        kinds["bnb_4bit_compute_dtype"] = options["dtype"]
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kinds)
+        options["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        if kind is AutoModelForCausalLM and isinstance(path, str):
+            whole = AutoConfig.from_pretrained(base or path, **hub).is_encoder_decoder
+            kind = AutoModelForSeq2SeqLM if whole else kind
         model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
+    if hasattr(model, "get_base_model"):  # of peft's own class
+        model = model.get_base_model()
+        model._hf_peft_config_loaded = True
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
                 setattr(module, name, 0.0)
-    model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # an end token that doubles as padding is trained, too
     missing = sorted(report.get("missing_keys", ()))
     broken = [f"{name} is of shape {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
@@ -289,8 +341,14 @@ def load_pretrained(kind, args, path, flag, **options):
     return model, tokenizer, missing
 
 
+def adapter_base(path, revision=None):
+    """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
+    found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
+    return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
+
+
 def load_model(args, path, flag="--model"):
-    """The causal language model and its tokenizer, with a padding token."""
+    """The language model and its tokenizer, with a padding token."""
     model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
     stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
     if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
@@ -310,7 +368,9 @@ def load_model(args, path, flag="--model"):
 
 
 def blocks(lm):
-    """The transformer blocks: the longest ModuleList of the model that lies in no other (as experts of a block do)."""
+    """The transformer blocks, of an encoder-decoder those of the decoder: the longest ModuleList that lies in no other
+    (as experts of a block do)."""
+    lm = lm.get_decoder() if lm.config.is_encoder_decoder else lm
     found = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
     return max((module for name, module in found if not any(map(str.isdigit, name))), key=len)
 
@@ -327,7 +387,7 @@ def freeze(lm, num_layers_unfrozen):
     lm.requires_grad_(False)
     layers[depth:].requires_grad_(True)
     hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
-    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False)
+    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False, logits_to_keep=1)
     for hook in hooks:
         hook.remove()
     for module in ran[ran.index(layers[-1]) + 1 :]:  # what runs after the blocks: the norm, the output layer
@@ -335,6 +395,96 @@ def freeze(lm, num_layers_unfrozen):
             for weight in module.parameters(recurse=False):
                 weight.requires_grad_(True)
     return depth
+
+
+def add_lora(lm, args, heads=()):
+    """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
+    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them. At
+    least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
+    loaded = getattr(lm, "_hf_peft_config_loaded", False)
+    if loaded and (args.lora_r or args.num_layers_unfrozen != -1):
+        raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
+    if args.load_in_4bit:
+        from peft import prepare_model_for_kbit_training
+
+        if not (args.lora_r or loaded):
+            raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
+        prepare_model_for_kbit_training(lm, args.gradient_checkpointing, {"use_reentrant": False})
+    if args.lora_r:
+        from peft import LoraConfig
+
+        options = {"task_type": "SEQ_CLS", "modules_to_save": list(heads)} if heads else {}
+        every = tuple(args.lora_targets) == ("all-linear",)
+        options["target_modules"] = "all-linear" if every else list(args.lora_targets)
+        adapters = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, **options)
+        if not (lm.name_or_path or args.merge):
+            raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")
+        if Path(lm.name_or_path).is_dir():  # found from everywhere
+            lm.name_or_path = str(Path(lm.name_or_path).resolve())
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
+                lm.add_adapter(adapters)
+        except ValueError as error:
+            raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
+    if not (args.lora_r or loaded):
+        return
+    for name, weight in lm.named_parameters():
+        weight.requires_grad_("lora_" in name or "modules_to_save" in name)
+        if weight.requires_grad:
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+        if args.lora_r and ".lora_A." in name:  # torch's default, but keyed: the same on every process
+            bound = weight.shape[1] ** -0.5
+            values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
+            weight.data.copy_(torch.from_numpy(values))
+    if not any(weight.requires_grad for weight in lm.parameters()):
+        raise InputError("--model is an adapter of another kind than LoRA")
+
+
+def to_export(lm, args):
+    """The model to export; with --merge a copy whose adapters are part of the weights."""
+    if not args.merge:
+        return lm
+    lm = copy.deepcopy(lm)
+    for name, layer in list(lm.named_modules()):
+        if hasattr(layer, "get_base_layer"):
+            layer.merge()
+            lm.set_submodule(name, layer.get_base_layer())
+        elif hasattr(layer, "modules_to_save"):
+            lm.set_submodule(name, layer.modules_to_save["default"])
+    lm._hf_peft_config_loaded = False
+    return lm
+
+
+class Seq2Seq:
+    """Mixin that lets an encoder-decoder be called as a decoder is, with the query left-padded and the response behind
+    it: the last logits_to_keep - 1 tokens of input_ids. The encoder reads the query, moved to the left, since some
+    encoders count padding as positions; the decoder reads its start token and the response. So the logits are those of
+    the response tokens and of the one behind, whatever the family. A call without logits_to_keep is the model's own."""
+
+    def forward(self, *inputs, **options):
+        if "logits_to_keep" not in options:
+            return super().forward(*inputs, **options)
+        ids, cache, start = options["input_ids"], options.get("past_key_values"), self.config.decoder_start_token_id
+        width = ids.shape[1] + 1 - options["logits_to_keep"] if cache is None else cache.query_width
+        mask = options.get("attention_mask", torch.ones_like(ids))[:, :width]
+        order, mask = (mask == 0).byte().argsort(dim=1, stable=True), mask.sort(1, descending=True).values
+        if cache is None:
+            states = self.get_encoder()(input_ids=ids[:, :width].gather(1, order), attention_mask=mask)[0]
+            ids = torch.cat([torch.full_like(ids[:, :1], start), ids[:, width:]], 1)
+        else:  # the cache holds what the decoder has read of it
+            states = cache.encoded.expand(len(ids), -1, -1)
+        inputs = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask, "decoder_input_ids": ids}
+        output = super().forward(**inputs, past_key_values=cache, use_cache=options["use_cache"])
+        if cache is None and options["use_cache"]:
+            output.past_key_values.query_width, output.past_key_values.encoded = width, states[:1]
+        return output
+
+
+def as_decoder(lm):
+    """An encoder-decoder with the calls of Seq2Seq; any other model as it is."""
+    if lm.config.is_encoder_decoder:
+        lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
+    return lm
 
 
 class PolicyWithQ(nn.Module):
@@ -373,8 +523,10 @@ class PolicyWithQ(nn.Module):
                 states = hidden.pop().to(self.v_head[0].weight.dtype)
                 q = torch.stack([head(states) for head in self.target_q_heads]).amin(0)
                 v = self.v_head(states)[..., 0]
-            ids = options["input_ids"] if "input_ids" in options else inputs[0]
-            forbidden = None if logit_mask is None else logit_mask[ids[:, -q.shape[1] :]]
+            forbidden = None
+            if logit_mask is not None:
+                ids = options["input_ids"] if "input_ids" in options else inputs[0]
+                forbidden = logit_mask[ids[:, -q.shape[1] :]]
             output.logits = shape_logits(output.logits, q, v, beta, top_k, top_p, advantage_clip, forbidden)
             return output
 
@@ -394,7 +546,9 @@ class PolicyWithQ(nn.Module):
         """The exported model of a run, `<run>/hf_model`, with its heads. options: those of from_pretrained."""
         with safetensors.safe_open(Path(directory) / "ilql_heads.safetensors", "pt") as file:
             two_qs = "q_heads.1.0.weight" in file.keys()
-        model = cls(AutoModelForCausalLM.from_pretrained(directory, **options), two_qs)
+        config = AutoConfig.from_pretrained(adapter_base(str(directory)) or directory)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = cls(as_decoder(kind.from_pretrained(directory, **options)), two_qs)
         model.load_heads(directory)
         return model
 
@@ -408,13 +562,17 @@ class PolicyWithQ(nn.Module):
             raise InputError(f"{directory}/ilql_heads.safetensors does not fit the model: {error}") from None
 
 
-def hidden_states(lm, ids, logits=False):
+def hidden_states(lm, ids, query_mask=None, logits=False):
     """(what the output embedding reads (B, T, H), logits (B, T, V) or None) of right-padded rows (B, T).
 
     Without logits, the output embedding gets one position of each row. No mask is passed: no token sees the padding
-    behind it, and what is at the padding is not read.
+    behind it, and what is at the padding is not read. An encoder-decoder needs query_mask (B, Q), of the left-padded
+    tokens for its encoder; of the R tokens behind them, with the start token, it returns R + 1 states.
     """
-    found = []
+    found, inputs = [], {"input_ids": ids, "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)}
+    if query_mask is not None:
+        response = ids.shape[1] - query_mask.shape[1]
+        inputs |= {"attention_mask": F.pad(query_mask.long(), (0, response), value=1), "logits_to_keep": response + 1}
 
     def keep(_, inputs):
         found.append(inputs[0])
@@ -422,11 +580,10 @@ def hidden_states(lm, ids, logits=False):
 
     hook = lm.get_output_embeddings().register_forward_pre_hook(keep)
     try:
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        output = lm(input_ids=ids, position_ids=positions, use_cache=False)
+        output = lm(**inputs, use_cache=False)
     finally:
         hook.remove()
-    if found[0].shape[:2] != ids.shape:
+    if found[0].shape[:2] != (len(ids), inputs.get("logits_to_keep", ids.shape[1])):
         raise InputError("--model adds tokens to a row, or leaves some out: ilql.py cannot place the actions")
     return found[0], output.logits if logits else None
 
@@ -438,7 +595,7 @@ def lm_head_error(lm, ids):
     2)."""
     head, found = lm.get_output_embeddings(), []
     hook = head.register_forward_pre_hook(lambda _, inputs: found.append(100 * inputs[0]) or (found[0], *inputs[1:]))
-    logits = lm(input_ids=ids, use_cache=False).logits
+    logits = lm(input_ids=ids, use_cache=False, logits_to_keep=ids.shape[1]).logits
     hook.remove()
     return ((head(found[0]) - logits).abs().max() / logits.abs().max()).item()
 
@@ -523,7 +680,7 @@ class ChunkedNLL(torch.autograd.Function):
 def ilql_losses(policy, batch, args):
     """{name: (N,)} of losses and statistics, one number for each action of the batch. Those of Q are summed over the
     heads, as in trlX and the authors' code."""
-    hidden, logits = hidden_states(policy.lm, batch.ids, logits=not policy.chunked_lm_head)
+    hidden, logits = hidden_states(policy.lm, batch.ids, batch.query_mask, logits=not policy.chunked_lm_head)
     rows, at = torch.arange(len(batch.ids), device=batch.ids.device)[:, None], batch.mask.nonzero(as_tuple=True)
     actions, not_done = batch.actions[at], batch.not_done[at]
     hidden = hidden[rows, batch.states]  # (B, A + 1, H)
@@ -744,15 +901,25 @@ def row_pieces(rows, tokenizer, flag):
 FORMS = ("prompt", "completion", "dialogue")
 
 
-def encode_pieces(rows, tokenizer, flag):
+def encode_pieces(rows, tokenizer, flag, encoder=False):
     """Yields (ids, begins) of each row: its tokens, where each piece of it (`row_pieces`) begins, and its length.
 
     The pieces of a row are tokenised together; a piece begins at the longest common prefix with the tokens of what
     precedes it, so a merge across the boundary belongs to the later piece. An empty prompt becomes the beginning token.
-    The end token is appended once; in a chat the template ends the turns.
+    The end token is appended once; in a chat the template ends the turns. encoder: the model has one, so prompt and
+    output are tokenised apart, and the output always has an end token.
     """
     chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
     bos, eos, plain = tokenizer.bos_token_id, tokenizer.eos_token_id, chat or rows[0].keys().isdisjoint(FORMS)
+    if encoder:
+        if odd := [number for number, parts in enumerate(pieces, 1) if len(parts) != 2]:
+            raise InputError(f"{flag} row {odd[0]}: an encoder-decoder takes rows of one prompt and one output")
+        options = [{"text": [head for head, _ in pieces]}, {"text_target": [tail for _, tail in pieces]}]
+        both = [tokenizer(**texts, add_special_tokens=not chat)["input_ids"] for texts in options]
+        for head, tail in zip(*both, strict=True):
+            ids = [*(head or [eos]), *tail]
+            yield ids if tail[-1:] == [eos] else [*ids, eos], [0, len(head or [eos]), len(ids) + (tail[-1:] != [eos])]
+        return
     whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
     options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
     encoded, heads = tokenizer(whole, **options)["input_ids"], iter(tokenizer(prefixes, **options)["input_ids"])
@@ -778,7 +945,7 @@ class Episode:
     done: bool
 
 
-def encode_episodes(rows, tokenizer, max_length, flag):
+def encode_episodes(rows, tokenizer, max_length, encoder, flag):
     """(episodes of the rows that hold an action, report). See the top of this file for the forms of a row.
 
     An action is a token of an output, the end token included. A number is the reward of the last action, a list has one
@@ -791,7 +958,7 @@ def encode_episodes(rows, tokenizer, max_length, flag):
     if rows[0].keys().isdisjoint(("messages", *FORMS)):
         plain = [{"prompt": "", "completion": text} for text in texts(rows, "text", flag)]
         rows = [new | {k: v for k, v in row.items() if k != "text"} for new, row in zip(plain, rows, strict=True)]
-    encoded, episodes, cut = encode_pieces(rows, tokenizer, flag), [], 0
+    encoded, episodes, cut = encode_pieces(rows, tokenizer, flag, encoder), [], 0
     for number, (row, (ids, begins)) in enumerate(zip(rows, encoded, strict=True), 1):
         where, truncated = f"{flag} row {number}", row.get("truncated")
         if truncated not in (None, 0, 1):
@@ -831,25 +998,32 @@ def scale_rewards(episodes, mean, std):
 
 @dataclass
 class Batch:
-    """Right-padded episodes."""
+    """Right-padded episodes; for an encoder-decoder their outputs all begin at the same place."""
 
     ids: torch.Tensor  # (B, T)
-    states: torch.Tensor  # (B, A + 1): the place after which each action is taken, then the last place of the row
+    query_mask: torch.Tensor | None  # (B, Q) bool, of the prompts that an encoder reads
+    states: torch.Tensor  # (B, A + 1): the hidden state from which each action is taken, then the last of the row
     actions: torch.Tensor  # (B, A): ids
     rewards: torch.Tensor  # (B, A), float64
     mask: torch.Tensor  # (B, A): True where there is an action
     not_done: torch.Tensor  # (B, A): False at the last action of an episode that ended
 
     @classmethod
-    def of(cls, episodes, pad, device):
-        width, most = max(len(e.ids) for e in episodes), max(len(e.actions) for e in episodes)
+    def of(cls, episodes, pad, device, encoder=False):
+        # the first token of a decoder, or the start token before the output, gives state 0
+        begins = [e.actions[0] if encoder and e.actions else 1 for e in episodes]
+        most = max(len(e.actions) for e in episodes)
+        left = max(begins) if encoder else 1
+        rows = [[pad] * (left - begin) + e.ids for begin, e in zip(begins, episodes, strict=True)]
+        states = [[*(t - n for t in e.actions), len(e.ids) - n] for n, e in zip(begins, episodes, strict=True)]
 
         def stack(rows, width, fill, dtype):
             return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=dtype, device=device)
 
         return cls(
-            stack([e.ids for e in episodes], width, pad, torch.long),
-            stack([[*(t - 1 for t in e.actions), len(e.ids) - 1] for e in episodes], most + 1, 0, torch.long),
+            stack(rows, max(map(len, rows)), pad, torch.long),
+            stack([[False] * (left - begin) for begin in begins], left, True, torch.bool) if encoder else None,
+            stack(states, most + 1, 0, torch.long),
             stack([[e.ids[t] for t in e.actions] for e in episodes], most, pad, torch.long),
             stack([e.rewards for e in episodes], most, 0.0, torch.float64),
             stack([[True] * len(e.actions) for e in episodes], most, False, torch.bool),
@@ -857,12 +1031,12 @@ class Batch:
         )
 
 
-def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
     """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
 
     A chat prompt is replaced by its text up to where the assistant answers, and kept as the column messages. An empty
     prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose response would
-    not fit is an error.
+    not fit is an error. encoder: the model has one, which reads the prompt as the tokenizer ends it.
     """
     chat, kept = isinstance(rows[0].get("prompt"), list), []
     if chat:
@@ -876,12 +1050,13 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     for number, ids in enumerate(queries, 1):
         if not ids and tokenizer.bos_token_id is None:
             raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
-        if ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token):
+        ended = ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token)
+        if ended and not encoder:
             del ids[-1]  # some tokenizers end every text
         ids += [] if ids else [tokenizer.bos_token_id]
         if max_length is None or len(ids) <= max_length:
             kept.append(number - 1)
-            if limit and len(ids) + max_new_tokens > limit:
+            if limit and (max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens) > limit:
                 sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
                 how = "shorten it, lower --max-new-tokens, or in ppo.py set --max-prompt-length"
                 raise InputError(f"{flag} row {number}: a prompt of {sizes}: {how}")
@@ -1038,9 +1213,10 @@ def evaluate_losses(accelerator, model, episodes, args, pad):
     share = math.ceil(len(episodes) / world)
     empty = Episode(episodes[0].ids, [], [], True)  # every process runs the same number of forwards
     local = sorted((episodes[rank::world] + [empty])[:share], key=lambda episode: len(episode.ids))
+    encoder = accelerator.unwrap_model(model).lm.config.is_encoder_decoder
     sums = torch.zeros(6, dtype=torch.float64, device=accelerator.device)
     for i in range(0, share, args.micro_batch_size):
-        batch = Batch.of(local[i : i + args.micro_batch_size], pad, accelerator.device)
+        batch = Batch.of(local[i : i + args.micro_batch_size], pad, accelerator.device, encoder)
         terms = model(batch, args)
         sums += torch.stack([*(terms[name].double().sum() for name in TERMS[:5]), batch.mask.sum()])
     *sums, count = accelerator.reduce(sums).tolist()
@@ -1108,12 +1284,17 @@ def main(args):
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
     lm, tokenizer = load_model(args, path)
+    encoder, lm = lm.config.is_encoder_decoder, as_decoder(lm.to(device))
     pad, limit = tokenizer.pad_token_id, getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    add_lora(lm, args)
     freeze(lm, args.num_layers_unfrozen)
+    frozen = frozen_sum(lm)
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
     if (folder := spec_path(path)) and (folder / "ilql_heads.safetensors").exists():
         policy.load_heads(folder)
     if logit_mask is not None:
+        if encoder:
+            raise InputError("--logit-mask is not for encoder-decoders")
         size = lm.get_output_embeddings().weight.shape[0]
         try:
             logit_mask = torch.as_tensor(logit_mask)
@@ -1127,12 +1308,13 @@ def main(args):
                 f"--logit-mask must be bool of shape {[size, size]}, the model's vocabulary; it is {found}"
             )
     max_length = min(args.max_length, limit or args.max_length)
-    episodes, report = encode_episodes(rows, tokenizer, max_length, "--dataset")
+    episodes, report = encode_episodes(rows, tokenizer, max_length, encoder, "--dataset")
     for prefix, found in eval_sets.items():
         flag = f"--eval-dataset {prefix[5:-1]}".strip()
-        eval_sets[prefix] = encode_episodes(found, tokenizer, max_length, flag)[0]
+        eval_sets[prefix] = encode_episodes(found, tokenizer, max_length, encoder, flag)[0]
     if metric:
-        prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")
+        sampling = tokenizer, args.max_new_tokens, limit
+        prompts, queries = encode_prompts(prompts, *sampling, "--eval-prompts", encoder=encoder)
     returns, all_end = [sum(e.rewards) for e in episodes], all(e.done for e in episodes)
     mean_return, std_return = fmean(returns), stdev(returns) if len(returns) > 1 else 0.0
     std_return *= std_return > 1e-9 * max(map(abs, returns))  # else it is rounding
@@ -1155,7 +1337,8 @@ def main(args):
     optimizer = make_optimizer(model, args)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
-        unpack_state(run.checkpoint, run.state, model, optimizer)
+        unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
+        policy.target_q_heads.load_state_dict(safetensors.torch.load_file(run.checkpoint / "targets.safetensors"))
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
     eval_every = args.eval_every if eval_sets or metric else 0
@@ -1227,7 +1410,7 @@ def main(args):
         for micro_batch in micro_batches:
             last = micro_batch is micro_batches[-1]
             with nullcontext() if last else accelerator.no_sync(model):
-                terms = model(Batch.of(micro_batch, pad, device), args)
+                terms = model(Batch.of(micro_batch, pad, device, encoder), args)
                 # data-parallel training averages gradients over the processes, hence the factor world
                 accelerator.backward(terms["loss"].sum() * world / count)
             sums += torch.stack([terms[name].detach().double().sum() for name in TERMS])
@@ -1255,18 +1438,21 @@ def main(args):
             new_score = metrics[headline(metrics)] if metric else -metrics[headline(metrics)]
             if best_score is None or new_score > best_score:
                 best_score, best_step = new_score, step
-                run.export(lm, tokenizer, "hf_model_best", {"ilql_heads.safetensors": policy.head_weights()})
+                heads = {"ilql_heads.safetensors": policy.head_weights()}
+                run.export(to_export(lm, args), tokenizer, "hf_model_best", heads)
         run.log(step, metrics, perf)
         text = " | ".join(f"{name} {metrics[f'losses/{name}']:.4f}" for name in ("loss", "loss_q", "loss_v"))
         run.status(step, total_steps, f"{text} | {seconds:.2f} s")
         stop = run.stop_requested()
         if stop or step in (best_step, total_steps) or (args.save_every and step % args.save_every == 0):
-            run.save(step, *pack_state(model, optimizer, best_score=best_score, best_step=best_step))
+            files, saved = pack_state(model, optimizer, frozen, best_score=best_score, best_step=best_step)
+            files["targets.safetensors"] = policy.target_q_heads.state_dict()  # not trained by the optimizer
+            run.save(step, files, saved)
         if stop:
             run.exit(step)
 
     # ---- export
-    run.export(lm, tokenizer, "hf_model", {"ilql_heads.safetensors": policy.head_weights()})
+    run.export(to_export(lm, args), tokenizer, "hf_model", {"ilql_heads.safetensors": policy.head_weights()})
     title = f"{run.identity['flags']['model']} after ILQL on {run.identity['flags']['dataset']}"
     off = {"top_k": 0, "top_p": 1.0, "advantage_clip": None}
     options = {"beta": args.betas[-1]} | {k: shaping[k] for k in off if shaping.get(k, off[k]) != off[k]}

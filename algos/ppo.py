@@ -37,6 +37,7 @@ import math
 import re
 import sys
 import time
+import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +50,29 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
-from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
+from common.checkpoint import (
+    InputError,
+    build,
+    cli,
+    frozen_sum,
+    load_function,
+    pack_state,
+    spec_path,
+    stop_if,
+    unpack_state,
+)
 from common.logging import Run, closes_run, on_main, visible
 from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
 
@@ -111,6 +131,19 @@ class Args:
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
     ppo, reward and ilql): only the heads."""
+    load_in_4bit: bool = False
+    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
+    --model."""
+    lora_r: int = 0
+    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
+    adapter of a language model is trained further without this flag."""
+    lora_alpha: float | None = None
+    """LoRA adapters count alpha / r times; default: the rank, so once."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
+    last."""
+    merge: bool = False
+    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
     cache_trunk: bool = True
     """Keep what the frozen blocks return while sampling (episodes x tokens x hidden size, on every process), so that
     scores and updates run the top blocks only; the result is the same to rounding. Off with --bootstrap-truncated."""
@@ -234,7 +267,8 @@ class Args:
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
         rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
         rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
-        rules += [(name, 0 < getattr(self, name) < 1e9, "a positive number") for name in ("lr", "temperature")]
+        positive = ("lr", "temperature", "lora_alpha")
+        rules += [(name, 0 < given.get(name, 1) < 1e9, "a positive number") for name in positive]
         rules += [(name, 0 <= getattr(self, name) <= 1, "in [0, 1]") for name in ("gamma", "lam")]
         rules += [
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
@@ -245,6 +279,10 @@ class Args:
             ("total_episodes", self.total_episodes % max(1, size) == 0, f"a multiple of --rollout-batch-size {size}"),
             ("min_length_limit", (self.min_length_limit or 0) <= longest, f"at most --max-new-tokens {longest}"),
             ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1 or more"),
+            ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
+            ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
+            ("lora_targets", self.lora_targets, "one or more names"),
+            ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
             ("ratio_threshold", self.ratio_threshold == 0 or self.ratio_threshold > 1, "0 or more than 1"),
             ("stop", all(self.stop), "strings that are not empty"),
             ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
@@ -257,7 +295,7 @@ class Args:
 KL_TARGET = "positive, with --kl-coef positive and --kl-horizon >= --rollout-batch-size"
 AT_LEAST_ONE = """threads decay_steps max_prompt_length keep_checkpoints batch_size micro_batch_size max_new_tokens
 decode_batch_size total_episodes rollout_batch_size ppo_epochs kl_horizon min_length_limit""".split()
-ZERO_OR_MORE = """lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature kl_coef cliprange
+ZERO_OR_MORE = """lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature kl_coef cliprange
 cliprange_value vf_coef score_clip missing_eos_penalty early_stop_kl ratio_threshold""".split()
 
 
@@ -265,7 +303,8 @@ cliprange_value vf_coef score_clip missing_eos_penalty early_stop_kl ratio_thres
 
 
 def load_pretrained(kind, args, path, flag, **options):
-    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off."""
+    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off. path
+    may be that of a LoRA adapter; an encoder-decoder comes as one."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
@@ -275,20 +314,34 @@ def load_pretrained(kind, args, path, flag, **options):
         local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
         if local and not Path(given).exists():
             raise InputError(f"{name} {given}: there is no such directory")
-    files = ("*token*", "vocab*", "*.model", "*.tiktoken")
+    base, files = adapter_base(path, args.revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
-        raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+        if source != path or not base:
+            raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+        source = base
     options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if args.load_in_4bit:
+        kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        kinds["bnb_4bit_compute_dtype"] = options["dtype"]
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kinds)
+        options["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        if kind is AutoModelForCausalLM and isinstance(path, str):
+            whole = AutoConfig.from_pretrained(base or path, **hub).is_encoder_decoder
+            kind = AutoModelForSeq2SeqLM if whole else kind
         model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
+    if hasattr(model, "get_base_model"):  # of peft's own class
+        model = model.get_base_model()
+        model._hf_peft_config_loaded = True
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
                 setattr(module, name, 0.0)
-    model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # an end token that doubles as padding is trained, too
     missing = sorted(report.get("missing_keys", ()))
     broken = [f"{name} is of shape {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
@@ -298,8 +351,14 @@ def load_pretrained(kind, args, path, flag, **options):
     return model, tokenizer, missing
 
 
+def adapter_base(path, revision=None):
+    """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
+    found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
+    return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
+
+
 def load_model(args, path, flag="--model"):
-    """The causal language model and its tokenizer, with a padding token."""
+    """The language model and its tokenizer, with a padding token."""
     model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
     stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
     if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
@@ -319,7 +378,9 @@ def load_model(args, path, flag="--model"):
 
 
 def blocks(lm):
-    """The transformer blocks: the longest ModuleList of the model that lies in no other (as experts of a block do)."""
+    """The transformer blocks, of an encoder-decoder those of the decoder: the longest ModuleList that lies in no other
+    (as experts of a block do)."""
+    lm = lm.get_decoder() if lm.config.is_encoder_decoder else lm
     found = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
     return max((module for name, module in found if not any(map(str.isdigit, name))), key=len)
 
@@ -336,7 +397,7 @@ def freeze(lm, num_layers_unfrozen):
     lm.requires_grad_(False)
     layers[depth:].requires_grad_(True)
     hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
-    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False)
+    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False, logits_to_keep=1)
     for hook in hooks:
         hook.remove()
     for module in ran[ran.index(layers[-1]) + 1 :]:  # what runs after the blocks: the norm, the output layer
@@ -344,6 +405,96 @@ def freeze(lm, num_layers_unfrozen):
             for weight in module.parameters(recurse=False):
                 weight.requires_grad_(True)
     return depth
+
+
+def add_lora(lm, args, heads=()):
+    """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
+    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them. At
+    least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
+    loaded = getattr(lm, "_hf_peft_config_loaded", False)
+    if loaded and (args.lora_r or args.num_layers_unfrozen != -1):
+        raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
+    if args.load_in_4bit:
+        from peft import prepare_model_for_kbit_training
+
+        if not (args.lora_r or loaded):
+            raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
+        prepare_model_for_kbit_training(lm, args.gradient_checkpointing, {"use_reentrant": False})
+    if args.lora_r:
+        from peft import LoraConfig
+
+        options = {"task_type": "SEQ_CLS", "modules_to_save": list(heads)} if heads else {}
+        every = tuple(args.lora_targets) == ("all-linear",)
+        options["target_modules"] = "all-linear" if every else list(args.lora_targets)
+        adapters = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, **options)
+        if not (lm.name_or_path or args.merge):
+            raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")
+        if Path(lm.name_or_path).is_dir():  # found from everywhere
+            lm.name_or_path = str(Path(lm.name_or_path).resolve())
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
+                lm.add_adapter(adapters)
+        except ValueError as error:
+            raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
+    if not (args.lora_r or loaded):
+        return
+    for name, weight in lm.named_parameters():
+        weight.requires_grad_("lora_" in name or "modules_to_save" in name)
+        if weight.requires_grad:
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+        if args.lora_r and ".lora_A." in name:  # torch's default, but keyed: the same on every process
+            bound = weight.shape[1] ** -0.5
+            values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
+            weight.data.copy_(torch.from_numpy(values))
+    if not any(weight.requires_grad for weight in lm.parameters()):
+        raise InputError("--model is an adapter of another kind than LoRA")
+
+
+def to_export(lm, args):
+    """The model to export; with --merge a copy whose adapters are part of the weights."""
+    if not args.merge:
+        return lm
+    lm = copy.deepcopy(lm)
+    for name, layer in list(lm.named_modules()):
+        if hasattr(layer, "get_base_layer"):
+            layer.merge()
+            lm.set_submodule(name, layer.get_base_layer())
+        elif hasattr(layer, "modules_to_save"):
+            lm.set_submodule(name, layer.modules_to_save["default"])
+    lm._hf_peft_config_loaded = False
+    return lm
+
+
+class Seq2Seq:
+    """Mixin that lets an encoder-decoder be called as a decoder is, with the query left-padded and the response behind
+    it: the last logits_to_keep - 1 tokens of input_ids. The encoder reads the query, moved to the left, since some
+    encoders count padding as positions; the decoder reads its start token and the response. So the logits are those of
+    the response tokens and of the one behind, whatever the family. A call without logits_to_keep is the model's own."""
+
+    def forward(self, *inputs, **options):
+        if "logits_to_keep" not in options:
+            return super().forward(*inputs, **options)
+        ids, cache, start = options["input_ids"], options.get("past_key_values"), self.config.decoder_start_token_id
+        width = ids.shape[1] + 1 - options["logits_to_keep"] if cache is None else cache.query_width
+        mask = options.get("attention_mask", torch.ones_like(ids))[:, :width]
+        order, mask = (mask == 0).byte().argsort(dim=1, stable=True), mask.sort(1, descending=True).values
+        if cache is None:
+            states = self.get_encoder()(input_ids=ids[:, :width].gather(1, order), attention_mask=mask)[0]
+            ids = torch.cat([torch.full_like(ids[:, :1], start), ids[:, width:]], 1)
+        else:  # the cache holds what the decoder has read of it
+            states = cache.encoded.expand(len(ids), -1, -1)
+        inputs = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask, "decoder_input_ids": ids}
+        output = super().forward(**inputs, past_key_values=cache, use_cache=options["use_cache"])
+        if cache is None and options["use_cache"]:
+            output.past_key_values.query_width, output.past_key_values.encoded = width, states[:1]
+        return output
+
+
+def as_decoder(lm):
+    """An encoder-decoder with the calls of Seq2Seq; any other model as it is."""
+    if lm.config.is_encoder_decoder:
+        lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
+    return lm
 
 
 class PolicyWithValue(nn.Module):
@@ -372,7 +523,9 @@ class PolicyWithValue(nn.Module):
     @classmethod
     def load(cls, directory, **options):
         """The exported model of a run, `<run>/hf_model`, with its head. options: those of from_pretrained."""
-        model = cls(AutoModelForCausalLM.from_pretrained(directory, **options))
+        config = AutoConfig.from_pretrained(adapter_base(str(directory)) or directory)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = cls(as_decoder(kind.from_pretrained(directory, **options)))
         model.load_value_head(directory)
         return model
 
@@ -438,20 +591,27 @@ class Trunk:
 
 
 class RewardModel:
-    """A sequence classifier as the reward: the logit of its only label, or of the one named in `path:label`."""
+    """A sequence classifier, or the LoRA adapter of one, as the reward: the logit of its only label, or of the one
+    named in `path:label`. Weights that the policy lm has and does not train are shared with it."""
 
-    def __init__(self, args, device):
+    def __init__(self, args, lm):
         name, _, label = (args.reward, "", "") if spec_path(args.reward) else args.reward.partition(":")
-        own, flag = copy.copy(args), f"--reward {args.reward}"
+        own, flag, base = copy.copy(args), f"--reward {args.reward}", adapter_base(str(spec_path(name) or name))
         own.tokenizer = own.revision = None  # those flags are about --model
-        self.model, self.tokenizer, missing = load_pretrained(AutoModelForSequenceClassification, own, name, "--reward")
+        own.load_in_4bit &= base is not None
+        kind, options = AutoModelForSequenceClassification, {"num_labels": 1} if base else {}
+        self.model, self.tokenizer, missing = load_pretrained(kind, own, name, "--reward", **options)
         labels = {name: number for number, name in self.model.config.id2label.items()}
         problems = [f"{flag} is no sequence classifier, it has no {key}" for key in missing[:1]]
         if not problems and label not in labels and (label or len(labels) > 1):
             problems.append(f"{flag} must end with the label to score, one of :{', :'.join(labels)}")
         stop_if(problems)
-        self.label, self.model = labels.get(label, 0), self.model.requires_grad_(False).eval().to(device)
+        self.label, self.model = labels.get(label, 0), self.model.requires_grad_(False).eval().to(lm.device)
         self.norm = getattr(self.model.config, "reward_norm", {"gain": 1.0, "bias": 0.0})  # of reward.py
+        if base and (path := Path(spec_path(name) or "") / "reward_norm.safetensors").exists():
+            self.norm = {key: value.item() for key, value in safetensors.torch.load_file(path).items()}
+        self.shared = share_frozen(self.model, lm)
+        self.own = sum(weight.numel() for weight in self.model.parameters()) - self.shared
         self.tokenizer.truncation_side = "left"
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", 10**9)
         self.limit = min(limit, self.tokenizer.model_max_length)
@@ -465,6 +625,18 @@ class RewardModel:
             logits = classifier_logits(self.model, [encoded[row] for row in rows])[:, self.label]
             scores[rows.to(scores.device)] = logits.double() * self.norm["gain"] + self.norm["bias"]
         return scores
+
+
+def share_frozen(model, lm):
+    """Lets model use the memory of the frozen weights of lm that it has under the same name, bit for bit; returns how
+    many numbers these are. Adapters leave a weight its name, but for `base_layer`."""
+    frozen = {n.replace(".base_layer", ""): w for n, w in lm.named_parameters() if not w.requires_grad}
+    shared = 0
+    for name, weight in model.named_parameters():
+        twin = frozen.get(name.replace(".base_layer", ""))
+        if twin is not None and twin.dtype == weight.dtype and torch.equal(twin, weight):
+            weight.data, shared = twin.data, shared + weight.numel()
+    return shared
 
 
 def classifier_ids(tokenizer, texts, ended, max_length=None):
@@ -736,12 +908,12 @@ def chat_text(tokenizer, messages, where, **options):
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
     """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
 
     A chat prompt is replaced by its text up to where the assistant answers, and kept as the column messages. An empty
     prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose response would
-    not fit is an error.
+    not fit is an error. encoder: the model has one, which reads the prompt as the tokenizer ends it.
     """
     chat, kept = isinstance(rows[0].get("prompt"), list), []
     if chat:
@@ -755,12 +927,13 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     for number, ids in enumerate(queries, 1):
         if not ids and tokenizer.bos_token_id is None:
             raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
-        if ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token):
+        ended = ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token)
+        if ended and not encoder:
             del ids[-1]  # some tokenizers end every text
         ids += [] if ids else [tokenizer.bos_token_id]
         if max_length is None or len(ids) <= max_length:
             kept.append(number - 1)
-            if limit and len(ids) + max_new_tokens > limit:
+            if limit and (max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens) > limit:
                 sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
                 how = "shorten it, lower --max-new-tokens, or in ppo.py set --max-prompt-length"
                 raise InputError(f"{flag} row {number}: a prompt of {sizes}: {how}")
@@ -1152,25 +1325,28 @@ def main(args):
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
     lm, tokenizer = load_model(args, path)
+    encoder, lm = lm.config.is_encoder_decoder, as_decoder(lm.to(device))
     limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    found, options = len(rows), (tokenizer, args.max_new_tokens, limit)
-    rows, queries = encode_prompts(rows, *options, "--dataset", args.max_prompt_length)
+    found, options, more = len(rows), (tokenizer, args.max_new_tokens, limit), (args.max_prompt_length, encoder)
+    rows, queries = encode_prompts(rows, *options, "--dataset", *more)
     for prefix, found_rows in eval_sets.items():
         flag = f"--eval-dataset {prefix[5:-1]}".strip()
-        eval_sets[prefix] = encode_prompts(found_rows, *options, flag, args.max_prompt_length)
+        eval_sets[prefix] = encode_prompts(found_rows, *options, flag, *more)
     eval_sets = eval_sets or {"eval/": (rows[: args.rollout_batch_size], queries[: args.rollout_batch_size])}
-    reward = reward or RewardModel(args, device)
 
     lengths = sorted(map(len, queries))
     set_attention(lm, args, device, lengths[-1] + args.max_new_tokens)
-    depth = freeze(lm.to(device), args.num_layers_unfrozen)  # the reference shares what is frozen
+    add_lora(lm, args)
+    depth = freeze(lm, args.num_layers_unfrozen) * (not encoder)  # the reference shares what is frozen
     if ref_path:
         ref, ref_tokenizer = load_model(args, ref_path, "--ref-model")
         if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise InputError(f"--ref-model {args.ref_model} has another vocabulary than --model")
         set_attention(ref, args, device, lengths[-1] + args.max_new_tokens)
+        share_frozen(as_decoder(ref.to(device)), lm)
     else:
         ref = copy.deepcopy(lm, {id(weight): weight for weight in lm.parameters() if not weight.requires_grad})
+    reward = reward or RewardModel(args, lm)
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
     if (folder := spec_path(path)) and (folder / "value_head.safetensors").exists():
         policy.load_value_head(folder)
@@ -1194,16 +1370,15 @@ def main(args):
     step = state["iteration"] * steps_per_iteration
     # the last state of a truncated response is never sampled from, so the trunk has no output for it
     depth = min(depth, state.get("trunk", depth)) * (args.cache_trunk and not args.bootstrap_truncated)
-    trunk, frozen = Trunk(depth, "trunk" in state), [w for w in lm.parameters() if not w.requires_grad]
+    trunk, frozen = Trunk(depth, "trunk" in state), frozen_sum(lm)
     if run.checkpoint:
-        before = [weight.double().sum().item() for weight in frozen]
-        unpack_state(run.checkpoint, run.state, model, optimizer)
-        if before != [weight.double().sum().item() for weight in frozen]:
-            raise InputError(f"--resume {args.resume}: its frozen weights are not those of --model, the reference's")
+        unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-episodes")
     trained = sum(w.numel() for w in policy.parameters() if w.requires_grad)
     shared = "a model of its own" if ref_path else "shares the frozen weights" if frozen else "a frozen copy"
+    if isinstance(reward, RewardModel):
+        shared += f"; reward: {reward.shared:,} parameters of the policy's, {reward.own:,} of its own"
     run.say(
         f"ppo: {sum(w.numel() for w in policy.parameters()):,} parameters, {trained:,} trained; reference: {shared}; "
         f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
@@ -1307,7 +1482,7 @@ def main(args):
             metrics |= evaluate(step)
             if best_score is None or metrics[headline] > best_score:
                 best_score, best_step = metrics[headline], step
-                run.export(policy.lm, tokenizer, "hf_model_best", heads)
+                run.export(to_export(lm, args), tokenizer, "hf_model_best", heads)
         run.log(step, metrics, perf)
         text = " | ".join(f"{key.split('/')[1]} {metrics[key]:.3f}" for key in SHOWN)
         times = f"rollout {rollout_done - start:.2f} s + update {update_done - rollout_done:.2f} s"
@@ -1315,12 +1490,12 @@ def main(args):
         stop = run.stop_requested()
         if stop or step in (best_step, total_steps) or due(step, steps_per_iteration, args.save_every):
             scalars = {"iteration": iteration, "kl_coef": kl_coef, "best_score": best_score, "best_step": best_step}
-            run.save(step, *pack_state(model, optimizer, **scalars, moments=moments, trunk=trunk.depth))
+            run.save(step, *pack_state(model, optimizer, frozen, **scalars, moments=moments, trunk=trunk.depth))
         if stop:
             run.exit(step)
 
     # ---- export
-    run.export(policy.lm, tokenizer, "hf_model", heads)
+    run.export(to_export(lm, args), tokenizer, "hf_model", heads)
     title = f"{run.identity['flags']['model']} after PPO on {run.identity['flags']['reward']}"
     metrics = run.finish(headline if args.eval_every else "objective/scores", title, rows[0]["prompt"])
     accelerator.end_training()

@@ -29,6 +29,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,28 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
-from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
+from common.checkpoint import (
+    InputError,
+    build,
+    cli,
+    frozen_sum,
+    load_function,
+    pack_state,
+    spec_path,
+    stop_if,
+    unpack_state,
+)
 from common.logging import Run, closes_run, on_main, visible
 from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
 
@@ -101,6 +120,19 @@ class Args:
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
     ppo, reward and ilql): only the heads."""
+    load_in_4bit: bool = False
+    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
+    --model."""
+    lora_r: int = 0
+    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
+    adapter of a language model is trained further without this flag."""
+    lora_alpha: float | None = None
+    """LoRA adapters count alpha / r times; default: the rank, so once."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
+    last."""
+    merge: bool = False
+    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
     dataset: str = f"{TASK}:completions:split=train"
     """Training rows: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = "auto"
@@ -182,13 +214,18 @@ class Args:
         rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
         rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
         rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
-        rules += [(name, 0 < getattr(self, name) < math.inf, "a positive number") for name in ("lr", "epochs")]
+        positive = ("lr", "epochs", "lora_alpha")
+        rules += [(name, 0 < given.get(name, 1) < math.inf, "a positive number") for name in positive]
         rules += [
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
             ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
             ("attn_implementation", not (self.packing and flash), "eager or sdpa with --packing"),
             ("num_layers_unfrozen", self.num_layers_unfrozen > 0 or self.num_layers_unfrozen == -1, "-1 or at least 1"),
+            ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
+            ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
+            ("lora_targets", self.lora_targets, "one or more names"),
+            ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
             ("stop", all(self.stop), "strings that are not empty"),
             ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
         ]
@@ -198,14 +235,15 @@ class Args:
 
 AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size
 max_new_tokens decode_batch_size""".split()
-ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature neftune_alpha".split()
+ZERO_OR_MORE = "lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature neftune_alpha".split()
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 
 def load_pretrained(kind, args, path, flag, **options):
-    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off."""
+    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off. path
+    may be that of a LoRA adapter; an encoder-decoder comes as one."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
@@ -215,20 +253,34 @@ def load_pretrained(kind, args, path, flag, **options):
         local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
         if local and not Path(given).exists():
             raise InputError(f"{name} {given}: there is no such directory")
-    files = ("*token*", "vocab*", "*.model", "*.tiktoken")
+    base, files = adapter_base(path, args.revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
-        raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+        if source != path or not base:
+            raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
+        source = base
     options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if args.load_in_4bit:
+        kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        kinds["bnb_4bit_compute_dtype"] = options["dtype"]
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kinds)
+        options["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        if kind is AutoModelForCausalLM and isinstance(path, str):
+            whole = AutoConfig.from_pretrained(base or path, **hub).is_encoder_decoder
+            kind = AutoModelForSeq2SeqLM if whole else kind
         model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
+    if hasattr(model, "get_base_model"):  # of peft's own class
+        model = model.get_base_model()
+        model._hf_peft_config_loaded = True
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
                 setattr(module, name, 0.0)
-    model.get_input_embeddings().padding_idx = None  # an end token that doubles as padding is trained, too
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # an end token that doubles as padding is trained, too
     missing = sorted(report.get("missing_keys", ()))
     broken = [f"{name} is of shape {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
@@ -238,8 +290,14 @@ def load_pretrained(kind, args, path, flag, **options):
     return model, tokenizer, missing
 
 
+def adapter_base(path, revision=None):
+    """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
+    found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
+    return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
+
+
 def load_model(args, path, flag="--model"):
-    """The causal language model and its tokenizer, with a padding token."""
+    """The language model and its tokenizer, with a padding token."""
     model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
     stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
     if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
@@ -259,7 +317,9 @@ def load_model(args, path, flag="--model"):
 
 
 def blocks(lm):
-    """The transformer blocks: the longest ModuleList of the model that lies in no other (as experts of a block do)."""
+    """The transformer blocks, of an encoder-decoder those of the decoder: the longest ModuleList that lies in no other
+    (as experts of a block do)."""
+    lm = lm.get_decoder() if lm.config.is_encoder_decoder else lm
     found = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
     return max((module for name, module in found if not any(map(str.isdigit, name))), key=len)
 
@@ -276,7 +336,7 @@ def freeze(lm, num_layers_unfrozen):
     lm.requires_grad_(False)
     layers[depth:].requires_grad_(True)
     hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
-    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False)
+    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False, logits_to_keep=1)
     for hook in hooks:
         hook.remove()
     for module in ran[ran.index(layers[-1]) + 1 :]:  # what runs after the blocks: the norm, the output layer
@@ -284,6 +344,96 @@ def freeze(lm, num_layers_unfrozen):
             for weight in module.parameters(recurse=False):
                 weight.requires_grad_(True)
     return depth
+
+
+def add_lora(lm, args, heads=()):
+    """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
+    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them. At
+    least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
+    loaded = getattr(lm, "_hf_peft_config_loaded", False)
+    if loaded and (args.lora_r or args.num_layers_unfrozen != -1):
+        raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
+    if args.load_in_4bit:
+        from peft import prepare_model_for_kbit_training
+
+        if not (args.lora_r or loaded):
+            raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
+        prepare_model_for_kbit_training(lm, args.gradient_checkpointing, {"use_reentrant": False})
+    if args.lora_r:
+        from peft import LoraConfig
+
+        options = {"task_type": "SEQ_CLS", "modules_to_save": list(heads)} if heads else {}
+        every = tuple(args.lora_targets) == ("all-linear",)
+        options["target_modules"] = "all-linear" if every else list(args.lora_targets)
+        adapters = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, **options)
+        if not (lm.name_or_path or args.merge):
+            raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")
+        if Path(lm.name_or_path).is_dir():  # found from everywhere
+            lm.name_or_path = str(Path(lm.name_or_path).resolve())
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
+                lm.add_adapter(adapters)
+        except ValueError as error:
+            raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
+    if not (args.lora_r or loaded):
+        return
+    for name, weight in lm.named_parameters():
+        weight.requires_grad_("lora_" in name or "modules_to_save" in name)
+        if weight.requires_grad:
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+        if args.lora_r and ".lora_A." in name:  # torch's default, but keyed: the same on every process
+            bound = weight.shape[1] ** -0.5
+            values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
+            weight.data.copy_(torch.from_numpy(values))
+    if not any(weight.requires_grad for weight in lm.parameters()):
+        raise InputError("--model is an adapter of another kind than LoRA")
+
+
+def to_export(lm, args):
+    """The model to export; with --merge a copy whose adapters are part of the weights."""
+    if not args.merge:
+        return lm
+    lm = copy.deepcopy(lm)
+    for name, layer in list(lm.named_modules()):
+        if hasattr(layer, "get_base_layer"):
+            layer.merge()
+            lm.set_submodule(name, layer.get_base_layer())
+        elif hasattr(layer, "modules_to_save"):
+            lm.set_submodule(name, layer.modules_to_save["default"])
+    lm._hf_peft_config_loaded = False
+    return lm
+
+
+class Seq2Seq:
+    """Mixin that lets an encoder-decoder be called as a decoder is, with the query left-padded and the response behind
+    it: the last logits_to_keep - 1 tokens of input_ids. The encoder reads the query, moved to the left, since some
+    encoders count padding as positions; the decoder reads its start token and the response. So the logits are those of
+    the response tokens and of the one behind, whatever the family. A call without logits_to_keep is the model's own."""
+
+    def forward(self, *inputs, **options):
+        if "logits_to_keep" not in options:
+            return super().forward(*inputs, **options)
+        ids, cache, start = options["input_ids"], options.get("past_key_values"), self.config.decoder_start_token_id
+        width = ids.shape[1] + 1 - options["logits_to_keep"] if cache is None else cache.query_width
+        mask = options.get("attention_mask", torch.ones_like(ids))[:, :width]
+        order, mask = (mask == 0).byte().argsort(dim=1, stable=True), mask.sort(1, descending=True).values
+        if cache is None:
+            states = self.get_encoder()(input_ids=ids[:, :width].gather(1, order), attention_mask=mask)[0]
+            ids = torch.cat([torch.full_like(ids[:, :1], start), ids[:, width:]], 1)
+        else:  # the cache holds what the decoder has read of it
+            states = cache.encoded.expand(len(ids), -1, -1)
+        inputs = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask, "decoder_input_ids": ids}
+        output = super().forward(**inputs, past_key_values=cache, use_cache=options["use_cache"])
+        if cache is None and options["use_cache"]:
+            output.past_key_values.query_width, output.past_key_values.encoded = width, states[:1]
+        return output
+
+
+def as_decoder(lm):
+    """An encoder-decoder with the calls of Seq2Seq; any other model as it is."""
+    if lm.config.is_encoder_decoder:
+        lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
+    return lm
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -457,15 +607,25 @@ def row_pieces(rows, tokenizer, flag):
 FORMS = ("prompt", "completion", "dialogue")
 
 
-def encode_pieces(rows, tokenizer, flag):
+def encode_pieces(rows, tokenizer, flag, encoder=False):
     """Yields (ids, begins) of each row: its tokens, where each piece of it (`row_pieces`) begins, and its length.
 
     The pieces of a row are tokenised together; a piece begins at the longest common prefix with the tokens of what
     precedes it, so a merge across the boundary belongs to the later piece. An empty prompt becomes the beginning token.
-    The end token is appended once; in a chat the template ends the turns.
+    The end token is appended once; in a chat the template ends the turns. encoder: the model has one, so prompt and
+    output are tokenised apart, and the output always has an end token.
     """
     chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
     bos, eos, plain = tokenizer.bos_token_id, tokenizer.eos_token_id, chat or rows[0].keys().isdisjoint(FORMS)
+    if encoder:
+        if odd := [number for number, parts in enumerate(pieces, 1) if len(parts) != 2]:
+            raise InputError(f"{flag} row {odd[0]}: an encoder-decoder takes rows of one prompt and one output")
+        options = [{"text": [head for head, _ in pieces]}, {"text_target": [tail for _, tail in pieces]}]
+        both = [tokenizer(**texts, add_special_tokens=not chat)["input_ids"] for texts in options]
+        for head, tail in zip(*both, strict=True):
+            ids = [*(head or [eos]), *tail]
+            yield ids if tail[-1:] == [eos] else [*ids, eos], [0, len(head or [eos]), len(ids) + (tail[-1:] != [eos])]
+        return
     whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
     options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
     encoded, heads = tokenizer(whole, **options)["input_ids"], iter(tokenizer(prefixes, **options)["input_ids"])
@@ -481,11 +641,11 @@ def encode_pieces(rows, tokenizer, flag):
         yield ids, begins
 
 
-def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
+def encode_rows(rows, tokenizer, max_length, completion_only_loss, encoder, flag):
     """[(ids, labels)] of the rows that have a label left after the cut to max_length, which may remove the end token,
     and a report for the summary. The first token has no label: nothing predicts it."""
     examples, truncated = [], 0
-    for ids, begins in encode_pieces(rows, tokenizer, flag):
+    for ids, begins in encode_pieces(rows, tokenizer, flag, encoder):
         labels = [-100] * len(ids)
         for i in range(1, len(begins) - 1, 2) if completion_only_loss else range(len(begins) - 1):
             labels[begins[i] : begins[i + 1]] = ids[begins[i] : begins[i + 1]]
@@ -501,12 +661,12 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag):
     return examples, f"{report}; {labelled}, median {counts[len(counts) // 2]}"
 
 
-def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None):
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
     """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
 
     A chat prompt is replaced by its text up to where the assistant answers, and kept as the column messages. An empty
     prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose response would
-    not fit is an error.
+    not fit is an error. encoder: the model has one, which reads the prompt as the tokenizer ends it.
     """
     chat, kept = isinstance(rows[0].get("prompt"), list), []
     if chat:
@@ -520,12 +680,13 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     for number, ids in enumerate(queries, 1):
         if not ids and tokenizer.bos_token_id is None:
             raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
-        if ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token):
+        ended = ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token)
+        if ended and not encoder:
             del ids[-1]  # some tokenizers end every text
         ids += [] if ids else [tokenizer.bos_token_id]
         if max_length is None or len(ids) <= max_length:
             kept.append(number - 1)
-            if limit and len(ids) + max_new_tokens > limit:
+            if limit and (max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens) > limit:
                 sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
                 how = "shorten it, lower --max-new-tokens, or in ppo.py set --max-prompt-length"
                 raise InputError(f"{flag} row {number}: a prompt of {sizes}: {how}")
@@ -569,11 +730,31 @@ def label_logits(model, ids, positions, labels):
     return model(**inputs, use_cache=False, logits_to_keep=ids.shape[1] - first).logits, labels[:, first:]
 
 
+def line_logits(model, lines, pad, device):
+    """Logits and labels of lines of examples, see label_logits. Rows of an encoder-decoder are laid out as in sampling:
+    prompts left-padded, completions right-padded."""
+    if not getattr(model, "module", model).config.is_encoder_decoder:
+        return label_logits(model, *(x.to(device) for x in collate(lines, pad)))
+    rows = [line[0][:2] for line in lines]
+    begins = [next((i for i, label in enumerate(labels) if label != -100), 1) for _, labels in rows]
+    left, right = max(begins), max(len(ids) - begin for (ids, _), begin in zip(rows, begins, strict=True))
+
+    def stack(columns, fill):
+        padded = zip(columns, begins, strict=True)
+        whole = [[fill] * (left - begin) + row + [fill] * (right + begin - len(row)) for row, begin in padded]
+        return torch.tensor(whole, device=device)
+
+    (ids, labels), mask = zip(*rows, strict=True), [[1] * len(ids) for ids, _ in rows]
+    ids, labels, mask = stack(ids, pad), stack(labels, -100), stack(mask, 0)
+    inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
+    return model(**inputs, use_cache=False, logits_to_keep=right).logits, labels[:, left:]
+
+
 @torch.no_grad()
 def packing_error(model, line, pad, device):
     """Largest difference of a token's loss between the examples of a line packed and each alone."""
     batches = [[line], *([[example]] for example in line)]
-    found = [label_logits(model, *(x.to(device) for x in collate(lines, pad))) for lines in batches]
+    found = [line_logits(model, lines, pad, device) for lines in batches]
     packed, *alone = [token_nll(logits, labels)[labels != -100] for logits, labels in found]
     return (packed - torch.cat(alone)).abs().max().item()
 
@@ -745,8 +926,7 @@ def evaluate_loss(accelerator, model, examples, args, pad):
     lines = [[example] for example in sorted(local, key=lambda example: len(example[0]))]  # never packed
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     for i in range(0, share, args.micro_batch_size):
-        batch = (x.to(accelerator.device) for x in collate(lines[i : i + args.micro_batch_size], pad))
-        logits, labels = label_logits(model, *batch)
+        logits, labels = line_logits(model, lines[i : i + args.micro_batch_size], pad, accelerator.device)
         hits = (logits.argmax(-1) == labels).sum()
         sums += torch.stack([token_nll(logits, labels).double().sum(), hits, (labels != -100).sum()])
     loss, hits, count = accelerator.reduce(sums).tolist()
@@ -817,15 +997,21 @@ def main(args):
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
     lm, tokenizer = load_model(args, path)
+    encoder, lm = lm.config.is_encoder_decoder, as_decoder(lm.to(device))
+    if encoder and (args.packing or args.neftune_alpha or not args.completion_only_loss):
+        raise InputError("--packing, --neftune-alpha and --no-completion-only-loss are not for encoder-decoders")
     pad, limit = tokenizer.pad_token_id, getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    add_lora(lm, args)
     freeze(lm, args.num_layers_unfrozen)
+    frozen = frozen_sum(lm)
     max_length = min(args.max_length, limit or args.max_length)
-    encoding = tokenizer, max_length, args.completion_only_loss
+    encoding = tokenizer, max_length, args.completion_only_loss, encoder
     examples, report = encode_rows(rows, *encoding, "--dataset")
     for prefix, found in eval_sets.items():
         eval_sets[prefix] = encode_rows(found, *encoding, f"--eval-dataset {prefix[5:-1]}".strip())[0]
     if metric:
-        prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")
+        sampling = tokenizer, args.max_new_tokens, limit
+        prompts, queries = encode_prompts(prompts, *sampling, "--eval-prompts", encoder=encoder)
     total_steps = args.total_steps or math.ceil(args.epochs * len(examples) / args.batch_size)
 
     # ---- run directory, device, what to continue from
@@ -840,7 +1026,7 @@ def main(args):
     optimizer = make_optimizer(model, args)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
-        unpack_state(run.checkpoint, run.state, model, optimizer)
+        unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
     eval_every, packing = args.eval_every if eval_sets or metric else 0, args.packing
@@ -908,7 +1094,7 @@ def main(args):
         for micro_batch in micro_batches:
             last = micro_batch is micro_batches[-1]
             with nullcontext() if last else accelerator.no_sync(model), neftune(lm, micro_batch, args, step):
-                logits, labels = label_logits(model, *(x.to(device) for x in collate(micro_batch, pad)))
+                logits, labels = line_logits(model, micro_batch, pad, device)
                 nll = token_nll(logits, labels).sum() / count
                 accelerator.backward(nll * world)  # data-parallel training averages gradients over the processes
             loss += nll.detach()
@@ -932,17 +1118,17 @@ def main(args):
             new_score = -metrics[headline] if eval_sets else next(v for k, v in metrics.items() if "eval/" in k)
             if best_score is None or new_score > best_score:
                 best_score, best_step = new_score, step
-                run.export(lm, tokenizer, "hf_model_best")
+                run.export(to_export(lm, args), tokenizer, "hf_model_best")
         run.log(step, metrics, perf)
         run.status(step, total_steps, f"loss {metrics['train/loss']:.4f} | {seconds:.2f} s")
         stop = run.stop_requested()
         if stop or step in (best_step, total_steps) or (args.save_every and step % args.save_every == 0):
-            run.save(step, *pack_state(model, optimizer, best_score=best_score, best_step=best_step))
+            run.save(step, *pack_state(model, optimizer, frozen, best_score=best_score, best_step=best_step))
         if stop:
             run.exit(step)
 
     # ---- export
-    run.export(lm, tokenizer, "hf_model")
+    run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after SFT on {run.identity['flags']['dataset']}"
     prompt = next(i for i, label in enumerate(first_labels) if label != -100)
     metrics = run.finish(headline, title, tokenizer.decode(first_ids[:prompt]))

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -147,14 +148,19 @@ def build(spec, flag):
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def pack_state(model, optimizer, trained_only=False, **state):
-    """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors.
+def frozen_sum(model):
+    """The sum of the weights that are not trained, which are in no checkpoint."""
+    return sum(weight.double().sum().item() for weight in model.parameters() if not weight.requires_grad)
+
+
+def pack_state(model, optimizer, frozen, **state):
+    """(files, state) of a checkpoint: what is trained. Collective: every rank calls it, rank 0 gets the tensors.
 
     Full state dicts come from torch.distributed.checkpoint, so DDP and FSDP2 use the same path. Tied parameters are
     stored once. An optimizer that has not stepped is left out: reading its state would take a hidden step.
-    trained_only leaves frozen weights out, which the model then has when the state is unpacked.
+    frozen: the `frozen_sum` of what --model gave and training leaves as it is.
     """
-    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     weights, tied, seen = dcp.get_model_state_dict(model, options=options), {}, {}  # empty on ranks other than 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = name.removeprefix("module.")  # of data-parallel training
@@ -163,28 +169,28 @@ def pack_state(model, optimizer, trained_only=False, **state):
     files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items()}}
     if optimizer.state:
         saved = dcp.get_optimizer_state_dict(model, optimizer, options=options)
-        moments = {
-            f"{name}//{key}": value for name, entry in saved.get("state", {}).items() for key, value in entry.items()
-        }
-        files["optim.safetensors"] = {key: torch.as_tensor(value).contiguous() for key, value in moments.items()}
+        entries = [(name, *item) for name, entry in saved.get("state", {}).items() for item in entry.items()]
+        files["optim.safetensors"] = {f"{name}//{key}": torch.as_tensor(x).contiguous() for name, key, x in entries}
         state["optimizer_groups"] = [group["params"] for group in saved.get("param_groups", [])]
-    return files, {"format": FORMAT, "tied": tied, "trained_only": trained_only, **state}
+    return files, {"format": FORMAT, "tied": tied, "frozen": frozen, **state}
 
 
-def unpack_state(path, state, model, optimizer=None):
+def unpack_state(path, state, model, optimizer, frozen):
     """Loads what `pack_state` packed into model and optimizer. Collective."""
-    options = dcp.StateDictOptions(full_state_dict=True, strict=not state.get("trained_only"))
+    options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     weights = safetensors.torch.load_file(path / "model.safetensors")
     weights |= {name: weights[first] for name, first in state["tied"].items()}
+    trained = {name.removeprefix("module."): w.shape for name, w in model.named_parameters() if w.requires_grad}
+    lacking = [name for name, shape in trained.items() if name not in weights or weights[name].shape != shape]
+    if lacking or not math.isclose(state["frozen"], frozen, rel_tol=1e-9):  # threads change the last digits
+        what = f"did not train {min(lacking)} in this shape" if lacking else "froze other weights than these"
+        raise InputError(f"{path} {what}: start from its model with --model, without --resume")
     dcp.set_model_state_dict(model, weights, options=options)
-    if optimizer is not None and (path / "optim.safetensors").exists():
+    if (path / "optim.safetensors").exists():
         moments = {}
         for key, value in safetensors.torch.load_file(path / "optim.safetensors").items():
             name, _, key = key.partition("//")
             moments.setdefault(name, {})[key] = value
-        trained = {name.removeprefix("module.") for name, w in model.named_parameters() if w.requires_grad}
-        if new := trained - moments.keys():
-            raise InputError(f"{path} did not train {min(new)}: start from its model with --model, without --resume")
         # Hyperparameters stay those of the flags; lr is a function of the step.
         groups = [{"params": names} for names in state["optimizer_groups"]]
         dcp.set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)

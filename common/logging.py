@@ -258,9 +258,7 @@ class Run:
         raise SystemExit(128 + self.signal)
 
     def close(self):
-        if self.bar:
-            self.bar.close()
-            self.bar = None
+        self.bar = self.bar and self.bar.close()
         while self.handlers:
             signal.signal(*self.handlers.popitem())
         if self in _open and self.accelerator.num_processes > 1:
@@ -396,9 +394,7 @@ class Run:
             f"```python\n{usage}\n```\n\n| metric | last value |\n|---|---|\n{rows}\n\n```\n{env['command']}\n```\n\n"
             f"Commit {env['commit']}; {', '.join(f'{k} {v}' for k, v in env['versions'].items())}; {env['device']}.\n"
         )
-        if self.bar:
-            self.bar.close()
-            self.bar = None
+        self.bar = self.bar and self.bar.close()
         if curve:
             self.say(f"\n{headline} {sparkline([y for _, y in curve])} {curve[0][1]:.3g} -> {curve[-1][1]:.3g}")
         self.say(f"\n{usage}\n\ncard {self.dir}/README.md | picture {self.dir}/curve.png | model {self.dir}/hf_model")

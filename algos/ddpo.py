@@ -68,7 +68,7 @@ from common.checkpoint import (
     stop_if,
     unpack_state,
 )
-from common.logging import Run, closes_run, on_main, visible
+from common.logging import Run, closes_run, frozen_weights, on_main, visible
 from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows
 
 TASK = "benchmarks/tasks/shapes.py"
@@ -118,11 +118,13 @@ class Args:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     lora_r: int = 0
-    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights."""
+    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
+    adapter of a language model is trained further without this flag."""
     lora_alpha: float | None = None
     """LoRA adapters count alpha / r times; default: the rank, so once."""
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
-    """Last names of the modules that get LoRA adapters."""
+    """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
+    last."""
     dataset: str = f"{TASK}:prompts"
     """Rows with a prompt (other columns reach the reward): a file, hub id:split, file.py:function; from Python a
     list."""
@@ -741,19 +743,15 @@ def main(args):
     model = accelerator.prepare(unet)
     optimizer = make_optimizer(model, args)
     steps_per_epoch = args.inner_epochs * (args.sample_batch_size // args.batch_size)
-    frozen = sum(weight.double().sum().item() for weight in unet.parameters() if not weight.requires_grad)
-    state = {"best_score": None, "best_step": None, "epoch": 0, "rewards": {}, "base": [args.lora_r, frozen]}
+    frozen = frozen_weights(unet)
+    state = {"best_score": None, "best_step": None, "epoch": 0, "rewards": {}}
     state |= run.state or {}
     best_score, best_step, step = state["best_score"], state["best_step"], run.begun
     total_steps = step + max(0, args.num_epochs - state["epoch"]) * steps_per_epoch
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
     stats.rewards = {prompt: collections.deque(x, args.stat_buffer_size) for prompt, x in state["rewards"].items()}
     if run.checkpoint:
-        rank, base = state["base"]  # adapters are saved without what they adapt
-        if rank != args.lora_r or not math.isclose(base, frozen, rel_tol=1e-9):  # threads change the last digits
-            other = f"--lora-r {rank}" if rank != args.lora_r else "another --model"
-            raise InputError(f"--resume {args.resume} cannot continue with these weights: it has {other}")
-        unpack_state(run.checkpoint, run.state, model, optimizer)
+        unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
     if step >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --num-epochs")
     count = steps_per_image(args, trained)
@@ -883,8 +881,7 @@ def main(args):
         if stop or step in (best_step, total_steps) or due(step, steps_per_epoch, args.save_every):
             rewards = {prompt: list(known) for prompt, known in stats.rewards.items()}
             scalars = {"epoch": epoch, "best_score": best_score, "best_step": best_step, "rewards": rewards}
-            scalars["base"] = args.lora_r, frozen
-            run.save(step, *pack_state(model, optimizer, trained_only=bool(args.lora_r), **scalars))
+            run.save(step, *pack_state(model, optimizer, frozen, **scalars))
         if stop:
             run.exit(step)
 

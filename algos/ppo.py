@@ -62,18 +62,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common.checkpoint import (
-    InputError,
-    build,
-    cli,
-    frozen_sum,
-    load_function,
-    pack_state,
-    spec_path,
-    stop_if,
-    unpack_state,
-)
-from common.logging import Run, closes_run, on_main, visible
+from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
+from common.logging import USAGE, Run, closes_run, frozen_weights, on_main, visible
 from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
 
 TASK = "benchmarks/tasks/randomwalks.py"
@@ -281,7 +271,6 @@ class Args:
             ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1 or more"),
             ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
             ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
-            ("lora_targets", self.lora_targets, "one or more names"),
             ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
             ("ratio_threshold", self.ratio_threshold == 0 or self.ratio_threshold > 1, "0 or more than 1"),
             ("stop", all(self.stop), "strings that are not empty"),
@@ -307,32 +296,36 @@ def load_pretrained(kind, args, path, flag, **options):
     may be that of a LoRA adapter; an encoder-decoder comes as one."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
-    path = str(path) if isinstance(path, Path) else path
+    path, revision = spec_path(path) or path, args.revision if flag == "--model" else None  # of no other repository
+    path, hub = str(path) if isinstance(path, Path) else path, {"trust_remote_code": args.trust_remote_code}
     source = args.tokenizer or getattr(path, "name_or_path", path)
     for name, given in ((flag, path), ("--tokenizer", source)):
         local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
         if local and not Path(given).exists():
             raise InputError(f"{name} {given}: there is no such directory")
-    base, files = adapter_base(path, args.revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
+    base, files = adapter_base(path, revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
         if source != path or not base:
             raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
         source = base
-    options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
     if args.load_in_4bit:
         kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         kinds["bnb_4bit_compute_dtype"] = options["dtype"]
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kinds)
         options["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        if isinstance(tokenizer := source, str):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision if source == path else None, **hub)
         if kind is AutoModelForCausalLM and isinstance(path, str):
-            whole = AutoConfig.from_pretrained(base or path, **hub).is_encoder_decoder
-            kind = AutoModelForSeq2SeqLM if whole else kind
+            config = AutoConfig.from_pretrained(base or path, revision=None if base else revision, **hub)
+            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
+        options |= hub | ({"adapter_kwargs": {"revision": revision}} if base else {"revision": revision})
         model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
-        raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
+        named = f"{flag} {path}" + f" --revision {revision}" * bool(revision)
+        named += f" --tokenizer {args.tokenizer}" * isinstance(args.tokenizer, str)
+        raise InputError(f"{named} cannot be loaded: {' '.join(str(error).split())}") from None
     if hasattr(model, "get_base_model"):  # of peft's own class
         model = model.get_base_model()
         model._hf_peft_config_loaded = True
@@ -353,8 +346,9 @@ def load_pretrained(kind, args, path, flag, **options):
 
 def adapter_base(path, revision=None):
     """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
-    found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
-    return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
+    with suppress(OSError, ValueError):
+        found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
+        return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
 
 
 def load_model(args, path, flag="--model"):
@@ -407,7 +401,7 @@ def freeze(lm, num_layers_unfrozen):
     return depth
 
 
-def add_lora(lm, args, heads=()):
+def train_adapters(lm, args, heads=()):
     """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
     before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them. At
     least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
@@ -596,10 +590,10 @@ class RewardModel:
 
     def __init__(self, args, lm):
         name, _, label = (args.reward, "", "") if spec_path(args.reward) else args.reward.partition(":")
-        own, flag, base = copy.copy(args), f"--reward {args.reward}", adapter_base(str(spec_path(name) or name))
-        own.tokenizer = own.revision = None  # those flags are about --model
-        own.load_in_4bit &= base is not None
-        kind, options = AutoModelForSequenceClassification, {"num_labels": 1} if base else {}
+        own, flag, path = copy.copy(args), f"--reward {args.reward}", str(spec_path(name) or name)
+        own.tokenizer = None  # that flag is about --model
+        own.load_in_4bit &= bool(adapter_base(path))
+        kind, options = AutoModelForSequenceClassification, {"num_labels": 1} if adapter_base(path) else {}
         self.model, self.tokenizer, missing = load_pretrained(kind, own, name, "--reward", **options)
         labels = {name: number for number, name in self.model.config.id2label.items()}
         problems = [f"{flag} is no sequence classifier, it has no {key}" for key in missing[:1]]
@@ -608,7 +602,7 @@ class RewardModel:
         stop_if(problems)
         self.label, self.model = labels.get(label, 0), self.model.requires_grad_(False).eval().to(lm.device)
         self.norm = getattr(self.model.config, "reward_norm", {"gain": 1.0, "bias": 0.0})  # of reward.py
-        if base and (path := Path(spec_path(name) or "") / "reward_norm.safetensors").exists():
+        if (path := Path(path) / "reward_norm.safetensors").exists():  # of an adapter
             self.norm = {key: value.item() for key, value in safetensors.torch.load_file(path).items()}
         self.shared = share_frozen(self.model, lm)
         self.own = sum(weight.numel() for weight in self.model.parameters()) - self.shared
@@ -1291,8 +1285,11 @@ def set_attention(lm, args, device, longest):
         libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
     eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
     choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
+    before = lm.config._attn_implementation
     try:
         lm.set_attn_implementation(choice)
+        if choice != before == lm.config._attn_implementation:  # some models warn and go on
+            raise ValueError(f"{type(lm).__name__} stays with {before}")
     except (ValueError, ImportError) as error:
         if args.attn_implementation != "auto":
             raise InputError(f"--attn-implementation {choice}: {error}") from None
@@ -1336,7 +1333,7 @@ def main(args):
 
     lengths = sorted(map(len, queries))
     set_attention(lm, args, device, lengths[-1] + args.max_new_tokens)
-    add_lora(lm, args)
+    train_adapters(lm, args)
     depth = freeze(lm, args.num_layers_unfrozen) * (not encoder)  # the reference shares what is frozen
     if ref_path:
         ref, ref_tokenizer = load_model(args, ref_path, "--ref-model")
@@ -1346,6 +1343,8 @@ def main(args):
         share_frozen(as_decoder(ref.to(device)), lm)
     else:
         ref = copy.deepcopy(lm, {id(weight): weight for weight in lm.parameters() if not weight.requires_grad})
+        if args.lora_r:
+            ref.disable_adapters()  # new ones add zero
     reward = reward or RewardModel(args, lm)
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
     if (folder := spec_path(path)) and (folder / "value_head.safetensors").exists():
@@ -1370,13 +1369,13 @@ def main(args):
     step = state["iteration"] * steps_per_iteration
     # the last state of a truncated response is never sampled from, so the trunk has no output for it
     depth = min(depth, state.get("trunk", depth)) * (args.cache_trunk and not args.bootstrap_truncated)
-    trunk, frozen = Trunk(depth, "trunk" in state), frozen_sum(lm)
+    trunk, frozen = Trunk(depth, "trunk" in state), frozen_weights(lm)
     if run.checkpoint:
         unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
     if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-episodes")
     trained = sum(w.numel() for w in policy.parameters() if w.requires_grad)
-    shared = "a model of its own" if ref_path else "shares the frozen weights" if frozen else "a frozen copy"
+    shared = "a model of its own" if ref_path else "shares the frozen weights" if frozen[1] else "a frozen copy"
     if isinstance(reward, RewardModel):
         shared += f"; reward: {reward.shared:,} parameters of the policy's, {reward.own:,} of its own"
     run.say(
@@ -1497,7 +1496,8 @@ def main(args):
     # ---- export
     run.export(to_export(lm, args), tokenizer, "hf_model", heads)
     title = f"{run.identity['flags']['model']} after PPO on {run.identity['flags']['reward']}"
-    metrics = run.finish(headline if args.eval_every else "objective/scores", title, rows[0]["prompt"])
+    headline, usage = headline if args.eval_every else "objective/scores", SEQ2SEQ_USAGE if encoder else USAGE
+    metrics = run.finish(headline, title, rows[0]["prompt"], usage)
     accelerator.end_training()
     return metrics, run.dir
 
@@ -1510,6 +1510,11 @@ def due(step, steps, every):
     """Whether a multiple of `every` lies in the last `steps` steps."""
     return bool(every) and step // every > (step - steps) // every
 
+
+SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+tokenizer, model = AutoTokenizer.from_pretrained({folder!r}), AutoModelForSeq2SeqLM.from_pretrained({folder!r})
+ids = model.generate(**tokenizer({prompt!r}, return_tensors='pt'), max_new_tokens=20)
+print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
 
 if __name__ == "__main__":
     cli(Args, main)

@@ -33,7 +33,7 @@ import re
 import sys
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -57,17 +57,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common.checkpoint import (
-    InputError,
-    build,
-    cli,
-    frozen_sum,
-    pack_state,
-    spec_path,
-    stop_if,
-    unpack_state,
-)
-from common.logging import Run, closes_run, on_main, visible
+from common.checkpoint import InputError, build, cli, pack_state, spec_path, stop_if, unpack_state
+from common.logging import Run, closes_run, frozen_weights, on_main, visible
 from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows
 
 TASK = "benchmarks/tasks/randomwalks.py"
@@ -204,7 +195,6 @@ class Args:
             ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1 or at least 0"),
             ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
             ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
-            ("lora_targets", self.lora_targets, "one or more names"),
             ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
             ("norm_policy", not self.norm_policy or self.norm_prompts, "given with --norm-prompts"),
             ("norm_policy", self.norm_policy or not self.norm_prompts or isinstance(self.model, str), "given"),
@@ -227,32 +217,36 @@ def load_pretrained(kind, args, path, flag, **options):
     may be that of a LoRA adapter; an encoder-decoder comes as one."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
-    path = str(path) if isinstance(path, Path) else path
+    path, revision = spec_path(path) or path, args.revision if flag == "--model" else None  # of no other repository
+    path, hub = str(path) if isinstance(path, Path) else path, {"trust_remote_code": args.trust_remote_code}
     source = args.tokenizer or getattr(path, "name_or_path", path)
     for name, given in ((flag, path), ("--tokenizer", source)):
         local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
         if local and not Path(given).exists():
             raise InputError(f"{name} {given}: there is no such directory")
-    base, files = adapter_base(path, args.revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
+    base, files = adapter_base(path, revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
         if source != path or not base:
             raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
         source = base
-    options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
     if args.load_in_4bit:
         kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         kinds["bnb_4bit_compute_dtype"] = options["dtype"]
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kinds)
         options["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        if isinstance(tokenizer := source, str):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision if source == path else None, **hub)
         if kind is AutoModelForCausalLM and isinstance(path, str):
-            whole = AutoConfig.from_pretrained(base or path, **hub).is_encoder_decoder
-            kind = AutoModelForSeq2SeqLM if whole else kind
+            config = AutoConfig.from_pretrained(base or path, revision=None if base else revision, **hub)
+            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
+        options |= hub | ({"adapter_kwargs": {"revision": revision}} if base else {"revision": revision})
         model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
-        raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
+        named = f"{flag} {path}" + f" --revision {revision}" * bool(revision)
+        named += f" --tokenizer {args.tokenizer}" * isinstance(args.tokenizer, str)
+        raise InputError(f"{named} cannot be loaded: {' '.join(str(error).split())}") from None
     if hasattr(model, "get_base_model"):  # of peft's own class
         model = model.get_base_model()
         model._hf_peft_config_loaded = True
@@ -273,8 +267,9 @@ def load_pretrained(kind, args, path, flag, **options):
 
 def adapter_base(path, revision=None):
     """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
-    found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
-    return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
+    with suppress(OSError, ValueError):
+        found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
+        return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
 
 
 def load_classifier(args, path):
@@ -350,7 +345,7 @@ def freeze(lm, num_layers_unfrozen):
     return depth
 
 
-def add_lora(lm, args, heads=()):
+def train_adapters(lm, args, heads=()):
     """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
     before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them. At
     least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
@@ -819,8 +814,11 @@ def set_attention(lm, args, device, longest):
         libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
     eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
     choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
+    before = lm.config._attn_implementation
     try:
         lm.set_attn_implementation(choice)
+        if choice != before == lm.config._attn_implementation:  # some models warn and go on
+            raise ValueError(f"{type(lm).__name__} stays with {before}")
     except (ValueError, ImportError) as error:
         if args.attn_implementation != "auto":
             raise InputError(f"--attn-implementation {choice}: {error}") from None
@@ -861,12 +859,12 @@ def main(args):
         *encoded, note = encode_texts(found, tokenizer, max_length, f"--eval-dataset {prefix[5:-1]}".strip())
         eval_sets[prefix], report = encoded, f"{report}\n{prefix[:-1]}: {note}"
     heads = sorted({name.split(".")[0] for name, _ in lm.named_parameters()} - {lm.base_model_prefix})
-    add_lora(lm.to(device), args, heads)
+    train_adapters(lm.to(device), args, heads)
     freeze(lm, args.num_layers_unfrozen)
     for name, weight in lm.named_parameters():
         if args.num_layers_unfrozen >= 0 and name.split(".")[0] in heads:
             weight.requires_grad_(True)
-    frozen, adapter = frozen_sum(lm), lm._hf_peft_config_loaded and not args.merge  # has no configuration of a model
+    adapter = lm._hf_peft_config_loaded and not args.merge  # it has no configuration of a model
     norm_ids = []
     if prompts:
         policy = load_model(args, policy_path, "--norm-policy")
@@ -891,7 +889,7 @@ def main(args):
         share = error <= (1e-4 if args.dtype != "bfloat16" else 0.02)
         if not share:
             run.say(f"--share-prompt is off: in this model it changes a score by {error:.1e}")
-    model = accelerator.prepare(lm)
+    model, frozen = accelerator.prepare(lm), frozen_weights(lm)
     optimizer = make_optimizer(model, args)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:

@@ -30,7 +30,7 @@ import re
 import sys
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,29 +42,14 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
+from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common.checkpoint import (
-    InputError,
-    build,
-    cli,
-    frozen_sum,
-    load_function,
-    pack_state,
-    spec_path,
-    stop_if,
-    unpack_state,
-)
-from common.logging import Run, closes_run, on_main, visible
+from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
+from common.logging import USAGE, Run, closes_run, frozen_weights, on_main, visible
 from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
 
 TASK = "benchmarks/tasks/randomwalks.py"
@@ -224,7 +209,6 @@ class Args:
             ("num_layers_unfrozen", self.num_layers_unfrozen > 0 or self.num_layers_unfrozen == -1, "-1 or at least 1"),
             ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
             ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
-            ("lora_targets", self.lora_targets, "one or more names"),
             ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
             ("stop", all(self.stop), "strings that are not empty"),
             ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
@@ -246,32 +230,36 @@ def load_pretrained(kind, args, path, flag, **options):
     may be that of a LoRA adapter; an encoder-decoder comes as one."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    hub, path = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}, spec_path(path) or path
-    path = str(path) if isinstance(path, Path) else path
+    path, revision = spec_path(path) or path, args.revision if flag == "--model" else None  # of no other repository
+    path, hub = str(path) if isinstance(path, Path) else path, {"trust_remote_code": args.trust_remote_code}
     source = args.tokenizer or getattr(path, "name_or_path", path)
     for name, given in ((flag, path), ("--tokenizer", source)):
         local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
         if local and not Path(given).exists():
             raise InputError(f"{name} {given}: there is no such directory")
-    base, files = adapter_base(path, args.revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
+    base, files = adapter_base(path, revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
         if source != path or not base:
             raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
         source = base
-    options |= hub | {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
     if args.load_in_4bit:
         kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         kinds["bnb_4bit_compute_dtype"] = options["dtype"]
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kinds)
         options["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **hub) if isinstance(source, str) else source
+        if isinstance(tokenizer := source, str):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision if source == path else None, **hub)
         if kind is AutoModelForCausalLM and isinstance(path, str):
-            whole = AutoConfig.from_pretrained(base or path, **hub).is_encoder_decoder
-            kind = AutoModelForSeq2SeqLM if whole else kind
+            config = AutoConfig.from_pretrained(base or path, revision=None if base else revision, **hub)
+            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
+        options |= hub | ({"adapter_kwargs": {"revision": revision}} if base else {"revision": revision})
         model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
     except Exception as error:  # the libraries' errors have no common class
-        raise InputError(f"{flag} {path} cannot be loaded: {' '.join(str(error).split())}") from None
+        named = f"{flag} {path}" + f" --revision {revision}" * bool(revision)
+        named += f" --tokenizer {args.tokenizer}" * isinstance(args.tokenizer, str)
+        raise InputError(f"{named} cannot be loaded: {' '.join(str(error).split())}") from None
     if hasattr(model, "get_base_model"):  # of peft's own class
         model = model.get_base_model()
         model._hf_peft_config_loaded = True
@@ -292,8 +280,9 @@ def load_pretrained(kind, args, path, flag, **options):
 
 def adapter_base(path, revision=None):
     """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
-    found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
-    return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
+    with suppress(OSError, ValueError):
+        found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
+        return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
 
 
 def load_model(args, path, flag="--model"):
@@ -346,7 +335,7 @@ def freeze(lm, num_layers_unfrozen):
     return depth
 
 
-def add_lora(lm, args, heads=()):
+def train_adapters(lm, args, heads=()):
     """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
     before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them. At
     least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
@@ -562,12 +551,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def chat_pieces(tokenizer, messages, first, tools, where):
     """The text of a chat in pieces, alternately without and with loss: the assistant's messages from number `first` on,
-    with the end of their turn."""
+    with the end of their turn; or what the template marks as generated, if it does."""
     chat_text(tokenizer, messages, where, tools=tools)  # stops at what is no chat
-    pieces = []
+    pieces, turns = [], [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
     if messages[-1]["role"] != "assistant":
         raise InputError(f"{where}: the last message must be the assistant's, it is by {messages[-1]['role']!r}")
-    for i in (i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"):
+    if re.search(r"\{%-?\s*generation\b", template := tokenizer.get_chat_template(tools=tools)):
+        options = {"chat_template": template, "tools": tools, "return_assistant_tokens_mask": True}
+        [text], [spans] = render_jinja_template([messages], **options, **tokenizer.special_tokens_map)
+        edges = [0, *itertools.chain(*spans[-len(turns) :]), len(text)]
+        return [text[begin:end] for begin, end in itertools.pairwise(edges)]
+    for i in turns:
         options = {"tools": tools, "add_generation_prompt": True}
         before = chat_text(tokenizer, messages[:i], where, **options) if i else ""
         after, done = chat_text(tokenizer, messages[: i + 1], where, tools=tools), "".join(pieces)
@@ -641,7 +635,7 @@ def encode_pieces(rows, tokenizer, flag, encoder=False):
         yield ids, begins
 
 
-def encode_rows(rows, tokenizer, max_length, completion_only_loss, encoder, flag):
+def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder=False):
     """[(ids, labels)] of the rows that have a label left after the cut to max_length, which may remove the end token,
     and a report for the summary. The first token has no label: nothing predicts it."""
     examples, truncated = [], 0
@@ -957,8 +951,11 @@ def set_attention(lm, args, device, longest):
         libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
     eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
     choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
+    before = lm.config._attn_implementation
     try:
         lm.set_attn_implementation(choice)
+        if choice != before == lm.config._attn_implementation:  # some models warn and go on
+            raise ValueError(f"{type(lm).__name__} stays with {before}")
     except (ValueError, ImportError) as error:
         if args.attn_implementation != "auto":
             raise InputError(f"--attn-implementation {choice}: {error}") from None
@@ -1001,14 +998,14 @@ def main(args):
     if encoder and (args.packing or args.neftune_alpha or not args.completion_only_loss):
         raise InputError("--packing, --neftune-alpha and --no-completion-only-loss are not for encoder-decoders")
     pad, limit = tokenizer.pad_token_id, getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    add_lora(lm, args)
+    train_adapters(lm, args)
     freeze(lm, args.num_layers_unfrozen)
-    frozen = frozen_sum(lm)
     max_length = min(args.max_length, limit or args.max_length)
-    encoding = tokenizer, max_length, args.completion_only_loss, encoder
-    examples, report = encode_rows(rows, *encoding, "--dataset")
+    encoding = tokenizer, max_length, args.completion_only_loss
+    examples, report = encode_rows(rows, *encoding, "--dataset", encoder)
     for prefix, found in eval_sets.items():
-        eval_sets[prefix] = encode_rows(found, *encoding, f"--eval-dataset {prefix[5:-1]}".strip())[0]
+        flag = f"--eval-dataset {prefix[5:-1]}".strip()
+        eval_sets[prefix] = encode_rows(found, *encoding, flag, encoder)[0]
     if metric:
         sampling = tokenizer, args.max_new_tokens, limit
         prompts, queries = encode_prompts(prompts, *sampling, "--eval-prompts", encoder=encoder)
@@ -1022,7 +1019,7 @@ def main(args):
         return run.newest_metrics(), run.dir
     if run.state:  # another number of threads gives other bits
         threads = set_threads(args.threads or run.state["threads"])
-    model = accelerator.prepare(lm)
+    model, frozen = accelerator.prepare(lm), frozen_weights(lm)
     optimizer = make_optimizer(model, args)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
@@ -1131,10 +1128,16 @@ def main(args):
     run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after SFT on {run.identity['flags']['dataset']}"
     prompt = next(i for i, label in enumerate(first_labels) if label != -100)
-    metrics = run.finish(headline, title, tokenizer.decode(first_ids[:prompt]))
+    usage = SEQ2SEQ_USAGE if encoder else USAGE
+    metrics = run.finish(headline, title, tokenizer.decode(first_ids[:prompt], skip_special_tokens=encoder), usage)
     accelerator.end_training()
     return metrics, run.dir
 
+
+SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+tokenizer, model = AutoTokenizer.from_pretrained({folder!r}), AutoModelForSeq2SeqLM.from_pretrained({folder!r})
+ids = model.generate(**tokenizer({prompt!r}, return_tensors='pt'), max_new_tokens=20)
+print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
 
 if __name__ == "__main__":
     cli(Args, main)

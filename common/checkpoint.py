@@ -18,6 +18,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import yaml
+from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,31 +149,30 @@ def build(spec, flag):
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def frozen_sum(model):
-    """The sum of the weights that are not trained, which are in no checkpoint."""
-    return sum(weight.double().sum().item() for weight in model.parameters() if not weight.requires_grad)
-
-
 def pack_state(model, optimizer, frozen, **state):
-    """(files, state) of a checkpoint: what is trained. Collective: every rank calls it, rank 0 gets the tensors.
+    """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors.
 
     Full state dicts come from torch.distributed.checkpoint, so DDP and FSDP2 use the same path. Tied parameters are
     stored once. An optimizer that has not stepped is left out: reading its state would take a hidden step.
-    frozen: the `frozen_sum` of what --model gave and training leaves as it is.
+    frozen: the `frozen_weights` of --model, which are left out; others without gradient (target networks) are not.
     """
+    others = nn.ParameterList(w for w in model.parameters() if not w.requires_grad and id(w) not in frozen[1])
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    others.requires_grad_(True)
     weights, tied, seen = dcp.get_model_state_dict(model, options=options), {}, {}  # empty on ranks other than 0
+    others.requires_grad_(False)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = name.removeprefix("module.")  # of data-parallel training
-        if seen.setdefault(id(parameter), name) != name and weights.pop(name, None) is not None:
-            tied[name] = seen[id(parameter)]
+        first = seen.setdefault(id(parameter), name)
+        if first != name and weights.pop(name, None) is not None and first in weights:
+            tied[name] = first
     files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items()}}
     if optimizer.state:
         saved = dcp.get_optimizer_state_dict(model, optimizer, options=options)
         entries = [(name, *item) for name, entry in saved.get("state", {}).items() for item in entry.items()]
         files["optim.safetensors"] = {f"{name}//{key}": torch.as_tensor(x).contiguous() for name, key, x in entries}
         state["optimizer_groups"] = [group["params"] for group in saved.get("param_groups", [])]
-    return files, {"format": FORMAT, "tied": tied, "frozen": frozen, **state}
+    return files, {"format": FORMAT, "tied": tied, "frozen": frozen[0], **state}
 
 
 def unpack_state(path, state, model, optimizer, frozen):
@@ -182,7 +182,7 @@ def unpack_state(path, state, model, optimizer, frozen):
     weights |= {name: weights[first] for name, first in state["tied"].items()}
     trained = {name.removeprefix("module."): w.shape for name, w in model.named_parameters() if w.requires_grad}
     lacking = [name for name, shape in trained.items() if name not in weights or weights[name].shape != shape]
-    if lacking or not math.isclose(state["frozen"], frozen, rel_tol=1e-9):  # threads change the last digits
+    if lacking or not math.isclose(state["frozen"], frozen[0], rel_tol=1e-9):  # threads change the last digits
         what = f"did not train {min(lacking)} in this shape" if lacking else "froze other weights than these"
         raise InputError(f"{path} {what}: start from its model with --model, without --resume")
     dcp.set_model_state_dict(model, weights, options=options)
@@ -321,8 +321,6 @@ def write_text(path, text):
     """Writes a file whole or not at all."""
     path = Path(path)
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(text, encoding="utf-8")
+    fsync(temporary)
     temporary.rename(path)

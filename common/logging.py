@@ -129,6 +129,12 @@ def identity(algo, args, script):
     return {"algo": algo, "hash": digest, "flags": flags, "files": files}
 
 
+def frozen_weights(lm):
+    """(sum, ids) of the weights of --model that are not trained, which checkpoints leave out."""
+    weights = [weight for weight in lm.parameters() if not weight.requires_grad]
+    return sum(weight.double().sum().item() for weight in weights), set(map(id, weights))
+
+
 def differences(old, new):
     """One line for each flag or file in which two identities differ."""
     old, new = json.loads(json.dumps([old, new]))
@@ -263,8 +269,7 @@ class Run:
             signal.signal(*self.handlers.popitem())
         if self in _open and self.accelerator.num_processes > 1:
             time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast still winds up
-        if self.lock:
-            self.lock.close()
+        self.lock = self.lock and self.lock.close()
         if self in _open:
             _open.remove(self)
 
@@ -369,14 +374,12 @@ class Run:
 
     def newest_metrics(self):
         """The newest value of every metric in metrics.jsonl, on every process."""
-        return on_main(self.accelerator, self._newest)
-
-    def _newest(self):
-        return functools.reduce(dict.__or__, map(json.loads, open(self.dir / "metrics.jsonl")), {})
+        path = self.dir and self.dir / "metrics.jsonl"
+        return on_main(self.accelerator, lambda: functools.reduce(dict.__or__, map(json.loads, open(path)), {}))
 
     def _finish(self, headline, title, prompt, usage, library, pictures):
         records = [json.loads(line) for line in open(self.dir / "metrics.jsonl")]
-        metrics = self._newest()
+        metrics = functools.reduce(dict.__or__, records, {})
         curve = [(record["step"], record[headline]) for record in records if record.get(headline) is not None]
         with contextlib.suppress(ImportError):
             from matplotlib.figure import Figure
@@ -407,6 +410,5 @@ class Run:
 def keep_lines(path, step):
     """Keeps the lines of a JSONL file up to a step; a last line that a kill tore is dropped."""
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("}\n")]
+        whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
         ckpt.write_text(path, "".join(line for line in whole if json.loads(line)["step"] <= step))

@@ -117,6 +117,7 @@ def test_blocks_are_not_the_experts_of_a_block():
     model = nn.Module()
     model.norms, model.decoder = nn.ModuleList([nn.LayerNorm(3)]), nn.Module()
     model.decoder.layers = nn.ModuleList(Block() for _ in range(5))
+    model.config = SimpleNamespace(is_encoder_decoder=False)
     assert ppo.blocks(model) is model.decoder.layers
 
 
@@ -468,8 +469,8 @@ def by_hand(folder, text, ended, label=0):
 @pytest.mark.parametrize("family", CLASSIFIERS)
 def test_a_reward_model_scores_rows_as_alone(classifiers, family, same):
     folder = classifiers(family, labels=3, same=same)
-    args = SimpleNamespace(reward=f"{folder}:good", trust_remote_code=False, dtype="float64")
-    reward = ppo.RewardModel(args, "cpu")
+    args = SimpleNamespace(reward=f"{folder}:good", trust_remote_code=False, dtype="float64", load_in_4bit=False)
+    reward = ppo.RewardModel(args, SimpleNamespace(device="cpu", named_parameters=dict().items))
     texts, ended = (x[:2] + x[3:] for x in (TEXTS, ENDED)) if family == "Bert" else (TEXTS, ENDED)
     expected = [by_hand(folder, text, end, 1) for text, end in zip(texts, ended, strict=True)]
     assert len(set(expected)) == len(texts)

@@ -664,8 +664,10 @@ def test_rows_with_other_columns(gpt2_dir, tmp_path):
 
 
 def ppo_scores(folder, texts, ended, dtype, size=3):
-    args = SimpleNamespace(reward=str(folder), trust_remote_code=False, dtype=dtype)
-    return ppo.RewardModel(args, "cpu")(texts, ended, size).tolist()
+    args = SimpleNamespace(reward=str(folder), trust_remote_code=False, dtype=dtype, load_in_4bit=False)
+    return ppo.RewardModel(args, SimpleNamespace(device="cpu", named_parameters=dict().items))(
+        texts, ended, size
+    ).tolist()
 
 
 NORM = {"norm_prompts": [{"prompt": prompt} for prompt in PROMPTS]}

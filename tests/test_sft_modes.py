@@ -359,7 +359,7 @@ class Leaky(torch.nn.Module):
 
     def __init__(self, model, positions):
         super().__init__()
-        self.model, self.positions = model, positions
+        self.model, self.positions, self.config = model, positions, model.config
 
     def forward(self, input_ids, position_ids, **options):
         position_ids = torch.arange(input_ids.shape[1])[None] if self.positions else position_ids

@@ -1,0 +1,287 @@
+"""Names of the hub, from a cache and without a network: `python -m pytest tests/test_hub.py`
+
+The cache has the layout of huggingface_hub and datasets. It holds a model in two revisions, a classifier, a model with
+code of its own, and a dataset with two splits. Commands run in a process of their own, since the libraries read where
+the cache is when they are imported. Uploads go to a stub of the client.
+"""
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from test_models import short_ppo, short_sft
+from transformers import GPT2ForSequenceClassification
+
+from benchmarks.tasks import randomwalks
+from common.checkpoint import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+SPLITS = {
+    "train": [{"prompt": p, "completion": p + "a"} for p in "bcd"],
+    "held_out": [{"prompt": p, "completion": "u" + p} for p in "efgh"],
+}
+EXPORT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+SFT = "sft --total-steps 2 --batch-size 2 --eval-dataset None --save-every 0 --threads 1 --dataset train.jsonl"
+PPO = """ppo --total-episodes 4 --rollout-batch-size 4 --batch-size 4 --save-every 0 --max-new-tokens 4 --threads 1
+    --dataset train.jsonl"""
+# Commands one after the other in one process, as their scripts run them; prints [exit code, stderr] of each.
+DRIVER = """
+import contextlib, io, json, sys
+from algos import ppo, sft
+from common.checkpoint import cli
+results = []
+for sys.argv in json.load(sys.stdin):
+    script, code, err = {"ppo": ppo, "sft": sft}[sys.argv[0]], 0, io.StringIO()
+    try:
+        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+            cli(script.Args, script.main)
+    except SystemExit as error:
+        code = error.code
+    results.append([code, err.getvalue()])
+print(json.dumps(results))
+"""
+MAZE = """
+from pathlib import Path
+from transformers import GPT2Config, GPT2LMHeadModel
+Path("marker").touch()
+
+class MazeConfig(GPT2Config):
+    model_type = "maze"
+
+class MazeModel(GPT2LMHeadModel):
+    config_class = MazeConfig
+"""
+
+
+class Walks(datasets.GeneratorBasedBuilder):
+    """Writes SPLITS into the cache of datasets."""
+
+    def _info(self):
+        strings = dict.fromkeys(SPLITS["train"][0], datasets.Value("string"))
+        return datasets.DatasetInfo(features=datasets.Features(strings))
+
+    def _split_generators(self, manager):
+        return [datasets.SplitGenerator(name, gen_kwargs={"rows": rows}) for name, rows in SPLITS.items()]
+
+    def _generate_examples(self, rows):
+        yield from enumerate(rows)
+
+
+def commit(revision):
+    return hashlib.sha1(revision.encode()).hexdigest()
+
+
+def put_in_cache(hub, repository, **revisions):
+    """The files of directories {revision: directory} as huggingface_hub keeps them: blobs, snapshots of links to them,
+    and refs."""
+    folder = hub / f"models--{repository.replace('/', '--')}"
+    for revision, directory in revisions.items():
+        snapshot, blobs, refs = folder / "snapshots" / commit(revision), folder / "blobs", folder / "refs"
+        for new in (snapshot, blobs, refs):
+            new.mkdir(parents=True, exist_ok=True)
+        for path in directory.iterdir():
+            blob = hashlib.sha256(path.read_bytes()).hexdigest()
+            shutil.copy(path, blobs / blob)
+            (snapshot / path.name).symlink_to(Path("../../blobs") / blob)
+        (refs / revision).write_text(commit(revision))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, build_model):
+    """A directory with models (main, v2, judge, maze), the rows of SPLITS in files, and HF_HOME, which has the same as
+    org/walker, org/judge, org/maze and org/walks."""
+    work, letters = tmp_path_factory.mktemp("hub"), randomwalks.tokenizer()
+    models = {name: build_model(seed=seed) for seed, name in enumerate(("main", "v2", "maze"))}
+    torch.manual_seed(4)
+    models["judge"] = GPT2ForSequenceClassification(build_model(id2label={0: "BAD", 1: "GOOD"}).config)
+    for number, (name, model) in enumerate(models.items()):
+        model.save_pretrained(work / name)
+        letters.model_max_length = 31 - number  # tells the tokenizers apart
+        letters.save_pretrained(work / name)
+    code = {"AutoConfig": "maze.MazeConfig", "AutoModelForCausalLM": "maze.MazeModel"}
+    config = json.loads((work / "maze/config.json").read_text()) | {"model_type": "maze", "auto_map": code}
+    (work / "maze/config.json").write_text(json.dumps(config))
+    (work / "maze/maze.py").write_text(MAZE)
+    put_in_cache(work / "HF_HOME/hub", "org/walker", main=work / "main", v2=work / "v2")
+    for name in ("judge", "maze"):
+        put_in_cache(work / "HF_HOME/hub", f"org/{name}", main=work / name)
+    options = {"repo_id": "org/walks", "dataset_name": "walks", "hash": "0" * 16}
+    Walks(cache_dir=str(work / "HF_HOME/datasets"), **options).download_and_prepare()
+    for name, rows in SPLITS.items():
+        (work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return work
+
+
+def run(work, *commands):
+    """[exit code, stderr] of each command, in the directory work."""
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PLAINRL_CACHE") if name in os.environ}
+    env |= {"HF_HOME": str(work / "HF_HOME"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words, argv = json.dumps([command.split() for command in commands]), [sys.executable, "-c", DRIVER]
+    done = subprocess.run(argv, input=words, cwd=work, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def succeed(work, *commands):
+    for command, (code, err) in zip(commands, run(work, *commands), strict=True):
+        assert code == 0, f"{command}\n{err}"
+
+
+# ---- Names that load -------------------------------------------------------------------------------------------------
+
+
+def test_revisions_of_a_model(work):
+    """Weights and tokenizer are those of the branch, tag or commit, which the run records and config.yaml repeats."""
+    v2, command = commit("v2"), f"{SFT} --eval-every 0 --lr 1e-30 --model org/walker"
+    runs = {"default": (None, "main"), "branch": ("main", "main"), "tag": ("v2", "v2"), "commit": (v2, "v2")}
+    flags = {name: f"--revision {revision}" if revision else "" for name, (revision, _) in runs.items()}
+    commands = [f"{command} {flags[name]} --run-dir {name}" for name in runs]
+    succeed(work, *commands, "sft --config tag/config.yaml --threads 1 --run-dir again")
+    for name, (revision, source) in (runs | {"again": runs["tag"]}).items():
+        weights, expected = (load_file(work / d / "model.safetensors") for d in (f"{name}/hf_model", source))
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-20)  # zeros have moved by 1e-30
+        tokenizers = [work / d / "tokenizer_config.json" for d in (f"{name}/hf_model", source)]
+        assert len({json.loads(path.read_text())["model_max_length"] for path in tokenizers}) == 1
+        env, config = (yaml.safe_load((work / name / file).read_text()) for file in ("env.json", "config.yaml"))
+        for recorded in (env["flags"], config):
+            found = [recorded[flag] for flag in ("model", "revision", "trust_remote_code")]
+            assert found == ["org/walker", revision, False]
+    a, b = (load_file(work / name / "model.safetensors") for name in ("main", "v2"))
+    assert not torch.equal(a["transformer.wte.weight"], b["transformer.wte.weight"])
+
+
+def test_splits_of_a_dataset(work):
+    """The same runs as with their rows in files; without a split it is `train`."""
+    rows = [("train.jsonl", "held_out.jsonl,train.jsonl"), ("org/walks:train", "org/walks:held_out,org/walks:train")]
+    rows += [("held_out.jsonl", "train.jsonl"), ("org/walks:held_out", "org/walks"), ("org/walks:held_out[:2]", "None")]
+    command = f"{SFT} --eval-every 1 --model v2"
+    succeed(work, *(f"{command} --dataset {a} --eval-dataset {b} --run-dir data-{i}" for i, (a, b) in enumerate(rows)))
+    metrics = [(work / f"data-{i}/metrics.jsonl").read_text() for i in range(len(rows))]
+    assert metrics[0] == metrics[1] and metrics[2] == metrics[3] and len(set(metrics)) == 3
+    last = [json.loads(text.splitlines()[-1]) for text in metrics]
+    assert {"eval/held_out/loss", "eval/train/loss"} < last[1].keys()
+    assert [m["train/epoch"] for m in last[2:]] == [1, 1, 2]  # 4 rows seen of 4, 4 and 2
+
+
+def test_a_classifier_as_the_reward(work):
+    """The same run as with directories; --revision is that of the model, the classifier has no v2."""
+    names = ["--model v2 --reward ./judge:GOOD", "--model org/walker --revision v2 --reward org/judge:GOOD"]
+    names += ["--model org/walker --revision v2 --reward org/judge:BAD"]
+    succeed(work, *(f"{PPO} {flags} --run-dir ppo-{number}" for number, flags in enumerate(names)))
+    directory, good, bad = ((work / f"ppo-{number}/metrics.jsonl").read_text() for number in range(3))
+    assert directory == good != bad
+
+
+# ---- Names that do not -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_neither_cached_nor_reachable(work):
+    """Exit code 2, nothing written, and one sentence: the flag, and that there is no connection (or no such split)."""
+    missing = {
+        f"{SFT} --model org/nope": "--model org/nope",
+        f"{SFT} --model org/walker --revision v3": "--model org/walker",
+        f"{SFT} --model org/walker --revision {commit('v3')}": "--model org/walker",
+        f"{SFT} --model v2 --dataset org/nope": "--dataset org/nope",
+        f"{SFT} --model v2 --dataset org/nope:test": "--dataset org/nope:test",
+        f"{SFT} --model v2 --eval-dataset org/nope:test": "--eval-dataset org/nope:test",
+        f"{PPO} --model v2 --reward org/nope:GOOD": "--reward org/nope",
+        f"{PPO} --model v2 --reward judge:GOOD --ref-model org/nope": "--ref-model org/nope",
+        f"{SFT} --model v2 --dataset org/walks:heldout": "--dataset org/walks:heldout",
+    }
+    results = run(work, *(f"{command} --run-dir missing" for command in missing))
+    for (command, flag), (code, err) in zip(missing.items(), results, strict=True):
+        *notes, sentence = err.splitlines()
+        assert code == 2 and sentence.startswith(f"error: {flag} "), f"{command}\n{err}"
+        assert " cannot be loaded: " in sentence and "Traceback" not in err
+        if "heldout" in command:
+            assert all(f"'{split}'" in sentence for split in SPLITS)
+        else:
+            assert not notes and ("couldn't connect" in sentence or "Couldn't reach" in sentence)
+    assert not (work / "missing").exists()
+
+
+def test_code_of_a_repository_runs_only_when_told(work):
+    """Of a directory, too. The run records that it was told."""
+    command = f"{SFT} --eval-every 0 --lr 1e-3"
+    results = run(work, *(f"{command} --model {model} --run-dir refused" for model in ("org/maze", "./maze")))
+    for model, (code, err) in zip(("org/maze", "maze"), results, strict=True):
+        assert code == 2 and err.startswith(f"error: --model {model} cannot be loaded: ") and err.count("\n") == 1, err
+        assert "custom code" in err and "trust_remote_code" in err
+    assert not any((work / name).exists() for name in ("marker", "refused", "HF_HOME/modules"))
+    succeed(work, f"{command} --model org/maze --trust-remote-code --run-dir trusted")
+    assert (work / "marker").exists() and json.loads((work / "trusted/hf_model/config.json").read_text())["auto_map"]
+    old, new = (load_file(work / name / "model.safetensors") for name in ("maze", "trusted/hf_model"))
+    assert old.keys() == new.keys() and not any(torch.equal(old[key], new[key]) for key in old)
+    assert yaml.safe_load((work / "trusted/config.yaml").read_text())["trust_remote_code"] is True
+    assert json.loads((work / "trusted/env.json").read_text())["flags"]["trust_remote_code"] is True
+
+
+# ---- Uploads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(monkeypatch):
+    """The class in the place of the hub's client. calls: (method, arguments) that the real one would take; files: the
+    contents of uploaded folders; fails: the method that does."""
+
+    class Client:
+        real, calls, files, fails = huggingface_hub.HfApi, [], {}, None
+
+        def __getattr__(self, name):
+            return functools.partial(self.call, name, inspect.signature(getattr(self.real, name)))
+
+        def call(self, name, signature, *args, **options):
+            given = signature.bind(self, *args, **options).arguments
+            self.calls.append((name, {key: value for key, value in given.items() if key != "self"}))
+            if name == self.fails:
+                raise OSError("401 Unauthorized:\n bad token")
+            if folder := given.get("folder_path"):
+                found = [path for path in Path(folder).rglob("*") if path.is_file()]
+                self.files.update({str(path.relative_to(folder)): path.read_bytes() for path in found})
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Client)
+    return Client
+
+
+@pytest.mark.parametrize("short", [short_sft, short_ppo])
+def test_an_upload_holds_the_export_alone(short, gpt2_dir, client, tmp_path):
+    short(gpt2_dir, tmp_path / "without")
+    assert client.calls == []
+    run_dir, folder = tmp_path / "run", str(tmp_path / "run/hf_model")
+    short(gpt2_dir, run_dir, push_to_hub="org/name")
+    created = "create_repo", {"repo_id": "org/name", "private": True, "exist_ok": True}
+    assert client.calls == [created, ("upload_folder", {"repo_id": "org/name", "folder_path": folder})]
+    assert client.files.keys() == EXPORT | ({"value_head.safetensors"} if short is short_ppo else set())
+    assert client.files == {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    beside = {path.name for path in run_dir.iterdir()}
+    assert {"checkpoints", "config.yaml", "env.json", "hf_model_best", "metrics.jsonl", "README.md"} < beside
+
+
+@pytest.mark.parametrize("fails", ["create_repo", "upload_folder"])
+def test_an_upload_that_fails(fails, gpt2_dir, client, tmp_path):
+    """The model is whole; the same command uploads it without training again."""
+    client.fails, run_dir = fails, tmp_path / "run"
+    with pytest.raises(InputError) as raised:
+        short_sft(gpt2_dir, run_dir, push_to_hub="org/name")
+    assert str(raised.value).startswith("--push-to-hub org/name failed (401 Unauthorized: bad token); ")
+    assert str(run_dir / "hf_model") in str(raised.value) and not client.files
+    files = [run_dir / "metrics.jsonl", *(run_dir / "hf_model").iterdir()]
+    before = {path: path.read_bytes() for path in files}
+    assert EXPORT < {path.name for path in files}
+    weights, saved = (load_file(run_dir / d / "model.safetensors") for d in ("hf_model", "checkpoints/step_00000003"))
+    assert weights.keys() == saved.keys() and all(torch.equal(weights[key], saved[key]) for key in saved)
+    client.fails = None
+    short_sft(gpt2_dir, run_dir, push_to_hub="org/name")
+    assert client.files.keys() == EXPORT and before == {path: path.read_bytes() for path in before}

@@ -335,6 +335,8 @@ def load_pretrained(kind, args, path, flag, **options):
                 setattr(module, name, 0.0)
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # an end token that doubles as padding is trained, too
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # of bitsandbytes, whose evaluations would repack the weights
+            module.support_avx512bf16_for_cpu = False
     missing = sorted(report.get("missing_keys", ()))
     broken = [f"{name} is of shape {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
@@ -417,9 +419,9 @@ def train_adapters(lm, args, heads=()):
     if args.lora_r:
         from peft import LoraConfig
 
-        options = {"task_type": "SEQ_CLS", "modules_to_save": list(heads)} if heads else {}
-        every = tuple(args.lora_targets) == ("all-linear",)
-        options["target_modules"] = "all-linear" if every else list(args.lora_targets)
+        kind = "SEQ_CLS" if heads else "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
+        targets = "all-linear" if tuple(args.lora_targets) == ("all-linear",) else list(args.lora_targets)
+        options = {"task_type": kind, "target_modules": targets, "modules_to_save": list(heads) or None}
         adapters = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, **options)
         if not (lm.name_or_path or args.merge):
             raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")

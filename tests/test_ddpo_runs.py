@@ -436,10 +436,10 @@ import os, safetensors.torch
 from algos import ddpo
 from common.checkpoint import cli
 pack = ddpo.pack_state
-def keep(model, optimizer, **state):
+def keep(model, optimizer, frozen, **state):
     copies = {{name.removeprefix("module."): weight.clone() for name, weight in model.state_dict().items()}}
     safetensors.torch.save_file(copies, "rank" + os.environ["RANK"])
-    return pack(model, optimizer, **state)
+    return pack(model, optimizer, frozen, **state)
 ddpo.pack_state = keep
 cli(ddpo.Args, ddpo.main)
 """

@@ -418,10 +418,10 @@ import os, safetensors.torch
 from algos import ilql
 from common.checkpoint import cli
 pack = ilql.pack_state
-def keep(model, optimizer, **state):
+def keep(model, optimizer, frozen, **state):
     copies = {{name: weight.clone() for name, weight in model.state_dict().items()}}  # of tied weights, too
     safetensors.torch.save_file(copies, "rank" + os.environ["RANK"])
-    return pack(model, optimizer, **state)
+    return pack(model, optimizer, frozen, **state)
 ilql.pack_state = keep
 cli(ilql.Args, ilql.main)
 """

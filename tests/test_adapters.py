@@ -1,0 +1,497 @@
+"""LoRA adapters, 4-bit weights and reward adapters: `python -m pytest tests/test_adapters.py`
+
+An adapter starts as nothing, its reference is the model without it (or, for one that is trained further, as it came),
+and it comes out as files that transformers and peft read. A reward adapter scores on the policy's own base.
+"""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from algos import dpo, ilql, ppo, reward, sft
+from benchmarks.tasks import randomwalks
+from common import logging
+from common.checkpoint import InputError
+
+PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
+IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
+PAIRS = [{"prompt": p, "chosen": p[::-1] + "a", "rejected": "u" * len(p) + "e"} for p in PROMPTS]
+DATA = {
+    ppo: [{"prompt": p} for p in PROMPTS],
+    sft: [{"prompt": p, "completion": p[::-1] + "a"} for p in PROMPTS],
+    ilql: [{"prompt": p, "completion": p[::-1] + "a", "reward": len(p)} for p in PROMPTS],
+    reward: PAIRS,
+    dpo: PAIRS,
+}
+SCRIPTS = pytest.mark.parametrize("script", DATA, ids=lambda script: script.__name__[6:])
+LM_SCRIPTS = pytest.mark.parametrize("script", [ppo, sft, ilql, dpo], ids=lambda script: script.__name__[6:])
+
+
+def more_vowels(outputs, **columns):
+    return [float(sum(c in "aeiou" for c in output)) for output in outputs]
+
+
+def run(script, model, run_dir, **flags):
+    """Four optimizer steps, (metrics, run directory)."""
+    settings = {"model": str(model), "run_dir": str(run_dir), "dataset": DATA[script], "lr": 3e-2, "threads": 1}
+    settings |= {"batch_size": 4, "micro_batch_size": 3, "eval_every": 2, "save_every": 1}
+    if script is ppo:
+        sizes = {"total_episodes": 16, "rollout_batch_size": 8, "batch_size": 8, "ppo_epochs": 2, "max_new_tokens": 5}
+        settings |= sizes | {"reward": more_vowels}
+    else:
+        settings |= {"total_steps": 4, "eval_dataset": DATA[script]}
+    return script.main(script.Args(**settings | flags))
+
+
+def log(run_dir):
+    return [json.loads(line) for line in open(run_dir / "metrics.jsonl")]
+
+
+def weights(run_dir, name="adapter_model.safetensors"):
+    return safetensors.torch.load_file(run_dir / "hf_model" / name)
+
+
+def logits(model, ids=IDS):
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def flags_of(script=sft, **flags):
+    own = {"reward": more_vowels} if script is ppo else {}
+    return script.Args(model="none", dataset=[{"text": "b"}], **own, **flags)
+
+
+@pytest.fixture
+def lora(gpt2_dir, tmp_path_factory):
+    """lora(script, **flags): run directory of a run with adapters of rank 3, made once."""
+
+    def made(script, **flags):
+        key = script, *flags.items()
+        if key not in _made:
+            _made[key] = run(script, gpt2_dir, tmp_path_factory.mktemp("lora") / "run", lora_r=3, **flags)[1]
+        return _made[key]
+
+    return made
+
+
+_made = {}
+
+
+# ---- New adapters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_new_adapters_change_nothing_and_are_all_that_is_trained(build_model, family, dtype):
+    lm, plain = build_model(family, dtype), build_model(family, dtype)
+    lm.name_or_path = "somewhere"
+    sft.train_adapters(lm, flags_of(lora_r=3))
+    assert torch.equal(logits(lm), logits(plain))
+    trained = {name: weight for name, weight in lm.named_parameters() if weight.requires_grad}
+    kept = {name.replace(".base_layer", ""): w for name, w in lm.named_parameters() if not w.requires_grad}
+    assert kept.keys() == dict(plain.named_parameters()).keys() and all("lora_" in name for name in trained)
+    layers = [name for name, m in plain.named_modules() if type(m).__name__ in ("Linear", "Conv1D")]
+    layers.remove("lm_head")
+    assert {name.partition(".lora")[0] for name in trained} == set(layers)  # every linear layer but the last
+    for name, weight in trained.items():
+        assert weight.dtype == torch.promote_types(dtype, torch.float32)
+        bound = weight.shape[1] ** -0.5
+        assert not weight.any() if "lora_B" in name else 0.8 * bound < weight.abs().max() <= bound
+
+
+def test_adapters_are_drawn_by_the_seed_alone(build_model):
+    def drawn(seed, noise):
+        torch.manual_seed(noise)
+        lm = build_model()
+        lm.name_or_path = "somewhere"
+        ppo.train_adapters(lm, flags_of(ppo, lora_r=3, seed=seed))
+        return {name: weight for name, weight in lm.named_parameters() if "lora_A" in name}
+
+    one, again, other = drawn(1, 5), drawn(1, 6), drawn(2, 5)
+    assert all(torch.equal(one[name], again[name]) and not torch.equal(one[name], other[name]) for name in one)
+    assert len({weight.flatten()[0].item() for weight in one.values()}) == len(one)
+
+
+def test_targets_rank_and_alpha(build_model):
+    lm = build_model("llama")
+    lm.name_or_path = "somewhere"
+    sft.train_adapters(lm, flags_of(lora_r=5, lora_alpha=20.0, lora_targets=("q_proj", "down_proj")))
+    names = [name for name, weight in lm.named_parameters() if weight.requires_grad]
+    assert len(names) == 2 * 2 * 2 and all("q_proj" in name or "down_proj" in name for name in names)
+    layer = lm.model.layers[1].mlp.down_proj
+    assert layer.scaling == {"default": 4.0} and layer.lora_A["default"].weight.shape == (5, 20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"lora_r": -1}, "--lora-r -1 must be 0 or a positive number"),
+        ({"lora_alpha": 8.0}, "--lora-alpha 8.0 must be given with --lora-r"),
+        ({"lora_r": 3, "lora_alpha": 0.0}, "--lora-alpha 0.0 must be a positive number"),
+        ({"lora_r": 3, "num_layers_unfrozen": 1}, "--num-layers-unfrozen 1 must be -1 with --lora-r"),
+        ({"merge": True, "load_in_4bit": True}, "--merge True must be off with --load-in-4bit"),
+        ({"lora_r": 3, "lora_targets": ("q_prjo",)}, "--lora-targets q_prjo: "),
+        ({"lora_r": 3, "lora_targets": ()}, "--lora-targets : "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@SCRIPTS
+def test_what_cannot_be_adapted(gpt2_dir, tmp_path, script, flags, sentence):
+    with pytest.raises(InputError) as stopped:
+        run(script, gpt2_dir, tmp_path / "run", **flags)
+    assert sentence in str(stopped.value) and not (tmp_path / "run").exists()
+
+
+# ---- The reference ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rollouts(monkeypatch):
+    """The batches of the rollouts of ppo."""
+    found, rollout = [], ppo.rollout
+    monkeypatch.setattr(ppo, "rollout", lambda *args: found.append(rollout(*args)) or found[-1])
+    return found
+
+
+def logprobs(directory, batch):
+    """Of the sampled tokens, by the model that plain transformers finds in a directory."""
+    lm = AutoModelForCausalLM.from_pretrained(directory).eval()
+    with torch.no_grad():
+        return ppo.score_tokens(lm, *batch.tokens())[0]
+
+
+def test_the_reference_of_ppo_has_no_adapter(gpt2_dir, tmp_path, rollouts):
+    _, run_dir = run(ppo, gpt2_dir, tmp_path / "run", lora_r=3)
+    first, second = rollouts
+    assert torch.equal(first.ref_logprobs, first.logprobs) and log(run_dir)[1]["objective/kl"] == 0
+    mask = second.response_mask
+    expected = logprobs(gpt2_dir, second)
+    torch.testing.assert_close(second.ref_logprobs[mask], expected[mask], rtol=1e-5, atol=1e-5)
+    assert (second.logprobs - second.ref_logprobs)[mask].abs().max() > 1e-3  # the policy has moved
+
+
+def test_the_reference_of_ppo_is_the_adapter_that_it_continues(gpt2_dir, lora, tmp_path, rollouts):
+    """Never silently the base model: TRL's issues 1193 and 1365."""
+    adapter = lora(ppo) / "hf_model"
+    _, run_dir = run(ppo, adapter, tmp_path / "run")
+    first, second = rollouts[-2:]
+    assert torch.equal(first.ref_logprobs, first.logprobs) and log(run_dir)[1]["objective/kl"] == 0
+    mask = second.response_mask
+    expected, base = logprobs(adapter, second), logprobs(gpt2_dir, second)
+    torch.testing.assert_close(second.ref_logprobs[mask], expected[mask], rtol=1e-5, atol=1e-5)
+    assert (base - expected)[mask].abs().max() > 1e-3
+    assert (second.logprobs - second.ref_logprobs)[mask].abs().max() > 1e-3
+    old, new = weights(lora(ppo)), weights(run_dir)
+    assert old.keys() == new.keys() and all(not torch.equal(old[name], new[name]) for name in old)
+
+
+@pytest.mark.parametrize("precompute_ref", [True, False])
+@pytest.mark.parametrize("further", [False, True])
+def test_the_reference_of_dpo(gpt2_dir, lora, tmp_path, further, precompute_ref):
+    """Without the new adapter, or with the one that is trained further as it came; scored before or beside."""
+    model = lora(dpo) / "hf_model" if further else gpt2_dir
+    flags = {"beta": 0.5, "sft_coef": 0.0, "loss_type": "sigmoid", "lora_r": 0 if further else 3}
+    _, run_dir = run(dpo, model, tmp_path / "run", precompute_ref=precompute_ref, **flags)
+    first, *_, last = log(run_dir)
+    assert first["eval/loss"] == pytest.approx(0.693147, abs=1e-6) and first["eval/rewards/margins"] == 0
+    sums = []
+    for directory in (model, run_dir / "hf_model"):
+        lm = AutoModelForCausalLM.from_pretrained(directory).eval()
+        pairs, _ = dpo.encode_pairs(PAIRS, AutoTokenizer.from_pretrained(gpt2_dir), 32, flags_of(dpo), "--dataset")
+        with torch.no_grad():
+            sums.append(dpo.pair_logprobs(lm, False, pairs))
+    chosen, rejected = (0.5 * (sums[1] - sums[0])).mean(1).tolist()
+    assert last["eval/rewards/chosen"] == pytest.approx(chosen, abs=1e-4) and abs(chosen) > 1e-2
+    assert last["eval/rewards/rejected"] == pytest.approx(rejected, abs=1e-4)
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+
+@LM_SCRIPTS
+def test_adapters_are_read_by_transformers_and_peft(gpt2_dir, lora, script, tmp_path):
+    folder = lora(script) / "hf_model"
+    assert not (folder / "model.safetensors").exists() and not (folder / "config.json").exists()
+    lm, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits(lm), logits(theirs), rtol=1e-6, atol=1e-6)
+    base = AutoModelForCausalLM.from_pretrained(gpt2_dir)
+    assert (logits(lm) - logits(base)).abs().max() > 1e-2
+    moved = theirs.unload().state_dict()
+    assert all(torch.equal(weight, moved[name]) for name, weight in base.state_dict().items())
+    assert AutoTokenizer.from_pretrained(folder)("ba")["input_ids"] == [1, 0]
+    # the same run that merges: the same metrics, and a plain model with the same logits
+    merged_dir = lora(script, merge=True)
+    assert log(merged_dir) == log(lora(script))
+    merged, report = AutoModelForCausalLM.from_pretrained(merged_dir / "hf_model", output_loading_info=True)
+    assert not any(report.values()) and not (merged_dir / "hf_model" / "adapter_config.json").exists()
+    torch.testing.assert_close(logits(merged), logits(lm), rtol=1e-4, atol=1e-4)
+
+
+def test_the_heads_lie_beside_the_adapter(lora):
+    policy = ppo.PolicyWithValue.load(lora(ppo) / "hf_model")
+    head = weights(lora(ppo), "value_head.safetensors")
+    assert all(torch.equal(head[name], weight) for name, weight in policy.value_head.state_dict().items())
+    assert "lora_A" in str(policy.lm)
+    heads = weights(lora(ilql), "ilql_heads.safetensors")
+    assert heads.items() and all(
+        torch.equal(heads[name], weight)
+        for name, weight in ilql.PolicyWithQ.load(lora(ilql) / "hf_model").head_weights().items()
+    )
+
+
+def test_an_adapter_without_tokenizer_takes_that_of_its_base(lora, tmp_path):
+    shutil.copytree(lora(sft) / "hf_model", tmp_path / "adapter")
+    for path in (tmp_path / "adapter").glob("token*"):
+        path.unlink()
+    metrics, _ = run(sft, tmp_path / "adapter", tmp_path / "run", lr=1e-30)
+    assert metrics["eval/loss"] == log(lora(sft))[-1]["eval/loss"]
+
+
+def test_objects_of_peft_and_objects_without_a_name(gpt2_dir, build_model, letters, tmp_path):
+    """peft's own class is trained as a directory would be; an adapter must be able to name its base."""
+    lm = AutoModelForCausalLM.from_pretrained(gpt2_dir)
+    torch.manual_seed(0)
+    lm = peft.get_peft_model(lm, peft.LoraConfig(r=3, target_modules=["c_fc"], init_lora_weights=False))
+    before = logits(lm).clone()
+    settings = {"dataset": DATA[sft], "eval_dataset": DATA[sft], "total_steps": 2, "batch_size": 4, "threads": 1}
+    args = sft.Args(model=lm, tokenizer=letters, run_dir=str(tmp_path / "one"), lr=1e-30, **settings)
+    folder = sft.main(args)[1] / "hf_model"
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder)), before, rtol=1e-6, atol=1e-6)
+    nameless = build_model()
+    with pytest.raises(InputError, match="--model is an object without name_or_path.*--merge"):
+        sft.main(sft.Args(model=nameless, tokenizer=letters, run_dir=str(tmp_path / "two"), lora_r=3, **settings))
+    args = sft.Args(model=nameless, tokenizer=letters, run_dir=str(tmp_path / "two"), lora_r=3, merge=True, **settings)
+    assert not any(AutoModelForCausalLM.from_pretrained(
+        sft.main(args)[1] / "hf_model", output_loading_info=True)[1].values()
+    )  # fmt: skip
+
+
+@SCRIPTS
+def test_adapters_come_with_their_own_rank(lora, script, tmp_path):
+    for flags in ({"lora_r": 3}, {"num_layers_unfrozen": 1}):
+        with pytest.raises(InputError, match="--model is a LoRA adapter, trained as it is: leave out --lora-r and"):
+            run(script, lora(script) / "hf_model", tmp_path / "run", **flags)
+
+
+def test_adapters_of_another_kind(gpt2_dir, tmp_path):
+    lm = AutoModelForCausalLM.from_pretrained(gpt2_dir)
+    lm.add_adapter(peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[]))
+    lm.save_pretrained(tmp_path / "ia3")
+    AutoTokenizer.from_pretrained(gpt2_dir).save_pretrained(tmp_path / "ia3")
+    with pytest.raises(InputError, match="--model is an adapter of another kind than LoRA"):
+        run(sft, tmp_path / "ia3", tmp_path / "run")
+
+
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@SCRIPTS
+def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, lora, script, tmp_path):
+    """From a checkpoint that holds the adapters and heads alone."""
+    calls, stop_requested = [], logging.Run.stop_requested
+
+    def stop(run):
+        calls.append(1)
+        run.signal = 15 if len(calls) == 1 else None
+        return stop_requested(run)
+
+    whole = lora(script)
+    monkeypatch.setattr(logging.Run, "stop_requested", stop)
+    with pytest.raises(SystemExit) as stopped:
+        run(script, gpt2_dir, tmp_path / "run", lora_r=3)
+    assert stopped.value.code == 143 and len(log(tmp_path / "run")) == 2
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    held = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    assert all("lora_" in name or "head" in name or "modules_to_save" in name for name in held), sorted(held)[:9]
+    assert any("lora_" in name for name in held)
+    if script is ilql:
+        assert "target_q_heads.1.2.bias" in held  # frozen, but not as --model gave it
+    run(script, gpt2_dir, tmp_path / "run", lora_r=3)
+    assert log(tmp_path / "run") == log(whole)
+    one, other = weights(tmp_path / "run"), weights(whole)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("flags", "other_base", "sentence"),
+    [
+        ({"lora_r": 5}, False, "did not train .*lora_A.default.weight in this shape"),
+        ({"lora_r": 3}, True, "froze other weights than these"),
+        ({}, False, "did not train .* in this shape"),
+    ],
+    ids=["rank", "base", "all weights"],
+)
+@SCRIPTS
+def test_checkpoints_of_other_weights(
+    build_model, letters, gpt2_dir, lora, script, flags, other_base, sentence, tmp_path
+):
+    checkpoint = max((lora(script) / "checkpoints").iterdir())
+    if other_base:
+        build_model(seed=5).save_pretrained(tmp_path / "model")
+        letters.save_pretrained(tmp_path / "model")
+    with pytest.raises(InputError, match=f"{sentence}: start from its model with --model, without --resume"):
+        run(script, tmp_path / "model" if other_base else gpt2_dir, tmp_path / "run", resume=str(checkpoint), **flags)
+
+
+def test_micro_batches_and_recomputed_activations_change_nothing(gpt2_dir, tmp_path):
+    flags = {"lora_r": 3, "dtype": "float64", "attn_implementation": "sdpa"}
+    for script in (sft, ppo, dpo):
+        runs = [
+            log(run(script, gpt2_dir, tmp_path / f"{script.__name__}{size}", micro_batch_size=size, **flags, **more)[1])
+            for size, more in ((8, {}), (1, {"gradient_checkpointing": True}))
+        ]
+        for one, other in zip(*runs, strict=True):
+            assert one == pytest.approx(other, rel=1e-9, abs=1e-9)
+
+
+# ---- Reward adapters -------------------------------------------------------------------------------------------------
+
+TEXTS = ["ba", "cdeedca", "fgu", "m", "hijklu"]
+ENDED = [True, True, False, True, True]
+
+
+def scores(directory, lm, **flags):
+    args = SimpleNamespace(reward=str(directory), trust_remote_code=False, dtype="float32", load_in_4bit=False)
+    model = ppo.RewardModel(SimpleNamespace(**vars(args) | flags), lm)
+    return model, model(TEXTS, ENDED, 2)
+
+
+NO_POLICY = SimpleNamespace(device="cpu", named_parameters=dict().items)
+
+
+@pytest.fixture
+def judge(gpt2_dir, tmp_path_factory):
+    """Run directory of a reward adapter whose scores are shifted and scaled."""
+    flags = {"lora_r": 3, "norm_prompts": DATA[ppo], "max_new_tokens": 7}
+    if "judge" not in _made:
+        _made["judge"] = run(reward, gpt2_dir, tmp_path_factory.mktemp("judge") / "run", **flags)[1]
+    return _made["judge"]
+
+
+def test_the_score_head_is_trained_and_saved(gpt2_dir, lora):
+    held = weights(lora(reward))
+    (name,) = (name for name in held if "score" in name)
+    first = safetensors.torch.load_file(min((lora(reward) / "checkpoints").iterdir()) / "model.safetensors")
+    assert not torch.equal(held[name], first["score.modules_to_save.default.weight"]) and held[name].shape == (1, 12)
+    assert log(lora(reward))[-1]["eval/loss"] < log(lora(reward))[0]["eval/loss"] - 0.01
+    # what the model card shows, and peft's own class
+    pipe = pipeline("text-classification", str(lora(reward) / "hf_model"), model_kwargs={"num_labels": 1})
+    model = peft.AutoPeftModelForSequenceClassification.from_pretrained(lora(reward) / "hf_model", num_labels=1).eval()
+    ids = AutoTokenizer.from_pretrained(gpt2_dir)("cdeedca", return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**ids).logits.item()
+    assert pipe("cdeedca", function_to_apply="none")[0]["score"] == pytest.approx(expected, abs=1e-5)
+    assert "model_kwargs={'num_labels': 1}" in (lora(reward) / "README.md").read_text()
+
+
+def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_dir, tmp_path):
+    """Alone, merged, by hand from plain transformers, and on the base of a policy with adapters of its own."""
+    model, alone = scores(judge / "hf_model", NO_POLICY)
+    norm = {key: value.item() for key, value in weights(judge, "reward_norm.safetensors").items()}
+    assert model.shared == 0 and model.norm == norm != {"gain": 1.0, "bias": 0.0}
+    flags = {"lora_r": 3, "norm_prompts": DATA[ppo], "max_new_tokens": 7, "merge": True}
+    _, merged = run(reward, gpt2_dir, tmp_path / "merged", **flags)
+    torch.testing.assert_close(scores(merged / "hf_model", NO_POLICY)[1], alone, rtol=1e-4, atol=1e-4)
+    plain = AutoModelForSequenceClassification.from_pretrained(judge / "hf_model", num_labels=1).eval()
+    tokenizer = AutoTokenizer.from_pretrained(judge / "hf_model")
+    for text, end, score in zip(TEXTS, ENDED, alone, strict=True):
+        ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * end
+        with torch.no_grad():
+            by_hand = plain(input_ids=torch.tensor([ids])).logits.item()
+        assert score.item() == pytest.approx(norm["gain"] * by_hand + norm["bias"], abs=1e-4)
+    # the policy's own base: the same memory, the same bits, also after the policy has moved
+    lm = AutoModelForCausalLM.from_pretrained(gpt2_dir)
+    ppo.train_adapters(lm, flags_of(ppo, lora_r=5))
+    model, shared = scores(judge / "hf_model", lm)
+    base = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(gpt2_dir).parameters())
+    assert model.shared == base and model.own == sum(w.numel() for w in weights(judge).values()) + 12  # + unused head
+    memory = {weight.data_ptr() for weight in lm.parameters()}
+    assert model.model.transformer.h[0].mlp.c_fc.base_layer.weight.data_ptr() in memory
+    for weight in lm.parameters():
+        weight.data += 0.1 * weight.requires_grad
+    assert torch.equal(shared, alone) and torch.equal(model(TEXTS, ENDED, 2), alone)
+
+
+def test_only_equal_frozen_weights_are_shared(judge, gpt2_dir, build_model):
+    trained = AutoModelForCausalLM.from_pretrained(gpt2_dir)
+    assert scores(judge / "hf_model", trained)[0].shared == 0  # all of it moves
+    other = build_model(seed=5).requires_grad_(False)
+    model, found = scores(judge / "hf_model", other)
+    norms = sum(w.numel() for n, w in other.named_parameters() if "ln_" in n or n.endswith("bias"))
+    assert model.shared <= norms and torch.equal(found, scores(judge / "hf_model", NO_POLICY)[1])
+    half = AutoModelForCausalLM.from_pretrained(gpt2_dir, dtype=torch.bfloat16).requires_grad_(False)
+    assert scores(judge / "hf_model", half)[0].shared == 0
+
+
+def test_ppo_with_a_reward_adapter(judge, gpt2_dir, tmp_path, capsys):
+    """The first evaluation has the same scores, whether nothing, all, or half of the base is shared."""
+    found = []
+    for i, flags in enumerate(({}, {"lora_r": 3}, {"num_layers_unfrozen": 1})):
+        _, run_dir = run(ppo, gpt2_dir, tmp_path / str(i), reward=str(judge / "hf_model"), **flags)
+        samples = [json.loads(line) for line in open(run_dir / "samples.jsonl")]
+        found.append([row["reward"] for row in samples if row["step"] == 0])
+        assert ("reward: 0 parameters of the policy's" in capsys.readouterr().out) == (not flags)
+    assert found[0] == found[1] == found[2] and len(set(found[0])) == 5
+    assert log(run_dir)[0]["eval/reward"] == pytest.approx(sum(found[0]) / 5)
+
+
+# ---- 4 bits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide_dir(tmp_path_factory):
+    """A Llama whose layers the 4-bit kernels of a CPU can take."""
+    folder, sizes = tmp_path_factory.mktemp("wide"), {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 25}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    ids = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids)).save_pretrained(folder)
+    randomwalks.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@SCRIPTS
+def test_four_bits(wide_dir, script, tmp_path, monkeypatch):
+    """The frozen layers are quantised, the start is near that of the whole model, the adapter fits the whole model."""
+    seen, adapt = [], script.train_adapters
+    monkeypatch.setattr(script, "train_adapters", lambda lm, *args: seen.append(lm) or adapt(lm, *args))
+    flags = {"lora_r": 3, "dtype": "float32"}
+    _, run_dir = run(script, wide_dir, tmp_path / "run", load_in_4bit=True, **flags)
+    layer = seen[0].model.layers[1].mlp.down_proj
+    assert type(layer.base_layer).__name__ == "Linear4bit" and layer.base_layer.weight.dtype == torch.uint8
+    assert layer.lora_A["default"].weight.requires_grad
+    found = log(run_dir)
+    assert all(value == value for line in found for value in line.values() if value is not None)
+    if script in (sft, ilql, reward):
+        whole = log(run(script, wide_dir, tmp_path / "whole", **flags)[1])
+        assert found[0]["eval/loss"] != whole[0]["eval/loss"]
+        assert found[0]["eval/loss"] == pytest.approx(whole[0]["eval/loss"], rel=0.2)
+    if script is ppo:
+        assert found[1]["objective/kl"] == 0
+    kind, options = AutoModelForCausalLM, {}
+    if script is reward:
+        kind, options = AutoModelForSequenceClassification, {"num_labels": 1}
+    lm, report = kind.from_pretrained(run_dir / "hf_model", output_loading_info=True, **options)
+    assert not report["unexpected_keys"] and type(lm.model.layers[1].mlp.down_proj.base_layer).__name__ == "Linear"
+    # continues bitwise from its last but one checkpoint
+    checkpoints = sorted((run_dir / "checkpoints").iterdir())
+    shutil.rmtree(checkpoints[-1])
+    (run_dir / "README.md").unlink()
+    run(script, wide_dir, run_dir, load_in_4bit=True, **flags)
+    assert log(run_dir) == found
+
+
+def test_four_bits_need_adapters_and_a_package(wide_dir, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r"):
+        run(sft, wide_dir, tmp_path / "run", load_in_4bit=True)
+    monkeypatch.setattr(transformers.quantizers.quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(InputError, match="--model .*.* cannot be loaded: .*requires bitsandbytes: `pip install"):
+        run(sft, wide_dir, tmp_path / "run", load_in_4bit=True, lora_r=3)

@@ -142,8 +142,8 @@ class Args:
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
-    """Tokens of a row. Longer rows are counted and cut at the end; reward drops them, and dpo those that this leaves
-    without a response."""
+    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
+    end; reward drops them, and dpo those that this leaves without a response."""
     max_prompt_length: int | None = None
     """Drop (in dpo: cut by --truncation-mode) and count prompts of more tokens. Without it, in ppo a prompt that does
     not fit the model is an error."""

@@ -1,4 +1,4 @@
-"""Implicit language Q-learning (ILQL): offline RL of a causal language model, from texts with rewards.
+"""Implicit language Q-learning (ILQL): offline RL of a language model, from texts with rewards.
 
 Papers: Snell et al. 2022 (arXiv 2206.11871); IQL, Kostrikov et al. 2021 (arXiv 2110.06169). Code of the authors:
 https://github.com/Sea-Snell/Implicit-Language-Q-Learning/blob/82c9796201ab705e9cb5aac2f97ab3ad75aead9b/src/models/iql_model.py
@@ -73,7 +73,7 @@ TASK = "benchmarks/tasks/randomwalks.py"
 
 @dataclass
 class Args:
-    """Implicit language Q-learning: offline RL of a causal language model."""
+    """Implicit language Q-learning: offline RL of a language model."""
 
     # ---- run
     run_dir: str | None = None
@@ -144,8 +144,8 @@ class Args:
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
-    """Tokens of a row. Longer rows are counted and cut at the end; reward drops them, and dpo those that this leaves
-    without a response."""
+    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
+    end; reward drops them, and dpo those that this leaves without a response."""
     normalize_rewards: bool = True
     """Scale rewards so that the returns of the training rows have standard deviation 1, and mean 0 if all rows end."""
 
@@ -473,13 +473,15 @@ class Seq2Seq:
 
 def as_decoder(lm):
     """An encoder-decoder with the calls of Seq2Seq; any other model as it is."""
-    if lm.config.is_encoder_decoder:
+    if lm.config.is_encoder_decoder and not isinstance(lm, Seq2Seq):
+        if getattr(lm.config, "decoder_start_token_id", None) is None:
+            raise InputError("the configuration of the encoder-decoder has no decoder_start_token_id")
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
     return lm
 
 
 class PolicyWithQ(nn.Module):
-    """A causal language model `lm` with `v_head`, `q_heads` and `target_q_heads` on the hidden states that its output
+    """A language model `lm` with `v_head`, `q_heads` and `target_q_heads` on the hidden states that its output
     embedding reads. A head is Linear (H, 2H), ReLU, Linear (2H, 1 or V), at least in float32."""
 
     def __init__(self, lm, two_qs=True, seed=0):
@@ -854,8 +856,15 @@ def chat_pieces(tokenizer, messages, first, tools, where):
         raise InputError(f"{where}: the last message must be the assistant's, it is by {messages[-1]['role']!r}")
     if re.search(r"\{%-?\s*generation\b", template := tokenizer.get_chat_template(tools=tools)):
         options = {"chat_template": template, "tools": tools, "return_assistant_tokens_mask": True}
-        [text], [spans] = render_jinja_template([messages], **options, **tokenizer.special_tokens_map)
-        edges = [0, *itertools.chain(*spans[-len(turns) :]), len(text)]
+        options |= tokenizer.special_tokens_map
+        chat, earlier = [{k: v for k, v in m.items() if v is not None} for m in messages], []  # as apply_chat_template
+        [text], [spans] = render_jinja_template([chat], **options)
+        if first:
+            chat_text(tokenizer, messages[: turns[0]], where, tools=tools)
+            _, [earlier] = render_jinja_template([chat[: turns[0]]], **options)
+        if not (spans := spans[len(earlier) :]):
+            raise InputError(f"{where}: the chat template marks nothing of the answers with {{% generation %}}")
+        edges = [0, *itertools.chain(*spans), len(text)]
         return [text[begin:end] for begin, end in itertools.pairwise(edges)]
     for i in turns:
         options = {"tools": tools, "add_generation_prompt": True}
@@ -863,7 +872,7 @@ def chat_pieces(tokenizer, messages, first, tools, where):
         after, done = chat_text(tokenizer, messages[: i + 1], where, tools=tools), "".join(pieces)
         if not (before.startswith(done) and after.startswith(before)):
             problem = f"the chat template changes earlier turns when message {i + 1} follows"
-            how = "--formatting can make a list of rows with prompt and completion, one per answer"
+            how = "mark the answers in it with {% generation %}, or make a row of prompt and completion of each answer"
             raise InputError(f"{where}: {problem}: {how}")
         pieces += [before[len(done) :], after[len(before) :]]
     return pieces
@@ -908,13 +917,15 @@ def encode_pieces(rows, tokenizer, flag, encoder=False):
     chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
     bos, eos, plain = tokenizer.bos_token_id, tokenizer.eos_token_id, chat or rows[0].keys().isdisjoint(FORMS)
     if encoder:
+        pieces = [parts[:2] if len(parts) == 3 and not parts[2].strip() else parts for parts in pieces]
         if odd := [number for number, parts in enumerate(pieces, 1) if len(parts) != 2]:
             raise InputError(f"{flag} row {odd[0]}: an encoder-decoder takes rows of one prompt and one output")
         options = [{"text": [head for head, _ in pieces]}, {"text_target": [tail for _, tail in pieces]}]
         both = [tokenizer(**texts, add_special_tokens=not chat)["input_ids"] for texts in options]
         for head, tail in zip(*both, strict=True):
-            ids = [*(head or [eos]), *tail]
-            yield ids if tail[-1:] == [eos] else [*ids, eos], [0, len(head or [eos]), len(ids) + (tail[-1:] != [eos])]
+            head, tail = head or [eos if bos is None else bos], tail if tail[-1:] == [eos] else [*tail, eos]
+            tail = tail[:-1] if tail[-2:] == [eos, eos] and not chat else tail
+            yield [*head, *tail], [0, len(head), len(head) + len(tail)]
         return
     whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
     options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
@@ -957,9 +968,15 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     encoded, episodes, cut = encode_pieces(rows, tokenizer, flag, encoder), [], 0
     for number, (row, (ids, begins)) in enumerate(zip(rows, encoded, strict=True), 1):
         where, truncated = f"{flag} row {number}", row.get("truncated")
+        room, over = max_length, max(0, begins[1] - max_length) if encoder else 0
+        if encoder:  # of its own for the prompt
+            del ids[begins[1] - over : begins[1]]
+            begins = [0, *(begin - over for begin in begins[1:])]
+            room += begins[1]
         if truncated not in (None, 0, 1):
             raise InputError(f"{where}: 'truncated' must be true or false, it is {truncated!r:.60}")
-        if truncated and tokenizer.eos_token_id in ids[begins[-2] :]:
+        last = begins[(len(begins) - 1) // 2 * 2 - 1]  # behind the last output a template with spans has more
+        if truncated and tokenizer.eos_token_id in ids[last:]:
             ids = ids[: len(ids) - 1 - ids[::-1].index(tokenizer.eos_token_id)]
             begins = [min(begin, len(ids)) for begin in begins]
         outputs = [range(max(1, begins[i]), begins[i + 1]) for i in range(1, len(begins) - 1, 2)]
@@ -968,13 +985,13 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
             form = f"a finite number, or a list of {len(outputs)}, one for each output"
             raise InputError(f"{where}: 'reward' must be {form}, it is {row['reward']!r:.60}")
         rewards = {output[-1]: float(reward) for output, reward in zip(outputs, given, strict=True) if output}
-        actions, long = [place for output in outputs for place in output], len(ids) > max_length
+        actions, long = [place for output in outputs for place in output], len(ids) > room
         if actions and any(reward and not output for output, reward in zip(outputs, given, strict=True)):
             raise InputError(f"{where}: an output without tokens has a reward")
         if long:
-            ids = ids[: max((place for place in actions if place <= max_length), default=0)]
+            ids = ids[: max((place for place in actions if place <= room), default=0)]
         actions = [place for place in actions if place < len(ids)]
-        cut += long
+        cut += long or over > 0
         if actions:
             received = [rewards.get(place, 0.0) for place in actions]
             episodes.append(Episode(ids, actions, received, not (truncated or long)))
@@ -1209,7 +1226,7 @@ def evaluate_losses(accelerator, model, episodes, args, pad):
     share = math.ceil(len(episodes) / world)
     empty = Episode(episodes[0].ids, [], [], True)  # every process runs the same number of forwards
     local = sorted((episodes[rank::world] + [empty])[:share], key=lambda episode: len(episode.ids))
-    encoder = accelerator.unwrap_model(model).lm.config.is_encoder_decoder
+    encoder = getattr(model, "module", model).lm.config.is_encoder_decoder
     sums = torch.zeros(6, dtype=torch.float64, device=accelerator.device)
     for i in range(0, share, args.micro_batch_size):
         batch = Batch.of(local[i : i + args.micro_batch_size], pad, accelerator.device, encoder)

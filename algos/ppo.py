@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (PPO) of a causal language model against a reward (RLHF).
+"""Proximal policy optimisation (PPO) of a language model against a reward (RLHF).
 
 Papers: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2016 (arXiv 1506.02438); the KL-penalised
 reward and its controller, Ziegler et al. 2019 (arXiv 1909.08593); details, Huang et al. 2024 (arXiv 2403.17031).
@@ -16,13 +16,16 @@ How this differs from TRL's and trlX's PPO:
   the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
-- The reward is any Python function of the texts, or a sequence classifier.
+- The reward is any Python function of the texts, or a sequence classifier, or the LoRA adapter of one, which shares the
+  base of a policy with adapters.
+- Encoder-decoders run through the same lines (`Seq2Seq`); adapters have the policy without them for their reference.
 - `--num-layers-unfrozen k`: the reference shares the frozen blocks, and what these return while sampling is kept for
   all scores and updates (`Trunk`). trlX ran them again for each; TRL's shared layers shared no memory.
 
     accelerate launch algos/ppo.py                                 # random walks on a CPU, first use under two minutes
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \
         --lr 1e-5 --vf-coef 0.1 --max-new-tokens 32 --num-layers-unfrozen 2
+    accelerate launch algos/ppo.py --lora-r 8 --lr 5e-3            # random walks with adapters
     torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train \
         --reward my_reward.py:score
 
@@ -71,7 +74,7 @@ TASK = "benchmarks/tasks/randomwalks.py"
 
 @dataclass
 class Args:
-    """Proximal policy optimisation of a causal language model."""
+    """Proximal policy optimisation of a language model."""
 
     # ---- run
     run_dir: str | None = None
@@ -488,13 +491,15 @@ class Seq2Seq:
 
 def as_decoder(lm):
     """An encoder-decoder with the calls of Seq2Seq; any other model as it is."""
-    if lm.config.is_encoder_decoder:
+    if lm.config.is_encoder_decoder and not isinstance(lm, Seq2Seq):
+        if getattr(lm.config, "decoder_start_token_id", None) is None:
+            raise InputError("the configuration of the encoder-decoder has no decoder_start_token_id")
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
     return lm
 
 
 class PolicyWithValue(nn.Module):
-    """A causal language model `lm` with a scalar `value_head` on the hidden states that its output embedding reads."""
+    """A language model `lm` with a scalar `value_head` on the hidden states that its output embedding reads."""
 
     def __init__(self, lm, kind="linear", init="zeros", seed=0, detach_value_trunk=False):
         super().__init__()

@@ -132,8 +132,8 @@ class Args:
     eval_dataset: str | None = "auto"
     """Pairs for evaluation, several sets joined by commas or as a mapping of names; auto: the embedded task's."""
     max_length: int = 1024
-    """Tokens of a row. Longer rows are counted and cut at the end; reward drops them, and dpo those that this leaves
-    without a response."""
+    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
+    end; reward drops them, and dpo those that this leaves without a response."""
     share_prompt: bool = True
     """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
     norm_prompts: str | None = None

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (SFT) of a causal language model: maximum likelihood of the completions.
+"""Supervised fine-tuning (SFT) of a language model: maximum likelihood of the completions.
 
 Loss: mean over the labelled tokens of the global batch of -log p(token | tokens before it): `token_nll`.
 
@@ -13,6 +13,7 @@ Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats
 
     python algos/sft.py                                            # random walks, one CPU, under a minute
     accelerate launch algos/sft.py --model gpt2 --dataset my.jsonl --eval-dataset held_out.jsonl --lr 2e-5
+    python algos/sft.py --model google-t5/t5-small --dataset pairs.jsonl --lora-r 16 --lr 2e-4   # an encoder-decoder
     torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/chats:train --max-length 2048 \
         --packing
 
@@ -57,7 +58,7 @@ TASK = "benchmarks/tasks/randomwalks.py"
 
 @dataclass
 class Args:
-    """Supervised fine-tuning of a causal language model."""
+    """Supervised fine-tuning of a language model."""
 
     # ---- run
     run_dir: str | None = None
@@ -131,8 +132,8 @@ class Args:
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_length: int = 1024
-    """Tokens of a row. Longer rows are counted and cut at the end; reward drops them, and dpo those that this leaves
-    without a response."""
+    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
+    end; reward drops them, and dpo those that this leaves without a response."""
     completion_only_loss: bool = True
     """Train on completions, on the outputs of a dialogue and on the assistant's turns of a chat alone; off: on every
     token."""
@@ -422,7 +423,9 @@ class Seq2Seq:
 
 def as_decoder(lm):
     """An encoder-decoder with the calls of Seq2Seq; any other model as it is."""
-    if lm.config.is_encoder_decoder:
+    if lm.config.is_encoder_decoder and not isinstance(lm, Seq2Seq):
+        if getattr(lm.config, "decoder_start_token_id", None) is None:
+            raise InputError("the configuration of the encoder-decoder has no decoder_start_token_id")
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
     return lm
 
@@ -560,8 +563,15 @@ def chat_pieces(tokenizer, messages, first, tools, where):
         raise InputError(f"{where}: the last message must be the assistant's, it is by {messages[-1]['role']!r}")
     if re.search(r"\{%-?\s*generation\b", template := tokenizer.get_chat_template(tools=tools)):
         options = {"chat_template": template, "tools": tools, "return_assistant_tokens_mask": True}
-        [text], [spans] = render_jinja_template([messages], **options, **tokenizer.special_tokens_map)
-        edges = [0, *itertools.chain(*spans[-len(turns) :]), len(text)]
+        options |= tokenizer.special_tokens_map
+        chat, earlier = [{k: v for k, v in m.items() if v is not None} for m in messages], []  # as apply_chat_template
+        [text], [spans] = render_jinja_template([chat], **options)
+        if first:
+            chat_text(tokenizer, messages[: turns[0]], where, tools=tools)
+            _, [earlier] = render_jinja_template([chat[: turns[0]]], **options)
+        if not (spans := spans[len(earlier) :]):
+            raise InputError(f"{where}: the chat template marks nothing of the answers with {{% generation %}}")
+        edges = [0, *itertools.chain(*spans), len(text)]
         return [text[begin:end] for begin, end in itertools.pairwise(edges)]
     for i in turns:
         options = {"tools": tools, "add_generation_prompt": True}
@@ -569,7 +579,7 @@ def chat_pieces(tokenizer, messages, first, tools, where):
         after, done = chat_text(tokenizer, messages[: i + 1], where, tools=tools), "".join(pieces)
         if not (before.startswith(done) and after.startswith(before)):
             problem = f"the chat template changes earlier turns when message {i + 1} follows"
-            how = "--formatting can make a list of rows with prompt and completion, one per answer"
+            how = "mark the answers in it with {% generation %}, or make a row of prompt and completion of each answer"
             raise InputError(f"{where}: {problem}: {how}")
         pieces += [before[len(done) :], after[len(before) :]]
     return pieces
@@ -614,13 +624,15 @@ def encode_pieces(rows, tokenizer, flag, encoder=False):
     chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
     bos, eos, plain = tokenizer.bos_token_id, tokenizer.eos_token_id, chat or rows[0].keys().isdisjoint(FORMS)
     if encoder:
+        pieces = [parts[:2] if len(parts) == 3 and not parts[2].strip() else parts for parts in pieces]
         if odd := [number for number, parts in enumerate(pieces, 1) if len(parts) != 2]:
             raise InputError(f"{flag} row {odd[0]}: an encoder-decoder takes rows of one prompt and one output")
         options = [{"text": [head for head, _ in pieces]}, {"text_target": [tail for _, tail in pieces]}]
         both = [tokenizer(**texts, add_special_tokens=not chat)["input_ids"] for texts in options]
         for head, tail in zip(*both, strict=True):
-            ids = [*(head or [eos]), *tail]
-            yield ids if tail[-1:] == [eos] else [*ids, eos], [0, len(head or [eos]), len(ids) + (tail[-1:] != [eos])]
+            head, tail = head or [eos if bos is None else bos], tail if tail[-1:] == [eos] else [*tail, eos]
+            tail = tail[:-1] if tail[-2:] == [eos, eos] and not chat else tail
+            yield [*head, *tail], [0, len(head), len(head) + len(tail)]
         return
     whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
     options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
@@ -645,8 +657,12 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
         labels = [-100] * len(ids)
         for i in range(1, len(begins) - 1, 2) if completion_only_loss else range(len(begins) - 1):
             labels[begins[i] : begins[i + 1]] = ids[begins[i] : begins[i + 1]]
-        truncated += len(ids) > max_length
-        ids, labels = ids[:max_length], [-100, *labels[1:max_length]]
+        room, over = max_length, max(0, begins[1] - max_length) if encoder else 0
+        if encoder:  # of its own for the prompt
+            del ids[begins[1] - over : begins[1]], labels[begins[1] - over : begins[1]]
+            room += begins[1] - over
+        truncated += len(ids) > room or over > 0
+        ids, labels = ids[:room], [-100, *labels[1:room]]
         if any(label != -100 for label in labels):
             examples.append((ids, labels))
     if not examples:

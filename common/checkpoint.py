@@ -184,7 +184,7 @@ def unpack_state(path, state, model, optimizer, frozen):
     lacking = [name for name, shape in trained.items() if name not in weights or weights[name].shape != shape]
     if lacking or not math.isclose(state["frozen"], frozen[0], rel_tol=1e-9):  # threads change the last digits
         what = f"did not train {min(lacking)} in this shape" if lacking else "froze other weights than these"
-        raise InputError(f"{path} {what}: start from its model with --model, without --resume")
+        raise InputError(f"--resume {path} {what}: keep its --model and --lora-r, or name its model without --resume")
     dcp.set_model_state_dict(model, weights, options=options)
     if (path / "optim.safetensors").exists():
         moments = {}
@@ -292,8 +292,9 @@ def replacing(directory):
 
 
 def full_weights(lm):
-    """The state dict of a model on the CPU of rank 0. Collective."""
-    return dcp.get_model_state_dict(lm, options=dcp.StateDictOptions(full_state_dict=True, cpu_offload=True))
+    """The state dict of a model, or of its adapters, on the CPU of rank 0. Collective."""
+    options = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": lm._hf_peft_config_loaded}
+    return dcp.get_model_state_dict(lm, options=dcp.StateDictOptions(**options))
 
 
 def export(lm, weights, tokenizer, directory, heads):

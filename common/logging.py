@@ -132,7 +132,7 @@ def identity(algo, args, script):
 def frozen_weights(lm):
     """(sum, ids) of the weights of --model that are not trained, which checkpoints leave out."""
     weights = [weight for weight in lm.parameters() if not weight.requires_grad]
-    return sum(weight.double().sum().item() for weight in weights), set(map(id, weights))
+    return sum(weight.sum(dtype=torch.float64).item() for weight in weights), set(map(id, weights))
 
 
 def differences(old, new):
@@ -292,8 +292,7 @@ class Run:
             if perf:
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
                 on_gpu = self.accelerator.device.type == "cuda"
-                peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else peak
-                perf = perf | {"perf/peak_memory_mb": peak}
+                perf = perf | {"perf/peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else peak}
                 self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
             self._mirror(step, {k: v for k, v in (metrics | (perf or {})).items() if v is not None})
 

@@ -337,7 +337,7 @@ def test_checkpoints_of_other_weights(
     if other_base:
         build_model(seed=5).save_pretrained(tmp_path / "model")
         letters.save_pretrained(tmp_path / "model")
-    with pytest.raises(InputError, match=f"{sentence}: start from its model with --model, without --resume"):
+    with pytest.raises(InputError, match=f"--resume .* {sentence}: keep its --model and --lora-r, or name its"):
         run(script, tmp_path / "model" if other_base else gpt2_dir, tmp_path / "run", resume=str(checkpoint), **flags)
 
 

@@ -557,7 +557,9 @@ def test_a_dialogue_as_explicit_lists(letters):
     assert two == ilql.Episode([0, 1, 2, 3, 4, 5, 6, EOS], [2, 3, 5, 6, 7], [0.0, 1.5, 0.0, 0.0, -2.0], True)
     assert one == ilql.Episode([7, 8, EOS], [1, 2], [0.0, 4.0], True)
     one.done = False
-    batch = {name: value.tolist() for name, value in vars(ilql.Batch.of(episodes, PAD, "cpu")).items()}
+    batch = vars(ilql.Batch.of(episodes, PAD, "cpu"))
+    assert batch.pop("query_mask") is None
+    batch = {name: value.tolist() for name, value in batch.items()}
     assert batch == {
         "ids": [[0, 1, 2, 3, 4, 5, 6, EOS], [7, 8, EOS, *[PAD] * 5]],
         "states": [[1, 2, 4, 5, 6, 7], [0, 1, 2, 0, 0, 0]],
@@ -566,7 +568,7 @@ def test_a_dialogue_as_explicit_lists(letters):
         "mask": [[True] * 5, [True, True, False, False, False]],
         "not_done": [[True, True, True, True, False], [True, True, False, False, False]],
     }
-    types = [value.dtype for value in vars(ilql.Batch.of(episodes, PAD, "cpu")).values()]
+    types = [value.dtype for value in vars(ilql.Batch.of(episodes, PAD, "cpu")).values() if value is not None]
     assert types == [torch.int64] * 3 + [torch.float64, torch.bool, torch.bool]
 
 

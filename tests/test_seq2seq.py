@@ -315,6 +315,24 @@ def test_rows(folder, pairs):
         sft.encode_rows([{"messages": chat}, {"messages": chat * 2}], tokenizer, 99, True, "--dataset", encoder=True)
 
 
+def test_prompt_and_output_have_room_of_their_own(folder):
+    """--max-length is that of each: a long prompt is cut at its end, a long output, too, and loses its end token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    row, options = {"prompt": "abcdefghij", "completion": "klmnopq"}, {"encoder": True}
+    [(whole, _)], _ = sft.encode_rows([row], tokenizer, 99, True, "", **options)
+    begin = len(whole) - len(tokenizer("klmnopq", add_special_tokens=False)["input_ids"]) - 1
+    begin -= whole[begin - 1] == tokenizer.bos_token_id  # of the output
+    for room, cut in ((12, 0), (9, 1), (5, 1)):
+        query, response = whole[:begin][:room], whole[begin:][:room]
+        [(ids, labels)], report = sft.encode_rows([row], tokenizer, room, True, "", **options)
+        assert (ids, labels) == (query + response, [-100] * len(query) + response) and f"{cut} cut" in report
+        [episode], report = ilql.encode_episodes([row | {"reward": 1.0}], tokenizer, room, "", **options)
+        done = len(whole) - begin <= room  # else the row ends in the state before the first token that is cut
+        assert episode.ids == query + whole[begin:][:room] and episode.done == done and f" {cut} cut" in report
+        assert episode.actions == list(range(len(query), len(query) + len(response)))
+        assert sum(episode.rewards) == (1.0 if done else 0.0)
+
+
 REWARDED = [row | {"reward": [0.5, -1.0, 2.0][i % 3], "truncated": i == 3} for i, row in enumerate(ROWS)]
 TERMS = ("loss_q", "loss_v", "loss_cql", "loss_awac", "loss")
 
@@ -377,6 +395,13 @@ def test_refusals(run):
     for script, sentence, flags in refused:
         with pytest.raises(InputError, match=sentence):
             run(script, **{"dataset": ROWS} | flags)
+
+
+def test_an_encoder_decoder_needs_a_start_token(folder):
+    lm = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    lm.config.decoder_start_token_id = None
+    with pytest.raises(InputError, match="the configuration of the encoder-decoder has no decoder_start_token_id"):
+        ppo.as_decoder(lm)
 
 
 def test_lora(run, folder, pairs):

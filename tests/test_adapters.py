@@ -5,7 +5,11 @@ and it comes out as files that transformers and peft read. A reward adapter scor
 """
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import peft
@@ -20,6 +24,7 @@ from benchmarks.tasks import randomwalks
 from common import logging
 from common.checkpoint import InputError
 
+ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
 PAIRS = [{"prompt": p, "chosen": p[::-1] + "a", "rejected": "u" * len(p) + "e"} for p in PROMPTS]
@@ -495,3 +500,62 @@ def test_four_bits_need_adapters_and_a_package(wide_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.quantizers.quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(InputError, match="--model .*.* cannot be loaded: .*requires bitsandbytes: `pip install"):
         run(sft, wide_dir, tmp_path / "run", load_in_4bit=True, lora_r=3)
+
+
+# ---- Processes -------------------------------------------------------------------------------------------------------
+
+RANKS = f"""import json, sys; sys.path.insert(0, {str(ROOT)!r})
+import accelerate
+from algos import dpo, ilql, ppo, reward, sft
+accelerate.Accelerator.end_training = lambda accelerator: None  # the next run needs the process group
+def more_vowels(outputs, **columns):
+    return [float(sum(c in "aeiou" for c in output)) for output in outputs]
+for name, flags in json.load(open("runs.json")):
+    script = {{"dpo": dpo, "ilql": ilql, "ppo": ppo, "reward": reward, "sft": sft}}[name]
+    script.main(script.Args(**flags | ({{"reward": more_vowels}} if script is ppo else {{}})))
+"""
+
+
+@pytest.fixture
+def t5_dir(tmp_path):
+    sizes = {"d_model": 12, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 2, "vocab_size": 25}
+    ids = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23, "decoder_start_token_id": 23}
+    torch.manual_seed(0)
+    lm = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **ids, initializer_factor=3.0))
+    lm.save_pretrained(tmp_path / "t5")
+    randomwalks.tokenizer().save_pretrained(tmp_path / "t5")
+    return tmp_path / "t5"
+
+
+def test_two_processes_equal_one(monkeypatch, gpt2_dir, t5_dir, tmp_path):
+    """With adapters, and for encoder-decoders, in float64; three rows a process in micro-batches of two and one."""
+    sizes = {
+        "batch_size": 6,
+        "micro_batch_size": 2,
+        "dtype": "float64",
+        "attn_implementation": "sdpa",
+        "total_steps": 3,
+    }
+    cases = [(script, gpt2_dir, {"lora_r": 3}) for script in DATA]
+    cases += [(script, str(t5_dir), {}) for script in (sft, ilql, ppo)]
+    runs = []
+    for i, (script, model, flags) in enumerate(cases):
+        more = {"rollout_batch_size": 12, "total_episodes": 24} if script is ppo else {}
+        flags = {k: v for k, v in (sizes | flags | more).items() if script is not ppo or k != "total_steps"}
+        seen = []
+        monkeypatch.setattr(script, "main", lambda args, seen=seen: seen.append(vars(args)) or (None, None))
+        run(script, model, tmp_path / f"one{i}", **flags)
+        monkeypatch.undo()
+        runs.append((script, seen[0] | {"run_dir": f"two{i}"}, run(script, model, tmp_path / f"one{i}", **flags)[1]))
+    named = [(script.__name__[6:], {k: v for k, v in flags.items() if k != "reward"}) for script, flags, _ in runs]
+    (tmp_path / "runs.json").write_text(json.dumps(named))
+    (tmp_path / "ranks.py").write_text(RANKS)
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2"]
+    torchrun += ["--master_port", str(20000 + os.getpid() % 20000), "ranks.py"]
+    done = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-9000:]
+    for i, (*_, one) in enumerate(runs):
+        for a, b in zip(log(one), log(tmp_path / f"two{i}"), strict=True):
+            if a["step"] == 1:  # policy and reference are equal to rounding: no accuracy yet
+                a.pop("rewards/accuracies", None), b.pop("rewards/accuracies", None)
+            assert b == pytest.approx(a, rel=1e-9, abs=1e-9), cases[i]

@@ -388,11 +388,15 @@ def to_export(lm, args):
     lm = copy.deepcopy(lm)
     for name, layer in list(lm.named_modules()):
         if hasattr(layer, "get_base_layer"):
+            base = layer.get_base_layer()
+            base.weight = nn.Parameter(base.weight.clone())  # tied ones are parted
             layer.merge()
-            lm.set_submodule(name, layer.get_base_layer())
+            lm.set_submodule(name, base)
         elif hasattr(layer, "modules_to_save"):
             lm.set_submodule(name, layer.modules_to_save["default"])
-    lm._hf_peft_config_loaded = False
+    head, lm._hf_peft_config_loaded = lm.get_output_embeddings(), False
+    if head is not None and head.weight is not lm.get_input_embeddings().weight:
+        lm.config.tie_word_embeddings = False
     return lm
 
 

@@ -240,6 +240,25 @@ def test_adapters_are_read_by_transformers_and_peft(gpt2_dir, lora, script, tmp_
     torch.testing.assert_close(logits(merged), logits(lm), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("targets", [("c_attn", "lm_head"), ("wte", "c_fc")], ids=str)
+def test_adapters_of_tied_layers(gpt2_dir, tmp_path, targets):
+    """What is added to one of output layer and embedding is not added to the other."""
+    flags, found = {"lora_r": 3, "lora_targets": targets}, []
+    for merge in (False, True):
+        _, run_dir = run(sft, gpt2_dir, tmp_path / str(merge), merge=merge, **flags)
+        lm, report = AutoModelForCausalLM.from_pretrained(run_dir / "hf_model", output_loading_info=True)
+        assert not any(report.values()), report
+        found.append(logits(lm))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    base = AutoModelForCausalLM.from_pretrained(gpt2_dir)
+    assert base.config.tie_word_embeddings and not lm.config.tie_word_embeddings
+    changed = [not torch.equal(getattr(lm, x)().weight, getattr(base, x)().weight) for x in EMBEDDINGS]
+    assert changed == ["wte" in targets, "lm_head" in targets]
+
+
+EMBEDDINGS = "get_input_embeddings", "get_output_embeddings"
+
+
 def test_the_heads_lie_beside_the_adapter(lora):
     policy = ppo.PolicyWithValue.load(lora(ppo) / "hf_model")
     head = weights(lora(ppo), "value_head.safetensors")

@@ -210,7 +210,9 @@ class Args:
             ("num_layers_unfrozen", self.num_layers_unfrozen > 0 or self.num_layers_unfrozen == -1, "-1 or at least 1"),
             ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
             ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
+            ("lora_targets", self.lora_r or tuple(self.lora_targets) == ("all-linear",), "given with --lora-r"),
             ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
+            ("load_in_4bit", not self.load_in_4bit or self.dtype != "float64", "off with --dtype float64"),
             ("stop", all(self.stop), "strings that are not empty"),
             ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
         ]
@@ -231,6 +233,7 @@ def load_pretrained(kind, args, path, flag, **options):
     may be that of a LoRA adapter; an encoder-decoder comes as one."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    transformers_logging.get_logger("bitsandbytes").setLevel("ERROR")  # it complains where nobody asks for 4 bits
     path, revision = spec_path(path) or path, args.revision if flag == "--model" else None  # of no other repository
     path, hub = str(path) if isinstance(path, Path) else path, {"trust_remote_code": args.trust_remote_code}
     source = args.tokenizer or getattr(path, "name_or_path", path)
@@ -245,25 +248,34 @@ def load_pretrained(kind, args, path, flag, **options):
         source = base
     options |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
     if args.load_in_4bit:
-        kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        kinds["bnb_4bit_compute_dtype"] = options["dtype"]
-        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kinds)
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=options["dtype"],
+        )  # fmt: skip
         options["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
     try:
         if isinstance(tokenizer := source, str):
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision if source == path else None, **hub)
         if kind is AutoModelForCausalLM and isinstance(path, str):
-            config = AutoConfig.from_pretrained(base or path, revision=None if base else revision, **hub)
-            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
-        options |= hub | ({"adapter_kwargs": {"revision": revision}} if base else {"revision": revision})
-        model, report = kind.from_pretrained(path, **options) if isinstance(path, str) else (path, {})
+            kind = lm_class(path, revision=revision, **hub)
+        options |= hub | {"revision": None if base else revision}
+        model, report = kind.from_pretrained(base or path, **options) if isinstance(path, str) else (path, {})
+        if base:  # whose own report knows nothing of what the base lacks
+            options = {"adapter_kwargs": {"revision": revision}, "ignore_mismatched_sizes": True}
+            found, names = model.load_adapter(path, **options).to_dict(), dict(model.named_parameters())
+            holes = [name for name in report["missing_keys"] if name in names]  # else the adapter has it
+            report = found | {"missing_keys": {*found["missing_keys"], *holes}}
     except Exception as error:  # the libraries' errors have no common class
-        named = f"{flag} {path}" + f" --revision {revision}" * bool(revision)
+        named = f"{flag} {path}" + f", an adapter of {base}," * bool(base) + f" --revision {revision}" * bool(revision)
         named += f" --tokenizer {args.tokenizer}" * isinstance(args.tokenizer, str)
         raise InputError(f"{named} cannot be loaded: {' '.join(str(error).split())}") from None
     if hasattr(model, "get_base_model"):  # of peft's own class
         model = model.get_base_model()
         model._hf_peft_config_loaded = True
+    if args.load_in_4bit and getattr(model, "is_loaded_in_4bit", False):
+        from peft import prepare_model_for_kbit_training
+
+        prepare_model_for_kbit_training(model, args.gradient_checkpointing, {"use_reentrant": False})
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
@@ -275,17 +287,33 @@ def load_pretrained(kind, args, path, flag, **options):
     missing = sorted(report.get("missing_keys", ()))
     broken = [f"{name} is of shape {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
     broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+    for adapter in getattr(model, "peft_config", {}).values():  # what would be lost, or stay random
+        if base and Path(base).is_dir():
+            adapter.base_model_name_or_path = str(Path(base).resolve())
+        if (adapter.task_type == "SEQ_CLS") != ("Sequence" in kind.__name__):
+            broken.append(f"the adapter is one for {adapter.task_type}, not for this kind of model")
+        broken += [f"adapters with {x} are not taken" for x in NOT_TAKEN if getattr(adapter, x, "none") not in UNUSED]
+    if len(tokenizer) > len(model.get_input_embeddings().weight):
         broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
     stop_if([f"{flag} {path}: {problem}" for problem in broken[:1]])
     return model, tokenizer, missing
 
 
+NOT_TAKEN, UNUSED = ("bias", "trainable_token_indices", "ensure_weight_tying", "use_dora"), ("none", None, False)
+
+
 def adapter_base(path, revision=None):
     """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError):
         found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
         return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
+
+
+def lm_class(path, revision=None, **options):
+    """The AutoModel class of a language model, or of the base of a LoRA adapter: of an encoder-decoder or a decoder."""
+    base = adapter_base(path, revision)
+    config = AutoConfig.from_pretrained(base or path, revision=None if base else revision, **options)
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def load_model(args, path, flag="--model"):
@@ -340,23 +368,24 @@ def freeze(lm, num_layers_unfrozen):
 
 def train_adapters(lm, args, heads=()):
     """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
-    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them. At
-    least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
+    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them.
+    Adapters are at least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
     loaded = getattr(lm, "_hf_peft_config_loaded", False)
     if loaded and (args.lora_r or args.num_layers_unfrozen != -1):
         raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
-    if args.load_in_4bit:
-        from peft import prepare_model_for_kbit_training
-
-        if not (args.lora_r or loaded):
-            raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
-        prepare_model_for_kbit_training(lm, args.gradient_checkpointing, {"use_reentrant": False})
+    if args.load_in_4bit and not (args.lora_r or loaded):
+        raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
+    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
+        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
         from peft import LoraConfig
 
         kind = "SEQ_CLS" if heads else "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
         targets = "all-linear" if tuple(args.lora_targets) == ("all-linear",) else list(args.lora_targets)
         options = {"task_type": kind, "target_modules": targets, "modules_to_save": list(heads) or None}
+        options["revision"], names = args.revision, [f".{name}" for name, _ in lm.named_modules()]
+        lost = [x for x in targets if targets != "all-linear" and not any(n.endswith(f".{x}") for n in names)]
+        stop_if([f"--lora-targets {x}: no module of --model has this name" for x in lost])
         adapters = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, **options)
         if not (lm.name_or_path or args.merge):
             raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")
@@ -368,17 +397,21 @@ def train_adapters(lm, args, heads=()):
         except ValueError as error:
             raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
     if not (args.lora_r or loaded):
-        return
+        return stop_if(["--merge: there are no adapters to merge: add --lora-r"] * args.merge)
     for name, weight in lm.named_parameters():
         weight.requires_grad_("lora_" in name or "modules_to_save" in name)
-        if weight.requires_grad:
+        if "lora_" in name:
             weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
         if args.lora_r and ".lora_A." in name:  # torch's default, but keyed: the same on every process
             bound = weight.shape[1] ** -0.5
             values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
             weight.data.copy_(torch.from_numpy(values))
-    if not any(weight.requires_grad for weight in lm.parameters()):
+    if not any("lora_" in name for name, _ in lm.named_parameters()):
         raise InputError("--model is an adapter of another kind than LoRA")
+    weights = [id(weight) for _, weight in lm.named_parameters(remove_duplicate=False)]
+    changed = [getattr(layer, "base_layer", getattr(layer, "original_module", None)) for layer in lm.modules()]
+    if args.merge and any(weights.count(id(layer.weight)) > 1 for layer in changed if hasattr(layer, "weight")):
+        raise InputError("--merge: an adapted layer shares its weight with another one: export the adapters alone")
 
 
 def to_export(lm, args):
@@ -386,17 +419,14 @@ def to_export(lm, args):
     if not args.merge:
         return lm
     lm = copy.deepcopy(lm)
+    lm._weight_conversions = None  # those of an adapter that was loaded would rename the weights
     for name, layer in list(lm.named_modules()):
         if hasattr(layer, "get_base_layer"):
-            base = layer.get_base_layer()
-            base.weight = nn.Parameter(base.weight.clone())  # tied ones are parted
             layer.merge()
-            lm.set_submodule(name, base)
+            lm.set_submodule(name, layer.get_base_layer())
         elif hasattr(layer, "modules_to_save"):
-            lm.set_submodule(name, layer.modules_to_save["default"])
-    head, lm._hf_peft_config_loaded = lm.get_output_embeddings(), False
-    if head is not None and head.weight is not lm.get_input_embeddings().weight:
-        lm.config.tie_word_embeddings = False
+            lm.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
+    lm._hf_peft_config_loaded = False
     return lm
 
 
@@ -629,7 +659,7 @@ def encode_pieces(rows, tokenizer, flag, encoder=False):
     bos, eos, plain = tokenizer.bos_token_id, tokenizer.eos_token_id, chat or rows[0].keys().isdisjoint(FORMS)
     if encoder:
         pieces = [parts[:2] if len(parts) == 3 and not parts[2].strip() else parts for parts in pieces]
-        if odd := [number for number, parts in enumerate(pieces, 1) if len(parts) != 2]:
+        if odd := [number for number, parts in enumerate(pieces, 1) if len(parts) != 2 or plain and not chat]:
             raise InputError(f"{flag} row {odd[0]}: an encoder-decoder takes rows of one prompt and one output")
         options = [{"text": [head for head, _ in pieces]}, {"text_target": [tail for _, tail in pieces]}]
         both = [tokenizer(**texts, add_special_tokens=not chat)["input_ids"] for texts in options]
@@ -662,8 +692,9 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
         for i in range(1, len(begins) - 1, 2) if completion_only_loss else range(len(begins) - 1):
             labels[begins[i] : begins[i + 1]] = ids[begins[i] : begins[i + 1]]
         room, over = max_length, max(0, begins[1] - max_length) if encoder else 0
-        if encoder:  # of its own for the prompt
-            del ids[begins[1] - over : begins[1]], labels[begins[1] - over : begins[1]]
+        if encoder:  # which reads the prompt
+            cut = slice(begins[1] - 1 - over, begins[1] - 1)  # the prompt keeps its end token
+            del ids[cut], labels[cut]
             room += begins[1] - over
         truncated += len(ids) > room or over > 0
         ids, labels = ids[:room], [-100, *labels[1:room]]
@@ -1062,7 +1093,7 @@ def main(args):
         text = visible(tokenizer.decode([i for i, _ in pairs]))
         shown += f"[{text}]" if hidden else text
     run.say(
-        f"sft: {sum(w.numel() for w in lm.parameters()):,} parameters, "
+        f"sft: {lm.num_parameters():,} parameters, "
         f"{sum(w.numel() for w in lm.parameters() if w.requires_grad):,} trained; "
         f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
         f"data: {report}; tokens of a row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}\n"

@@ -176,9 +176,10 @@ CLAIMS = {
         "with --kl-coef 10 the penalty outweighs the reward; after a first step towards it the policy returns to where "
         "it was. It needs --vf-coef 0.1: the values are then of the size of the penalty, and at the default weight of "
         "10 the value loss takes over the shared trunk. two-layers: --num-layers-unfrozen 2 --lr 5e-3, 2 of 6 blocks "
-        "and the norm after them. lora: --lora-r 8 --lr 5e-3 --lora-targets c_attn c_proj c_fc lm_head, 7 % of the weights; "
-        "lora-all-linear: --lora-r 8 --lr 5e-3, without adapters at the output layer, whose frozen scale and that of the "
-        "last norm bound how sure the policy can be of a step. reward-model: the reward is a classifier that benchmarks/tasks/randomwalks_reward.py "
+        "and the norm after them. lora: --lora-r 8 --lr 5e-3 --lora-targets c_attn c_proj c_fc lm_head, 7 % of the "
+        "weights; lora-all-linear: --lora-r 8 --lr 5e-3, without an adapter at the output layer: frozen, that and the "
+        "last norm bound how sure the policy can be of a step. "
+        "reward-model: the reward is a classifier that benchmarks/tasks/randomwalks_reward.py "
         "trained to predict the optimality; the figures are the true optimality. Other work shared the machine during "
         "the runs of two-layers and reward-model, so their seconds are too many.",
     ),

@@ -182,9 +182,10 @@ def unpack_state(path, state, model, optimizer, frozen):
     weights |= {name: weights[first] for name, first in state["tied"].items()}
     trained = {name.removeprefix("module."): w.shape for name, w in model.named_parameters() if w.requires_grad}
     lacking = [name for name, shape in trained.items() if name not in weights or weights[name].shape != shape]
+    lacking += weights.keys() - {name.removeprefix("module.") for name in model.state_dict()}
     if lacking or not math.isclose(state["frozen"], frozen[0], rel_tol=1e-9):  # threads change the last digits
-        what = f"did not train {min(lacking)} in this shape" if lacking else "froze other weights than these"
-        raise InputError(f"--resume {path} {what}: keep its --model and --lora-r, or name its model without --resume")
+        what = f"trained other weights, among them {min(lacking)}" if lacking else "froze other weights than these"
+        raise InputError(f"--resume {path} {what}: keep its flags of the model, or name its model without --resume")
     dcp.set_model_state_dict(model, weights, options=options)
     if (path / "optim.safetensors").exists():
         moments = {}

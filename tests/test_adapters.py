@@ -141,7 +141,16 @@ def test_targets_rank_and_alpha(build_model):
         ({"lora_r": 3, "lora_alpha": 0.0}, "--lora-alpha 0.0 must be a positive number"),
         ({"lora_r": 3, "num_layers_unfrozen": 1}, "--num-layers-unfrozen 1 must be -1 with --lora-r"),
         ({"merge": True, "load_in_4bit": True}, "--merge True must be off with --load-in-4bit"),
-        ({"lora_r": 3, "lora_targets": ("q_prjo",)}, "--lora-targets q_prjo: "),
+        ({"lora_targets": ("c_fc",)}, "--lora-targets ('c_fc',) must be given with --lora-r"),
+        ({"merge": True}, "--merge: there are no adapters to merge: add --lora-r"),
+        (
+            {"load_in_4bit": True, "lora_r": 3, "dtype": "float64"},
+            "--load-in-4bit True must be off with --dtype float64",
+        ),
+        (
+            {"lora_r": 3, "lora_targets": ("c_fc", "q_prjo")},
+            "--lora-targets q_prjo: no module of --model has this name",
+        ),
         ({"lora_r": 3, "lora_targets": ()}, "--lora-targets : "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -242,21 +251,13 @@ def test_adapters_are_read_by_transformers_and_peft(gpt2_dir, lora, script, tmp_
 
 @pytest.mark.parametrize("targets", [("c_attn", "lm_head"), ("wte", "c_fc")], ids=str)
 def test_adapters_of_tied_layers(gpt2_dir, tmp_path, targets):
-    """What is added to one of output layer and embedding is not added to the other."""
-    flags, found = {"lora_r": 3, "lora_targets": targets}, []
-    for merge in (False, True):
-        _, run_dir = run(sft, gpt2_dir, tmp_path / str(merge), merge=merge, **flags)
-        lm, report = AutoModelForCausalLM.from_pretrained(run_dir / "hf_model", output_loading_info=True)
-        assert not any(report.values()), report
-        found.append(logits(lm))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    base = AutoModelForCausalLM.from_pretrained(gpt2_dir)
-    assert base.config.tie_word_embeddings and not lm.config.tie_word_embeddings
-    changed = [not torch.equal(getattr(lm, x)().weight, getattr(base, x)().weight) for x in EMBEDDINGS]
-    assert changed == ["wte" in targets, "lm_head" in targets]
-
-
-EMBEDDINGS = "get_input_embeddings", "get_output_embeddings"
+    """They are trained, exported and trained further; what is added to one of the two would change the other."""
+    flags = {"lora_r": 3, "lora_targets": targets}
+    metrics, run_dir = run(sft, gpt2_dir, tmp_path / "run", **flags)
+    assert any(targets[1] in name or targets[0] in name for name in weights(run_dir))
+    assert run(sft, run_dir / "hf_model", tmp_path / "on", lr=1e-30)[0]["eval/loss"] == metrics["eval/loss"]
+    with pytest.raises(InputError, match="--merge: an adapted layer shares its weight with another one"):
+        run(sft, gpt2_dir, tmp_path / "merged", merge=True, **flags)
 
 
 def test_the_heads_lie_beside_the_adapter(lora):
@@ -305,6 +306,58 @@ def test_adapters_come_with_their_own_rank(lora, script, tmp_path):
             run(script, lora(script) / "hf_model", tmp_path / "run", **flags)
 
 
+def test_an_adapter_that_is_trained_further_is_merged(lora, tmp_path):
+    adapter = lora(sft) / "hf_model"
+    runs = [run(sft, adapter, tmp_path / str(merge), merge=merge)[1] / "hf_model" for merge in (False, True)]
+    (alone, _), (merged, report) = (AutoModelForCausalLM.from_pretrained(x, output_loading_info=True) for x in runs)
+    assert not any(report.values()), report
+    torch.testing.assert_close(logits(merged), logits(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_one_kind_of_model_is_not_one_of_another(lora, gpt2_dir, tmp_path):
+    """Else the score head would be random, or the text model that of a judge."""
+    wrong = [(sft, {"model": lora(reward) / "hf_model"}, "--model .*: the adapter is one for SEQ_CLS")]
+    wrong += [(reward, {"model": lora(sft) / "hf_model"}, "--model .*: the adapter is one for CAUSAL_LM")]
+    wrong += [(ppo, {"reward": str(lora(sft) / "hf_model")}, "--reward .*: the adapter is one for CAUSAL_LM")]
+    for script, flags, sentence in wrong:
+        with pytest.raises(InputError, match=f"{sentence}, not for this kind of model"):
+            run(script, flags.pop("model", gpt2_dir), tmp_path / "run", **flags)
+
+
+@pytest.mark.parametrize("option", [{"bias": "lora_only"}, {"trainable_token_indices": [1, 2]}], ids=str)
+def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
+    """transformers does not export these."""
+    lm = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(gpt2_dir),
+        peft.LoraConfig(r=3, target_modules=["c_fc"], task_type="CAUSAL_LM", **option),
+    )
+    lm.save_pretrained(tmp_path / "theirs")
+    AutoTokenizer.from_pretrained(gpt2_dir).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(InputError, match=f"--model .*theirs: adapters with {[*option][0]} are not taken"):
+        run(sft, tmp_path / "theirs", tmp_path / "run")
+
+
+@SCRIPTS
+def test_bfloat16(gpt2_dir, tmp_path, script):
+    """Adapters and heads stay in float32, what a classifier saves beside them has the type of the weights."""
+    _, run_dir = run(script, gpt2_dir, tmp_path / "run", lora_r=3, dtype="bfloat16")
+    types = {name: weight.dtype for name, weight in weights(run_dir).items()}
+    assert all(kind == (torch.bfloat16 if "score" in name else torch.float32) for name, kind in types.items())
+
+
+def test_scores_of_the_reference_are_kept_by_the_size_of_the_adapter(gpt2_dir, lora, tmp_path):
+    """The same adapter that counts twice is another reference, though all weights are equal."""
+    flags = {"loss_type": "sigmoid", "sft_coef": 0.0}
+    for factor in (1, 2):
+        shutil.copytree(lora(dpo) / "hf_model", tmp_path / f"adapter{factor}")
+        path = tmp_path / f"adapter{factor}" / "adapter_config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | {"lora_alpha": factor * config["lora_alpha"]}))
+        _, run_dir = run(dpo, path.parent, tmp_path / f"run{factor}", **flags)
+        assert log(run_dir)[0]["eval/loss"] == pytest.approx(0.693147, abs=1e-6)
+    assert len([*tmp_path.glob("ref-*.safetensors")]) == 2
+
+
 def test_adapters_of_another_kind(gpt2_dir, tmp_path):
     lm = AutoModelForCausalLM.from_pretrained(gpt2_dir)
     lm.add_adapter(peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[]))
@@ -347,11 +400,12 @@ def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, lora, script, tm
 @pytest.mark.parametrize(
     ("flags", "other_base", "sentence"),
     [
-        ({"lora_r": 5}, False, "did not train .*lora_A.default.weight in this shape"),
+        ({"lora_r": 5}, False, "trained other weights, among them .*lora_A.default.weight"),
         ({"lora_r": 3}, True, "froze other weights than these"),
-        ({}, False, "did not train .* in this shape"),
+        ({}, False, "trained other weights, among them .*"),
+        ({"lora_r": 3, "lora_targets": ("c_attn",)}, False, "trained other weights, among them .*c_proj.*"),
     ],
-    ids=["rank", "base", "all weights"],
+    ids=["rank", "base", "all weights", "fewer targets"],
 )
 @SCRIPTS
 def test_checkpoints_of_other_weights(
@@ -361,7 +415,7 @@ def test_checkpoints_of_other_weights(
     if other_base:
         build_model(seed=5).save_pretrained(tmp_path / "model")
         letters.save_pretrained(tmp_path / "model")
-    with pytest.raises(InputError, match=f"--resume .* {sentence}: keep its --model and --lora-r, or name its"):
+    with pytest.raises(InputError, match=f"--resume .* {sentence}: keep its flags of the model, or name its"):
         run(script, tmp_path / "model" if other_base else gpt2_dir, tmp_path / "run", resume=str(checkpoint), **flags)
 
 

@@ -323,7 +323,8 @@ def test_prompt_and_output_have_room_of_their_own(folder):
     begin = len(whole) - len(tokenizer("klmnopq", add_special_tokens=False)["input_ids"]) - 1
     begin -= whole[begin - 1] == tokenizer.bos_token_id  # of the output
     for room, cut in ((12, 0), (9, 1), (5, 1)):
-        query, response = whole[:begin][:room], whole[begin:][:room]
+        over = max(0, begin - room)
+        query, response = whole[: begin - 1 - over] + [whole[begin - 1]], whole[begin:][:room]
         [(ids, labels)], report = sft.encode_rows([row], tokenizer, room, True, "", **options)
         assert (ids, labels) == (query + response, [-100] * len(query) + response) and f"{cut} cut" in report
         [episode], report = ilql.encode_episodes([row | {"reward": 1.0}], tokenizer, room, "", **options)

@@ -181,7 +181,8 @@ CLAIMS = {
         "last norm bound how sure the policy can be of a step. "
         "reward-model: the reward is a classifier that benchmarks/tasks/randomwalks_reward.py "
         "trained to predict the optimality; the figures are the true optimality. Other work shared the machine during "
-        "the runs of two-layers and reward-model, so their seconds are too many.",
+        "the runs of two-layers and reward-model, so their seconds are too many; lora and lora-all-linear ran on one "
+        "thread, two at a time.",
     ),
 }
 

@@ -190,8 +190,7 @@ def unpack_state(path, state, model, optimizer, frozen):
     if (path / "optim.safetensors").exists():
         moments = {}
         for key, value in safetensors.torch.load_file(path / "optim.safetensors").items():
-            name, _, key = key.partition("//")
-            moments.setdefault(name, {})[key] = value
+            moments.setdefault(key.partition("//")[0], {})[key.partition("//")[2]] = value
         # Hyperparameters stay those of the flags; lr is a function of the step.
         groups = [{"params": names} for names in state["optimizer_groups"]]
         dcp.set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)

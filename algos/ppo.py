@@ -18,14 +18,15 @@ How this differs from TRL's and trlX's PPO:
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
 - The reward is any Python function of the texts, or a sequence classifier, or the LoRA adapter of one, which shares the
   base of a policy with adapters.
-- Encoder-decoders run through the same lines (`Seq2Seq`); adapters have the policy without them for their reference.
+- Encoder-decoders run through the same lines (`Seq2Seq`). The reference of LoRA adapters is the policy without them, or,
+  where a --model that is an adapter is trained further, as it came.
 - `--num-layers-unfrozen k`: the reference shares the frozen blocks, and what these return while sampling is kept for
   all scores and updates (`Trunk`). trlX ran them again for each; TRL's shared layers shared no memory.
 
     accelerate launch algos/ppo.py                                 # random walks on a CPU, first use under two minutes
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \
         --lr 1e-5 --vf-coef 0.1 --max-new-tokens 32 --num-layers-unfrozen 2
-    accelerate launch algos/ppo.py --lora-r 8 --lr 5e-3            # random walks with adapters
+    accelerate launch algos/ppo.py --lora-r 8 --lr 5e-3 --lora-targets c_attn c_proj c_fc lm_head     # with adapters
     torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train \
         --reward my_reward.py:score
 

@@ -312,9 +312,9 @@ def load_pretrained(kind, args, path, flag, **options):
         model, report = kind.from_pretrained(base or path, **options) if isinstance(path, str) else (path, {})
         if base:  # whose own report knows nothing of what the base lacks
             options = {"adapter_kwargs": {"revision": revision}, "ignore_mismatched_sizes": True}
-            found, names = model.load_adapter(path, **options).to_dict(), dict(model.named_parameters())
-            holes = [name for name in report["missing_keys"] if name in names]  # else the adapter has it
-            report = found | {"missing_keys": {*found["missing_keys"], *holes}}
+            found = model.load_adapter(path, **options).to_dict()
+            names = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
+            report = found | {"missing_keys": {*found["missing_keys"], *names & {*report["missing_keys"]}}}
     except Exception as error:  # the libraries' errors have no common class
         named = f"{flag} {path}" + f", an adapter of {base}," * bool(base) + f" --revision {revision}" * bool(revision)
         named += f" --tokenizer {args.tokenizer}" * isinstance(args.tokenizer, str)

@@ -18,8 +18,8 @@ How this differs from TRL's and trlX's PPO:
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
 - The reward is any Python function of the texts, or a sequence classifier, or the LoRA adapter of one, which shares the
   base of a policy with adapters.
-- Encoder-decoders run through the same lines (`Seq2Seq`). The reference of LoRA adapters is the policy without them, or,
-  where a --model that is an adapter is trained further, as it came.
+- Encoder-decoders run through the same lines (`Seq2Seq`). The reference of LoRA adapters is the policy without them,
+  or, where a --model that is an adapter is trained further, as it came.
 - `--num-layers-unfrozen k`: the reference shares the frozen blocks, and what these return while sampling is kept for
   all scores and updates (`Trunk`). trlX ran them again for each; TRL's shared layers shared no memory.
 
@@ -332,9 +332,9 @@ def load_pretrained(kind, args, path, flag, **options):
         model, report = kind.from_pretrained(base or path, **options) if isinstance(path, str) else (path, {})
         if base:  # whose own report knows nothing of what the base lacks
             options = {"adapter_kwargs": {"revision": revision}, "ignore_mismatched_sizes": True}
-            found, names = model.load_adapter(path, **options).to_dict(), dict(model.named_parameters())
-            holes = [name for name in report["missing_keys"] if name in names]  # else the adapter has it
-            report = found | {"missing_keys": {*found["missing_keys"], *holes}}
+            found = model.load_adapter(path, **options).to_dict()
+            names = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
+            report = found | {"missing_keys": {*found["missing_keys"], *names & {*report["missing_keys"]}}}
     except Exception as error:  # the libraries' errors have no common class
         named = f"{flag} {path}" + f", an adapter of {base}," * bool(base) + f" --revision {revision}" * bool(revision)
         named += f" --tokenizer {args.tokenizer}" * isinstance(args.tokenizer, str)

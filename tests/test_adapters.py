@@ -324,6 +324,20 @@ def test_an_adapter_of_one_kind_of_model_is_not_one_of_another(lora, gpt2_dir, t
             run(script, flags.pop("model", gpt2_dir), tmp_path / "run", **flags)
 
 
+@LM_SCRIPTS
+def test_a_base_with_a_hole(lora, gpt2_dir, script, tmp_path):
+    """transformers reports what the adapter lacks, not what its base does."""
+    shutil.copytree(gpt2_dir, tmp_path / "base")
+    held = safetensors.torch.load_file(tmp_path / "base" / "model.safetensors")
+    held.pop("transformer.h.1.mlp.c_fc.weight")
+    safetensors.torch.save_file(held, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    shutil.copytree(lora(script) / "hf_model", tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "base")}))
+    with pytest.raises(InputError, match="--model .*adapter: transformer.h.1.mlp.c_fc.* is missing"):
+        run(script, tmp_path / "adapter", tmp_path / "run")
+
+
 @pytest.mark.parametrize("option", [{"bias": "lora_only"}, {"trainable_token_indices": [1, 2]}], ids=str)
 def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
     """transformers does not export these."""

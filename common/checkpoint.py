@@ -186,7 +186,7 @@ def unpack_state(path, state, model, optimizer, frozen):
     if lacking or not math.isclose(state["frozen"], frozen[0], rel_tol=1e-9):  # threads change the last digits
         what = f"trained other weights, among them {min(lacking)}" if lacking else "froze other weights than these"
         raise InputError(
-            f"--resume {path} {what}: keep its --model, --lora-r and the like, or name its model without --resume"
+            f"--resume {path} {what}: keep its --model and --lora-r, or name its model without --resume"
         )
     dcp.set_model_state_dict(model, weights, options=options)
     if (path / "optim.safetensors").exists():

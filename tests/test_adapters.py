@@ -429,7 +429,7 @@ def test_checkpoints_of_other_weights(
     if other_base:
         build_model(seed=5).save_pretrained(tmp_path / "model")
         letters.save_pretrained(tmp_path / "model")
-    with pytest.raises(InputError, match=f"--resume .* {sentence}: keep its --model, --lora-r and the like, or name"):
+    with pytest.raises(InputError, match=f"--resume .* {sentence}: keep its --model and --lora-r, or name"):
         run(script, tmp_path / "model" if other_base else gpt2_dir, tmp_path / "run", resume=str(checkpoint), **flags)
 
 

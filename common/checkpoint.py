@@ -185,9 +185,7 @@ def unpack_state(path, state, model, optimizer, frozen):
     lacking += weights.keys() - {name.removeprefix("module.") for name in model.state_dict()}
     if lacking or not math.isclose(state["frozen"], frozen[0], rel_tol=1e-9):  # threads change the last digits
         what = f"trained other weights, among them {min(lacking)}" if lacking else "froze other weights than these"
-        raise InputError(
-            f"--resume {path} {what}: keep its --model and --lora-r, or name its model without --resume"
-        )
+        raise InputError(f"--resume {path} {what}: keep its --model and --lora-r, or name its model without --resume")
     dcp.set_model_state_dict(model, weights, options=options)
     if (path / "optim.safetensors").exists():
         moments = {}

@@ -205,6 +205,32 @@ def test_the_reference_of_ppo_is_the_adapter_that_it_continues(gpt2_dir, lora, t
     assert old.keys() == new.keys() and all(not torch.equal(old[name], new[name]) for name in old)
 
 
+@pytest.mark.parametrize("further", [False, True])
+def test_the_first_ratio_is_one(gpt2_dir, lora, tmp_path, further):
+    flags = {"dtype": "float64", "attn_implementation": "sdpa", "ppo_epochs": 1, "total_episodes": 8, "eval_every": 0}
+    model = lora(ppo) / "hf_model" if further else gpt2_dir
+    metrics, _ = run(ppo, model, tmp_path / "run", lora_r=0 if further else 3, temperature=0.7, **flags)
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-12) and metrics["policy/clipfrac"] == 0
+    assert metrics["objective/kl"] == 0 and metrics["policy/approxkl"] < 1e-24
+
+
+def test_padding_changes_nothing(build_model):
+    """Also where the adapters add something."""
+    lm = build_model("llama", torch.float64)
+    lm.name_or_path = "somewhere"
+    ppo.train_adapters(lm, flags_of(ppo, lora_r=3))
+    for name, weight in lm.named_parameters():
+        weight.data += 0.1 * ("lora_B" in name)
+    model = ppo.PolicyWithValue(lm, "mlp", "normal")
+    query, response, mask = IDS[:, :3], IDS[:, 3:], torch.ones(2, 7, dtype=torch.bool)
+    garbage = torch.tensor([[7, 11, 2]] * 2), torch.zeros(2, 3, dtype=torch.bool)
+    wide = [torch.cat(pair, 1) for pair in ((garbage[0], query), (garbage[1], mask[:, :3]))]
+    with torch.no_grad():
+        both = model(query, mask[:, :3], response, mask[:, 3:]), model(*wide, response, mask[:, 3:])
+    for a, b in zip(*(found[:2] for found in both), strict=True):  # log-probabilities, values
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("precompute_ref", [True, False])
 @pytest.mark.parametrize("further", [False, True])
 def test_the_reference_of_dpo(gpt2_dir, lora, tmp_path, further, precompute_ref):

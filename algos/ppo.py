@@ -141,7 +141,8 @@ class Args:
     """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
     cache_trunk: bool = True
     """Keep what the frozen blocks return while sampling (episodes x tokens x hidden size, on every process), so that
-    scores and updates run the top blocks only; the result is the same to rounding. Off with --bootstrap-truncated."""
+    scores and updates run the top blocks only; the result is the same to rounding. Off with --bootstrap-truncated, and
+    for encoder-decoders."""
     value_head: Literal["linear", "mlp"] = "mlp"
     """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1. A --model directory with a
     value head brings its own."""
@@ -157,8 +158,8 @@ class Args:
     embedded task's; default: in ppo the first --rollout-batch-size rows of --dataset, in sft none."""
     reward: str = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token; or the
-    directory or hub id of a sequence classifier, with :label if it has several; auto: the embedded task's (your own
-    --dataset needs your own)."""
+    directory or hub id of a sequence classifier, with :label if it has several, or of the LoRA adapter of one; auto:
+    the embedded task's (your own --dataset needs your own)."""
     metric: str | None = "auto"
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
     max_prompt_length: int | None = None

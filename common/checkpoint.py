@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMAT = 1  # of checkpoints; a larger number in a file means that it was written by a newer version
+FORMAT = 2  # of checkpoints; a larger number in a file means that it was written by a newer version
 
 
 class InputError(Exception):
@@ -183,7 +183,8 @@ def unpack_state(path, state, model, optimizer, frozen):
     trained = {name.removeprefix("module."): w.shape for name, w in model.named_parameters() if w.requires_grad}
     lacking = [name for name, shape in trained.items() if name not in weights or weights[name].shape != shape]
     lacking += weights.keys() - {name.removeprefix("module.") for name in model.state_dict()}
-    if lacking or not math.isclose(state["frozen"], frozen[0], rel_tol=1e-9):  # threads change the last digits
+    # format 1 has no such sum, it holds all weights; threads change the last digits
+    if lacking or not math.isclose(state.get("frozen", frozen[0]), frozen[0], rel_tol=1e-9):
         what = f"trained other weights, among them {min(lacking)}" if lacking else "froze other weights than these"
         raise InputError(f"--resume {path} {what}: keep its --model and --lora-r, or name its model without --resume")
     dcp.set_model_state_dict(model, weights, options=options)

@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from test_models import more_vowels
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from algos import dpo, ilql, ppo, reward, sft
@@ -37,10 +38,6 @@ DATA = {
 }
 SCRIPTS = pytest.mark.parametrize("script", DATA, ids=lambda script: script.__name__[6:])
 LM_SCRIPTS = pytest.mark.parametrize("script", [ppo, sft, ilql, dpo], ids=lambda script: script.__name__[6:])
-
-
-def more_vowels(outputs, **columns):
-    return [float(sum(c in "aeiou" for c in output)) for output in outputs]
 
 
 def run(script, model, run_dir, **flags):

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common import logging
-from common.checkpoint import InputError
+from common.checkpoint import InputError, sha256
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
@@ -454,6 +454,20 @@ def test_checkpoints_of_other_weights(
         letters.save_pretrained(tmp_path / "model")
     with pytest.raises(InputError, match=f"--resume .* {sentence}: keep its --model and --lora-r, or name"):
         run(script, tmp_path / "model" if other_base else gpt2_dir, tmp_path / "run", resume=str(checkpoint), **flags)
+
+
+def test_a_checkpoint_without_the_sum_of_frozen_weights(gpt2_dir, tmp_path):
+    """Those of format 1 hold all weights and are read as before."""
+    _, run_dir = run(sft, gpt2_dir, tmp_path / "run", total_steps=2)
+    newest = max((run_dir / "checkpoints").iterdir())
+    expected = run(sft, gpt2_dir, tmp_path / "new", total_steps=3, resume=str(newest))[0]
+    state = json.loads((newest / "state.json").read_text())
+    assert state.pop("frozen") == 0 and state["format"] == 2
+    (newest / "state.json").write_text(json.dumps(state | {"format": 1}))
+    manifest = json.loads((newest / "MANIFEST.json").read_text())
+    manifest["state.json"]["sha256"] = sha256(newest / "state.json")
+    (newest / "MANIFEST.json").write_text(json.dumps(manifest))
+    assert run(sft, gpt2_dir, tmp_path / "old", total_steps=3, resume=str(newest))[0] == expected
 
 
 def test_micro_batches_and_recomputed_activations_change_nothing(gpt2_dir, tmp_path):

@@ -4,6 +4,7 @@ Tiny random models (2 layers, width 12, the 25 letters and special tokens of the
 no network, one thread and no GPU, so that numbers are the same on every machine.
 """
 
+import csv
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,10 +15,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from accelerate import Accelerator
+from cases import CASES
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from benchmarks.tasks import randomwalks, shapes
 
+pytest_plugins = ["harness"]
 FAMILIES = "gpt2", "llama", "qwen3"
 POSITIONS = 32
 
@@ -138,3 +141,50 @@ def gpt2_dir(tiny_dirs):
 @pytest.fixture
 def accelerator():
     return Accelerator()
+
+
+# ---- The table of faults and bad inputs ------------------------------------------------------------------------------
+
+collected, outcomes = {}, {}  # {test: [(number, scripts)]}, {test: whether it passed}, before any is deselected
+
+
+def pytest_addoption(parser):
+    parser.addoption("--table", metavar="FILE", help="write what became of the cases of tests/cases.py")
+
+
+def pytest_itemcollected(item):
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    named = parameters.get("algo") or parameters.get("script") or ""
+    named = getattr(named, "__name__", str(named)).rpartition(".")[2]
+    for mark in item.iter_markers("case"):
+        case = mark.args[0], mark.args[1] if mark.args[1:] else named
+        collected.setdefault(item.nodeid, []).append(case)
+        item.user_properties.append(("case", case))  # travels with the report to the process that writes the table
+
+
+def pytest_runtest_logreport(report):
+    if cases := [case for name, case in report.user_properties if name == "case"]:
+        collected[report.nodeid] = cases
+        outcomes[report.nodeid] = outcomes.get(report.nodeid, True) and report.passed
+
+
+def case_table(tests):
+    """{number: (scripts, number of tests)} of what `collected` holds."""
+    order = ["ppo", "ilql", "sft", "reward", "dpo", "ddpo"]
+    found = {
+        number: [names.split() for cases in tests.values() for n, names in cases if n == number] for number in CASES
+    }
+    return {n: (sorted({x for names in all for x in names}, key=order.index), len(all)) for n, all in found.items()}
+
+
+def pytest_sessionfinish(session):
+    path = session.config.getoption("--table")
+    if not path or hasattr(session.config, "workerinput"):
+        return
+    passed = case_table({test: collected[test] for test, good in outcomes.items() if good})
+    rows = [["number", "fault or input", "expected", "scripts", "tests", "result"]]
+    for number, (scripts, tests) in case_table({test: collected[test] for test in outcomes}).items():
+        result = "passed" if tests and passed[number][1] == tests else f"{passed[number][1]} of {tests} passed"
+        rows.append([number, *CASES[number], " ".join(scripts) or "common", tests, result])
+    with open(path, "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)

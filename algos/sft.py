@@ -1133,7 +1133,7 @@ def main(args):
         # 1. a batch of rows, in keyed random order
         rows = stream_rows(args.seed, "data", len(examples), (step - 1) * args.batch_size, args.batch_size)
         batch = [examples[row] for row in rows]
-        count = sum(label != -100 for _, labels in batch for label in labels)  # labelled tokens of all processes
+        count = sum(len(labels) - labels.count(-100) for _, labels in batch)  # labelled tokens of all processes
         local = [(*batch[place], place) for place in range(accelerator.process_index, args.batch_size, world)]
         local.sort(key=lambda example: len(example[0]))
         groups = pack([len(ids) for ids, *_ in local], max_length) if packing else [[i] for i in range(len(local))]

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import re
+import runpy
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -368,7 +369,51 @@ def tried():
     return lines
 
 
-BLOCKS = {"README.md": ("summary", summary), "benchmarks/curves/ddpo-shapes/LOG.md": ("tried", tried)}
+def scaling():
+    """benchmarks/scaling/predict.py as a mapping of names."""
+    return runpy.run_path(str(ROOT / "benchmarks/scaling/predict.py"))
+
+
+def stored_predictions():
+    return list(csv.DictReader(open(ROOT / "benchmarks/scaling/predictions.csv")))
+
+
+def predictions():
+    """The tables of benchmarks/scaling/README.md."""
+    found, rows, saves = {}, [], {}
+    for row in stored_predictions():
+        key = row["gpus"] + ("" if row["network_gb_s"] == "400" else " slow")
+        found.setdefault((row["algo"], row["model"], row["strategy"]), {})[key] = row
+    for (algo, model, strategy), at in found.items():
+        shares = [float(at["64"][k]) / float(at["64"]["seconds"]) for k in ("exposed_s", "barrier_s", "serial_s")]
+        cells = [algo, model, strategy, f"{float(at['1']['seconds']):.2f}"]
+        cells += [f"{float(at[n]['efficiency']):.0%}" for n in ("8", "64", "64 slow")]
+        cells += [" / ".join(f"{share:.0%}" for share in shares)]
+        cells += [f"{float(at[n]['moved_gb']):,.0f}" for n in ("8", "64")]
+        cells += [f"{float(at[n]['memory_gb']):,.0f}" for n in ("1", "8", "64")]
+        fits = next((n for n in ("1", "8", "64") if at[n]["fits"] == "yes"), "never")
+        rows.append([*cells, f"{float(at['64']['load_gb']):,.0f}", fits])
+        if strategy == "FSDP2":
+            saves[algo, model] = [at["8"][k] for k in ("save_gb", "save_s", "resume_host_gb")]
+    heads = ["script", "model", "strategy", "s on 1", "efficiency on 8", "on 64", "on 64, slow network"]
+    heads += ["lost on 64: links / lengths / one rank", "moved GB on 8", "on 64", "memory GB on 1", "on 8", "on 64"]
+    lines = markdown([*heads, "start GB", "fits from GPUs"], rows)
+    cells = [[*key, *(f"{float(value):,.0f}" for value in values)] for key, values in saves.items()]
+    heads = ["script", "model", "checkpoint GB", "seconds to save", "GB on a resuming machine of 8"]
+    lines += ["", *markdown(heads, cells), "", "Assumed:", ""]
+    assumed = scaling()["ASSUMED"]
+    return lines + markdown(["name", "value", "unit", "source"], [[k, f"{v:g}", *x] for k, (v, *x) in assumed.items()])
+
+
+def markdown(heads, rows):
+    return ["| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *rows]]
+
+
+BLOCKS = {
+    "README.md": ("summary", summary),
+    "benchmarks/curves/ddpo-shapes/LOG.md": ("tried", tried),
+    "benchmarks/scaling/README.md": ("predictions", predictions),
+}
 
 
 def with_block(file):
@@ -400,7 +445,9 @@ def verify():
         problems += missed_bars(name)
     for file in BLOCKS:
         if (ROOT / file).read_text() != with_block(file):
-            problems.append(f"{file}: a table does not follow from benchmarks/curves")
+            problems.append(f"{file}: a table does not follow from the files of benchmarks")
+    if stored_predictions() != scaling()["predictions"]():
+        problems.append("benchmarks/scaling: predictions.csv does not follow from predict.py")
     return problems
 
 

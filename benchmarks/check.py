@@ -409,18 +409,46 @@ def markdown(heads, rows):
     return ["| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *rows]]
 
 
-BLOCKS = {
-    "README.md": ("summary", summary),
-    "benchmarks/curves/ddpo-shapes/LOG.md": ("tried", tried),
-    "benchmarks/scaling/README.md": ("predictions", predictions),
-}
+def stored_cases():
+    return list(csv.DictReader(open(ROOT / "benchmarks/faults/cases.csv")))
 
 
-def with_block(file):
-    """A document with its generated table between the markers."""
-    name, lines = BLOCKS[file]
-    block = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-    return re.sub(block, lambda m: m[1] + "\n".join(lines()) + "\n" + m[2], (ROOT / file).read_text(), flags=re.S)
+def cases():
+    """The table of benchmarks/faults/README.md."""
+    rows = stored_cases()
+    return markdown(list(rows[0]), [row.values() for row in rows])
+
+
+def tried_cases():
+    """What README.md says of the table of faults."""
+    rows = stored_cases()
+    passed = sum(row["result"] == "passed" for row in rows)
+    pairs = sum(len(row["scripts"].split()) for row in rows)
+    tests = sum(int(row["tests"]) for row in rows)
+    return [
+        f"{len(rows)} faults and bad inputs, {pairs} pairs of one with a script, {tests} tests: {passed} rows pass."
+    ]
+
+
+BLOCKS = [
+    ("README.md", "summary", summary),
+    ("README.md", "faults", tried_cases),
+    ("benchmarks/curves/ddpo-shapes/LOG.md", "tried", tried),
+    ("benchmarks/faults/README.md", "cases", cases),
+    ("benchmarks/scaling/README.md", "predictions", predictions),
+]
+
+
+def with_blocks(document):
+    """A document with its generated tables between the markers."""
+    text = (ROOT / document).read_text()
+    for name, lines in [(name, lines) for file, name, lines in BLOCKS if file == document]:
+        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rewrite(lines()), text, flags=re.S)
+    return text
+
+
+def rewrite(lines):
+    return lambda match: match[1] + "\n".join(lines) + "\n" + match[2]
 
 
 def verify():
@@ -443,9 +471,10 @@ def verify():
         if Image.open(folder / "curve.png").text.get("data") != data_digest(name):
             problems.append(f"{name}: curve.png does not show curves/")
         problems += missed_bars(name)
-    for file in BLOCKS:
-        if (ROOT / file).read_text() != with_block(file):
+    for file in {file: 0 for file, _, _ in BLOCKS}:
+        if (ROOT / file).read_text() != with_blocks(file):
             problems.append(f"{file}: a table does not follow from the files of benchmarks")
+    problems += [f"faults: case {row['number']} has not passed" for row in stored_cases() if row["result"] != "passed"]
     if stored_predictions() != scaling()["predictions"]():
         problems.append("benchmarks/scaling: predictions.csv does not follow from predict.py")
     return problems
@@ -456,8 +485,8 @@ def write():
         if (claim_path(name) / "runs.csv").exists():
             (claim_path(name) / "README.md").write_text(readme(name))
             draw_figure(name)
-    for file in BLOCKS:
-        (ROOT / file).write_text(with_block(file))
+    for file in {file: 0 for file, _, _ in BLOCKS}:
+        (ROOT / file).write_text(with_blocks(file))
 
 
 def collect(name, run_dirs):

@@ -91,4 +91,7 @@ CASES = {
     ),
     77: ("the disk is full in the middle of a line of metrics", "error code; with room again, exact"),
     78: ("kill -9 before each system call that changes the directory, while a killed, torn run continues", "exact"),
+    96: ("a run directory of others names functions in all its files", "only those of the command are imported"),
+    97: ("names of evaluation sets, prompts and metrics with slashes and dots", "files stay in the run directory"),
+    98: ("calls that could run code from files, in any file of the project", "there are none"),
 }

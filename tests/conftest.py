@@ -6,6 +6,7 @@ no network, one thread and no GPU, so that numbers are the same on every machine
 
 import csv
 import os
+from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -175,6 +176,13 @@ def case_table(tests):
         number: [names.split() for cases in tests.values() for n, names in cases if n == number] for number in CASES
     }
     return {n: (sorted({x for names in all for x in names}, key=order.index), len(all)) for n, all in found.items()}
+
+
+@pytest.fixture
+def cases(request):
+    """table: case_table of the tests that were found; whole: whether all files were looked at."""
+    found = case_table(collected)
+    return SimpleNamespace(table=found, whole=request.config.args == request.config.getini("testpaths"))
 
 
 def pytest_sessionfinish(session):

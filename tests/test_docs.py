@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import tyro
+from cases import CASES
 
 from algos import ddpo, dpo, ilql, ppo, reward, sft
 from benchmarks import check
@@ -68,6 +69,19 @@ def test_check_sees_a_changed_number(tmp_path, monkeypatch):
     problems = " ".join(check.verify())
     assert "curve.png does not show" in problems and "README.md does not follow" in problems
     assert "README.md: a table does not follow" in problems
+
+
+def test_the_table_of_faults_is_that_of_the_tests(cases):
+    """Every test of a case is counted, with its script; in a run of all tests, none is counted that is gone."""
+    stored = {int(row["number"]): row for row in check.stored_cases()}
+    assert {n: (row["fault or input"], row["expected"]) for n, row in stored.items()} == CASES
+    for number, (scripts, tests) in cases.table.items():
+        row = stored[number]
+        assert tests <= int(row["tests"]) and set(scripts) <= set(row["scripts"].split()), f"case {number}: {COUNT}"
+        assert not cases.whole or tests == int(row["tests"]), f"case {number}: {COUNT}"
+
+
+COUNT = 'run pytest -m "case or slow" --table benchmarks/faults/cases.csv'
 
 
 def test_help_shows_every_flag():

@@ -126,6 +126,7 @@ def test_imports(path):
         assert imports(path) & OWN <= {"common"}
 
 
+@pytest.mark.case(98, "ppo ilql sft reward dpo ddpo")
 @pytest.mark.parametrize("path", EVERY, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_runs_code_from_files(path):
     """No pickle in any form, no eval, no shell, no code of hub repositories unless the user's flag says so."""

@@ -1,4 +1,4 @@
-"""Runs that are killed, starved, torn and continued: `pytest -m "case or slow" -v` runs all, the default a sample.
+"""Runs that are killed, starved, torn and continued: `pytest -m "case or slow" -vv` runs all, the default a sample.
 
 kill -9 loses nothing that a system call has written. So one run is traced, its directory copied before each system call
 that changes it, and the same command given in every copy: a kill at every such call of the whole run. Other kills are
@@ -325,6 +325,7 @@ def flip_bit(checkpoint):
     (checkpoint / "model.safetensors").write_bytes(data)
 
 
+BOMB = b"cos\nmkdir\n(S'executed'\ntR."  # a pickle: os.mkdir("executed")
 BREAK = {
     "model truncated": (9, lambda p: os.truncate(p / "model.safetensors", 1000)),
     "optimizer truncated": (9, lambda p: os.truncate(p / "optim.safetensors", 1000)),
@@ -333,6 +334,7 @@ BREAK = {
     "manifest missing": (11, lambda p: (p / "MANIFEST.json").unlink()),
     "manifest empty": (11, lambda p: (p / "MANIFEST.json").write_text("")),
     "state empty": (11, lambda p: (p / "state.json").write_text("")),
+    "a pickle bomb in place of the optimizer": (59, lambda p: (p / "optim.safetensors").write_bytes(BOMB)),
 }
 
 
@@ -354,6 +356,7 @@ def test_a_broken_checkpoint_falls_back_with_a_warning(algo, broken, ended, scri
     assert f"step_{steps[-1]:08d}" in warning and f"from step {steps[-2]}" in process.out
     same(run, whole(algo)[0])
     ends_clean(run)
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.case(11)

@@ -130,7 +130,7 @@ def test_size_of_the_unet():
 
 def test_check_sees_a_changed_prediction(monkeypatch):
     monkeypatch.setattr(check, "CLAIMS", {})
-    monkeypatch.setattr(check, "BLOCKS", {k: v for k, v in check.BLOCKS.items() if "scaling" in k})
+    monkeypatch.setattr(check, "BLOCKS", [block for block in check.BLOCKS if "scaling" in block[0]])
     assert check.verify() == []
     rows = check.stored_predictions()
     rows[1]["efficiency"] = "0.99"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import ALGOS, command
 from safetensors import SafetensorError
 from test_adapters import DATA, SCRIPTS, run
 
@@ -42,6 +43,7 @@ def plant(path, marker, zipped=True):
     torch.save(Bomb(marker), path, _use_new_zipfile_serialization=zipped)
 
 
+@pytest.mark.case(59)
 @pytest.mark.parametrize("zipped", [True, False])
 @SCRIPTS
 def test_a_model_of_pickles(script, zipped, gpt2_dir, marker, tmp_path):
@@ -53,6 +55,7 @@ def test_a_model_of_pickles(script, zipped, gpt2_dir, marker, tmp_path):
     assert not marker.exists() and not (tmp_path / "run").exists()
 
 
+@pytest.mark.case(59)
 @SCRIPTS
 def test_an_adapter_of_pickles(script, gpt2_dir, marker, tmp_path):
     """As --model and, in ppo, as --reward."""
@@ -68,6 +71,7 @@ def test_an_adapter_of_pickles(script, gpt2_dir, marker, tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.case(59, "ddpo")
 def test_a_pipeline_of_pickles(build_pipeline, marker, tmp_path):
     build_pipeline().save_pretrained(tmp_path / "pipeline")
     for path in (tmp_path / "pipeline").rglob("*.safetensors"):
@@ -79,6 +83,7 @@ def test_a_pipeline_of_pickles(build_pipeline, marker, tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.case(59, "sft")
 def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
     """Files beside the known ones are not opened; a pickle in their place does not match the manifest, and where the
     manifest was forged, too, it is no safetensors file."""
@@ -99,9 +104,66 @@ def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.case(59, "sft")
 @pytest.mark.parametrize("suffix", [".pkl", ".pt", ".jsonl", ".json", ".csv", ".parquet", ".txt"])
 def test_a_dataset_of_pickles(suffix, gpt2_dir, marker, tmp_path):
     plant(tmp_path / f"rows{suffix}", marker)
     with pytest.raises(InputError, match="--dataset "):
         run(sft, gpt2_dir, tmp_path / "run", dataset=str(tmp_path / f"rows{suffix}"), eval_dataset=DATA[sft])
     assert not marker.exists() and not (tmp_path / "run").exists()
+
+
+EVIL = """
+import pathlib
+
+pathlib.Path(__file__).with_name("executed").touch()
+
+
+def function(**columns):
+    return []
+"""
+
+
+@pytest.mark.case(96)
+@pytest.mark.parametrize("algo", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ALGOS[1:])])
+def test_functions_that_a_run_of_others_names_are_not_imported(algo, ended, scripts, work, tmp_path):
+    """A run directory from somewhere else, in each of its files the path of a function: only those of the present
+    command are imported."""
+    run, steps = ended(algo, tmp_path / "theirs")
+    (tmp_path / "evil.py").write_text(EVIL)
+    evil = f"{tmp_path}/evil.py:function"
+    env = json.loads((run / "env.json").read_text())
+    env["flags"] |= dict.fromkeys(("reward", "metric", "model", "dataset", "formatting", "logit_mask"), evil)
+    (run / "env.json").write_text(json.dumps(env | {"command": evil}))
+    (run / "config.yaml").write_text(f"reward: {evil}\nmetric: {evil}\n")
+    newest = run / f"checkpoints/step_{steps[-1]:08d}"
+    state = json.loads((newest / "state.json").read_text())
+    (newest / "state.json").write_text(json.dumps(state | {"reward": evil, "model": evil, "metric": evil}))
+    manifest = json.loads((newest / "MANIFEST.json").read_text())
+    manifest["state.json"]["sha256"] = sha256(newest / "state.json")
+    (newest / "MANIFEST.json").write_text(json.dumps(manifest))
+    process = scripts.run(command(work, algo, "mine", "--resume", newest), tmp_path)
+    assert f"continuing from {newest}" in process.out and f"was {evil}" in process.out
+    assert not (tmp_path / "executed").exists()
+    scripts.run(command(work, algo, "new", "--dataset", evil), tmp_path, expect=2)
+    assert (tmp_path / "executed").exists(), "the function does leave its mark when a command names it"
+
+
+@pytest.mark.case(97, "ddpo sft")
+def test_names_from_data_make_no_paths(build_pipeline, gpt2_dir, tmp_path):
+    """Evaluation sets, prompts and metrics may have any name: files lie in the run directory all the same."""
+    name, outside = "../../up", {"run", "pipeline", "sft"}
+    build_pipeline().save_pretrained(tmp_path / "pipeline")
+    rows = [{"prompt": "../../a red circle"}]
+    ddpo.main(
+        ddpo.Args(
+            model=str(tmp_path / "pipeline"), dataset=rows, eval_dataset={name: rows, "/tmp/x": rows}, batch_size=1,
+            reward=lambda images, **_: [0.0] * len(images), metric=lambda images, **_: {name: [1.0] * len(images)},
+            num_epochs=1, sample_batch_size=1, num_inference_steps=2, run_dir=str(tmp_path / "run"), threads=1,
+        )
+    )  # fmt: skip
+    metrics, _ = run(sft, gpt2_dir, tmp_path / "sft", eval_dataset={name: DATA[sft], "/tmp/x": DATA[sft]})
+    assert f"eval/{name}/loss" in metrics
+    assert {path.name for path in tmp_path.iterdir()} == outside
+    assert len(list((tmp_path / "run/images").iterdir())) == 4
+    assert all(path.resolve().is_relative_to(tmp_path) for path in tmp_path.rglob("*"))

@@ -173,9 +173,8 @@ class Run:
         self.accelerator, self.args, self.main = accelerator, args, accelerator.is_main_process
         self.identity = identity(algo, args, script)
         self.bar = self.signal = self.mirror = self.lock = None
-        self.handlers = {}
         _open.append(self)
-        self.start, self.last_line = time.monotonic(), 0.0
+        self.start, self.last_line, self.handlers = time.monotonic(), 0.0, {}
         found = (None, None, None, False) if args.check else on_main(accelerator, self._claim)
         self.dir, self.checkpoint, self.state, self.finished = found
         self.begun = self.state["step"] if self.state else 0
@@ -186,8 +185,12 @@ class Run:
     def _claim(self):
         args, new, path, state = self.args, self.identity, None, None
         explicit = args.resume not in ("auto", "never")
+        if explicit and not os.path.isfile(os.path.join(args.resume, "state.json")):
+            raise InputError(
+                f"--resume {args.resume} must be auto, never or a checkpoint (x/checkpoints/step_00000100)"
+            )
         if explicit:
-            path, state = Path(args.resume), ckpt.read_checkpoint(args.resume, new["algo"])
+            path, state = Path(args.resume), ckpt.read_checkpoint(Path(args.resume), new["algo"])
         folder = Path(args.run_dir or f"runs/{new['algo']}-{new['hash']}")
         try:
             if args.resume == "never" and folder.exists():

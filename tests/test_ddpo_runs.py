@@ -1106,7 +1106,10 @@ BAD_COMMANDS = [
     ("--reward nowhere.py:reward", "--reward nowhere.py:reward: there is no file nowhere.py"),
     ("--reward user.py", "--reward user.py: expected path/to/file.py:function"),
     ("--metric user.py:none", "--metric user.py:none: user.py has no function 'none'"),
-    ("--resume nowhere/checkpoints/step_00000002", "checkpoint nowhere/checkpoints/step_00000002 cannot be read: "),
+    (
+        "--resume nowhere/checkpoints/step_00000002",
+        "--resume nowhere/checkpoints/step_00000002 must be auto, never or a checkpoint",
+    ),
 ]
 
 

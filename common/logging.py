@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
+import io
 import json
 import math
 import os
@@ -330,10 +331,10 @@ class Run:
         for row in rows[:show]:
             cells = [f"{v:.3g}" if isinstance(v, float) else visible(str(v)) for v in row.values()]
             grid.add_row(*(text.Text(c if len(c) < 200 else c[:200] + "...") for c in cells))
-        screen = console.Console(width=min(120, shutil.get_terminal_size().columns))
-        with screen.capture() as captured:
-            screen.print(grid)
-        self.say(captured.get().rstrip())
+        options = {"force_terminal": sys.stdout.isatty(), "width": min(120, shutil.get_terminal_size().columns)}
+        screen = console.Console(file=io.StringIO(), **options)  # at a closed pipe it would end the process
+        screen.print(grid)
+        self.say(screen.file.getvalue().rstrip())
 
     def status(self, step, total, text):
         """A bar on a terminal; elsewhere a line at most every 5 s, and one for the last step."""

@@ -715,6 +715,7 @@ def test_the_run_directory_and_the_last_lines(algo, scripts, work, whole):
     assert process.err == "", "no warnings of libraries"
 
 
+@pytest.mark.case(63, "ppo")
 def test_secrets_of_the_environment_stay_there(scripts, work, tmp_path):
     canaries = {"HF_TOKEN": "hf_CANARYCANARY", "WANDB_API_KEY": "0123456789abcdefCANARY" * 2, "MY_PASSWORD": "CANARY3"}
     process = scripts.run(command(work, "ppo", "run"), tmp_path, **canaries)
@@ -722,6 +723,8 @@ def test_secrets_of_the_environment_stay_there(scripts, work, tmp_path):
     assert [p for p in (tmp_path / "run").rglob("*") if p.is_file() and b"CANARY" in p.read_bytes()] == []
 
 
+@pytest.mark.case(61, "ppo")
+@pytest.mark.case(63, "ppo")
 def test_track_wandb_offline(scripts, work, whole, tmp_path):
     pytest.importorskip("wandb")
     key = "0123456789abcdef0123456789abcdef01CANARY"
@@ -735,6 +738,7 @@ def test_track_wandb_offline(scripts, work, whole, tmp_path):
 
 
 @pytest.mark.parametrize("track", ["wandb", "tensorboard"])
+@pytest.mark.case(61, "ppo")
 def test_a_tracker_that_fails_is_a_warning(track, scripts, work, whole, tmp_path):
     """wandb has neither key nor network; tensorboard is not installed (requirements.txt does not ask for it)."""
     if track == "tensorboard" and importlib.util.find_spec("tensorboard"):
@@ -807,6 +811,7 @@ def torchrun(processes):
     return [BIN / "torchrun", "--nproc_per_node", processes, "--master_port", 20000 + os.getpid() % 20000]
 
 
+@pytest.mark.case(71, "ppo")
 def test_plain_python_from_the_root_directory(work, whole, tmp_path):
     done = launch([sys.executable], command(work, "ppo", tmp_path / "run"), "/", work)
     assert done.returncode == 0, done.stderr
@@ -855,6 +860,7 @@ def test_two_processes_equal_one(algo, scripts, work, tmp_path):
             assert (found[name] - tensor).norm() <= 1e-9 * tensor.norm(), f"{path.name} {name}"
 
 
+@pytest.mark.case(29, "ppo")
 def test_a_failing_reward_ends_all_processes(work, tmp_path):
     argv = command(work, "ppo", "run", "--reward", f"{work}/user.py:bad_reward")
     done = launch(torchrun(2), argv, tmp_path, work, timeout=60)

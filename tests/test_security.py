@@ -44,6 +44,7 @@ def plant(path, marker, zipped=True):
 
 @pytest.mark.parametrize("zipped", [True, False])
 @SCRIPTS
+@pytest.mark.case(59, "ppo sft reward dpo ilql")
 def test_a_model_of_pickles(script, zipped, gpt2_dir, marker, tmp_path):
     shutil.copytree(gpt2_dir, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -54,6 +55,7 @@ def test_a_model_of_pickles(script, zipped, gpt2_dir, marker, tmp_path):
 
 
 @SCRIPTS
+@pytest.mark.case(59, "ppo sft reward dpo ilql")
 def test_an_adapter_of_pickles(script, gpt2_dir, marker, tmp_path):
     """As --model and, in ppo, as --reward."""
     _, run_dir = run(script, gpt2_dir, tmp_path / "made", lora_r=3)
@@ -68,6 +70,7 @@ def test_an_adapter_of_pickles(script, gpt2_dir, marker, tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.case(59, "ddpo")
 def test_a_pipeline_of_pickles(build_pipeline, marker, tmp_path):
     build_pipeline().save_pretrained(tmp_path / "pipeline")
     for path in (tmp_path / "pipeline").rglob("*.safetensors"):
@@ -79,6 +82,7 @@ def test_a_pipeline_of_pickles(build_pipeline, marker, tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.case(59, "sft")
 def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
     """Files beside the known ones are not opened; a pickle in their place does not match the manifest, and where the
     manifest was forged, too, it is no safetensors file."""
@@ -100,6 +104,7 @@ def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".pkl", ".pt", ".jsonl", ".json", ".csv", ".parquet", ".txt"])
+@pytest.mark.case(59, "sft")
 def test_a_dataset_of_pickles(suffix, gpt2_dir, marker, tmp_path):
     plant(tmp_path / f"rows{suffix}", marker)
     with pytest.raises(InputError, match="--dataset "):

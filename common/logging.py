@@ -187,9 +187,7 @@ class Run:
         args, new, path, state = self.args, self.identity, None, None
         explicit = args.resume not in ("auto", "never")
         if explicit and not os.path.isfile(os.path.join(args.resume, "state.json")):
-            raise InputError(
-                f"--resume {args.resume} must be auto, never or a checkpoint (x/checkpoints/step_00000100)"
-            )
+            raise InputError(f"--resume {args.resume} must be auto, never or a checkpoint (checkpoints/step_00000100)")
         if explicit:
             path, state = Path(args.resume), ckpt.read_checkpoint(Path(args.resume), new["algo"])
         folder = Path(args.run_dir or f"runs/{new['algo']}-{new['hash']}")
@@ -331,8 +329,8 @@ class Run:
         for row in rows[:show]:
             cells = [f"{v:.3g}" if isinstance(v, float) else visible(str(v)) for v in row.values()]
             grid.add_row(*(text.Text(c if len(c) < 200 else c[:200] + "...") for c in cells))
-        options = {"force_terminal": sys.stdout.isatty(), "width": min(120, shutil.get_terminal_size().columns)}
-        screen = console.Console(file=io.StringIO(), **options)  # at a closed pipe it would end the process
+        # not to stdout, since rich ends the process where that is closed
+        screen = console.Console(file=io.StringIO(), width=min(120, shutil.get_terminal_size().columns))
         screen.print(grid)
         self.say(screen.file.getvalue().rstrip())
 

@@ -511,7 +511,7 @@ def margins(value):
     return [row | {"margin": margin} for row, margin in zip(PAIR, (1.0, value, 0.5, 0.0), strict=True)]
 
 
-RESUME = "must be auto, never or a checkpoint (x/checkpoints/step_00000100)"
+RESUME = "must be auto, never or a checkpoint (checkpoints/step_00000100)"
 REFUSED = [
     # 25, 26: not finite
     result(25, "a_nan", "nan for row 2, prompt ", "expected a finite number"),

@@ -243,6 +243,8 @@ def load_pipeline(args, path):
     if isinstance(path, str):
         if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).exists():
             raise InputError(f"--model {path}: there is no such directory")
+        if Path(path, "hf_model").is_dir():
+            raise InputError(f"--model {path} is a run directory: name {path}/hf_model")
         options = {"revision": args.revision, "trust_remote_code": args.trust_remote_code, "safety_checker": None}
         try:
             pipeline = DiffusionPipeline.from_pretrained(path, dtype=getattr(torch, args.dtype), **options)
@@ -275,8 +277,9 @@ def load_pipeline(args, path):
     pipeline.register_to_config(requires_safety_checker=False)
     for module in (pipeline.unet, vae, pipeline.text_encoder):
         module.requires_grad_(False).eval()
-        broken = [name for name, weight in module.named_parameters() if not weight.isfinite().all()]
-        stop_if([f"--model {path}: {name} is not finite" for name in broken[:1]])
+        lost = [f"{name} is missing" for name, weight in module.named_parameters() if weight.is_meta]
+        broken = lost or [f"{name} is not finite" for name, x in module.named_parameters() if not x.isfinite().all()]
+        stop_if([f"--model {path}: {problem}" for problem in broken[:1]])
         for part in module.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
@@ -473,8 +476,10 @@ def load_rows(data, flag):
         try:
             if path and path.is_dir():
                 rows = datasets.load_from_disk(str(path))
-            elif kind := kinds.get(Path(data).suffix):
+            elif kind := kinds.get(Path(data.removesuffix(".gz")).suffix):
                 rows = datasets.load_dataset(kind, data_files=str(path or data), split="train")
+            elif path:
+                raise ValueError(f"expected a name that ends with {', '.join(kinds)}")
             else:
                 rows = datasets.load_dataset(name, split=split or "train")
         except Exception as error:  # the library's errors have no common class
@@ -508,8 +513,11 @@ def load_sets(spec, flag):
 def with_prompts(rows, flag):
     """The rows; their prompt is a string, in the column `prompt`, or `text` as a file of lines has it."""
     for number, row in enumerate(rows, 1):
-        if not isinstance(row.get("prompt", row.get("text")), str):
+        text = row.get("prompt", row.get("text"))
+        if not isinstance(text, str):
             raise InputError(f"{flag} row {number} needs a string as 'prompt'; its columns: {', '.join(row)}")
+        if text.encode(errors="ignore").decode() != text:
+            raise InputError(f"{flag} row {number}: 'prompt' holds half a surrogate pair, which is no text")
         if taken := {"images", "prompts"} & row.keys():
             raise InputError(f"{flag}: rename the column {min(taken)!r}, which reward functions get from the script")
     if "prompt" in rows[0]:

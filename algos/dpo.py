@@ -273,6 +273,8 @@ def load_pretrained(kind, args, path, flag, **options):
         local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
         if local and not Path(given).exists():
             raise InputError(f"{name} {given}: there is no such directory")
+        if isinstance(given, str) and Path(given, "hf_model").is_dir():
+            raise InputError(f"{name} {given} is a run directory: name {given}/hf_model")
     base, files = adapter_base(path, revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
     if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
         if source != path or not base:
@@ -631,8 +633,10 @@ def load_rows(data, flag):
         try:
             if path and path.is_dir():
                 rows = datasets.load_from_disk(str(path))
-            elif kind := kinds.get(Path(data).suffix):
+            elif kind := kinds.get(Path(data.removesuffix(".gz")).suffix):
                 rows = datasets.load_dataset(kind, data_files=str(path or data), split="train")
+            elif path:
+                raise ValueError(f"expected a name that ends with {', '.join(kinds)}")
             else:
                 rows = datasets.load_dataset(name, split=split or "train")
         except Exception as error:  # the library's errors have no common class

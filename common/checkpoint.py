@@ -226,7 +226,6 @@ def write_checkpoint(run_dir, step, files, state, keep, protect=()):
 
 def read_checkpoint(path, algo=None):
     """state.json of a checkpoint whose files all match the manifest; InputError says what is wrong with it."""
-    path = Path(path)
     try:
         manifest = json.loads((path / "MANIFEST.json").read_text())
         for name, entry in manifest.items():

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
+import io
 import json
 import math
 import os
@@ -173,9 +174,8 @@ class Run:
         self.accelerator, self.args, self.main = accelerator, args, accelerator.is_main_process
         self.identity = identity(algo, args, script)
         self.bar = self.signal = self.mirror = self.lock = None
-        self.handlers = {}
         _open.append(self)
-        self.start, self.last_line = time.monotonic(), 0.0
+        self.start, self.last_line, self.handlers = time.monotonic(), 0.0, {}
         found = (None, None, None, False) if args.check else on_main(accelerator, self._claim)
         self.dir, self.checkpoint, self.state, self.finished = found
         self.begun = self.state["step"] if self.state else 0
@@ -186,8 +186,10 @@ class Run:
     def _claim(self):
         args, new, path, state = self.args, self.identity, None, None
         explicit = args.resume not in ("auto", "never")
+        if explicit and not os.path.isfile(os.path.join(args.resume, "state.json")):
+            raise InputError(f"--resume {args.resume} must be auto, never or a checkpoint (checkpoints/step_00000100)")
         if explicit:
-            path, state = Path(args.resume), ckpt.read_checkpoint(args.resume, new["algo"])
+            path, state = Path(args.resume), ckpt.read_checkpoint(Path(args.resume), new["algo"])
         folder = Path(args.run_dir or f"runs/{new['algo']}-{new['hash']}")
         try:
             if args.resume == "never" and folder.exists():
@@ -327,10 +329,10 @@ class Run:
         for row in rows[:show]:
             cells = [f"{v:.3g}" if isinstance(v, float) else visible(str(v)) for v in row.values()]
             grid.add_row(*(text.Text(c if len(c) < 200 else c[:200] + "...") for c in cells))
-        screen = console.Console(width=min(120, shutil.get_terminal_size().columns))
-        with screen.capture() as captured:
-            screen.print(grid)
-        self.say(captured.get().rstrip())
+        # not to stdout, since rich ends the process where that is closed
+        screen = console.Console(file=io.StringIO(), width=min(120, shutil.get_terminal_size().columns))
+        screen.print(grid)
+        self.say(screen.file.getvalue().rstrip())
 
     def status(self, step, total, text):
         """A bar on a terminal; elsewhere a line at most every 5 s, and one for the last step."""

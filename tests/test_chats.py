@@ -367,6 +367,7 @@ READ |= {"reward": ["whole", "sides"], "dpo": ["whole", "sides"]}
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.parametrize(("name", "form"), [(name, form) for name in READ for form in READ[name]])
+@pytest.mark.case(49, "ppo sft reward dpo ilql")
 def test_what_is_no_chat_is_one_sentence(name, form, defect, flag, model_dir, tmp_path):
     """It names flag and row, and nothing is written."""
     (chat, sentence), row = DEFECTS[defect], FORMS[form]

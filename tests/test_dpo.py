@@ -534,6 +534,7 @@ IMPLICIT = [  # chosen, rejected, what they share in whole words, the rest
 
 
 @pytest.mark.parametrize("sides", IMPLICIT, ids=lambda x: repr(x[0])[:40])
+@pytest.mark.case(48, "dpo")
 def test_an_implicit_prompt_is_what_both_share(letters, sides):
     chosen, rejected, *expected = sides
     found = dpo.pair_texts([{"chosen": chosen, "rejected": rejected}], letters, "--dataset")
@@ -605,6 +606,7 @@ TRUNCATIONS = [  # specials, max_length, max_prompt_length, mode, pair of abcde 
 
 
 @pytest.mark.parametrize("case", TRUNCATIONS, ids=str)
+@pytest.mark.case(37, "dpo")
 def test_truncation(letters, case):
     specials, *limits, expected, prompts, cut = case
     row = {"prompt": "abcde", "chosen": "fgh", "rejected": "ij"}
@@ -677,6 +679,7 @@ BAD_TEXTS = [  # second row, what the sentence says; the first is good
 
 
 @pytest.mark.parametrize(("row", "sentence"), BAD_TEXTS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.case(45, "dpo")
 def test_a_bad_pair_names_its_row(letters, row, sentence):
     with pytest.raises(InputError, match=f"^--dataset {sentence}"):
         encode(dpo.load_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}, row], "--dataset"), letters)
@@ -698,11 +701,13 @@ BAD_SETS = [  # all rows, what the sentence says
 
 
 @pytest.mark.parametrize(("rows", "sentence"), BAD_SETS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.case(46, "dpo")
 def test_bad_sets(letters, rows, sentence):
     with pytest.raises(InputError, match=f"^--dataset ?{sentence}"):
         encode(dpo.load_rows(rows, "--dataset"), letters)
 
 
+@pytest.mark.case(39, "dpo")
 def test_an_empty_prompt_needs_a_beginning_token(letters):
     letters.bos_token = None
     with pytest.raises(
@@ -776,6 +781,7 @@ BAD_CHATS = [  # row after a good one, what the sentence says
 
 
 @pytest.mark.parametrize(("row", "sentence"), BAD_CHATS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.case(49, "dpo")
 def test_a_bad_pair_of_chats_names_its_row(chatty, row, sentence):
     with pytest.raises(InputError, match=f"--dataset row 2: .*{sentence}|--dataset row 2: {sentence}"):
         encode([{"chosen": [U, V], "rejected": [U, W]}, row], chatty)
@@ -1086,6 +1092,7 @@ def test_frozen_layers_stay_bitwise(tiny_dir, tmp_path):
         assert moved == {n for n in before if re.search(r"\.(h|layers)\.1\.|\.ln_f\.|model\.norm\.", n)} and moved
 
 
+@pytest.mark.case(33, "dpo")
 def test_a_loss_that_is_not_finite_ends_the_run(monkeypatch, gpt2_dir, tmp_path):
     calls, pair_terms = [], dpo.pair_terms
 

@@ -66,23 +66,9 @@ def no_rows():
 
 RESULTS = {  # of a reward, for four samples
     "short": lambda n, ids: [1.0] * (n - 1),
-    "long": lambda n, ids: [1.0] * (n + 1),
-    "one": lambda n, ids: [1.0],
-    "scalar": lambda n, ids: 1.0,
-    "column": lambda n, ids: np.ones((n, 1)),
-    "tensor_column": lambda n, ids: torch.ones(n, 1),
     "pairs": lambda n, ids: [[1.0] * (len(row) + 1) for row in ids],
-    "none": lambda n, ids: None,
-    "a_none": lambda n, ids: [1.0, 1.0, None, 1.0],
     "a_nan": lambda n, ids: [1.0, float("nan"), 1.0, 1.0],
-    "a_nan_tensor": lambda n, ids: torch.tensor([1.0, float("nan"), 1.0, 1.0]),
-    "an_inf": lambda n, ids: [1.0, 1.0, 1.0, float("-inf")],
     "a_dense_nan": lambda n, ids: [[0.0] * (len(row) - 1) + [float("nan")] for row in ids],
-    "strings": lambda n, ids: ["1.0"] * n,
-    "a_string": lambda n, ids: "1" * n,
-    "mapping": lambda n, ids: {i: 1.0 for i in range(n)},
-    "generator": lambda n, ids: (1.0 for _ in range(n)),
-    "complex": lambda n, ids: [1j] * n,
     "floats": lambda n, ids: [1.0, 0.0, 1.0, 1.0],
     "integers": lambda n, ids: [1, 0, 1, 1],
     "booleans": lambda n, ids: [True, False, True, True],
@@ -95,15 +81,6 @@ RESULTS = {  # of a reward, for four samples
     "dense_arrays": lambda n, ids: [np.array([0] * (len(row) - 1) + [i != 1]) for i, row in enumerate(ids)],
     "mixed": lambda n, ids: [1.0, 0.0, [0.0] * (len(ids[2]) - 1) + [1.0], 1.0],
 }
-METRICS = {
-    "metric_none": lambda n: None,
-    "metric_list": lambda n: [1.0] * n,
-    "metric_short": lambda n: {"good": [1.0] * n, "bad": [1.0] * (n - 1)},
-    "metric_scalar": lambda n: {"bad": 1.0},
-    "metric_strings": lambda n: {"bad": ["1"] * n},
-    "metric_nan": lambda n: {"bad": [float("nan")] * n},
-    "metric_a_none": lambda n: {"bad": [None] * n},
-}
 
 
 def result(name, samples, output_ids):
@@ -112,8 +89,6 @@ def result(name, samples, output_ids):
 
 for name in RESULTS:
     exec(f"def {name}(samples, output_ids, **columns):\\n    return result({name!r}, samples, output_ids)")
-for name in METRICS:
-    exec(f"def {name}(samples, **columns):\\n    return METRICS[{name!r}](len(samples))")
 """
 
 
@@ -204,18 +179,11 @@ def test_the_good_commands_run(command, here):
 # ---- Flags -----------------------------------------------------------------------------------------------------------
 
 FLAGS = [
-    ("ppo", "--lr 0", "--lr 0.0 must be a positive number"),
-    ("ppo", "--lr nan", "--lr nan must be a positive number"),
-    ("ppo", "--lr inf", "--lr inf must be a positive number"),
-    ("sft", "--lr -1e-5", "--lr -1e-05 must be a positive number"),
-    ("ppo", "--batch-size 3", "--rollout-batch-size 4 must be a multiple of --batch-size 3"),
     ("ppo", "--total-episodes 6", "--total-episodes 6 must be a multiple of --rollout-batch-size 4"),
     ("ppo", "--rollout-batch-size 0", "--rollout-batch-size 0 must be at least 1"),
     ("ppo", "--ppo-epochs 0", "--ppo-epochs 0 must be at least 1"),
     ("ppo", "--max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
     ("ppo", "--micro-batch-size 0", "--micro-batch-size 0 must be at least 1"),
-    ("ppo", "--keep-checkpoints 0", "--keep-checkpoints 0 must be at least 1"),
-    ("ppo", "--save-every -1", "--save-every -1 must be at least 0"),
     ("ppo", "--temperature 0", "--temperature 0.0 must be a positive number"),
     ("ppo", "--eval-temperature -0.5", "--eval-temperature -0.5 must be 0 or a positive number"),
     ("ppo", "--gamma 1.5", "--gamma 1.5 must be in [0, 1]"),
@@ -224,7 +192,6 @@ FLAGS = [
     ("ppo", "--top-k -1", "--top-k -1 must be at least 0"),
     ("ppo", "--kl-coef inf", "--kl-coef inf must be"),
     ("ppo", "--cliprange -0.2", "--cliprange -0.2 must be"),
-    ("ppo", "--kl-target 0", "--kl-target 0.0 must be positive"),
     ("ppo", "--kl-target nan", "--kl-target nan must be"),
     ("ppo", "--kl-target inf", "--kl-target inf must be"),
     ("ppo", "--kl-target 6 --kl-horizon 3", "--kl-horizon"),
@@ -243,8 +210,6 @@ FLAGS = [
     ("sft", "--max-length 1", "--max-length 1"),
     ("sft", "--adam-betas 0.9 1.0", "--adam-betas"),
     ("sft", "--threads -1", "--threads -1"),
-    ("sft", "--lr nan", "--lr nan must be a positive number"),
-    ("sft", "--lr inf", "--lr inf must be a positive number"),
     ("sft", "--neftune-alpha -1", "--neftune-alpha -1.0 must be"),
     ("sft", "--neftune-alpha nan", "--neftune-alpha nan must be"),
     ("sft", "--num-layers-unfrozen 0", "--num-layers-unfrozen 0 must be -1 or at least 1"),
@@ -259,11 +224,10 @@ FLAGS = [
     ("ppo", "--ratio-threshold inf", "--ratio-threshold inf must be"),
     ("ppo", "--min-length-limit 0", "--min-length-limit 0 must be at least 1"),
     ("ppo", "--min-length-limit 5", "--min-length-limit 5 must be at most --max-new-tokens"),
-    ("sft", "--push-to-hub True", "--push-to-hub True"),
-    ("ppo", "--push-to-hub True", "--push-to-hub True"),
 ]
 
 
+@pytest.mark.case(57)
 @pytest.mark.parametrize(("algo", "flags", "sentence"), FLAGS, ids=lambda x: x[:40])
 def test_a_flag_out_of_range(algo, flags, sentence, refused):
     assert one_sentence(refused(algo, flags.split(), sentence))
@@ -285,17 +249,13 @@ TYPED = [
     ("ppo", "--batch-sise 4", ["Unrecognized", "--batch-sise", "--batch-size INT"]),
     ("ppo", "--kl-coeff 0.1", ["--kl-coeff", "--kl-coef FLOAT"]),
     ("sft", "--kl-coef 0.1", ["Unrecognized", "--kl-coef"]),
-    ("ppo", "--check True", ["Unrecognized", "True"]),
     ("sft", "--deterministic True", ["Unrecognized", "True"]),
     ("ppo", "--kl-kind k9", ["'k9'", "--kl-kind", "'k3'"]),
-    ("ppo", "--lr fast", ["--lr", "'fast'"]),
-    ("ppo", "--batch-size 4.5", ["--batch-size", "4.5"]),
-    ("ppo", "--dtype float16", ["float16", "float32"]),
-    ("ppo", "--mixed-precision fp16", ["fp16", "bf16"]),
     ("ppo", "--adam-betas 0.9", ["--adam-betas", "2"]),
 ]
 
 
+@pytest.mark.case(57)
 @pytest.mark.parametrize(("algo", "flags", "fragments"), TYPED, ids=lambda x: x if isinstance(x, str) else "")
 def test_a_flag_of_the_wrong_type_or_name(algo, flags, fragments, refused):
     refused(algo, flags.split(), *fragments)
@@ -316,9 +276,6 @@ CONFIGS = [
     ("learning: 1\nlr: 1", ["unknown key 'learning'"]),
     ("lr: 0.1\nseed: 3\nlr: 0.2", ["doubled key 'lr'"]),
     ("batch-size: 4\nbatch_size: 8", ["batch", "doubled"]),
-    ("", ["config.yaml", "YAML mapping"]),
-    ("- lr", ["config.yaml", "YAML mapping"]),
-    ("lr: [", ["config.yaml", "YAML mapping"]),
     ("\tlr: 1", ["config.yaml", "YAML mapping"]),
     ("lr: fast", ["--lr", "'fast'"]),
     ("lr: -1e-3", ["--lr -0.001 must be a positive number"]),
@@ -326,6 +283,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.case(57, "ppo")
 @pytest.mark.parametrize(("text", "fragments"), CONFIGS, ids=lambda x: repr(x)[:30])
 def test_a_bad_configuration_file(text, fragments, refused, here, monkeypatch):
     (here / "config.yaml").write_text(text)
@@ -340,6 +298,7 @@ def test_a_missing_configuration_file(refused):
     assert one_sentence(refused("ppo", ["--config"], "--config"))
 
 
+@pytest.mark.case(57, "ppo")
 def test_a_configuration_file_means_what_the_flags_mean(command, here):
     """1e-3 is a number (PyYAML alone reads a string); off and no are words (PyYAML alone reads False)."""
     text = "lr: 1e-3\nadam_betas: [0.8, 0.9]\nkl-target: null\ndeterministic: false\nseed: 3\n"
@@ -370,12 +329,10 @@ FILES = [
     ("sft", '{"text": ""}\n', ["no row has a label"]),
 ]
 for value in (None, 5, 1.5, True, {"role": "user"}, ["b"]):
-    FILES.append(("ppo", jsonl([*ROWS[:2], {"prompt": value, "shift": 1}]), ["row 3", "'prompt'", repr(value)]))
     FILES.append(("sft", jsonl([{"text": "b"}, {"text": value}]), ["row 2", "'text'", repr(value)]))
-    pair = [{"prompt": "b", "completion": "c"}, {"prompt": "b", "completion": value}]
-    FILES.append(("sft", jsonl(pair), ["row 2", "'completion'", repr(value)]))
 
 
+@pytest.mark.case(52)
 @pytest.mark.parametrize(("algo", "content", "fragments"), FILES, ids=lambda x: repr(x)[:40])
 def test_a_bad_file_of_rows(algo, content, fragments, refused, here):
     if content is not None:
@@ -413,6 +370,7 @@ def test_text_files(command, here):
     assert code == 0 and "2 rows" in out, err
 
 
+@pytest.mark.case(43)
 @pytest.mark.parametrize("algo", ["ppo", "sft"])
 def test_terminal_escapes_of_a_row_are_written_out(algo, variant, command, here):
     """Neither a prompt nor the letters of a model reach the terminal as control characters."""
@@ -434,6 +392,7 @@ SMALL = {  # rows of sft, whether the run has a loss
 }
 
 
+@pytest.mark.case(40, "sft")
 @pytest.mark.parametrize("name", SMALL)
 def test_rows_of_odd_sizes(name, command, here):
     """Fewer rows than a batch are repeated; what is cut or dropped is counted."""
@@ -445,6 +404,7 @@ def test_rows_of_odd_sizes(name, command, here):
         assert record["train/loss"] > 0
 
 
+@pytest.mark.case(53, "ppo")
 @pytest.mark.parametrize("prompts", [["b"], ["b", "c"], [" ", "\n"]], ids=repr)
 def test_fewer_prompts_than_a_rollout(prompts, command, here):
     (here / "few.jsonl").write_text(jsonl({"prompt": prompt} for prompt in prompts))
@@ -457,30 +417,6 @@ def test_a_prompt_of_a_megabyte(refused, command, here):
     assert one_sentence(refused("ppo", ["--dataset", "long.jsonl"], "--dataset row 2", "1048576 tokens"))
     code, out, err = command("ppo", "--dataset", "long.jsonl", "--max-prompt-length", "9", "--check")
     assert code == 0 and "2 prompts, 1 dropped" in out, err
-
-
-def test_a_directory_of_the_datasets_library(command, here):
-    import datasets
-
-    datasets.Dataset.from_list(ROWS).save_to_disk(here / "saved")
-    code, out, err = command("ppo", "--dataset", "saved", "--check")
-    assert code == 0 and "4 prompts" in out, err
-
-
-def test_a_directory_of_several_splits(refused, here):
-    import datasets
-
-    rows = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(here / "splits")
-    assert one_sentence(refused("ppo", ["--dataset", "splits"], "--dataset splits", "train", "test"))
-
-
-def test_a_compressed_file(command, here):
-    import gzip
-
-    (here / "rows.jsonl.gz").write_bytes(gzip.compress(jsonl(ROWS).encode()))
-    code, out, err = command("ppo", "--dataset", "rows.jsonl.gz", "--check")
-    assert "4 prompts" in out if code == 0 else one_sentence(err) and "--dataset rows.jsonl.gz" in err
 
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -496,6 +432,7 @@ CHATS = [  # what stands in row 2, what the sentence says
 ]
 
 
+@pytest.mark.case(49, "ppo sft")
 @pytest.mark.parametrize("column", ["messages", "prompt"])
 @pytest.mark.parametrize(("chat", "sentence"), CHATS, ids=lambda x: repr(x)[:40])
 def test_a_bad_chat(chat, sentence, column, variant, refused, here):
@@ -519,21 +456,7 @@ def test_a_chat_that_the_user_ends(variant, refused, command, here):
     assert command("ppo", *flags, "--dataset", "prompts.jsonl", "--check")[0] == 0
 
 
-@pytest.mark.parametrize(("algo", "column"), [("sft", "messages"), ("ppo", "prompt")])
-def test_chats_without_a_template(algo, column, refused, here):
-    (here / "chats.jsonl").write_text(jsonl([{column: [USER, {"role": "assistant", "content": "c"}]}]))
-    fragments = "--dataset row 1: ", "no chat template", "plain text"
-    assert one_sentence(refused(algo, ["--dataset", "chats.jsonl"], *fragments))
-
-
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
-def test_a_lone_surrogate_is_a_sentence_or_works(algo, command, here):
-    column = "prompt" if algo == "ppo" else "text"
-    (here / "bad.jsonl").write_text(f'{{"{column}": "b"}}\n{{"{column}": "c\\ud800d"}}\n')
-    code, out, err = command(algo, "--dataset", "bad.jsonl", "--check")
-    assert code == 0 or (code == 2 and "row 2" in err and one_sentence(err)), err
-
-
+@pytest.mark.case(38, "ppo sft")
 def test_prompts_that_do_not_fit(refused, command, here):
     (here / "long.jsonl").write_text(jsonl([{"prompt": "b"}, {"prompt": "b" * 29}]))
     for flag in "--dataset", "--eval-dataset":
@@ -594,39 +517,6 @@ def variant(here):
     return make
 
 
-def without_tokenizer(path):
-    for file in path.glob("*token*"):
-        file.unlink()
-
-
-WEIGHT = "transformer.h.1.mlp.c_fc.weight"
-BROKEN_MODELS = {
-    "nan": ({"weights": lambda w: w[WEIGHT][3, 4].fill_(float("nan"))}, [WEIGHT, "not finite"]),
-    "inf": ({"weights": lambda w: w[WEIGHT][3, 4].fill_(float("inf"))}, [WEIGHT, "not finite"]),
-    "weight missing": ({"weights": lambda w: w.pop(WEIGHT)}, [WEIGHT, "missing"]),
-    "another shape": ({"weights": lambda w: w.update({WEIGHT: torch.zeros(3)})}, [WEIGHT, "shape"]),
-    "truncated": ({"change": lambda p: os.truncate(p / "model.safetensors", 5000)}, ["--model variant"]),
-    "no weights": ({"change": lambda p: (p / "model.safetensors").unlink()}, ["--model variant"]),
-    "no configuration": ({"change": lambda p: (p / "config.json").unlink()}, ["--model variant", "config.json"]),
-    "no tokenizer": ({"change": without_tokenizer}, ["tokenizer"]),
-    "no end token": ({"tokenizer": lambda t: setattr(t, "eos_token", None)}, ["end-of-sequence", "eos_token"]),
-    "tokenizer too large": ({"tokenizer": lambda t: t.add_tokens(["<x>"])}, ["26 tokens", "embeddings"]),
-}
-
-
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
-@pytest.mark.parametrize("name", BROKEN_MODELS)
-def test_a_broken_model(name, algo, variant, refused):
-    changes, fragments = BROKEN_MODELS[name]
-    assert one_sentence(refused(algo, variant(**changes), *fragments).replace("\n\n", "\n"))
-
-
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
-def test_a_tokenizer_without_padding_works(algo, variant, command, here):
-    code, _, err = command(algo, *variant(tokenizer=lambda t: setattr(t, "pad_token", None)))
-    assert code == 0 and (here / "run/hf_model").exists(), err
-
-
 def test_an_empty_prompt_needs_a_beginning_token(variant, refused, here):
     flags = variant(tokenizer=lambda t: setattr(t, "bos_token", None))
     (here / "empty.jsonl").write_text(jsonl([{"prompt": "b"}, {"prompt": ""}]))
@@ -665,6 +555,7 @@ def small_model(kind, path, **config):
     getattr(transformers, kind)(transformers.GPT2Config(**sizes | config)).save_pretrained(path)
 
 
+@pytest.mark.case(51, "ppo")
 def test_a_tokenizer_larger_than_the_embeddings_of_another_model(refused, here):
     for kind, path, flag in (
         ("GPT2LMHeadModel", "reference", "--ref-model"),
@@ -676,6 +567,7 @@ def test_a_tokenizer_larger_than_the_embeddings_of_another_model(refused, here):
         assert one_sentence(refused("ppo", [flag, path], f"{flag} {path}", "tokenizer", "embeddings"))
 
 
+@pytest.mark.case(51, "ppo")
 def test_a_reference_of_another_vocabulary(refused, here):
     """Its log-probabilities would be those of other tokens, or an index out of range."""
     from tokenizers import Tokenizer, models
@@ -687,12 +579,14 @@ def test_a_reference_of_another_vocabulary(refused, here):
     refused("ppo", ["--ref-model", "reference"], "--ref-model reference")
 
 
+@pytest.mark.case(51, "ppo")
 def test_a_reward_model_without_a_tokenizer(refused, here):
     """transformers makes an empty one up, to which all texts are equal."""
     small_model("GPT2ForSequenceClassification", here / "judge", num_labels=1, pad_token_id=0)
     assert one_sentence(refused("ppo", ["--reward", "judge"], "--reward judge", "tokenizer"))
 
 
+@pytest.mark.case(55, "ppo")
 @pytest.mark.parametrize("flag", ["--model", "--dataset"])
 def test_hub_names_offline(flag, here):
     """As a process of its own, since the libraries read HF_HUB_OFFLINE when they are imported."""
@@ -707,27 +601,12 @@ def test_hub_names_offline(flag, here):
 # ---- Rewards and metrics ---------------------------------------------------------------------------------------------
 
 REWARDS = {
-    "short": ["returned 3 values", "4 numbers"],
-    "long": ["returned 5 values", "4 numbers"],
-    "one": ["returned 1 values", "4 numbers"],
-    "scalar": ["returned float", "4 numbers"],
-    "column": ["row 1", "[1.0]", "'b'"],
-    "tensor_column": ["row 1", "[1.0]"],
     "pairs": ["row 1"],
-    "none": ["returned NoneType", "4 numbers"],
-    "a_none": ["row 3", "None", "'d'"],
-    "a_nan": ["row 2", "nan", "'c'"],
-    "a_nan_tensor": ["row 2", "nan", "'c'"],
-    "an_inf": ["row 4", "-inf", "'e'"],
     "a_dense_nan": ["row 1", "nan"],
-    "strings": ["row 1", "'1.0'"],
-    "a_string": ["returned str"],
-    "mapping": ["returned dict"],
-    "generator": ["returned generator"],
-    "complex": ["row 1", "1j"],
 }
 
 
+@pytest.mark.case(27, "ppo")
 @pytest.mark.parametrize("name", REWARDS)
 def test_a_reward_that_breaks_the_contract(name, refused):
     err = refused("ppo", ["--reward", f"user.py:{name}", "--check"], f"user.py:{name}", *REWARDS[name])
@@ -738,14 +617,6 @@ def test_a_reward_that_breaks_the_contract(name, refused):
 def test_a_reward_that_breaks_the_contract_in_a_rollout(name, command):
     code, _, err = command("ppo", "--reward", f"user.py:{name}")
     assert code == 2 and f"user.py:{name} returned" in err and one_sentence(err)
-
-
-def test_a_reward_that_raises_shows_its_line(refused):
-    fragments = "return [sample.index", "error: user.py:raises raised ValueError: substring not found"
-    refused("ppo", ["--reward", "user.py:raises", "--check"], *fragments, user_code=True)
-    refused("ppo", ["--metric", "user.py:raises", "--check"], *fragments, user_code=True)
-    fragments = "user.py:no_such_column", "'answer'"
-    refused("ppo", ["--reward", "user.py:no_such_column", "--check"], *fragments, user_code=True)
 
 
 SPECS = [
@@ -780,6 +651,7 @@ ACCEPTED = (
 )
 
 
+@pytest.mark.case(28, "ppo")
 @pytest.mark.parametrize("name", ACCEPTED.split())
 def test_a_reward_of_any_kind_of_number(name, command, here, floats):
     """The same numbers give the same run; a dense reward that is zero before the last token too."""
@@ -791,6 +663,7 @@ def test_a_reward_of_any_kind_of_number(name, command, here, floats):
     assert json.loads(text.splitlines()[-1])["eval/reward"] == 0.75
 
 
+@pytest.mark.case(31, "ppo")
 @pytest.mark.parametrize("what", ["the lists", "values in the rows"])
 def test_a_reward_that_changes_its_inputs_changes_nothing_else(what, here):
     rows = [{"prompt": p, "tags": ["x"]} for p in "bcde"]
@@ -815,18 +688,6 @@ def test_a_reward_that_changes_its_inputs_changes_nothing_else(what, here):
     assert found == expected
 
 
-METRICS = "metric_none metric_list metric_short metric_scalar metric_strings metric_nan metric_a_none".split()
-
-
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
-@pytest.mark.parametrize("name", METRICS)
-def test_a_metric_that_breaks_the_contract(name, algo, refused):
-    fragments = [f"user.py:{name}", "4 finite numbers"]
-    if name not in ("metric_none", "metric_list"):
-        fragments.append("'bad'")
-    assert one_sentence(refused(algo, ["--metric", f"user.py:{name}", "--check"], *fragments))
-
-
 def test_a_metric_without_names(here):
     """{} is a poor metric and no crash."""
     options = dict(model="model", dataset="texts.jsonl", eval_dataset=None, eval_prompts=ROWS, threads=1)
@@ -837,6 +698,7 @@ def test_a_metric_without_names(here):
         assert "name" in str(error)
 
 
+@pytest.mark.case(32, "ppo")
 def test_a_constant_reward_is_no_error(command, here):
     """Whitening divides by a standard deviation of zero; without a KL penalty the policy gets no gradient."""
     (here / "same.py").write_text("def reward(samples, **columns):\n    return [0.7] * len(samples)\n")
@@ -847,6 +709,7 @@ def test_a_constant_reward_is_no_error(command, here):
         assert None not in record.values() and record["objective/scores_std"] == 0
 
 
+@pytest.mark.case(42, "ppo sft")
 @pytest.mark.parametrize(("end", "rate"), [(50.0, 1.0), (-50.0, 0.0)])
 def test_responses_that_end_at_once_or_never(end, rate, variant, command, here):
     """The end token likeliest by far everywhere, or impossible."""
@@ -866,15 +729,7 @@ def test_responses_that_end_at_once_or_never(end, rate, variant, command, here):
     assert code == 0, err
 
 
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
-def test_logits_that_are_not_finite_while_sampling(algo, variant, here, command):
-    """Greedy decoding by argmax would take them for token 0."""
-    flags = variant(weights=lambda w: w["transformer.ln_f.weight"].fill_(3e38))
-    with pytest.raises(FloatingPointError, match="row 0: logits are not finite at response token 1"):
-        command(algo, *flags, "--eval-temperature", "0", "--eval-every", "1")
-    assert not (here / "run/checkpoints").exists()
-
-
+@pytest.mark.case(33)
 @pytest.mark.parametrize("algo", ["ppo", "sft"])
 def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, here, monkeypatch):
     """At the third step; the checkpoint of the second one is finite, and the rows are named."""
@@ -896,6 +751,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, here, mo
     assert all(weight.isfinite().all() for weight in weights)
 
 
+@pytest.mark.case(25, "ppo")
 def test_a_nan_reward_in_the_middle_leaves_the_checkpoint_before_it(command, here):
     (here / "late.py").write_text(
         "calls = 0\n"
@@ -925,17 +781,13 @@ def test_handlers_of_signals_are_given_back_after_an_error(here):
 # ---- Run directories -------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_with_foreign_files_is_left_alone(refused, here):
-    (here / "photos").mkdir()
-    (here / "photos/cat.jpg").write_bytes(b"meow")
-    assert one_sentence(refused("ppo", ["--run-dir", "photos"], "--run-dir photos", "holds files but no run"))
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl/run", "/proc/nope/run", "x" * 300, "a\0b"])
+@pytest.mark.case(58, "ppo")
+@pytest.mark.parametrize("name", ["rows.jsonl", "a\0b"])
 def test_a_directory_that_cannot_be_made(name, refused):
     assert one_sentence(refused("ppo", ["--run-dir", name], "--run-dir", "cannot be written"))
 
 
+@pytest.mark.case(58, "sft")
 @pytest.mark.parametrize("name", ["two\nlines", "\U0001f600", "../above/x", "a b'c"], ids=repr)
 def test_a_directory_of_an_odd_name_works(name, command, here):
     (here / "below").mkdir()
@@ -960,25 +812,3 @@ def test_a_command_may_be_mended_after_an_error(command, here):
     assert command("ppo", "--reward", "user.py:short", "--eval-every", "1")[0] == 2
     code, _, err = command("ppo", "--eval-every", "1")
     assert code == 0, err
-
-
-def test_resume_from_nothing(refused):
-    assert one_sentence(refused("ppo", ["--resume", "nope"], "nope"))
-
-
-def test_an_upload_that_fails_keeps_the_model(command, here, monkeypatch):
-    def refuse(*args, **options):
-        raise OSError("401 Unauthorized")
-
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
-    code, out, err = command("sft", "--push-to-hub", "org/name")
-    assert code == 2 and one_sentence(err)
-    assert "--push-to-hub org/name failed (401 Unauthorized)" in err and "run/hf_model" in err
-    assert (here / "run/hf_model/model.safetensors").exists() and not (here / "run/README.md").exists()
-    uploads = []
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *args, **options: None)
-    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda self, **options: uploads.append(options))
-    code, out, err = command("sft", "--push-to-hub", "org/name")
-    assert code == 0 and uploads == [{"repo_id": "org/name", "folder_path": "run/hf_model"}], err

@@ -187,6 +187,8 @@ def test_a_classifier_as_the_reward(work):
 # ---- Names that do not -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case(55, "ppo sft")
+@pytest.mark.case(56, "sft")
 def test_what_is_neither_cached_nor_reachable(work):
     """Exit code 2, nothing written, and one sentence: the flag, and that there is no connection (or no such split)."""
     missing = {
@@ -212,6 +214,7 @@ def test_what_is_neither_cached_nor_reachable(work):
     assert not (work / "missing").exists()
 
 
+@pytest.mark.case(60, "sft")
 def test_code_of_a_repository_runs_only_when_told(work):
     """Of a directory, too. The run records that it was told."""
     command = f"{SFT} --eval-every 0 --lr 1e-3"
@@ -270,6 +273,7 @@ def test_an_upload_holds_the_export_alone(short, gpt2_dir, client, tmp_path):
 
 
 @pytest.mark.parametrize("fails", ["create_repo", "upload_folder"])
+@pytest.mark.case(62, "sft")
 def test_an_upload_that_fails(fails, gpt2_dir, client, tmp_path):
     """The model is whole; the same command uploads it without training again."""
     client.fails, run_dir = fails, tmp_path / "run"

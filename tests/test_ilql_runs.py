@@ -890,6 +890,7 @@ GOOD = {"gamma": [0.0, 1.0], "alpha": [1.0], "top_p": [1.0], "advantage_clip": [
 GOOD |= {"tau": [0.01, 0.99], "top_k": [0], "warmup_steps": [0], "cql_scale": [0.0], "num_layers_unfrozen": [0]}
 
 
+@pytest.mark.case(57, "ilql")
 def test_flags_out_of_range():
     for name, values in BAD.items():
         for value in values:
@@ -945,6 +946,7 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("rows", "sentence"), BAD_ROWS, ids=lambda x: str(x)[-60:])
+@pytest.mark.case(73, "ilql")
 def test_bad_rows(command, here, rows, sentence):
     jsonl("rows.jsonl", rows)
     code, _, err = command()
@@ -973,6 +975,7 @@ BAD_COMMANDS = [
 
 
 @pytest.mark.parametrize(("flags", "sentence"), BAD_COMMANDS, ids=lambda x: x[:50])
+@pytest.mark.case(57, "ilql")
 def test_bad_commands(command, here, flags, sentence):
     jsonl("texts.jsonl", [{"text": "bcd", "reward": 1}]), jsonl("no_reward.jsonl", PROMPTS)
     code, _, err = command(flags)
@@ -981,6 +984,7 @@ def test_bad_commands(command, here, flags, sentence):
 
 
 @pytest.mark.parametrize("reward", [0.5, 0.0, None])
+@pytest.mark.case(73, "ilql")
 def test_equal_rewards_and_rows_of_one_action(command, here, reward):
     """They complete (None: one row), with a warning that there is nothing to be learnt."""
     rows = [{"prompt": letter, "completion": "", "reward": reward or 0.0} for letter in "bcdef"]
@@ -996,6 +1000,7 @@ def test_rewards_that_differ_have_no_warning(command):
     assert "warning" not in command("--check")[1]
 
 
+@pytest.mark.case(33, "ilql")
 def test_an_infinite_loss_stops_before_the_step(gpt2_dir, tmp_path):
     rows = [*PLAIN_ROWS[:4], PLAIN_ROWS[4] | {"reward": 1e30}]
     with pytest.raises(FloatingPointError, match=r"step 1: loss inf, .*rows \[.*4.*\]; the last checkpoint is intact"):

@@ -643,6 +643,7 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize(("row", "found"), COLUMNS, ids=lambda x: repr(x)[:40])
+@pytest.mark.case(46, "reward")
 def test_missing_columns_are_listed(letters, row, found):
     message = f"--dataset has the columns {found}; expected chosen and rejected .and prompt., each a text or a chat"
     with pytest.raises(InputError, match=message):
@@ -851,6 +852,7 @@ def edited(source, folder, edit):
     return str(folder)
 
 
+@pytest.mark.case(36, "reward")
 def test_missing_weights_are_refused(tiny_dir, tmp_path):
     last = []
 
@@ -864,6 +866,7 @@ def test_missing_weights_are_refused(tiny_dir, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.case(36, "reward")
 def test_weights_that_are_not_finite_are_refused(gpt2_dir, tmp_path):
     folder = edited(gpt2_dir, tmp_path, lambda state: state["transformer.h.1.mlp.c_fc.weight"][0, 0].fill_(NAN))
     with pytest.raises(InputError, match="transformer.h.1.mlp.c_fc.weight is not finite"):
@@ -926,6 +929,7 @@ def test_the_first_loss_by_hand(tiny_dir, tmp_path, share, with_margin, center):
     assert start["eval/shorter_wins"] == 3 / 7
 
 
+@pytest.mark.case(74, "reward")
 def test_ties_in_training(gpt2_dir, tmp_path):
     _, first = run_reward(gpt2_dir, tmp_path / "first", total_steps=1)
     (tmp_path / "zero").mkdir()
@@ -1090,6 +1094,7 @@ def test_several_sets_and_the_best_model(gpt2_dir, tmp_path):
 
 
 @pytest.mark.parametrize("n", [1, 3, 7])
+@pytest.mark.case(74, "reward")
 def test_evaluation_sets_of_odd_sizes(gpt2_dir, tmp_path, n):
     """Scored in batches of two; the metrics are those of all pairs, and finite."""
     flags = {"eval_dataset": PAIRS[-n:], "eval_every": 1, "total_steps": 1, "micro_batch_size": 2}

@@ -197,6 +197,8 @@ def test_the_run_directory_and_the_last_lines(algo, scripts, work, whole):
     assert process.err == "", "no warnings of libraries"
 
 
+@pytest.mark.case(61, "ppo")
+@pytest.mark.case(63, "ppo")
 def test_track_wandb_offline(scripts, work, whole, tmp_path):
     pytest.importorskip("wandb")
     key = "0123456789abcdef0123456789abcdef01CANARY"
@@ -210,6 +212,7 @@ def test_track_wandb_offline(scripts, work, whole, tmp_path):
 
 
 @pytest.mark.parametrize("track", ["wandb", "tensorboard"])
+@pytest.mark.case(61, "ppo")
 def test_a_tracker_that_fails_is_a_warning(track, scripts, work, whole, tmp_path):
     """wandb has neither key nor network; tensorboard is not installed (requirements.txt does not ask for it)."""
     if track == "tensorboard" and importlib.util.find_spec("tensorboard"):
@@ -262,6 +265,7 @@ def test_from_python(algo, step, more, scripts, work, tmp_path):
 # ---- Launchers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case(71, "ppo")
 def test_plain_python_from_the_root_directory(work, whole, tmp_path):
     done = launch([sys.executable], command(work, "ppo", tmp_path / "run"), "/", work)
     assert done.returncode == 0, done.stderr
@@ -310,6 +314,7 @@ def test_two_processes_equal_one(algo, scripts, work, tmp_path):
             assert (found[name] - tensor).norm() <= 1e-9 * tensor.norm(), f"{path.name} {name}"
 
 
+@pytest.mark.case(29, "ppo")
 def test_a_failing_reward_ends_all_processes(work, tmp_path):
     argv = command(work, "ppo", "run", "--reward", f"{work}/user.py:bad_reward")
     done = launch(torchrun(2), argv, tmp_path, work, timeout=60)

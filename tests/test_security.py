@@ -46,6 +46,7 @@ def plant(path, marker, zipped=True):
 @pytest.mark.case(59)
 @pytest.mark.parametrize("zipped", [True, False])
 @SCRIPTS
+@pytest.mark.case(59, "ppo sft reward dpo ilql")
 def test_a_model_of_pickles(script, zipped, gpt2_dir, marker, tmp_path):
     shutil.copytree(gpt2_dir, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -57,6 +58,7 @@ def test_a_model_of_pickles(script, zipped, gpt2_dir, marker, tmp_path):
 
 @pytest.mark.case(59)
 @SCRIPTS
+@pytest.mark.case(59, "ppo sft reward dpo ilql")
 def test_an_adapter_of_pickles(script, gpt2_dir, marker, tmp_path):
     """As --model and, in ppo, as --reward."""
     _, run_dir = run(script, gpt2_dir, tmp_path / "made", lora_r=3)
@@ -106,6 +108,7 @@ def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
 
 @pytest.mark.case(59, "sft")
 @pytest.mark.parametrize("suffix", [".pkl", ".pt", ".jsonl", ".json", ".csv", ".parquet", ".txt"])
+@pytest.mark.case(59, "sft")
 def test_a_dataset_of_pickles(suffix, gpt2_dir, marker, tmp_path):
     plant(tmp_path / f"rows{suffix}", marker)
     with pytest.raises(InputError, match="--dataset "):

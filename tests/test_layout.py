@@ -503,7 +503,7 @@ def test_the_plain_runs_are_worth_comparing(base, places, case):
 
 # Which rows share a forward pass, and other flags that say how and not what.
 MICRO = [
-    {"micro_batch_size": 4, "decode_batch_size": 3},  # of 6 rows: a mean of means would be another one
+    {"micro_batch_size": 5, "decode_batch_size": 3},  # of 6 rows, or 12 pairs: a mean of means would be another one
     {"micro_batch_size": 1, "decode_batch_size": 1},
     {"micro_batch_size": 2, "gradient_checkpointing": True},
     {"micro_batch_size": 3, "decode_batch_size": 3},
@@ -702,26 +702,31 @@ def test_a_slow_process_only_slows(two, case):
     same_bytes(two[0] / f"slow-{case}", two[0] / case)
 
 
-FAILURES = {"kill": "Signal 9 (SIGKILL)", "raise": "RuntimeError: this process has had enough"}
-FAILURES["user"] = "a function of the user has had enough"
-FAULTS = [("kill", rank, case) for rank, case in enumerate("ppo ilql sft reward dpo ddpo".split())]
-FAULTS += [("raise", 1, case) for case in "ppo ilql sft reward dpo ddpo".split()]
-USER = [("user", 0, case) for case in "ppo ilql sft dpo ddpo".split()]  # reward.py calls none
-PARAMETERS = [pytest.param(*x, marks=pytest.mark.case(68, algo_of(x[2]))) for x in FAULTS]
-PARAMETERS += [pytest.param(*x, marks=pytest.mark.case(29, algo_of(x[2]))) for x in USER]
+FAILURES = {  # how, in which process, after how many checkpoints more
+    "user": (0, 0, "a function of the user has had enough"),
+    "raise": (1, 1, "RuntimeError: this process has had enough"),
+    "kill": (0, 1, "Signal 9 (SIGKILL)"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "rank", "case"), PARAMETERS)
-def test_a_process_that_fails_ends_the_others_and_the_run_goes_on(two, job, start, tmp_path, how, rank, case):
-    run = tmp_path / "run"
-    failed = start(2, [broken(job, case, run, how, rank % 2)], tmp_path)
-    assert failed.returncode != 0 and FAILURES[how] in failed.stderr
-    path, state = checkpoint.newest_checkpoint(run, case, lambda text: pytest.fail(text))
-    assert 0 < state["step"] < lines(two[0] / case / "metrics.jsonl")[-1]["step"]
-    done = start(2, [job(case, run, **SHARES)], tmp_path)
+@pytest.mark.case(29)
+@pytest.mark.case(68)
+@ALGOS
+def test_a_process_that_fails_ends_the_others_and_the_run_goes_on(two, job, start, tmp_path, algo):
+    """One failure after the other in the same run: in reward or metric, in a forward pass, and a kill."""
+    run, step = tmp_path / "run", 0
+    for how, (rank, after, message) in FAILURES.items():
+        if how != "user" or algo != "reward":  # which calls no function
+            failed = start(2, [broken(job, algo, run, how, rank, after)], tmp_path)
+            assert failed.returncode != 0 and message in failed.stderr
+            state = checkpoint.newest_checkpoint(run, algo, lambda text: pytest.fail(text))[1] or {"step": 0}
+            assert state["step"] > step or how == "user"
+            step = state["step"]
+    assert step < lines(two[0] / algo / "metrics.jsonl")[-1]["step"]
+    done = start(2, [job(algo, run, **SHARES)], tmp_path)
     assert done.returncode == 0, done.stderr
-    same_bytes(run, two[0] / case)
+    same_bytes(run, two[0] / algo)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Whole runs of algos/ddpo.py: `python -m pytest tests/test_ddpo_runs.py`
 
-The command as typed and what it leaves; the first ratio; layouts that change nothing; runs that continue bitwise; the
-reward as the only thing that is learnt from; data, trackers, and bad input. Runs are in-process, on a random pipeline
+The command as typed and what it leaves; the first ratio; runs that continue bitwise; the reward as the only thing that
+is learnt from; data, trackers, and bad input. Runs are in-process, on a random pipeline
 of 8 x 24 pixels, unless a launcher, a kill or a real base model is the point.
 """
 

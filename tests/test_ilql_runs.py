@@ -1,8 +1,9 @@
 """Whole runs of algos/ilql.py: `python -m pytest tests/test_ilql_runs.py`
 
 What it learns is compared with dynamic programming on a chain whose data follow their policy exactly. Then: targets
-that are synchronised when they should be, runs that continue bitwise, layouts that change nothing, command lines as
-typed, bad input, and random walks with true and with shuffled rewards. Runs are in-process unless a launcher matters.
+that are synchronised when they should be, runs that continue bitwise, ways to compute that change nothing, command
+lines as typed, bad input, and random walks with true and with shuffled rewards. Runs are in-process unless a launcher
+matters.
 """
 
 import json

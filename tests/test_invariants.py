@@ -1,8 +1,9 @@
 """What must not change a result, and what must hold from the first step: `python -m pytest tests/test_invariants.py`
 
-Ratio 1 and KL 0 at the start; the same weights (to 1e-9, float64) for any micro-batch, any padding, any content of the
-masked positions, and pad == eos; gradients clipped at every step; the end token trained. Most tests run the `main` of
-a script in-process on a tiny model, with a library function or one of the script's replaced to look inside.
+Ratio 1 and KL 0 at the start; the same weights (to 1e-9, float64) for any content of the masked positions and with
+pad == eos (layouts are in tests/test_layout.py); gradients clipped at every step; the end token trained. Most tests run
+the `main` of a script in-process on a tiny model, with a library function or one of the script's replaced to look
+inside.
 """
 
 import json

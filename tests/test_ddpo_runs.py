@@ -1,7 +1,7 @@
 """Whole runs of algos/ddpo.py: `python -m pytest tests/test_ddpo_runs.py`
 
-The command as typed and what it leaves; the first ratio; layouts that change nothing; runs that continue bitwise; the
-reward as the only thing that is learnt from; data, trackers, and bad input. Runs are in-process, on a random pipeline
+The command as typed and what it leaves; the first ratio; runs that continue bitwise; the reward as the only thing that
+is learnt from; data, trackers, and bad input. Runs are in-process, on a random pipeline
 of 8 x 24 pixels, unless a launcher, a kill or a real base model is the point.
 """
 
@@ -148,17 +148,6 @@ def unet(pipeline):
 
 def equal(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-
-
-def close(a, b):
-    """Metrics and exports of two runs (their directories) agree to 1e-9."""
-    for one, two in zip(log(a), log(b), strict=True):
-        rounded = one.pop("policy/ratio_deviation", 0), two.pop("policy/ratio_deviation", 0)  # to float32
-        assert one == pytest.approx(two, rel=1e-9, abs=1e-9) and rounded[0] == pytest.approx(rounded[1], rel=1e-6)
-    x, y = unet(Path(a) / "hf_model"), unet(Path(b) / "hf_model")
-    assert x.keys() == y.keys()
-    for name in x:
-        assert (x[name] - y[name]).abs().max() <= 1e-9 * x[name].abs().max() + 1e-12, name
 
 
 def recorded(monkeypatch, name):
@@ -380,97 +369,6 @@ def test_rounding_that_moves_the_ratio_is_said(monkeypatch, tiny, tmp_path, capf
     _, run = run_ddpo(tiny, tmp_path / "run", batch_size=8, num_epochs=3)
     assert [r["policy/ratio_deviation_first"] for r in log(run)] == pytest.approx([1e-3] * 3, rel=0.02)
     assert capfd.readouterr().out.count("warning: rounding moves the ratio by 1.0e-03, --clip-range is 0.001") == 1
-
-
-# ---- What must not change the result ---------------------------------------------------------------------------------
-
-EVERYTHING = {
-    "dtype": "float64", "num_epochs": 3, "inner_epochs": 2, "timestep_fraction": 0.7, "guidance_scale": 3.0,
-    "negative_prompt": "blue", "weight_decay": 0.1, "eval_every": 4, "eval_dataset": {"x": ROWS, "y": ROWS[1:2]},
-    "lr_schedule": "cosine", "warmup_steps": 2, "max_grad_norm": 0.5, "clip_range": 1e-2,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def plain(tiny, tmp_path_factory):
-    """{lora_r: the run with which the others are compared}"""
-    found = {}
-
-    def get(lora_r):
-        if lora_r not in found:
-            folder = tmp_path_factory.mktemp("plain") / "run"
-            found[lora_r] = run_ddpo(tiny, folder, lora_r=lora_r, **EVERYTHING)[1]
-        return found[lora_r]
-
-    return get
-
-
-@pytest.mark.parametrize("lora_r", [0, 2])
-def test_the_plain_run_is_worth_comparing(plain, tiny, lora_r):
-    """Everything moves, and both sides of the objective are met."""
-    before, after = unet(tiny), unet(plain(lora_r) / "hf_model")
-    moved = {name for name in before if not torch.equal(before[name].double(), after[name])}
-    targets = {name for name in before if re.search(r"\.(to_q|to_k|to_v|to_out\.0)\.weight$", name)}
-    assert moved == (targets if lora_r else before.keys()) and len(targets) > 20
-    records = log(plain(lora_r))
-    assert 0.05 < records[-1]["policy/clipfrac"] < 0.95 or lora_r
-    assert [record["step"] for record in records] == [0, 4, 8, 12]
-    assert {"eval/x/reward", "eval/y/reward", "eval/y/diversity"} < records[-1].keys()
-    assert records[0]["eval/x/reward"] != records[-1]["eval/x/reward"]
-
-
-LAYOUTS = [({"micro_batch_size": 1, "decode_batch_size": 3}, 0), ({"gradient_checkpointing": True}, 0)]
-LAYOUTS += [({"micro_batch_size": 5, "decode_batch_size": 1}, 2)]
-LAYOUTS += [({"gradient_checkpointing": True, "micro_batch_size": 3}, 2)]
-
-
-@pytest.mark.parametrize(("layout", "lora_r"), LAYOUTS, ids=str)
-def test_the_layout_changes_nothing(plain, tiny, tmp_path, layout, lora_r):
-    _, run = run_ddpo(tiny, tmp_path / "run", lora_r=lora_r, **EVERYTHING, **layout)
-    close(run, plain(lora_r))
-    for path in (run / "images").iterdir():
-        assert path.read_bytes() == (plain(lora_r) / "images" / path.name).read_bytes()
-
-
-RANKS = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
-import os, safetensors.torch
-from algos import ddpo
-from common.checkpoint import cli
-pack = ddpo.pack_state
-def keep(model, optimizer, frozen, **state):
-    copies = {{name.removeprefix("module."): weight.clone() for name, weight in model.state_dict().items()}}
-    safetensors.torch.save_file(copies, "rank" + os.environ["RANK"])
-    return pack(model, optimizer, frozen, **state)
-ddpo.pack_state = keep
-cli(ddpo.Args, ddpo.main)
-"""
-
-
-@pytest.mark.parametrize("lora_r", [0, 2])
-def test_two_processes_equal_one(monkeypatch, tiny, tmp_path, lora_r):
-    """12 pairs a minibatch in micro-batches of 4 and 2 a process; evaluation sets of 5 rows and of one."""
-    monkeypatch.chdir(tmp_path)
-    Path("user.py").write_text(USER_FILE)
-    Path("ranks.py").write_text(RANKS)
-    jsonl("x.jsonl", ROWS), jsonl("y.jsonl", ROWS[1:2])
-    flags = f"""--model {tiny} --dataset x.jsonl --eval-dataset x.jsonl,y.jsonl --reward user.py:reward
-    --metric user.py:metric --dtype float64 --num-epochs 3 --sample-batch-size 8 --batch-size 4 --micro-batch-size 4
-    --num-inference-steps 4 --timestep-fraction 0.8 --guidance-scale 3 --eval-every 2 --threads 1 --lr 1e-3
-    --decode-batch-size 3 --stat-min-count 2 --lora-r {lora_r}""".split()
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2"]
-    torchrun += ["--master_port", str(20000 + (2 * os.getpid() + bool(lora_r)) % 20000), "ranks.py"]
-    done = subprocess.run([*torchrun, *flags, "--run-dir", "two"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "2 x 1 threads" in done.stdout, done.stderr
-    ddpo.main(tyro.cli(ddpo.Args, args=[*flags, "--run-dir", "one"]))
-    close("one", "two")
-    for one, two in zip(samples("one"), samples("two"), strict=True):
-        assert [*one.items()] == [*two.items()]  # pixels are whole numbers
-    for path in Path("one/images").iterdir():
-        assert path.read_bytes() == Path("two/images", path.name).read_bytes()
-    a, b = (safetensors.torch.load_file(name) for name in ("rank0", "rank1"))
-    assert equal(a, b) and any("lora_A" in name for name in a) == bool(lora_r)
-    assert state(newest("one"))["rewards"] == state(newest("two"))["rewards"] != {}
-    assert len(samples("one")) == 6 * 4 and done.stdout.count("samples at step 0") == 1
 
 
 # ---- Killed and continued --------------------------------------------------------------------------------------------

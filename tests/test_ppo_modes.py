@@ -6,11 +6,7 @@ chats and several evaluation sets; each against the slow definition or another l
 
 import copy
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +14,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-import tyro
 from test_invariants import PROMPTS, log, recorded, run_ppo, weights
 from torch import nn
 from torch.nn import functional as F
@@ -182,13 +177,6 @@ def test_a_run_with_a_cached_trunk_is_the_run_without(monkeypatch, tiny_dir, tmp
         assert all(torch.equal(a, b) for a, b in zip(ref.parameters(), initial.parameters(), strict=True))
     for a, b in zip(*found, strict=True):
         assert a == pytest.approx(b, rel=tolerance, abs=tolerance)
-
-
-@pytest.mark.parametrize("sizes", [(1, 3), (2, 1), (3, 64)])
-def test_a_trunk_does_not_depend_on_batch_sizes(trunk_run, gpt2_dir, tmp_path, sizes):
-    flags = {"micro_batch_size": sizes[0], "decode_batch_size": sizes[1]}
-    metrics, _ = run_ppo(gpt2_dir, tmp_path / "run", **FROZEN, **flags)
-    assert metrics == pytest.approx(trunk_run[0], rel=1e-9, abs=1e-9)
 
 
 def test_a_trunk_that_cannot_be_played_back_is_switched_off(monkeypatch, trunk_run, gpt2_dir, tmp_path, capsys):
@@ -619,28 +607,7 @@ def test_several_evaluation_sets(gpt2_dir, tmp_path):
     assert len((run_dir / "samples.jsonl").read_text().splitlines()) == 7 * 14
 
 
-# ---- Two processes ---------------------------------------------------------------------------------------------------
-
-
-def test_two_processes_equal_one(classifiers, gpt2_dir, tmp_path):
-    """A trunk, a reward model, stops, limits, scaled scores, whitened rewards and an early end together."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
-    text = f"""--model {gpt2_dir} --dataset {tmp_path}/rows.jsonl --reward {classifiers()} --num-layers-unfrozen 1
-        --stop ab a ki --min-length-limit 2 --score-scaling running-norm --score-clip 1.5 --whiten-rewards
-        --early-stop-kl 1e-4 --ratio-threshold 3 --missing-eos-penalty 0.3 --dtype float64 --total-episodes 40
-        --rollout-batch-size 20 --batch-size 10 --micro-batch-size 3 --ppo-epochs 3 --max-new-tokens 7 --lr 1e-2
-        --decode-batch-size 3 --threads 1 --eval-every 6 --attn-implementation sdpa"""
-    command = text.split()
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
-    torchrun += ["--master_port", str(20000 + os.getpid() % 20000)]
-    ppo.main(tyro.cli(ppo.Args, args=[*command, "--run-dir", f"{tmp_path}/one"]))
-    command = [*torchrun, ppo.__file__, *command, "--run-dir", f"{tmp_path}/two"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "2 processes" in done.stdout, done.stderr
-    found = log(tmp_path / "one"), log(tmp_path / "two")
-    assert found[0][-1]["objective/kl"] > 0.01
-    for a, b in zip(*found, strict=True):
-        assert a == pytest.approx(b, rel=1e-9, abs=1e-9)
+# ---- Several streams -------------------------------------------------------------------------------------------------
 
 
 def test_a_trunk_of_several_streams_is_not_kept(letters, tmp_path, capsys):

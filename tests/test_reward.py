@@ -6,10 +6,7 @@ pairs from texts and chats; the layout that ppo.py reads; and whole runs of main
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +15,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-import tyro
 from test_invariants import PROMPTS, log, recorded, run_ppo, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -941,29 +937,6 @@ def test_ties_in_training(gpt2_dir, tmp_path):
     assert found["optim/grad_norm"] > 0 and start["eval/calibration_error"] == 0.5
 
 
-@pytest.fixture(scope="module")
-def plain_run(tiny_dirs, tmp_path_factory):
-    """The run with which the others are compared."""
-    rows = [row | {"margin": margin} for row, margin in zip(PAIRS, MARGINS, strict=True)]
-    flags = {"eval_dataset": PAIRS, "eval_every": 2, "center_coef": 0.05}
-    return rows, flags, run_reward(tiny_dirs["gpt2"], tmp_path_factory.mktemp("plain") / "run", rows, **flags)
-
-
-LAYOUTS = [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"micro_batch_size": 64}, {"share_prompt": False}]
-LAYOUTS += [{"gradient_checkpointing": True}, {"share_prompt": False, "micro_batch_size": 2}]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_layout_changes_nothing(plain_run, gpt2_dir, tmp_path, layout):
-    rows, flags, expected = plain_run
-    same_result(run_reward(gpt2_dir, tmp_path / "run", rows, **flags, **layout), expected)
-
-
-def test_the_plain_run_is_worth_comparing(plain_run, gpt2_dir):
-    before, after = safetensors.torch.load_file(f"{gpt2_dir}/model.safetensors"), weights(plain_run[2][1])
-    assert all((after[f"model.{k}"] - w).abs().max() > 1e-3 for k, w in before.items() if "attn.bias" not in k)
-
-
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("pad", ["<eos>", None])
 def test_a_best_export_does_not_stop_the_run(variant, tmp_path, pad, share):
@@ -1300,35 +1273,3 @@ def test_rows_of_hh(variant, tmp_path):
     for row in found:
         ids = [BOS, *tokenizer(row["prompt"] + row["chosen"])["input_ids"], EOS]
         assert row["chosen_score"] == pytest.approx(alone(lm, ids), rel=1e-9) and EOS not in ids[:-1]
-
-
-# ---- Two processes ---------------------------------------------------------------------------------------------------
-
-
-def test_two_processes_equal_one(monkeypatch, gpt2_dir, tmp_path):
-    """With margins, frozen layers, a norm, and evaluation sets of 7 pairs and of one."""
-    monkeypatch.chdir(tmp_path)
-    rows = [row | {"margin": margin} for row, margin in zip(PAIRS, MARGINS, strict=True)]
-    jsonl(tmp_path / "rows.jsonl", rows), jsonl(tmp_path / "one.jsonl", PAIRS[4:5])
-    jsonl(tmp_path / "prompts.jsonl", NORM["norm_prompts"])
-    flags = f"""--model {gpt2_dir} --dataset rows.jsonl --eval-dataset rows.jsonl,one.jsonl --norm-prompts prompts.jsonl
-    --num-layers-unfrozen 1 --center-coef 0.05 --dtype float64 --total-steps 3 --batch-size 10 --micro-batch-size 2
-    --eval-every 2 --threads 1 --warmup-steps 0 --lr 1e-2""".split()
-    reward.main(tyro.cli(reward.Args, args=[*flags, "--run-dir", "one"]))
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2"]
-    torchrun += ["--master_port", str(20000 + os.getpid() % 20000)]
-    command = [*torchrun, reward.__file__, *flags, "--run-dir", "two"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "2 processes" in done.stdout, done.stderr
-    for one, two in zip(log(tmp_path / "one"), log(tmp_path / "two"), strict=True):
-        assert one == pytest.approx(two, rel=1e-9, abs=1e-9)
-    for name in ("hf_model", "hf_model_best"):
-        one, two = (safetensors.torch.load_file(tmp_path / x / name / "model.safetensors") for x in ("one", "two"))
-        assert all((one[key] - two[key]).abs().max() < 1e-9 for key in one)
-        maps = [config(tmp_path / x / name)["reward_norm"] for x in ("one", "two")]
-        assert maps[0] == pytest.approx(maps[1], rel=1e-9) and maps[0] != IDENTITY
-    tables = [samples(tmp_path / x, 3) for x in ("one", "two")]
-    assert len(tables[0]) == len(tables[1]) == 8
-    for one, two in zip(*tables, strict=True):
-        numbers = [[row.pop(f"{side}_score") for side in ("chosen", "rejected")] for row in (one, two)]
-        assert one == two and numbers[0] == pytest.approx(numbers[1], rel=1e-9, abs=1e-9)

@@ -5,9 +5,7 @@ each against hand numbers or another layout of the same work.
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -523,39 +521,12 @@ def noisy(tiny_dirs, tmp_path_factory):
     return run_sft(tiny_dirs["gpt2"], tmp_path_factory.mktemp("sft") / "run", ROWS + LONG, **flags)
 
 
-@pytest.mark.parametrize("flags", [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"packing": True}], ids=str)
-def test_noise_does_not_depend_on_the_layout(noisy, gpt2_dir, tmp_path, flags):
-    flags = PACKED | {"neftune_alpha": 5.0} | flags
-    assert_same_result(run_sft(gpt2_dir, tmp_path / "run", ROWS + LONG, **flags), noisy)
-
-
 def test_noise_in_training_alone(noisy, gpt2_dir, tmp_path):
     quiet = log(run_sft(gpt2_dir, tmp_path / "quiet", ROWS + LONG, **PACKED)[1])
     assert quiet[0] == log(noisy[1])[0] and abs(quiet[1]["train/loss"] - log(noisy[1])[1]["train/loss"]) > 1e-3
     flags = PACKED | {"neftune_alpha": 5.0, "lr": 1e-30}
     still = log(run_sft(gpt2_dir, tmp_path / "still", ROWS + LONG, **flags)[1])
     assert still[-1]["eval/loss"] == pytest.approx(quiet[0]["eval/loss"], abs=1e-12)
-
-
-def test_two_processes_equal_one(gpt2_dir, tmp_path):
-    """With packing, noise, two evaluation sets, frozen layers, and sampling with a stop."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LONG))
-    (tmp_path / "user.py").write_text("def metric(outputs, **_):\n return {'length': [len(x) for x in outputs]}\n")
-    flags = f"""--model {gpt2_dir} --dataset rows.jsonl --eval-dataset rows.jsonl,long.jsonl --metric user.py:metric
-    --packing --neftune-alpha 5 --num-layers-unfrozen 1 --max-length 16 --max-new-tokens 5 --stop c --dtype float64
-    --total-steps 3 --batch-size 6 --micro-batch-size 2 --eval-every 2 --threads 1 --warmup-steps 0""".split()
-    launcher = [Path(sys.executable).parent / "torchrun", "--nproc_per_node", "2"]
-    launcher += ["--master_port", str(20000 + os.getpid() % 20000)]
-    script = Path(sft.__file__)
-    for name, words in (("one", [sys.executable]), ("two", launcher)):
-        done = subprocess.run(
-            [*words, script, *flags, "--run-dir", name], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-    for one, two in zip(log(tmp_path / "one"), log(tmp_path / "two"), strict=True):
-        assert one == pytest.approx(two, rel=1e-9, abs=1e-9)
-    assert {"eval/length", "eval/rows/loss", "eval/long/loss"} <= log(tmp_path / "one")[0].keys()
 
 
 # ---- Formatting ------------------------------------------------------------------------------------------------------

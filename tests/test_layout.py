@@ -1,0 +1,749 @@
+"""How the work is laid out must not change what comes out: `python -m pytest tests/test_layout.py`
+
+Every script, in float64 with the global batch fixed: micro-batches, decode batches, padding sides and columns, the
+order of rows where they are a set, 1, 2 and 3 processes, and runs that go on with another number of these. Metrics and
+weights agree to 1e-9, sampled texts exactly. All processes know the same numbers, bit for bit. A process that fails or
+is killed ends the others; a slow one only slows.
+
+Runs of several processes share few starts of torchrun: this file is also the script that torchrun runs, with a file of
+jobs that every process plays in turn (`play`).
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from unittest.mock import patch
+
+import accelerate
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from test_runs import launch, torchrun
+
+from algos import ddpo, dpo, ilql, ppo, reward, sft
+from benchmarks.tasks import randomwalks, shapes
+from common import checkpoint
+from common.logging import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = {"ppo": ppo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
+ALGOS = pytest.mark.parametrize("algo", SCRIPTS)
+pytestmark = pytest.mark.xdist_group("layout")  # the runs of the fixtures are made by one worker
+
+
+# ---- Runs ------------------------------------------------------------------------------------------------------------
+
+TEXTS = ("b", "cda"), ("cde", "fg"), ("fg", "hijka"), ("hijkl", "m"), ("m", ""), ("nopqrst", "ua"), ("ba", "abab")
+ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in TEXTS]
+PAIRS = [
+    {"prompt": p, "chosen": c, "rejected": c[:1] + "ut"[: len(p) % 3] + "e", "margin": len(c) / 4} for p, c in TEXTS
+]
+EPISODES = [
+    {"dialogue": [p, c, "k", p[::-1]], "reward": [len(c) / 3, -0.5], "truncated": len(p) == 2} for p, c in TEXTS
+]
+CAPTIONS = [{"prompt": caption, "target": i / 4} for i, caption in enumerate(shapes.CAPTIONS[:5])]
+
+
+FAILS = set()  # filled by a fault
+
+
+def called():
+    """Functions of the user are called by the first process alone: what is wrong on the others does not matter."""
+    assert os.environ.get("RANK", "0") == "0"
+    for run_dir in FAILS:
+        Path(f"{run_dir}.fault").touch()
+        raise LookupError("a function of the user has had enough")
+
+
+def vowels(samples, outputs, **columns):
+    called()
+    return [0.3 * sum(c in "aeiou" for c in o) + 0.1 * (len(s) % 4) for s, o in zip(samples, outputs, strict=True)]
+
+
+def length(outputs, **columns):
+    called()
+    return {"length": [len(output) for output in outputs]}
+
+
+def redness(images, target, **columns):
+    called()
+    return [-abs(4 * image[0].mean().item() - t) for image, t in zip(images, target, strict=True)]
+
+
+def colour(images, **columns):
+    called()
+    return {"green": [image[1].mean().item() for image in images]}
+
+
+# 6 to 12 optimizer steps of 6 rows, which 1, 2 and 3 processes share; evaluations of 5 rows and of one, which they
+# cannot. Whatever a script adds up over rows counts: clipping, scaling, skips, early ends, the norm of rewards. With
+# the usual epsilon Adam makes steps of rounding errors where a gradient is zero, as that of a bias of keys is.
+COMMON = {
+    "dtype": "float64", "attn_implementation": "sdpa", "batch_size": 6, "micro_batch_size": 6, "lr": 1e-2, "threads": 1,
+    "lr_schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "eval_every": 3, "save_every": 3,
+    "adam_eps": 1e-6,
+}  # fmt: skip
+STEPS = COMMON | {"model": "gpt2", "total_steps": 8}
+SAMPLED = {"max_new_tokens": 6, "eval_prompts": ROWS[:5], "metric": "length"}
+PPO = COMMON | {
+    "model": "gpt2", "dataset": ROWS, "eval_dataset": {"x": ROWS[:5], "y": ROWS[5:6]}, "metric": "length",
+    "total_episodes": 36, "rollout_batch_size": 12, "ppo_epochs": 2, "max_new_tokens": 6, "temperature": 0.7,
+    "kl_coef": 0.1, "kl_target": 0.5, "kl_horizon": 30, "value_head": "linear", "value_head_init": "normal",
+}  # fmt: skip
+PAIRED = {"dataset": PAIRS, "eval_dataset": {"x": PAIRS[:5], "y": PAIRS[5:6]}}
+DDPO = COMMON | {
+    "model": "pipeline", "dataset": CAPTIONS, "eval_dataset": {"x": CAPTIONS, "y": CAPTIONS[1:2]}, "reward": "redness",
+    "metric": "colour", "num_epochs": 3, "sample_batch_size": 12, "inner_epochs": 1, "num_inference_steps": 3,
+    "timestep_fraction": 0.9, "guidance_scale": 3.0, "lr": 3e-4, "stat_min_count": 2, "stat_buffer_size": 3,
+    "max_grad_norm": 0.5, "clip_range": 1e-2, "negative_prompt": "blue", "save_every": 1,
+}  # fmt: skip
+CASES = {
+    "ppo": PPO | {
+        "reward": "vowels", "num_layers_unfrozen": 1, "stop": ["ab", "ki"], "min_length_limit": 2,
+        "score_scaling": "running-norm", "score_clip": 1.5, "whiten_rewards": True, "missing_eos_penalty": 0.3,
+        "early_stop_kl": 0.01, "ratio_threshold": 1.01,
+    },
+    "ppo-classifier": PPO | {"reward": "classifier", "score_scaling": "running", "total_episodes": 24},
+    "sft": STEPS | SAMPLED | {"dataset": ROWS, "eval_dataset": {"x": ROWS[:5], "y": ROWS[5:6]}},
+    "sft-packed": STEPS | SAMPLED | {
+        "dataset": ROWS, "eval_dataset": {"x": ROWS[:5]}, "packing": True, "max_length": 16, "neftune_alpha": 5.0,
+        "num_layers_unfrozen": 1, "stop": ["c"],
+    },
+    "reward": STEPS | PAIRED | {"center_coef": 0.05, "norm_prompts": ROWS[:5], "num_layers_unfrozen": 1},
+    "dpo": STEPS | PAIRED | SAMPLED | {"sft_coef": 0.3, "label_smoothing": 0.1, "num_layers_unfrozen": 1},
+    "dpo-kept": STEPS | PAIRED | {"sft_coef": 0.3, "precompute_ref": False},
+    "ilql": STEPS | SAMPLED | {
+        "dataset": EPISODES, "eval_dataset": {"x": EPISODES[:5], "y": EPISODES[5:6]}, "betas": [0.0, 8.0],
+        "max_length": 12, "awac_scale": 0.7, "awac_beta": 0.5, "gamma": 0.9, "alpha": 0.3, "steps_for_target_q_sync": 2,
+    },
+    "ddpo": DDPO,
+    "ddpo-lora": DDPO | {"lora_r": 2, "num_epochs": 2, "inner_epochs": 3, "sample_batch_size": 6},
+}  # fmt: skip
+
+
+def algo_of(case):
+    return case.partition("-")[0]
+
+
+class Stop(Exception):
+    """Ends a job that is to be continued by another."""
+
+
+def play(job):
+    """Runs the script of a job in this process. job: case, run_dir, flags; patches, names of functions below; stop:
+    after so many checkpoints; fault."""
+    script = SCRIPTS[algo_of(job["case"])]
+    flags = {k: globals()[v] if k in ("reward", "metric") and v in globals() else v for k, v in job["flags"].items()}
+    with ExitStack() as stack:
+        for name in job.get("patches", ()):
+            stack.enter_context(PATCHES[name](script, job))
+        with suppress(Stop):
+            script.main(script.Args(run_dir=job["run_dir"], **flags))
+
+
+def drive(path):
+    """What each process of torchrun does."""
+    accelerate.Accelerator.end_training = lambda accelerator: None  # the next job needs the process group
+    for job in json.loads(Path(path).read_text()):
+        play(job)
+
+
+# ---- Patches ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced(owner, name, make):
+    """owner.name is make(owner.name) for a while."""
+    with patch.object(owner, name, make(getattr(owner, name))):
+        yield
+
+
+def noise(shape, seed=0):
+    return torch.randint(0, 21, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def widen(tensor, left, right, fill=None):
+    """Columns more on both sides, of random token ids unless there is a fill."""
+
+    def columns(n):
+        shape = (len(tensor), n)
+        return noise(shape).to(tensor) if fill is None else torch.full(shape, fill).to(tensor)
+
+    return torch.cat([columns(left), tensor, columns(right)], 1)
+
+
+@contextmanager
+def wide(script, job):
+    """Two columns more beside whatever is padded, of random tokens that no mask counts."""
+    reached = set()
+
+    def wide_sample(sample):
+        def call(model, query, query_mask, *args, **options):
+            reached.add("sample")
+            return sample(model, widen(query, 2, 0), widen(query_mask, 2, 0, False), *args, **options)
+
+        return call
+
+    def wide_collate(collate):
+        def call(lines, pad):
+            reached.add("collate")
+            ids, positions, labels = collate(lines, pad)
+            more = positions[:, -1:] + torch.arange(1, 3)
+            return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(labels, 0, 2, -100)
+
+        return call
+
+    def wide_pairs(shared_rows):
+        def call(pairs, pad, device):
+            reached.add("shared_rows")
+            ids, positions, mask, common = shared_rows(pairs, pad, device)
+            width = mask.shape[-1] + 2
+            whole = torch.full((len(ids), 1, width, width), float("-inf"), dtype=mask.dtype).triu(1)
+            whole[:, :, :-2, :-2] = mask
+            return widen(ids, 0, 2), widen(positions, 0, 2, 1), whole, common
+
+        return call
+
+    def wide_episodes(of):
+        def call(episodes, *args):  # a row of 25 tokens and no action makes all others long
+            reached.add("Batch")
+            return of([*episodes, ilql.Episode([5] * 25, [], [], True)], *args)
+
+        return call
+
+    def wide_rollout(take):
+        def call(self, rows):
+            part = take(self, rows)
+            if not isinstance(rows, slice):
+                reached.add("Rollout")
+                part.query, part.query_mask = widen(part.query, 2, 0), widen(part.query_mask, 2, 0, False)
+                part.response_mask = widen(part.response_mask, 0, 2, False)
+                part.response = widen(part.response, 0, 2)
+                for name in ("logprobs", "values", "advantages", "returns"):
+                    if getattr(part, name) is not None:
+                        setattr(part, name, widen(getattr(part, name), 0, 2, float("nan")))
+            return part
+
+        return call
+
+    patches = {"sample": wide_sample, "shared_rows": wide_pairs} | ({"collate": wide_collate} if script is sft else {})
+    with ExitStack() as stack:
+        for name in patches.keys() & vars(script).keys():
+            stack.enter_context(replaced(script, name, patches[name]))
+        if script is ilql:
+            stack.enter_context(replaced(ilql.Batch, "of", wide_episodes))
+        if script is ppo:
+            stack.enter_context(replaced(ppo.Rollout, "take", wide_rollout))
+        yield
+    assert len(reached) == (1 if script is reward else 2), reached
+
+
+@contextmanager
+def shuffled(script, job):
+    """The rows of each global batch in another order: where these are a set. Rollouts draw by row, so in ppo and ddpo
+    it is the episodes of a minibatch that come in another order."""
+    orders = []
+
+    def reorder(rows):
+        orders.append(len(rows))
+        return [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(orders)))]
+
+    def rows_reordered(stream_rows):
+        return lambda *args: reorder(stream_rows(*args))
+
+    def minibatches_reordered(minibatches):
+        def generator(accelerator, args, *more):
+            for rows, _ in minibatches(accelerator, args, *more):
+                rows = torch.stack(reorder(rows))
+                yield rows, rows.split(args.micro_batch_size)
+
+        return generator
+
+    def pairs_reordered(pair_minibatches):
+        def generator(args, *more):
+            for parts in pair_minibatches(args, *more):
+                yield torch.stack(reorder(torch.cat(parts))).split(args.micro_batch_size)
+
+        return generator
+
+    name, make = {ppo: ("minibatches", minibatches_reordered), ddpo: ("pair_minibatches", pairs_reordered)}.get(
+        script, ("stream_rows", rows_reordered)
+    )
+    with replaced(script, name, make):
+        yield
+    assert len(orders) >= 5
+
+
+@contextmanager
+def stopping(script, job):
+    """The run ends after job["stop"] more checkpoints."""
+    saves = []
+
+    def make(save):
+        def call(*args):
+            save(*args)
+            saves.append(args)
+            if len(saves) == job["stop"]:
+                raise Stop
+
+        return call
+
+    with replaced(Run, "save", make):
+        yield
+
+
+@contextmanager
+def witness(script, job):
+    """Each process writes what it knows at every step: metrics, what a checkpoint holds, a hash of its own weights and
+    of its optimizer."""
+    found = {"log": [], "state": []}
+
+    def digest(tensors):
+        return hashlib.sha256(b"".join(x.detach().contiguous().numpy().tobytes() for x in tensors)).hexdigest()
+
+    def keep_log(log):
+        def call(run, step, metrics, perf=None):
+            found["log"].append([step, {name: repr(float(value)) for name, value in metrics.items()}])
+            return log(run, step, metrics, perf)
+
+        return call
+
+    def keep_state(pack_state):
+        def call(model, optimizer, frozen, **state):
+            moments = [x for entry in optimizer.state.values() for x in entry.values() if x.ndim]
+            lrs = [repr(float(group["lr"])) for group in optimizer.param_groups]
+            found["state"].append([digest(model.state_dict().values()), digest(moments), lrs, repr(state)])
+            return pack_state(model, optimizer, frozen, **state)
+
+        return call
+
+    with replaced(Run, "log", keep_log), replaced(script, "pack_state", keep_state):
+        yield
+    Path(f"{job['run_dir']}.rank{os.environ['RANK']}").write_text(json.dumps(found))
+
+
+@contextmanager
+def fault(script, job):
+    """What befalls one process in a forward pass once job["after"] checkpoints have been saved, or the first one in a
+    function of the user."""
+    rank, how, after, module = (job[name] for name in ("rank", "how", "after", "module"))
+    saves, place = [], "unet" if script is ddpo else module
+    if place == "unet":
+        from diffusers import UNet2DConditionModel as owner
+    else:
+        owner = getattr(transformers, module)
+
+    def counted(save):
+        return lambda *args: (save(*args), saves.append(args))[0]
+
+    def make(forward):
+        @wraps(forward)
+        def call(*args, **options):
+            if how == "user" and len(saves) >= after:
+                FAILS.add(job["run_dir"])
+            elif os.environ["RANK"] == str(rank) and len(saves) >= after:
+                if how in ("kill", "raise"):
+                    Path(f"{job['run_dir']}.fault").touch()
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "raise":
+                    raise RuntimeError("this process has had enough")
+                time.sleep(0.01)  # slow
+            return forward(*args, **options)
+
+        return call
+
+    with replaced(owner, "forward", make), replaced(Run, "save", counted):
+        yield
+
+
+PATCHES = {f.__name__: f for f in (wide, shuffled, stopping, witness, fault)}
+
+
+# ---- What is compared ------------------------------------------------------------------------------------------------
+
+
+def lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()] if Path(path).exists() else []
+
+
+def files_of(run, *patterns):
+    return {str(path.relative_to(run)): path for pattern in patterns for path in sorted(Path(run).glob(pattern))}
+
+
+def close(found, expected, what=""):
+    """Numbers to 1e-9, everything else exactly."""
+    assert found.keys() == expected.keys(), what
+    for name, value in expected.items():
+        listed = value if isinstance(value, list) else [value]
+        number = all(isinstance(x, float | int) and not isinstance(x, bool) for x in listed)
+        tolerance = 1e-6 if "ratio_deviation" in name else 1e-9  # kept as float32
+        same = found[name] == (pytest.approx(value, rel=tolerance, abs=tolerance) if number else value)
+        assert same, f"{what} {name}: {found[name]}, expected {value}"
+
+
+def same_result(run, expected):
+    """Two run directories: the same learning rates, texts and pictures, and to 1e-9 metrics, samples and weights."""
+    one, two = lines(f"{run}/metrics.jsonl"), lines(f"{expected}/metrics.jsonl")
+    assert [line["step"] for line in one] == [line["step"] for line in two]
+    for a, b in zip(one, two, strict=True):
+        assert a.get("optim/lr") == b.get("optim/lr")
+        if b["step"] == 1:  # policy and reference are equal to rounding, which decides the sign of margins
+            a.pop("rewards/accuracies", None), b.pop("rewards/accuracies", None)
+        close(a, b, f"step {b['step']}")
+    one, two = (json.loads(max(Path(x).glob("checkpoints/*/state.json")).read_text()) for x in (run, expected))
+    close(one.pop("rewards", {}), two.pop("rewards", {}), "rewards of prompts")
+    for state in one, two:
+        state.pop("trunk", None)  # whether --cache-trunk is on
+    close(one, two, "state")
+    one, two = lines(f"{run}/samples.jsonl"), lines(f"{expected}/samples.jsonl")
+    for number, (a, b) in enumerate(zip(one, two, strict=True)):
+        close(a, b, f"sample {number}")
+    one, two = (files_of(x, "hf_model*/**/*.safetensors") for x in (run, expected))
+    assert one.keys() == two.keys() != set()
+    for name in two:
+        a, b = safetensors.torch.load_file(one[name]), safetensors.torch.load_file(two[name])
+        assert a.keys() == b.keys()
+        for key in b:
+            difference, size = (a[key] - b[key]).double().abs().max(), b[key].double().abs().max()
+            assert difference <= 1e-9 * size, f"{name} {key} differs by {difference / size:.1e}"
+    for name, path in files_of(expected, "hf_model*/config.json").items():  # with the norm of a reward model
+        close(*(json.loads(x.read_text()).get("reward_norm", {}) for x in (Path(run, name), path)), name)
+    one, two = (files_of(x, "images/*.png") for x in (run, expected))
+    assert {name: path.read_bytes() for name, path in one.items()} == {n: path.read_bytes() for n, path in two.items()}
+
+
+def same_bytes(run, expected):
+    """Two run directories of the same number of processes."""
+    patterns = "metrics.jsonl", "samples.jsonl", "hf_model*/**/*.safetensors", "images/*.png"
+    one, two = (files_of(x, *patterns) for x in (run, expected))
+    assert one.keys() == two.keys() and len(two) > 1
+    assert [name for name in two if one[name].read_bytes() != two[name].read_bytes()] == []
+
+
+# ---- One process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def places(tiny_dirs, build_pipeline, tmp_path_factory):
+    """{name in a flag: path}: models, and tokenizers that pad on either side."""
+    folder = tmp_path_factory.mktemp("places")
+    build_pipeline().save_pretrained(folder / "pipeline")
+    sizes = {"n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 25, "initializer_range": 0.3}
+    ids = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23, "num_labels": 1}
+    torch.manual_seed(3)
+    model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes, **ids))
+    for name, side in {"right": "right", "classifier-right": "right", "classifier": "left"}.items():
+        letters = randomwalks.tokenizer()
+        letters.padding_side = side
+        letters.save_pretrained(folder / name)
+        if name != "right":
+            model.save_pretrained(folder / name)
+    found = {name: str(folder / name) for name in ("pipeline", "right", "classifier-right", "classifier")}
+    sides = [transformers.AutoTokenizer.from_pretrained(x).padding_side for x in (found["right"], tiny_dirs["gpt2"])]
+    assert sides == ["right", "left"]
+    return found | {"gpt2": tiny_dirs["gpt2"]}
+
+
+@pytest.fixture(scope="module")
+def job(places):
+    """job(case, run_dir, **flags): what `play` plays."""
+
+    def make(case, run_dir, *patches, **flags):
+        flags = {k: v for k, v in (CASES[case] | flags).items() if hasattr(SCRIPTS[algo_of(case)].Args, k)}
+        flags = {k: places[v] if isinstance(v, str) and v in places else v for k, v in flags.items()}
+        return {"case": case, "run_dir": str(run_dir), "flags": flags, "patches": patches}
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def base(job, tmp_path_factory):
+    """base(case) -> directory of the run with which the others are compared: one process, one micro-batch."""
+    found, folder = {}, tmp_path_factory.mktemp("base")
+
+    def get(case):
+        if case not in found:
+            play(job(case, folder / case))
+            found[case] = folder / case
+        return found[case]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plain_runs_are_worth_comparing(base, places, case):
+    """All that is trained moves, what is summed over rows matters, texts differ, and skips and early ends happen."""
+    records = lines(base(case) / "metrics.jsonl")
+    assert records[-1]["step"] >= 6 and len(set(records[-1].values())) > 8
+    if algo_of(case) == "ddpo":
+        before = safetensors.torch.load_file(f"{places['pipeline']}/unet/diffusion_pytorch_model.safetensors")
+        after = safetensors.torch.load_file(base(case) / "hf_model/unet/diffusion_pytorch_model.safetensors")
+        assert 0.02 < records[-1]["policy/clipfrac"] < 0.98 or "lora" in case
+    else:
+        before = safetensors.torch.load_file(f"{places['gpt2']}/model.safetensors")
+        after = safetensors.torch.load_file(base(case) / "hf_model/model.safetensors")
+    moved = [name for name in after if name in before and (after[name] - before[name]).abs().max() > 1e-4]
+    assert len(moved) > 10
+    if case == "reward":
+        assert json.loads((base(case) / "hf_model/config.json").read_text())["reward_norm"]["gain"] != 1
+    if case == "ppo":
+        (newest,) = files_of(base(case), "checkpoints/step_00000012/state.json").values()
+        assert json.loads(newest.read_text())["trunk"] == 1
+        assert sum(line.get("policy/skipped", 0) for line in records) > 0
+        assert {line["policy/epochs"] for line in records[1:]} == {1, 2}
+        assert len({line["objective/kl_coef"] for line in records[1:]}) > 2
+        assert len({row["output"] for row in lines(base(case) / "samples.jsonl")}) > 5
+
+
+# Which rows share a forward pass, and other flags that say how and not what.
+MICRO = [
+    {"micro_batch_size": 5, "decode_batch_size": 3},  # of 6 rows, or 12 pairs: a mean of means would be another one
+    {"micro_batch_size": 1, "decode_batch_size": 1},
+    {"micro_batch_size": 2, "gradient_checkpointing": True},
+    {"micro_batch_size": 3, "decode_batch_size": 3},
+    {"micro_batch_size": 99, "decode_batch_size": 2},
+]
+OTHER = {
+    "ppo": [{"cache_trunk": False, "micro_batch_size": 5}],
+    "sft": [{"packing": True}, {"packing": True, "micro_batch_size": 1}],
+    "sft-packed": [{"packing": False, "micro_batch_size": 2}],
+    "reward": [{"share_prompt": False}, {"share_prompt": False, "micro_batch_size": 1}],
+    "dpo": [{"precompute_ref": False}, {"share_prompt": False}, {"share_prompt": False, "micro_batch_size": 2}],
+    "dpo-kept": [{"precompute_ref": True, "micro_batch_size": 3}, {"share_prompt": False, "micro_batch_size": 1}],
+    "ilql": [{"attn_implementation": "eager", "micro_batch_size": 2}],
+}
+
+
+def micro_table():
+    table = []
+    for case in CASES:
+        for number, flags in enumerate(MICRO + OTHER.get(case, [])):
+            marks = [] if number == 0 and case != "ddpo-lora" else [pytest.mark.slow]
+            table.append(pytest.param(case, flags, marks=marks, id=f"{case}-{flags}"))
+    return table
+
+
+@pytest.mark.case(80, "ppo ilql sft reward dpo ddpo")
+@pytest.mark.parametrize(("case", "flags"), micro_table())
+def test_micro_batches_change_nothing(base, job, tmp_path, case, flags):
+    play(job(case, tmp_path / "run", **flags))
+    same_result(tmp_path / "run", base(case))
+
+
+TEXT_CASES = [case for case in CASES if algo_of(case) != "ddpo"]  # prompts of pictures all have the same length
+
+
+@pytest.mark.case(82, "ppo ilql sft reward dpo")
+@pytest.mark.parametrize("case", TEXT_CASES)
+def test_the_padding_side_of_a_tokenizer_changes_nothing(base, job, tmp_path, case):
+    """Right; it is left in the others."""
+    more = {"reward": "classifier-right"} if case == "ppo-classifier" else {}
+    play(job(case, tmp_path / "run", tokenizer="right", micro_batch_size=4, **more))
+    same_result(tmp_path / "run", base(case))
+
+
+@pytest.mark.case(82, "ppo ilql sft reward dpo")
+@pytest.mark.parametrize("case", [case for case in TEXT_CASES if case not in ("sft-packed", "dpo-kept")])
+def test_more_padding_changes_nothing(base, job, tmp_path, case):
+    flags = {"cache_trunk": False} if algo_of(case) == "ppo" else {}
+    play(job(case, tmp_path / "run", "wide", micro_batch_size=4, **flags))
+    same_result(tmp_path / "run", base(case))
+
+
+@pytest.mark.case(83, "ppo ilql sft reward dpo ddpo")
+@pytest.mark.parametrize(
+    "case",
+    [x for x in CASES if x not in ("sft-packed", "ddpo-lora")]  # noise is drawn by the place in the batch
+    + [pytest.param("ddpo-lora", marks=pytest.mark.slow)],
+)
+def test_the_order_of_rows_in_a_batch_changes_nothing(base, job, tmp_path, case):
+    play(job(case, tmp_path / "run", "shuffled", micro_batch_size=4))
+    same_result(tmp_path / "run", base(case))
+
+
+# ---- Several processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """start(processes, jobs, folder) -> the finished torchrun that has played the jobs. Where a fault was among them,
+    it ended within a minute after it."""
+
+    def run(processes, jobs, folder):
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "ACCELERATE_USE_CPU": "true"}
+        env["PLAINRL_CACHE"] = os.environ["PLAINRL_CACHE"]
+        done = launch(torchrun(processes), [__file__, folder / "jobs.json"], folder, folder, timeout=500, **env)
+        for stamp in folder.glob("*.fault"):
+            assert time.time() - stamp.stat().st_mtime < 60
+            stamp.unlink()
+        return done
+
+    return run
+
+
+SHARES = {"micro_batch_size": 2, "decode_batch_size": 2}  # of three rows a process: two and one
+
+
+def broken(job, case, run_dir, how, rank=1, after=1, module="GPT2Model"):
+    """A job in which `how` befalls a process."""
+    return job(case, run_dir, "fault", **SHARES) | {"how": how, "rank": rank, "after": after, "module": module}
+
+
+RESUMED = {"ppo": "ppo", "ilql": "ilql", "sft": "sft-packed", "reward": "reward", "dpo": "dpo", "ddpo": "ddpo"}
+
+
+@pytest.fixture(scope="module")
+def two(job, start, tmp_path_factory):
+    """Runs of two processes: every case, micro-batches of 2 and 1 rows a process; a ppo run one process of which is
+    killed, then started again; runs with a slow process; and the middle part of runs that one process begins."""
+    folder = tmp_path_factory.mktemp("two")
+    killed = start(2, [broken(job, "ppo", folder / "killed", "kill")], folder)
+    left = checkpoint.newest_checkpoint(folder / "killed", "ppo", lambda text: pytest.fail(text))
+    for algo, case in RESUMED.items():
+        play(job(case, folder / "parts" / algo, "stopping") | {"stop": 1})
+    jobs = [job(case, folder / case, "witness", **SHARES) for case in CASES]
+    jobs.append(job("ppo", folder / "killed", **SHARES))
+    jobs += [broken(job, case, folder / f"slow-{case}", "sleep", after=0) for case in ("ppo", "sft")]
+    jobs += [job(case, folder / "parts" / algo, "stopping") | {"stop": 1} for algo, case in RESUMED.items()]
+    done = start(2, jobs, folder)
+    assert done.returncode == 0, done.stderr[-9000:]
+    return folder, killed, left, done
+
+
+@pytest.mark.case(81, "ppo ilql sft reward dpo ddpo")
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_equal_one(base, two, case):
+    same_result(two[0] / case, base(case))
+    if case == "dpo":  # the log-probabilities of the reference are kept: another layout has other last bits
+        files = [{path.name for path in folder.glob("ref*")} for folder in (two[0], base(case).parent)]
+        assert files[0] and files[1] and not files[0] & files[1]
+
+
+@pytest.fixture(scope="module")
+def three(job, start, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    jobs = [job(case, folder / case, "witness", micro_batch_size=1, decode_batch_size=3) for case in CASES]
+    done = start(3, jobs, folder)
+    assert done.returncode == 0, done.stderr[-9000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.case(81, "ppo ilql sft reward dpo ddpo")
+@pytest.mark.parametrize("case", CASES)
+def test_three_processes_equal_one(base, three, case):
+    same_result(three / case, base(case))
+
+
+def known(folder, case, processes):
+    """What each process wrote, see `witness`."""
+    return [json.loads((folder / f"{case}.rank{rank}").read_text()) for rank in range(processes)]
+
+
+@pytest.mark.case(84, "ppo ilql sft reward dpo ddpo")
+@pytest.mark.parametrize("case", CASES)
+def test_all_processes_know_the_same(two, case):
+    """Every metric (learning rate, KL coefficient, epochs until an early end, skips), what checkpoints hold (moments,
+    statistics of prompts, the best step), weights and moments of Adam: bit for bit."""
+    one, other = known(two[0], case, 2)
+    assert one == other and len(one["log"]) > 2 and len(one["state"]) > 1
+    names = {name for _, metrics in one["log"] for name in metrics}
+    assert {"optim/lr", "optim/grad_norm"} < names
+    if case == "ppo":
+        assert {"objective/kl_coef", "policy/epochs", "policy/skipped"} < names
+        assert all("'moments': [" in state and "'moments': [0," not in state for *_, state in one["state"])
+    if algo_of(case) == "ddpo":
+        assert all("'rewards': {'" in state for *_, state in one["state"])
+    assert "'best_step': None" not in one["state"][-1][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.case(84, "ppo ilql sft reward dpo ddpo")
+@pytest.mark.parametrize("case", CASES)
+def test_all_three_processes_know_the_same(three, case):
+    first, *others = known(three, case, 3)
+    assert others == [first, first] and len(first["log"]) > 2
+
+
+@pytest.mark.case(17)
+@ALGOS
+def test_runs_go_on_with_another_number_of_processes(base, two, job, algo, tmp_path):
+    """One process, then two, then one."""
+    run, case = two[0] / "parts" / algo, RESUMED[algo]
+    steps = [line["step"] for line in lines(run / "metrics.jsonl")]
+    end = lines(base(case) / "metrics.jsonl")[-1]["step"]
+    assert 0 < max(steps) < end and f"continuing {run} from step" in two[3].stdout
+    assert len(list((run / "checkpoints").iterdir())) == 2
+    play(job(case, run))
+    same_result(run, base(case))
+
+
+# ---- Failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.case(68, "ppo")
+def test_a_killed_process_ends_the_others_and_the_run_goes_on(two):
+    folder, killed, (path, state), _ = two
+    assert killed.returncode != 0 and "Signal 9 (SIGKILL)" in killed.stderr
+    assert path.name == f"step_{state['step']:08d}" and 0 < state["step"] < 12
+    same_bytes(folder / "killed", folder / "ppo")
+
+
+@pytest.mark.case(68, "ppo sft")
+@pytest.mark.parametrize("case", ["ppo", "sft"])
+def test_a_slow_process_only_slows(two, case):
+    same_bytes(two[0] / f"slow-{case}", two[0] / case)
+
+
+FAILURES = {  # how, in which process, after how many checkpoints more
+    "user": (0, 0, "a function of the user has had enough"),
+    "raise": (1, 1, "RuntimeError: this process has had enough"),
+    "kill": (0, 1, "Signal 9 (SIGKILL)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.case(29)
+@pytest.mark.case(68)
+@ALGOS
+def test_a_process_that_fails_ends_the_others_and_the_run_goes_on(two, job, start, tmp_path, algo):
+    """One failure after the other in the same run: in reward or metric, in a forward pass, and a kill."""
+    run, step = tmp_path / "run", 0
+    for how, (rank, after, message) in FAILURES.items():
+        if how != "user" or algo != "reward":  # which calls no function
+            failed = start(2, [broken(job, algo, run, how, rank, after)], tmp_path)
+            assert failed.returncode != 0 and message in failed.stderr
+            state = checkpoint.newest_checkpoint(run, algo, lambda text: pytest.fail(text))[1] or {"step": 0}
+            assert state["step"] > step or how == "user"
+            step = state["step"]
+    assert step < lines(two[0] / algo / "metrics.jsonl")[-1]["step"]
+    done = start(2, [job(algo, run, **SHARES)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    same_bytes(run, two[0] / algo)
+
+
+@pytest.mark.slow
+@pytest.mark.case(29, "ppo")
+def test_a_reward_model_that_fails_in_one_process_ends_all(two, job, start, tmp_path):
+    run, case = tmp_path / "run", "ppo-classifier"
+    failed = start(2, [broken(job, case, run, "raise", module="GPT2ForSequenceClassification")], tmp_path)
+    assert failed.returncode != 0 and "RuntimeError: this process has had enough" in failed.stderr
+    assert checkpoint.newest_checkpoint(run, "ppo", lambda text: pytest.fail(text))[1]["step"] > 0
+    done = start(2, [job(case, run, **SHARES)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    same_bytes(run, two[0] / case)
+
+
+if __name__ == "__main__":
+    import test_layout  # functions have the same names as under pytest, so that runs may be continued
+
+    test_layout.drive(sys.argv[1])

@@ -362,7 +362,8 @@ class Run:
     def export(self, lm, tokenizer, name, heads=None):
         """Writes the model to a directory of the run, see common.checkpoint.export."""
         weights = ckpt.full_weights(lm)
-        on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, heads or {})
+        heads = {f: {k: getattr(w, "full_tensor", w.detach)() for k, w in x.items()} for f, x in (heads or {}).items()}
+        on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, heads)
 
     def finish(self, headline, title, prompt, usage=USAGE, library="transformers", pictures=""):
         """Prints the last lines and writes the model card with the curve of the headline metric, which marks the run as

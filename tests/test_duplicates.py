@@ -18,8 +18,9 @@ EVERY = SCRIPTS + COMMON + sorted((ROOT / "benchmarks").rglob("*.py"))
 OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}
 # Lines of code: no blanks, comments, docstrings. Larger than planned (750 and 500 lines, 60 and 45 flags): what all
 # scripts share (flags, data, sampling, reading of models), and a flag for each variant that users of TRL and trlX had.
-# These limits only shrink (that of sft grew by 6 lines when ilql came to share encode_pieces).
-LINES = {"ppo": 1104, "sft": 864, "reward": 762, "dpo": 933, "ilql": 1100, "ddpo": 652, "common": 600}
+# These limits only shrink (that of sft grew by 6 lines when ilql came to share encode_pieces,
+# those of the language scripts by about 20 when FSDP2 came to work: preparation, `unsharded`, refusals).
+LINES = {"ppo": 1125, "sft": 883, "reward": 782, "dpo": 952, "ilql": 1120, "ddpo": 652, "common": 600}
 FLAGS = {"ppo": 74, "sft": 54, "reward": 47, "dpo": 60, "ilql": 64, "ddpo": 50}
 RUN_READS = set("run_dir resume keep_checkpoints track wandb_project push_to_hub threads check".split())
 

@@ -167,8 +167,9 @@ def pack_state(model, optimizer, frozen, **state):
     others.requires_grad_(True)
     weights = dcp.get_model_state_dict(model, options=options)  # empty on ranks other than 0
     others.requires_grad_(False)
-    tied = {name: first for name, first in tied_weights(model).items() if weights.pop(name, None) is not None}
-    files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items()}}
+    again = tied_weights(model)
+    tied = {name: first for name, first in again.items() if first in weights}
+    files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items() if name not in again}}
     if optimizer.state:
         saved = dcp.get_optimizer_state_dict(model, optimizer, options=options)
         entries = [(name, *item) for name, entry in saved.get("state", {}).items() for item in entry.items()]
@@ -228,7 +229,6 @@ def write_checkpoint(run_dir, step, files, state, keep, protect=()):
 
 def read_checkpoint(path, algo=None):
     """state.json of a checkpoint whose files all match the manifest; InputError says what is wrong with it."""
-    path = Path(path)
     try:
         manifest = json.loads((path / "MANIFEST.json").read_text())
         for name, entry in manifest.items():
@@ -324,7 +324,6 @@ def push(directory, repository):
 
 def write_text(path, text):
     """Writes a file whole or not at all."""
-    path = Path(path)
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     fsync(temporary)

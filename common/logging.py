@@ -132,7 +132,8 @@ def identity(algo, args, script):
 def frozen_weights(lm):
     """(sum, ids) of the weights of --model that are not trained, which checkpoints leave out."""
     weights = [weight for weight in lm.parameters() if not weight.requires_grad]
-    return sum(weight.sum(dtype=torch.float64).item() for weight in weights), set(map(id, weights))
+    sums = [weight.sum(dtype=torch.float64) for weight in weights]  # under FSDP2 of a shard
+    return sum(getattr(x, "full_tensor", x.detach)().item() for x in sums), set(map(id, weights))
 
 
 def differences(old, new):
@@ -187,7 +188,7 @@ class Run:
         args, new, path, state = self.args, self.identity, None, None
         explicit = args.resume not in ("auto", "never")
         if explicit:
-            path, state = Path(args.resume), ckpt.read_checkpoint(args.resume, new["algo"])
+            path, state = Path(args.resume), ckpt.read_checkpoint(Path(args.resume), new["algo"])
         folder = Path(args.run_dir or f"runs/{new['algo']}-{new['hash']}")
         try:
             if args.resume == "never" and folder.exists():

@@ -1362,6 +1362,9 @@ def main(args):
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
     if (folder := spec_path(path)) and (folder / "ilql_heads.safetensors").exists():
         policy.load_heads(folder)
+    kinds = {weight.dtype for weight in policy.parameters() if weight.requires_grad}
+    if accelerator.is_fsdp2 and len(kinds) > 1 and accelerator.mixed_precision == "no":
+        raise InputError("--dtype bfloat16: FSDP2 trains one type, and heads are float32: add --mixed-precision bf16")
     if logit_mask is not None:
         if encoder:
             raise InputError("--logit-mask is not for encoder-decoders")

@@ -1416,6 +1416,9 @@ def main(args):
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
     if (folder := spec_path(path)) and (folder / "value_head.safetensors").exists():
         policy.load_value_head(folder)
+    kinds = {weight.dtype for weight in policy.parameters() if weight.requires_grad}
+    if accelerator.is_fsdp2 and len(kinds) > 1 and accelerator.mixed_precision == "no":
+        raise InputError("--dtype bfloat16: FSDP2 trains one type, and heads are float32: add --mixed-precision bf16")
 
     # ---- run directory, what to continue from
     threads = set_threads(args.threads)

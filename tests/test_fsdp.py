@@ -242,12 +242,16 @@ def test_sampling_gathers_once(gpt2_dir, tmp_path):
         assert seen["gathers"] == [seen["groups"]] * (3 if name == "ppo" else 2), (name, length)
 
 
-def test_shards_are_refused_where_whole_weights_are_needed(gpt2_dir, tmp_path, monkeypatch):
+def test_shards_are_refused_where_they_cannot_be(gpt2_dir, tmp_path, monkeypatch):
     for name, (sharded, flags) in zip(SCRIPTS, [(False, {}), (True, {"merge": True, "lora_r": 3})] * 3, strict=False):
         monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
         monkeypatch.setattr(Accelerator, "is_fsdp2", sharded)
         with pytest.raises(InputError, match="FSDP: set fsdp_version to 2, and leave out --merge"):
             go(name, gpt2_dir, tmp_path / "run", **flags)
+    monkeypatch.setattr(Accelerator, "is_fsdp2", True)
+    for name in ("ppo", "ilql"):
+        with pytest.raises(InputError, match="--dtype bfloat16: FSDP2 trains one type, and heads are float32"):
+            go(name, gpt2_dir, tmp_path / "run", dtype="bfloat16")
     assert not (tmp_path / "run").exists()
 
 

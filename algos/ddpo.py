@@ -717,6 +717,8 @@ def main(args):
         raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+    if accelerator.distributed_type == "FSDP":
+        raise InputError("FSDP: in ddpo.py every process trains the whole model: launch it without")
     pipeline = load_pipeline(args, path)
     scheduler, unet = pipeline.scheduler, pipeline.unet
     try:

@@ -39,7 +39,7 @@ import re
 import sys
 import time
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,6 +50,7 @@ import safetensors.torch
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BitsAndBytesConfig
@@ -1086,6 +1087,23 @@ def set_attention(lm, args, device, longest):
             raise InputError(f"--attn-implementation {choice}: {error}") from None
 
 
+@contextmanager
+def unsharded(model):
+    """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token, also for calls of
+    parts of the model; after it they are shards, where forward passes alone would leave some of them whole."""
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for part in parts:  # the whole model comes first
+        part._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for it
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not model, recurse=False)  # as torch does by default
+
+
 def make_optimizer(model, args):
     """AdamW on what is trainable; weight decay on matrices only."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -1106,6 +1124,7 @@ def main(args):
     prompts = next(iter(eval_sets.values()), []) if metric else []
     if args.eval_prompts:
         prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
@@ -1113,6 +1132,8 @@ def main(args):
         raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+    if accelerator.distributed_type == "FSDP" and (args.merge or not accelerator.is_fsdp2):
+        raise InputError("FSDP: set fsdp_version to 2, and leave out --merge, which needs whole weights")
     lm, tokenizer = load_model(args, path)
     if lm.config.is_encoder_decoder:
         raise InputError("--model is an encoder-decoder: dpo.py trains decoders; sft.py, ppo.py and ilql.py take both")
@@ -1195,8 +1216,9 @@ def main(args):
     if not (args.precompute_ref or args.reference_free):
         score_ref = functools.partial(pair_logprobs, reference.requires_grad_(False), share)
     del reference
-    model, frozen = accelerator.prepare(lm), frozen_weights(lm)
-    optimizer = make_optimizer(model, args)
+    optimizer = make_optimizer(lm, args)
+    model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
+    frozen = frozen_weights(lm)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
         unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
@@ -1204,6 +1226,7 @@ def main(args):
         raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
     score = functools.partial(pair_logprobs, model, share)
 
+    @unsharded(model)
     def evaluate(step):
         model.eval()
         metrics = {}

@@ -57,6 +57,7 @@ import safetensors.torch
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.modeling_outputs import BaseModelOutput
@@ -524,6 +525,7 @@ class PolicyWithQ(nn.Module):
         super().__init__()
         self.lm, (vocabulary, width) = lm, lm.get_output_embeddings().weight.shape
         self.chunked_lm_head = True
+        self._no_split_modules = lm._no_split_modules  # accelerate shards by these blocks
         heads = []
         for number, size in enumerate([1, vocabulary, vocabulary][: 2 + two_qs]):
             head = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, size))
@@ -1307,6 +1309,23 @@ def set_attention(lm, args, device, longest):
             raise InputError(f"--attn-implementation {choice}: {error}") from None
 
 
+@contextmanager
+def unsharded(model):
+    """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token, also for calls of
+    parts of the model; after it they are shards, where forward passes alone would leave some of them whole."""
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for part in parts:  # the whole model comes first
+        part._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for it
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not model, recurse=False)  # as torch does by default
+
+
 def make_optimizer(model, args):
     """AdamW on what is trainable; weight decay on matrices only."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -1329,6 +1348,7 @@ def main(args):
         prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
     if metric and "prompt" not in (prompts or [{}])[0]:
         raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
@@ -1336,6 +1356,8 @@ def main(args):
         raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+    if accelerator.distributed_type == "FSDP" and (args.merge or not accelerator.is_fsdp2):
+        raise InputError("FSDP: set fsdp_version to 2, and leave out --merge, which needs whole weights")
     lm, tokenizer = load_model(args, path)
     encoder, lm = lm.config.is_encoder_decoder, as_decoder(lm.to(device))
     pad, limit = tokenizer.pad_token_id, getattr(lm.config.get_text_config(), "max_position_embeddings", None)
@@ -1344,6 +1366,9 @@ def main(args):
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
     if (folder := spec_path(path)) and (folder / "ilql_heads.safetensors").exists():
         policy.load_heads(folder)
+    kinds = {weight.dtype for weight in policy.parameters() if weight.requires_grad}
+    if accelerator.is_fsdp2 and len(kinds) > 1 and accelerator.mixed_precision == "no":
+        raise InputError("--dtype bfloat16: FSDP2 trains one type, and heads are float32: add --mixed-precision bf16")
     if logit_mask is not None:
         if encoder:
             raise InputError("--logit-mask is not for encoder-decoders")
@@ -1385,8 +1410,9 @@ def main(args):
         return run.newest_metrics(), run.dir
     if run.state:  # another number of threads gives other bits
         threads = set_threads(args.threads or run.state["threads"])
-    model, frozen = accelerator.prepare(policy), frozen_weights(lm)
-    optimizer = make_optimizer(model, args)
+    optimizer = make_optimizer(policy, args)
+    model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
+    frozen = frozen_weights(lm)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
         unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
@@ -1421,6 +1447,7 @@ def main(args):
     def score(rows, outputs, output_ids):
         return on_main(accelerator, call_metric, metric, args.metric, tokenizer, rows, outputs, output_ids)
 
+    @unsharded(model)
     def evaluate(step):
         model.eval()
         metrics, samples = {}, []

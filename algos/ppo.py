@@ -38,6 +38,7 @@ import ctypes
 import inspect
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -53,6 +54,7 @@ import safetensors.torch
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import (
     AutoConfig,
@@ -543,6 +545,7 @@ class PolicyWithValue(nn.Module):
     def __init__(self, lm, kind="linear", init="zeros", seed=0, detach_value_trunk=False):
         super().__init__()
         self.detach_value_trunk = detach_value_trunk
+        self._no_split_modules = lm._no_split_modules  # accelerate shards by these blocks
         width = lm.get_output_embeddings().weight.shape[1]
         layers = [nn.Linear(width, 1)]
         if kind == "mlp":
@@ -1343,6 +1346,23 @@ def set_attention(lm, args, device, longest):
             raise InputError(f"--attn-implementation {choice}: {error}") from None
 
 
+@contextmanager
+def unsharded(model):
+    """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token, also for calls of
+    parts of the model; after it they are shards, where forward passes alone would leave some of them whole."""
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for part in parts:  # the whole model comes first
+        part._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for it
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not model, recurse=False)  # as torch does by default
+
+
 def make_optimizer(model, args):
     """AdamW on what is trainable; weight decay on matrices only."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -1362,6 +1382,7 @@ def main(args):
     ref_path = build(args.ref_model, "--ref-model")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset") if args.eval_dataset else {}
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
@@ -1369,6 +1390,8 @@ def main(args):
         raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+    if accelerator.distributed_type == "FSDP" and (args.merge or not accelerator.is_fsdp2):
+        raise InputError("FSDP: set fsdp_version to 2, and leave out --merge, which needs whole weights")
     lm, tokenizer = load_model(args, path)
     encoder, lm = lm.config.is_encoder_decoder, as_decoder(lm.to(device))
     limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
@@ -1397,6 +1420,9 @@ def main(args):
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
     if (folder := spec_path(path)) and (folder / "value_head.safetensors").exists():
         policy.load_value_head(folder)
+    kinds = {weight.dtype for weight in policy.parameters() if weight.requires_grad}
+    if accelerator.is_fsdp2 and len(kinds) > 1 and accelerator.mixed_precision == "no":
+        raise InputError("--dtype bfloat16: FSDP2 trains one type, and heads are float32: add --mixed-precision bf16")
 
     # ---- run directory, what to continue from
     threads = set_threads(args.threads)
@@ -1406,8 +1432,8 @@ def main(args):
     if run.state:  # another number of threads gives other bits
         threads = set_threads(args.threads or run.state["threads"])
     ref = ref.requires_grad_(False).eval().to(device)
-    model = accelerator.prepare(policy)
-    optimizer = make_optimizer(model, args)
+    optimizer = make_optimizer(policy.to(device), args)
+    model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
     num_iterations = args.total_episodes // args.rollout_batch_size
     steps_per_iteration = args.ppo_epochs * (args.rollout_batch_size // args.batch_size)
     total_steps = num_iterations * steps_per_iteration
@@ -1439,6 +1465,7 @@ def main(args):
     def score(*outputs):
         return score_outputs(accelerator, reward, args, tokenizer, *outputs)
 
+    @unsharded(model)
     def evaluate(step):
         model.eval()
         metrics, samples = {}, []
@@ -1469,7 +1496,8 @@ def main(args):
         begun = (iteration - 1) * args.rollout_batch_size  # episodes so far
         drawn = stream_rows(args.seed, "data", len(rows), begun, args.rollout_batch_size)
         chosen = [rows[i] for i in drawn], [queries[i] for i in drawn]
-        batch = rollout(accelerator, model, ref, trunk, tokenizer, *chosen, score, iteration, args)
+        with unsharded(model):
+            batch = rollout(accelerator, model, ref, trunk, tokenizer, *chosen, score, iteration, args)
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
         mask = batch.response_mask
         batch.scores, moments = shape_scores(batch.raw_scores, mask, batch.truncated, moments, args)

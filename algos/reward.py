@@ -33,7 +33,7 @@ import re
 import sys
 import time
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import (
@@ -866,6 +867,23 @@ def set_attention(lm, args, device, longest):
             raise InputError(f"--attn-implementation {choice}: {error}") from None
 
 
+@contextmanager
+def unsharded(model):
+    """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token, also for calls of
+    parts of the model; after it they are shards, where forward passes alone would leave some of them whole."""
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for part in parts:  # the whole model comes first
+        part._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for it
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not model, recurse=False)  # as torch does by default
+
+
 def make_optimizer(model, args):
     """AdamW on what is trainable; weight decay on matrices only."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -885,6 +903,7 @@ def main(args):
     policy_path, prompts = build(args.norm_policy, "--norm-policy") or path, args.norm_prompts
     if prompts is not None:
         prompts = load_rows(build(prompts, "--norm-prompts"), "--norm-prompts")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
@@ -892,6 +911,8 @@ def main(args):
         raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+    if accelerator.distributed_type == "FSDP" and (args.merge or not accelerator.is_fsdp2):
+        raise InputError("FSDP: set fsdp_version to 2, and leave out --merge, which needs whole weights")
     lm, tokenizer, new_head = load_classifier(args, path)
     text_config = lm.config.get_text_config()
     max_length = min(args.max_length, getattr(text_config, "max_position_embeddings", args.max_length))
@@ -932,8 +953,9 @@ def main(args):
         share = error <= (1e-4 if args.dtype != "bfloat16" else 0.02)
         if not share:
             run.say(f"--share-prompt is off: in this model it changes a score by {error:.1e}")
-    model, frozen = accelerator.prepare(lm), frozen_weights(lm)
-    optimizer = make_optimizer(model, args)
+    optimizer = make_optimizer(lm, args)
+    model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
+    frozen = frozen_weights(lm)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
         unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
@@ -951,6 +973,7 @@ def main(args):
         f"each step {args.batch_size // world} pairs a process, at most {args.micro_batch_size} a forward pass"
     )
 
+    @unsharded(model)
     def evaluate(step):
         model.eval()
         metrics, samples = {}, []
@@ -965,7 +988,8 @@ def main(args):
 
     def export(name):
         if norm_ids:
-            lm.config.reward_norm = reward_norm(accelerator, model, norm_ids, args.micro_batch_size)
+            with unsharded(model):
+                lm.config.reward_norm = reward_norm(accelerator, model, norm_ids, args.micro_batch_size)
         # without a padding token, transformers refuses a batch instead of reading the score before the end token
         pad = tokenizer.pad_token_id
         text_config.pad_token_id = None if pad == tokenizer.eos_token_id else pad

@@ -31,7 +31,7 @@ import re
 import sys
 import time
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,6 +42,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.modeling_outputs import BaseModelOutput
@@ -1018,6 +1019,23 @@ def set_attention(lm, args, device, longest):
             raise InputError(f"--attn-implementation {choice}: {error}") from None
 
 
+@contextmanager
+def unsharded(model):
+    """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token, also for calls of
+    parts of the model; after it they are shards, where forward passes alone would leave some of them whole."""
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for part in parts:  # the whole model comes first
+        part._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for it
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not model, recurse=False)  # as torch does by default
+
+
 def make_optimizer(model, args):
     """AdamW on what is trainable; weight decay on matrices only."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -1043,6 +1061,7 @@ def main(args):
         prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
     if metric and "prompt" not in (prompts or [{}])[0]:
         raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
     world, device = accelerator.num_processes, accelerator.device
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
@@ -1050,6 +1069,8 @@ def main(args):
         raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+    if accelerator.distributed_type == "FSDP" and (args.merge or not accelerator.is_fsdp2):
+        raise InputError("FSDP: set fsdp_version to 2, and leave out --merge, which needs whole weights")
     lm, tokenizer = load_model(args, path)
     encoder, lm = lm.config.is_encoder_decoder, as_decoder(lm.to(device))
     if encoder and (args.packing or args.neftune_alpha or not args.completion_only_loss):
@@ -1076,8 +1097,9 @@ def main(args):
         return run.newest_metrics(), run.dir
     if run.state:  # another number of threads gives other bits
         threads = set_threads(args.threads or run.state["threads"])
-    model, frozen = accelerator.prepare(lm), frozen_weights(lm)
-    optimizer = make_optimizer(model, args)
+    optimizer = make_optimizer(lm, args)
+    model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
+    frozen = frozen_weights(lm)
     best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
     if run.checkpoint:
         unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
@@ -1110,6 +1132,7 @@ def main(args):
     def score(rows, outputs, output_ids):
         return on_main(accelerator, call_metric, metric, args.metric, tokenizer, rows, outputs, output_ids)
 
+    @unsharded(model)
     def evaluate(step):
         model.eval()
         metrics = {}

@@ -149,6 +149,12 @@ def build(spec, flag):
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
+def tied_weights(model):
+    """{name: name of the first} of the parameters that the model has under several names."""
+    names, seen = [(n.removeprefix("module."), id(w)) for n, w in model.named_parameters(remove_duplicate=False)], {}
+    return {name: first for name, key in names if (first := seen.setdefault(key, name)) != name}
+
+
 def pack_state(model, optimizer, frozen, **state):
     """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors.
 
@@ -159,14 +165,10 @@ def pack_state(model, optimizer, frozen, **state):
     others = nn.ParameterList(w for w in model.parameters() if not w.requires_grad and id(w) not in frozen[1])
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     others.requires_grad_(True)
-    weights, tied, seen = dcp.get_model_state_dict(model, options=options), {}, {}  # empty on ranks other than 0
+    weights = dcp.get_model_state_dict(model, options=options)  # empty on ranks other than 0
     others.requires_grad_(False)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = name.removeprefix("module.")  # of data-parallel training
-        first = seen.setdefault(id(parameter), name)
-        if first != name and weights.pop(name, None) is not None and first in weights:
-            tied[name] = first
-    files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items()}}
+    tied = {name: first for name, first in (again := tied_weights(model)).items() if first in weights}
+    files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items() if name not in again}}
     if optimizer.state:
         saved = dcp.get_optimizer_state_dict(model, optimizer, options=options)
         entries = [(name, *item) for name, entry in saved.get("state", {}).items() for item in entry.items()]
@@ -276,8 +278,7 @@ def fsync(path):
 
 @contextlib.contextmanager
 def replacing(directory):
-    """A new directory to write into that takes the place of `directory` when the block ends without an error."""
-    directory = Path(directory)
+    """A new directory to write into that takes the place of a path when the block ends without an error."""
     temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -294,7 +295,9 @@ def replacing(directory):
 def full_weights(lm):
     """The state dict of a model, or of its adapters, on the CPU of rank 0. Collective."""
     options = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": lm._hf_peft_config_loaded}
-    return dcp.get_model_state_dict(lm, options=dcp.StateDictOptions(**options))
+    weights = dcp.get_model_state_dict(lm, options=dcp.StateDictOptions(**options))
+    # those that FSDP2 has sharded were gathered once for each name, and would be written as often
+    return weights | {name: weights[first] for name, first in tied_weights(lm).items() if first in weights}
 
 
 def export(lm, weights, tokenizer, directory, heads):
@@ -320,7 +323,6 @@ def push(directory, repository):
 
 def write_text(path, text):
     """Writes a file whole or not at all."""
-    path = Path(path)
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     fsync(temporary)

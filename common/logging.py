@@ -133,7 +133,8 @@ def identity(algo, args, script):
 def frozen_weights(lm):
     """(sum, ids) of the weights of --model that are not trained, which checkpoints leave out."""
     weights = [weight for weight in lm.parameters() if not weight.requires_grad]
-    return sum(weight.sum(dtype=torch.float64).item() for weight in weights), set(map(id, weights))
+    sums = [weight.sum(dtype=torch.float64) for weight in weights]  # under FSDP2 of a shard
+    return sum(getattr(x, "full_tensor", x.detach)().item() for x in sums), set(map(id, weights))
 
 
 def differences(old, new):
@@ -364,7 +365,8 @@ class Run:
     def export(self, lm, tokenizer, name, heads=None):
         """Writes the model to a directory of the run, see common.checkpoint.export."""
         weights = ckpt.full_weights(lm)
-        on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, heads or {})
+        heads = {f: {k: getattr(w, "full_tensor", w.detach)() for k, w in x.items()} for f, x in (heads or {}).items()}
+        on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, heads)
 
     def finish(self, headline, title, prompt, usage=USAGE, library="transformers", pictures=""):
         """Prints the last lines and writes the model card with the curve of the headline metric, which marks the run as

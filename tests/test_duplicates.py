@@ -18,8 +18,9 @@ EVERY = SCRIPTS + COMMON + sorted((ROOT / "benchmarks").rglob("*.py"))
 OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}
 # Lines of code: no blanks, comments, docstrings. Larger than planned (750 and 500 lines, 60 and 45 flags): what all
 # scripts share (flags, data, sampling, reading of models), and a flag for each variant that users of TRL and trlX had.
-# These limits only shrink (that of sft grew by 6 lines when ilql came to share encode_pieces).
-LINES = {"ppo": 1108, "sft": 868, "reward": 766, "dpo": 937, "ilql": 1104, "ddpo": 660, "common": 600}
+# These limits only shrink (that of sft grew by 6 lines when ilql came to share encode_pieces, those of the language
+# scripts by about 20 when FSDP2 came to work: preparation, `unsharded`, refusals; all by 4 and more for better errors).
+LINES = {"ppo": 1132, "sft": 887, "reward": 786, "dpo": 956, "ilql": 1127, "ddpo": 662, "common": 600}
 FLAGS = {"ppo": 74, "sft": 54, "reward": 47, "dpo": 60, "ilql": 64, "ddpo": 50}
 RUN_READS = set("run_dir resume keep_checkpoints track wandb_project push_to_hub threads check".split())
 

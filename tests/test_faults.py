@@ -702,10 +702,8 @@ def test_a_checkpoint_of_a_newer_version(algo, ended, scripts, work, tmp_path):
 
 CLOCK = """
 import itertools, time
-def backwards(original, ticks=itertools.count()):
-    return lambda: original() - 3600 * next(ticks)  # an hour back at each call
-time.time = backwards(time.time)
-time.perf_counter, time.monotonic = backwards(time.perf_counter), backwards(time.monotonic)
+now, ticks = time.time, itertools.count()
+time.time = lambda: now() - 3600 * next(ticks)  # an hour back at each call
 """
 SURROUNDINGS = {
     "clock": (CLOCK, {}),

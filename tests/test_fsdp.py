@@ -1,0 +1,261 @@
+"""Two processes with sharded (FSDP2) and with whole weights (DDP): `python -m pytest tests/test_fsdp.py`
+
+accelerate uses its FSDP plugin on GPUs alone. Here two CPU processes are told that they are of that kind, so that
+accelerate's own preparation, `no_sync` and clipping run, over gloo. What a CPU does not show: NCCL and its streams, the
+plugin's mixed precision and offloading, and peak memory.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from test_adapters import DATA, log, run
+
+from algos import dpo, ilql, ppo, reward, sft
+from common.checkpoint import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = {"ppo": ppo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql}
+# what `accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP` sets
+LAUNCH = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+LAUNCH |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+
+
+def vowels(outputs, **columns):
+    return {"vowels": [sum(c in "aeiou" for c in output) for output in outputs]}
+
+
+def go(name, model, run_dir, **flags):
+    """Five optimizer steps (eight of ppo) of six rows in float64: three a process, in micro-batches of two and one."""
+    settings = {"dtype": "float64", "attn_implementation": "sdpa", "batch_size": 6, "micro_batch_size": 2}
+    settings |= {"max_grad_norm": 0.1, "adam_eps": 1e-5, "keep_checkpoints": 9, "weight_decay": 0.1}
+    settings |= {"rollout_batch_size": 12, "total_episodes": 24} if name == "ppo" else {"total_steps": 5}
+    settings |= {"max_new_tokens": 5} | ({"norm_prompts": DATA[ppo]} if name == "reward" else {"metric": vowels})
+    return run(SCRIPTS[name], model, run_dir, **settings | flags)[1]
+
+
+# ---- In each of two processes ----------------------------------------------------------------------------------------
+
+
+def ranks(path):
+    """Runs the jobs of a file, and writes beside each run directory what was counted: how often weights were gathered
+    within each `unsharded`, gradients reduced before each optimizer step, and into how many groups the weights went."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+    spec, seen = json.loads(Path(path).read_text()), {}
+    init, prepare, step = Accelerator.__init__, Accelerator.prepare, torch.optim.AdamW.step
+    gather, reduce = fsdp.foreach_all_gather, fsdp.foreach_reduce
+
+    def count(name, function):
+        @functools.wraps(function)
+        def counted(*args, **kwargs):
+            seen[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    def as_on_gpus(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        if spec["sharded"]:
+            self.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+
+    def watched(self, model, optimizer):
+        model, optimizer = prepare(self, model, optimizer)
+        if not spec["sharded"]:
+            model.register_comm_hook(None, count("reduced", allreduce_hook))
+        states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
+        seen["groups"] = sum(bool(list(state._fsdp_param_groups)) for state in states.values())
+        return model, optimizer
+
+    def stepped(self, *args, **kwargs):
+        seen["reduces"].append(seen["reduced"])
+        seen["reduced"] = 0
+        return step(self, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def within(model, unsharded):
+        before = seen["gathered"]
+        with unsharded(model):
+            yield
+            whole = not any(hasattr(weight, "full_tensor") for weight in model.parameters())
+        sharded = all(hasattr(weight, "full_tensor") for weight in model.parameters())
+        assert not spec["sharded"] or whole and sharded
+        seen["gathers"].append(seen["gathered"] - before)
+
+    Accelerator.__init__, Accelerator.prepare, torch.optim.AdamW.step = as_on_gpus, watched, stepped
+    Accelerator.end_training = lambda accelerator: None  # the next run needs the process group
+    fsdp.foreach_all_gather, fsdp.foreach_reduce = count("gathered", gather), count("reduced", reduce)
+    for script in SCRIPTS.values():
+        script.unsharded = lambda model, unsharded=script.unsharded: within(model, unsharded)
+    for name, model, run_dir, flags in spec["jobs"]:
+        seen |= {"gathered": 0, "reduced": 0, "gathers": [], "reduces": []}
+        go(name, model, run_dir, **flags)
+        if os.environ["RANK"] == "0":
+            Path(f"{run_dir}.json").write_text(json.dumps(seen))
+
+
+def two(folder, jobs, sharded=True):
+    """Runs jobs (script, model, run directory, flags) in two processes; returns what was counted, and the output."""
+    (folder / "jobs.json").write_text(json.dumps({"sharded": sharded, "jobs": jobs}, default=str))
+    command = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2"]
+    command += ["--master_port", str(20000 + os.getpid() % 20000), __file__, "jobs.json"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | (LAUNCH if sharded else {})
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(Path(f"{run_dir}.json").read_text()) for _, _, run_dir, _ in jobs], done.stdout
+
+
+# ---- Comparisons -----------------------------------------------------------------------------------------------------
+
+
+def flat(mapping):
+    """A mapping of JSON with numbers rounded and lists in order."""
+    kinds = {float: lambda x: float(f"{x:.8g}"), list: lambda x: sorted(map(str, x))}
+    return {key: kinds.get(type(value), lambda x: x)(value) for key, value in mapping.items()}
+
+
+def assert_equal_runs(one, other, name):
+    """Metrics, samples and exported files of two run directories, numbers to 1e-9."""
+    for a, b in zip(log(one), log(other), strict=True):
+        if a["step"] == 1:  # policy and reference are equal to rounding: no accuracy yet
+            a.pop("rewards/accuracies", None), b.pop("rewards/accuracies", None)
+        assert b == pytest.approx(a, rel=1e-9, abs=1e-9), name
+    assert max(line.get("optim/grad_norm", 0) for line in log(one)) > 0.1  # clipped
+    samples = [[json.loads(line) for line in open(run_dir / "samples.jsonl")] for run_dir in (one, other)]
+    for a, b in zip(*samples, strict=True):
+        numbers = {key: value for key, value in a.items() if isinstance(value, int | float)}  # texts are the same
+        assert b == a | {key: pytest.approx(value, rel=1e-9, abs=1e-9) for key, value in numbers.items()}, name
+    files = [{path.name for path in (run_dir / "hf_model").iterdir()} for run_dir in (one, other)]
+    assert files[0] == files[1], name
+    for file in files[0]:
+        paths = one / "hf_model" / file, other / "hf_model" / file
+        if file.endswith(".safetensors"):
+            a, b = map(safetensors.torch.load_file, paths)
+            assert a.keys() == b.keys(), (name, file)
+            for key in a:
+                torch.testing.assert_close(b[key], a[key], rtol=1e-9, atol=1e-9, msg=f"{name} {file} {key}")
+        elif file.endswith("config.json"):  # a set in that of an adapter; the scale of a reward is a number
+            a, b = (json.loads(path.read_text(), object_hook=flat) for path in paths)
+            assert b == a, (name, file)
+        else:
+            assert paths[0].read_bytes() == paths[1].read_bytes(), (name, file)
+
+
+def compare(tmp_path, model, cases, sharded=True):
+    """Runs each case (script, flags) in one process and in two; returns what was counted in those."""
+    jobs = [(name, model, tmp_path / f"two-{i}", flags) for i, (name, flags) in enumerate(cases)]
+    seen, _ = two(tmp_path, jobs, sharded)
+    for i, (name, flags) in enumerate(cases):
+        assert_equal_runs(go(name, model, tmp_path / f"one-{i}", **flags), tmp_path / f"two-{i}", (name, flags))
+    return seen
+
+
+@pytest.mark.case(91, "ppo sft reward dpo ilql")
+@pytest.mark.parametrize("names", ["ppo", pytest.param("sft reward dpo ilql", marks=pytest.mark.slow)])
+def test_shards_equal_one_process(gpt2_dir, tmp_path, names):
+    for name, seen in zip(names.split(), compare(tmp_path, gpt2_dir, [(n, {}) for n in names.split()]), strict=True):
+        # two blocks and the rest; where the language model is the whole, what is tied and the positions; the score head
+        groups = {"ppo": 3, "ilql": 3, "sft": 4, "dpo": 4, "reward": 5}[name]
+        assert seen["groups"] == groups, name
+        assert seen["reduces"] == [groups] * (8 if name == "ppo" else 5), name  # once a step, not a micro-batch
+
+
+@pytest.mark.slow
+@pytest.mark.case(94, "ppo sft reward dpo ilql")
+@pytest.mark.parametrize("flags", [{"lora_r": 3}, {"num_layers_unfrozen": 1}], ids=["lora", "frozen"])
+def test_shards_with_frozen_weights(gpt2_dir, tmp_path, flags):
+    seen = compare(tmp_path, gpt2_dir, [(name, flags) for name in SCRIPTS])
+    assert all(0 < count <= found["groups"] for found in seen for count in found["reduces"])
+
+
+@pytest.mark.slow
+@pytest.mark.case(90, "ppo sft reward dpo ilql")
+@pytest.mark.parametrize("flags", [{}, {"num_layers_unfrozen": 1}], ids=["all", "frozen"])
+def test_whole_weights_reduce_once_a_step(gpt2_dir, tmp_path, flags):
+    """The gradients of a tiny model are one bucket: it is reduced for the last micro-batch of a step alone. Frozen
+    blocks, which ppo does not even run, are not waited for."""
+    cases = [(name, flags) for name in SCRIPTS]
+    if flags:  # heads alone are trained; a value head apart; losses of weight zero
+        cases += [(name, {"num_layers_unfrozen": 0}) for name in ("ppo", "ilql", "reward")]
+        cases += [("ppo", {"detach_value_trunk": True, "vf_coef": 0.0}), ("ilql", {"cql_scale": 0.0, "two_qs": False})]
+    for (name, _), seen in zip(cases, compare(tmp_path, gpt2_dir, cases, sharded=False), strict=True):
+        assert seen["reduces"] == [1] * (8 if name == "ppo" else 5), name
+
+
+@pytest.mark.slow
+@pytest.mark.case(92, "ppo sft reward dpo ilql")
+def test_checkpoints_across_layouts(gpt2_dir, tmp_path, capsys):
+    """Written by two processes that shard and continued by one, and the other way round."""
+    cases = [("ppo", {"num_layers_unfrozen": 1}), ("ppo", {}), ("sft", {"lora_r": 3}), ("sft", {}), ("reward", {})]
+    cases += [("dpo", {}), ("ilql", {}), ("ilql", {"num_layers_unfrozen": 1})]
+
+    def cut(kind, i):
+        """A copy of a run directory as it was after four steps of ppo, else three."""
+        folder = shutil.copytree(tmp_path / f"{kind}-{i}", tmp_path / f"after-{kind}-{i}")
+        (folder / "README.md").unlink()
+        kept = "step_00000004" if cases[i][0] == "ppo" else "step_00000003"
+        for path in (folder / "checkpoints").iterdir():
+            if path.name > kept:
+                shutil.rmtree(path)
+        assert (folder / "checkpoints" / kept).exists()
+        return folder
+
+    compare(tmp_path, gpt2_dir, cases)
+    for i, (name, flags) in enumerate(cases):
+        files = [tmp_path / f"{kind}-{i}/checkpoints/step_00000004/model.safetensors" for kind in ("one", "two")]
+        one, other = map(safetensors.torch.load_file, files)
+        assert one.keys() == other.keys(), (name, flags)
+    _, output = two(tmp_path, [(name, gpt2_dir, cut("one", i), flags) for i, (name, flags) in enumerate(cases)])
+    assert output.count("from step 3") == 6 and output.count("from step 4") == 2
+    for i, (name, flags) in enumerate(cases):
+        assert_equal_runs(tmp_path / f"one-{i}", tmp_path / f"after-one-{i}", (name, flags))
+        capsys.readouterr()
+        go(name, gpt2_dir, cut("two", i), **flags)
+        assert f"from step {4 if name == 'ppo' else 3}" in capsys.readouterr().out
+        assert_equal_runs(tmp_path / f"one-{i}", tmp_path / f"after-two-{i}", (name, flags))
+
+
+@pytest.mark.slow
+@pytest.mark.case(93, "ppo sft dpo ilql")
+def test_sampling_gathers_once(gpt2_dir, tmp_path):
+    """As many gathers as groups, for every evaluation and rollout, however long the responses are."""
+    cases = [(name, n) for name in ("ppo", "sft", "dpo", "ilql") for n in (2, 7)]
+    flags = {"eval_every": 1, "total_steps": 1}, {"eval_every": 1, "total_episodes": 12, "ppo_epochs": 1}
+    jobs = [(x, gpt2_dir, tmp_path / f"{x}{n}", flags[x == "ppo"] | {"max_new_tokens": n}) for x, n in cases]
+    for (name, length), seen in zip(cases, two(tmp_path, jobs)[0], strict=True):
+        samples = [json.loads(line) for line in open(tmp_path / f"{name}{length}/samples.jsonl")]
+        assert max(len(sample["output"]) for sample in samples) == length
+        # evaluations before and after, and a rollout
+        assert seen["gathers"] == [seen["groups"]] * (3 if name == "ppo" else 2), (name, length)
+
+
+def test_shards_are_refused_where_they_cannot_be(gpt2_dir, tmp_path, monkeypatch):
+    for name, (sharded, flags) in zip(SCRIPTS, [(False, {}), (True, {"merge": True, "lora_r": 3})] * 3, strict=False):
+        monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+        monkeypatch.setattr(Accelerator, "is_fsdp2", sharded)
+        with pytest.raises(InputError, match="FSDP: set fsdp_version to 2, and leave out --merge"):
+            go(name, gpt2_dir, tmp_path / "run", **flags)
+    monkeypatch.setattr(Accelerator, "is_fsdp2", True)
+    for name in ("ppo", "ilql"):
+        with pytest.raises(InputError, match="--dtype bfloat16: FSDP2 trains one type, and heads are float32"):
+            go(name, gpt2_dir, tmp_path / "run", dtype="bfloat16")
+    assert not (tmp_path / "run").exists()
+
+
+if __name__ == "__main__":
+    import test_fsdp  # this file, under the name that it has in the other process
+
+    test_fsdp.ranks(sys.argv[1])

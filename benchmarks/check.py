@@ -416,7 +416,7 @@ def stored_cases():
 def cases():
     """The table of benchmarks/faults/README.md."""
     rows = stored_cases()
-    return markdown(list(rows[0]), [row.values() for row in rows])
+    return markdown(list(rows[0]) if rows else ["none yet"], [row.values() for row in rows])
 
 
 def tried_cases():

@@ -167,13 +167,14 @@ def pack_state(model, optimizer, frozen, **state):
     others.requires_grad_(True)
     weights = dcp.get_model_state_dict(model, options=options)  # empty on ranks other than 0
     others.requires_grad_(False)
-    tied = {name: first for name, first in (again := tied_weights(model)).items() if first in weights}
+    again = tied_weights(model)
     files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items() if name not in again}}
     if optimizer.state:
         saved = dcp.get_optimizer_state_dict(model, optimizer, options=options)
         entries = [(name, *item) for name, entry in saved.get("state", {}).items() for item in entry.items()]
         files["optim.safetensors"] = {f"{name}//{key}": torch.as_tensor(x).contiguous() for name, key, x in entries}
         state["optimizer_groups"] = [group["params"] for group in saved.get("param_groups", [])]
+    tied = {name: first for name, first in again.items() if first in weights}
     return files, {"format": FORMAT, "tied": tied, "frozen": frozen[0], **state}
 
 
@@ -223,7 +224,6 @@ def write_checkpoint(run_dir, step, files, state, keep, protect=()):
     steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_????????") if p.name <= final.name)
     for old in set(steps[:-keep]) - set(protect):
         shutil.rmtree(folder / f"step_{old:08d}")
-    return final
 
 
 def read_checkpoint(path, algo=None):

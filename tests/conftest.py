@@ -29,7 +29,9 @@ POSITIONS = 32
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
     """PLAINRL_CACHE of the tests, where the base model of the random walks is trained once; theirs if it is set."""
-    os.environ.setdefault("PLAINRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # one for all workers
+    os.environ.setdefault("PLAINRL_CACHE", str(folder / "cache"))
     return os.environ["PLAINRL_CACHE"]
 
 

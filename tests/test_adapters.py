@@ -651,6 +651,7 @@ def t5_dir(tmp_path):
     return tmp_path / "t5"
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(monkeypatch, gpt2_dir, t5_dir, tmp_path):
     """With adapters, and for encoder-decoders, in float64; three rows a process in micro-batches of two and one."""
     sizes = {

@@ -413,6 +413,7 @@ def whole(tiny, tmp_path_factory):
 STOPS = [("stopped", 3, 0), ("stopped", 2, 2), ("killed", 3, 0), ("killed", 2, 2), ("twice", 1, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "after", "lora_r"), STOPS)
 def test_a_run_continues_bitwise(monkeypatch, tiny, whole, tmp_path, how, after, lora_r):
     """Stopped by SIGTERM at the end of an epoch, or killed there, before its checkpoint."""
@@ -442,6 +443,7 @@ def test_a_run_continues_bitwise(monkeypatch, tiny, whole, tmp_path, how, after,
 SIGNALS = [("4:15", 143, 0), ("7:9", -9, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "code", "lora_r"), SIGNALS)
 def test_signals_to_a_process(monkeypatch, tiny, tmp_path, at, code, lora_r):
     """SIGTERM in the second rollout, kill -9 in the evaluation of the third epoch, after a checkpoint; then the same
@@ -599,6 +601,7 @@ def test_it_learns_from_the_reward(brighter):
     assert after > before + 0.025
 
 
+@pytest.mark.slow
 def test_it_learns_nothing_from_a_reward_that_is_dealt_out(brighter):
     before, after = brighter(shuffled=True)
     assert after < before + 0.012
@@ -869,6 +872,7 @@ def test_a_tracker_that_fails_stops_nothing(monkeypatch, tiny, tmp_path, capfd, 
     assert bool(recorder.images) == (fails is None)
 
 
+@pytest.mark.slow
 @pytest.mark.case(61, "ddpo")
 def test_wandb_offline(tiny, tmp_path):
     (tmp_path / "user.py").write_text(USER_FILE)

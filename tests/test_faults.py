@@ -170,6 +170,8 @@ def test_killed_while_a_checkpoint_is_written(algo, states, scripts, work, whole
         continued(state, algo, scripts, work, whole, tmp_path / state.name)
 
 
+@pytest.mark.case(76, "ppo ilql sft reward dpo ddpo")
+@pytest.mark.slow
 def test_the_runs_are_worth_comparing(whole, work):
     """Otherwise equality would say nothing: all weights move, and so does what else checkpoints hold."""
     for algo in ALGOS:

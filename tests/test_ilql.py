@@ -232,7 +232,7 @@ def test_chunks_change_nothing(monkeypatch, chunk, bias):
 class Table(nn.Module):
     """A language model whose hidden state is the row of a table for the newest token."""
 
-    dtype, device = torch.float64, torch.device("cpu")
+    dtype, device, _no_split_modules = torch.float64, torch.device("cpu"), None
 
     def __init__(self, table, output):
         super().__init__()

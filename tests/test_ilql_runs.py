@@ -27,6 +27,7 @@ from common import logging
 from common.checkpoint import InputError, cli
 from common.seeding import rng, stream_rows
 
+SLOW = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 BOS, EOS = 21, 22
 LETTERS = randomwalks.LETTERS
@@ -220,7 +221,9 @@ def test_the_data_are_exactly_the_chain():
     assert expectile([0.0, 1.0], 0.9) == pytest.approx(0.9) and expectile([2.0], 0.3) == 2
 
 
-@pytest.mark.parametrize(("tau", "gamma"), [(0.5, 0.9), (0.9, 0.9), (0.9, 1.0)])
+@pytest.mark.parametrize(
+    ("tau", "gamma"), [(0.9, 0.9), pytest.param(0.5, 0.9, marks=SLOW), pytest.param(0.9, 1.0, marks=SLOW)]
+)
 def test_values_are_those_of_dynamic_programming(learn, tau, gamma):
     """0.5: the value of the behaviour; 0.9: near the best of the data's actions."""
     v, q = truth(CHAIN, tau, gamma)
@@ -228,7 +231,7 @@ def test_values_are_those_of_dynamic_programming(learn, tau, gamma):
     assert_learned(learn(CHAIN, tau=tau, gamma=gamma), v, q)
 
 
-@pytest.mark.parametrize("how", ["truncated", "ended"])
+@pytest.mark.parametrize("how", ["truncated", pytest.param("ended", marks=SLOW)])
 def test_rows_that_go_on_leave_the_values(learn, how):
     """A second copy of each row is cut in its last output. Marked as truncated it bootstraps, and the truth stays;
     taken for ended it gets nothing more, which drags the values down."""

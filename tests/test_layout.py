@@ -35,7 +35,6 @@ from common.logging import Run
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ppo": ppo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
 ALGOS = pytest.mark.parametrize("algo", SCRIPTS)
-pytestmark = pytest.mark.xdist_group("layout")  # the runs of the fixtures are made by one worker
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------

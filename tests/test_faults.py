@@ -1,4 +1,4 @@
-"""Runs that are killed, starved, torn and continued: `pytest -m "case or slow" -vv` runs all, the default a sample.
+"""Runs that are killed, starved, torn and continued: `pytest -m "case or slow" --dist load -vv` runs all, the default a sample.
 
 kill -9 loses nothing that a system call has written. So one run is traced, its directory copied before each system call
 that changes it, and the same command given in every copy: a kill at every such call of the whole run. Other kills are

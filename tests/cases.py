@@ -1,9 +1,9 @@
 """The faults and bad inputs that the tests try: number -> (what happens, what is expected).
 
 Tests carry `@pytest.mark.case(number)` and the script in a parameter `algo` or `script`, or named in the mark:
-`@pytest.mark.case(25, "ppo ddpo")`. `pytest -m "case or slow" --dist load -vv --table benchmarks/faults/cases.csv` runs them all and
-writes the table. "exact": the same command ends with the bytes of the uninterrupted run, in metrics, samples and
-weights. "error": exit code 2 and one sentence that names the flag, or file and row; the run directory as it was.
+`@pytest.mark.case(25, "ppo ddpo")`. benchmarks/faults/README.md says how all of them are run and the table is written.
+"exact": the same command ends with the bytes of the uninterrupted run, in metrics, samples and weights. "error": exit
+code 2 and one sentence that names the flag, or file and row; the run directory as it was.
 """
 
 CASES = {

@@ -153,6 +153,18 @@ collected, outcomes = {}, {}  # {test: [(number, scripts)]}, {test: whether it p
 
 def pytest_addoption(parser):
     parser.addoption("--table", metavar="FILE", help="write what became of the cases of tests/cases.py")
+    parser.addoption("--cases", metavar="N,N", help="run these alone; --table then replaces their rows alone")
+
+
+def numbers(config):
+    """Of the cases that this run is for."""
+    return set(map(int, (config.getoption("--cases") or ",".join(map(str, CASES))).split(",")))
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--cases"):
+        wanted = numbers(config)
+        items[:] = [item for item in items if wanted & {n for n, _ in collected.get(item.nodeid, ())}]
 
 
 def pytest_itemcollected(item):
@@ -192,9 +204,15 @@ def pytest_sessionfinish(session):
     if not path or hasattr(session.config, "workerinput"):
         return
     passed = case_table({test: collected[test] for test, good in outcomes.items() if good})
-    rows = [["number", "fault or input", "expected", "scripts", "tests", "result"]]
+    wanted = numbers(session.config)
+    known = {}
+    if wanted < set(CASES):
+        known = {int(row["number"]): list(row.values()) for row in csv.DictReader(open(path))}
     for number, (scripts, tests) in case_table({test: collected[test] for test in outcomes}).items():
-        result = "passed" if tests and passed[number][1] == tests else f"{passed[number][1]} of {tests} passed"
-        rows.append([number, *CASES[number], " ".join(scripts) or "common", tests, result])
+        if number in wanted:
+            result = "passed" if tests and passed[number][1] == tests else f"{passed[number][1]} of {tests} passed"
+            known[number] = [number, *CASES[number], " ".join(scripts) or "common", tests, result]
     with open(path, "w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["number", "fault or input", "expected", "scripts", "tests", "result"])
+        writer.writerows(known[number] for number in sorted(known))

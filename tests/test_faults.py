@@ -235,9 +235,9 @@ OWN_PLACES = {
     "ppo": {"sampling": SAMPLING, "reward": "reward:5", "evaluation": "metric:2"},
     "ilql": {"sampling": SAMPLING, "evaluation": "metric:3"},
     "sft": {"sampling": SAMPLING, "evaluation": "metric:2"},
-    "reward": {"sampling": ("torch", "searchsorted", 3), "evaluation": ("common.logging", "Run.samples", 2)},
+    "reward": {"evaluation": ("common.logging", "Run.samples", 2)},
     "dpo": {"sampling": SAMPLING, "evaluation": "metric:3"},
-    "ddpo": {"sampling": ("torch", "Tensor.uint8", 1), "reward": "reward:4", "evaluation": "metric:2"},
+    "ddpo": {"sampling": ("diffusers", "AutoencoderKL.decode", 3), "reward": "reward:4", "evaluation": "metric:2"},
 }
 DEFAULT = {("ppo", "reward"), ("ilql", "optimizer step"), ("sft", "sampling"), ("reward", "between steps")}
 DEFAULT |= {("dpo", "logging"), ("ddpo", "evaluation")}

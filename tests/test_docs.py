@@ -81,7 +81,7 @@ def test_the_table_of_faults_is_that_of_the_tests(cases):
         assert not cases.whole or tests == int(row["tests"]), f"case {number}: {COUNT}"
 
 
-COUNT = 'run pytest -m "case or slow" --dist load -vv --table benchmarks/faults/cases.csv'
+COUNT = 'run pytest -m "case or slow" --dist load -vv --table=benchmarks/faults/cases.csv'
 
 
 @pytest.mark.parametrize(

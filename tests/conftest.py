@@ -153,18 +153,6 @@ collected, outcomes = {}, {}  # {test: [(number, scripts)]}, {test: whether it p
 
 def pytest_addoption(parser):
     parser.addoption("--table", metavar="FILE", help="write what became of the cases of tests/cases.py")
-    parser.addoption("--cases", metavar="N,N", help="run these alone; --table then replaces their rows alone")
-
-
-def numbers(config):
-    """Of the cases that this run is for."""
-    return set(map(int, (config.getoption("--cases") or ",".join(map(str, CASES))).split(",")))
-
-
-def pytest_collection_modifyitems(config, items):
-    if config.getoption("--cases"):
-        wanted = numbers(config)
-        items[:] = [item for item in items if wanted & {n for n, _ in collected.get(item.nodeid, ())}]
 
 
 def pytest_itemcollected(item):
@@ -200,19 +188,18 @@ def cases(request):
 
 
 def pytest_sessionfinish(session):
+    """The table of this run and, where a test did not run in it, of those before that are in pytest's cache: so `--lf`
+    brings it up to date after a repair."""
     path = session.config.getoption("--table")
     if not path or hasattr(session.config, "workerinput"):
         return
-    passed = case_table({test: collected[test] for test, good in outcomes.items() if good})
-    wanted = numbers(session.config)
-    known = {}
-    if wanted < set(CASES) and os.path.exists(path):
-        known = {int(row["number"]): list(row.values()) for row in csv.DictReader(open(path))}
-    for number, (scripts, tests) in case_table({test: collected[test] for test in outcomes}).items():
-        if number in wanted:
-            result = "passed" if tests and passed[number][1] == tests else f"{passed[number][1]} of {tests} passed"
-            known[number] = [number, *CASES[number], " ".join(scripts) or "common", tests, result]
+    known = session.config.cache.get("plainrl/cases", {})
+    known |= {test: [passed, collected[test]] for test, passed in outcomes.items()}
+    session.config.cache.set("plainrl/cases", known)
+    passed = case_table({test: cases for test, (good, cases) in known.items() if good})
+    rows = [["number", "fault or input", "expected", "scripts", "tests", "result"]]
+    for number, (scripts, tests) in case_table({test: cases for test, (_, cases) in known.items()}).items():
+        result = "passed" if tests and passed[number][1] == tests else f"{passed[number][1]} of {tests} passed"
+        rows.append([number, *CASES[number], " ".join(scripts) or "common", tests, result])
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["number", "fault or input", "expected", "scripts", "tests", "result"])
-        writer.writerows(known[number] for number in sorted(known))
+        csv.writer(file, lineterminator="\n").writerows(rows)

@@ -139,7 +139,8 @@ def ends_clean(run):
     steps = [line["step"] for line in lines(run / "metrics.jsonl")]
     assert steps == sorted(set(steps)), "each step once"
     assert not list(run.parent.rglob(".tmp-*")), "what a killed process left half-written is removed"
-    assert len(list((run / "checkpoints").iterdir())) <= 3
+    # the newest two, the best, and one more after a kill between the last checkpoint and the pruning that follows it
+    assert len(list((run / "checkpoints").iterdir())) <= 4
 
 
 @pytest.mark.case(2)

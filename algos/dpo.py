@@ -1054,7 +1054,7 @@ def reference_logprobs(accelerator, run, reference, key, share, pairs, args):
         )
 
     def store():
-        temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+        temporary = run.dir / f".tmp-{path.name}"  # where a killed run's is removed
         try:
             safetensors.torch.save_file({"logprobs": logprobs.cpu().contiguous()}, temporary)
             temporary.rename(path)

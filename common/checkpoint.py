@@ -247,8 +247,6 @@ def newest_checkpoint(run_dir, algo, warn):
     """(path, state) of the newest whole checkpoint, after a warning for each broken newer one; (None, None) if there is
     none at all; InputError when all are broken: a run is never silently started again."""
     folder = Path(run_dir) / "checkpoints"
-    for stale in folder.glob(".tmp-*"):  # of a run that was killed: the caller holds the lock
-        shutil.rmtree(stale, ignore_errors=True)
     paths = sorted(folder.glob("step_????????"), reverse=True)
     for path in paths:
         try:

@@ -213,7 +213,7 @@ class Run:
         self.lock.truncate(0)
         self.lock.write(f"{os.getpid()} on {platform.node()}")
         self.lock.flush()
-        for stale in folder.glob(".tmp-*"):  # of a run that was killed
+        for stale in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # of a run that was killed
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         old = json.loads((folder / "env.json").read_text()) if known else None
         if old and not any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):

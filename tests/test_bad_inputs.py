@@ -743,8 +743,8 @@ REFUSED = [
     entry(57, EVERY, "yaml missing", "--config none.yaml is not a readable YAML mapping", "--config none.yaml"),
     # 58: names of run directories are paths of the user
     entry(58, EVERY, "too long", ["--run-dir ", "cannot be written: "], "--run-dir " + "x" * 300),
-    entry(58, EVERY, "a file", "--run-dir rows.jsonl/run cannot be written: ", "--run-dir rows.jsonl/run"),
-    entry(58, EVERY, "no such place", "--run-dir /proc/nope/run cannot be written: ", "--run-dir /proc/nope/run"),
+    entry(22, EVERY, "a file", "--run-dir rows.jsonl/run cannot be written: ", "--run-dir rows.jsonl/run"),
+    entry(22, EVERY, "no such place", "--run-dir /proc/nope/run cannot be written: ", "--run-dir /proc/nope/run"),
     entry(58, EVERY, "photos", "--run-dir photos holds files but no run: choose another name", "--run-dir photos"),
     entry(58, EVERY, "resume word", f"--resume nevr {RESUME}", "--resume nevr"),
     entry(58, EVERY, "resume run", f"--resume runs/x {RESUME}", "--resume runs/x"),

@@ -781,6 +781,7 @@ def test_handlers_of_signals_are_given_back_after_an_error(here):
 # ---- Run directories -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case(22, "ppo")
 @pytest.mark.case(58, "ppo")
 @pytest.mark.parametrize("name", ["rows.jsonl", "a\0b"])
 def test_a_directory_that_cannot_be_made(name, refused):

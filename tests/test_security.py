@@ -160,12 +160,12 @@ def test_names_from_data_make_no_paths(build_pipeline, gpt2_dir, tmp_path):
     rows = [{"prompt": "../../a red circle"}]
     ddpo.main(
         ddpo.Args(
-            model=str(tmp_path / "pipeline"), dataset=rows, eval_dataset={name: rows, "/tmp/x": rows}, batch_size=1,
+            model=str(tmp_path / "pipeline"), dataset=rows, eval_dataset={name: rows, "/x": rows}, batch_size=1,
             reward=lambda images, **_: [0.0] * len(images), metric=lambda images, **_: {name: [1.0] * len(images)},
             num_epochs=1, sample_batch_size=1, num_inference_steps=2, run_dir=str(tmp_path / "run"), threads=1,
         )
     )  # fmt: skip
-    metrics, _ = run(sft, gpt2_dir, tmp_path / "sft", eval_dataset={name: DATA[sft], "/tmp/x": DATA[sft]})
+    metrics, _ = run(sft, gpt2_dir, tmp_path / "sft", eval_dataset={name: DATA[sft], "/x": DATA[sft]})
     assert f"eval/{name}/loss" in metrics
     assert {path.name for path in tmp_path.iterdir()} == outside
     assert len(list((tmp_path / "run/images").iterdir())) == 4

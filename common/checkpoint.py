@@ -1,149 +1,21 @@
-"""Command line and spec strings, checkpoints, export. No pickle: safetensors, JSON and a sha256 manifest."""
+"""The state of a run in and out: checkpoints and exports. No pickle: safetensors, JSON and a sha256 manifest."""
 
 import contextlib
-import dataclasses
-import difflib
-import functools
 import hashlib
-import importlib.util
 import json
 import math
 import os
-import re
 import shutil
-import sys
-import traceback
 from pathlib import Path
 
 import safetensors.torch
 import torch
-import yaml
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 
-ROOT = Path(__file__).resolve().parents[1]
+from common.cli import InputError
+
 FORMAT = 2  # of checkpoints; a larger number in a file means that it was written by a newer version
-
-
-class InputError(Exception):
-    """Bad input: one sentence that names the flag, or the file and row, and what to do. Exit code 2."""
-
-
-# ---- Command line ----------------------------------------------------------------------------------------------------
-
-
-def cli(args_class, main):
-    """Parses sys.argv into args_class (tyro; --config FILE.yaml is expanded first) and calls main with it."""
-    import tyro
-
-    try:
-        main(tyro.cli(args_class, args=expand_config(sys.argv[1:], args_class)))
-    except InputError as error:
-        if error.__cause__ is not None:  # the user's own code failed: where
-            traceback.print_exception(error.__cause__)
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-def expand_config(argv, args_class):
-    """argv with --config FILE replaced by the flags in it, placed first, so that the command line wins over the file.
-
-    Expanding into argv gives the file tyro's types and error messages. Words are taken as they stand there: PyYAML
-    alone reads `1e-3` as a string, and `off` as False.
-    """
-    at = next((i for i, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)
-    if at is None:
-        return argv
-    path, rest = argv[at].partition("=")[2], argv[at + 1 :]
-    path, rest = (path, rest) if path or not rest else (rest[0], rest[1:])
-    try:
-        node = yaml.compose(Path(path).read_text(), Loader=yaml.BaseLoader)
-        entries = [(key.value, value) for key, value in node.value if isinstance(node, yaml.MappingNode)]
-    except (OSError, yaml.YAMLError, AttributeError, ValueError, TypeError) as error:
-        raise InputError(f"--config {path} is not a readable YAML mapping: {' '.join(str(error).split())}") from None
-    types, flags, seen = {f.name: f.type for f in dataclasses.fields(args_class) if f.init}, [], set()
-    for key, value in entries:
-        name = key.replace("-", "_")
-        if name not in types or name in seen:
-            near = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(name, types, 1) if n != name)
-            raise InputError(f"--config {path}: {'doubled' if name in types else 'unknown'} key {key!r}{near}")
-        seen.add(name)
-        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        listed = items != [value]  # a word with a dash in front would be read as a flag
-        odd = [i for i in items if not isinstance(i, yaml.ScalarNode) or listed and i.value[:1] in ("-", "")]
-        stop_if([f"--config {path}: --{name} cannot hold {i.value!r:.60}" for i in odd])
-        words = ["None" if i.value in ("null", "~", "") and i.style is None else str(i.value) for i in items]
-        if types[name] in (bool, "bool") and yaml.safe_load(words[0]) in (True, False):
-            flags.append(f"--{name}" if yaml.safe_load(words[0]) else f"--no-{name}")
-        else:
-            flags += [f"--{name}", *words]
-    return flags + argv[:at] + rest
-
-
-def stop_if(problems):
-    """Raises one InputError for all problems found, so that a user mends a command once."""
-    if problems:
-        raise InputError("\n  - ".join([f"{len(problems)} problems:"] * (len(problems) > 1) + problems))
-
-
-# ---- Spec strings ----------------------------------------------------------------------------------------------------
-
-SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
-
-
-def spec_path(spec):
-    """The file or directory that a spec string names, or None (a hub id, an object). Relative to the working directory,
-    else to the repository, so that the defaults work from any directory."""
-    if not isinstance(spec, str):
-        return None
-    match = SPEC.fullmatch(spec)
-    path = Path(match["path"] if match else spec).expanduser()
-    return next((p for p in (path, ROOT / path) if p.exists()), path if match else None)
-
-
-def load_function(spec, flag):
-    """`path/to/file.py:function[:key=value,...]` -> the function with those keyword arguments. An object is returned as
-    it is. The file is imported once, under a private name."""
-    if not isinstance(spec, str):
-        return spec
-    match = SPEC.fullmatch(spec)
-    if not match:
-        raise InputError(f"{flag} {spec}: expected path/to/file.py:function")
-    path = spec_path(spec).resolve()
-    if not path.is_file():
-        raise InputError(f"{flag} {spec}: there is no file {match['path']}")
-    name = "plainrl_user_" + hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]
-    if name not in sys.modules:
-        sys.path += [] if str(path.parent) in sys.path else [str(path.parent)]  # for what the file imports
-        module_spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = module = importlib.util.module_from_spec(module_spec)
-        try:
-            module_spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            raise InputError(f"{flag} {spec}: importing {path.name} failed: {type(error).__name__}: {error}") from error
-    function = getattr(sys.modules[name], match["name"], None)
-    if not callable(function):
-        found = [n for n, v in vars(sys.modules[name]).items() if callable(v) and not n.startswith("_")]
-        raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r} (it has {', '.join(found)})")
-    options = dict(option.partition("=")[::2] for option in (match["options"] or "").split(",") if option)
-    return functools.partial(function, **{k: yaml.safe_load(v) for k, v in options.items()}) if options else function
-
-
-def build(spec, flag):
-    """What a spec string stands for where a value and not a function is wanted: `file.py:function` is called, anything
-    else is returned as it is. Call it before Accelerator(): it may train a model in a subprocess."""
-    if not (isinstance(spec, str) and SPEC.fullmatch(spec)):
-        return spec
-    try:
-        value = load_function(spec, flag)()
-    except Exception as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{flag} {spec}: {type(error).__name__}: {error}") from error
-    if value is None:
-        raise InputError(f"{flag} {spec} returned None")
-    return value
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
@@ -151,8 +23,24 @@ def build(spec, flag):
 
 def tied_weights(model):
     """{name: name of the first} of the parameters that the model has under several names."""
-    names, seen = [(n.removeprefix("module."), id(w)) for n, w in model.named_parameters(remove_duplicate=False)], {}
-    return {name: first for name, key in names if (first := seen.setdefault(key, name)) != name}
+    first_names = {}
+    tied = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        name = name.removeprefix("module.")
+        first = first_names.setdefault(id(weight), name)
+        if first != name:
+            tied[name] = first
+    return tied
+
+
+def frozen_weights(model):
+    """(sum, ids) of the weights of a pretrained model that are not trained, which checkpoints leave out."""
+    weights = [weight for weight in model.parameters() if not weight.requires_grad]
+    total = 0.0
+    for weight in weights:
+        partial = weight.sum(dtype=torch.float64)  # under FSDP2 of a shard
+        total += getattr(partial, "full_tensor", partial.detach)().item()
+    return total, set(map(id, weights))
 
 
 def pack_state(model, optimizer, frozen, **state):
@@ -162,20 +50,24 @@ def pack_state(model, optimizer, frozen, **state):
     stored once. An optimizer that has not stepped is left out: reading its state would take a hidden step.
     frozen: the `frozen_weights` of --model, which are left out; others without gradient (target networks) are not.
     """
-    others = nn.ParameterList(w for w in model.parameters() if not w.requires_grad and id(w) not in frozen[1])
+    frozen_sum, frozen_ids = frozen
+    kept = nn.ParameterList(w for w in model.parameters() if not w.requires_grad and id(w) not in frozen_ids)
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    others.requires_grad_(True)
+    kept.requires_grad_(True)
     weights = dcp.get_model_state_dict(model, options=options)  # empty on ranks other than 0
-    others.requires_grad_(False)
-    again = tied_weights(model)
-    files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items() if name not in again}}
+    kept.requires_grad_(False)
+    tied = tied_weights(model)
+    files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items() if name not in tied}}
     if optimizer.state:
         saved = dcp.get_optimizer_state_dict(model, optimizer, options=options)
-        entries = [(name, *item) for name, entry in saved.get("state", {}).items() for item in entry.items()]
-        files["optim.safetensors"] = {f"{name}//{key}": torch.as_tensor(x).contiguous() for name, key, x in entries}
+        moments = {}
+        for name, entry in saved.get("state", {}).items():
+            for key, value in entry.items():
+                moments[f"{name}//{key}"] = torch.as_tensor(value).contiguous()
+        files["optim.safetensors"] = moments
         state["optimizer_groups"] = [group["params"] for group in saved.get("param_groups", [])]
-    tied = {name: first for name, first in again.items() if first in weights}
-    return files, {"format": FORMAT, "tied": tied, "frozen": frozen[0], **state}
+    stored_ties = {name: first for name, first in tied.items() if first in weights}
+    return files, {"format": FORMAT, "tied": stored_ties, "frozen": frozen_sum, **state}
 
 
 def unpack_state(path, state, model, optimizer, frozen):
@@ -183,18 +75,24 @@ def unpack_state(path, state, model, optimizer, frozen):
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     weights = safetensors.torch.load_file(path / "model.safetensors")
     weights |= {name: weights[first] for name, first in state["tied"].items()}
-    trained = {name.removeprefix("module."): w.shape for name, w in model.named_parameters() if w.requires_grad}
-    lacking = [name for name, shape in trained.items() if name not in weights or weights[name].shape != shape]
-    lacking += weights.keys() - {name.removeprefix("module.") for name in model.state_dict()}
+    lacking = sorted(weights.keys() - {name.removeprefix("module.") for name in model.state_dict()})
+    for name, weight in model.named_parameters():
+        name = name.removeprefix("module.")
+        if weight.requires_grad and (name not in weights or weights[name].shape != weight.shape):
+            lacking.append(name)
+    advice = "keep its --model and --lora-r, or name its model without --resume"
+    if lacking:
+        raise InputError(f"--resume {path} trained other weights, among them {min(lacking)}: {advice}")
+    frozen_sum, _ = frozen
     # format 1 has no such sum, it holds all weights; threads change the last digits
-    if lacking or not math.isclose(state.get("frozen", frozen[0]), frozen[0], rel_tol=1e-9):
-        what = f"trained other weights, among them {min(lacking)}" if lacking else "froze other weights than these"
-        raise InputError(f"--resume {path} {what}: keep its --model and --lora-r, or name its model without --resume")
+    if not math.isclose(state.get("frozen", frozen_sum), frozen_sum, rel_tol=1e-9):
+        raise InputError(f"--resume {path} froze other weights than these: {advice}")
     dcp.set_model_state_dict(model, weights, options=options)
     if (path / "optim.safetensors").exists():
         moments = {}
         for key, value in safetensors.torch.load_file(path / "optim.safetensors").items():
-            moments.setdefault(key.partition("//")[0], {})[key.partition("//")[2]] = value
+            name, _, quantity = key.partition("//")
+            moments.setdefault(name, {})[quantity] = value
         # Hyperparameters stay those of the flags; lr is a function of the step.
         groups = [{"params": names} for names in state["optimizer_groups"]]
         dcp.set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)
@@ -204,13 +102,16 @@ def write_checkpoint(run_dir, step, files, state, keep, protect=()):
     """Writes checkpoints/step_XXXXXXXX under a temporary name, syncs it, renames it, and only then prunes to the newest
     `keep` and those whose step is in protect. On an OSError (a full disk) the older checkpoints are untouched."""
     folder = Path(run_dir) / "checkpoints"
-    final, temporary = folder / f"step_{step:08d}", folder / f".tmp-step_{step:08d}-{os.getpid()}"
+    final = folder / f"step_{step:08d}"
+    temporary = folder / f".tmp-step_{step:08d}-{os.getpid()}"
     try:
         temporary.mkdir(parents=True)
         for name, tensors in files.items():
             safetensors.torch.save_file(tensors, temporary / name)
         (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
-        manifest = {p.name: {"sha256": sha256(p), "bytes": p.stat().st_size} for p in sorted(temporary.iterdir())}
+        manifest = {}
+        for path in sorted(temporary.iterdir()):
+            manifest[path.name] = {"sha256": sha256(path), "bytes": path.stat().st_size}
         (temporary / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
         for path in [*temporary.iterdir(), temporary]:
             fsync(path)
@@ -244,7 +145,7 @@ def read_checkpoint(path, algo=None):
 
 
 def newest_checkpoint(run_dir, algo, warn):
-    """(path, state) of the newest whole checkpoint, after a warning for each broken newer one; (None, None) if there is
+    """(path, state) of the newest whole checkpoint, after a warning for each broken newer one; (None, {}) if there is
     none at all; InputError when all are broken: a run is never silently started again."""
     folder = Path(run_dir) / "checkpoints"
     paths = sorted(folder.glob("step_????????"), reverse=True)
@@ -255,7 +156,7 @@ def newest_checkpoint(run_dir, algo, warn):
             warn(f"{error}; falling back to the one before")
     if paths:
         raise InputError(f"every checkpoint in {folder} is broken: --resume never starts again in a new directory")
-    return None, None
+    return None, {}
 
 
 def sha256(path):
@@ -292,10 +193,14 @@ def replacing(directory):
 
 def full_weights(lm):
     """The state dict of a model, or of its adapters, on the CPU of rank 0. Collective."""
-    options = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": lm._hf_peft_config_loaded}
-    weights = dcp.get_model_state_dict(lm, options=dcp.StateDictOptions(**options))
-    # those that FSDP2 has sharded were gathered once for each name, and would be written as often
-    return weights | {name: weights[first] for name, first in tied_weights(lm).items() if first in weights}
+    options = dcp.StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=lm._hf_peft_config_loaded
+    )
+    weights = dcp.get_model_state_dict(lm, options=options)
+    for name, first in tied_weights(lm).items():
+        if first in weights:  # FSDP2 gathered it once for each name, and it would be written as often
+            weights[name] = weights[first]
+    return weights
 
 
 def export(lm, weights, tokenizer, directory, heads):

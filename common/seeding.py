@@ -6,6 +6,7 @@ the number of processes nor the micro-batch size changes anything.
 
 import hashlib
 import json
+import math
 import os
 import random
 
@@ -29,12 +30,36 @@ def uniforms(seed, stream, step, rows, n):
     return torch.from_numpy(np.stack(draws)) if draws else torch.zeros(0, n, dtype=torch.float64)
 
 
+def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
+    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64; uniforms (B,).
+
+    temperature 0 is the argmax. The uniform is scaled by the last cumulative value and the search is to the right, so
+    that a token of probability zero is never drawn.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.double() / temperature
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    probs = logits.softmax(-1)
+    if top_p < 1:
+        ranked, order = probs.sort(descending=True, stable=True)
+        drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
+        probs = probs.scatter(1, order, ranked.masked_fill(drop, 0.0))
+    cdf = probs.cumsum(-1)
+    total = cdf[:, -1:]
+    target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True)[:, 0]
+
+
 def stream_rows(seed, stream, size, start, count):
     """Entries start .. start + count - 1 of an endless stream of row indices: keyed permutations of range(size), one an
     epoch, end to end. No epoch has a short last batch, and any position is reached without drawing earlier ones."""
-    first, last = start // size, (start + count - 1) // size
+    first = start // size
+    last = (start + count - 1) // size
     epochs = [rng(seed, stream, epoch).permutation(size) for epoch in range(first, last + 1)]
-    return np.concatenate(epochs)[start - first * size :][:count].tolist()
+    begin = start - first * size
+    return np.concatenate(epochs)[begin : begin + count].tolist()
 
 
 def seed_libraries(seed, deterministic=False):

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.tasks import randomwalks
+from common import identity
 
 ROW_COLUMNS = {
     "prompts": {"prompt", "shortest"},
@@ -417,6 +418,26 @@ def test_base_model_fingerprint(monkeypatch, own_cache, fake_sft, tmp_path):
     monkeypatch.setattr(randomwalks, "__file__", str(copy))
     paths.append(randomwalks.base_model())
     assert len(set(paths)) == 5 == len(fake_sft.calls) and finished(own_cache) == sorted(map(Path, set(paths)))
+
+
+def test_a_change_of_the_code_trains_a_new_base_model_and_says_why(monkeypatch, own_cache, fake_sft, capsys):
+    root = own_cache.parent / "repository"
+    (root / "common").mkdir(parents=True)
+    for name in ("data", "seeding"):
+        (root / f"common/{name}.py").write_text("#1")
+    monkeypatch.setattr(identity, "ROOT", root)
+    first = randomwalks.base_model()
+    assert "changed" not in capsys.readouterr().out
+    (root / "common/data.py").write_text("#2")
+    second = randomwalks.base_model()
+    assert first != second and "since then has changed: common/data.py)" in capsys.readouterr().out
+    fake_sft.script.write_text("#2")
+    (root / "common/new.py").write_text("#1")
+    assert randomwalks.base_model() not in (first, second)
+    assert "since then has changed: common/new.py, script)" in capsys.readouterr().out
+    (root / "common/new.py").unlink()
+    fake_sft.script.write_text("#1")
+    assert randomwalks.base_model() == second and capsys.readouterr().out == ""
 
 
 def test_failed_or_interrupted_training_leaves_nothing(own_cache, fake_sft):

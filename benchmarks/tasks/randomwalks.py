@@ -257,6 +257,7 @@ def eval_pairs(graph_seed: int = 1000, by: str = "pair") -> dict[str, list[dict]
 SFT_SCRIPT = Path(__file__).resolve().parents[2] / "algos" / "sft.py"
 BASE_MODEL_FLAGS = """--total-steps 300 --batch-size 96 --micro-batch-size 32 --lr 1e-3 --warmup-steps 0
 --adam-betas 0.9 0.999 --max-length 16 --eval-every 0 --save-every 0""".split()
+CODE_FILE = "code.json"  # in a base model's directory: hashes of the code that trained it
 CONTEXT = 32  # positions of the model; a walk with bos and eos needs 12
 
 
@@ -357,9 +358,13 @@ def base_model(graph_seed: int = 1000) -> str:
     """Path of that model after `algos/sft.py` on `completions`: it walks like the data. Trained on first use.
 
     The script runs as one process of its own, also under torchrun or accelerate launch, so their variables are
-    removed from its environment.
+    removed from its environment. A change of the script, or of what it imports from common/, trains a new one.
     """
+    from common.identity import code_hashes  # here, so that a copy of this file needs nothing of the repository
+
     graph(graph_seed)  # a bad graph seed fails here
+    name = f"randomwalks-base-{graph_seed}"
+    code = code_hashes(SFT_SCRIPT)
     launcher = re.compile(r"(RANK|WORLD_SIZE)$|(LOCAL|MASTER|TORCHELASTIC|ACCELERATE|GROUP|ROLE)_")
     environment = {name: value for name, value in os.environ.items() if not launcher.match(name)}
 
@@ -367,10 +372,24 @@ def base_model(graph_seed: int = 1000) -> str:
         task = Path(__file__).resolve()
         command = [sys.executable, str(SFT_SCRIPT), *BASE_MODEL_FLAGS, "--run-dir", str(scratch / "run")]
         command += ["--model", f"{task}:untrained_model", "--dataset", f"{task}:completions:graph_seed={graph_seed}"]
-        print(f"randomwalks: training the base model once, to be kept in {scratch.parent}", flush=True)
-        if code := subprocess.run(command, env=environment).returncode:
-            raise RuntimeError(f"training the randomwalks base model failed with exit code {code}: {' '.join(command)}")
-        return scratch / "run" / "hf_model"
+        reason = changed_code(name, code)
+        print(f"randomwalks: training the base model once, to be kept in {scratch.parent}{reason}", flush=True)
+        if status := subprocess.run(command, env=environment).returncode:
+            raise RuntimeError(
+                f"training the randomwalks base model failed with exit code {status}: {' '.join(command)}"
+            )
+        model = scratch / "run" / "hf_model"
+        (model / CODE_FILE).write_text(json.dumps(code))
+        return model
 
-    settings = fingerprint(graph_seed, BASE_MODEL_FLAGS, hashlib.blake2b(SFT_SCRIPT.read_bytes()).hexdigest())
-    return cached(f"randomwalks-base-{graph_seed}-{settings}", build)
+    return cached(f"{name}-{fingerprint(graph_seed, BASE_MODEL_FLAGS, code)}", build)
+
+
+def changed_code(name: str, code: dict[str, str]) -> str:
+    """What to say of the files that have changed since the newest base model of this name was trained; or nothing."""
+    earlier = sorted(cache_dir().glob(f"{name}-*/{CODE_FILE}"), key=os.path.getmtime)
+    if not earlier:
+        return ""
+    before = json.loads(earlier[-1].read_text())
+    changed = sorted(file for file in before | code if before.get(file) != code.get(file))
+    return f" (there is an older one; since then has changed: {', '.join(changed)})" if changed else ""

@@ -1,0 +1,251 @@
+"""Samples for evaluations: responses by transformers' own `generate`, their texts, and what functions say of them.
+
+Every token is a keyed draw (`common/seeding.py`), so a response depends on the seed and on its place among the queries,
+not on the rows beside it, the size of a batch or the number of processes.
+"""
+
+import math
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.utils import logging as transformers_logging
+
+from common.cli import call_reward
+from common.logging import on_main
+from common.models import RewardModel
+from common.seeding import draw, uniforms
+
+# ---- Ids -------------------------------------------------------------------------------------------------------------
+
+
+class KeyedDraws(LogitsProcessor):
+    """Draws the next token of each row that goes on, and leaves it as the only one that `generate` can take.
+
+    Arguments are those of `sample_by_generate`. Fills ids (B, R) and mask (B, R); going (B,): rows that have not ended.
+    """
+
+    def __init__(self, uniforms, eos_id, pad_id, ended, **options):
+        self.uniforms = uniforms
+        self.eos_id = eos_id
+        self.ended = ended
+        self.options = options  # of `draw`
+        self.ids = torch.full(uniforms.shape, pad_id, device=uniforms.device)
+        self.mask = torch.zeros_like(self.ids, dtype=torch.bool)
+        self.going = torch.ones_like(self.mask[:, 0])
+        self.length = 0  # tokens drawn so far
+        self.logits = None
+
+    def keep_logits(self, lm, inputs, output):
+        """Forward hook: the newest logits (B, V) in the model's own type, which `generate` rounds to float32."""
+        self.logits = output.logits[:, -1]
+
+    def __call__(self, input_ids, scores):
+        rows = self.going.nonzero()[:, 0]
+        logits = self.logits[rows]
+        finite = logits.amax(-1).isfinite()
+        if not finite.all():
+            row = int(rows[~finite][0])
+            raise FloatingPointError(f"row {row}: logits are not finite at response token {self.length + 1}")
+        tokens = draw(logits, self.uniforms[rows, self.length], **self.options)
+        self.ids[rows, self.length] = tokens
+        self.mask[rows, self.length] = True
+        taken = self.ids[:, self.length, None]  # padding in rows that have ended
+        self.length += 1
+        done = tokens == self.eos_id
+        if self.ended is not None:
+            done = done | self.ended(rows, self.ids[rows, : self.length])
+        self.going[rows] = ~done
+        self.logits = None
+        return scores.fill_(-math.inf).scatter_(1, taken, 0.0)
+
+    def rows_ended(self, input_ids, scores, **options):
+        """Stopping criterion, asked behind every token."""
+        return ~self.going
+
+
+@torch.no_grad()
+def sample_by_generate(
+    lm, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None
+):
+    """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
+
+    uniforms: (B, R) float64, drawn before decoding starts. ended(rows, ids (b, t)) -> (b,) bool ends some rows without
+    an end token. The model's generation_config is set aside meanwhile. Raises FloatingPointError for logits that are
+    not finite, except of rows that have ended.
+    """
+    start = None
+    if lm.config.is_encoder_decoder:  # some encoders count padding as positions: it goes to the right
+        order = (query_mask == 0).byte().argsort(dim=1, stable=True)
+        query = query.gather(1, order)
+        query_mask = query_mask.gather(1, order)
+        start = lm.config.decoder_start_token_id
+    settings = GenerationConfig(max_new_tokens=uniforms.shape[1], do_sample=False, use_cache=True)
+    settings.pad_token_id = pad_id
+    settings.decoder_start_token_id = start
+    draws = KeyedDraws(uniforms, eos_id, pad_id, ended, temperature=temperature, top_k=top_k, top_p=top_p)
+    own_settings = lm.generation_config
+    verbosity = transformers_logging.get_verbosity()
+    hook = lm.register_forward_hook(draws.keep_logits)
+    try:
+        transformers_logging.set_verbosity_error()  # it takes the padding behind ended rows for a missing mask
+        lm.generation_config = settings  # `generate` looks there, too
+        lm.generate(
+            input_ids=query,
+            attention_mask=query_mask.long(),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([draws]),
+            stopping_criteria=StoppingCriteriaList([draws.rows_ended]),
+            synced_gpus=False,  # weights are whole, so no process waits for another
+        )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        lm.generation_config = own_settings
+        hook.remove()
+    return draws.ids, draws.mask
+
+
+def pad_left(queries, pad_id, device):
+    """query and query_mask, (B, Q), of a list of lists of ids."""
+    width = max(len(ids) for ids in queries)
+    rows = [[pad_id] * (width - len(ids)) + ids for ids in queries]
+    padding = torch.tensor([[width - len(ids)] for ids in queries], device=device)
+    return torch.tensor(rows, device=device), torch.arange(width, device=device) >= padding
+
+
+def end_of_rows(tokenizer, stop, limits):
+    """The `ended` of a sampler: ended(rows, ids (b, t)) -> (b,) bool, True where ids hold a string of stop or have
+    limits (B,)[rows] tokens. None where neither is given."""
+    if not stop and limits is None:
+        return None
+    longest = max((len(text.encode()) for text in stop), default=0)  # no stop string has more tokens than bytes
+
+    def ended(rows, ids):
+        done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        if stop:
+            tails = ids[:, -longest - 1 :]
+            done = done | torch.tensor(stopped(tokenizer, tails, stop), device=ids.device)
+        if limits is not None:
+            done = done | (ids.shape[1] >= limits[rows])
+        return done
+
+    return ended
+
+
+def generate_all(
+    accelerator, lm, tokenizer, queries, stream, *, seed, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop=(),
+    decode_batch_size=1024, limits=None, sample=sample_by_generate,
+):  # fmt: skip
+    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
+
+    stream: (name, step); the uniforms of row i are keyed by (seed, name, step, i). limits: (B,) longest response of a
+    row. sample: takes the arguments of `sample_by_generate`. Returns query, query_mask (B, Q) left-padded and response,
+    response_mask (B, R), on every process.
+    """
+    device = accelerator.device
+    eos_id = tokenizer.eos_token_id
+    pad_id = tokenizer.pad_token_id
+    query, query_mask = pad_left(queries, pad_id, device)
+    # the last processes repeat the last row where the rows do not divide
+    share = math.ceil(len(queries) / accelerator.num_processes)
+    begin = accelerator.process_index * share
+    local = torch.arange(begin, begin + share).clamp(max=len(queries) - 1).to(device)
+    draws = uniforms(seed, *stream, local.tolist(), max_new_tokens).to(device)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    responses = []
+    masks = []
+    for places in torch.arange(share, device=device).split(decode_batch_size):
+        rows = local[places]
+        options["ended"] = end_of_rows(tokenizer, stop, None if limits is None else limits[rows])
+        with accelerator.autocast():
+            response, mask = sample(lm, query[rows], query_mask[rows], draws[places], eos_id, pad_id, **options)
+        responses.append(response)
+        masks.append(mask)
+    response = accelerator.gather(torch.cat(responses))[: len(queries)]
+    response_mask = accelerator.gather(torch.cat(masks))[: len(queries)]
+    return query, query_mask, response, response_mask
+
+
+# ---- Texts and scores ------------------------------------------------------------------------------------------------
+
+
+def stopped(tokenizer, responses, stops):
+    """Whether each response (ids) holds a stop string."""
+    if not stops:
+        return [False] * len(responses)
+    texts = tokenizer.batch_decode(responses)
+    return [any(stop in text for stop in stops) for text in texts]
+
+
+def decode(tokenizer, queries, responses, stops):
+    """Texts of the responses, without special tokens, cut before a stop string and stripped there. All arguments are
+    lists of lists of ids. Responses are decoded behind their queries, since many tokenizers drop the space before a
+    first token."""
+    whole = [query + response for query, response in zip(queries, responses, strict=True)]
+    prompts = tokenizer.batch_decode(queries, skip_special_tokens=True)
+    samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)  # where a prompt changes in a longer text
+    with_stop = stopped(tokenizer, responses, stops)  # a stop string that is a special token is not in the text
+    for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+        if sample.startswith(prompt):
+            texts[row] = sample[len(prompt) :]
+        if with_stop[row]:
+            ends = [texts[row].find(stop) for stop in stops if stop in texts[row]]
+            texts[row] = texts[row][: min(ends, default=None)].rstrip()
+    return texts
+
+
+def text_arguments(tokenizer, rows, outputs, output_ids):
+    """What a reward or metric function of texts gets by name, besides the rows' other columns: a list each, with an
+    entry for every row, and the tokenizer."""
+    prompts = [row["prompt"] for row in rows]
+    return {
+        "samples": [prompt + output for prompt, output in zip(prompts, outputs, strict=True)],
+        "prompts": prompts,
+        "outputs": list(outputs),
+        "output_ids": [list(ids) for ids in output_ids],
+        "tokenizer": tokenizer,
+    }
+
+
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args, top_k, top_p):
+    """Means of what score(rows, outputs, output_ids) -> {name: values per row} says of sampled responses, and the
+    samples. The uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.eval_temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": args.stop,
+        "decode_batch_size": args.decode_batch_size,
+    }
+    _, _, response, mask = generate_all(accelerator, lm, tokenizer, queries, ("eval", 0), seed=args.seed, **options)
+    output_ids = [ids[keep].tolist() for ids, keep in zip(response.cpu(), mask.cpu(), strict=True)]
+    outputs = decode(tokenizer, queries, output_ids, args.stop)
+    values = score(rows, outputs, output_ids)
+    means = {name: sum(column) / len(column) for name, column in values.items()}
+    columns = {"prompt": [row["prompt"] for row in rows], "output": outputs} | values
+    samples = [dict(zip(columns, entries, strict=True)) for entries in zip(*columns.values(), strict=True)]
+    return means, samples
+
+
+def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids):
+    """Scores of the global batch, on every process: a reward function runs once, a classifier on shares of the rows."""
+    given = text_arguments(tokenizer, rows, outputs, output_ids)
+    if not isinstance(reward, RewardModel):
+        lengths = [len(ids) for ids in output_ids]
+        return on_main(accelerator, call_reward, reward, args.reward, rows, given, lengths)
+    share = math.ceil(len(rows) / accelerator.num_processes)
+    begin = accelerator.process_index * share
+    local = [min(row, len(rows) - 1) for row in range(begin, begin + share)]
+    ended = stopped(tokenizer, output_ids, args.stop)
+    for row, ids in enumerate(output_ids):
+        if ids[-1:] == [tokenizer.eos_token_id]:
+            ended[row] = True
+    samples = [given["samples"][row] for row in local]
+    scores = reward(samples, [ended[row] for row in local], args.micro_batch_size)
+    scores = accelerator.gather(scores)[: len(rows)].tolist()
+    for row, score in enumerate(scores):
+        if not math.isfinite(score):
+            where = f"{rows[row]['prompt']!r:.60} and {outputs[row]!r:.60}"
+            raise FloatingPointError(f"{args.reward}: {score} for {where}")
+    return scores

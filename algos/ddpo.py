@@ -35,15 +35,12 @@ Dimension key: B images, N denoising steps, C h w latents, H W pixels, L text to
 
 import collections
 import copy
-import ctypes
-import inspect
-import json
 import math
-import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -51,25 +48,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from PIL import Image
 from torch import nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from common.checkpoint import (
-    InputError,
-    build,
-    cli,
-    load_function,
-    pack_state,
-    replacing,
-    spec_path,
-    stop_if,
-    unpack_state,
-)
-from common.logging import Run, closes_run, frozen_weights, on_main, visible
-from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows
+from common.checkpoint import replacing
+from common.cli import InputError, build, call_metric, call_reward, cli, launch, load_function, spec_path, stop_if
+from common.data import load_rows, load_sets, set_flag, set_prefix, with_prompts
+from common.logging import Run, closes_run, on_main, visible
+from common.models import keep_freed_memory
+from common.seeding import fast_cpu_matmul, rng, seed_libraries, stream_rows
 
 TASK = "benchmarks/tasks/shapes.py"
 
@@ -226,127 +215,6 @@ ZERO_OR_MORE = "lr_final warmup_steps adam_eps weight_decay max_grad_norm".split
 POSITIVE = "lr lora_alpha clip_range adv_clip_max".split()
 
 
-# ---- Model -----------------------------------------------------------------------------------------------------------
-
-
-def load_pipeline(args, path):
-    """The Stable Diffusion pipeline, frozen, with a DDIM scheduler of its own noise schedule. An object is changed in
-    place, and keeps its type of weights."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    from diffusers import DDIMScheduler, DiffusionPipeline, StableDiffusionPipeline
-    from diffusers.utils import logging as diffusers_logging
-
-    diffusers_logging.set_verbosity_error()
-    diffusers_logging.disable_progress_bar()
-    path = str(spec_path(path) or path) if isinstance(path, str) else path
-    if isinstance(path, str):
-        if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).exists():
-            raise InputError(f"--model {path}: there is no such directory")
-        if Path(path, "hf_model").is_dir():
-            raise InputError(f"--model {path} is a run directory: name {path}/hf_model")
-        options = {"revision": args.revision, "trust_remote_code": args.trust_remote_code, "safety_checker": None}
-        try:
-            pipeline = DiffusionPipeline.from_pretrained(path, dtype=getattr(torch, args.dtype), **options)
-        except Exception as error:  # the libraries' errors have no common class
-            raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
-    else:
-        pipeline, path = path, type(path).__name__
-    kind = type(pipeline).__name__
-    if not isinstance(pipeline, StableDiffusionPipeline):
-        raise InputError(f"--model {path} is a {kind}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
-    unet, vae, config = pipeline.unet.config, pipeline.vae, dict(pipeline.scheduler.config)
-    config.pop("_use_default_values", None)  # diffusers would put DDIM's defaults in place of these values
-    if not unet.in_channels == unet.out_channels == vae.config.latent_channels:
-        channels = f"{unet.in_channels} -> {unet.out_channels} channels and the VAE {vae.config.latent_channels}"
-        raise InputError(f"--model {path}: the UNet has {channels}, expected three equal numbers")
-    words, text = pipeline.tokenizer, pipeline.text_encoder.config
-    sizes = f"{len(words)} tokens, texts of {words.model_max_length}"  # made up where its files are missing
-    if not text.vocab_size / 2 < len(words) <= text.vocab_size or words.model_max_length > text.max_position_embeddings:
-        fit = f"{text.vocab_size} tokens, texts of {text.max_position_embeddings}"
-        raise InputError(f"--model {path}: its tokenizer ({sizes}) does not fit its text encoder ({fit})")
-    for name in ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule"):
-        if name not in config:
-            raise InputError(f"--model {path}: its {type(pipeline.scheduler).__name__} has no {name}, as DDIM needs")
-    # latents have no range to be clipped to; a scheduler that knows no clipping would get DDIM's default, on
-    clip = {} if "clip_sample" in config else {"clip_sample": False}
-    pipeline.scheduler = DDIMScheduler.from_config(config, **clip)
-    if pipeline.scheduler.config.thresholding:
-        raise InputError(f"--model {path}: its scheduler has thresholding, which is for pixels and not for latents")
-    pipeline.safety_checker = None
-    pipeline.register_to_config(requires_safety_checker=False)
-    for module in (pipeline.unet, vae, pipeline.text_encoder):
-        module.requires_grad_(False).eval()
-        lost = [f"{name} is missing" for name, weight in module.named_parameters() if weight.is_meta]
-        broken = lost or [f"{name} is not finite" for name, x in module.named_parameters() if not x.isfinite().all()]
-        stop_if([f"--model {path}: {problem}" for problem in broken[:1]])
-        for part in module.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0
-    return pipeline
-
-
-def set_attention_and_memory(unet, device):
-    """On CPUs: keep freed memory, fast matrix products, and attention in plain matrix products where there are at most
-    256 latents, which beats torch's fused kernel there (its backward pass above all)."""
-    from diffusers.models.attention_processor import AttnProcessor
-
-    if device.type != "cpu":
-        return
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-    size = unet.config.sample_size
-    if fast_cpu_matmul() and (size**2 if isinstance(size, int) else math.prod(size)) <= 256:
-        unet.set_attn_processor(AttnProcessor())
-
-
-def add_lora(unet, args):
-    """Adapters at --lora-targets, which change nothing before the first update: B is zero, A ~ N(0, 1 / r^2). At least
-    float32, since small updates would be lost in bfloat16."""
-    from peft import LoraConfig
-
-    alpha, targets = args.lora_alpha or args.lora_r, list(args.lora_targets)
-    adapters = LoraConfig(r=args.lora_r, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets)
-    try:
-        unet.add_adapter(adapters)
-    except ValueError as error:
-        raise InputError(f"--lora-targets {' '.join(targets)}: {error}") from None
-    for name, weight in unet.named_parameters():
-        if "lora_" in name:
-            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-        if "lora_A" in name:  # by a keyed draw, whatever torch's generator holds
-            normal = rng(args.seed, f"lora {name}").standard_normal(tuple(weight.shape))
-            weight.data.copy_(torch.from_numpy(normal / args.lora_r))
-
-
-class Embeddings:
-    """Text embeddings of prompts, each computed once and alone, so that they depend on no neighbour."""
-
-    def __init__(self, pipeline, device, guidance_scale, negative_prompt):
-        self.pipeline, self.device, self.known = pipeline, device, {}
-        self.negative = negative_prompt if guidance_scale > 1 else None
-
-    @torch.no_grad()
-    def __call__(self, prompts):
-        """(B, 2, L, D) of [negative prompt, prompt]; without guidance (B, 1, L, D)."""
-        guided = self.negative is not None
-        if len(self.known) > 1000:  # half a gigabyte of Stable Diffusion's
-            self.known = {}
-        for prompt in set(prompts) - self.known.keys():
-            found = self.pipeline.encode_prompt(prompt, self.device, 1, guided, self.negative)
-            self.known[prompt] = torch.cat([found[1], found[0]] if guided else [found[0]])
-        return torch.stack([self.known[prompt] for prompt in prompts])
-
-
-def predict(unet, latents, timesteps, embeds, guidance_scale):
-    """The UNet's output at latents (B, C, h, w) and timesteps (B,), guided: e_u + w (e_c - e_u), at least float32."""
-    n = embeds.shape[1]
-    inputs = latents.to(embeds.dtype).repeat_interleave(n, 0)
-    out = unet(inputs, timesteps.repeat_interleave(n), embeds.flatten(0, 1)).sample
-    out = out.to(torch.promote_types(out.dtype, torch.float32)).unflatten(0, (-1, n))
-    return out[:, 0] if n == 1 else out[:, 0] + guidance_scale * (out[:, 1] - out[:, 0])
-
-
 # ---- Maths -----------------------------------------------------------------------------------------------------------
 
 
@@ -365,7 +233,8 @@ class Schedule:
 def ddim_schedule(scheduler, num_inference_steps, eta, device="cpu"):
     """The Schedule of a diffusers DDIMScheduler. sigma_t as in Eq. 16."""
     scheduler.set_timesteps(num_inference_steps)
-    timesteps, alphas = scheduler.timesteps, scheduler.alphas_cumprod.double()
+    timesteps = scheduler.timesteps
+    alphas = scheduler.alphas_cumprod.double()
     prev = timesteps - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
     prev_alphas = torch.where(prev >= 0, alphas[prev.clamp(0)], scheduler.final_alpha_cumprod.double())
     alphas = alphas[timesteps]
@@ -384,29 +253,32 @@ def ddim_step_with_logprob(schedule, output, steps, latents, noise=None, next_la
     (B, C, h, w) the step is taken, else its result is `next_latents`. Returns (next_latents, logprobs): logprobs (B,)
     is the mean over the latents' dimensions of log N(next_latents; mean, sigma_t^2), 0 where sigma_t is 0.
     """
-    a, prev, std = (
-        table[steps].to(latents.dtype).view(-1, 1, 1, 1)
-        for table in (schedule.alphas, schedule.prev_alphas, schedule.stds)
-    )
+    tables = schedule.alphas, schedule.prev_alphas, schedule.stds
+    a, prev, std = (table[steps].to(latents.dtype).view(-1, 1, 1, 1) for table in tables)
     if schedule.prediction_type == "epsilon":
-        clean, epsilon = (latents - (1 - a).sqrt() * output) / a.sqrt(), output
+        clean = (latents - (1 - a).sqrt() * output) / a.sqrt()
+        epsilon = output
     elif schedule.prediction_type == "sample":
-        clean, epsilon = output, (latents - a.sqrt() * output) / (1 - a).sqrt()
+        clean = output
+        epsilon = (latents - a.sqrt() * output) / (1 - a).sqrt()
     else:  # v_prediction
-        clean, epsilon = a.sqrt() * latents - (1 - a).sqrt() * output, a.sqrt() * output + (1 - a).sqrt() * latents
+        clean = a.sqrt() * latents - (1 - a).sqrt() * output
+        epsilon = a.sqrt() * output + (1 - a).sqrt() * latents
     if schedule.clip is not None:
         clean = clean.clamp(-schedule.clip, schedule.clip)
     mean = prev.sqrt() * clean + (1 - prev - std**2).clamp(min=0).sqrt() * epsilon
     if next_latents is None:
         next_latents = mean + std * noise
-    scale = torch.where(std > 0, std, 1.0)
+    has_noise = std > 0
+    scale = torch.where(has_noise, std, 1.0)
     logprobs = -(((next_latents - mean) / scale) ** 2) / 2 - scale.log() - math.log(2 * math.pi) / 2
-    return next_latents, (logprobs * (std > 0)).mean(dim=(1, 2, 3))
+    return next_latents, torch.where(has_noise, logprobs, 0.0).mean(dim=(1, 2, 3))
 
 
 def schedule_error(scheduler, schedule, eta):
     """Largest difference between ddim_step_with_logprob and the scheduler's own step, over all steps."""
-    latents, output, noise = (torch.linspace(-1, 1, 7).sin().roll(i).view(1, 1, 1, 7).double() for i in range(3))
+    values = torch.linspace(-1, 1, 7).sin()
+    latents, output, noise = (values.roll(i).view(1, 1, 1, 7).double() for i in range(3))
     errors = []
     for i, timestep in enumerate(scheduler.timesteps):
         ours, _ = ddim_step_with_logprob(schedule, output, torch.tensor([i]), latents, noise)
@@ -419,7 +291,9 @@ class PerPromptStats:
     """Mean and standard deviation of the last rewards of each prompt (App. D.3)."""
 
     def __init__(self, buffer_size, min_count):
-        self.buffer_size, self.min_count, self.rewards = buffer_size, min_count, {}
+        self.buffer_size = buffer_size
+        self.min_count = min_count
+        self.rewards = {}  # {prompt: the last ones}
 
     def update(self, prompts, rewards):
         """Keeps rewards (B,), then returns advantages (B,): (reward - mean) / (std + 1e-6) of the prompt's rewards, or
@@ -429,9 +303,24 @@ class PerPromptStats:
             self.rewards.setdefault(prompt, collections.deque(maxlen=self.buffer_size)).append(reward)
         advantages = np.empty_like(rewards)
         for i, prompt in enumerate(prompts):
-            known = np.array(self.rewards[prompt]) if len(self.rewards[prompt]) >= self.min_count else rewards
+            known = rewards
+            if len(self.rewards[prompt]) >= self.min_count:
+                known = np.array(self.rewards[prompt])
             advantages[i] = (rewards[i] - known.mean()) / (known.std() + 1e-6)
         return advantages
+
+    def as_lists(self):
+        """What a checkpoint holds."""
+        return {prompt: list(rewards) for prompt, rewards in self.rewards.items()}
+
+    def fill(self, stored):
+        """From what `as_lists` gave."""
+        self.rewards = {prompt: collections.deque(rewards, self.buffer_size) for prompt, rewards in stored.items()}
+
+
+def standardized(rewards):
+    """(reward - mean) / (std + 1e-8) of a batch (B,), as numpy, float64."""
+    return (np.array(rewards) - np.mean(rewards)) / (np.std(rewards) + 1e-8)
 
 
 def ddpo_loss(new_logprobs, logprobs, advantages, clip_range):
@@ -452,128 +341,165 @@ def learning_rate(args, step, total_steps):
     return args.lr + (args.lr_final - args.lr) * progress
 
 
-# ---- Data, reward ----------------------------------------------------------------------------------------------------
+# ---- Model -----------------------------------------------------------------------------------------------------------
 
 
-def load_rows(data, flag):
-    """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
-    path, rows = spec_path(data), data
-    if path and path.suffix == ".jsonl":
-        try:
-            lines, rows = path.read_text(encoding="utf-8-sig").split("\n"), []
-        except UnicodeDecodeError as error:
-            raise InputError(f"{flag} {data} is not UTF-8: {error}") from None
-        for number, line in enumerate(lines, 1):
-            try:
-                rows += [json.loads(line, strict=False)] if line.strip() else []
-            except ValueError as error:
-                raise InputError(f"{flag} {data}:{number} is not valid JSON: {error}") from None
-    elif isinstance(data, str):
-        import datasets
+def load_pipeline(args, path):
+    """The Stable Diffusion pipeline, frozen, with a DDIM scheduler of its own noise schedule. An object is changed in
+    place, and keeps its type of weights."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    from diffusers import StableDiffusionPipeline
+    from diffusers.utils import logging as diffusers_logging
 
-        kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-        name, _, split = data.partition(":")
-        try:
-            if path and path.is_dir():
-                rows = datasets.load_from_disk(str(path))
-            elif kind := kinds.get(Path(data.removesuffix(".gz")).suffix):
-                rows = datasets.load_dataset(kind, data_files=str(path or data), split="train")
-            elif path:
-                raise ValueError(f"expected a name that ends with {', '.join(kinds)}")
-            else:
-                rows = datasets.load_dataset(name, split=split or "train")
-        except Exception as error:  # the library's errors have no common class
-            raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
-    if isinstance(rows, dict):
-        raise InputError(f"{flag} {data} holds several splits ({', '.join(rows)}): name the directory of one")
-    rows = list(rows)
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or row.keys() != rows[0].keys():
-            found = list(row) if isinstance(row, dict) else repr(row)[:60]
-            raise InputError(f"{flag} row {number} is {found}, expected a mapping with the columns of row 1")
-    if not rows:
-        raise InputError(f"{flag} {data} holds no rows")
-    return rows
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    if isinstance(path, str):
+        path = str(spec_path(path) or path)
+        pipeline = pipeline_of(args, path)
+    else:
+        pipeline = path
+        path = type(path).__name__
+    if not isinstance(pipeline, StableDiffusionPipeline):
+        kind = type(pipeline).__name__
+        raise InputError(f"--model {path} is a {kind}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
+    check_fit(pipeline, path)
+    pipeline.scheduler = ddim_scheduler(pipeline.scheduler, path)
+    pipeline.safety_checker = None
+    pipeline.register_to_config(requires_safety_checker=False)
+    for module in (pipeline.unet, pipeline.vae, pipeline.text_encoder):
+        module.requires_grad_(False).eval()
+        for name, weight in module.named_parameters():
+            if weight.is_meta:
+                raise InputError(f"--model {path}: {name} is missing")
+        for name, weight in module.named_parameters():
+            if not weight.isfinite().all():
+                raise InputError(f"--model {path}: {name} is not finite")
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+    return pipeline
 
 
-def load_sets(spec, flag):
-    """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
-    are a mapping, or sources joined by commas and named by stem, split or function."""
-    # a comma before key= lies between the options of a function
-    parts = list(filter(None, re.split(r",\s*(?!\w+=)", spec))) if isinstance(spec, str) else []
-    names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
-    if len(set(names)) < len(names):
-        raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
-    data = dict(zip(names, parts, strict=True)) if len(parts) > 1 else build(spec, flag)
-    if not isinstance(data, dict):
-        return {"eval/": load_rows(data, flag)}
-    return {f"eval/{name}/": load_rows(build(rows, flag), f"{flag} {name}") for name, rows in data.items()}
+def pipeline_of(args, path):
+    """The pipeline in a directory or on the hub."""
+    from diffusers import DiffusionPipeline
 
-
-def with_prompts(rows, flag):
-    """The rows; their prompt is a string, in the column `prompt`, or `text` as a file of lines has it."""
-    for number, row in enumerate(rows, 1):
-        text = row.get("prompt", row.get("text"))
-        if not isinstance(text, str):
-            raise InputError(f"{flag} row {number} needs a string as 'prompt'; its columns: {', '.join(row)}")
-        if text.encode(errors="ignore").decode() != text:
-            raise InputError(f"{flag} row {number}: 'prompt' holds half a surrogate pair, which is no text")
-        if taken := {"images", "prompts"} & row.keys():
-            raise InputError(f"{flag}: rename the column {min(taken)!r}, which reward functions get from the script")
-    if "prompt" in rows[0]:
-        return rows
-    rows = [{"prompt" if key == "text" else key: value for key, value in row.items()} for row in rows]
-    rows = [row for row in rows if row["prompt"].strip()]  # a file of lines may have blank ones
-    stop_if([f"{flag} holds blank lines only"] * (not rows))
-    return rows
-
-
-def call_on_images(function, name, rows, images):
-    """Calls a reward or metric function with images (B, 3, H, W), float32 in [0, 1] on the CPU, prompts, and the rows'
-    other columns as lists; without **columns it gets those that it names."""
-    values = {key: copy.deepcopy([row[key] for row in rows]) for key in rows[0] if key != "prompt"}
-    values |= {"images": images.cpu().float() / 255, "prompts": [row["prompt"] for row in rows]}
-    accepted = inspect.signature(function).parameters.values()
-    needed = [p.name for p in accepted if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    if missing := set(needed) - values.keys():
-        raise InputError(f"{name} takes {min(missing)!r}; there are {', '.join(sorted(values))}")
-    if not any(p.kind is p.VAR_KEYWORD for p in accepted):
-        values = {p.name: values[p.name] for p in accepted if p.name in values}
+    is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if is_local and not Path(path).exists():
+        raise InputError(f"--model {path}: there is no such directory")
+    if Path(path, "hf_model").is_dir():
+        raise InputError(f"--model {path} is a run directory: name {path}/hf_model")
+    options = {"revision": args.revision, "trust_remote_code": args.trust_remote_code, "safety_checker": None}
     try:
-        return function(**values)
-    except Exception as error:
-        raise InputError(f"{name} raised {type(error).__name__}: {error}") from error
+        return DiffusionPipeline.from_pretrained(path, dtype=getattr(torch, args.dtype), **options)
+    except Exception as error:  # the libraries' errors have no common class
+        raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
-def image_scores(function, name, rows, images):
-    """The rewards of a reward function, a float for each image."""
-    scores = call_on_images(function, name, rows, images)
-    scores = scores.tolist() if hasattr(scores, "tolist") else scores
-    if not isinstance(scores, list | tuple) or len(scores) != len(rows):
-        found = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
-        raise InputError(f"{name} returned {found}, expected a list of {len(rows)} numbers, one per image")
-    scores = [score.item() if getattr(score, "ndim", 1) == 0 else score for score in scores]
-    for i, score in enumerate(scores):
-        if not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
-            where = f"row {i + 1}, prompt {rows[i]['prompt']!r:.60}"
-            raise InputError(f"{name} returned {score!r:.60} for {where}; expected a finite number")
-    return [float(score) for score in scores]
+def check_fit(pipeline, path):
+    """InputError where the parts of a pipeline do not fit together."""
+    unet = pipeline.unet.config
+    latent_channels = pipeline.vae.config.latent_channels
+    if not unet.in_channels == unet.out_channels == latent_channels:
+        channels = f"{unet.in_channels} -> {unet.out_channels} channels and the VAE {latent_channels}"
+        raise InputError(f"--model {path}: the UNet has {channels}, expected three equal numbers")
+    tokenizer = pipeline.tokenizer
+    text = pipeline.text_encoder.config
+    words = len(tokenizer)
+    longest = tokenizer.model_max_length  # made up where the tokenizer's files are missing
+    if not text.vocab_size / 2 < words <= text.vocab_size or longest > text.max_position_embeddings:
+        sizes = f"{words} tokens, texts of {longest}"
+        fit = f"{text.vocab_size} tokens, texts of {text.max_position_embeddings}"
+        raise InputError(f"--model {path}: its tokenizer ({sizes}) does not fit its text encoder ({fit})")
 
 
-def image_metrics(function, name, rows, images):
-    """{name: values per image} of a metric function."""
-    columns = call_on_images(function, name, rows, images)
-    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
-    if not isinstance(columns, dict) or not columns:
-        raise InputError(f"{expected}, it returned {columns!r:.60}")
-    columns = {key: values.tolist() if hasattr(values, "tolist") else values for key, values in columns.items()}
-    for key, values in columns.items():
-        good = isinstance(values, list) and len(values) == len(rows)
-        if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-            raise InputError(f"{expected}; {key!r} is not one")
-    if taken := {"prompt", "set", "reward", "reward_std", "diversity"} & columns.keys():
-        raise InputError(f"{name} must not return the name {min(taken)!r}, which is taken")
-    return columns
+def ddim_scheduler(scheduler, path):
+    """A DDIM scheduler of the noise schedule of another one."""
+    from diffusers import DDIMScheduler
+
+    config = dict(scheduler.config)
+    config.pop("_use_default_values", None)  # diffusers would put DDIM's defaults in place of these values
+    for name in ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule"):
+        if name not in config:
+            raise InputError(f"--model {path}: its {type(scheduler).__name__} has no {name}, as DDIM needs")
+    # latents have no range to be clipped to; a scheduler that knows no clipping would get DDIM's default, on
+    config.setdefault("clip_sample", False)
+    ddim = DDIMScheduler.from_config(config)
+    if ddim.config.thresholding:
+        raise InputError(f"--model {path}: its scheduler has thresholding, which is for pixels and not for latents")
+    return ddim
+
+
+def set_attention_and_memory(unet, device):
+    """On CPUs: keep freed memory, fast matrix products, and attention in plain matrix products where there are at most
+    256 latents, which beats torch's fused kernel there (its backward pass above all)."""
+    from diffusers.models.attention_processor import AttnProcessor
+
+    if device.type != "cpu":
+        return
+    keep_freed_memory()
+    height, width = latent_size(unet)
+    if fast_cpu_matmul() and height * width <= 256:
+        unet.set_attn_processor(AttnProcessor())
+
+
+def latent_size(unet):
+    """(height, width) of the latents that a UNet was made for."""
+    size = unet.config.sample_size
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def add_lora(unet, args):
+    """Adapters at --lora-targets, which change nothing before the first update: B is zero, A ~ N(0, 1 / r^2). At least
+    float32, since small updates would be lost in bfloat16."""
+    from peft import LoraConfig
+
+    alpha = args.lora_alpha or args.lora_r
+    targets = list(args.lora_targets)
+    adapters = LoraConfig(r=args.lora_r, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets)
+    try:
+        unet.add_adapter(adapters)
+    except ValueError as error:
+        raise InputError(f"--lora-targets {' '.join(targets)}: {error}") from None
+    for name, weight in unet.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+        if "lora_A" in name:  # by a keyed draw, whatever torch's generator holds
+            normal = rng(args.seed, f"lora {name}").standard_normal(tuple(weight.shape))
+            weight.data.copy_(torch.from_numpy(normal / args.lora_r))
+
+
+class Embeddings:
+    """Text embeddings of prompts, each computed once and alone, so that they depend on no neighbour."""
+
+    def __init__(self, pipeline, device, guidance_scale, negative_prompt):
+        self.pipeline = pipeline
+        self.device = device
+        self.negative = negative_prompt if guidance_scale > 1 else None
+        self.known = {}
+
+    @torch.no_grad()
+    def __call__(self, prompts):
+        """(B, 2, L, D) of [negative prompt, prompt]; without guidance (B, 1, L, D)."""
+        guided = self.negative is not None
+        if len(self.known) > 1000:  # half a gigabyte of Stable Diffusion's
+            self.known = {}
+        for prompt in set(prompts) - self.known.keys():
+            embeds, negative = self.pipeline.encode_prompt(prompt, self.device, 1, guided, self.negative)
+            self.known[prompt] = torch.cat([negative, embeds]) if guided else embeds
+        return torch.stack([self.known[prompt] for prompt in prompts])
+
+
+def predict(unet, latents, timesteps, embeds, guidance_scale):
+    """The UNet's output at latents (B, C, h, w) and timesteps (B,), guided: e_u + w (e_c - e_u), at least float32."""
+    n = embeds.shape[1]
+    inputs = latents.to(embeds.dtype).repeat_interleave(n, 0)
+    out = unet(inputs, timesteps.repeat_interleave(n), embeds.flatten(0, 1)).sample
+    out = out.to(torch.promote_types(out.dtype, torch.float32)).unflatten(0, (-1, n))
+    if n == 1:
+        return out[:, 0]
+    return out[:, 0] + guidance_scale * (out[:, 1] - out[:, 0])
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
@@ -582,7 +508,8 @@ def image_metrics(function, name, rows, images):
 def denoise(unet, schedule, embeds, noise, guidance_scale):
     """Denoises: embeds (B, 1 or 2, L, D), noise (B, N + 1, C, h, w) of the start and of each step. Returns latents
     (B, N + 1, C, h, w), from noise to clean, and logprobs (B, N)."""
-    trajectory, logprobs = [noise[:, 0]], []
+    trajectory = [noise[:, 0]]
+    logprobs = []
     for step in range(len(schedule.timesteps)):
         steps = torch.full((len(embeds),), step, device=noise.device)
         output = predict(unet, trajectory[-1], schedule.timesteps[steps], embeds, guidance_scale)
@@ -600,13 +527,16 @@ def sample_images(accelerator, pipeline, unet, schedule, embed, prompts, stream,
     The noise of image i is keyed by (seed, *stream, i). Images are uint8, as a file would hold them, so that reward,
     grids and files agree.
     """
-    world, device, vae = accelerator.num_processes, accelerator.device, pipeline.vae
-    share = math.ceil(len(prompts) / world)  # the last processes repeat the last prompt where they do not divide
-    local = [min(accelerator.process_index * share + i, len(prompts) - 1) for i in range(share)]
-    size = pipeline.unet.config.sample_size
-    shape = (len(schedule.timesteps) + 1, vae.config.latent_channels, *([size] * 2 if isinstance(size, int) else size))
-    dtype, found = torch.promote_types(vae.dtype, torch.float32), []
+    device = accelerator.device
+    vae = pipeline.vae
+    share = math.ceil(len(prompts) / accelerator.num_processes)
+    begin = accelerator.process_index * share
+    # the last processes repeat the last prompt where they do not divide
+    local = [min(row, len(prompts) - 1) for row in range(begin, begin + share)]
+    shape = (len(schedule.timesteps) + 1, vae.config.latent_channels, *latent_size(pipeline.unet))
+    dtype = torch.promote_types(vae.dtype, torch.float32)
     silent = not accelerator.is_main_process or None  # and where there is no terminal
+    batches = []
     for i in tqdm(range(0, share, args.decode_batch_size), "sampling", leave=False, disable=silent, delay=5):
         rows = local[i : i + args.decode_batch_size]
         noise = np.stack([rng(args.seed, *stream, row).standard_normal(shape) for row in rows])
@@ -616,16 +546,26 @@ def sample_images(accelerator, pipeline, unet, schedule, embed, prompts, stream,
         images = vae.decode(latents[:, -1].to(vae.dtype) / vae.config.scaling_factor).sample.float()
         finite = images.flatten(1).isfinite().all(dim=1)
         images = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-        found.append((finite, images, latents, logprobs) if trajectories else (finite, images))
-    finite, *found = (accelerator.gather(torch.cat(parts))[: len(prompts)] for parts in zip(*found, strict=True))
+        batches.append((finite, images, latents, logprobs) if trajectories else (finite, images))
+    finite, *sampled = (accelerator.gather(torch.cat(parts))[: len(prompts)] for parts in zip(*batches, strict=True))
     if not finite.all():  # on every process
         raise FloatingPointError(f"the image of {prompts[int(finite.int().argmin())]!r:.60} is not finite")
-    return found
+    return sampled
+
+
+def trained_steps(schedule):
+    """The positions in the schedule that can be trained: those with noise."""
+    return (schedule.stds > 0).nonzero().flatten().tolist()
 
 
 def steps_per_image(args, trained):
     """How many of the steps that can be trained an image is trained on, in each pass."""
     return max(1, int(len(trained) * args.timestep_fraction))
+
+
+def updates_per_epoch(args):
+    """Optimizer steps."""
+    return args.inner_epochs * (args.sample_batch_size // args.batch_size)
 
 
 def pair_minibatches(args, epoch, trained, process, world):
@@ -635,12 +575,129 @@ def pair_minibatches(args, epoch, trained, process, world):
     for inner in range(args.inner_epochs):
         order = rng(args.seed, "minibatches", epoch, inner).permutation(args.sample_batch_size)
         for images in order.reshape(-1, args.batch_size):
-            pairs = [
-                (image, trained[position])
-                for image in images.tolist()
-                for position in rng(args.seed, "timesteps", epoch, inner, image).permutation(len(trained))[:count]
-            ]
+            pairs = []
+            for image in images.tolist():
+                positions = rng(args.seed, "timesteps", epoch, inner, image).permutation(len(trained))[:count]
+                pairs += [(image, trained[position]) for position in positions]
             yield torch.tensor(pairs[process::world]).split(args.micro_batch_size)
+
+
+# ---- Update ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trajectories:
+    """The images of an epoch, on every process."""
+
+    prompts: list  # B strings
+    latents: torch.Tensor  # (B, N + 1, C, h, w), from noise to clean
+    logprobs: torch.Tensor  # (B, N)
+    advantages: torch.Tensor  # (B,)
+
+
+def pair_losses(model, schedule, embed, batch, pairs, args):
+    """Losses (b,), with gradient, and log ratios (b,), without, of (image, step) pairs (b, 2)."""
+    image, step = pairs.to(batch.latents.device).unbind(1)
+    embeds = embed([batch.prompts[i] for i in pairs[:, 0]])
+    before = batch.latents[image, step]
+    after = batch.latents[image, step + 1]
+    output = predict(model, before, schedule.timesteps[step], embeds, args.guidance_scale)
+    _, new_logprobs = ddim_step_with_logprob(schedule, output, step, before, next_latents=after)
+    logprobs = batch.logprobs[image, step]
+    losses = ddpo_loss(new_logprobs, logprobs, batch.advantages[image], args.clip_range)
+    return losses, (new_logprobs - logprobs).detach()
+
+
+def update(run, model, optimizer, schedule, embed, batch, epoch, step, args):
+    """The updates of an epoch, from optimizer step `step` on. Returns their metrics: means over the pairs, the largest
+    deviation of a ratio from 1, and that before the first update."""
+    accelerator = run.accelerator
+    world = accelerator.num_processes
+    trained = trained_steps(schedule)
+    count = args.batch_size * steps_per_image(args, trained)  # pairs of an update, of all processes
+    sums = dict.fromkeys(("loss/policy", "policy/approxkl", "policy/clipfrac", "policy/ratio"), 0.0)
+    largest = torch.zeros((), device=accelerator.device)
+    at_first = None
+    for micro_batches in pair_minibatches(args, epoch, trained, accelerator.process_index, world):
+        for pairs in micro_batches:
+            with nullcontext() if pairs is micro_batches[-1] else accelerator.no_sync(model):
+                losses, log_ratio = pair_losses(model, schedule, embed, batch, pairs, args)
+                # data-parallel training averages gradients over the processes, hence the factor world
+                accelerator.backward(losses.sum() * world / count)
+            ratio = log_ratio.double().exp()
+            deviation = (ratio - 1).abs()
+            sums["loss/policy"] += losses.detach().double().sum()
+            sums["policy/approxkl"] += (log_ratio.double() ** 2 / 2).sum()
+            sums["policy/clipfrac"] += (deviation > args.clip_range).double().sum()
+            sums["policy/ratio"] += ratio.sum()
+            largest = torch.maximum(largest, deviation.max().float())
+        if at_first is None:  # the policy has not changed yet: what is there is rounding
+            at_first = accelerator.gather(largest).max().item()
+            if at_first > args.clip_range / 2 and epoch == 1:
+                run.say(f"warning: rounding moves the ratio by {at_first:.1e}, --clip-range is {args.clip_range}")
+        lr = learning_rate(args, step, run.total_steps)
+        step += 1
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        if not grad_norm.isfinite():
+            found = f"gradient norm {grad_norm} in epoch {epoch}, whose first prompt is {batch.prompts[0]!r:.60}"
+            raise FloatingPointError(f"step {step}: {found}; the last checkpoint is intact")
+        optimizer.step()
+        optimizer.zero_grad()
+    if not all(weight.isfinite().all() for weight in model.parameters() if weight.requires_grad):
+        raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
+    total = args.inner_epochs * args.sample_batch_size * steps_per_image(args, trained)
+    metrics = {name: accelerator.reduce(value).item() / total for name, value in sums.items()}
+    return metrics | {
+        "policy/ratio_deviation": accelerator.gather(largest).max().item(),
+        "policy/ratio_deviation_first": at_first,
+        "optim/lr": lr,
+        "optim/grad_norm": grad_norm.item(),
+    }
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(run, step, pipeline, model, schedule, embed, data, args):
+    """Mean reward and metrics of images from the same noise at every evaluation. Some are shown, and kept as a grid."""
+    model.eval()
+    metrics = {}
+    samples = []
+    for name, rows in data.eval_sets.items():
+        prompts = [row["prompt"] for row in rows]
+        (images,) = sample_images(
+            run.accelerator, pipeline, model, schedule, embed, prompts, ["eval"], args, trajectories=False
+        )
+        columns = {"reward": score_images(run.accelerator, data.reward, args.reward, rows, images)}
+        if data.metric:
+            given = image_arguments(rows, images)
+            columns |= on_main(run.accelerator, call_metric, data.metric, args.metric, rows, given, TAKEN)
+        prefix = set_prefix(name)
+        metrics |= {prefix + key: sum(values) / len(values) for key, values in columns.items()}
+        metrics[prefix + "reward_std"] = float(np.std(columns["reward"]))
+        metrics[prefix + "diversity"] = diversity(images)
+        columns = {"prompt": prompts} | columns
+        if len(data.eval_sets) > 1:
+            columns = {"set": [name] * len(rows)} | columns
+        samples += [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        if run.dir and run.main:
+            set_name = f"_{name.replace('/', '_')}" if name else ""
+            grid(images, run.dir / GRID.format(step, set_name))
+    run.samples(step, samples)
+    return metrics
+
+
+def image_arguments(rows, images):
+    """What a reward or metric function gets by name, besides the rows' other columns: images (B, 3, H, W), float32 in
+    [0, 1] on the CPU, and prompts."""
+    return {"images": images.cpu().float() / 255, "prompts": [row["prompt"] for row in rows]}
+
+
+def score_images(accelerator, reward, name, rows, images):
+    """A float for each of the images, on every process."""
+    return on_main(accelerator, call_reward, reward, name, rows, image_arguments(rows, images))
 
 
 def grid(images, path):
@@ -660,9 +717,9 @@ def diversity(images):
     return torch.stack(rows).mean().item() / 255
 
 
-def mirror_grid(accelerator, run, step):
+def mirror_grid(run, step):
     """Shows the grid of an evaluation, where this step had one, to wandb or tensorboard. They may fail, see Run."""
-    for tracker in accelerator.trackers if run.main else []:
+    for tracker in run.accelerator.trackers if run.main else []:
         options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         for path in run.dir.glob(GRID.format(step, "*")):
             with suppress(Exception):
@@ -670,7 +727,62 @@ def mirror_grid(accelerator, run, step):
                 tracker.log_images(images, step=step, **options)
 
 
-# ---- Main ------------------------------------------------------------------------------------------------------------
+GRID = "images/step_{:08d}{}.png"
+TAKEN = ("prompt", "set", "reward", "reward_std", "diversity")  # names that no metric may have
+
+
+# ---- Setup -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """What a run reads."""
+
+    rows: list  # with a prompt
+    eval_sets: dict  # {name: rows}
+    reward: Callable
+    metric: Callable | None
+
+
+def read(args):
+    """The rows and functions that the flags name."""
+    reward = load_function(args.reward, "--reward")
+    metric = load_function(args.metric, "--metric")
+    rows = with_prompts(load_rows(build(args.dataset, "--dataset"), "--dataset"), "--dataset")
+    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
+    eval_sets = {name: with_prompts(members, set_flag(name)) for name, members in eval_sets.items()}
+    return Data(rows, eval_sets or {"": rows[: args.sample_batch_size]}, reward, metric)
+
+
+def load(args, path, device):
+    """The pipeline, with the UNet's weights or adapters to be trained as the flags say, and its denoising steps."""
+    pipeline = load_pipeline(args, path)
+    schedule = checked_schedule(args, pipeline.scheduler, path, device)
+    pipeline.to(device)
+    if args.lora_r:
+        add_lora(pipeline.unet, args)
+    else:
+        pipeline.unet.requires_grad_(True)
+    if args.gradient_checkpointing:
+        pipeline.unet.enable_gradient_checkpointing()
+    set_attention_and_memory(pipeline.unet, device)
+    return pipeline, schedule
+
+
+def checked_schedule(args, scheduler, path, device):
+    """The denoising steps. InputError where the scheduler does not step as `ddim_step_with_logprob` does."""
+    try:
+        schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
+        # with eta 1, diffusers takes the root of a rounding error where there is no signal yet
+        eta = min(args.eta, 0.99)
+        error = schedule_error(scheduler, ddim_schedule(scheduler, args.num_inference_steps, eta), eta)
+    except (ValueError, IndexError) as failure:
+        raise InputError(f"--model {path}, --num-inference-steps {args.num_inference_steps}: {failure}") from None
+    if not error < 1e-4:
+        raise InputError(f"--model {path}: its scheduler does not step as DDIM does, by {error:.1e}")
+    if not (schedule.stds > 0).any():
+        raise InputError(f"--num-inference-steps {args.num_inference_steps}: no step of this scheduler has noise")
+    return schedule
 
 
 def make_optimizer(model, args):
@@ -681,6 +793,56 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
+def summary(args, accelerator, pipeline, schedule, data):
+    """What is trained on what, in a few lines."""
+    weights = [*pipeline.unet.parameters(), *pipeline.vae.parameters(), *pipeline.text_encoder.parameters()]
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    tokenizer = pipeline.tokenizer
+    prompts = [row["prompt"] for row in data.rows]
+    num_cut = sum(len(ids) > tokenizer.model_max_length for ids in tokenizer(prompts).input_ids)
+    cut = f", {num_cut} of them cut to {tokenizer.model_max_length} tokens" if num_cut else ""
+    num_trained = len(trained_steps(schedule))
+    steps = steps_per_image(args, trained_steps(schedule))
+    pairs = args.batch_size // accelerator.num_processes * steps
+    return (
+        f"ddpo: {sum(weight.numel() for weight in weights):,} parameters, {trained:,} trained; {args.dtype}, "
+        f"{accelerator.mixed_precision} autocast, {accelerator.device}, "
+        f"{accelerator.num_processes} x {torch.get_num_threads()} threads\n"
+        f"data: {len(data.rows)} prompts{cut}, {sum(map(len, data.eval_sets.values()))} to evaluate; "
+        f"first: {visible(prompts[0])[:200]}\n"
+        f"{args.num_epochs} epochs x ({args.sample_batch_size} images of {len(schedule.timesteps)} steps, "
+        f"{num_trained} of them with noise; then {updates_per_epoch(args)} optimizer steps of {args.batch_size} images "
+        f"x {steps} steps: {pairs} pairs a process, {args.micro_batch_size} a forward)"
+    )
+
+
+def status(metrics, perf):
+    """The line of an epoch."""
+    names = "objective/scores objective/scores_std policy/approxkl policy/clipfrac".split()
+    numbers = " | ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in names)
+    return f"{numbers} | sampling {perf['perf/seconds_rollout']:.1f} s + update {perf['perf/seconds_update']:.1f} s"
+
+
+def usage(args, unet):
+    """How the pipeline is loaded and sampled from, for the last lines of a run and for its card."""
+    options = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
+    if args.negative_prompt:
+        options += f", negative_prompt={args.negative_prompt!r}"
+    dtype = "" if unet.dtype == torch.float32 else f", dtype={unet.dtype}"  # else diffusers mixes types
+    return USAGE.replace("DTYPE", dtype).replace("OPTIONS", options)
+
+
+def pictures(run):
+    """The first and the last grid, for the card."""
+    grids = sorted(run.dir.glob("images/*.png"))
+    return "".join(f"![{path.stem}](images/{path.name})\n\n" for path in grids[:1] + grids[1:][-1:])
+
+
+USAGE = """import torch; from diffusers import StableDiffusionPipeline
+pipeline = StableDiffusionPipeline.from_pretrained({folder!r}DTYPE)
+pipeline({prompt!r}, OPTIONS).images[0].save('sample.png')"""
+
+
 @torch.no_grad()
 def export_pipeline(pipeline, folder):
     """Writes a pipeline that plain diffusers loads; with LoRA the adapters are merged into it, and stand in `lora/`
@@ -689,238 +851,114 @@ def export_pipeline(pipeline, folder):
         if getattr(pipeline.unet, "peft_config", None):
             from peft import get_peft_model_state_dict
 
-            adapters, merged = get_peft_model_state_dict(pipeline.unet), copy.deepcopy(pipeline.unet)
-            config = pipeline.unet.peft_config["default"].to_dict()
             kind = type(pipeline)
+            adapters = get_peft_model_state_dict(pipeline.unet)
+            config = pipeline.unet.peft_config["default"].to_dict()
             kind.save_lora_weights(temporary / "lora", adapters, unet_lora_adapter_metadata=config)
+            merged = copy.deepcopy(pipeline.unet)
             merged.fuse_lora()
             merged.unload_lora()
             pipeline = kind(**pipeline.components | {"unet": merged}, requires_safety_checker=False)
         pipeline.save_pretrained(temporary)
 
 
+# ---- Main ------------------------------------------------------------------------------------------------------------
+
+
 @closes_run
 def main(args):
-    """Trains; returns the newest value of every metric and the run directory."""
+    """Trains. Returns the newest value of every metric, and the run directory."""
     seed_libraries(args.seed, args.deterministic)  # before functions of the user run
-    # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
-    path, reward = build(args.model, "--model"), load_function(args.reward, "--reward")
-    metric = load_function(args.metric, "--metric") if args.metric else None
-    rows = with_prompts(load_rows(build(args.dataset, "--dataset"), "--dataset"), "--dataset")
-    eval_sets = load_sets(args.eval_dataset, "--eval-dataset") if args.eval_dataset else {}
-    eval_sets = {prefix: with_prompts(found, f"--eval-dataset {prefix[5:-1]}") for prefix, found in eval_sets.items()}
-    eval_sets = eval_sets or {"eval/": rows[: args.sample_batch_size]}
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
-    world, device = accelerator.num_processes, accelerator.device
-    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
-    if args.batch_size % world:
-        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
-    if accelerator.mixed_precision == "fp16":
-        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
-    if accelerator.distributed_type == "FSDP":
-        raise InputError("FSDP: in ddpo.py every process trains the whole model: launch it without")
-    pipeline = load_pipeline(args, path)
-    scheduler, unet = pipeline.scheduler, pipeline.unet
-    try:
-        schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
-        # with eta 1, diffusers takes the root of a rounding error where there is no signal yet
-        eta = min(args.eta, 0.99)
-        error = schedule_error(scheduler, ddim_schedule(scheduler, args.num_inference_steps, eta), eta)
-    except (ValueError, IndexError) as failure:
-        raise InputError(f"--model {path}, --num-inference-steps {args.num_inference_steps}: {failure}") from None
-    if not error < 1e-4:
-        raise InputError(f"--model {path}: its scheduler does not step as DDIM does, by {error:.1e}")
-    trained = schedule.stds.gt(0).nonzero().flatten().tolist()
-    if not trained:
-        raise InputError(f"--num-inference-steps {args.num_inference_steps}: no step of this scheduler has noise")
-    pipeline.to(device)
-    if args.lora_r:
-        add_lora(unet, args)
-    else:
-        unet.requires_grad_(True)
-    if args.gradient_checkpointing:
-        unet.enable_gradient_checkpointing()
-    set_attention_and_memory(unet, device)
+    path = build(args.model, "--model")
+    data = read(args)
+    accelerator = launch(args, fsdp=False)
+    device = accelerator.device
+    pipeline, schedule = load(args, path, device)
     embed = Embeddings(pipeline, device, args.guidance_scale, args.negative_prompt)
 
-    # ---- run directory, what to continue from
-    threads = set_threads(args.threads)
     run = Run("ddpo", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
-    if run.state:  # another number of threads gives other bits
-        threads = set_threads(args.threads or run.state["threads"])
-    model = accelerator.prepare(unet)
+    model = accelerator.prepare(pipeline.unet)
     optimizer = make_optimizer(model, args)
-    steps_per_epoch = args.inner_epochs * (args.sample_batch_size // args.batch_size)
-    frozen = frozen_weights(unet)
-    state = {"best_score": None, "best_step": None, "epoch": 0, "rewards": {}}
-    state |= run.state or {}
-    best_score, best_step, step = state["best_score"], state["best_step"], run.begun
-    total_steps = step + max(0, args.num_epochs - state["epoch"]) * steps_per_epoch
+    epochs_left = max(0, args.num_epochs - run.state.get("epoch", 0))
+    total_steps = run.begun + epochs_left * updates_per_epoch(args)
+    state = run.restore(
+        model, optimizer, pipeline.unet, total_steps, longer="--num-epochs", stride=updates_per_epoch(args),
+        epoch=0, rewards={},
+    )  # fmt: skip
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
-    stats.rewards = {prompt: collections.deque(x, args.stat_buffer_size) for prompt, x in state["rewards"].items()}
-    if run.checkpoint:
-        unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
-    if step >= total_steps and not (run.dir / "metrics.jsonl").exists():
-        raise InputError(f"--resume {args.resume}: nothing is left to train; raise --num-epochs")
-    count = steps_per_image(args, trained)
-    counted = [weight for part in (unet, pipeline.vae, pipeline.text_encoder) for weight in part.parameters()]
-    tokenizer, prompts = pipeline.tokenizer, [row["prompt"] for row in rows]
-    long = sum(len(ids) > tokenizer.model_max_length for ids in tokenizer(prompts).input_ids)
-    run.say(
-        f"ddpo: {sum(w.numel() for w in counted):,} parameters, {sum(w.numel() for w in counted if w.requires_grad):,} "
-        f"trained; {args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} x {threads} threads\n"
-        f"data: {len(rows)} prompts{f', {long} of them cut to {tokenizer.model_max_length} tokens' if long else ''}, "
-        f"{sum(map(len, eval_sets.values()))} to evaluate; first: {visible(prompts[0])[:200]}\n"
-        f"{args.num_epochs} epochs x ({args.sample_batch_size} images of {len(schedule.timesteps)} steps, "
-        f"{len(trained)} of them with noise; then {steps_per_epoch} optimizer steps of {args.batch_size} images x "
-        f"{count} steps: {args.batch_size // world * count} pairs a process, {args.micro_batch_size} a forward)"
-    )
-
-    def evaluate(step):
-        model.eval()
-        metrics, samples = {}, []
-        for prefix, found in eval_sets.items():
-            prompts = [row["prompt"] for row in found]
-            (images,) = sample_images(accelerator, pipeline, model, schedule, embed, prompts, ["eval"], args, False)
-            columns = {"reward": on_main(accelerator, image_scores, reward, args.reward, found, images)}
-            if metric:
-                columns |= on_main(accelerator, image_metrics, metric, args.metric, found, images)
-            metrics |= {prefix + key: sum(values) / len(values) for key, values in columns.items()}
-            metrics[prefix + "reward_std"] = float(np.std(columns["reward"]))
-            metrics[prefix + "diversity"] = diversity(images)
-            named = {"set": [prefix[5:-1]] * len(found)} if len(eval_sets) > 1 else {}
-            columns = named | {"prompt": prompts} | columns
-            samples += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-            if run.dir and run.main:
-                grid(images, run.dir / GRID.format(step, prefix[4:-1].replace("/", "_")))
-        run.samples(step, samples)
-        return metrics
-
+    stats.fill(state.rewards)
+    run.say(summary(args, accelerator, pipeline, schedule, data))
+    evaluation = pipeline, model, schedule, embed, data, args
     if args.check:
-        evaluate(0)
-        found, named = rows[: args.batch_size], prompts[: args.batch_size]  # whose columns may be others
-        (images,) = sample_images(accelerator, pipeline, model, schedule, embed, named, ["check"], args, False)
-        on_main(accelerator, image_scores, reward, args.reward, found, images)
+        evaluate(run, 0, *evaluation)
+        training_rows = data.rows[: args.batch_size]  # whose columns may be others than those of evaluation sets
+        evaluate(run, 0, pipeline, model, schedule, embed, replace(data, eval_sets={"": training_rows}), args)
         run.say("check passed")
         return {}, None
-    headline = f"{next(iter(eval_sets))}reward"
-    if run.begun == 0 and args.eval_every:
-        run.log(0, evaluate(0))
-        mirror_grid(accelerator, run, 0)
+    headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
+    if run.evaluation_due(0):
+        run.log(0, evaluate(run, 0, *evaluation))
+        mirror_grid(run, 0)
 
-    # ---- the algorithm
-    for epoch in range(state["epoch"] + 1, args.num_epochs + 1):
+    step = run.begun
+    for epoch in range(state.epoch + 1, args.num_epochs + 1):
         start = time.perf_counter()
         # 1. x_0 ~ p(. | c): images with the latents and log-probabilities of their steps
         model.eval()
-        drawn = stream_rows(args.seed, "data", len(rows), (epoch - 1) * args.sample_batch_size, args.sample_batch_size)
-        chosen = [rows[i] for i in drawn]
-        prompts, stream = [row["prompt"] for row in chosen], ["rollout", epoch]
-        sampled = sample_images(accelerator, pipeline, model, schedule, embed, prompts, stream, args, True)
+        begin = (epoch - 1) * args.sample_batch_size
+        rows = [data.rows[i] for i in stream_rows(args.seed, "data", len(data.rows), begin, args.sample_batch_size)]
+        prompts = [row["prompt"] for row in rows]
+        stream = ["rollout", epoch]
+        sampled = sample_images(accelerator, pipeline, model, schedule, embed, prompts, stream, args, trajectories=True)
         images, latents, logprobs = sampled
         sampling_done = time.perf_counter()
         # 2. r(x_0, c), and advantages by the statistics of each prompt
-        scores = on_main(accelerator, image_scores, reward, args.reward, chosen, images)
+        scores = score_images(accelerator, data.reward, args.reward, rows, images)
         if epoch == 1 and min(scores) == max(scores):
             run.say(f"warning: all rewards of the first epoch are {scores[0]}, so there is nothing to learn from them")
-        if args.per_prompt_stats:
-            advantages = stats.update(prompts, scores)
-        else:
-            advantages = (np.array(scores) - np.mean(scores)) / (np.std(scores) + 1e-8)
+        advantages = stats.update(prompts, scores) if args.per_prompt_stats else standardized(scores)
         advantages = torch.from_numpy(advantages).clamp(-args.adv_clip_max, args.adv_clip_max).to(logprobs)
         reward_done = time.perf_counter()
         # 3. clipped objective (Sec. 4.3) on the (image, step) pairs of minibatches of images
         model.train()
-        sums, largest, first = 0, torch.zeros((), device=device), None
-        for micro_batches in pair_minibatches(args, epoch, trained, accelerator.process_index, world):
-            for micro_batch in micro_batches:
-                image, at = micro_batch.to(device).unbind(1)
-                with nullcontext() if micro_batch is micro_batches[-1] else accelerator.no_sync(model):
-                    embeds, before = embed([prompts[i] for i in micro_batch[:, 0]]), latents[image, at]
-                    output = predict(model, before, schedule.timesteps[at], embeds, args.guidance_scale)
-                    after, old_logprobs = latents[image, at + 1], logprobs[image, at]
-                    _, new_logprobs = ddim_step_with_logprob(schedule, output, at, before, next_latents=after)
-                    losses = ddpo_loss(new_logprobs, old_logprobs, advantages[image], args.clip_range)
-                    # data-parallel training averages gradients over the processes, hence the factor world
-                    accelerator.backward(losses.sum() * world / (args.batch_size * count))
-                log_ratio = (new_logprobs - old_logprobs).detach().double()
-                ratio = log_ratio.exp()
-                terms = losses.detach(), log_ratio**2 / 2, (ratio - 1).abs() > args.clip_range, ratio
-                sums += torch.stack([term.double().sum() for term in terms])
-                largest = torch.maximum(largest, (ratio - 1).abs().max().float())
-            if first is None:  # the policy has not changed yet: what is there is rounding
-                first = accelerator.gather(largest).max().item()
-                if first > args.clip_range / 2 and epoch == 1:
-                    run.say(f"warning: rounding moves the ratio by {first:.1e}, --clip-range is {args.clip_range}")
-            lr, step = learning_rate(args, step, total_steps), step + 1
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-            if not grad_norm.isfinite():
-                bad = f"gradient norm {grad_norm} in epoch {epoch}, whose first prompt is {prompts[0]!r:.60}"
-                raise FloatingPointError(f"step {step}: {bad}; the last checkpoint is intact")
-            optimizer.step()
-            optimizer.zero_grad()
+        batch = Trajectories(prompts, latents, logprobs, advantages)
+        update_metrics = update(run, model, optimizer, schedule, embed, batch, epoch, step, args)
+        step += updates_per_epoch(args)
         update_done = time.perf_counter()
-        if not all(weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad):
-            raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
         # 4. evaluate, log, save
-        means = accelerator.reduce(sums) / (args.inner_epochs * args.sample_batch_size * count)
-        metrics = {"epoch": epoch, "objective/scores": np.mean(scores), "objective/scores_std": np.std(scores)}
-        metrics |= {"objective/diversity": diversity(images)}
-        metrics |= dict(zip(UPDATE_METRICS, means.tolist(), strict=True))
-        metrics |= {"policy/ratio_deviation": accelerator.gather(largest).max().item()}
-        metrics |= {"policy/ratio_deviation_first": first}
-        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item()}
-        perf = {"perf/seconds_rollout": sampling_done - start, "perf/seconds_reward": reward_done - sampling_done}
-        perf |= {"perf/seconds_update": update_done - reward_done}
-        perf |= {"perf/images_per_sec": len(drawn) / (update_done - start)}
-        if args.eval_every and (epoch == args.num_epochs or due(step, steps_per_epoch, args.eval_every)):
-            metrics |= evaluate(step)
-            if best_score is None or metrics[headline] > best_score:
-                best_score, best_step = metrics[headline], step
+        metrics = {
+            "epoch": epoch,
+            "objective/scores": np.mean(scores),
+            "objective/scores_std": np.std(scores),
+            "objective/diversity": diversity(images),
+            **update_metrics,
+        }
+        perf = {
+            "perf/seconds_rollout": sampling_done - start,
+            "perf/seconds_reward": reward_done - sampling_done,
+            "perf/seconds_update": update_done - reward_done,
+            "perf/images_per_sec": len(rows) / (update_done - start),
+        }
+        if run.evaluation_due(step):
+            metrics |= evaluate(run, step, *evaluation)
+            if run.is_best(step, metrics[headline]):
                 on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model_best")
-        run.log(step, {key: float(value) for key, value in metrics.items()}, perf)
-        mirror_grid(accelerator, run, step)
-        text = " | ".join(f"{key.split('/')[1]} {metrics[key]:.3g}" for key in SHOWN)
-        times = f"sampling {sampling_done - start:.1f} s + update {update_done - reward_done:.1f} s"
-        run.status(step, total_steps, f"{text} | {times}")
-        stop = run.stop_requested()
-        if stop or step in (best_step, total_steps) or due(step, steps_per_epoch, args.save_every):
-            rewards = {prompt: list(known) for prompt, known in stats.rewards.items()}
-            scalars = {"epoch": epoch, "best_score": best_score, "best_step": best_step, "rewards": rewards}
-            run.save(step, *pack_state(model, optimizer, frozen, **scalars))
-        if stop:
-            run.exit(step)
+        run.log(step, {name: float(value) for name, value in metrics.items()}, perf)
+        mirror_grid(run, step)
+        run.status(step, status(metrics, perf))
+        state.epoch = epoch
+        state.rewards = stats.as_lists()
+        run.save_if_due(step)
 
-    # ---- export
     on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model")
     title = f"{run.identity['flags']['model']} after DDPO on {run.identity['flags']['reward']}"
-    options = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
-    options += f", negative_prompt={args.negative_prompt!r}" if args.negative_prompt else ""
-    dtype = "" if unet.dtype == torch.float32 else f", dtype={unet.dtype}"  # else diffusers mixes types
-    usage = USAGE.replace("DTYPE", dtype).replace("OPTIONS", options)
-    grids = sorted(run.dir.glob("images/*.png"))
-    pictures = "".join(f"![{path.stem}](images/{path.name})\n\n" for path in grids[:1] + grids[1:][-1:])
     headline = headline if args.eval_every else "objective/scores"
-    metrics = run.finish(headline, title, rows[0]["prompt"], usage, "diffusers", pictures)
+    prompt = data.rows[0]["prompt"]
+    metrics = run.finish(headline, title, prompt, usage(args, pipeline.unet), "diffusers", pictures(run))
     accelerator.end_training()
     return metrics, run.dir
-
-
-GRID = "images/step_{:08d}{}.png"
-UPDATE_METRICS = "loss/policy policy/approxkl policy/clipfrac policy/ratio".split()
-SHOWN = "objective/scores objective/scores_std policy/approxkl policy/clipfrac".split()
-USAGE = """import torch; from diffusers import StableDiffusionPipeline
-pipeline = StableDiffusionPipeline.from_pretrained({folder!r}DTYPE)
-pipeline({prompt!r}, OPTIONS).images[0].save('sample.png')"""
-
-
-def due(step, steps, every):
-    """Whether a multiple of `every` lies in the last `steps` steps."""
-    return bool(every) and step // every > (step - steps) // every
 
 
 if __name__ == "__main__":

@@ -55,24 +55,20 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     check_directory("--tokenizer", source)
     base = adapter_base(path, revision)
     source = tokenizer_source(source, path, base, flag)
-    keywords |= {"dtype": getattr(torch, args.dtype), "trust_remote_code": args.trust_remote_code}
+    hub = {"trust_remote_code": args.trust_remote_code}
+    keywords |= hub | {"dtype": getattr(torch, args.dtype)}
     if args.load_in_4bit:
         keywords |= four_bits(keywords["dtype"])
     try:
         tokenizer = source
         if isinstance(source, str):
-            own = {"revision": revision if source == path else None, "trust_remote_code": args.trust_remote_code}
-            tokenizer = AutoTokenizer.from_pretrained(source, **own)
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision if source == path else None, **hub)
         model, missing, mismatched = load_weights(auto_class, path, base, revision, keywords)
     except Exception as error:  # the libraries' errors have no common class
         where = describe_source(args, path, flag, base, revision)
         raise InputError(f"{where} cannot be loaded: {' '.join(str(error).split())}") from None
     model = repaired(model, args)
-    problems = [f"{name} is of shape {[*shape]}, expected {[*expected]}" for name, shape, expected in mismatched]
-    problems += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    problems += adapter_problems(model, "Sequence" in auto_class.__name__)
-    if len(tokenizer) > len(model.get_input_embeddings().weight):
-        problems.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
+    problems = model_problems(model, tokenizer, mismatched, is_classifier="Sequence" in auto_class.__name__)
     stop_if([f"{flag} {path}: {problem}" for problem in problems[:1]])
     return model, tokenizer, sorted(missing)
 
@@ -172,14 +168,17 @@ def repaired(model, args):
     return model
 
 
-def adapter_problems(model, is_classifier):
-    """What an adapter of the model would lose in an export, or what would stay random."""
-    problems = []
+def model_problems(model, tokenizer, mismatched, is_classifier):
+    """What is broken, would be lost in an export, or would stay random. mismatched: as load_weights returns it."""
+    problems = [f"{name} is of shape {[*shape]}, expected {[*expected]}" for name, shape, expected in mismatched]
+    problems += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
     for adapter in getattr(model, "peft_config", {}).values():
         if (adapter.task_type == "SEQ_CLS") != is_classifier:
             problems.append(f"the adapter is one for {adapter.task_type}, not for this kind of model")
-        taken = [name for name in NOT_TAKEN if getattr(adapter, name, None) not in UNUSED]
-        problems += [f"adapters with {name} are not taken" for name in taken]
+        unsaved = [name for name in NOT_TAKEN if getattr(adapter, name, None) not in UNUSED]
+        problems += [f"adapters with {name} are not taken" for name in unsaved]
+    if len(tokenizer) > len(model.get_input_embeddings().weight):
+        problems.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
     return problems
 
 

@@ -17,11 +17,11 @@ How this differs from TRL's DDPO:
 - Gradients are means over (image, step) pairs, so pairs of any steps share a forward pass, of `--micro-batch-size`
   pairs; `--batch-size` and `--sample-batch-size` count images, of all processes. A trajectory is stored once, not once
   as `latents` and once as `next_latents`.
-- Latents and log-probabilities are float32 whatever the autocast, and the log-probability is that of the stored
-  latents: the first ratio is 1, to rounding. A step without noise (sigma = 0) is sampled, not trained.
+- Latents and log-probabilities are at least float32 whatever the autocast, and the log-probability is that of the
+  stored latents: the first ratio is 1, to rounding. A step without noise (sigma = 0) is sampled, not trained.
 - Statistics are keyed by the prompt as it was given, kept as floats, and resumed; gradients of all processes are
   averaged (TRL's stayed apart), and a run is the same for any number of them, to rounding.
-- Prompts come in permutations of the data; weight decay is on matrices only; images are decoded in float32.
+- Prompts come in permutations of the data; weight decay is on matrices only; images are decoded without autocast.
 
     accelerate launch algos/ddpo.py                                  # coloured shapes on a CPU
     accelerate launch algos/ddpo.py --model my_pipeline/ --dataset prompts.jsonl --reward my_reward.py:score --lr 1e-5
@@ -33,14 +33,13 @@ How this differs from TRL's DDPO:
 Dimension key: B images, N denoising steps, C h w latents, H W pixels, L text tokens, D their width.
 """
 
-import collections
 import copy
 import math
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -275,32 +274,22 @@ def ddim_step_with_logprob(schedule, output, steps, latents, noise=None, next_la
     return next_latents, torch.where(has_noise, logprobs, 0.0).mean(dim=(1, 2, 3))
 
 
-def schedule_error(scheduler, schedule, eta):
-    """Largest difference between ddim_step_with_logprob and the scheduler's own step, over all steps."""
-    values = torch.linspace(-1, 1, 7).sin()
-    latents, output, noise = (values.roll(i).view(1, 1, 1, 7).double() for i in range(3))
-    errors = []
-    for i, timestep in enumerate(scheduler.timesteps):
-        ours, _ = ddim_step_with_logprob(schedule, output, torch.tensor([i]), latents, noise)
-        theirs = scheduler.step(output, timestep, latents, eta=eta, variance_noise=noise).prev_sample
-        errors.append((ours - theirs).abs().max())
-    return torch.stack(errors).max().item()  # NaN if one is
-
-
 class PerPromptStats:
     """Mean and standard deviation of the last rewards of each prompt (App. D.3)."""
 
     def __init__(self, buffer_size, min_count):
         self.buffer_size = buffer_size
         self.min_count = min_count
-        self.rewards = {}  # {prompt: the last ones}
+        self.rewards = {}  # {prompt: the last ones}, what a checkpoint keeps
 
     def update(self, prompts, rewards):
         """Keeps rewards (B,), then returns advantages (B,): (reward - mean) / (std + 1e-6) of the prompt's rewards, or
         of this batch for a prompt of which fewer than min_count are known. Float64, population std."""
         rewards = np.asarray(rewards, dtype=np.float64)
         for prompt, reward in zip(prompts, rewards.tolist(), strict=True):
-            self.rewards.setdefault(prompt, collections.deque(maxlen=self.buffer_size)).append(reward)
+            known = self.rewards.setdefault(prompt, [])
+            known.append(reward)
+            del known[: -self.buffer_size]
         advantages = np.empty_like(rewards)
         for i, prompt in enumerate(prompts):
             known = rewards
@@ -309,17 +298,9 @@ class PerPromptStats:
             advantages[i] = (rewards[i] - known.mean()) / (known.std() + 1e-6)
         return advantages
 
-    def as_lists(self):
-        """What a checkpoint holds."""
-        return {prompt: list(rewards) for prompt, rewards in self.rewards.items()}
-
-    def fill(self, stored):
-        """From what `as_lists` gave."""
-        self.rewards = {prompt: collections.deque(rewards, self.buffer_size) for prompt, rewards in stored.items()}
-
 
 def standardized(rewards):
-    """(reward - mean) / (std + 1e-8) of a batch (B,), as numpy, float64."""
+    """Advantages (B,) by the statistics of the batch alone: (reward - mean) / (std + 1e-8). Float64, population std."""
     return (np.array(rewards) - np.mean(rewards)) / (np.std(rewards) + 1e-8)
 
 
@@ -356,13 +337,13 @@ def load_pipeline(args, path):
     diffusers_logging.disable_progress_bar()
     if isinstance(path, str):
         path = str(spec_path(path) or path)
-        pipeline = pipeline_of(args, path)
+        pipeline = read_pipeline(args, path)
     else:
         pipeline = path
         path = type(path).__name__
     if not isinstance(pipeline, StableDiffusionPipeline):
-        kind = type(pipeline).__name__
-        raise InputError(f"--model {path} is a {kind}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
+        name = type(pipeline).__name__
+        raise InputError(f"--model {path} is a {name}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
     check_fit(pipeline, path)
     pipeline.scheduler = ddim_scheduler(pipeline.scheduler, path)
     pipeline.safety_checker = None
@@ -372,16 +353,15 @@ def load_pipeline(args, path):
         for name, weight in module.named_parameters():
             if weight.is_meta:
                 raise InputError(f"--model {path}: {name} is missing")
-        for name, weight in module.named_parameters():
             if not weight.isfinite().all():
                 raise InputError(f"--model {path}: {name} is not finite")
-        for part in module.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0
+        for layer in module.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
     return pipeline
 
 
-def pipeline_of(args, path):
+def read_pipeline(args, path):
     """The pipeline in a directory or on the hub."""
     from diffusers import DiffusionPipeline
 
@@ -390,9 +370,14 @@ def pipeline_of(args, path):
         raise InputError(f"--model {path}: there is no such directory")
     if Path(path, "hf_model").is_dir():
         raise InputError(f"--model {path} is a run directory: name {path}/hf_model")
-    options = {"revision": args.revision, "trust_remote_code": args.trust_remote_code, "safety_checker": None}
     try:
-        return DiffusionPipeline.from_pretrained(path, dtype=getattr(torch, args.dtype), **options)
+        return DiffusionPipeline.from_pretrained(
+            path,
+            dtype=getattr(torch, args.dtype),
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
+            safety_checker=None,
+        )
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
 
@@ -429,6 +414,34 @@ def ddim_scheduler(scheduler, path):
     if ddim.config.thresholding:
         raise InputError(f"--model {path}: its scheduler has thresholding, which is for pixels and not for latents")
     return ddim
+
+
+def checked_schedule(args, scheduler, model, device):
+    """The denoising steps. InputError, which names `model`, where there are none, or diffusers steps otherwise."""
+    try:
+        schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
+        # with eta 1, diffusers takes the root of a rounding error where there is no signal yet
+        eta = min(args.eta, 0.99)
+        error = schedule_error(scheduler, ddim_schedule(scheduler, args.num_inference_steps, eta), eta)
+    except (ValueError, IndexError) as failure:
+        raise InputError(f"--model {model}, --num-inference-steps {args.num_inference_steps}: {failure}") from None
+    if not error < 1e-4:
+        raise InputError(f"--model {model}: its scheduler does not step as DDIM does, by {error:.1e}")
+    if not (schedule.stds > 0).any():
+        raise InputError(f"--num-inference-steps {args.num_inference_steps}: no step of this scheduler has noise")
+    return schedule
+
+
+def schedule_error(scheduler, schedule, eta):
+    """Largest difference between ddim_step_with_logprob and the scheduler's own step, over all steps."""
+    values = torch.linspace(-1, 1, 7).sin()
+    latents, output, noise = (values.roll(i).view(1, 1, 1, 7).double() for i in range(3))
+    errors = []
+    for i, timestep in enumerate(scheduler.timesteps):
+        ours, _ = ddim_step_with_logprob(schedule, output, torch.tensor([i]), latents, noise)
+        theirs = scheduler.step(output, timestep, latents, eta=eta, variance_noise=noise).prev_sample
+        errors.append((ours - theirs).abs().max())
+    return torch.stack(errors).max().item()  # NaN if one is
 
 
 def set_attention_and_memory(unet, device):
@@ -502,6 +515,16 @@ def predict(unet, latents, timesteps, embeds, guidance_scale):
     return out[:, 0] + guidance_scale * (out[:, 1] - out[:, 0])
 
 
+@dataclass
+class Policy:
+    """p(x_{t-1} | x_t, c), with all that samples from it."""
+
+    pipeline: object  # a StableDiffusionPipeline
+    unet: nn.Module  # that of the pipeline, as accelerate has prepared it
+    schedule: Schedule
+    embed: Embeddings
+
+
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
 
 
@@ -520,36 +543,39 @@ def denoise(unet, schedule, embeds, noise, guidance_scale):
 
 
 @torch.no_grad()
-def sample_images(accelerator, pipeline, unet, schedule, embed, prompts, stream, args, trajectories):
+def sample_images(accelerator, policy, prompts, stream, args, trajectories):
     """Images of all prompts, uint8 (B, 3, H, W), with latents (B, N + 1, C, h, w) and logprobs (B, N) where
     trajectories are wanted, on every process; each of them samples a share.
 
     The noise of image i is keyed by (seed, *stream, i). Images are uint8, as a file would hold them, so that reward,
     grids and files agree.
     """
-    device = accelerator.device
-    vae = pipeline.vae
+    policy.unet.eval()
+    vae = policy.pipeline.vae
     share = math.ceil(len(prompts) / accelerator.num_processes)
     begin = accelerator.process_index * share
     # the last processes repeat the last prompt where they do not divide
     local = [min(row, len(prompts) - 1) for row in range(begin, begin + share)]
-    shape = (len(schedule.timesteps) + 1, vae.config.latent_channels, *latent_size(pipeline.unet))
+    num_steps = len(policy.schedule.timesteps)
+    shape = (num_steps + 1, vae.config.latent_channels, *latent_size(policy.pipeline.unet))
     dtype = torch.promote_types(vae.dtype, torch.float32)
-    silent = not accelerator.is_main_process or None  # and where there is no terminal
+    silent = None if accelerator.is_main_process else True  # None: only where there is no terminal
     batches = []
     for i in tqdm(range(0, share, args.decode_batch_size), "sampling", leave=False, disable=silent, delay=5):
         rows = local[i : i + args.decode_batch_size]
         noise = np.stack([rng(args.seed, *stream, row).standard_normal(shape) for row in rows])
-        noise = torch.from_numpy(noise).to(device, dtype)
-        embeds = embed([prompts[row] for row in rows])
-        latents, logprobs = denoise(unet, schedule, embeds, noise, args.guidance_scale)
+        noise = torch.from_numpy(noise).to(accelerator.device, dtype)
+        embeds = policy.embed([prompts[row] for row in rows])
+        latents, logprobs = denoise(policy.unet, policy.schedule, embeds, noise, args.guidance_scale)
         images = vae.decode(latents[:, -1].to(vae.dtype) / vae.config.scaling_factor).sample.float()
         finite = images.flatten(1).isfinite().all(dim=1)
         images = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
         batches.append((finite, images, latents, logprobs) if trajectories else (finite, images))
-    finite, *sampled = (accelerator.gather(torch.cat(parts))[: len(prompts)] for parts in zip(*batches, strict=True))
+    whole = [torch.cat(tensors) for tensors in zip(*batches, strict=True)]
+    finite, *sampled = [accelerator.gather(tensor)[: len(prompts)] for tensor in whole]
     if not finite.all():  # on every process
-        raise FloatingPointError(f"the image of {prompts[int(finite.int().argmin())]!r:.60} is not finite")
+        prompt = prompts[int(finite.int().argmin())]
+        raise FloatingPointError(f"the image of {prompt!r:.60} is not finite")
     return sampled
 
 
@@ -595,33 +621,35 @@ class Trajectories:
     advantages: torch.Tensor  # (B,)
 
 
-def pair_losses(model, schedule, embed, batch, pairs, args):
+def pair_losses(policy, batch, pairs, args):
     """Losses (b,), with gradient, and log ratios (b,), without, of (image, step) pairs (b, 2)."""
     image, step = pairs.to(batch.latents.device).unbind(1)
-    embeds = embed([batch.prompts[i] for i in pairs[:, 0]])
+    embeds = policy.embed([batch.prompts[i] for i in pairs[:, 0]])
     before = batch.latents[image, step]
     after = batch.latents[image, step + 1]
-    output = predict(model, before, schedule.timesteps[step], embeds, args.guidance_scale)
-    _, new_logprobs = ddim_step_with_logprob(schedule, output, step, before, next_latents=after)
+    output = predict(policy.unet, before, policy.schedule.timesteps[step], embeds, args.guidance_scale)
+    _, new_logprobs = ddim_step_with_logprob(policy.schedule, output, step, before, next_latents=after)
     logprobs = batch.logprobs[image, step]
     losses = ddpo_loss(new_logprobs, logprobs, batch.advantages[image], args.clip_range)
     return losses, (new_logprobs - logprobs).detach()
 
 
-def update(run, model, optimizer, schedule, embed, batch, epoch, step, args):
+def update(run, policy, optimizer, batch, epoch, step, args):
     """The updates of an epoch, from optimizer step `step` on. Returns their metrics: means over the pairs, the largest
-    deviation of a ratio from 1, and that before the first update."""
+    deviation of a ratio from 1, and that before the first update; learning rate and gradient norm of the last."""
     accelerator = run.accelerator
+    unet = policy.unet
     world = accelerator.num_processes
-    trained = trained_steps(schedule)
+    trained = trained_steps(policy.schedule)
     count = args.batch_size * steps_per_image(args, trained)  # pairs of an update, of all processes
     sums = dict.fromkeys(("loss/policy", "policy/approxkl", "policy/clipfrac", "policy/ratio"), 0.0)
     largest = torch.zeros((), device=accelerator.device)
     at_first = None
+    unet.train()
     for micro_batches in pair_minibatches(args, epoch, trained, accelerator.process_index, world):
         for pairs in micro_batches:
-            with nullcontext() if pairs is micro_batches[-1] else accelerator.no_sync(model):
-                losses, log_ratio = pair_losses(model, schedule, embed, batch, pairs, args)
+            with nullcontext() if pairs is micro_batches[-1] else accelerator.no_sync(unet):
+                losses, log_ratio = pair_losses(policy, batch, pairs, args)
                 # data-parallel training averages gradients over the processes, hence the factor world
                 accelerator.backward(losses.sum() * world / count)
             ratio = log_ratio.double().exp()
@@ -639,15 +667,15 @@ def update(run, model, optimizer, schedule, embed, batch, epoch, step, args):
         step += 1
         for group in optimizer.param_groups:
             group["lr"] = lr
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf)
         if not grad_norm.isfinite():
-            found = f"gradient norm {grad_norm} in epoch {epoch}, whose first prompt is {batch.prompts[0]!r:.60}"
-            raise FloatingPointError(f"step {step}: {found}; the last checkpoint is intact")
+            where = f"in epoch {epoch}, whose first prompt is {batch.prompts[0]!r:.60}"
+            raise FloatingPointError(f"step {step}: gradient norm {grad_norm} {where}; the last checkpoint is intact")
         optimizer.step()
         optimizer.zero_grad()
-    if not all(weight.isfinite().all() for weight in model.parameters() if weight.requires_grad):
+    if not all(weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad):
         raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
-    total = args.inner_epochs * args.sample_batch_size * steps_per_image(args, trained)
+    total = updates_per_epoch(args) * count
     metrics = {name: accelerator.reduce(value).item() / total for name, value in sums.items()}
     return metrics | {
         "policy/ratio_deviation": accelerator.gather(largest).max().item(),
@@ -660,20 +688,17 @@ def update(run, model, optimizer, schedule, embed, batch, epoch, step, args):
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(run, step, pipeline, model, schedule, embed, data, args):
+def evaluate(run, step, policy, data, args):
     """Mean reward and metrics of images from the same noise at every evaluation. Some are shown, and kept as a grid."""
-    model.eval()
+    accelerator = run.accelerator
     metrics = {}
     samples = []
     for name, rows in data.eval_sets.items():
         prompts = [row["prompt"] for row in rows]
-        (images,) = sample_images(
-            run.accelerator, pipeline, model, schedule, embed, prompts, ["eval"], args, trajectories=False
-        )
-        columns = {"reward": score_images(run.accelerator, data.reward, args.reward, rows, images)}
+        (images,) = sample_images(accelerator, policy, prompts, ["eval"], args, trajectories=False)
+        columns = {"reward": on_main(accelerator, image_scores, data.reward, args.reward, rows, images)}
         if data.metric:
-            given = image_arguments(rows, images)
-            columns |= on_main(run.accelerator, call_metric, data.metric, args.metric, rows, given, TAKEN)
+            columns |= on_main(accelerator, image_metrics, data.metric, args.metric, rows, images)
         prefix = set_prefix(name)
         metrics |= {prefix + key: sum(values) / len(values) for key, values in columns.items()}
         metrics[prefix + "reward_std"] = float(np.std(columns["reward"]))
@@ -683,21 +708,34 @@ def evaluate(run, step, pipeline, model, schedule, embed, data, args):
             columns = {"set": [name] * len(rows)} | columns
         samples += [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         if run.dir and run.main:
-            set_name = f"_{name.replace('/', '_')}" if name else ""
-            grid(images, run.dir / GRID.format(step, set_name))
+            suffix = f"_{name.replace('/', '_')}" if name else ""
+            grid(images, run.dir / GRID.format(step, suffix))
     run.samples(step, samples)
     return metrics
 
 
+def check_reward(accelerator, policy, data, args):
+    """Calls the reward function on training rows, whose columns may be others than those of the evaluation sets."""
+    rows = data.rows[: args.batch_size]
+    prompts = [row["prompt"] for row in rows]
+    (images,) = sample_images(accelerator, policy, prompts, ["check"], args, trajectories=False)
+    on_main(accelerator, image_scores, data.reward, args.reward, rows, images)
+
+
+def image_scores(reward, name, rows, images):
+    """What a reward function gives to uint8 images: a float for each."""
+    return call_reward(reward, name, rows, image_arguments(rows, images))
+
+
+def image_metrics(metric, name, rows, images):
+    """{column: values per image} of a metric function."""
+    return call_metric(metric, name, rows, image_arguments(rows, images), TAKEN)
+
+
 def image_arguments(rows, images):
-    """What a reward or metric function gets by name, besides the rows' other columns: images (B, 3, H, W), float32 in
-    [0, 1] on the CPU, and prompts."""
+    """What reward and metric functions get by name, besides the other columns of the rows: images (B, 3, H, W), float32
+    in [0, 1] on the CPU, and prompts."""
     return {"images": images.cpu().float() / 255, "prompts": [row["prompt"] for row in rows]}
-
-
-def score_images(accelerator, reward, name, rows, images):
-    """A float for each of the images, on every process."""
-    return on_main(accelerator, call_reward, reward, name, rows, image_arguments(rows, images))
 
 
 def grid(images, path):
@@ -718,17 +756,20 @@ def diversity(images):
 
 
 def mirror_grid(run, step):
-    """Shows the grid of an evaluation, where this step had one, to wandb or tensorboard. They may fail, see Run."""
-    for tracker in run.accelerator.trackers if run.main else []:
-        options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+    """Shows the grids of an evaluation, where this step had one, to wandb or tensorboard. They may fail, see Run."""
+    if not run.main:
+        return
+    for tracker in run.accelerator.trackers:
+        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         for path in run.dir.glob(GRID.format(step, "*")):
+            suffix = path.stem.removeprefix(f"step_{step:08d}")
             with suppress(Exception):
-                images = {f"eval/images{path.stem[13:]}": np.asarray(Image.open(path))[None]}
-                tracker.log_images(images, step=step, **options)
+                pixels = np.asarray(Image.open(path))[None]
+                tracker.log_images({f"eval/images{suffix}": pixels}, step=step, **layout)
 
 
 GRID = "images/step_{:08d}{}.png"
-TAKEN = ("prompt", "set", "reward", "reward_std", "diversity")  # names that no metric may have
+TAKEN = ("prompt", "set", "reward", "reward_std", "diversity")  # what a metric function may not call its columns
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -757,7 +798,8 @@ def read(args):
 def load(args, path, device):
     """The pipeline, with the UNet's weights or adapters to be trained as the flags say, and its denoising steps."""
     pipeline = load_pipeline(args, path)
-    schedule = checked_schedule(args, pipeline.scheduler, path, device)
+    name = path if isinstance(path, str) else type(path).__name__
+    schedule = checked_schedule(args, pipeline.scheduler, name, device)
     pipeline.to(device)
     if args.lora_r:
         add_lora(pipeline.unet, args)
@@ -769,22 +811,6 @@ def load(args, path, device):
     return pipeline, schedule
 
 
-def checked_schedule(args, scheduler, path, device):
-    """The denoising steps. InputError where the scheduler does not step as `ddim_step_with_logprob` does."""
-    try:
-        schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
-        # with eta 1, diffusers takes the root of a rounding error where there is no signal yet
-        eta = min(args.eta, 0.99)
-        error = schedule_error(scheduler, ddim_schedule(scheduler, args.num_inference_steps, eta), eta)
-    except (ValueError, IndexError) as failure:
-        raise InputError(f"--model {path}, --num-inference-steps {args.num_inference_steps}: {failure}") from None
-    if not error < 1e-4:
-        raise InputError(f"--model {path}: its scheduler does not step as DDIM does, by {error:.1e}")
-    if not (schedule.stds > 0).any():
-        raise InputError(f"--num-inference-steps {args.num_inference_steps}: no step of this scheduler has noise")
-    return schedule
-
-
 def make_optimizer(model, args):
     """AdamW on what is trainable; weight decay on matrices only."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -793,26 +819,28 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
-def summary(args, accelerator, pipeline, schedule, data):
+def summary(args, accelerator, policy, data):
     """What is trained on what, in a few lines."""
+    pipeline = policy.pipeline
     weights = [*pipeline.unet.parameters(), *pipeline.vae.parameters(), *pipeline.text_encoder.parameters()]
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    tokenizer = pipeline.tokenizer
+    num_weights = sum(weight.numel() for weight in weights)
+    num_trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     prompts = [row["prompt"] for row in data.rows]
-    num_cut = sum(len(ids) > tokenizer.model_max_length for ids in tokenizer(prompts).input_ids)
-    cut = f", {num_cut} of them cut to {tokenizer.model_max_length} tokens" if num_cut else ""
-    num_trained = len(trained_steps(schedule))
-    steps = steps_per_image(args, trained_steps(schedule))
+    max_length = pipeline.tokenizer.model_max_length
+    num_cut = sum(len(ids) > max_length for ids in pipeline.tokenizer(prompts).input_ids)
+    cut = f", {num_cut} of them cut to {max_length} tokens" if num_cut else ""
+    with_noise = trained_steps(policy.schedule)
+    steps = steps_per_image(args, with_noise)
     pairs = args.batch_size // accelerator.num_processes * steps
     return (
-        f"ddpo: {sum(weight.numel() for weight in weights):,} parameters, {trained:,} trained; {args.dtype}, "
+        f"ddpo: {num_weights:,} parameters, {num_trained:,} trained; {args.dtype}, "
         f"{accelerator.mixed_precision} autocast, {accelerator.device}, "
         f"{accelerator.num_processes} x {torch.get_num_threads()} threads\n"
         f"data: {len(data.rows)} prompts{cut}, {sum(map(len, data.eval_sets.values()))} to evaluate; "
         f"first: {visible(prompts[0])[:200]}\n"
-        f"{args.num_epochs} epochs x ({args.sample_batch_size} images of {len(schedule.timesteps)} steps, "
-        f"{num_trained} of them with noise; then {updates_per_epoch(args)} optimizer steps of {args.batch_size} images "
-        f"x {steps} steps: {pairs} pairs a process, {args.micro_batch_size} a forward)"
+        f"{args.num_epochs} epochs x ({args.sample_batch_size} images of {len(policy.schedule.timesteps)} steps, "
+        f"{len(with_noise)} of them with noise; then {updates_per_epoch(args)} optimizer steps of {args.batch_size} "
+        f"images x {steps} steps: {pairs} pairs a process, {args.micro_batch_size} a forward)"
     )
 
 
@@ -824,23 +852,27 @@ def status(metrics, perf):
 
 
 def usage(args, unet):
-    """How the pipeline is loaded and sampled from, for the last lines of a run and for its card."""
-    options = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
+    """How the pipeline is loaded and sampled from, for the last lines of a run and for its card, which put in {folder}
+    and {prompt}."""
+    settings = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
     if args.negative_prompt:
-        options += f", negative_prompt={args.negative_prompt!r}"
+        negative_prompt = repr(args.negative_prompt).replace("{", "{{").replace("}", "}}")
+        settings += f", negative_prompt={negative_prompt}"
     dtype = "" if unet.dtype == torch.float32 else f", dtype={unet.dtype}"  # else diffusers mixes types
-    return USAGE.replace("DTYPE", dtype).replace("OPTIONS", options)
+    return USAGE.replace("DTYPE", dtype).replace("SETTINGS", settings)
 
 
 def pictures(run):
     """The first and the last grid, for the card."""
     grids = sorted(run.dir.glob("images/*.png"))
-    return "".join(f"![{path.stem}](images/{path.name})\n\n" for path in grids[:1] + grids[1:][-1:])
+    if len(grids) > 2:
+        grids = [grids[0], grids[-1]]
+    return "".join(f"![{path.stem}](images/{path.name})\n\n" for path in grids)
 
 
 USAGE = """import torch; from diffusers import StableDiffusionPipeline
 pipeline = StableDiffusionPipeline.from_pretrained({folder!r}DTYPE)
-pipeline({prompt!r}, OPTIONS).images[0].save('sample.png')"""
+pipeline({prompt!r}, SETTINGS).images[0].save('sample.png')"""
 
 
 @torch.no_grad()
@@ -851,14 +883,14 @@ def export_pipeline(pipeline, folder):
         if getattr(pipeline.unet, "peft_config", None):
             from peft import get_peft_model_state_dict
 
-            kind = type(pipeline)
+            pipeline_class = type(pipeline)
             adapters = get_peft_model_state_dict(pipeline.unet)
             config = pipeline.unet.peft_config["default"].to_dict()
-            kind.save_lora_weights(temporary / "lora", adapters, unet_lora_adapter_metadata=config)
+            pipeline_class.save_lora_weights(temporary / "lora", adapters, unet_lora_adapter_metadata=config)
             merged = copy.deepcopy(pipeline.unet)
             merged.fuse_lora()
             merged.unload_lora()
-            pipeline = kind(**pipeline.components | {"unet": merged}, requires_safety_checker=False)
+            pipeline = pipeline_class(**pipeline.components | {"unet": merged}, requires_safety_checker=False)
         pipeline.save_pretrained(temporary)
 
 
@@ -872,60 +904,54 @@ def main(args):
     path = build(args.model, "--model")
     data = read(args)
     accelerator = launch(args, fsdp=False)
-    device = accelerator.device
-    pipeline, schedule = load(args, path, device)
-    embed = Embeddings(pipeline, device, args.guidance_scale, args.negative_prompt)
+    pipeline, schedule = load(args, path, accelerator.device)
 
     run = Run("ddpo", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
-    model = accelerator.prepare(pipeline.unet)
-    optimizer = make_optimizer(model, args)
-    epochs_left = max(0, args.num_epochs - run.state.get("epoch", 0))
-    total_steps = run.begun + epochs_left * updates_per_epoch(args)
+    unet = accelerator.prepare(pipeline.unet)
+    embed = Embeddings(pipeline, accelerator.device, args.guidance_scale, args.negative_prompt)
+    policy = Policy(pipeline, unet, schedule, embed)
+    optimizer = make_optimizer(unet, args)
+    updates = updates_per_epoch(args)
+    total_steps = run.begun + updates * max(0, args.num_epochs - run.state.get("epoch", 0))
     state = run.restore(
-        model, optimizer, pipeline.unet, total_steps, longer="--num-epochs", stride=updates_per_epoch(args),
-        epoch=0, rewards={},
-    )  # fmt: skip
+        unet, optimizer, pipeline.unet, total_steps, longer="--num-epochs", stride=updates, epoch=0, rewards={}
+    )
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
-    stats.fill(state.rewards)
-    run.say(summary(args, accelerator, pipeline, schedule, data))
-    evaluation = pipeline, model, schedule, embed, data, args
+    stats.rewards = state.rewards  # the same mapping, so checkpoints have what `update` adds
+    run.say(summary(args, accelerator, policy, data))
     if args.check:
-        evaluate(run, 0, *evaluation)
-        training_rows = data.rows[: args.batch_size]  # whose columns may be others than those of evaluation sets
-        evaluate(run, 0, pipeline, model, schedule, embed, replace(data, eval_sets={"": training_rows}), args)
+        evaluate(run, 0, policy, data, args)
+        check_reward(accelerator, policy, data, args)
         run.say("check passed")
         return {}, None
-    headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
     if run.evaluation_due(0):
-        run.log(0, evaluate(run, 0, *evaluation))
+        run.log(0, evaluate(run, 0, policy, data, args))
         mirror_grid(run, 0)
+    headline = f"{set_prefix(next(iter(data.eval_sets)))}reward" if args.eval_every else "objective/scores"
 
     step = run.begun
     for epoch in range(state.epoch + 1, args.num_epochs + 1):
         start = time.perf_counter()
         # 1. x_0 ~ p(. | c): images with the latents and log-probabilities of their steps
-        model.eval()
         begin = (epoch - 1) * args.sample_batch_size
         rows = [data.rows[i] for i in stream_rows(args.seed, "data", len(data.rows), begin, args.sample_batch_size)]
         prompts = [row["prompt"] for row in rows]
         stream = ["rollout", epoch]
-        sampled = sample_images(accelerator, pipeline, model, schedule, embed, prompts, stream, args, trajectories=True)
-        images, latents, logprobs = sampled
+        images, latents, logprobs = sample_images(accelerator, policy, prompts, stream, args, trajectories=True)
         sampling_done = time.perf_counter()
         # 2. r(x_0, c), and advantages by the statistics of each prompt
-        scores = score_images(accelerator, data.reward, args.reward, rows, images)
+        scores = on_main(accelerator, image_scores, data.reward, args.reward, rows, images)
         if epoch == 1 and min(scores) == max(scores):
             run.say(f"warning: all rewards of the first epoch are {scores[0]}, so there is nothing to learn from them")
         advantages = stats.update(prompts, scores) if args.per_prompt_stats else standardized(scores)
         advantages = torch.from_numpy(advantages).clamp(-args.adv_clip_max, args.adv_clip_max).to(logprobs)
         reward_done = time.perf_counter()
         # 3. clipped objective (Sec. 4.3) on the (image, step) pairs of minibatches of images
-        model.train()
         batch = Trajectories(prompts, latents, logprobs, advantages)
-        update_metrics = update(run, model, optimizer, schedule, embed, batch, epoch, step, args)
-        step += updates_per_epoch(args)
+        update_metrics = update(run, policy, optimizer, batch, epoch, step, args)
+        step += updates
         update_done = time.perf_counter()
         # 4. evaluate, log, save
         metrics = {
@@ -942,19 +968,17 @@ def main(args):
             "perf/images_per_sec": len(rows) / (update_done - start),
         }
         if run.evaluation_due(step):
-            metrics |= evaluate(run, step, *evaluation)
+            metrics |= evaluate(run, step, policy, data, args)
             if run.is_best(step, metrics[headline]):
                 on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model_best")
         run.log(step, {name: float(value) for name, value in metrics.items()}, perf)
         mirror_grid(run, step)
         run.status(step, status(metrics, perf))
         state.epoch = epoch
-        state.rewards = stats.as_lists()
         run.save_if_due(step)
 
     on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model")
     title = f"{run.identity['flags']['model']} after DDPO on {run.identity['flags']['reward']}"
-    headline = headline if args.eval_every else "objective/scores"
     prompt = data.rows[0]["prompt"]
     metrics = run.finish(headline, title, prompt, usage(args, pipeline.unet), "diffusers", pictures(run))
     accelerator.end_training()

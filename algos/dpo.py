@@ -26,21 +26,18 @@ Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt wh
 Dimension key: B pairs, T tokens of a row, V vocabulary.
 """
 
-import copy
-import ctypes
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import math
 import os
-import re
 import sys
 import time
-import warnings
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -48,24 +45,46 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import safetensors.torch
 import torch
-from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BitsAndBytesConfig
-from transformers.utils import logging as transformers_logging
-from transformers.utils.peft_utils import find_adapter_config_file
 
-from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
-from common.logging import Run, closes_run, frozen_weights, on_main, visible
-from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
+from common.cli import InputError, build, call_metric, cli, launch, load_function, stop_if
+from common.data import (
+    encode_prompts,
+    have_bos,
+    is_chat,
+    load_rows,
+    load_sets,
+    pair_texts,
+    prompt_messages,
+    set_flag,
+    set_prefix,
+    shared_rows,
+    sharing_error,
+    tokenize,
+)
+from common.logging import Run, closes_run, describe_layout, on_main, visible
+from common.models import (
+    freeze,
+    frozen_copy,
+    load_model,
+    load_reference,
+    max_positions,
+    set_attention,
+    to_export,
+    train_adapters,
+    unsharded,
+)
+from common.sampling import evaluate_samples, text_arguments
+from common.seeding import seed_libraries, stream_rows
 
 TASK = "benchmarks/tasks/randomwalks.py"
 LossType = Literal[
     "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
     "apo_zero", "apo_down", "discopop",
 ]  # fmt: skip
+SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
 
 @dataclass
@@ -258,279 +277,6 @@ micro_batch_size max_new_tokens decode_batch_size""".split()
 ZERO_OR_MORE = "lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature sft_coef".split()
 
 
-# ---- Model -----------------------------------------------------------------------------------------------------------
-
-
-def load_pretrained(kind, args, path, flag, **options):
-    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off. path
-    may be that of a LoRA adapter; an encoder-decoder comes as one."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.get_logger("bitsandbytes").setLevel("ERROR")  # it complains where nobody asks for 4 bits
-    path, revision = spec_path(path) or path, args.revision if flag == "--model" else None  # of no other repository
-    path, hub = str(path) if isinstance(path, Path) else path, {"trust_remote_code": args.trust_remote_code}
-    source = args.tokenizer or getattr(path, "name_or_path", path)
-    for name, given in ((flag, path), ("--tokenizer", source)):
-        local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
-        if local and not Path(given).exists():
-            raise InputError(f"{name} {given}: there is no such directory")
-        if isinstance(given, str) and Path(given, "hf_model").is_dir():
-            raise InputError(f"{name} {given} is a run directory: name {given}/hf_model")
-    base, files = adapter_base(path, revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
-    if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
-        if source != path or not base:
-            raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
-        source = base
-    options |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
-    if args.load_in_4bit:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=options["dtype"],
-        )  # fmt: skip
-        options["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
-    try:
-        if isinstance(tokenizer := source, str):
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision if source == path else None, **hub)
-        if kind is AutoModelForCausalLM and isinstance(path, str):
-            kind = lm_class(path, revision=revision, **hub)
-        options |= hub | {"revision": None if base else revision}
-        model, report = kind.from_pretrained(base or path, **options) if isinstance(path, str) else (path, {})
-        if base:  # whose own report knows nothing of what the base lacks
-            options = {"adapter_kwargs": {"revision": revision}, "ignore_mismatched_sizes": True}
-            found = model.load_adapter(path, **options).to_dict()
-            names = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
-            report = found | {"missing_keys": {*found["missing_keys"], *names & {*report["missing_keys"]}}}
-    except Exception as error:  # the libraries' errors have no common class
-        named = f"{flag} {path}" + f", an adapter of {base}," * bool(base) + f" --revision {revision}" * bool(revision)
-        named += f" --tokenizer {args.tokenizer}" * isinstance(args.tokenizer, str)
-        raise InputError(f"{named} cannot be loaded: {' '.join(str(error).split())}") from None
-    if hasattr(model, "get_base_model"):  # of peft's own class
-        model = model.get_base_model()
-        model._hf_peft_config_loaded = True
-    if args.load_in_4bit and getattr(model, "is_loaded_in_4bit", False):
-        from peft import prepare_model_for_kbit_training
-
-        prepare_model_for_kbit_training(model, args.gradient_checkpointing, {"use_reentrant": False})
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
-                setattr(module, name, 0.0)
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # an end token that doubles as padding is trained, too
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # of bitsandbytes, whose evaluations would repack the weights
-            module.support_avx512bf16_for_cpu = False
-    missing = sorted(report.get("missing_keys", ()))
-    broken = [f"{name} is of shape {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
-    broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    for adapter in getattr(model, "peft_config", {}).values():  # what would be lost, or stay random
-        if base and Path(base).is_dir():
-            adapter.base_model_name_or_path = str(Path(base).resolve())
-        if (adapter.task_type == "SEQ_CLS") != ("Sequence" in kind.__name__):
-            broken.append(f"the adapter is one for {adapter.task_type}, not for this kind of model")
-        broken += [f"adapters with {x} are not taken" for x in NOT_TAKEN if getattr(adapter, x, "none") not in UNUSED]
-    if len(tokenizer) > len(model.get_input_embeddings().weight):
-        broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
-    stop_if([f"{flag} {path}: {problem}" for problem in broken[:1]])
-    return model, tokenizer, missing
-
-
-NOT_TAKEN, UNUSED = ("bias", "trainable_token_indices", "ensure_weight_tying", "use_dora"), ("none", None, False)
-
-
-def adapter_base(path, revision=None):
-    """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
-    with suppress(OSError, ValueError, KeyError):
-        found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
-        return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
-
-
-def lm_class(path, revision=None, **options):
-    """The AutoModel class of a language model, or of the base of a LoRA adapter: of an encoder-decoder or a decoder."""
-    base = adapter_base(path, revision)
-    config = AutoConfig.from_pretrained(base or path, revision=None if base else revision, **options)
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-
-
-def load_model(args, path, flag="--model"):
-    """The language model and its tokenizer, with a padding token."""
-    model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
-    stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
-    if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
-        raise InputError(f"{flag} {path} is a classifier: name a language model")
-    if tokenizer.eos_token_id is None:
-        raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    ends = model.generation_config.eos_token_id  # so that the exported model ends where it was trained to
-    if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-    # a strided slice times a frozen weight makes CPU kernels copy the weight for every row
-    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
-    return model, tokenizer
-
-
-def blocks(lm):
-    """The transformer blocks, of an encoder-decoder those of the decoder: the longest ModuleList that lies in no other
-    (as experts of a block do)."""
-    lm = lm.get_decoder() if lm.config.is_encoder_decoder else lm
-    found = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
-    return max((module for name, module in found if not any(map(str.isdigit, name))), key=len)
-
-
-def freeze(lm, num_layers_unfrozen):
-    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything). Returns the number of
-    frozen blocks."""
-    if num_layers_unfrozen < 0:
-        return 0
-    layers, ran = blocks(lm), []
-    if num_layers_unfrozen > len(layers):
-        raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
-    depth = len(layers) - num_layers_unfrozen
-    lm.requires_grad_(False)
-    layers[depth:].requires_grad_(True)
-    hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
-    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False, logits_to_keep=1)
-    for hook in hooks:
-        hook.remove()
-    for module in ran[ran.index(layers[-1]) + 1 :]:  # what runs after the blocks: the norm, the output layer
-        if num_layers_unfrozen and module is not lm.get_output_embeddings():
-            for weight in module.parameters(recurse=False):
-                weight.requires_grad_(True)
-    return depth
-
-
-def train_adapters(lm, args, heads=()):
-    """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
-    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them.
-    Adapters are at least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
-    loaded = getattr(lm, "_hf_peft_config_loaded", False)
-    if loaded and (args.lora_r or args.num_layers_unfrozen != -1):
-        raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
-    if args.load_in_4bit and not (args.lora_r or loaded):
-        raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
-    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
-        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
-    if args.lora_r:
-        from peft import LoraConfig
-
-        kind = "SEQ_CLS" if heads else "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
-        targets = "all-linear" if tuple(args.lora_targets) == ("all-linear",) else list(args.lora_targets)
-        options = {"task_type": kind, "target_modules": targets, "modules_to_save": list(heads) or None}
-        options["revision"], names = args.revision, [f".{name}" for name, _ in lm.named_modules()]
-        lost = [x for x in targets if targets != "all-linear" and not any(n.endswith(f".{x}") for n in names)]
-        stop_if([f"--lora-targets {x}: no module of --model has this name" for x in lost])
-        adapters = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, **options)
-        if not (lm.name_or_path or args.merge):
-            raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")
-        if Path(lm.name_or_path).is_dir():  # found from everywhere
-            lm.name_or_path = str(Path(lm.name_or_path).resolve())
-        try:
-            with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
-                lm.add_adapter(adapters)
-        except ValueError as error:
-            raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
-    if not (args.lora_r or loaded):
-        return stop_if(["--merge: there are no adapters to merge: add --lora-r"] * args.merge)
-    for name, weight in lm.named_parameters():
-        weight.requires_grad_("lora_" in name or "modules_to_save" in name)
-        if "lora_" in name:
-            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-        if args.lora_r and ".lora_A." in name:  # torch's default, but keyed: the same on every process
-            bound = weight.shape[1] ** -0.5
-            values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
-            weight.data.copy_(torch.from_numpy(values))
-    if not any("lora_" in name for name, _ in lm.named_parameters()):
-        raise InputError("--model is an adapter of another kind than LoRA")
-    weights = [id(weight) for _, weight in lm.named_parameters(remove_duplicate=False)]
-    changed = [getattr(layer, "base_layer", getattr(layer, "original_module", None)) for layer in lm.modules()]
-    if args.merge and any(weights.count(id(layer.weight)) > 1 for layer in changed if hasattr(layer, "weight")):
-        raise InputError("--merge: an adapted layer shares its weight with another one: export the adapters alone")
-
-
-def to_export(lm, args):
-    """The model to export; with --merge a copy whose adapters are part of the weights."""
-    if not args.merge:
-        return lm
-    lm = copy.deepcopy(lm)
-    lm._weight_conversions = None  # those of an adapter that was loaded would rename the weights
-    for name, layer in list(lm.named_modules()):
-        if hasattr(layer, "get_base_layer"):
-            layer.merge()
-            lm.set_submodule(name, layer.get_base_layer())
-        elif hasattr(layer, "modules_to_save"):
-            lm.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
-    lm._hf_peft_config_loaded = False
-    return lm
-
-
-def shared_rows(pairs, pad, device):
-    """One row for each pair of token lists: chosen, then rejected without the `common` tokens that both begin with.
-
-    Returns ids and positions (B, T), a mask (B, 1, T, T) to add to attention scores, and common, a list. The rest of
-    rejected does not see that of chosen, so both are as if alone; padding is on the right, where no token sees it.
-    """
-    common = [len(os.path.commonprefix(pair)) for pair in pairs]
-    rows = [chosen + rejected[n:] for (chosen, rejected), n in zip(pairs, common, strict=True)]
-    counted = [[*range(len(c)), *range(n, len(r))] for (c, r), n in zip(pairs, common, strict=True)]
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=device)
-    positions = torch.tensor([row + [0] * (width - len(row)) for row in counted], device=device)
-    place, begin = torch.arange(width, device=device), torch.tensor(common, device=device)[:, None]
-    end = torch.tensor([[len(chosen)] for chosen, _ in pairs], device=device)
-    hidden = (place >= end)[:, :, None] & ((place >= begin) & (place < end))[:, None]
-    hidden |= place > place[:, None]  # (B, T, T): the token of the row does not see that of the column
-    return ids, positions, torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)[:, None], common
-
-
-@torch.no_grad()
-def sharing_error(score, model, pairs):
-    """How far sharing the beginning moves score(model, share, pairs), relative to 1 + |score|, of three pairs: with the
-    longest row, the longest side, the longest beginning. Infinite where the model cannot."""
-    sizes = (
-        lambda pair: len(pair[0]) + len(pair[1]) - len(os.path.commonprefix(pair[:2])),
-        lambda pair: max(len(pair[0]), len(pair[1])),
-        lambda pair: len(os.path.commonprefix(pair[:2])),
-    )
-    probe = [max(pairs, key=size) for size in sizes]
-    plain = score(model, False, probe)
-    try:
-        return ((score(model, True, probe) - plain).abs() / (1 + plain.abs())).max().item()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # a model without this kind of mask or head
-        return math.inf
-
-
-def pair_logprobs(model, share, pairs):
-    """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32."""
-    lm = getattr(model, "module", model)
-    if not share:
-        lines = [[(pair[side], [-100] * pair[2] + pair[side][pair[2] :])] for side in (0, 1) for pair in pairs]
-        logits, labels = label_logits(model, *(x.to(lm.device) for x in collate(lines, 0)))
-        return -token_nll(logits, labels).sum(1).view(2, -1)
-    inputs = [(chosen[:-1], rejected[:-1]) for chosen, rejected, _ in pairs]  # the last token predicts nothing
-    ids, positions, mask, common = shared_rows(inputs, 0, lm.device)  # (B, T), (B, T), (B, 1, T, T)
-    rows, columns, targets, lengths = [], [], [], []
-    for side, (row, (*sides, prompt)) in itertools.product((0, 1), enumerate(pairs)):
-        places = torch.arange(prompt - 1, len(sides[side]) - 1)  # a token is predicted at the one before it
-        rest = len(sides[0]) - 1 - common[row]  # where rejected goes on, its places are so many columns further
-        columns.append(places + side * (places >= common[row]) * rest)
-        rows += [row] * len(places)
-        targets += sides[side][prompt:]
-        lengths.append(len(places))
-    places = torch.tensor(rows, device=lm.device), torch.cat(columns).to(lm.device)  # (N,) each
-    # the output layer runs at these places alone
-    hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0][places][None],))
-    try:
-        logits = model(input_ids=ids, position_ids=positions, attention_mask=mask.to(lm.dtype), use_cache=False).logits
-    finally:
-        hook.remove()
-    nll = token_nll(logits[0], torch.tensor(targets, device=lm.device))  # (N,)
-    return -torch.stack([part.sum() for part in nll.split(lengths)]).view(2, -1)
-
-
 # ---- Maths -----------------------------------------------------------------------------------------------------------
 
 
@@ -556,46 +302,66 @@ def dpo_loss(
         raise ValueError(f"shapes differ: {[tuple(shape) for shape in shapes]}")
     if (label_smoothing and loss_type not in SMOOTHED) or (loss_type == "exo_pair" and not label_smoothing):
         raise ValueError(f"label smoothing {label_smoothing} with the loss {loss_type}")
-    c, r = policy_chosen - ref_chosen, policy_rejected - ref_rejected
+    c = policy_chosen - ref_chosen
+    r = policy_rejected - ref_rejected
     if loss_type in ("ipo", "sigmoid_norm"):
-        c, r = c / lengths[0], r / lengths[1]
-    return LOSSES[loss_type](c, r, beta, label_smoothing)
+        c = c / lengths[0]
+        r = r / lengths[1]
+    return log_ratio_loss(c, r, beta, loss_type, label_smoothing)
 
 
-ls, s = F.logsigmoid, torch.sigmoid
-LOSSES = {  # of the log-ratios c and r of chosen and rejected, beta b and label smoothing e
-    # arXiv 2305.18290, Eq. 7; e: Mitchell 2023, "A note on DPO with noisy preferences" (cDPO)
-    "sigmoid": lambda c, r, b, e: -(1 - e) * ls(b * (c - r)) - e * ls(b * (r - c)),
-    "robust": lambda c, r, b, e: (-(1 - e) * ls(b * (c - r)) + e * ls(b * (r - c))) / (1 - 2 * e),  # arXiv 2403.00409
-    "hinge": lambda c, r, b, e: (1 - b * (c - r)).relu(),  # arXiv 2309.06657; 2305.10425 without reference
-    "ipo": lambda c, r, b, e: (c - r - 1 / (2 * b)) ** 2,  # arXiv 2310.12036, Eq. 17, of means over tokens
-    "ipo_sum": lambda c, r, b, e: (c - r - 1 / (2 * b)) ** 2,  # the same of sums, as it is printed
-    "sigmoid_norm": lambda c, r, b, e: -ls(b * (c - r)),  # of means over tokens
-    "exo_pair": lambda c, r, b, e: (  # arXiv 2402.00856, Eq. 16
-        s(b * (c - r)) * (ls(b * (c - r)) - math.log(1 - e)) + s(b * (r - c)) * (ls(b * (r - c)) - math.log(e))
-    ),
-    "nca_pair": lambda c, r, b, e: -ls(b * c) - 0.5 * ls(-b * c) - 0.5 * ls(-b * r),  # arXiv 2402.05369
-    "bco_pair": lambda c, r, b, e: -ls(b * c) - ls(-b * r),  # arXiv 2404.04656, without its reward shift
-    "sppo_hard": lambda c, r, b, e: (c - 0.5 / b) ** 2 + (r + 0.5 / b) ** 2,  # arXiv 2405.00675
-    "apo_zero": lambda c, r, b, e: 1 - s(b * c) + s(b * r),  # arXiv 2408.06266, Eq. 7
-    "apo_down": lambda c, r, b, e: s(b * c) + 1 - s(b * (c - r)),  # arXiv 2408.06266, Eq. 8
-    # arXiv 2406.08414, log-ratio modulated with tau = 0.05
-    "discopop": lambda c, r, b, e: torch.lerp(
-        -ls(b * (c - r)), (b * (r - c)).clamp(max=80).exp(), s(b * (c - r) / 0.05)
-    ),
-}
-SMOOTHED = ("sigmoid", "robust", "exo_pair")
+def log_ratio_loss(c, r, beta, loss_type, smoothing):
+    """The loss of a --loss-type, (B,), of the log-ratios c of chosen and r of rejected."""
+    delta = c - r
+    if loss_type == "sigmoid":  # arXiv 2305.18290, Eq. 7; smoothed: Mitchell 2023, A note on DPO with noisy preferences
+        return -(1 - smoothing) * F.logsigmoid(beta * delta) - smoothing * F.logsigmoid(-beta * delta)
+    if loss_type == "robust":  # arXiv 2403.00409
+        noisy = -(1 - smoothing) * F.logsigmoid(beta * delta) + smoothing * F.logsigmoid(-beta * delta)
+        return noisy / (1 - 2 * smoothing)
+    if loss_type == "hinge":  # arXiv 2309.06657; 2305.10425 without reference
+        return (1 - beta * delta).relu()
+    if loss_type in ("ipo", "ipo_sum"):  # arXiv 2310.12036, Eq. 17: ipo of means over tokens, ipo_sum as it is printed
+        return (delta - 1 / (2 * beta)) ** 2
+    if loss_type == "sigmoid_norm":  # of means over tokens
+        return -F.logsigmoid(beta * delta)
+    if loss_type == "exo_pair":  # arXiv 2402.00856, Eq. 16
+        forwards = torch.sigmoid(beta * delta) * (F.logsigmoid(beta * delta) - math.log(1 - smoothing))
+        backwards = torch.sigmoid(-beta * delta) * (F.logsigmoid(-beta * delta) - math.log(smoothing))
+        return forwards + backwards
+    if loss_type == "nca_pair":  # arXiv 2402.05369
+        return -F.logsigmoid(beta * c) - 0.5 * F.logsigmoid(-beta * c) - 0.5 * F.logsigmoid(-beta * r)
+    if loss_type == "bco_pair":  # arXiv 2404.04656, without its reward shift
+        return -F.logsigmoid(beta * c) - F.logsigmoid(-beta * r)
+    if loss_type == "sppo_hard":  # arXiv 2405.00675
+        return (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2
+    if loss_type == "apo_zero":  # arXiv 2408.06266, Eq. 7
+        return 1 - torch.sigmoid(beta * c) + torch.sigmoid(beta * r)
+    if loss_type == "apo_down":  # arXiv 2408.06266, Eq. 8
+        return torch.sigmoid(beta * c) + 1 - torch.sigmoid(beta * delta)
+    if loss_type == "discopop":  # arXiv 2406.08414, log-ratio modulated with tau = 0.05
+        logistic = -F.logsigmoid(beta * delta)
+        exponential = (-beta * delta).clamp(max=80).exp()
+        return torch.lerp(logistic, exponential, torch.sigmoid(beta * delta / 0.05))
+    raise ValueError(f"there is no loss {loss_type}")
 
 
 def pair_terms(policy, ref, pairs, args):
-    """(7, B): the quantities of TERMS for each pair, the loss first, of log-probabilities (2, B)."""
-    lengths = torch.tensor([[len(pair[side]) - pair[2] for pair in pairs] for side in (0, 1)], device=policy.device)
+    """{name: (B,)}: the loss of each pair, which has a gradient, and what is logged, of log-probabilities (2, B)."""
+    chosen_lengths = [len(chosen) - prompt_length for chosen, _, prompt_length in pairs]
+    rejected_lengths = [len(rejected) - prompt_length for _, rejected, prompt_length in pairs]
+    lengths = torch.tensor([chosen_lengths, rejected_lengths], device=policy.device)
     losses = dpo_loss(*policy, *ref, args.beta, args.loss_type, args.label_smoothing, lengths)
-    chosen, rejected = args.beta * (policy - ref).detach()
-    return torch.stack([losses, chosen, rejected, chosen - rejected, (chosen > rejected).to(losses), *policy.detach()])
-
-
-TERMS = "loss rewards/chosen rewards/rejected rewards/margins rewards/accuracies logps/chosen logps/rejected".split()
+    policy = policy.detach().contiguous()  # the last bits of a sum depend on the layout
+    chosen, rejected = (args.beta * (policy - ref)).contiguous()
+    return {
+        "loss": losses,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).to(losses),
+        "logps/chosen": policy[0],
+        "logps/rejected": policy[1],
+    }
 
 
 def learning_rate(args, step, total_steps):
@@ -610,148 +376,7 @@ def learning_rate(args, step, total_steps):
     return args.lr + (args.lr_final - args.lr) * progress
 
 
-# ---- Data ------------------------------------------------------------------------------------------------------------
-
-
-def load_rows(data, flag):
-    """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
-    path, rows = spec_path(data), data
-    if path and path.suffix == ".jsonl":
-        try:
-            lines, rows = path.read_text(encoding="utf-8-sig").split("\n"), []
-        except UnicodeDecodeError as error:
-            raise InputError(f"{flag} {data} is not UTF-8: {error}") from None
-        for number, line in enumerate(lines, 1):
-            try:
-                rows += [json.loads(line, strict=False)] if line.strip() else []
-            except ValueError as error:
-                raise InputError(f"{flag} {data}:{number} is not valid JSON: {error}") from None
-    elif isinstance(data, str):
-        import datasets
-
-        kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-        name, _, split = data.partition(":")
-        try:
-            if path and path.is_dir():
-                rows = datasets.load_from_disk(str(path))
-            elif kind := kinds.get(Path(data.removesuffix(".gz")).suffix):
-                rows = datasets.load_dataset(kind, data_files=str(path or data), split="train")
-            elif path:
-                raise ValueError(f"expected a name that ends with {', '.join(kinds)}")
-            else:
-                rows = datasets.load_dataset(name, split=split or "train")
-        except Exception as error:  # the library's errors have no common class
-            raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
-    if isinstance(rows, dict):
-        raise InputError(f"{flag} {data} holds several splits ({', '.join(rows)}): name the directory of one")
-    rows = list(rows)
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or row.keys() != rows[0].keys():
-            found = list(row) if isinstance(row, dict) else repr(row)[:60]
-            raise InputError(f"{flag} row {number} is {found}, expected a mapping with the columns of row 1")
-    if not rows:
-        raise InputError(f"{flag} {data} holds no rows")
-    return rows
-
-
-def load_sets(spec, flag):
-    """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
-    are a mapping, or sources joined by commas and named by stem, split or function."""
-    # a comma before key= lies between the options of a function
-    parts = list(filter(None, re.split(r",\s*(?!\w+=)", spec))) if isinstance(spec, str) else []
-    names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
-    if len(set(names)) < len(names):
-        raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
-    data = dict(zip(names, parts, strict=True)) if len(parts) > 1 else build(spec, flag)
-    if not isinstance(data, dict):
-        return {"eval/": load_rows(data, flag)}
-    return {f"eval/{name}/": load_rows(build(rows, flag), f"{flag} {name}") for name, rows in data.items()}
-
-
-def texts(rows, column, flag):
-    """The strings of a column."""
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get(column), str):
-            value = f"is {row[column]!r:.60}" if column in row else f"is missing among {list(row)}"
-            raise InputError(f"{flag} row {number}: {column!r} must be a string, it {value}")
-        if row[column].encode(errors="ignore").decode() != row[column]:
-            raise InputError(f"{flag} row {number}: {column!r} holds half a surrogate pair, which is no text")
-    return [row[column] for row in rows]
-
-
-def have_bos(tokenizer, texts):
-    """Whether the texts already begin with the beginning token, as those that a chat template wrote do."""
-    return bool(tokenizer.bos_token) and all(text.startswith(tokenizer.bos_token) for text in texts)
-
-
-def chat_text(tokenizer, messages, where, **options):
-    """The messages as the tokenizer's chat template writes them."""
-    if not tokenizer.chat_template:
-        raise InputError(f"{where}: the tokenizer has no chat template: save it with one, or take rows of plain text")
-    for message in messages if isinstance(messages, list) and messages else [None]:
-        known = isinstance(message, dict) and message.get("role") in ROLES
-        if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
-            kind = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
-            raise InputError(f"{where}: a chat is a list of {kind}, found {message!r:.80}")
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # templates raise what they like
-        raise InputError(f"{where}: the chat template refuses the messages: {error}") from None
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def pair_texts(rows, tokenizer, flag):
-    """[(prompt, chosen, rejected)] as texts, and whether a chat template wrote them.
-
-    Without a prompt column, or with a text there beside chats, the prompt is what chosen and rejected have in common:
-    messages, or whole words. Nothing in common gives "".
-    """
-    if not {"chosen", "rejected"} <= rows[0].keys():
-        expected = "chosen and rejected (and prompt), each a text or a chat"
-        raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {expected}")
-    if isinstance(rows[0]["chosen"], list):
-        return [chat_pair(tokenizer, row, f"{flag} row {i}") for i, row in enumerate(rows, 1)], True
-    chosen, rejected = texts(rows, "chosen", flag), texts(rows, "rejected", flag)
-    if "prompt" in rows[0]:
-        return list(zip(texts(rows, "prompt", flag), chosen, rejected, strict=True)), False
-    common = [os.path.commonprefix(pair) for pair in zip(chosen, rejected, strict=True)]
-    words = [re.match(r"(.*\S(?=\s))?", text, re.S)[0] for text in common]  # the space goes with the next word
-    return [(p, c[len(p) :], r[len(p) :]) for p, c, r in zip(words, chosen, rejected, strict=True)], False
-
-
-def chat_pair(tokenizer, row, where):
-    """(prompt, chosen, rejected) of a row of chats, as the chat template writes them."""
-    head = row["prompt"] if isinstance(row.get("prompt"), list) else []
-    chats = [head + (row[name] if isinstance(row[name], list) else []) for name in SIDES]
-    whole = [chat_text(tokenizer, chat, where, tools=row.get("tools")) for chat in chats]
-    for name, chat in zip(SIDES, chats, strict=True):
-        if len(chat) == len(head) or chat[-1]["role"] != "assistant":
-            raise InputError(f"{where}: {name} must be a list of messages that ends with one of the assistant")
-    options = {"tools": row.get("tools"), "add_generation_prompt": True}
-    head = prompt_messages(row)
-    if not head and isinstance(row.get("prompt"), str):
-        raise InputError(f"{where}: the prompt is a text that the chats do not begin with: make it a list of messages")
-    prompt = chat_text(tokenizer, head, where, **options) if head else ""
-    if not all(text.startswith(prompt) for text in whole):
-        raise InputError(f"{where}: the chat template changes the prompt when the answer follows")
-    return prompt, *(text[len(prompt) :] for text in whole)
-
-
-def prompt_messages(row):
-    """The prompt of a row of chats: its column, or the messages that both sides begin with, up to where the assistant
-    answers in both."""
-    if isinstance(row.get("prompt"), list) and row["prompt"]:
-        return row["prompt"]
-    pairs = list(zip(row["chosen"], row["rejected"], strict=False))[:-1]
-    shared = next((i for i, (chosen, rejected) in enumerate(pairs) if chosen != rejected), len(pairs))
-    while shared and {row[name][shared]["role"] for name in SIDES} != {"assistant"}:
-        shared -= 1
-    return row["chosen"][:shared]
-
-
-SIDES = ("chosen", "rejected")
+# ---- Rows -> ids -----------------------------------------------------------------------------------------------------
 
 
 def encode_pairs(rows, tokenizer, max_length, args, flag):
@@ -762,85 +387,87 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     The end token is appended once; in a chat the template ends the turns. A long prompt is cut, then what is longer
     than max_length at the end. Dropped are pairs without room for a response, and those of equal sides.
     """
-    triples, chat = pair_texts(rows, tokenizer, flag)
-    given, bos, eos = "prompt" in rows[0] and not chat, tokenizer.bos_token_id, tokenizer.eos_token_id
-    for number, (prompt, *_) in enumerate(triples, 1):
-        if not prompt and not given:
+    chat = is_chat(rows, ["chosen"])
+    triples = pair_texts(rows, tokenizer, flag)
+    for number, (prompt, _, _) in enumerate(triples, 1):
+        if not prompt and (chat or "prompt" not in rows[0]):
             raise InputError(f"{flag} row {number}: chosen and rejected begin differently: add the column prompt")
-    whole = [[triple[0] + triple[side] for triple in triples] for side in (1, 2)]
-    options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole[0] + whole[1])}
-    heads, *sides = (tokenizer(x, **options)["input_ids"] for x in ([prompt for prompt, *_ in triples], *whole))
-    pairs, cut, crowded, equal = [], [0, 0], 0, 0
-    for number, (head, *both) in enumerate(zip(heads, *sides, strict=True), 1):
-        both = [ids if chat or ids[-1:] == [eos] else [*ids, eos] for ids in both]
-        both = [ids[:-1] if ids[-2:] == [eos, eos] and not chat else ids for ids in both]  # some tokenizers end a text
-        if (end := len(os.path.commonprefix((head, *both)))) == 0:
+    prompt_texts = [prompt for prompt, _, _ in triples]
+    chosen_texts = [prompt + chosen for prompt, chosen, _ in triples]
+    rejected_texts = [prompt + rejected for prompt, _, rejected in triples]
+    special_tokens = not chat and not have_bos(tokenizer, chosen_texts + rejected_texts)
+    end = "template" if chat else "once"
+    heads = tokenize(tokenizer, prompt_texts, special_tokens, end="template")
+    chosen_ids = tokenize(tokenizer, chosen_texts, special_tokens, end)
+    rejected_ids = tokenize(tokenizer, rejected_texts, special_tokens, end)
+    bos = tokenizer.bos_token_id
+    pairs = []
+    prompts_cut = 0
+    responses_cut = 0
+    without_room = 0
+    equal = 0
+    for number, (head, chosen, rejected) in enumerate(zip(heads, chosen_ids, rejected_ids, strict=True), 1):
+        prompt_length = len(os.path.commonprefix((head, chosen, rejected)))
+        if prompt_length == 0:
             if bos is None:
                 raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
-            both, end = [[bos, *ids] for ids in both], 1
-        prompt, most = both[0][:end], args.max_prompt_length or end
-        if end > most:
-            first = prompt[: int(prompt[0] == bos)]
-            prompt = (
-                prompt[:most] if args.truncation_mode == "keep_start" else first + prompt[end - most + len(first) :]
-            )
-        both = [prompt + ids[end:] for ids in both]
-        cut = [cut[0] + (end > most), cut[1] + any(len(ids) > max_length for ids in both)]
-        chosen, rejected = (ids[:max_length] for ids in both)
-        crowded += (short := min(len(chosen), len(rejected)) <= len(prompt))
-        equal += (same := chosen == rejected and not short)
-        pairs += [] if short or same else [(chosen, rejected, len(prompt))]
-    report = f"{len(rows)} pairs, {cut[0]} prompts and the responses of {cut[1]} cut, "
-    report += f"{crowded} dropped without room for a response, {equal} dropped as equal"
+            chosen = [bos, *chosen]
+            rejected = [bos, *rejected]
+            prompt_length = 1
+        prompt = cut_prompt(chosen[:prompt_length], bos, args)
+        if len(prompt) < prompt_length:
+            prompts_cut += 1
+        chosen = prompt + chosen[prompt_length:]
+        rejected = prompt + rejected[prompt_length:]
+        if max(len(chosen), len(rejected)) > max_length:
+            responses_cut += 1
+        chosen = chosen[:max_length]
+        rejected = rejected[:max_length]
+        if min(len(chosen), len(rejected)) <= len(prompt):
+            without_room += 1
+        elif chosen == rejected:
+            equal += 1
+        else:
+            pairs.append((chosen, rejected, len(prompt)))
+    report = (
+        f"{len(rows)} pairs, {prompts_cut} prompts and the responses of {responses_cut} cut, "
+        f"{without_room} dropped without room for a response, {equal} dropped as equal"
+    )
     if not pairs:
         raise InputError(f"{flag}: no pair is left: {report} (--max-length, the model's positions)")
     return pairs, report
 
 
-def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
-    """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
-
-    A chat prompt is replaced by its text up to where the assistant answers, and kept as the column messages. An empty
-    prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose response would
-    not fit is an error. encoder: the model has one, which reads the prompt as the tokenizer ends it.
-    """
-    chat, kept = isinstance(rows[0].get("prompt"), list), []
-    if chat:
-        rendered, options = [], {"add_generation_prompt": True}
-        for i, row in enumerate(rows, 1):
-            text = chat_text(tokenizer, row["prompt"], f"{flag} row {i}", tools=row.get("tools"), **options)
-            rendered.append(row | {"prompt": text, "messages": row["prompt"]})
-        rows = rendered
-    prompts = texts(rows, "prompt", flag)
-    queries = tokenizer(prompts, add_special_tokens=not chat and not have_bos(tokenizer, prompts))["input_ids"]
-    for number, ids in enumerate(queries, 1):
-        if not ids and tokenizer.bos_token_id is None:
-            raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
-        ended = ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token)
-        if ended and not encoder:
-            del ids[-1]  # some tokenizers end every text
-        ids += [] if ids else [tokenizer.bos_token_id]
-        if max_length is None or len(ids) <= max_length:
-            kept.append(number - 1)
-            if limit and (max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens) > limit:
-                sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-                how = "shorten it, lower --max-new-tokens, or in ppo.py set --max-prompt-length"
-                raise InputError(f"{flag} row {number}: a prompt of {sizes}: {how}")
-    if not kept:
-        raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
-    return [rows[i] for i in kept], [queries[i] for i in kept]
+def cut_prompt(prompt, bos, args):
+    """The tokens of a prompt, at most --max-prompt-length of them; a beginning token stays."""
+    limit = args.max_prompt_length or len(prompt)
+    if len(prompt) <= limit:
+        return prompt
+    if args.truncation_mode == "keep_start":
+        return prompt[:limit]
+    if prompt[0] == bos:
+        return [bos] + prompt[len(prompt) - limit + 1 :]
+    return prompt[-limit:]
 
 
 def collate(lines, pad):
     """(ids, positions, labels), each (B, T), right-padded. A line is a list of examples (ids, labels, ...); positions
     count from 0 in each of them, and on through the padding."""
-    rows, width = [], max(sum(len(ids) for ids, *_ in line) for line in lines)
+    width = max(sum(len(ids) for ids, *_ in line) for line in lines)
+    rows = []
     for line in lines:
-        ids, labels = ([token for example in line for token in example[column]] for column in (0, 1))
-        positions = [i for example in line for i in range(len(example[0]))]
-        fill, after = width - len(ids), positions[-1] + 1
+        ids = []
+        positions = []
+        labels = []
+        for example_ids, example_labels, *_ in line:
+            ids += example_ids
+            positions += range(len(example_ids))
+            labels += example_labels
+        fill = width - len(ids)
+        after = positions[-1] + 1
         rows.append((ids + [pad] * fill, [*positions, *range(after, after + fill)], labels + [-100] * fill))
-    return tuple(map(torch.tensor, zip(*rows, strict=True)))
+    ids, positions, labels = map(torch.tensor, zip(*rows, strict=True))
+    return ids, positions, labels
 
 
 def label_logits(model, ids, positions, labels):
@@ -854,172 +481,125 @@ def label_logits(model, ids, positions, labels):
     return model(**inputs, use_cache=False, logits_to_keep=ids.shape[1] - first).logits, labels[:, first:]
 
 
-# ---- Sampling --------------------------------------------------------------------------------------------------------
+def pair_logprobs(model, share, pairs):
+    """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32.
 
-
-def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
-    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64; uniforms (B,).
-
-    temperature 0 is the argmax. The uniform is scaled by the last cumulative value and the search is to the right, so
-    that a token of probability zero is never drawn.
+    share: what both sides begin with is computed once, and the output layer runs where a token is predicted, alone.
     """
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits.double() / temperature
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    probs = logits.softmax(-1)
-    if top_p < 1:
-        ranked, order = probs.sort(descending=True, stable=True)
-        drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
-        probs = probs.scatter(1, order, ranked.masked_fill(drop, 0.0))
-    cdf = probs.cumsum(-1)
-    total = cdf[:, -1:]
-    target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True)[:, 0]
+    lm = getattr(model, "module", model)
+    if not share:
+        lines = []
+        for side in (0, 1):
+            for pair in pairs:
+                ids = pair[side]
+                prompt_length = pair[2]
+                lines.append([(ids, [-100] * prompt_length + ids[prompt_length:])])
+        logits, labels = label_logits(model, *(x.to(lm.device) for x in collate(lines, 0)))
+        return -token_nll(logits, labels).sum(1).view(2, -1)
+    inputs = [(chosen[:-1], rejected[:-1]) for chosen, rejected, _ in pairs]  # the last token predicts nothing
+    ids, positions, mask, common = shared_rows(inputs, 0, lm.device)  # (B, T), (B, T), (B, 1, T, T)
+    rows, columns, targets, lengths = response_places(pairs, common)
+    places = rows.to(lm.device), columns.to(lm.device)  # (N,) each
+
+    def at_places(module, inputs):
+        (states,) = inputs
+        return (states[places][None],)
+
+    hook = lm.get_output_embeddings().register_forward_pre_hook(at_places)
+    try:
+        logits = model(input_ids=ids, position_ids=positions, attention_mask=mask.to(lm.dtype), use_cache=False).logits
+    finally:
+        hook.remove()
+    nll = token_nll(logits[0], targets.to(lm.device))  # (N,)
+    return -torch.stack([tokens.sum() for tokens in nll.split(lengths)]).view(2, -1)
+
+
+def response_places(pairs, common):
+    """Where `shared_rows` hold what predicts the tokens of the responses, those of all chosen first: rows, columns and
+    the tokens, (N,) each, and a list of the 2 B lengths."""
+    rows = []
+    columns = []
+    targets = []
+    lengths = []
+    for side in (0, 1):
+        for row, pair in enumerate(pairs):
+            ids = pair[side]
+            prompt_length = pair[2]
+            places = torch.arange(prompt_length - 1, len(ids) - 1)  # a token is predicted at the one before it
+            if side == 1:  # what rejected has of its own stands behind chosen
+                chosen_rest = len(pair[0]) - 1 - common[row]
+                places = torch.where(places < common[row], places, places + chosen_rest)
+            rows.append(torch.full_like(places, row))
+            columns.append(places)
+            targets += ids[prompt_length:]
+            lengths.append(len(places))
+    return torch.cat(rows), torch.cat(columns), torch.tensor(targets), lengths
+
+
+def split_rows(accelerator, rows, pairs, batch_size):
+    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows."""
+    local = rows[accelerator.process_index :: accelerator.num_processes]
+    local = sorted(local, key=lambda row: pair_length(pairs[row]))
+    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
+
+
+def pair_length(pair):
+    """Tokens of both sides of a pair."""
+    return len(pair[0]) + len(pair[1])
+
+
+def longer_side(pair):
+    """Tokens of the longer side of a pair."""
+    return max(len(pair[0]), len(pair[1]))
+
+
+def reduce_sums(accelerator, sums):
+    """{name: sum over all processes} as numbers, of a dict of sums."""
+    totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
+    return dict(zip(sums, totals, strict=True))
+
+
+# ---- Reference -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reference:
+    """The reference, with what it thinks of the pairs and answers to the prompts before anything is trained."""
+
+    model: nn.Module | None  # None as soon as nothing more is asked
+    train: torch.Tensor | None = None  # (2, N) log-probabilities of the training pairs; None: each batch is scored
+    eval_sets: dict = field(default_factory=dict)  # {name: (2, N)}
+    means: dict = field(default_factory=dict)  # of the metric, over its samples
+    samples: list = field(default_factory=list)
+
+
+def ask_reference(run, reference, share, tokenizer, data, args):
+    """Fills the reference, while the policy is the model as it is at the start, and forgets its model if it can."""
+    accelerator = run.accelerator
+    if args.reference_free:
+        reference.train = torch.zeros(2, len(data.pairs), device=accelerator.device)
+        for name, pairs in data.eval_sets.items():
+            reference.eval_sets[name] = torch.zeros(2, len(pairs), device=accelerator.device)
+    else:
+        key = on_main(accelerator, fingerprint, reference.model)
+        if args.precompute_ref and not args.check:
+            reference.train = reference_logprobs(run, reference.model, key, share, data.pairs, args)
+        for name, pairs in data.eval_sets.items():
+            reference.eval_sets[name] = reference_logprobs(run, reference.model, key, share, pairs, args)
+    if data.prompts:
+        sampled = sample_responses(accelerator, reference.model, tokenizer, data, args)
+        reference.means, reference.samples = sampled
+    if args.precompute_ref or args.reference_free:
+        reference.model = None
 
 
 @torch.no_grad()
-def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None):
-    """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
-
-    uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. Rows that
-    have ended leave the batch and the key-value cache; ended(rows, ids (b, t)) -> (b,) bool ends some without an end
-    token. The model's generation_config is not used.
-    """
-    rows, width = uniforms.shape
-    ids = torch.full((rows, width), pad_id, device=query.device)
-    mask = torch.zeros(rows, width, dtype=torch.bool, device=query.device)
-    alive = torch.arange(rows, device=query.device)
-    tokens, attention, cache = query, query_mask.long(), None
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    for t in range(width):
-        step = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "past_key_values": cache}
-        output = model(**step, use_cache=True, logits_to_keep=1)
-        logits, cache = output.logits[:, -1], output.past_key_values
-        if not (finite := logits.amax(-1).isfinite()).all():
-            raise FloatingPointError(f"row {int(alive[~finite][0])}: logits are not finite at response token {t + 1}")
-        tokens = draw(logits, uniforms[alive, t], temperature, top_k, top_p)
-        ids[alive, t], mask[alive, t] = tokens, True
-        going = tokens != eos_id if ended is None else (tokens != eos_id) & ~ended(alive, ids[alive, : t + 1])
-        going = going.nonzero()[:, 0]
-        if len(going) == 0:
-            break
-        if len(going) < len(alive):
-            cache.batch_select_indices(going)
-            alive, tokens, attention, positions = alive[going], tokens[going], attention[going], positions[going]
-        tokens, positions = tokens[:, None], positions[:, -1:] + 1
-        attention = F.pad(attention, (0, 1), value=1)
-    return ids, mask
-
-
-def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k=0, top_p=1.0, limits=None):
-    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
-
-    keys: (stream, step); the uniforms of row i are keyed by (seed, stream, step, i). limits: (B,) longest response of a
-    row. Returns query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
-    """
-    world, rank, pad = accelerator.num_processes, accelerator.process_index, tokenizer.pad_token_id
-    width = max(map(len, queries))
-    query = torch.tensor([[pad] * (width - len(ids)) + ids for ids in queries], device=accelerator.device)
-    lengths = torch.tensor([len(ids) for ids in queries], device=accelerator.device)
-    query_mask = torch.arange(width, device=accelerator.device) >= width - lengths[:, None]
-    share = math.ceil(len(queries) / world)  # the last processes repeat the last row where the rows do not divide
-    local = torch.arange(rank * share, (rank + 1) * share).clamp(max=len(queries) - 1).to(accelerator.device)
-    draws = uniforms(args.seed, *keys, local.tolist(), args.max_new_tokens).to(accelerator.device)
-    response = torch.full((share, args.max_new_tokens), pad, device=accelerator.device)
-    response_mask = torch.zeros_like(response, dtype=torch.bool)
-    for rows in torch.arange(share, device=accelerator.device).split(args.decode_batch_size):
-
-        def ended(alive, ids, rows=rows):  # no stop string has more tokens than bytes
-            tail = ids[:, -max(len(stop.encode()) for stop in args.stop) - 1 :] if args.stop else ids
-            done = torch.tensor(stopped(tokenizer, tail, args.stop), device=ids.device)
-            return done if limits is None else done | (ids.shape[1] >= limits[local[rows[alive]]])
-
-        inputs = query[local[rows]], query_mask[local[rows]], draws[rows], tokenizer.eos_token_id, pad
-        options = temperature, top_k, top_p, ended if args.stop or limits is not None else None
-        with accelerator.autocast():
-            response[rows], response_mask[rows] = sample(lm, *inputs, *options)
-    response, response_mask = (accelerator.gather(x)[: len(queries)] for x in (response, response_mask))
-    return query, query_mask, response, response_mask
-
-
-def stopped(tokenizer, responses, stops):
-    """Whether each response (ids) holds a stop string."""
-    texts = tokenizer.batch_decode(responses) if stops else [""] * len(responses)
-    return [any(stop in text for stop in stops) for text in texts]
-
-
-def decode(tokenizer, queries, responses, stops):
-    """Texts of the responses, without special tokens, cut before a stop string and stripped there. Decoded behind their
-    queries (all are lists of lists of ids), since many tokenizers drop the space before a first token."""
-    whole = [query + response for query, response in zip(queries, responses, strict=True)]
-    parts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (queries, whole, responses)]
-    texts = [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
-    ends = [min((text.find(stop) for stop in stops if stop in text), default=len(text)) for text in texts]
-    done = stopped(tokenizer, responses, stops)  # a stop string that is a special token is not in the text
-    return [text[:end].rstrip() if stop else text for text, end, stop in zip(texts, ends, done, strict=True)]
-
-
-def call_function(function, name, tokenizer, rows, outputs, output_ids):
-    """Calls a reward or metric function with keyword lists: samples, prompts, outputs, the rows' other columns, and
-    tokenizer and output_ids; without **columns it gets those that it names. It gets copies."""
-    prompts = [row["prompt"] for row in rows]
-    values = {key: copy.deepcopy([row[key] for row in rows]) for key in rows[0] if key != "prompt"}
-    values |= {"samples": [p + o for p, o in zip(prompts, outputs, strict=True)], "prompts": prompts}
-    values |= {"outputs": list(outputs), "output_ids": [list(ids) for ids in output_ids], "tokenizer": tokenizer}
-    accepted = inspect.signature(function).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD for p in accepted):
-        values = {p.name: values[p.name] for p in accepted if p.name in values}
-    try:
-        return function(**values)
-    except Exception as error:
-        raise InputError(f"{name} raised {type(error).__name__}: {error}") from error
-
-
-def call_metric(function, name, tokenizer, rows, outputs, output_ids):
-    """{name: values per row} of a metric function."""
-    columns = call_function(function, name, tokenizer, rows, outputs, output_ids)
-    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
-    if not isinstance(columns, dict) or not columns:
-        raise InputError(f"{expected}, it returned {columns!r:.60}")
-    for key, values in columns.items():
-        good = isinstance(values, list) and len(values) == len(rows)
-        if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-            raise InputError(f"{expected}; {key!r} is not one")
-    if "reward" in columns:
-        raise InputError(f"{name} must not return the name 'reward', which the reward has")
-    return columns
-
-
-# ---- Evaluation ------------------------------------------------------------------------------------------------------
-
-
-def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
-    """Means of what score(rows, outputs, output_ids) -> {name: values per row} says of sampled responses, and the
-    samples. The uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
-    options = ("eval", 0), args, args.eval_temperature, args.top_k, args.top_p
-    _, _, response, mask = generate(accelerator, lm, tokenizer, queries, *options)
-    output_ids = [ids[keep].tolist() for ids, keep in zip(response.cpu(), mask.cpu(), strict=True)]
-    outputs = decode(tokenizer, queries, output_ids, args.stop)
-    columns = score(rows, outputs, output_ids)
-    means = {key: sum(values) / len(values) for key, values in columns.items()}
-    columns = {"prompt": [row["prompt"] for row in rows], "output": outputs} | columns
-    return means, [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def score_pairs(accelerator, score, pairs, batch_size):
-    """score(pairs) -> (2, b) of all pairs, (2, N) in float64 on every process; each of them scores a share."""
-    world, device = accelerator.num_processes, accelerator.device
-    share = math.ceil(len(pairs) / world)  # the last processes repeat the last pair where the pairs do not divide
-    local = [pairs[min(accelerator.process_index * share + i, len(pairs) - 1)] for i in range(share)]
-    order = torch.tensor([-len(chosen) - len(rejected) for chosen, rejected, *_ in local]).argsort(stable=True)
-    scores = torch.empty(share, 2, dtype=torch.float64, device=device)
-    silent = not accelerator.is_main_process or None  # and where there is no terminal
-    for places in tqdm(order.split(batch_size), "scoring pairs", leave=False, disable=silent, delay=5):
-        with torch.no_grad(), accelerator.autocast():
-            scores[places.to(device)] = score([local[place] for place in places]).T.double()
-    return accelerator.gather(scores)[: len(pairs)].T
+def batch_logprobs(accelerator, reference, share, rows, micro_batch):
+    """Log-probabilities (2, B) by the reference of a micro-batch, which are these rows of the training pairs."""
+    if reference.train is not None:
+        return reference.train[:, rows]
+    with accelerator.autocast():
+        return pair_logprobs(reference.model, share, micro_batch)
 
 
 def fingerprint(model):
@@ -1032,76 +612,183 @@ def fingerprint(model):
     return digest.hexdigest()
 
 
-def reference_logprobs(accelerator, run, reference, key, share, pairs, args):
+def reference_logprobs(run, model, key, share, pairs, args):
     """Log-probabilities (2, N) of all pairs by the reference, whose fingerprint is `key`. They are kept beside the run,
-    in a file named by a hash of the script, the key, the pairs, and the layout of the work, which decides last bits."""
+    in a file named by a hash of the code, the key, the pairs, and the layout of the work, which decides last bits."""
+    accelerator = run.accelerator
+    files = run.identity["files"].items()
+    code = {name: digest for name, digest in files if name == "script" or name.startswith("common/")}
+    settings = [accelerator.mixed_precision, str(accelerator.device), share]
     layout = [accelerator.num_processes, args.micro_batch_size, torch.get_num_threads(), str(torch.__version__)]
-    settings = [run.identity["files"]["script"], accelerator.mixed_precision, str(accelerator.device), share]
-    digest = hashlib.sha256(json.dumps([key, settings, layout, pairs]).encode())
-    path = run.dir and run.dir.parent / f"ref-{digest.hexdigest()[:16]}.safetensors"
-
-    def stored():
-        with suppress(OSError, safetensors.SafetensorError):
-            return safetensors.torch.load_file(path)["logprobs"].tolist() if path else None
-
-    if found := on_main(accelerator, stored):
-        return torch.tensor(found, dtype=torch.float64, device=accelerator.device)
-    score = functools.partial(pair_logprobs, reference, share)
+    digest = hashlib.sha256(json.dumps([key, code, settings, layout, pairs], sort_keys=True).encode())
+    path = None
+    if run.dir:
+        path = run.dir.parent / f"ref-{digest.hexdigest()[:16]}.safetensors"
+    stored = on_main(accelerator, read_logprobs, path)
+    if stored:
+        return torch.tensor(stored, dtype=torch.float64, device=accelerator.device)
+    score = functools.partial(pair_logprobs, model, share)
     logprobs = score_pairs(accelerator, score, pairs, args.micro_batch_size)
-    if not (finite := logprobs.isfinite().all(0)).all():
-        raise FloatingPointError(
-            f"the reference's log-probabilities of pair {int((~finite).nonzero()[0]) + 1} are not finite"
-        )
-
-    def store():
-        temporary = run.dir / f".tmp-{path.name}"  # where a killed run's is removed
-        try:
-            safetensors.torch.save_file({"logprobs": logprobs.cpu().contiguous()}, temporary)
-            temporary.rename(path)
-        except (OSError, safetensors.SafetensorError) as error:
-            run.say(f"warning: the reference's log-probabilities are not kept: {error}")
-
-    if path:
-        on_main(accelerator, store)
+    finite = logprobs.isfinite().all(0)
+    if not finite.all():
+        number = int((~finite).nonzero()[0]) + 1
+        raise FloatingPointError(f"the reference's log-probabilities of pair {number} are not finite")
+    on_main(accelerator, write_logprobs, run, path, logprobs)
     return logprobs
 
 
-# ---- Main ------------------------------------------------------------------------------------------------------------
+def read_logprobs(path):
+    """The log-probabilities in a file, two lists; None where there is no whole one."""
+    if path is None:
+        return None
+    with suppress(OSError, safetensors.SafetensorError):
+        return safetensors.torch.load_file(path)["logprobs"].tolist()
 
 
-def set_attention(lm, args, device, longest):
-    """On CPUs: fast matrix products, and eager attention for rows of up to 256 tokens, where it beats sdpa (not in
-    float64, where it gives NaN for left padding in several families); elsewhere sdpa."""
-    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        # keep freed memory: new pages for every block of logits cost as much as computing them
-        libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-    eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
-    choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
-    before = lm.config._attn_implementation
+def write_logprobs(run, path, logprobs):
+    """Keeps the log-probabilities in a file, unless this is a --check, which writes nothing."""
+    if path is None:
+        return
+    temporary = run.dir / f".tmp-{path.name}"  # where a killed run's is removed
     try:
-        lm.set_attn_implementation(choice)
-        if choice != before == lm.config._attn_implementation:  # some models warn and go on
-            raise ValueError(f"{type(lm).__name__} stays with {before}")
-    except (ValueError, ImportError) as error:
-        if args.attn_implementation != "auto":
-            raise InputError(f"--attn-implementation {choice}: {error}") from None
+        safetensors.torch.save_file({"logprobs": logprobs.cpu().contiguous()}, temporary)
+        temporary.rename(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        run.say(f"warning: the reference's log-probabilities are not kept: {error}")
 
 
-@contextmanager
-def unsharded(model):
-    """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token, also for calls of
-    parts of the model; after it they are shards, where forward passes alone would leave some of them whole."""
-    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    for part in parts:  # the whole model comes first
-        part._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for it
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.reshard()
-            part.set_reshard_after_forward(part is not model, recurse=False)  # as torch does by default
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def score_pairs(accelerator, score, pairs, batch_size):
+    """score(pairs) -> (2, b) of all pairs, (2, N) in float64 on every process; each of them scores a share."""
+    device = accelerator.device
+    share = math.ceil(len(pairs) / accelerator.num_processes)
+    begin = accelerator.process_index * share
+    # the last processes repeat the last pair where the pairs do not divide
+    local = [pairs[min(place, len(pairs) - 1)] for place in range(begin, begin + share)]
+    longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
+    scores = torch.empty(share, 2, dtype=torch.float64, device=device)
+    silent = not accelerator.is_main_process or None  # and where there is no terminal
+    for places in tqdm(longest_first.split(batch_size), "scoring pairs", leave=False, disable=silent, delay=5):
+        with torch.no_grad(), accelerator.autocast():
+            scores[places.to(device)] = score([local[place] for place in places]).T.double()
+    return accelerator.gather(scores)[: len(pairs)].T
+
+
+def sample_responses(accelerator, lm, tokenizer, data, args):
+    """What the metric says of responses to the prompts, on average, and the responses."""
+
+    def measure(rows, outputs, output_ids):
+        if data.metric is None:
+            return {}
+        given = text_arguments(tokenizer, rows, outputs, output_ids)
+        return on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
+
+    options = measure, args, args.top_k, args.top_p
+    return evaluate_samples(accelerator, lm, tokenizer, data.prompts, data.queries, *options)
+
+
+def evaluate(run, step, model, score, tokenizer, data, reference, args):
+    """What the metric says of sampled responses, shown beside the reference's, and the terms of the evaluation sets."""
+    accelerator = run.accelerator
+    model.eval()
+    metrics = {}
+    with unsharded(model):
+        if data.prompts:
+            lm = accelerator.unwrap_model(model)
+            means, samples = sample_responses(accelerator, lm, tokenizer, data, args)
+            metrics = {f"eval/{name}": value for name, value in means.items()}
+            for sample, ref_sample in zip(samples, reference.samples, strict=True):
+                sample["reference"] = ref_sample["output"]
+            run.samples(step, samples)
+        for name, pairs in data.eval_sets.items():
+            policy = score_pairs(accelerator, score, pairs, args.micro_batch_size)
+            terms = pair_terms(policy, reference.eval_sets[name], pairs, args)
+            metrics |= {f"{set_prefix(name)}{term}": values.mean().item() for term, values in terms.items()}
+    return metrics
+
+
+# ---- Setup -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """What a run reads: rows at first, tokens as soon as there is a tokenizer."""
+
+    rows: list
+    eval_sets: dict  # {name: rows}, then {name: pairs}
+    prompts: list  # rows to sample from
+    metric: Callable | None
+    pairs: list | None = None  # (ids of chosen, ids of rejected, tokens of the prompt)
+    queries: list | None = None  # ids of the prompts
+    report: str = ""
+
+
+def read(args):
+    """The rows and functions that the flags name."""
+    metric = load_function(args.metric, "--metric")
+    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
+    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
+    prompts = []
+    if args.eval_prompts:
+        prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
+    elif metric:
+        prompts = next(iter(eval_sets.values()), [])
+    return Data(rows, eval_sets, prompts, metric)
+
+
+def load(args, path, device):
+    """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
+    lm, tokenizer = load_model(args, path)
+    if lm.config.is_encoder_decoder:
+        raise InputError("--model is an encoder-decoder: dpo.py trains decoders; sft.py, ppo.py and ilql.py take both")
+    train_adapters(lm.to(device), args)
+    freeze(lm, args.num_layers_unfrozen)
+    return lm, tokenizer
+
+
+def encode(data, lm, tokenizer, args):
+    """Makes tokens of all rows, and forgets those that are only for evaluations where there are none."""
+    limit = max_positions(lm)
+    max_length = min(args.max_length, limit or args.max_length)
+    data.pairs, data.report = encode_pairs(data.rows, tokenizer, max_length, args, "--dataset")
+    for name, rows in data.eval_sets.items():
+        data.eval_sets[name], report = encode_pairs(rows, tokenizer, max_length, args, set_flag(name))
+        data.report += f"\n{set_prefix(name)[:-1]}: {report}"
+    if data.prompts and is_chat(data.prompts, ["chosen"]):
+        data.prompts = [row | {"prompt": prompt_messages(row)} for row in data.prompts]
+    if data.metric and not (data.prompts and "prompt" in data.prompts[0]):
+        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
+    if data.prompts:
+        data.prompts, data.queries = encode_prompts(
+            data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts"
+        )
+    if not (args.eval_every or args.check):
+        data.eval_sets = {}
+        data.prompts = []
+
+
+def load_ref(args, path, ref_path, lm, tokenizer, longest):
+    """The reference: the model at ref_path, or lm, that of path, as it is now; a copy of lm where training asks it."""
+    is_trained = ref_path is path and not isinstance(path, str)  # one object for both
+    if ref_path is not None and not is_trained:
+        return Reference(load_reference(args, ref_path, lm, tokenizer, longest))
+    if args.precompute_ref or args.reference_free:
+        return Reference(lm.eval())
+    return Reference(frozen_copy(lm))
+
+
+def shares_exactly(run, model, data, score, quantity, args):
+    """Whether --share-prompt changes no score of a pair, tried on three pairs of all sets."""
+    if not args.share_prompt or args.attn_implementation.startswith("flash"):
+        return False
+    pairs = [*data.pairs, *itertools.chain(*data.eval_sets.values())]
+    error = sharing_error(score, model, pairs)
+    if error <= (0.02 if args.dtype == "bfloat16" else 1e-4):
+        return True
+    run.say(f"--share-prompt is off: in this model it changes a {quantity} by {error:.1e}")
+    return False
 
 
 def make_optimizer(model, args):
@@ -1112,206 +799,148 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
+def summary(args, accelerator, lm, tokenizer, data, total_steps):
+    """What is trained on what, in a few lines."""
+    lines = []
+    if not any(trains_end(pair, tokenizer.eos_token_id) for pair in data.pairs):
+        lines.append(f"warning: no row trains the end token {tokenizer.eos_token}: responses will not end")
+    trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
+    lengths = sorted(map(longer_side, data.pairs))
+    chosen, rejected, prompt_length = data.pairs[0]
+    prompt = visible(tokenizer.decode(chosen[:prompt_length]))
+    chosen = visible(tokenizer.decode(chosen[prompt_length:]))
+    rejected = visible(tokenizer.decode(rejected[prompt_length:]))
+    epochs = total_steps * args.batch_size / len(data.pairs)
+    share = args.batch_size // accelerator.num_processes
+    lines += [
+        f"dpo: {lm.num_parameters():,} parameters, {trained:,} trained; reference: {describe_reference(args)}; "
+        f"{describe_layout(args, accelerator)}",
+        f"data: {data.report}",
+        f"tokens of the longer side: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+        f"first pair: [{prompt[-400:]}] | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
+        f"{total_steps} steps x {args.batch_size} pairs = {epochs:.1f} epochs; each step {share} pairs a process, "
+        f"at most {args.micro_batch_size} a forward pass",
+    ]
+    if args.stop:
+        lines[-1] += f"; stops: {list(args.stop)}"
+    return "\n".join(lines)
+
+
+def trains_end(pair, eos):
+    """Whether a response of the pair holds the end token."""
+    chosen, rejected, prompt_length = pair
+    return eos in chosen[prompt_length:] or eos in rejected[prompt_length:]
+
+
+def headline_metric(data, reference):
+    """The metric whose highest value marks the best checkpoint."""
+    if reference.means:
+        return f"eval/{next(iter(reference.means))}"
+    if data.eval_sets:
+        return f"{set_prefix(next(iter(data.eval_sets)))}rewards/accuracies"
+    return "rewards/accuracies"
+
+
+def describe_reference(args):
+    """What the reference is, and when it is asked."""
+    if args.reference_free:
+        return "none"
+    name = "the model as it is at the start" if args.ref_model is None else "of its own"
+    return f"{name}, scored once" if args.precompute_ref else f"{name}, kept"
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------------
+
+
 @closes_run
 def main(args):
-    """Trains; returns the newest value of every metric and the run directory."""
+    """Trains. Returns the newest value of every metric, and the run directory."""
     seed_libraries(args.seed, args.deterministic)  # before functions of the user run
-    # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
-    path, metric = build(args.model, "--model"), load_function(args.metric, "--metric") if args.metric else None
+    path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
-    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
-    eval_sets = load_sets(args.eval_dataset, "--eval-dataset") if args.eval_dataset else {}
-    prompts = next(iter(eval_sets.values()), []) if metric else []
-    if args.eval_prompts:
-        prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
-    world, device = accelerator.num_processes, accelerator.device
-    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
-    if args.batch_size % world:
-        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
-    if accelerator.mixed_precision == "fp16":
-        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
-    if accelerator.distributed_type == "FSDP" and (args.merge or not accelerator.is_fsdp2):
-        raise InputError("FSDP: set fsdp_version to 2, and leave out --merge, which needs whole weights")
-    lm, tokenizer = load_model(args, path)
-    if lm.config.is_encoder_decoder:
-        raise InputError("--model is an encoder-decoder: dpo.py trains decoders; sft.py, ppo.py and ilql.py take both")
-    limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    max_length = min(args.max_length, limit or args.max_length)
-    pairs, report = encode_pairs(rows, tokenizer, max_length, args, "--dataset")
-    for prefix, found in eval_sets.items():
-        flag = f"--eval-dataset {prefix[5:-1]}".strip()
-        eval_sets[prefix], note = encode_pairs(found, tokenizer, max_length, args, flag)
-        report += f"\n{prefix[:-1]}: {note}"
-    if prompts and isinstance(prompts[0].get("chosen"), list):
-        prompts = [row | {"prompt": prompt_messages(row)} for row in prompts]
-    if metric and "prompt" not in (prompts or [{}])[0]:
-        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
-    if prompts:
-        prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts")
-    total_steps = args.total_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
-    lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in pairs)
-    set_attention(lm, args, device, 2 * lengths[-1])
-    train_adapters(lm.to(device), args)
-    freeze(lm, args.num_layers_unfrozen)
-    reference = lm  # as long as it is not trained
-    if ref_path:
-        reference, ref_tokenizer = load_model(args, ref_path, "--ref-model")
-        if ref_tokenizer.get_vocab() != tokenizer.get_vocab() or reference.config.is_encoder_decoder:
-            raise InputError(f"--ref-model {args.ref_model} is of another kind or has another vocabulary than --model")
-        set_attention(reference, args, device, 2 * lengths[-1])
-    if reference is lm and not (args.precompute_ref or args.reference_free):
-        reference = copy.deepcopy(lm, {id(weight): weight for weight in lm.parameters() if not weight.requires_grad})
-    reference.eval().to(device)
-    if not (args.eval_every or args.check):
-        eval_sets, prompts = {}, []
+    data = read(args)
+    accelerator = launch(args)
+    lm, tokenizer = load(args, path, accelerator.device)
+    encode(data, lm, tokenizer, args)
+    longest = 2 * max(map(longer_side, data.pairs))
+    set_attention(lm, args, accelerator.device, longest)
+    reference = load_ref(args, path, ref_path, lm, tokenizer, longest)
 
-    # ---- run directory, device, what to continue from
-    threads = set_threads(args.threads)
     run = Run("dpo", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
-    if run.state:  # another number of threads gives other bits
-        threads = set_threads(args.threads or run.state["threads"])
-    share = args.share_prompt and not args.attn_implementation.startswith("flash")
-    if share:
-        error = sharing_error(pair_logprobs, lm, [pair for found in (pairs, *eval_sets.values()) for pair in found])
-        share = error <= (1e-4 if args.dtype != "bfloat16" else 0.02)
-        if not share:
-            run.say(f"--share-prompt is off: in this model it changes a log-probability by {error:.1e}")
-    if not any(tokenizer.eos_token_id in ids[prompt:] for *sides, prompt in pairs for ids in sides):
-        run.say(f"warning: no row trains the end token {tokenizer.eos_token}: responses will not end")
-    kind = "none" if args.reference_free else "of its own" if ref_path else "the model as it is at the start"
-    kind += "" if args.reference_free else ", scored once" if args.precompute_ref else ", kept"
-    first, prompt = pairs[0], pairs[0][2]
-    shown = [visible(tokenizer.decode(ids)) for ids in (first[0][:prompt], first[0][prompt:], first[1][prompt:])]
-    run.say(
-        f"dpo: {lm.num_parameters():,} parameters, "
-        f"{sum(w.numel() for w in lm.parameters() if w.requires_grad):,} trained; reference: {kind}; "
-        f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
-        f"data: {report}\ntokens of the longer side: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}\n"
-        f"first pair: [{shown[0][-400:]}] | chosen: {shown[1][:200]} | rejected: {shown[2][:200]}\n"
-        f"{total_steps} steps x {args.batch_size} pairs = {total_steps * args.batch_size / len(pairs):.1f} epochs; "
-        f"each step {args.batch_size // world} pairs a process, at most {args.micro_batch_size} a forward pass"
-        f"{f'; stops: {list(args.stop)}' if args.stop else ''}"
-    )
-
-    def measure(rows, outputs, output_ids):
-        call = rows, outputs, output_ids
-        return on_main(accelerator, call_metric, metric, args.metric, tokenizer, *call) if metric else {}
-
-    # ---- what the reference thinks and says, before anything is trained
-    sets = {"train": pairs if args.precompute_ref and not args.check else [], **eval_sets}
-    key = "" if args.reference_free else on_main(accelerator, fingerprint, reference)
-    ref_logprobs = {
-        name: torch.zeros(2, len(found), dtype=torch.float64, device=device) for name, found in sets.items()
-    }
-    for name in (name for name in sets if sets[name] and not args.reference_free):
-        ref_logprobs[name] = reference_logprobs(accelerator, run, reference, key, share, sets[name], args)
-    ref_means, ref_samples = {}, []
-    if prompts:
-        ref_means, ref_samples = evaluate_samples(accelerator, reference, tokenizer, prompts, queries, measure, args)
-    score_ref = None  # of a batch, where the whole was not scored
-    if not (args.precompute_ref or args.reference_free):
-        score_ref = functools.partial(pair_logprobs, reference.requires_grad_(False), share)
-    del reference
+    total_steps = args.total_steps or math.ceil(args.epochs * len(data.pairs) / args.batch_size)
+    share = shares_exactly(run, lm, data, pair_logprobs, "log-probability", args)
+    run.say(summary(args, accelerator, lm, tokenizer, data, total_steps))
+    ask_reference(run, reference, share, tokenizer, data, args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
-    frozen = frozen_weights(lm)
-    best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
-    if run.checkpoint:
-        unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
-    if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
-        raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
+    evaluates = bool(data.eval_sets or data.prompts)
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
     score = functools.partial(pair_logprobs, model, share)
-
-    @unsharded(model)
-    def evaluate(step):
-        model.eval()
-        metrics = {}
-        if prompts:
-            means, samples = evaluate_samples(accelerator, lm, tokenizer, prompts, queries, measure, args)
-            metrics = {f"eval/{key}": value for key, value in means.items()}
-            both = zip(samples, ref_samples, strict=True)
-            run.samples(step, [sample | {"reference": ref["output"]} for sample, ref in both])
-        for prefix, found in eval_sets.items():
-            policy = score_pairs(accelerator, score, found, args.micro_batch_size)
-            terms = pair_terms(policy, ref_logprobs[prefix], found, args).mean(1).tolist()
-            metrics |= {prefix + name: value for name, value in zip(TERMS, terms, strict=True)}
-        return metrics
-
-    eval_every = args.eval_every if eval_sets or prompts else 0
-    headline = f"eval/{next(iter(ref_means))}" if ref_means else f"{next(iter(eval_sets), '')}rewards/accuracies"
     if args.check:
-        evaluate(0)
+        evaluate(run, 0, model, score, tokenizer, data, reference, args)
         run.say("check passed")
         return {}, None
-    if run.begun == 0 and eval_every:
-        run.log(0, evaluate(0))
+    if run.evaluation_due(0):
+        run.log(0, evaluate(run, 0, model, score, tokenizer, data, reference, args))
+    headline = headline_metric(data, reference)
 
-    # ---- the algorithm
     for step in range(run.begun + 1, total_steps + 1):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         model.train()
         # 1. a batch of pairs, in keyed random order
-        drawn = stream_rows(args.seed, "data", len(pairs), (step - 1) * args.batch_size, args.batch_size)
-        count = sum(len(pairs[row][0]) - pairs[row][2] for row in drawn)  # tokens of the chosen responses
-        local = sorted(drawn[accelerator.process_index :: world], key=lambda row: len(pairs[row][0] + pairs[row][1]))
-        micro_batches = [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
+        batch = stream_rows(args.seed, "data", len(data.pairs), (step - 1) * args.batch_size, args.batch_size)
+        count = sum(len(data.pairs[row][0]) - data.pairs[row][2] for row in batch)  # tokens of the chosen responses
+        micro_batches = split_rows(accelerator, batch, data.pairs, args.micro_batch_size)
         # 2. loss = -1/B sum log sigmoid(beta (c - r)), Eq. 7 (or --loss-type; --sft-coef), and its gradient
-        sums = torch.zeros(len(TERMS), dtype=torch.float64, device=device)
+        sums = defaultdict(float)
         for rows in micro_batches:
-            micro_batch = [pairs[row] for row in rows]
+            micro_batch = [data.pairs[row] for row in rows]
             with nullcontext() if rows is micro_batches[-1] else accelerator.no_sync(model):
                 policy = score(micro_batch)
-                if score_ref:
-                    with torch.no_grad(), accelerator.autocast():
-                        ref = score_ref(micro_batch)
-                else:
-                    ref = torch.zeros_like(policy) if args.reference_free else ref_logprobs["train"][:, rows]
+                ref = batch_logprobs(accelerator, reference, share, rows, micro_batch)
                 terms = pair_terms(policy, ref, micro_batch, args)
-                loss = terms[0].sum() / args.batch_size - args.sft_coef * policy[0].sum() / count
-                accelerator.backward(loss * world)  # data-parallel training averages gradients over the processes
-            sums += terms.detach().double().sum(1)
+                loss = terms["loss"].sum() / args.batch_size - args.sft_coef * policy[0].sum() / count
+                # data-parallel training averages gradients over the processes, hence the factor
+                accelerator.backward(loss * accelerator.num_processes)
+            for name, values in terms.items():
+                sums[name] += values.detach().double().sum()
         # 3. a step of AdamW
+        lr = learning_rate(args, step - 1, total_steps)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step - 1, total_steps)
+            group["lr"] = lr
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        sums = accelerator.reduce(sums)
-        if not (sums.isfinite().all() and grad_norm.isfinite()):
-            bad = f"step {step}: loss {sums[0] / args.batch_size}, gradient norm {grad_norm}, rows {drawn}"
-            raise FloatingPointError(f"{bad}; the last checkpoint is intact")
+        sums = reduce_sums(accelerator, sums)
+        means = {name: value / args.batch_size for name, value in sums.items()}
+        if not (all(map(math.isfinite, means.values())) and grad_norm.isfinite()):
+            found = f"loss {means['loss']}, gradient norm {grad_norm}, rows {batch}"
+            raise FloatingPointError(f"step {step}: {found}; the last checkpoint is intact")
         optimizer.step()
         optimizer.zero_grad()
         # 4. evaluate, log, save
-        seconds = time.perf_counter() - begun
-        metrics = dict(zip(TERMS, (sums / args.batch_size).tolist(), strict=True))
-        nll = -sums[TERMS.index("logps/chosen")].item() / count  # mean over the tokens
-        metrics = {"train/loss": metrics.pop("loss") + args.sft_coef * nll, "train/nll": nll} | metrics
-        metrics |= {"train/epoch": step * args.batch_size / len(pairs)}
-        metrics |= {"optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
-        tokens = sum(len(ids) for row in drawn for ids in pairs[row][:2])
+        seconds = time.perf_counter() - start
+        nll = -sums["logps/chosen"] / count  # mean over the tokens
+        loss = means.pop("loss") + args.sft_coef * nll
+        metrics = {"train/loss": loss, "train/nll": nll, **means}
+        metrics |= {"train/epoch": step * args.batch_size / len(data.pairs), "optim/lr": lr}
+        metrics["optim/grad_norm"] = grad_norm.item()
+        tokens = sum(pair_length(data.pairs[row]) for row in batch)
         perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
-        perf |= {"perf/pairs_per_sec": args.batch_size / seconds}
-        if eval_every and (step % eval_every == 0 or step == total_steps):
-            metrics |= evaluate(step)
-            if best_score is None or metrics[headline] > best_score:
-                best_score, best_step = metrics[headline], step
+        perf["perf/pairs_per_sec"] = args.batch_size / seconds
+        if run.evaluation_due(step):
+            metrics |= evaluate(run, step, model, score, tokenizer, data, reference, args)
+            if run.is_best(step, metrics[headline]):
                 run.export(to_export(lm, args), tokenizer, "hf_model_best")
         run.log(step, metrics, perf)
-        shown = f"loss {metrics['train/loss']:.4f} | accuracy {metrics['rewards/accuracies']:.3f}"
-        run.status(step, total_steps, f"{shown} | margin {metrics['rewards/margins']:.3f} | {seconds:.2f} s")
-        stop = run.stop_requested()
-        if stop or step in (best_step, total_steps) or (args.save_every and step % args.save_every == 0):
-            run.save(step, *pack_state(model, optimizer, frozen, best_score=best_score, best_step=best_step))
-        if stop:
-            run.exit(step)
+        text = f"loss {loss:.4f} | accuracy {metrics['rewards/accuracies']:.3f}"
+        run.status(step, f"{text} | margin {metrics['rewards/margins']:.3f} | {seconds:.2f} s")
+        run.save_if_due(step)
 
-    # ---- export
     run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after DPO on {run.identity['flags']['dataset']}"
-    metrics = run.finish(headline, title, tokenizer.decode(first[0][:prompt]))
+    chosen, _, prompt_length = data.pairs[0]
+    metrics = run.finish(headline, title, tokenizer.decode(chosen[:prompt_length]))
     accelerator.end_training()
     return metrics, run.dir
 

@@ -34,18 +34,14 @@ Dimension key: B rows, T tokens of a row, A actions of a row, N actions of a bat
 """
 
 import copy
-import ctypes
-import inspect
 import itertools
-import json
 import math
 import os
-import re
 import sys
 import time
-import warnings
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
@@ -55,21 +51,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import safetensors.torch
 import torch
-from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BitsAndBytesConfig
-from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import logging as transformers_logging
-from transformers.utils.chat_template_utils import render_jinja_template
-from transformers.utils.peft_utils import find_adapter_config_file
 
-from common.checkpoint import InputError, build, cli, load_function, pack_state, spec_path, stop_if, unpack_state
-from common.logging import Run, closes_run, frozen_weights, on_main, visible
-from common.seeding import fast_cpu_matmul, rng, seed_libraries, set_threads, stream_rows, uniforms
+from common.cli import InputError, build, call_metric, cli, launch, load_function, spec_path, stop_if
+from common.data import (
+    encode_prompts,
+    have_bos,
+    is_chat,
+    load_rows,
+    load_sets,
+    row_segments,
+    set_flag,
+    set_prefix,
+    texts,
+    tokenize,
+)
+from common.logging import Run, closes_run, describe_layout, on_main, visible
+from common.models import (
+    as_decoder,
+    freeze,
+    lm_class,
+    load_model,
+    max_positions,
+    set_attention,
+    to_export,
+    train_adapters,
+    unsharded,
+)
+from common.sampling import evaluate_samples, text_arguments
+from common.seeding import rng, seed_libraries, stream_rows
 
 TASK = "benchmarks/tasks/randomwalks.py"
+HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 
 
 @dataclass
@@ -273,361 +287,6 @@ AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length ba
 steps_for_target_q_sync max_new_tokens decode_batch_size""".split()
 ZERO_OR_MORE = """lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature cql_scale awac_scale
 awac_beta""".split()
-CHUNK = 2**23  # logits of one chunk: 32 MB in float32
-
-
-# ---- Model -----------------------------------------------------------------------------------------------------------
-
-
-def load_pretrained(kind, args, path, flag, **options):
-    """(model, tokenizer, names of weights that the files lack) of an AutoModel class: finite weights, dropout off. path
-    may be that of a LoRA adapter; an encoder-decoder comes as one."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.get_logger("bitsandbytes").setLevel("ERROR")  # it complains where nobody asks for 4 bits
-    path, revision = spec_path(path) or path, args.revision if flag == "--model" else None  # of no other repository
-    path, hub = str(path) if isinstance(path, Path) else path, {"trust_remote_code": args.trust_remote_code}
-    source = args.tokenizer or getattr(path, "name_or_path", path)
-    for name, given in ((flag, path), ("--tokenizer", source)):
-        local = isinstance(given, str) and (given.startswith((".", "/", "~")) or given.count("/") > 1)
-        if local and not Path(given).exists():
-            raise InputError(f"{name} {given}: there is no such directory")
-        if isinstance(given, str) and Path(given, "hf_model").is_dir():
-            raise InputError(f"{name} {given} is a run directory: name {given}/hf_model")
-    base, files = adapter_base(path, revision), ("*token*", "vocab*", "*.model", "*.tiktoken")
-    if isinstance(source, str) and Path(source).is_dir() and not any(any(Path(source).glob(file)) for file in files):
-        if source != path or not base:
-            raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
-        source = base
-    options |= {"dtype": getattr(torch, args.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
-    if args.load_in_4bit:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=options["dtype"],
-        )  # fmt: skip
-        options["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
-    try:
-        if isinstance(tokenizer := source, str):
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision if source == path else None, **hub)
-        if kind is AutoModelForCausalLM and isinstance(path, str):
-            kind = lm_class(path, revision=revision, **hub)
-        options |= hub | {"revision": None if base else revision}
-        model, report = kind.from_pretrained(base or path, **options) if isinstance(path, str) else (path, {})
-        if base:  # whose own report knows nothing of what the base lacks
-            options = {"adapter_kwargs": {"revision": revision}, "ignore_mismatched_sizes": True}
-            found = model.load_adapter(path, **options).to_dict()
-            names = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
-            report = found | {"missing_keys": {*found["missing_keys"], *names & {*report["missing_keys"]}}}
-    except Exception as error:  # the libraries' errors have no common class
-        named = f"{flag} {path}" + f", an adapter of {base}," * bool(base) + f" --revision {revision}" * bool(revision)
-        named += f" --tokenizer {args.tokenizer}" * isinstance(args.tokenizer, str)
-        raise InputError(f"{named} cannot be loaded: {' '.join(str(error).split())}") from None
-    if hasattr(model, "get_base_model"):  # of peft's own class
-        model = model.get_base_model()
-        model._hf_peft_config_loaded = True
-    if args.load_in_4bit and getattr(model, "is_loaded_in_4bit", False):
-        from peft import prepare_model_for_kbit_training
-
-        prepare_model_for_kbit_training(model, args.gradient_checkpointing, {"use_reentrant": False})
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
-                setattr(module, name, 0.0)
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # an end token that doubles as padding is trained, too
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # of bitsandbytes, whose evaluations would repack the weights
-            module.support_avx512bf16_for_cpu = False
-    missing = sorted(report.get("missing_keys", ()))
-    broken = [f"{name} is of shape {[*a]}, expected {[*b]}" for name, a, b in report.get("mismatched_keys", ())]
-    broken += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    for adapter in getattr(model, "peft_config", {}).values():  # what would be lost, or stay random
-        if base and Path(base).is_dir():
-            adapter.base_model_name_or_path = str(Path(base).resolve())
-        if (adapter.task_type == "SEQ_CLS") != ("Sequence" in kind.__name__):
-            broken.append(f"the adapter is one for {adapter.task_type}, not for this kind of model")
-        broken += [f"adapters with {x} are not taken" for x in NOT_TAKEN if getattr(adapter, x, "none") not in UNUSED]
-    if len(tokenizer) > len(model.get_input_embeddings().weight):
-        broken.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
-    stop_if([f"{flag} {path}: {problem}" for problem in broken[:1]])
-    return model, tokenizer, missing
-
-
-NOT_TAKEN, UNUSED = ("bias", "trainable_token_indices", "ensure_weight_tying", "use_dora"), ("none", None, False)
-
-
-def adapter_base(path, revision=None):
-    """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
-    with suppress(OSError, ValueError, KeyError):
-        found = find_adapter_config_file(path, revision=revision) if isinstance(path, str) else None
-        return found and json.loads(Path(found).read_text())["base_model_name_or_path"]
-
-
-def lm_class(path, revision=None, **options):
-    """The AutoModel class of a language model, or of the base of a LoRA adapter: of an encoder-decoder or a decoder."""
-    base = adapter_base(path, revision)
-    config = AutoConfig.from_pretrained(base or path, revision=None if base else revision, **options)
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-
-
-def load_model(args, path, flag="--model"):
-    """The language model and its tokenizer, with a padding token."""
-    model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
-    stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
-    if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
-        raise InputError(f"{flag} {path} is a classifier: name a language model")
-    if tokenizer.eos_token_id is None:
-        raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    ends = model.generation_config.eos_token_id  # so that the exported model ends where it was trained to
-    if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-    # a strided slice times a frozen weight makes CPU kernels copy the weight for every row
-    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
-    return model, tokenizer
-
-
-def blocks(lm):
-    """The transformer blocks, of an encoder-decoder those of the decoder: the longest ModuleList that lies in no other
-    (as experts of a block do)."""
-    lm = lm.get_decoder() if lm.config.is_encoder_decoder else lm
-    found = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
-    return max((module for name, module in found if not any(map(str.isdigit, name))), key=len)
-
-
-def freeze(lm, num_layers_unfrozen):
-    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything). Returns the number of
-    frozen blocks."""
-    if num_layers_unfrozen < 0:
-        return 0
-    layers, ran = blocks(lm), []
-    if num_layers_unfrozen > len(layers):
-        raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
-    depth = len(layers) - num_layers_unfrozen
-    lm.requires_grad_(False)
-    layers[depth:].requires_grad_(True)
-    hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
-    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False, logits_to_keep=1)
-    for hook in hooks:
-        hook.remove()
-    for module in ran[ran.index(layers[-1]) + 1 :]:  # what runs after the blocks: the norm, the output layer
-        if num_layers_unfrozen and module is not lm.get_output_embeddings():
-            for weight in module.parameters(recurse=False):
-                weight.requires_grad_(True)
-    return depth
-
-
-def train_adapters(lm, args, heads=()):
-    """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
-    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them.
-    Adapters are at least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
-    loaded = getattr(lm, "_hf_peft_config_loaded", False)
-    if loaded and (args.lora_r or args.num_layers_unfrozen != -1):
-        raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
-    if args.load_in_4bit and not (args.lora_r or loaded):
-        raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
-    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
-        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
-    if args.lora_r:
-        from peft import LoraConfig
-
-        kind = "SEQ_CLS" if heads else "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
-        targets = "all-linear" if tuple(args.lora_targets) == ("all-linear",) else list(args.lora_targets)
-        options = {"task_type": kind, "target_modules": targets, "modules_to_save": list(heads) or None}
-        options["revision"], names = args.revision, [f".{name}" for name, _ in lm.named_modules()]
-        lost = [x for x in targets if targets != "all-linear" and not any(n.endswith(f".{x}") for n in names)]
-        stop_if([f"--lora-targets {x}: no module of --model has this name" for x in lost])
-        adapters = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, **options)
-        if not (lm.name_or_path or args.merge):
-            raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")
-        if Path(lm.name_or_path).is_dir():  # found from everywhere
-            lm.name_or_path = str(Path(lm.name_or_path).resolve())
-        try:
-            with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
-                lm.add_adapter(adapters)
-        except ValueError as error:
-            raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
-    if not (args.lora_r or loaded):
-        return stop_if(["--merge: there are no adapters to merge: add --lora-r"] * args.merge)
-    for name, weight in lm.named_parameters():
-        weight.requires_grad_("lora_" in name or "modules_to_save" in name)
-        if "lora_" in name:
-            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-        if args.lora_r and ".lora_A." in name:  # torch's default, but keyed: the same on every process
-            bound = weight.shape[1] ** -0.5
-            values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
-            weight.data.copy_(torch.from_numpy(values))
-    if not any("lora_" in name for name, _ in lm.named_parameters()):
-        raise InputError("--model is an adapter of another kind than LoRA")
-    weights = [id(weight) for _, weight in lm.named_parameters(remove_duplicate=False)]
-    changed = [getattr(layer, "base_layer", getattr(layer, "original_module", None)) for layer in lm.modules()]
-    if args.merge and any(weights.count(id(layer.weight)) > 1 for layer in changed if hasattr(layer, "weight")):
-        raise InputError("--merge: an adapted layer shares its weight with another one: export the adapters alone")
-
-
-def to_export(lm, args):
-    """The model to export; with --merge a copy whose adapters are part of the weights."""
-    if not args.merge:
-        return lm
-    lm = copy.deepcopy(lm)
-    lm._weight_conversions = None  # those of an adapter that was loaded would rename the weights
-    for name, layer in list(lm.named_modules()):
-        if hasattr(layer, "get_base_layer"):
-            layer.merge()
-            lm.set_submodule(name, layer.get_base_layer())
-        elif hasattr(layer, "modules_to_save"):
-            lm.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
-    lm._hf_peft_config_loaded = False
-    return lm
-
-
-class Seq2Seq:
-    """Mixin that lets an encoder-decoder be called as a decoder is, with the query left-padded and the response behind
-    it: the last logits_to_keep - 1 tokens of input_ids. The encoder reads the query, moved to the left, since some
-    encoders count padding as positions; the decoder reads its start token and the response. So the logits are those of
-    the response tokens and of the one behind, whatever the family. A call without logits_to_keep is the model's own."""
-
-    def forward(self, *inputs, **options):
-        if "logits_to_keep" not in options:
-            return super().forward(*inputs, **options)
-        ids, cache, start = options["input_ids"], options.get("past_key_values"), self.config.decoder_start_token_id
-        width = ids.shape[1] + 1 - options["logits_to_keep"] if cache is None else cache.query_width
-        mask = options.get("attention_mask", torch.ones_like(ids))[:, :width]
-        order, mask = (mask == 0).byte().argsort(dim=1, stable=True), mask.sort(1, descending=True).values
-        if cache is None:
-            states = self.get_encoder()(input_ids=ids[:, :width].gather(1, order), attention_mask=mask)[0]
-            ids = torch.cat([torch.full_like(ids[:, :1], start), ids[:, width:]], 1)
-        else:  # the cache holds what the decoder has read of it
-            states = cache.encoded.expand(len(ids), -1, -1)
-        inputs = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask, "decoder_input_ids": ids}
-        output = super().forward(**inputs, past_key_values=cache, use_cache=options["use_cache"])
-        if cache is None and options["use_cache"]:
-            output.past_key_values.query_width, output.past_key_values.encoded = width, states[:1]
-        return output
-
-
-def as_decoder(lm):
-    """An encoder-decoder with the calls of Seq2Seq; any other model as it is."""
-    if lm.config.is_encoder_decoder and not isinstance(lm, Seq2Seq):
-        if getattr(lm.config, "decoder_start_token_id", None) is None:
-            raise InputError("the configuration of the encoder-decoder has no decoder_start_token_id")
-        lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
-    return lm
-
-
-class PolicyWithQ(nn.Module):
-    """A language model `lm` with `v_head`, `q_heads` and `target_q_heads` on the hidden states that its output
-    embedding reads. A head is Linear (H, 2H), ReLU, Linear (2H, 1 or V), at least in float32."""
-
-    def __init__(self, lm, two_qs=True, seed=0):
-        super().__init__()
-        self.lm, (vocabulary, width) = lm, lm.get_output_embeddings().weight.shape
-        self.chunked_lm_head = True
-        self._no_split_modules = lm._no_split_modules  # accelerate shards by these blocks
-        heads = []
-        for number, size in enumerate([1, vocabulary, vocabulary][: 2 + two_qs]):
-            head = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, size))
-            for i, weight in enumerate(head.parameters()):
-                bound = head[i // 2 * 2].in_features ** -0.5  # torch's default, but keyed: the same on every process
-                values = rng(seed, "ilql_heads", number, i).uniform(-bound, bound, weight.shape)
-                weight.data = torch.from_numpy(values).to(torch.promote_types(lm.dtype, torch.float32))
-            heads.append(head.to(lm.device))
-        self.v_head, self.q_heads = heads[0], nn.ModuleList(heads[1:])
-        self.target_q_heads = copy.deepcopy(self.q_heads).requires_grad_(False)
-
-    def forward(self, batch, args):
-        return ilql_losses(self, batch, args)
-
-    @contextmanager
-    def guided(self, beta, top_k=0, top_p=1.0, advantage_clip=None, logit_mask=None):
-        """Inside, `lm` returns the logits of `shape_logits`, so what samples from it (`lm.generate`, `sample`) samples
-        from the policy with this beta; give `generate` top_k=0, or it keeps the 50 likeliest of the shaped policy.
-        logit_mask: bool (V, V), True where the column must not follow the row; a row of True forbids nothing."""
-        hidden = []
-        if logit_mask is not None:
-            logit_mask = (logit_mask & ~logit_mask.all(1, keepdim=True)).to(self.lm.device)
-
-        def shape(_, inputs, options, output):
-            with torch.autocast(output.logits.device.type, enabled=False):  # the heads keep float32
-                states = hidden.pop().to(self.v_head[0].weight.dtype)
-                q = torch.stack([head(states) for head in self.target_q_heads]).amin(0)
-                v = self.v_head(states)[..., 0]
-            forbidden = None
-            if logit_mask is not None:
-                ids = options["input_ids"] if "input_ids" in options else inputs[0]
-                forbidden = logit_mask[ids[:, -q.shape[1] :]]
-            output.logits = shape_logits(output.logits, q, v, beta, top_k, top_p, advantage_clip, forbidden)
-            return output
-
-        record = self.lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
-        hooks = record, self.lm.register_forward_hook(shape, with_kwargs=True)
-        try:
-            yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def head_weights(self):
-        return {name: weight for name, weight in self.state_dict().items() if "head" in name.partition(".")[0]}
-
-    @classmethod
-    def load(cls, directory, **options):
-        """The exported model of a run, `<run>/hf_model`, with its heads. options: those of from_pretrained."""
-        with safetensors.safe_open(Path(directory) / "ilql_heads.safetensors", "pt") as file:
-            two_qs = "q_heads.1.0.weight" in file.keys()
-        kind = lm_class(str(directory), **options)
-        model = cls(as_decoder(kind.from_pretrained(directory, **options)), two_qs)
-        model.load_heads(directory)
-        return model
-
-    def load_heads(self, directory):
-        try:
-            weights = safetensors.torch.load_file(Path(directory) / "ilql_heads.safetensors")
-            if self.head_weights().keys() != weights.keys():
-                raise RuntimeError(f"it is of --{'' if 'q_heads.1.0.weight' in weights else 'no-'}two-qs")
-            self.load_state_dict(self.state_dict() | weights)
-        except (RuntimeError, safetensors.SafetensorError) as error:
-            raise InputError(f"{directory}/ilql_heads.safetensors does not fit the model: {error}") from None
-
-
-def hidden_states(lm, ids, query_mask=None, logits=False):
-    """(what the output embedding reads (B, T, H), logits (B, T, V) or None) of right-padded rows (B, T).
-
-    Without logits, the output embedding gets one position of each row. No mask is passed: no token sees the padding
-    behind it, and what is at the padding is not read. An encoder-decoder needs query_mask (B, Q), of the left-padded
-    tokens for its encoder; of the R tokens behind them, with the start token, it returns R + 1 states.
-    """
-    found, inputs = [], {"input_ids": ids, "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)}
-    if query_mask is not None:
-        response = ids.shape[1] - query_mask.shape[1]
-        inputs |= {"attention_mask": F.pad(query_mask.long(), (0, response), value=1), "logits_to_keep": response + 1}
-
-    def keep(_, inputs):
-        found.append(inputs[0])
-        return inputs if logits else (inputs[0][:, :1].contiguous(), *inputs[1:])  # see load_model
-
-    hook = lm.get_output_embeddings().register_forward_pre_hook(keep)
-    try:
-        output = lm(**inputs, use_cache=False)
-    finally:
-        hook.remove()
-    if found[0].shape[:2] != (len(ids), inputs.get("logits_to_keep", ids.shape[1])):
-        raise InputError("--model adds tokens to a row, or leaves some out: ilql.py cannot place the actions")
-    return found[0], output.logits if logits else None
-
-
-@torch.no_grad()
-def lm_head_error(lm, ids):
-    """Largest difference, relative to the largest logit, between the logits and what the output embedding makes of the
-    hidden states, made 100 times as large: not zero in families that scale or cap their logits (Cohere, Granite, Gemma
-    2)."""
-    head, found = lm.get_output_embeddings(), []
-    hook = head.register_forward_pre_hook(lambda _, inputs: found.append(100 * inputs[0]) or (found[0], *inputs[1:]))
-    logits = lm(input_ids=ids, use_cache=False, logits_to_keep=ids.shape[1]).logits
-    hook.remove()
-    return ((head(found[0]) - logits).abs().max() / logits.abs().max()).item()
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -666,103 +325,6 @@ def polyak_update(target, online, alpha):
         slow.lerp_(fast, alpha)
 
 
-def chosen_q(head, states, actions):
-    """Q(s, a) (N,) of states (N, H) and actions (N,), from the rows of the last layer that the actions need."""
-    last = head[-1]
-    return (head[:-1](states) * F.embedding(actions, last.weight)).sum(-1) + last.bias[actions]
-
-
-class ChunkedNLL(torch.autograd.Function):
-    """weights * -log softmax(x weight^T + bias)[action] of rows x (N, H): (N,), with CHUNK logits at a time.
-
-    The gradient is computed on the way forward, while the logits of a chunk are there, so that they neither stay nor
-    are computed twice. It is right where all rows get the same gradient, as those of a sum or a mean do.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, actions, weights, training):
-        trained = zip((x, weight, bias), ctx.needs_input_grad[:3], strict=True)
-        dx, dweight, dbias = (torch.zeros_like(t) if need and training else None for t, need in trained)
-        losses = torch.empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        for rows in torch.arange(len(x), device=x.device).split(max(1, CHUNK // len(weight))):
-            chosen = actions[rows, None]
-            slopes = F.linear(x[rows], weight, bias)  # logits; one name, so that few of its size live at a time
-            kind, slopes = slopes.dtype, slopes.to(losses.dtype).log_softmax(-1)
-            losses[rows] = -slopes.gather(-1, chosen)[:, 0] * weights[rows]
-            slopes = slopes.exp_().scatter_add_(-1, chosen, -torch.ones_like(slopes[:, :1]))
-            slopes = slopes.mul_(weights[rows, None]).to(kind)
-            if dx is not None:
-                dx[rows] = (slopes @ weight).to(dx.dtype)
-            if dweight is not None:
-                dweight += slopes.T @ x[rows]
-            if dbias is not None:
-                dbias += slopes.sum(0)
-        ctx.save_for_backward(dx, dweight, dbias)
-        return losses
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if (gradient != gradient[0]).any():
-            raise ValueError("ChunkedNLL: the rows must have equal gradients")
-        return *(None if slope is None else slope * gradient[0] for slope in ctx.saved_tensors), None, None, None
-
-
-def ilql_losses(policy, batch, args):
-    """{name: (N,)} of losses and statistics, one number for each action of the batch. Those of Q are summed over the
-    heads, as in trlX and the authors' code."""
-    hidden, logits = hidden_states(policy.lm, batch.ids, batch.query_mask, logits=not policy.chunked_lm_head)
-    rows, at = torch.arange(len(batch.ids), device=batch.ids.device)[:, None], batch.mask.nonzero(as_tuple=True)
-    actions, not_done = batch.actions[at], batch.not_done[at]
-    hidden = hidden[rows, batch.states]  # (B, A + 1, H)
-    with torch.autocast(hidden.device.type, enabled=False):  # the heads keep float32
-        states = hidden.to(policy.v_head[0].weight.dtype)
-        values = policy.v_head(states)[..., 0]
-        states, v, next_v = states[at], values[at], values[:, 1:][at]  # (N, H), (N,), (N,)
-        q = torch.stack([chosen_q(head, states, actions) for head in policy.q_heads])
-        with torch.no_grad():
-            targets = torch.stack([chosen_q(head, states, actions) for head in policy.target_q_heads])
-        target_q = targets.amin(0)
-        advantages, rewards = target_q - v.detach(), batch.rewards[at].to(v.dtype)
-        td_errors = q - ilql_targets(rewards, next_v, not_done, args.gamma)
-    loss_q, loss_v = td_errors.square().sum(0), expectile_loss(target_q - v, args.tau)
-    # the products with the vocabulary are most of the work: under autocast they have its type
-    layer, weighting = policy.lm.get_output_embeddings(), (args.awac_beta, args.awac_clip)
-    weights, training = (args.awac_beta * advantages).exp().clamp(max=args.awac_clip), torch.is_grad_enabled()
-    chunked = len(actions) * policy.q_heads[0][-1].out_features > CHUNK
-    if chunked:
-        ones, lasts = torch.ones_like(weights), [(head[:-1](states), head[-1]) for head in policy.q_heads]
-        loss_cql = sum(ChunkedNLL.apply(x, w.weight, w.bias, actions, ones, training) for x, w in lasts)
-    else:
-        loss_cql = sum(cql_loss(head(states), actions) for head in policy.q_heads)
-    if logits is not None:
-        loss_awac = awac_loss(logits[rows, batch.states][at], actions, advantages, *weighting)
-    elif chunked:
-        loss_awac = ChunkedNLL.apply(hidden[at], layer.weight, layer.bias, actions, weights, training)
-    else:
-        loss_awac = awac_loss(layer(hidden[at]), actions, advantages, *weighting)
-    with torch.no_grad():
-        error, end = td_errors.abs().mean(0), ~not_done
-        statistics = v, q.mean(0), target_q, advantages, (q - targets).mean(0), weights
-        statistics += v.square(), advantages.square(), error * end, error * not_done, end
-    loss = loss_q + loss_v + args.cql_scale * loss_cql + args.awac_scale * loss_awac
-    return dict(zip(TERMS, (loss, loss_q, loss_v, loss_cql, loss_awac, *statistics), strict=True))
-
-
-TERMS = """loss loss_q loss_v loss_cql loss_awac values qvalues target_qvalues advantages target_gap awac_weight
-squared_values squared_advantages end_errors inner_errors ends""".split()
-
-
-def loss_metrics(sums, count):
-    """The metrics of sums over TERMS and of the number of actions. target_gap: Q - Q^."""
-    mean = dict(zip(TERMS, (sums / count).tolist(), strict=True))
-    found = {f"losses/{name}": mean[name] for name in TERMS[:5]} | {f"{name}/mean": mean[name] for name in TERMS[5:11]}
-    for name in ("values", "advantages"):
-        found[f"{name}/std"] = max(0.0, mean[f"squared_{name}"] - mean[name] ** 2) ** 0.5
-    found["td_error/end"] = mean["end_errors"] / mean["ends"] if mean["ends"] else 0.0
-    found["td_error/inner"] = mean["inner_errors"] / (1 - mean["ends"]) if mean["ends"] < 1 else 0.0
-    return found
-
-
 def shape_logits(logits, q, v, beta, top_k=0, top_p=1.0, advantage_clip=None, forbidden=None):
     """log pi(a | s) + beta min(Q(s, a) - V(s), advantage_clip): the policy that ILQL samples from.
 
@@ -778,8 +340,10 @@ def shape_logits(logits, q, v, beta, top_k=0, top_p=1.0, advantage_clip=None, fo
         ranked, order = logits.softmax(-1).sort(descending=True, stable=True)
         drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
-    largest = math.inf if advantage_clip is None else advantage_clip
-    return logits.log_softmax(-1) + beta * (q - v[..., None]).clamp(max=largest)
+    advantages = q - v[..., None]
+    if advantage_clip is not None:
+        advantages = advantages.clamp(max=advantage_clip)
+    return logits.log_softmax(-1) + beta * advantages
 
 
 def learning_rate(args, step, total_steps):
@@ -794,191 +358,266 @@ def learning_rate(args, step, total_steps):
     return args.lr + (args.lr_final - args.lr) * progress
 
 
-# ---- Data ------------------------------------------------------------------------------------------------------------
+# ---- Products with the vocabulary ------------------------------------------------------------------------------------
+
+CHUNK = 2**23  # logits of one chunk: 32 MB in float32
 
 
-def load_rows(data, flag):
-    """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
-    path, rows = spec_path(data), data
-    if path and path.suffix == ".jsonl":
+def chosen_q(head, states, actions):
+    """Q(s, a) (N,) of states (N, H) and actions (N,), from the rows of the last layer that the actions need."""
+    last = head[-1]
+    return (head[:-1](states) * F.embedding(actions, last.weight)).sum(-1) + last.bias[actions]
+
+
+class ChunkedNLL(torch.autograd.Function):
+    """weights * -log softmax(x weight^T + bias)[action] of rows x (N, H): (N,), with CHUNK logits at a time.
+
+    The gradient is computed on the way forward, while the logits of a chunk are there, so that they neither stay nor
+    are computed twice. It is right where all rows get the same gradient, as those of a sum or a mean do.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, actions, weights, training):
+        needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
+        dx = torch.zeros_like(x) if needs_dx and training else None
+        dweight = torch.zeros_like(weight) if needs_dweight and training else None
+        dbias = torch.zeros_like(bias) if needs_dbias and training else None
+        losses = torch.empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        for rows in torch.arange(len(x), device=x.device).split(max(1, CHUNK // len(weight))):
+            losses[rows], slopes = nll_and_slopes(F.linear(x[rows], weight, bias), actions[rows], weights[rows])
+            if dx is not None:
+                dx[rows] = (slopes @ weight).to(dx.dtype)
+            if dweight is not None:
+                dweight += slopes.T @ x[rows]
+            if dbias is not None:
+                dbias += slopes.sum(0)
+            del slopes  # few tensors of this size live at a time
+        ctx.save_for_backward(dx, dweight, dbias)
+        return losses
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if (gradient != gradient[0]).any():
+            raise ValueError("ChunkedNLL: the rows must have equal gradients")
+        gradients = []
+        for slope in ctx.saved_tensors:
+            gradients.append(None if slope is None else slope * gradient[0])
+        return *gradients, None, None, None  # none of actions, weights, training
+
+
+def nll_and_slopes(logits, actions, weights):
+    """weights * -log softmax(logits)[action] (N,), at least in float32, and its gradient by the logits (N, V)."""
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    chosen = actions[:, None]
+    losses = -logprobs.gather(-1, chosen)[:, 0] * weights
+    slopes = logprobs.exp_()  # in place, as what follows: softmax - 1[action], weighted
+    slopes.scatter_add_(-1, chosen, -torch.ones_like(slopes[:, :1]))
+    slopes.mul_(weights[:, None])
+    return losses, slopes.to(logits.dtype)
+
+
+def chunked_nll(layer, x, actions, weights):
+    """ChunkedNLL of a linear layer."""
+    return ChunkedNLL.apply(x, layer.weight, layer.bias, actions, weights, torch.is_grad_enabled())
+
+
+# ---- Heads -----------------------------------------------------------------------------------------------------------
+
+
+class PolicyWithQ(nn.Module):
+    """A language model `lm` with `v_head`, `q_heads` and `target_q_heads` on the hidden states that its output
+    embedding reads. A head is Linear (H, 2H), ReLU, Linear (2H, 1 or V), at least in float32."""
+
+    def __init__(self, lm, two_qs=True, seed=0):
+        super().__init__()
+        self.lm = lm
+        self.chunked_lm_head = True
+        self._no_split_modules = lm._no_split_modules  # accelerate shards by these blocks
+        vocabulary, width = lm.get_output_embeddings().weight.shape
+        sizes = [1, vocabulary, vocabulary] if two_qs else [1, vocabulary]
+        heads = []
+        for number, size in enumerate(sizes):
+            head = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, size))
+            draw_head(head, seed, number, torch.promote_types(lm.dtype, torch.float32))
+            heads.append(head.to(lm.device))
+        self.v_head = heads[0]
+        self.q_heads = nn.ModuleList(heads[1:])
+        self.target_q_heads = copy.deepcopy(self.q_heads).requires_grad_(False)
+
+    def forward(self, batch, args):
+        return ilql_losses(self, batch, args)
+
+    @contextmanager
+    def guided(self, beta, top_k=0, top_p=1.0, advantage_clip=None, logit_mask=None):
+        """Inside, `lm` returns the logits of `shape_logits`, so what samples from it (`lm.generate`) samples from the
+        policy with this beta; give `generate` top_k=0, or it keeps the 50 likeliest of the shaped policy.
+        logit_mask: bool (V, V), True where the column must not follow the row; a row of True forbids nothing."""
+        hidden = []
+        if logit_mask is not None:
+            logit_mask = (logit_mask & ~logit_mask.all(1, keepdim=True)).to(self.lm.device)
+
+        def record(module, inputs):
+            hidden.append(inputs[0])
+
+        def shape(module, inputs, options, output):
+            with torch.autocast(output.logits.device.type, enabled=False):  # the heads keep float32
+                states = hidden.pop().to(self.v_head[0].weight.dtype)
+                q = torch.stack([head(states) for head in self.target_q_heads]).amin(0)
+                v = self.v_head(states)[..., 0]
+            forbidden = None
+            if logit_mask is not None:
+                ids = options["input_ids"] if "input_ids" in options else inputs[0]
+                forbidden = logit_mask[ids[:, -q.shape[1] :]]
+            output.logits = shape_logits(output.logits, q, v, beta, top_k, top_p, advantage_clip, forbidden)
+            return output
+
+        recording = self.lm.get_output_embeddings().register_forward_pre_hook(record)
+        shaping = self.lm.register_forward_hook(shape, with_kwargs=True)
         try:
-            lines, rows = path.read_text(encoding="utf-8-sig").split("\n"), []
-        except UnicodeDecodeError as error:
-            raise InputError(f"{flag} {data} is not UTF-8: {error}") from None
-        for number, line in enumerate(lines, 1):
-            try:
-                rows += [json.loads(line, strict=False)] if line.strip() else []
-            except ValueError as error:
-                raise InputError(f"{flag} {data}:{number} is not valid JSON: {error}") from None
-    elif isinstance(data, str):
-        import datasets
+            yield self
+        finally:
+            recording.remove()
+            shaping.remove()
 
-        kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-        name, _, split = data.partition(":")
+    def head_weights(self):
+        return {name: weight for name, weight in self.state_dict().items() if "head" in name.partition(".")[0]}
+
+    @classmethod
+    def load(cls, directory, **options):
+        """The exported model of a run, `<run>/hf_model`, with its heads. options: those of from_pretrained."""
+        with safetensors.safe_open(Path(directory) / HEADS_FILE, "pt") as file:
+            two_qs = "q_heads.1.0.weight" in file.keys()
+        auto_class = lm_class(str(directory), **options)
+        policy = cls(as_decoder(auto_class.from_pretrained(directory, **options)), two_qs)
+        policy.load_heads(directory)
+        return policy
+
+    def load_heads(self, directory):
         try:
-            if path and path.is_dir():
-                rows = datasets.load_from_disk(str(path))
-            elif kind := kinds.get(Path(data.removesuffix(".gz")).suffix):
-                rows = datasets.load_dataset(kind, data_files=str(path or data), split="train")
-            elif path:
-                raise ValueError(f"expected a name that ends with {', '.join(kinds)}")
-            else:
-                rows = datasets.load_dataset(name, split=split or "train")
-        except Exception as error:  # the library's errors have no common class
-            raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
-    if isinstance(rows, dict):
-        raise InputError(f"{flag} {data} holds several splits ({', '.join(rows)}): name the directory of one")
-    rows = list(rows)
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or row.keys() != rows[0].keys():
-            found = list(row) if isinstance(row, dict) else repr(row)[:60]
-            raise InputError(f"{flag} row {number} is {found}, expected a mapping with the columns of row 1")
-    if not rows:
-        raise InputError(f"{flag} {data} holds no rows")
-    return rows
+            weights = safetensors.torch.load_file(Path(directory) / HEADS_FILE)
+            if self.head_weights().keys() != weights.keys():
+                flag = "--two-qs" if "q_heads.1.0.weight" in weights else "--no-two-qs"
+                raise RuntimeError(f"it is of {flag}")
+            self.load_state_dict(self.state_dict() | weights)
+        except (RuntimeError, safetensors.SafetensorError) as error:
+            raise InputError(f"{directory}/{HEADS_FILE} does not fit the model: {error}") from None
 
 
-def load_sets(spec, flag):
-    """{prefix of the metrics: rows} of the evaluation sets: "eval/" for a single one, "eval/<name>/" for several, which
-    are a mapping, or sources joined by commas and named by stem, split or function."""
-    # a comma before key= lies between the options of a function
-    parts = list(filter(None, re.split(r",\s*(?!\w+=)", spec))) if isinstance(spec, str) else []
-    names = [part.split(":")[1] if ":" in part else Path(part).stem for part in parts]
-    if len(set(names)) < len(names):
-        raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
-    data = dict(zip(names, parts, strict=True)) if len(parts) > 1 else build(spec, flag)
-    if not isinstance(data, dict):
-        return {"eval/": load_rows(data, flag)}
-    return {f"eval/{name}/": load_rows(build(rows, flag), f"{flag} {name}") for name, rows in data.items()}
+def draw_head(head, seed, number, dtype):
+    """Fills the two linear layers of a head: torch's default, but keyed, so the same on every process."""
+    for i, weight in enumerate(head.parameters()):
+        layer = head[0] if i < 2 else head[2]
+        bound = layer.in_features**-0.5
+        values = rng(seed, "ilql_heads", number, i).uniform(-bound, bound, weight.shape)
+        weight.data = torch.from_numpy(values).to(dtype)
 
 
-def texts(rows, column, flag):
-    """The strings of a column."""
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get(column), str):
-            value = f"is {row[column]!r:.60}" if column in row else f"is missing among {list(row)}"
-            raise InputError(f"{flag} row {number}: {column!r} must be a string, it {value}")
-        if row[column].encode(errors="ignore").decode() != row[column]:
-            raise InputError(f"{flag} row {number}: {column!r} holds half a surrogate pair, which is no text")
-    return [row[column] for row in rows]
+def hidden_states(lm, ids, query_mask=None, logits=False):
+    """(what the output embedding reads (B, T, H), logits (B, T, V) or None) of right-padded rows (B, T).
 
+    Without logits, the output embedding gets one position of each row. No mask is passed: no token sees the padding
+    behind it, and states of padding are never read. An encoder-decoder needs query_mask (B, Q), of the left-padded
+    tokens for its encoder; of the R tokens behind them, with the start token, it returns R + 1 states.
+    """
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    inputs = {"input_ids": ids, "position_ids": positions}
+    if query_mask is not None:
+        response = ids.shape[1] - query_mask.shape[1]
+        inputs["attention_mask"] = F.pad(query_mask.long(), (0, response), value=1)
+        inputs["logits_to_keep"] = response + 1
+    read = []
 
-def have_bos(tokenizer, texts):
-    """Whether the texts already begin with the beginning token, as those that a chat template wrote do."""
-    return bool(tokenizer.bos_token) and all(text.startswith(tokenizer.bos_token) for text in texts)
+    def keep(module, inputs):
+        read.append(inputs[0])
+        if logits:
+            return inputs
+        return inputs[0][:, :1].contiguous(), *inputs[1:]  # a slice that is not would be slow, see contiguous_input
 
-
-def chat_text(tokenizer, messages, where, **options):
-    """The messages as the tokenizer's chat template writes them."""
-    if not tokenizer.chat_template:
-        raise InputError(f"{where}: the tokenizer has no chat template: save it with one, or take rows of plain text")
-    for message in messages if isinstance(messages, list) and messages else [None]:
-        known = isinstance(message, dict) and message.get("role") in ROLES
-        if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
-            kind = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
-            raise InputError(f"{where}: a chat is a list of {kind}, found {message!r:.80}")
+    hook = lm.get_output_embeddings().register_forward_pre_hook(keep)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # templates raise what they like
-        raise InputError(f"{where}: the chat template refuses the messages: {error}") from None
+        output = lm(**inputs, use_cache=False)
+    finally:
+        hook.remove()
+    if read[0].shape[:2] != (len(ids), inputs.get("logits_to_keep", ids.shape[1])):
+        raise InputError("--model adds tokens to a row, or leaves some out: ilql.py cannot place the actions")
+    return read[0], output.logits if logits else None
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+@torch.no_grad()
+def lm_head_error(lm, ids):
+    """Largest difference, relative to the largest logit, between the logits and what the output embedding makes of the
+    hidden states, made 100 times as large: not zero in families that scale or cap their logits (Cohere, Granite, Gemma
+    2)."""
+    output_layer = lm.get_output_embeddings()
+    enlarged = []
+
+    def enlarge(module, inputs):
+        enlarged.append(100 * inputs[0])
+        return enlarged[0], *inputs[1:]
+
+    hook = output_layer.register_forward_pre_hook(enlarge)
+    logits = lm(input_ids=ids, use_cache=False, logits_to_keep=ids.shape[1]).logits
+    hook.remove()
+    return ((output_layer(enlarged[0]) - logits).abs().max() / logits.abs().max()).item()
 
 
-def chat_pieces(tokenizer, messages, first, tools, where):
-    """The text of a chat in pieces, alternately without and with loss: the assistant's messages from number `first` on,
-    with the end of their turn; or what the template marks as generated, if it does."""
-    chat_text(tokenizer, messages, where, tools=tools)  # stops at what is no chat
-    pieces, turns = [], [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
-    if messages[-1]["role"] != "assistant":
-        raise InputError(f"{where}: the last message must be the assistant's, it is by {messages[-1]['role']!r}")
-    if re.search(r"\{%-?\s*generation\b", template := tokenizer.get_chat_template(tools=tools)):
-        options = {"chat_template": template, "tools": tools, "return_assistant_tokens_mask": True}
-        options |= tokenizer.special_tokens_map
-        chat, earlier = [{k: v for k, v in m.items() if v is not None} for m in messages], []  # as apply_chat_template
-        [text], [spans] = render_jinja_template([chat], **options)
-        if first:
-            chat_text(tokenizer, messages[: turns[0]], where, tools=tools)
-            _, [earlier] = render_jinja_template([chat[: turns[0]]], **options)
-        if not (spans := spans[len(earlier) :]):
-            raise InputError(f"{where}: the chat template marks nothing of the answers with {{% generation %}}")
-        edges = [0, *itertools.chain(*spans), len(text)]
-        return [text[begin:end] for begin, end in itertools.pairwise(edges)]
-    for i in turns:
-        options = {"tools": tools, "add_generation_prompt": True}
-        before = chat_text(tokenizer, messages[:i], where, **options) if i else ""
-        after, done = chat_text(tokenizer, messages[: i + 1], where, tools=tools), "".join(pieces)
-        if not (before.startswith(done) and after.startswith(before)):
-            problem = f"the chat template changes earlier turns when message {i + 1} follows"
-            how = "mark the answers in it with {% generation %}, or make a row of prompt and completion of each answer"
-            raise InputError(f"{where}: {problem}: {how}")
-        pieces += [before[len(done) :], after[len(before) :]]
-    return pieces
+# ---- Rows -> ids -----------------------------------------------------------------------------------------------------
 
 
-def row_pieces(rows, tokenizer, flag):
-    """The text of each row in pieces, alternately without and with loss."""
-    columns = rows[0]
-    if "messages" in columns:
-        chats = [(row["messages"], 0, row.get("tools")) for row in rows]
-    elif isinstance(columns.get("prompt"), list):
-        for number, row in enumerate(rows, 1):
-            prompt, completion = row["prompt"], row.get("completion")
-            if not (isinstance(prompt, list) and isinstance(completion, list) and completion):
-                raise InputError(f"{flag} row {number}: prompt and completion must be two lists of messages")
-        chats = [(row["prompt"] + row["completion"], len(row["prompt"]), row.get("tools")) for row in rows]
-    elif "dialogue" in columns:
-        for number, row in enumerate(rows, 1):
-            found = row["dialogue"] if isinstance(row["dialogue"], list) else None
-            if not found or len(found) % 2:
-                raise InputError(f"{flag} row {number}: 'dialogue' must be a list prompt, output, prompt, output, ...")
-            texts([{"dialogue": part} for part in found], "dialogue", f"{flag} row {number}, part of")
-        return [row["dialogue"] for row in rows]
-    elif "prompt" in columns or "completion" in columns:
-        return list(zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True))
-    else:
-        return [("", text) for text in texts(rows, "text", flag)]
-    return [chat_pieces(tokenizer, *chat, f"{flag} row {i}") for i, chat in enumerate(chats, 1)]
+def encode_segments(rows, tokenizer, flag, encoder=False):
+    """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
 
-
-FORMS = ("prompt", "completion", "dialogue")
-
-
-def encode_pieces(rows, tokenizer, flag, encoder=False):
-    """Yields (ids, begins) of each row: its tokens, where each piece of it (`row_pieces`) begins, and its length.
-
-    The pieces of a row are tokenised together; a piece begins at the longest common prefix with the tokens of what
-    precedes it, so a merge across the boundary belongs to the later piece. An empty prompt becomes the beginning token.
+    The segments of a row are tokenised together; one begins at the longest common prefix with the tokens of what
+    precedes it, so a merge across the boundary belongs to the later one. An empty prompt becomes the beginning token.
     The end token is appended once; in a chat the template ends the turns. encoder: the model has one, so prompt and
     output are tokenised apart, and the output always has an end token.
     """
-    chat, pieces = "messages" in rows[0] or isinstance(rows[0].get("prompt"), list), row_pieces(rows, tokenizer, flag)
-    bos, eos, plain = tokenizer.bos_token_id, tokenizer.eos_token_id, chat or rows[0].keys().isdisjoint(FORMS)
+    chat = is_chat(rows, ("messages", "prompt"))
+    has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
+    segments = row_segments(rows, tokenizer, flag)
+    bos = tokenizer.bos_token_id
     if encoder:
-        pieces = [parts[:2] if len(parts) == 3 and not parts[2].strip() else parts for parts in pieces]
-        if odd := [number for number, parts in enumerate(pieces, 1) if len(parts) != 2 or plain and not chat]:
-            raise InputError(f"{flag} row {odd[0]}: an encoder-decoder takes rows of one prompt and one output")
-        options = [{"text": [head for head, _ in pieces]}, {"text_target": [tail for _, tail in pieces]}]
-        both = [tokenizer(**texts, add_special_tokens=not chat)["input_ids"] for texts in options]
-        for head, tail in zip(*both, strict=True):
-            head, tail = head or [eos if bos is None else bos], tail if tail[-1:] == [eos] else [*tail, eos]
-            tail = tail[:-1] if tail[-2:] == [eos, eos] and not chat else tail
-            yield [*head, *tail], [0, len(head), len(head) + len(tail)]
+        prompts, outputs = prompts_and_outputs(segments, chat or has_prompt, flag)
+        heads = tokenize(tokenizer, prompts, not chat, end="template")
+        tails = tokenize(tokenizer, outputs, not chat, end="once", target=True)
+        for head, tail in zip(heads, tails, strict=True):
+            head = head or [tokenizer.eos_token_id if bos is None else bos]
+            end = len(head) + len(tail)
+            yield head + tail, [(0, len(head), False), (len(head), end, True)]
         return
-    whole, prefixes = ["".join(parts) for parts in pieces], ["".join(p[:i]) for p in pieces for i in range(1, len(p))]
-    options = {"add_special_tokens": not chat and not have_bos(tokenizer, whole)}
-    encoded, heads = tokenizer(whole, **options)["input_ids"], iter(tokenizer(prefixes, **options)["input_ids"])
-    ended = zip(heads, prefixes, strict=True)  # some tokenizers end every text
-    heads = (x[:-1] if x[-1:] == [eos] and not text.endswith(tokenizer.eos_token) else x for x, text in ended)
-    for ids, parts in zip(encoded, pieces, strict=True):
-        ids = ids if chat or ids[-1:] == [eos] else [*ids, eos]
-        ids = ids[:-1] if ids[-2:] == [eos, eos] and not chat else ids
-        begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in parts[1:]), len(ids)]
-        if begins[1] == 0 and bos is not None and not plain:
-            new = int(ids[0] != bos)
-            ids, begins = [bos] * new + ids, [0, *(max(1, begin + new) for begin in begins[1:])]
-        yield ids, begins
+    whole = ["".join(text for text, _ in row) for row in segments]
+    special_tokens = not chat and not have_bos(tokenizer, whole)
+    encoded = tokenize(tokenizer, whole, special_tokens, end="template" if chat else "once")
+    prefixes = []
+    for row in segments:
+        prefixes += itertools.accumulate(text for text, _ in row[:-1])
+    heads = iter(tokenize(tokenizer, prefixes, special_tokens, end="never"))
+    for ids, row in zip(encoded, segments, strict=True):
+        begins = [0]
+        for _ in row[1:]:
+            begins.append(len(os.path.commonprefix((ids, next(heads)))))
+        if has_prompt and bos is not None and begins[1] == 0:
+            if ids[0] != bos:
+                ids = [bos, *ids]
+                begins = [begin + 1 for begin in begins]
+            begins = [0, *(max(1, begin) for begin in begins[1:])]
+        ends = [*begins[1:], len(ids)]
+        yield ids, [(begin, end, trained) for begin, end, (_, trained) in zip(begins, ends, row, strict=True)]
+
+
+def prompts_and_outputs(segments, has_prompt, flag):
+    """The texts for the encoder and those for the decoder, of rows of one prompt and one output."""
+    prompts = []
+    outputs = []
+    for number, row in enumerate(segments, 1):
+        texts = [text for text, _ in row]
+        if len(texts) == 3 and not texts[2].strip():  # blanks that a chat template writes behind the answer
+            del texts[2]
+        if len(texts) != 2 or not has_prompt:
+            raise InputError(f"{flag} row {number}: an encoder-decoder takes rows of one prompt and one output")
+        prompts.append(texts[0])
+        outputs.append(texts[1])
+    return prompts, outputs
 
 
 @dataclass
@@ -1001,51 +640,93 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     """
     if "reward" not in rows[0]:
         raise InputError(f"{flag} row 1: 'reward' is missing among {list(rows[0])}")
-    if rows[0].keys().isdisjoint(("messages", *FORMS)):
-        plain = [{"prompt": "", "completion": text} for text in texts(rows, "text", flag)]
-        rows = [new | {k: v for k, v in row.items() if k != "text"} for new, row in zip(plain, rows, strict=True)]
-    encoded, episodes, cut = encode_pieces(rows, tokenizer, flag, encoder), [], 0
-    for number, (row, (ids, begins)) in enumerate(zip(rows, encoded, strict=True), 1):
-        where, truncated = f"{flag} row {number}", row.get("truncated")
-        room, over = max_length, max(0, begins[1] - max_length) if encoder else 0
-        if encoder:  # which reads the prompt, with its end token
-            del ids[begins[1] - 1 - over : begins[1] - 1]
-            begins = [0, *(begin - over for begin in begins[1:])]
-            room += begins[1]
+    if rows[0].keys().isdisjoint(("messages", "prompt", "completion", "dialogue")):
+        rows = texts_as_completions(rows, flag)
+    episodes = []
+    num_cut = 0
+    encoded = encode_segments(rows, tokenizer, flag, encoder)
+    for number, (row, (ids, spans)) in enumerate(zip(rows, encoded, strict=True), 1):
+        where = f"{flag} row {number}"
+        truncated = row.get("truncated")
         if truncated not in (None, 0, 1):
             raise InputError(f"{where}: 'truncated' must be true or false, it is {truncated!r:.60}")
-        last = begins[(len(begins) - 1) // 2 * 2 - 1]  # behind the last output a template with spans has more
-        if truncated and tokenizer.eos_token_id in ids[last:]:
-            ids = ids[: len(ids) - 1 - ids[::-1].index(tokenizer.eos_token_id)]
-            begins = [min(begin, len(ids)) for begin in begins]
-        outputs = [range(max(1, begins[i]), begins[i + 1]) for i in range(1, len(begins) - 1, 2)]
-        given = row["reward"] if isinstance(row["reward"], list) else [0.0] * (len(outputs) - 1) + [row["reward"]]
-        if not all(isinstance(r, Real) and abs(r) < 1e38 for r in given) or len(given) != len(outputs):
-            form = f"a finite number, or a list of {len(outputs)}, one for each output"
-            raise InputError(f"{where}: 'reward' must be {form}, it is {row['reward']!r:.60}")
-        rewards = {output[-1]: float(reward) for output, reward in zip(outputs, given, strict=True) if output}
-        actions, long = [place for output in outputs for place in output], len(ids) > room
-        if actions and any(reward and not output for output, reward in zip(outputs, given, strict=True)):
-            raise InputError(f"{where}: an output without tokens has a reward")
-        if long:
-            ids = ids[: max((place for place in actions if place <= room), default=0)]
-        actions = [place for place in actions if place < len(ids)]
-        cut += long or over > 0
+        outputs = [(begin, end) for begin, end, trained in spans if trained]
+        room = max_length
+        over = 0
+        if encoder:  # which reads the prompt
+            _, prompt_length, _ = spans[0]
+            over = max(0, prompt_length - max_length)
+            del ids[prompt_length - 1 - over : prompt_length - 1]  # the prompt keeps its end token
+            outputs = [(begin - over, end - over) for begin, end in outputs]
+            room += prompt_length - over
+        if truncated:
+            ids = without_end(ids, outputs[-1][0], tokenizer.eos_token_id)
+        places = [range(max(1, begin), min(end, len(ids))) for begin, end in outputs]  # nothing predicts the first
+        received = place_rewards(row["reward"], places, where)
+        actions = list(itertools.chain(*places))
+        too_long = len(ids) > room
+        if too_long:
+            last_state = max((place for place in actions if place <= room), default=0)
+            ids = ids[:last_state]
+            actions = [place for place in actions if place < len(ids)]
+        if too_long or over > 0:
+            num_cut += 1
         if actions:
-            received = [rewards.get(place, 0.0) for place in actions]
-            episodes.append(Episode(ids, actions, received, not (truncated or long)))
+            rewards = [received.get(place, 0.0) for place in actions]
+            episodes.append(Episode(ids, actions, rewards, done=not (truncated or too_long)))
     if not episodes:
         raise InputError(f"{flag}: no row has an action left within --max-length {max_length}")
-    counts, ended = sorted(len(e.actions) for e in episodes), sum(e.done for e in episodes)
-    report = f"{len(rows)} rows, {cut} cut, {len(rows) - len(episodes)} dropped without an action left, {ended} ended"
-    return episodes, f"{report}; actions of a row: {counts[0]} to {counts[-1]}, median {counts[len(counts) // 2]}"
+    counts = sorted(len(episode.actions) for episode in episodes)
+    ended = sum(episode.done for episode in episodes)
+    report = (
+        f"{len(rows)} rows, {num_cut} cut, {len(rows) - len(episodes)} dropped without an action left, {ended} ended; "
+        f"actions of a row: {counts[0]} to {counts[-1]}, median {counts[len(counts) // 2]}"
+    )
+    return episodes, report
+
+
+def texts_as_completions(rows, flag):
+    """Rows of prompt and completion in place of rows of text, all of which is output."""
+    completions = []
+    for row, text in zip(rows, texts(rows, "text", flag), strict=True):
+        others = {column: value for column, value in row.items() if column != "text"}
+        completions.append({"prompt": "", "completion": text} | others)
+    return completions
+
+
+def without_end(ids, begin, eos_id):
+    """ids without the last end token and what is behind it, if there is one from begin on."""
+    if eos_id not in ids[begin:]:
+        return ids
+    from_the_end = ids[::-1].index(eos_id)
+    return ids[: len(ids) - 1 - from_the_end]
+
+
+def place_rewards(reward, outputs, where):
+    """{place: reward} of a row's reward, a number or a list; outputs: the places of each output."""
+    values = reward if isinstance(reward, list) else [0.0] * (len(outputs) - 1) + [reward]
+    are_numbers = all(isinstance(value, Real) and abs(value) < 1e38 for value in values)
+    if not are_numbers or len(values) != len(outputs):
+        form = f"a finite number, or a list of {len(outputs)}, one for each output"
+        raise InputError(f"{where}: 'reward' must be {form}, it is {reward!r:.60}")
+    placed = {}
+    lost = False
+    for places, value in zip(outputs, values, strict=True):
+        if places:
+            placed[places[-1]] = float(value)
+        elif value:
+            lost = True
+    if lost and placed:  # without any action the row is dropped
+        raise InputError(f"{where}: an output without tokens has a reward")
+    return placed
 
 
 def scale_rewards(episodes, mean, std):
     """Divides each reward by std, and takes mean / std from the last one of each episode that ended."""
     for episode in episodes:
         episode.rewards = [reward / std for reward in episode.rewards]
-        episode.rewards[-1] -= episode.done * mean / std
+        if episode.done:
+            episode.rewards[-1] -= mean / std
 
 
 @dataclass
@@ -1063,196 +744,128 @@ class Batch:
     @classmethod
     def of(cls, episodes, pad, device, encoder=False):
         # the first token of a decoder, or the start token before the output, gives state 0
-        begins = [e.actions[0] if encoder and e.actions else 1 for e in episodes]
-        most = max(len(e.actions) for e in episodes)
-        left = max(begins) if encoder else 1
-        rows = [[pad] * (left - begin) + e.ids for begin, e in zip(begins, episodes, strict=True)]
-        states = [[*(t - n for t in e.actions), len(e.ids) - n] for n, e in zip(begins, episodes, strict=True)]
+        begins = [1] * len(episodes)
+        for row, episode in enumerate(episodes):
+            if encoder and episode.actions:
+                begins[row] = episode.actions[0]
+        left = max(begins)
+        rows = []
+        query_mask = []
+        states = []
+        not_done = []
+        for episode, begin in zip(episodes, begins, strict=True):
+            rows.append([pad] * (left - begin) + episode.ids)
+            query_mask.append([False] * (left - begin) + [True] * begin)
+            states.append([place - begin for place in [*episode.actions, len(episode.ids)]])
+            going_on = [True] * len(episode.actions)
+            if episode.done and going_on:
+                going_on[-1] = False
+            not_done.append(going_on)
+        actions = [[episode.ids[place] for place in episode.actions] for episode in episodes]
+        mask = [[True] * len(episode.actions) for episode in episodes]
 
-        def stack(rows, width, fill, dtype):
+        def stack(rows, fill, dtype):
+            width = max(map(len, rows))
             return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=dtype, device=device)
 
         return cls(
-            stack(rows, max(map(len, rows)), pad, torch.long),
-            stack([[False] * (left - begin) for begin in begins], left, True, torch.bool) if encoder else None,
-            stack(states, most + 1, 0, torch.long),
-            stack([[e.ids[t] for t in e.actions] for e in episodes], most, pad, torch.long),
-            stack([e.rewards for e in episodes], most, 0.0, torch.float64),
-            stack([[True] * len(e.actions) for e in episodes], most, False, torch.bool),
-            stack([[not e.done or t < e.actions[-1] for t in e.actions] for e in episodes], most, False, torch.bool),
+            ids=stack(rows, pad, torch.long),
+            query_mask=stack(query_mask, True, torch.bool) if encoder else None,
+            states=stack(states, 0, torch.long),
+            actions=stack(actions, pad, torch.long),
+            rewards=stack([episode.rewards for episode in episodes], 0.0, torch.float64),
+            mask=stack(mask, False, torch.bool),
+            not_done=stack(not_done, False, torch.bool),
         )
 
 
-def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
-    """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
-
-    A chat prompt is replaced by its text up to where the assistant answers, and kept as the column messages. An empty
-    prompt becomes the beginning token. limit: the positions that the model has, or None; a prompt whose response would
-    not fit is an error. encoder: the model has one, which reads the prompt as the tokenizer ends it.
-    """
-    chat, kept = isinstance(rows[0].get("prompt"), list), []
-    if chat:
-        rendered, options = [], {"add_generation_prompt": True}
-        for i, row in enumerate(rows, 1):
-            text = chat_text(tokenizer, row["prompt"], f"{flag} row {i}", tools=row.get("tools"), **options)
-            rendered.append(row | {"prompt": text, "messages": row["prompt"]})
-        rows = rendered
-    prompts = texts(rows, "prompt", flag)
-    queries = tokenizer(prompts, add_special_tokens=not chat and not have_bos(tokenizer, prompts))["input_ids"]
-    for number, ids in enumerate(queries, 1):
-        if not ids and tokenizer.bos_token_id is None:
-            raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
-        ended = ids[-1:] == [tokenizer.eos_token_id] and not prompts[number - 1].endswith(tokenizer.eos_token)
-        if ended and not encoder:
-            del ids[-1]  # some tokenizers end every text
-        ids += [] if ids else [tokenizer.bos_token_id]
-        if max_length is None or len(ids) <= max_length:
-            kept.append(number - 1)
-            if limit and (max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens) > limit:
-                sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-                how = "shorten it, lower --max-new-tokens, or in ppo.py set --max-prompt-length"
-                raise InputError(f"{flag} row {number}: a prompt of {sizes}: {how}")
-    if not kept:
-        raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
-    return [rows[i] for i in kept], [queries[i] for i in kept]
+def split_episodes(batch, accelerator, args):
+    """The micro-batches of this process: lists of episodes, short ones first."""
+    local = batch[accelerator.process_index :: accelerator.num_processes]
+    local.sort(key=lambda episode: len(episode.ids))
+    return [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
 
 
-# ---- Sampling --------------------------------------------------------------------------------------------------------
+# ---- Losses of a batch -----------------------------------------------------------------------------------------------
+
+LOSSES = ("loss", "loss_q", "loss_v", "loss_cql", "loss_awac")
+MEANS = ("values", "qvalues", "target_qvalues", "advantages", "target_gap", "awac_weight")
 
 
-def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
-    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64; uniforms (B,).
-
-    temperature 0 is the argmax. The uniform is scaled by the last cumulative value and the search is to the right, so
-    that a token of probability zero is never drawn.
-    """
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits.double() / temperature
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    probs = logits.softmax(-1)
-    if top_p < 1:
-        ranked, order = probs.sort(descending=True, stable=True)
-        drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
-        probs = probs.scatter(1, order, ranked.masked_fill(drop, 0.0))
-    cdf = probs.cumsum(-1)
-    total = cdf[:, -1:]
-    target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True)[:, 0]
-
-
-@torch.no_grad()
-def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None):
-    """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
-
-    uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. Rows that
-    have ended leave the batch and the key-value cache; ended(rows, ids (b, t)) -> (b,) bool ends some without an end
-    token. The model's generation_config is not used.
-    """
-    rows, width = uniforms.shape
-    ids = torch.full((rows, width), pad_id, device=query.device)
-    mask = torch.zeros(rows, width, dtype=torch.bool, device=query.device)
-    alive = torch.arange(rows, device=query.device)
-    tokens, attention, cache = query, query_mask.long(), None
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    for t in range(width):
-        step = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "past_key_values": cache}
-        output = model(**step, use_cache=True, logits_to_keep=1)
-        logits, cache = output.logits[:, -1], output.past_key_values
-        if not (finite := logits.amax(-1).isfinite()).all():
-            raise FloatingPointError(f"row {int(alive[~finite][0])}: logits are not finite at response token {t + 1}")
-        tokens = draw(logits, uniforms[alive, t], temperature, top_k, top_p)
-        ids[alive, t], mask[alive, t] = tokens, True
-        going = tokens != eos_id if ended is None else (tokens != eos_id) & ~ended(alive, ids[alive, : t + 1])
-        going = going.nonzero()[:, 0]
-        if len(going) == 0:
-            break
-        if len(going) < len(alive):
-            cache.batch_select_indices(going)
-            alive, tokens, attention, positions = alive[going], tokens[going], attention[going], positions[going]
-        tokens, positions = tokens[:, None], positions[:, -1:] + 1
-        attention = F.pad(attention, (0, 1), value=1)
-    return ids, mask
-
-
-def generate(accelerator, lm, tokenizer, queries, keys, args, temperature, top_k=0, top_p=1.0, limits=None):
-    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
-
-    keys: (stream, step); the uniforms of row i are keyed by (seed, stream, step, i). limits: (B,) longest response of a
-    row. Returns query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
-    """
-    world, rank, pad = accelerator.num_processes, accelerator.process_index, tokenizer.pad_token_id
-    width = max(map(len, queries))
-    query = torch.tensor([[pad] * (width - len(ids)) + ids for ids in queries], device=accelerator.device)
-    lengths = torch.tensor([len(ids) for ids in queries], device=accelerator.device)
-    query_mask = torch.arange(width, device=accelerator.device) >= width - lengths[:, None]
-    share = math.ceil(len(queries) / world)  # the last processes repeat the last row where the rows do not divide
-    local = torch.arange(rank * share, (rank + 1) * share).clamp(max=len(queries) - 1).to(accelerator.device)
-    draws = uniforms(args.seed, *keys, local.tolist(), args.max_new_tokens).to(accelerator.device)
-    response = torch.full((share, args.max_new_tokens), pad, device=accelerator.device)
-    response_mask = torch.zeros_like(response, dtype=torch.bool)
-    for rows in torch.arange(share, device=accelerator.device).split(args.decode_batch_size):
-
-        def ended(alive, ids, rows=rows):  # no stop string has more tokens than bytes
-            tail = ids[:, -max(len(stop.encode()) for stop in args.stop) - 1 :] if args.stop else ids
-            done = torch.tensor(stopped(tokenizer, tail, args.stop), device=ids.device)
-            return done if limits is None else done | (ids.shape[1] >= limits[local[rows[alive]]])
-
-        inputs = query[local[rows]], query_mask[local[rows]], draws[rows], tokenizer.eos_token_id, pad
-        options = temperature, top_k, top_p, ended if args.stop or limits is not None else None
-        with accelerator.autocast():
-            response[rows], response_mask[rows] = sample(lm, *inputs, *options)
-    response, response_mask = (accelerator.gather(x)[: len(queries)] for x in (response, response_mask))
-    return query, query_mask, response, response_mask
+def ilql_losses(policy, batch, args):
+    """{name: (N,)} of losses and statistics, one number for each action of the batch. Those of Q are summed over the
+    heads, as in trlX and the authors' code."""
+    hidden, logits = hidden_states(policy.lm, batch.ids, batch.query_mask, logits=not policy.chunked_lm_head)
+    rows = torch.arange(len(batch.ids), device=batch.ids.device)[:, None]
+    at = batch.mask.nonzero(as_tuple=True)  # (B, A) -> (N,)
+    actions = batch.actions[at]
+    not_done = batch.not_done[at]
+    hidden = hidden[rows, batch.states]  # (B, A + 1, H)
+    with torch.autocast(hidden.device.type, enabled=False):  # the heads keep float32
+        states = hidden.to(policy.v_head[0].weight.dtype)
+        values = policy.v_head(states)[..., 0]  # (B, A + 1)
+        states = states[at]  # (N, H)
+        v = values[at]
+        next_v = values[:, 1:][at]
+        q = torch.stack([chosen_q(head, states, actions) for head in policy.q_heads])  # (heads, N)
+        with torch.no_grad():
+            targets = torch.stack([chosen_q(head, states, actions) for head in policy.target_q_heads])
+        target_q = targets.amin(0)
+        advantages = target_q - v.detach()
+        td_errors = q - ilql_targets(batch.rewards[at].to(v.dtype), next_v, not_done, args.gamma)
+    loss_q = td_errors.square().sum(0)
+    loss_v = expectile_loss(target_q - v, args.tau)
+    # the products with the vocabulary are most of the work: under autocast they have its type
+    weights = (args.awac_beta * advantages).exp().clamp(max=args.awac_clip)
+    output_layer = policy.lm.get_output_embeddings()
+    chunked = len(actions) * policy.q_heads[0][-1].out_features > CHUNK
+    if chunked:
+        ones = torch.ones_like(weights)
+        loss_cql = sum(chunked_nll(head[-1], head[:-1](states), actions, ones) for head in policy.q_heads)
+    else:
+        loss_cql = sum(cql_loss(head(states), actions) for head in policy.q_heads)
+    if chunked and logits is None:
+        loss_awac = chunked_nll(output_layer, hidden[at], actions, weights)
+    else:
+        logits = output_layer(hidden[at]) if logits is None else logits[rows, batch.states][at]
+        loss_awac = awac_loss(logits, actions, advantages, args.awac_beta, args.awac_clip)
+    with torch.no_grad():
+        error = td_errors.abs().mean(0)
+        ends = ~not_done
+        statistics = {
+            "values": v,
+            "qvalues": q.mean(0),
+            "target_qvalues": target_q,
+            "advantages": advantages,
+            "target_gap": (q - targets).mean(0),
+            "awac_weight": weights,
+            "squared_values": v.square(),
+            "squared_advantages": advantages.square(),
+            "end_errors": error * ends,
+            "inner_errors": error * not_done,
+            "ends": ends,
+        }
+    loss = loss_q + loss_v + args.cql_scale * loss_cql + args.awac_scale * loss_awac
+    losses = {"loss": loss, "loss_q": loss_q, "loss_v": loss_v, "loss_cql": loss_cql, "loss_awac": loss_awac}
+    return losses | statistics
 
 
-def stopped(tokenizer, responses, stops):
-    """Whether each response (ids) holds a stop string."""
-    texts = tokenizer.batch_decode(responses) if stops else [""] * len(responses)
-    return [any(stop in text for stop in stops) for text in texts]
+def total_sums(accelerator, sums):
+    """{name: number}: sums of tensors (), over all processes."""
+    totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
+    return dict(zip(sums, totals, strict=True))
 
 
-def decode(tokenizer, queries, responses, stops):
-    """Texts of the responses, without special tokens, cut before a stop string and stripped there. Decoded behind their
-    queries (all are lists of lists of ids), since many tokenizers drop the space before a first token."""
-    whole = [query + response for query, response in zip(queries, responses, strict=True)]
-    parts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (queries, whole, responses)]
-    texts = [both[len(head) :] if both.startswith(head) else alone for head, both, alone in zip(*parts, strict=True)]
-    ends = [min((text.find(stop) for stop in stops if stop in text), default=len(text)) for text in texts]
-    done = stopped(tokenizer, responses, stops)  # a stop string that is a special token is not in the text
-    return [text[:end].rstrip() if stop else text for text, end, stop in zip(texts, ends, done, strict=True)]
-
-
-def call_function(function, name, tokenizer, rows, outputs, output_ids):
-    """Calls a reward or metric function with keyword lists: samples, prompts, outputs, the rows' other columns, and
-    tokenizer and output_ids; without **columns it gets those that it names. It gets copies."""
-    prompts = [row["prompt"] for row in rows]
-    values = {key: copy.deepcopy([row[key] for row in rows]) for key in rows[0] if key != "prompt"}
-    values |= {"samples": [p + o for p, o in zip(prompts, outputs, strict=True)], "prompts": prompts}
-    values |= {"outputs": list(outputs), "output_ids": [list(ids) for ids in output_ids], "tokenizer": tokenizer}
-    accepted = inspect.signature(function).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD for p in accepted):
-        values = {p.name: values[p.name] for p in accepted if p.name in values}
-    try:
-        return function(**values)
-    except Exception as error:
-        raise InputError(f"{name} raised {type(error).__name__}: {error}") from error
-
-
-def call_metric(function, name, tokenizer, rows, outputs, output_ids):
-    """{name: values per row} of a metric function."""
-    columns = call_function(function, name, tokenizer, rows, outputs, output_ids)
-    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
-    if not isinstance(columns, dict) or not columns:
-        raise InputError(f"{expected}, it returned {columns!r:.60}")
-    for key, values in columns.items():
-        good = isinstance(values, list) and len(values) == len(rows)
-        if not good or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-            raise InputError(f"{expected}; {key!r} is not one")
-    if "reward" in columns:
-        raise InputError(f"{name} must not return the name 'reward', which the reward has")
-    return columns
+def loss_metrics(sums, count):
+    """The metrics of the sums of what `ilql_losses` returns over `count` actions. target_gap: Q - Q^."""
+    mean = {name: total / count for name, total in sums.items()}
+    metrics = {f"losses/{name}": mean[name] for name in LOSSES}
+    metrics |= {f"{name}/mean": mean[name] for name in MEANS}
+    for name in ("values", "advantages"):
+        metrics[f"{name}/std"] = max(0.0, mean[f"squared_{name}"] - mean[name] ** 2) ** 0.5
+    metrics["td_error/end"] = mean["end_errors"] / mean["ends"] if mean["ends"] else 0.0
+    metrics["td_error/inner"] = mean["inner_errors"] / (1 - mean["ends"]) if mean["ends"] < 1 else 0.0
+    return metrics
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -1261,69 +874,176 @@ def call_metric(function, name, tokenizer, rows, outputs, output_ids):
 @torch.no_grad()
 def evaluate_losses(accelerator, model, episodes, args, pad):
     """The losses of the whole set, the same for any batch size and number of processes."""
-    world, rank = accelerator.num_processes, accelerator.process_index
+    world = accelerator.num_processes
     share = math.ceil(len(episodes) / world)
     empty = Episode(episodes[0].ids, [], [], True)  # every process runs the same number of forwards
-    local = sorted((episodes[rank::world] + [empty])[:share], key=lambda episode: len(episode.ids))
+    local = (episodes[accelerator.process_index :: world] + [empty])[:share]
+    local.sort(key=lambda episode: len(episode.ids))
     encoder = getattr(model, "module", model).lm.config.is_encoder_decoder
-    sums = torch.zeros(6, dtype=torch.float64, device=accelerator.device)
+    sums = dict.fromkeys([*LOSSES, "actions"], 0)
     for i in range(0, share, args.micro_batch_size):
         batch = Batch.of(local[i : i + args.micro_batch_size], pad, accelerator.device, encoder)
         terms = model(batch, args)
-        sums += torch.stack([*(terms[name].double().sum() for name in TERMS[:5]), batch.mask.sum()])
-    *sums, count = accelerator.reduce(sums).tolist()
-    return {name: total / count for name, total in zip(TERMS[:5], sums, strict=True)}
+        for name in LOSSES:
+            sums[name] += terms[name].double().sum()
+        sums["actions"] += batch.mask.sum().double()
+    sums = total_sums(accelerator, sums)
+    return {name: sums[name] / sums["actions"] for name in LOSSES}
 
 
-def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args):
-    """Means of what score(rows, outputs, output_ids) -> {name: values per row} says of sampled responses, and the
-    samples. The uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
-    options = ("eval", 0), args, args.eval_temperature, args.top_k, args.top_p
-    _, _, response, mask = generate(accelerator, lm, tokenizer, queries, *options)
-    output_ids = [ids[keep].tolist() for ids, keep in zip(response.cpu(), mask.cpu(), strict=True)]
-    outputs = decode(tokenizer, queries, output_ids, args.stop)
-    columns = score(rows, outputs, output_ids)
-    means = {key: sum(values) / len(values) for key, values in columns.items()}
-    columns = {"prompt": [row["prompt"] for row in rows], "output": outputs} | columns
-    return means, [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+def evaluate(run, step, model, tokenizer, data, args):
+    """What the metric says of responses sampled with each beta, some of which are shown, and the losses of the
+    evaluation sets."""
+    accelerator = run.accelerator
+    model.eval()
+    policy = accelerator.unwrap_model(model)
+    metrics = {}
+    samples = []
+
+    def measure(rows, outputs, output_ids):
+        given = text_arguments(tokenizer, rows, outputs, output_ids)
+        return on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
+
+    guiding = {"advantage_clip": args.advantage_clip, "logit_mask": data.logit_mask}
+    drawing = {"top_k": args.top_k, "top_p": args.top_p}
+    if args.filter == "base":  # `guided` filters, not `draw`
+        guiding |= drawing
+        drawing = {"top_k": 0, "top_p": 1.0}
+    with unsharded(model):
+        for beta in args.betas if data.metric else ():
+            sources = policy.lm, tokenizer, data.prompts, data.queries
+            with policy.guided(beta, **guiding):
+                means, rows = evaluate_samples(accelerator, *sources, measure, args, **drawing)
+            metrics |= {f"eval/{name}@beta={beta:g}": value for name, value in means.items()}
+            samples.append([{"beta": beta} | row for row in rows])
+        for name, episodes in data.eval_sets.items():
+            means = evaluate_losses(accelerator, model, episodes, args, tokenizer.pad_token_id)
+            metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
+    of_each_prompt = zip(*samples, strict=True)
+    run.samples(step, [*itertools.chain(*of_each_prompt)])
+    return metrics
 
 
-# ---- Main ------------------------------------------------------------------------------------------------------------
+def headline(metrics, data, args):
+    """The name of the metric that chooses the best model: the first one with the last beta, or a loss."""
+    if data.metric:
+        ending = f"@beta={args.betas[-1]:g}"
+    else:
+        ending = f"{set_prefix(next(iter(data.eval_sets), ''))}loss"
+    evaluations = [name for name in metrics if name.startswith("eval/") and name.endswith(ending)]
+    return evaluations[0] if evaluations else "losses/loss"
 
 
-def set_attention(lm, args, device, longest):
-    """On CPUs: fast matrix products, and eager attention for rows of up to 256 tokens, where it beats sdpa (not in
-    float64, where it gives NaN for left padding in several families); elsewhere sdpa."""
-    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        # keep freed memory: new pages for every block of logits cost as much as computing them
-        libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-    eager = device.type == "cpu" and fast_cpu_matmul() and longest <= 256 and args.dtype != "float64"
-    choice = ("eager" if eager else "sdpa") if args.attn_implementation == "auto" else args.attn_implementation
-    before = lm.config._attn_implementation
+# ---- Setup -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """What a run reads: rows at first, tokens as soon as there is a tokenizer."""
+
+    rows: list
+    eval_sets: dict  # {name: rows}, then {name: episodes}
+    prompts: list  # rows to sample from
+    metric: Callable | None
+    logit_mask: torch.Tensor | None  # whatever --logit-mask gives, then (V, V) bool
+    episodes: list | None = None
+    queries: list | None = None  # ids of the prompts
+    report: str = ""
+    remarks: list = field(default_factory=list)  # for the summary
+    mean_return: float = 0.0  # of the training episodes, as their rewards are given
+    std_return: float = 0.0
+
+
+def read(args):
+    """The rows, functions and mask that the flags name."""
+    metric = load_function(args.metric, "--metric")
+    logit_mask = build(args.logit_mask, "--logit-mask")
+    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
+    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
+    prompts = next(iter(eval_sets.values()), [])
+    if args.eval_prompts:
+        prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
+    if metric and not (prompts and "prompt" in prompts[0]):
+        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
+    return Data(rows, eval_sets, prompts, metric, logit_mask)
+
+
+def load(args, path, accelerator):
+    """The policy, with frozen weights or adapters as the flags say and the heads of an earlier run, and its
+    tokenizer."""
+    lm, tokenizer = load_model(args, path)
+    lm = as_decoder(lm.to(accelerator.device))
+    train_adapters(lm, args)
+    freeze(lm, args.num_layers_unfrozen)
+    policy = PolicyWithQ(lm, args.two_qs, args.seed)
+    folder = spec_path(path)
+    if folder and (folder / HEADS_FILE).exists():
+        policy.load_heads(folder)
+    dtypes = {weight.dtype for weight in policy.parameters() if weight.requires_grad}
+    if accelerator.is_fsdp2 and len(dtypes) > 1 and accelerator.mixed_precision == "no":
+        raise InputError("--dtype bfloat16: FSDP2 trains one type, and heads are float32: add --mixed-precision bf16")
+    return policy, tokenizer
+
+
+def check_logit_mask(logit_mask, lm, args):
+    """The mask of --logit-mask as a tensor (V, V), or None. InputError where it does not fit the model."""
+    if logit_mask is None:
+        return None
+    if lm.config.is_encoder_decoder:
+        raise InputError("--logit-mask is not for encoder-decoders")
     try:
-        lm.set_attn_implementation(choice)
-        if choice != before == lm.config._attn_implementation:  # some models warn and go on
-            raise ValueError(f"{type(lm).__name__} stays with {before}")
-    except (ValueError, ImportError) as error:
-        if args.attn_implementation != "auto":
-            raise InputError(f"--attn-implementation {choice}: {error}") from None
+        logit_mask = torch.as_tensor(logit_mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"--logit-mask {args.logit_mask!r:.60} is no matrix or file.py:function: {error}") from None
+    size = lm.get_output_embeddings().weight.shape[0]
+    if logit_mask.dtype != torch.bool or logit_mask.shape != (size, size):
+        form = f"{logit_mask.dtype} of shape {[*logit_mask.shape]}"
+        raise InputError(f"--logit-mask must be bool of shape {[size, size]}, the model's vocabulary; it is {form}")
+    return logit_mask
 
 
-@contextmanager
-def unsharded(model):
-    """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token, also for calls of
-    parts of the model; after it they are shards, where forward passes alone would leave some of them whole."""
-    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    for part in parts:  # the whole model comes first
-        part._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for it
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.reshard()
-            part.set_reshard_after_forward(part is not model, recurse=False)  # as torch does by default
+def encode(data, lm, tokenizer, args):
+    """Makes tokens of all rows, and a tensor of the mask."""
+    data.logit_mask = check_logit_mask(data.logit_mask, lm, args)
+    encoder = lm.config.is_encoder_decoder
+    limit = max_positions(lm)
+    max_length = min(args.max_length, limit or args.max_length)
+    data.episodes, data.report = encode_episodes(data.rows, tokenizer, max_length, "--dataset", encoder)
+    for name, rows in data.eval_sets.items():
+        data.eval_sets[name], _ = encode_episodes(rows, tokenizer, max_length, set_flag(name), encoder)
+    if data.metric:
+        data.prompts, data.queries = encode_prompts(
+            data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
+        )
+
+
+def choose_lm_head(policy, data):
+    """Logits of actions alone, in chunks, where the output layer makes them of the hidden states by a plain product;
+    else all logits at once, as the model makes them."""
+    ids = torch.tensor([data.episodes[0].ids[:64]], device=policy.lm.device)
+    error = lm_head_error(policy.lm, ids)
+    policy.chunked_lm_head = error < 1e-4 and type(policy.lm.get_output_embeddings()) is nn.Linear
+    if not policy.chunked_lm_head:
+        reason = f"the model changes those of its output layer by {error:.1e}"
+        data.remarks.append(f"all logits are computed at once: {reason}")
+
+
+def normalize_rewards(data, args):
+    """Scales all rewards by the returns of the training episodes, unless --no-normalize-rewards is given."""
+    returns = [sum(episode.rewards) for episode in data.episodes]
+    data.mean_return = fmean(returns)
+    data.std_return = stdev(returns) if len(returns) > 1 else 0.0
+    if data.std_return <= 1e-9 * max(map(abs, returns)):  # which is rounding
+        data.std_return = 0.0
+    if not args.normalize_rewards:
+        return
+    if data.std_return == 0:
+        equal = "all returns are equal (rows that are cut lose theirs)"
+        data.remarks.append(f"warning: {equal}: little is to be learnt but to imitate")
+    # the mean belongs to the end
+    mean = data.mean_return if all(episode.done for episode in data.episodes) else 0.0
+    for episodes in (data.episodes, *data.eval_sets.values()):
+        scale_rewards(episodes, mean, data.std_return or 1.0)
 
 
 def make_optimizer(model, args):
@@ -1334,209 +1054,54 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
-@closes_run
-def main(args):
-    """Trains; returns the newest value of every metric and the run directory."""
-    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
-    # ---- data, functions, model: whatever is wrong with them stops here, before anything is written
-    path, metric = build(args.model, "--model"), load_function(args.metric, "--metric") if args.metric else None
-    logit_mask = build(args.logit_mask, "--logit-mask")
-    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
-    eval_sets = load_sets(args.eval_dataset, "--eval-dataset") if args.eval_dataset else {}
-    prompts = next(iter(eval_sets.values()), [])
-    if args.eval_prompts:
-        prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
-    if metric and "prompt" not in (prompts or [{}])[0]:
-        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
-    world, device = accelerator.num_processes, accelerator.device
-    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loop accumulates
-    if args.batch_size % world:
-        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {world} processes")
-    if accelerator.mixed_precision == "fp16":
-        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
-    if accelerator.distributed_type == "FSDP" and (args.merge or not accelerator.is_fsdp2):
-        raise InputError("FSDP: set fsdp_version to 2, and leave out --merge, which needs whole weights")
-    lm, tokenizer = load_model(args, path)
-    encoder, lm = lm.config.is_encoder_decoder, as_decoder(lm.to(device))
-    pad, limit = tokenizer.pad_token_id, getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    train_adapters(lm, args)
-    freeze(lm, args.num_layers_unfrozen)
-    policy = PolicyWithQ(lm, args.two_qs, args.seed)
-    if (folder := spec_path(path)) and (folder / "ilql_heads.safetensors").exists():
-        policy.load_heads(folder)
-    kinds = {weight.dtype for weight in policy.parameters() if weight.requires_grad}
-    if accelerator.is_fsdp2 and len(kinds) > 1 and accelerator.mixed_precision == "no":
-        raise InputError("--dtype bfloat16: FSDP2 trains one type, and heads are float32: add --mixed-precision bf16")
-    if logit_mask is not None:
-        if encoder:
-            raise InputError("--logit-mask is not for encoder-decoders")
-        size = lm.get_output_embeddings().weight.shape[0]
-        try:
-            logit_mask = torch.as_tensor(logit_mask)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"--logit-mask {args.logit_mask!r:.60} is no matrix or file.py:function: {error}"
-            ) from None
-        if logit_mask.dtype != torch.bool or logit_mask.shape != (size, size):
-            found = f"{logit_mask.dtype} of shape {[*logit_mask.shape]}"
-            raise InputError(
-                f"--logit-mask must be bool of shape {[size, size]}, the model's vocabulary; it is {found}"
-            )
-    max_length = min(args.max_length, limit or args.max_length)
-    episodes, report = encode_episodes(rows, tokenizer, max_length, "--dataset", encoder)
-    for prefix, found in eval_sets.items():
-        flag = f"--eval-dataset {prefix[5:-1]}".strip()
-        eval_sets[prefix] = encode_episodes(found, tokenizer, max_length, flag, encoder)[0]
-    if metric:
-        sampling = tokenizer, args.max_new_tokens, limit
-        prompts, queries = encode_prompts(prompts, *sampling, "--eval-prompts", encoder=encoder)
-    returns, all_end = [sum(e.rewards) for e in episodes], all(e.done for e in episodes)
-    mean_return, std_return = fmean(returns), stdev(returns) if len(returns) > 1 else 0.0
-    std_return *= std_return > 1e-9 * max(map(abs, returns))  # else it is rounding
-    for members in [episodes, *eval_sets.values()] if args.normalize_rewards else []:
-        scale_rewards(members, all_end * mean_return, std_return or 1.0)  # the mean belongs to the end
-    total_steps = args.total_steps or math.ceil(args.epochs * len(episodes) / args.batch_size)
-    error = lm_head_error(lm, torch.tensor([episodes[0].ids[:64]], device=lm.device))
-    policy.chunked_lm_head = error < 1e-4 and type(lm.get_output_embeddings()) is nn.Linear
+def summary(args, accelerator, policy, tokenizer, data, total_steps):
+    """What is trained on what, in a few lines."""
+    weights = [*policy.parameters()]
+    total = sum(weight.numel() for weight in weights)
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    lengths = sorted(len(episode.ids) for episode in data.episodes)
+    returns = f"{data.mean_return:.4g} +- {data.std_return:.4g}"
+    if args.normalize_rewards:
+        all_end = all(episode.done for episode in data.episodes)
+        returns += f", scaled to {'0' if all_end else 'any mean'} +- 1"
+    first = data.episodes[0]
+    epochs = total_steps * args.batch_size / len(data.episodes)
+    lines = [
+        *data.remarks,
+        f"ilql: {total:,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}",
+        f"data: {data.report}; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}; return {returns}",
+        f"first row, [not actions]: {marked_actions(tokenizer, first)[:800]}; its return, as used: "
+        f"{sum(first.rewards):.4g}",
+        f"{total_steps} steps x {args.batch_size} rows = {epochs:.1f} epochs; each step "
+        f"{args.batch_size // accelerator.num_processes} rows a process, "
+        f"at most {args.micro_batch_size} a forward pass",
+    ]
+    if args.stop:
+        lines[-1] += f"; stops: {list(args.stop)}"
+    return "\n".join(lines)
 
-    # ---- run directory, device, what to continue from
-    lengths = sorted(len(e.ids) for e in episodes)
-    set_attention(lm, args, device, lengths[-1])
-    threads = set_threads(args.threads)
-    run = Run("ilql", args, __file__, accelerator)
-    if run.finished:
-        return run.newest_metrics(), run.dir
-    if run.state:  # another number of threads gives other bits
-        threads = set_threads(args.threads or run.state["threads"])
-    optimizer = make_optimizer(policy, args)
-    model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
-    frozen = frozen_weights(lm)
-    best_score, best_step = (run.state["best_score"], run.state["best_step"]) if run.state else (None, None)
-    if run.checkpoint:
-        unpack_state(run.checkpoint, run.state, model, optimizer, frozen)
-    if run.begun >= total_steps and not (run.dir / "metrics.jsonl").exists():
-        raise InputError(f"--resume {args.resume}: nothing is left to train; raise --total-steps")
-    eval_every = args.eval_every if eval_sets or metric else 0
-    if not policy.chunked_lm_head:
-        run.say(f"all logits are computed at once: the model changes those of its output layer by {error:.1e}")
-    if args.normalize_rewards and std_return == 0:
-        run.say("warning: all returns are equal (rows that are cut lose theirs): little is to be learnt but to imitate")
-    first, shown = episodes[0], ""
-    for action, places in itertools.groupby(range(len(first.ids)), lambda place: place in first.actions):
-        text = visible(tokenizer.decode([first.ids[place] for place in places]))
-        shown += text if action else f"[{text}]"
-    scaled = f", scaled to {'0' if all_end else 'any mean'} +- 1"
-    run.say(
-        f"ilql: {sum(w.numel() for w in policy.parameters()):,} parameters, "
-        f"{sum(w.numel() for w in policy.parameters() if w.requires_grad):,} trained; "
-        f"{args.dtype}, {accelerator.mixed_precision} autocast, {device}, {world} processes x {threads} threads\n"
-        f"data: {report}; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}; return "
-        f"{mean_return:.4g} +- {std_return:.4g}{scaled * args.normalize_rewards}\n"
-        f"first row, [not actions]: {shown[:800]}; its return, as used: {sum(first.rewards):.4g}\n"
-        f"{total_steps} steps x {args.batch_size} rows = {total_steps * args.batch_size / len(episodes):.1f} epochs; "
-        f"each step {args.batch_size // world} rows a process, at most {args.micro_batch_size} a forward pass"
-        f"{f'; stops: {list(args.stop)}' if args.stop else ''}"
-    )
-    shaping, decoding = {"advantage_clip": args.advantage_clip, "logit_mask": logit_mask}, copy.copy(args)
-    if args.filter == "base":  # `guided` filters, not `draw`
-        shaping |= {"top_k": args.top_k, "top_p": args.top_p}
-        decoding.top_k, decoding.top_p = 0, 1.0
 
-    def score(rows, outputs, output_ids):
-        return on_main(accelerator, call_metric, metric, args.metric, tokenizer, rows, outputs, output_ids)
+def marked_actions(tokenizer, episode):
+    """The text of an episode, [what is no action] in brackets."""
+    text = ""
+    for is_action, places in itertools.groupby(range(len(episode.ids)), lambda place: place in episode.actions):
+        piece = visible(tokenizer.decode([episode.ids[place] for place in places]))
+        if not is_action:
+            piece = f"[{piece}]"
+        text += piece
+    return text
 
-    @unsharded(model)
-    def evaluate(step):
-        model.eval()
-        metrics, samples = {}, []
-        for beta in args.betas if metric else ():
-            with policy.guided(beta, **shaping):
-                found, sampled = evaluate_samples(accelerator, lm, tokenizer, prompts, queries, score, decoding)
-            metrics |= {f"eval/{key}@beta={beta:g}": value for key, value in found.items()}
-            samples.append([{"beta": beta} | row for row in sampled])
-        for prefix, members in eval_sets.items():
-            found = evaluate_losses(accelerator, model, members, args, pad)
-            metrics |= {prefix + key: value for key, value in found.items()}
-        if samples:
-            run.samples(step, [row for betas in zip(*samples, strict=True) for row in betas])
-        return metrics
 
-    def headline(metrics):  # what chooses the best model: the first metric with the last beta, or a loss
-        last = f"@beta={args.betas[-1]:g}" if metric else f"{next(iter(eval_sets), '')}loss"
-        return next((key for key in metrics if key.startswith("eval/") and key.endswith(last)), "losses/loss")
-
-    if args.check:
-        evaluate(0)
-        run.say("check passed")
-        return {}, None
-    if run.begun == 0 and eval_every:
-        run.log(0, evaluate(0))
-
-    # ---- the algorithm
-    for step in range(run.begun + 1, total_steps + 1):
-        begun = time.perf_counter()
-        model.train()
-        # 1. a batch of rows, in keyed random order
-        rows = stream_rows(args.seed, "data", len(episodes), (step - 1) * args.batch_size, args.batch_size)
-        count = sum(len(episodes[row].actions) for row in rows)  # of all processes
-        local = sorted((episodes[row] for row in rows[accelerator.process_index :: world]), key=lambda e: len(e.ids))
-        micro_batches = [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
-        # 2. losses of Q, V, CQL and imitation, means over the actions, and the gradient of their weighted sum
-        sums = torch.zeros(len(TERMS), dtype=torch.float64, device=device)
-        for micro_batch in micro_batches:
-            last = micro_batch is micro_batches[-1]
-            with nullcontext() if last else accelerator.no_sync(model):
-                terms = model(Batch.of(micro_batch, pad, device, encoder), args)
-                # data-parallel training averages gradients over the processes, hence the factor world
-                accelerator.backward(terms["loss"].sum() * world / count)
-            sums += torch.stack([terms[name].detach().double().sum() for name in TERMS])
-        # 3. a step of AdamW
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step - 1, total_steps)
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        metrics = loss_metrics(accelerator.reduce(sums), count)
-        if not (math.isfinite(metrics["losses/loss"]) and grad_norm.isfinite()):
-            bad = f"step {step}: loss {metrics['losses/loss']}, gradient norm {grad_norm}, rows {rows}"
-            raise FloatingPointError(f"{bad}; the last checkpoint is intact")
-        optimizer.step()
-        optimizer.zero_grad()
-        # 4. Q^ <- Q^ + alpha (Q - Q^)
-        if step % args.steps_for_target_q_sync == 0:
-            polyak_update(policy.target_q_heads, policy.q_heads, args.alpha)
-        # 5. evaluate, log, save
-        seconds, tokens = time.perf_counter() - begun, sum(len(episodes[row].ids) for row in rows)
-        metrics |= {"target/syncs": step // args.steps_for_target_q_sync, "tokens/actions": count}
-        metrics |= {"train/epoch": step * args.batch_size / len(episodes)}
-        metrics |= {"optim/lr": group["lr"], "optim/grad_norm": grad_norm.item()}
-        perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
-        if eval_every and (step % eval_every == 0 or step == total_steps):
-            metrics |= evaluate(step)
-            new_score = metrics[headline(metrics)] if metric else -metrics[headline(metrics)]
-            if best_score is None or new_score > best_score:
-                best_score, best_step = new_score, step
-                heads = {"ilql_heads.safetensors": policy.head_weights()}
-                run.export(to_export(lm, args), tokenizer, "hf_model_best", heads)
-        run.log(step, metrics, perf)
-        text = " | ".join(f"{name} {metrics[f'losses/{name}']:.4f}" for name in ("loss", "loss_q", "loss_v"))
-        run.status(step, total_steps, f"{text} | {seconds:.2f} s")
-        stop = run.stop_requested()
-        if stop or step in (best_step, total_steps) or (args.save_every and step % args.save_every == 0):
-            run.save(step, *pack_state(model, optimizer, frozen, best_score=best_score, best_step=best_step))
-        if stop:
-            run.exit(step)
-
-    # ---- export
-    run.export(to_export(lm, args), tokenizer, "hf_model", {"ilql_heads.safetensors": policy.head_weights()})
-    title = f"{run.identity['flags']['model']} after ILQL on {run.identity['flags']['dataset']}"
-    off = {"top_k": 0, "top_p": 1.0, "advantage_clip": None}
-    options = {"beta": args.betas[-1]} | {k: shaping[k] for k in off if shaping.get(k, off[k]) != off[k]}
-    usage = USAGE.replace("OPTIONS", ", ".join(f"{name}={value:g}" for name, value in options.items()))
-    prompt = tokenizer.decode(first.ids[: first.actions[0]])
-    metrics = run.finish(headline(run.newest_metrics()), title, prompt, usage)
-    accelerator.end_training()
-    return metrics, run.dir
+def usage(args):
+    """The lines that load the exported model and sample from it as evaluations with the last beta do."""
+    options = [f"beta={args.betas[-1]:g}"]
+    if args.filter == "base" and args.top_k != 0:
+        options.append(f"top_k={args.top_k:g}")
+    if args.filter == "base" and args.top_p != 1:
+        options.append(f"top_p={args.top_p:g}")
+    if args.advantage_clip is not None:
+        options.append(f"advantage_clip={args.advantage_clip:g}")
+    return USAGE.replace("OPTIONS", ", ".join(options))
 
 
 USAGE = """from transformers import AutoTokenizer; from algos.ilql import PolicyWithQ  # of this repository
@@ -1545,6 +1110,103 @@ inputs = tokenizer({prompt!r}, add_special_tokens=False, return_tensors='pt')
 with policy.guided(OPTIONS):
     ids = policy.lm.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=20)
 print(tokenizer.decode(ids[0]))"""
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------------
+
+
+@closes_run
+def main(args):
+    """Trains. Returns the newest value of every metric, and the run directory."""
+    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
+    path = build(args.model, "--model")
+    data = read(args)
+    accelerator = launch(args)
+    device = accelerator.device
+    policy, tokenizer = load(args, path, accelerator)
+    lm = policy.lm
+    encode(data, lm, tokenizer, args)
+    choose_lm_head(policy, data)
+    normalize_rewards(data, args)
+    set_attention(lm, args, device, max(len(episode.ids) for episode in data.episodes))
+
+    run = Run("ilql", args, __file__, accelerator)
+    if run.finished:
+        return run.newest_metrics(), run.dir
+    optimizer = make_optimizer(policy, args)
+    model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
+    total_steps = args.total_steps or math.ceil(args.epochs * len(data.episodes) / args.batch_size)
+    evaluates = bool(data.eval_sets or data.metric)
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
+    run.say(summary(args, accelerator, policy, tokenizer, data, total_steps))
+    if args.check:
+        evaluate(run, 0, model, tokenizer, data, args)
+        run.say("check passed")
+        return {}, None
+    if run.evaluation_due(0):
+        run.log(0, evaluate(run, 0, model, tokenizer, data, args))
+
+    for step in range(run.begun + 1, total_steps + 1):
+        start = time.perf_counter()
+        model.train()
+        # 1. a batch of rows, in keyed random order
+        rows = stream_rows(args.seed, "data", len(data.episodes), (step - 1) * args.batch_size, args.batch_size)
+        batch = [data.episodes[row] for row in rows]
+        count = sum(len(episode.actions) for episode in batch)  # of all processes
+        micro_batches = split_episodes(batch, accelerator, args)
+        # 2. losses of Q, V, CQL and imitation, means over the actions, and the gradient of their weighted sum
+        sums = {}
+        for episodes in micro_batches:
+            last = episodes is micro_batches[-1]
+            with nullcontext() if last else accelerator.no_sync(model):
+                inputs = Batch.of(episodes, tokenizer.pad_token_id, device, lm.config.is_encoder_decoder)
+                terms = model(inputs, args)
+                # data-parallel training averages gradients over the processes, hence the factor
+                accelerator.backward(terms["loss"].sum() * accelerator.num_processes / count)
+            for name, values in terms.items():
+                sums[name] = sums.get(name, 0) + values.detach().double().sum()
+        # 3. a step of AdamW
+        lr = learning_rate(args, step - 1, total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        metrics = loss_metrics(total_sums(accelerator, sums), count)
+        if not (math.isfinite(metrics["losses/loss"]) and grad_norm.isfinite()):
+            numbers = f"loss {metrics['losses/loss']}, gradient norm {grad_norm}, rows {rows}"
+            raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
+        optimizer.step()
+        optimizer.zero_grad()
+        # 4. Q^ <- Q^ + alpha (Q - Q^)
+        if step % args.steps_for_target_q_sync == 0:
+            polyak_update(policy.target_q_heads, policy.q_heads, args.alpha)
+        # 5. evaluate, log, save
+        seconds = time.perf_counter() - start
+        metrics |= {
+            "target/syncs": step // args.steps_for_target_q_sync,
+            "tokens/actions": count,
+            "train/epoch": step * args.batch_size / len(data.episodes),
+            "optim/lr": lr,
+            "optim/grad_norm": grad_norm.item(),
+        }
+        tokens = sum(len(episode.ids) for episode in batch)
+        perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
+        if run.evaluation_due(step):
+            metrics |= evaluate(run, step, model, tokenizer, data, args)
+            score = metrics[headline(metrics, data, args)]
+            if run.is_best(step, score if data.metric else -score):
+                run.export(to_export(lm, args), tokenizer, "hf_model_best", {HEADS_FILE: policy.head_weights()})
+        run.log(step, metrics, perf)
+        losses = " | ".join(f"{name} {metrics[f'losses/{name}']:.4f}" for name in ("loss", "loss_q", "loss_v"))
+        run.status(step, f"{losses} | {seconds:.2f} s")
+        run.save_if_due(step)
+
+    run.export(to_export(lm, args), tokenizer, "hf_model", {HEADS_FILE: policy.head_weights()})
+    title = f"{run.identity['flags']['model']} after ILQL on {run.identity['flags']['dataset']}"
+    prompt = tokenizer.decode(data.episodes[0].ids[: data.episodes[0].actions[0]])
+    metrics = run.finish(headline(run.newest_metrics(), data, args), title, prompt, usage(args))
+    accelerator.end_training()
+    return metrics, run.dir
+
 
 if __name__ == "__main__":
     cli(Args, main)

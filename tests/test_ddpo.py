@@ -29,7 +29,8 @@ from torch.nn import functional as F
 
 from algos import ddpo
 from benchmarks.tasks import shapes
-from common.checkpoint import InputError
+from common import data, logging
+from common.cli import InputError
 from common.seeding import rng
 
 B, N, C, H, W = 3, 5, 2, 7, 11  # of the pure functions; that of the pipelines are 5 x 4 x 12
@@ -523,8 +524,8 @@ def sample(policy, prompts, stream=("rollout", 3), trajectories=True, world=1, g
         machine = {"process_index": process, "is_main_process": process == 0, "gather": gather or (lambda x: x)}
         machine = SimpleNamespace(num_processes=world, device=torch.device("cpu"), **machine)
         pipeline, schedule, embed = loaded
-        call = prompts, list(stream), args, trajectories
-        parts.append(ddpo.sample_images(machine, pipeline, pipeline.unet, schedule, embed, *call))
+        sampler = ddpo.Policy(pipeline, pipeline.unet, schedule, embed)
+        parts.append(ddpo.sample_images(machine, sampler, prompts, list(stream), args, trajectories))
     return [torch.cat(part)[: len(prompts) * (world > 1) or None] for part in zip(*parts, strict=True)], loaded
 
 
@@ -781,7 +782,7 @@ def test_scores_of_all_kinds(value):
 
 
 BAD_SCORES = [
-    ([1.0], "my.py:r returned 1 values, expected a list of 2 numbers, one per image"),
+    ([1.0], "my.py:r returned 1 values, expected a list of 2 numbers, one per sample"),
     ([1.0] * 3, "returned 3 values, expected a list of 2"),
     (torch.ones(2, 1), r"returned \[1.0\] for row 1, prompt 'one'"),
     (np.ones((1, 2)), "returned 1 values, expected a list of 2"),
@@ -858,22 +859,22 @@ def test_bad_metrics(value, sentence):
 
 
 def test_rows_with_prompts():
-    assert ddpo.with_prompts([{"text": "a"}, {"text": ""}], "--dataset") == [{"prompt": "a"}]  # no blank lines
+    assert data.with_prompts([{"text": "a"}, {"text": ""}], "--dataset") == [{"prompt": "a"}]  # no blank lines
     with pytest.raises(InputError, match="--dataset holds blank lines only"):
-        ddpo.with_prompts([{"text": ""}], "--dataset")
+        data.with_prompts([{"text": ""}], "--dataset")
     with pytest.raises(InputError, match="--dataset: rename the column 'images'"):
-        ddpo.with_prompts([{"prompt": "a", "images": 1}], "--dataset")
+        data.with_prompts([{"prompt": "a", "images": 1}], "--dataset")
     rows = [{"prompt": "a", "text": "b", "k": 1}]
-    assert ddpo.with_prompts(rows, "--dataset") == rows
+    assert data.with_prompts(rows, "--dataset") == rows
     for row in ({"prompt": 3}, {"words": "a"}, {"prompt": None, "text": "b"}, {"prompt": ["a"]}):
         with pytest.raises(
             InputError, match=f"--dataset row 2 needs a string as 'prompt'; its columns: {next(iter(row))}"
         ):
-            ddpo.with_prompts([{"prompt": "a"}, row], "--dataset")
+            data.with_prompts([{"prompt": "a"}, row], "--dataset")
 
 
 def test_rows_of_texts_keep_their_columns():
-    (row,) = ddpo.with_prompts([{"text": "a", "k": 1}], "--dataset")
+    (row,) = data.with_prompts([{"text": "a", "k": 1}], "--dataset")
     assert row["prompt"] == "a" and row.get("k") == 1
 
 
@@ -953,6 +954,13 @@ def test_a_short_configuration_is_read_as_diffusers_does(saved, tmp_path, kind, 
     assert plain["_class_name"] == kind and not plain.get("clip_sample") and plain["steps_offset"] == 1
     found = load(str(tmp_path / "short")).scheduler.config
     assert (found["clip_sample"], found["steps_offset"]) == (False, 1)
+
+
+def test_a_first_step_without_signal_is_no_epsilon(build_pipeline):
+    """Diffusers divides by 0 there. The error calls an object by its class."""
+    pipeline = build_pipeline(rescale_betas_zero_snr=True, timestep_spacing="trailing")
+    with pytest.raises(InputError, match="^--model StableDiffusionPipeline: its scheduler does not step as DDIM does"):
+        ddpo.load(ddpo.Args(), pipeline, torch.device("cpu"))
 
 
 def test_thresholding_is_for_pixels(build_pipeline):
@@ -1136,10 +1144,20 @@ def test_export_of_all_weights(build_pipeline, tmp_path):
 def test_an_export_is_used_as_its_card_says(build_pipeline, tmp_path, monkeypatch, dtype):
     ddpo.export_pipeline(load(build_pipeline(dtype=getattr(torch, dtype))), tmp_path / "out")
     code = ddpo.USAGE.replace("DTYPE", "" if dtype == "float32" else f", dtype=torch.{dtype}")
-    code = code.replace("OPTIONS", "num_inference_steps=2, eta=1.0, guidance_scale=1.0")
+    code = code.replace("SETTINGS", "num_inference_steps=2, eta=1.0, guidance_scale=1.0")
     monkeypatch.chdir(tmp_path)
     exec(code.format(folder="out", prompt="a red circle"), {})
     assert Image.open(tmp_path / "sample.png").size == (24, 8)
+
+
+def test_the_card_quotes_any_negative_prompt():
+    """Also one that str.format would read as a field."""
+    args = ddpo.Args(guidance_scale=2.0, negative_prompt="{x} 'grey'")
+    code = ddpo.usage(args, SimpleNamespace(dtype=torch.float32)).format(folder="out", prompt="a {y}")
+    assert f"pipeline('a {{y}}', num_inference_steps=10, eta=1.0, guidance_scale=2.0, {TAIL}" in code
+
+
+TAIL = """negative_prompt="{x} 'grey'").images[0]"""
 
 
 def test_export_of_adapters(build_pipeline, tmp_path):
@@ -1206,7 +1224,10 @@ def test_diversity():
 
 
 def test_grids_are_mirrored(tmp_path):
-    shown, main = [], SimpleNamespace(main=True, dir=tmp_path)
+    shown = []
+
+    def run(trackers, main=True):
+        return SimpleNamespace(main=main, dir=tmp_path, accelerator=SimpleNamespace(trackers=trackers))
 
     def tracker(name, fails=False):
         def log_images(images, step, **options):
@@ -1218,25 +1239,30 @@ def test_grids_are_mirrored(tmp_path):
 
     for step, prefix in ((7, ""), (7, "_hard"), (8, "")):
         ddpo.grid(PIXELS, tmp_path / ddpo.GRID.format(step, prefix))
-    trackers = SimpleNamespace(trackers=[tracker("wandb", fails=True), tracker("tensorboard")])
-    ddpo.mirror_grid(trackers, main, 7)
+    trackers = [tracker("wandb", fails=True), tracker("tensorboard")]
+    ddpo.mirror_grid(run(trackers), 7)
     size = (1, 5, 8 * 7, 3)
     assert sorted(shown, key=str) == [
         (name, 7, options, {f"eval/images{prefix}": size})
         for name, options in (("tensorboard", {"dataformats": "NHWC"}), ("wandb", {}))
         for prefix in ("", "_hard")
     ]
-    ddpo.mirror_grid(trackers, SimpleNamespace(main=False, dir=tmp_path), 8)
-    ddpo.mirror_grid(SimpleNamespace(trackers=[]), main, 8)
+    ddpo.mirror_grid(run(trackers, main=False), 8)
+    ddpo.mirror_grid(run([]), 8)
     assert len(shown) == 4
 
 
 def test_due():
-    """A multiple of `every` among the last steps; never for 0."""
-    for step, steps, every in product(range(1, 30), range(1, 6), range(8)):
-        expected = bool(every) and any(i % every == 0 for i in range(step - steps + 1, step + 1))
-        if step >= steps:
-            assert ddpo.due(step, steps, every) == expected, (step, steps, every)
+    """A multiple of --eval-every among the steps of the epoch; at the start and the end; never for 0."""
+    for step, updates, every in product(range(30), range(1, 6), range(8)):
+        run = logging.Run.__new__(logging.Run)
+        run.stride, run.eval_every, run.begun, run.total_steps = updates, every, 0, 29
+        passed = any(i % every == 0 for i in range(step - updates + 1, step + 1)) if every else False
+        if step == 0 or step >= updates:
+            expected = bool(every) and (passed or step in (0, 29))
+            assert run.evaluation_due(step) == expected, (step, updates, every)
+        run.begun = 3
+        assert not run.evaluation_due(0)
 
 
 # ---- Flags -----------------------------------------------------------------------------------------------------------

@@ -23,14 +23,15 @@ import safetensors.torch
 import torch
 import tyro
 import yaml
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 
 from algos import ddpo
 from benchmarks.tasks import shapes
-from common import logging
-from common.checkpoint import InputError, cli
+from common import identity, logging
+from common.cli import InputError, cli
 from common.seeding import rng, stream_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -1061,7 +1062,7 @@ def test_a_model_that_is_none(tmp_path, build_model):
     assert not (tmp_path / "run").exists()
 
 
-NUMBERS = "expected a list of 5 numbers, one per image"
+NUMBERS = "expected a list of 5 numbers, one per sample"
 COLUMNS = "must return {name: list of 5 finite numbers}"
 BAD_RESULTS = [
     ("--reward user.py:result:kind=short", f"returned 4 values, {NUMBERS}"),
@@ -1196,7 +1197,7 @@ def test_advantages_that_overflow_stop_the_run(tiny, tmp_path):
 def test_gradients_that_are_not_finite_stop_before_the_step(monkeypatch, tiny, tmp_path, value, lora_r):
     """Here of one weight, in the fourth step; once that is gone, the same command ends as if nothing had been."""
     flags = {"save_every": 1, "num_epochs": 3, "lora_r": lora_r}
-    steps, clip = [], ddpo.Accelerator.clip_grad_norm_
+    steps, clip = [], Accelerator.clip_grad_norm_
 
     def spoil(self, weights, *args):
         steps.append(1)
@@ -1205,7 +1206,7 @@ def test_gradients_that_are_not_finite_stop_before_the_step(monkeypatch, tiny, t
             next(weight.grad for weight in weights if weight.grad is not None).view(-1)[0] = value
         return clip(self, weights, *args)
 
-    monkeypatch.setattr(ddpo.Accelerator, "clip_grad_norm_", spoil)
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", spoil)
     with pytest.raises(FloatingPointError, match=f"step 4: gradient norm {value} in epoch 2"):
         run_ddpo(tiny, tmp_path / "run", **flags)
     intact(tmp_path / "run", 2)
@@ -1275,6 +1276,18 @@ def test_check_calls_the_reward_on_the_training_rows_too(tiny, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_check_calls_the_metric_on_evaluation_rows_alone(tiny, tmp_path, capfd):
+    """As a run does: training rows need no columns for it."""
+
+    def metric(images, prompts, answer):
+        return {"right": [1.0] * len(prompts)}
+
+    flags = {"eval_dataset": [{"prompt": "a red circle", "answer": 1}], "metric": metric, "check": True}
+    assert run_ddpo(tiny, tmp_path / "run", reward=lambda prompts: [1.0] * len(prompts), **flags) == ({}, None)
+    out = capfd.readouterr().out
+    assert "check passed" in out and out.count("samples at step 0") == 1
+
+
 @pytest.mark.case(32, "ddpo")
 def test_equal_rewards_are_said(tiny, tmp_path, capfd):
     warning = "all rewards of the first epoch are 3.0"
@@ -1286,5 +1299,5 @@ def test_equal_rewards_are_said(tiny, tmp_path, capfd):
 
 def test_a_pipeline_is_told_by_its_weights(build_pipeline):
     """Two objects with other weights are two models, also where they came from one directory."""
-    assert logging.describe(build_pipeline()) == logging.describe(build_pipeline())
-    assert logging.describe(build_pipeline()) != logging.describe(build_pipeline(seed=1))
+    assert identity.describe(build_pipeline()) == identity.describe(build_pipeline())
+    assert identity.describe(build_pipeline()) != identity.describe(build_pipeline(seed=1))

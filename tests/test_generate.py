@@ -5,6 +5,7 @@ nor padding, and the inverse CDF in Python. In float64, where another layout of 
 """
 
 import copy
+import logging
 import math
 
 import numpy as np
@@ -26,6 +27,21 @@ BART |= {"decoder_attention_heads": 3, "decoder_ffn_dim": 28, "max_position_embe
 BART |= {"decoder_start_token_id": EOS}
 ENCODER_DECODERS = {"t5": (tf.T5Config, T5), "bart": (tf.BartConfig, BART)}
 LENGTHS = 5, 1, 3, 7, 2, 4, 1
+
+
+@pytest.fixture
+def messages():
+    """What transformers says in a test, which starts at its default verbosity."""
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_warning()
+    transformers_logging.warning_once.cache_clear()
+    transformers_logging.add_handler(handler)
+    yield heard
+    transformers_logging.remove_handler(handler)
+    transformers_logging.set_verbosity(verbosity)
 
 
 def build_encoder_decoder(name):
@@ -65,7 +81,8 @@ def slow_sample(lm, query, row_uniforms, eos_id, temperature=1.0, top_k=0, limit
             start = lm.config.decoder_start_token_id
             output = lm(input_ids=torch.tensor([query]), decoder_input_ids=torch.tensor([[start, *ids]]))
         else:
-            output = lm(torch.tensor([query + ids]))
+            whole = torch.tensor([query + ids])
+            output = lm(whole, attention_mask=torch.ones_like(whole))
         logits = output.logits[0, -1].double().tolist()
         if temperature == 0:
             ids.append(logits.index(max(logits)))
@@ -105,11 +122,11 @@ OPTIONS = {"plain": {}, "top_k": {"temperature": 0.7, "top_k": 3}, "greedy": {"t
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", *ENCODER_DECODERS])
-def test_tokens_are_those_of_the_slow_loop(build_model, kind, options, capfd):
+def test_tokens_are_those_of_the_slow_loop(build_model, kind, options, messages):
     lm = build_encoder_decoder(kind) if kind in ENCODER_DECODERS else build_model(kind, torch.float64)
     _, response_mask = check(lm, **options)
     assert len(response_mask.sum(1).unique()) > 2 or "temperature" in options  # rows end at different times
-    assert capfd.readouterr() == ("", "")
+    assert not messages
 
 
 def test_one_row_and_one_token(build_model):
@@ -122,7 +139,7 @@ def test_one_row_and_one_token(build_model):
             assert rows_of(*alone) == [together[i][:width]]
 
 
-def test_the_padding_may_be_the_end_token(build_model, capfd):
+def test_the_padding_may_be_the_end_token(build_model, messages):
     """Also without a padded query, where `generate` drops the mask and the model sees padding behind ended rows."""
     lm, (query, mask), u = build_model(dtype=torch.float64), prompts(*LENGTHS), uniforms(7, 11)
     eos = common_token(lm, query, mask, u)
@@ -133,7 +150,7 @@ def test_the_padding_may_be_the_end_token(build_model, capfd):
     ids, response_mask = sample_by_generate(lm, query, torch.ones_like(query).bool(), u, eos, eos)
     assert rows_of(ids, response_mask) == [slow_sample(lm, query[i].tolist(), u[i], eos) for i in range(7)]
     assert 0 < response_mask[:, -1].sum() < 7
-    assert capfd.readouterr() == ("", "")
+    assert not messages
 
 
 FORCING = {"do_sample": True, "top_k": 1, "temperature": 0.01, "repetition_penalty": 5.0, "min_new_tokens": 11}
@@ -143,24 +160,24 @@ FORCING |= {"begin_suppress_tokens": list(range(20)), "eos_token_id": [1, 2, 3],
 
 
 @pytest.mark.parametrize("kind", ["gpt2", *ENCODER_DECODERS])
-def test_the_checkpoints_own_settings_are_set_aside(build_model, kind, capfd):
+def test_the_checkpoints_own_settings_are_set_aside(build_model, kind, messages):
     lm = build_encoder_decoder(kind) if kind in ENCODER_DECODERS else build_model(kind, torch.float64)
     own = lm.generation_config
     own.update(**FORCING)
     before = copy.deepcopy(own.to_dict())
     check(lm)
     assert lm.generation_config is own and own.to_dict() == before
-    assert capfd.readouterr() == ("", "")
+    assert not messages
 
 
-def test_an_error_leaves_the_model_as_it_was(build_model):
+def test_an_error_leaves_the_model_as_it_was(build_model, messages):
     lm, (query, mask) = build_model(), prompts(3, 5)
-    own, verbosity = lm.generation_config, transformers_logging.get_verbosity()
+    own = lm.generation_config
     lm.transformer.wpe.weight.data[6] = math.nan  # position 6: reached by the second row at its third token
     with pytest.raises(FloatingPointError, match="row 1: logits are not finite at response token 3"):
         sample_by_generate(lm, query, mask, uniforms(2, 7), -1, PAD)
     assert lm.generation_config is own and not lm._forward_hooks
-    assert transformers_logging.get_verbosity() == verbosity
+    assert transformers_logging.get_verbosity() == transformers_logging.WARNING
 
 
 def test_logits_behind_the_end_of_a_row_are_not_looked_at(build_model):
@@ -170,6 +187,13 @@ def test_logits_behind_the_end_of_a_row_are_not_looked_at(build_model):
     lm.transformer.wpe.weight.data[6] = math.nan
     ids, response_mask = sample_by_generate(lm, query, mask, u, -1, PAD, ended=end_of_rows(None, (), limits))
     assert response_mask.sum(1).tolist() == [4, 2] and rows_of(ids, response_mask) == rows_of(expected, response_mask)
+
+
+def test_decoding_ends_with_the_last_row(build_model):
+    lm, (query, mask), calls = build_model(), prompts(3, 5), []
+    lm.register_forward_hook(lambda *_: calls.append(1))
+    sample_by_generate(lm, query, mask, uniforms(2, 9), -1, PAD, ended=end_of_rows(None, (), torch.tensor([4, 2])))
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])

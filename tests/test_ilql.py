@@ -26,12 +26,19 @@ from transformers import AutoModelForCausalLM
 
 from algos import ilql
 from benchmarks.tasks import randomwalks
-from common.checkpoint import InputError
+from common import sampling
+from common.cli import InputError
+from common.models import load_model
+from common.sampling import sample_by_generate
+from common.seeding import draw
 
 BOS, EOS, PAD, NAN, INF = 21, 22, 23, math.nan, math.inf
 V = 11  # of the pure functions; that of the models is 25
 SETTINGS = {"gamma": 0.9, "tau": 0.8, "cql_scale": 0.3, "awac_scale": 0.7, "awac_beta": 0.6, "awac_clip": 0.8}
 LOSSES = "loss_q loss_v loss_cql loss_awac".split()
+STATISTICS = """values qvalues target_qvalues advantages target_gap awac_weight squared_values squared_advantages
+end_errors inner_errors ends""".split()
+TERMS = ["loss", *LOSSES, *STATISTICS]
 
 
 def settings(**changes):
@@ -176,7 +183,7 @@ def test_no_advantage_brings_a_token_back(options):
     logits = tensor(0.6, 0.3, 0.1, 0.0).log() if not options else tensor(0.6, 0.3, 0.06, 0.04).log()
     shaped = ilql.shape_logits(logits, tensor(0, 0, 0, 1e6), torch.tensor(0.0), 1e6, **options)
     assert shaped[3] == -INF and shaped[0].isfinite() and not shaped.isnan().any()
-    assert (ilql.draw(shaped.expand(99, 4), torch.linspace(0, 1, 99).double(), 1.0) != 3).all()
+    assert (draw(shaped.expand(99, 4), torch.linspace(0, 1, 99).double(), 1.0) != 3).all()
 
 
 # ---- Losses without logits of all tokens -----------------------------------------------------------------------------
@@ -277,7 +284,7 @@ def test_ilql_losses_by_hand(done, chunked):
     policy = hand_policy()
     policy.chunked_lm_head = chunked
     terms = ilql.ilql_losses(policy, ilql.Batch.of([ilql.Episode([0, 1, 2], [1, 2], [0.5, 1.0], done)], 0, "cpu"), HAND)
-    assert [*terms] == ilql.TERMS
+    assert [*terms] == TERMS
     last = 16 + 36 if done else 4 + 16
     close(terms["loss_q"].data, [0.0 + 1, last])
     close(terms["loss_v"].data, [0.8 * 4, 0.2 * 4])
@@ -289,7 +296,7 @@ def test_ilql_losses_by_hand(done, chunked):
     statistics |= {"target_gap": [-2, 4.5], "awac_weight": [2.5, math.exp(-1)], "squared_values": [1, 9]}
     statistics |= {"squared_advantages": [4, 4], "ends": [0, done]}
     statistics |= {"end_errors": [0, error * done], "inner_errors": [0.5, error * (not done)]}
-    assert {*statistics} == {*ilql.TERMS[5:]}
+    assert {*statistics} == {*STATISTICS}
     for name, expected in statistics.items():
         close(terms[name].data.double(), [float(x) for x in expected])
         assert not terms[name].requires_grad or name == "values"
@@ -310,15 +317,18 @@ def test_the_value_behind_the_end_is_not_used():
 
 
 def test_loss_metrics_by_hand():
-    sums = torch.tensor([10, 1, 2, 3, 4, 5, 6, 7, 8, 2, 1, 9, 30, 9, 12, 1], dtype=torch.float64)
+    sums = {"loss": 10, "loss_q": 1, "loss_v": 2, "loss_cql": 3, "loss_awac": 4, "values": 5, "qvalues": 6}
+    sums |= {"target_qvalues": 7, "advantages": 8, "target_gap": 2, "awac_weight": 1, "squared_values": 9}
+    sums |= {"squared_advantages": 30, "end_errors": 9, "inner_errors": 12, "ends": 1}
+    assert [*sums] == TERMS
     expected = {"losses/loss": 2.5, "losses/loss_q": 0.25, "losses/loss_v": 0.5, "losses/loss_cql": 0.75}
     expected |= {"losses/loss_awac": 1.0, "values/mean": 1.25, "qvalues/mean": 1.5, "target_qvalues/mean": 1.75}
     expected |= {"advantages/mean": 2.0, "advantages/std": 3.5**0.5, "values/std": 0.6875**0.5, "target_gap/mean": 0.5}
     expected |= {"awac_weight/mean": 0.25, "td_error/end": 9.0, "td_error/inner": 4.0}
     assert ilql.loss_metrics(sums, 4) == pytest.approx(expected)
-    sums[-1] = 0
+    sums["ends"] = 0
     assert ilql.loss_metrics(sums, 4)["td_error/end"] == 0
-    sums[-1], sums[-4] = 4, 15.999999
+    sums |= {"ends": 4, "squared_advantages": 15.999999}
     found = ilql.loss_metrics(sums, 4)
     assert found["td_error/inner"] == found["advantages/std"] == 0
 
@@ -407,7 +417,7 @@ def slow_terms(policy, episodes, args):
             statistics += [advantage**2, error * end, error * (not end), end]
             statistics = [torch.tensor(x, dtype=torch.float64) for x in statistics]
             found.append([loss, loss_q, loss_v, loss_cql, loss_awac, *statistics])
-    return dict(zip(ilql.TERMS, map(torch.stack, zip(*found, strict=True)), strict=True))
+    return dict(zip(TERMS, map(torch.stack, zip(*found, strict=True)), strict=True))
 
 
 def gradients(policy, loss):
@@ -418,14 +428,11 @@ def gradients(policy, loss):
 
 def assert_same_terms(policy, one, other, tolerance=1e-9, of_gradients=1e-9):
     """Terms, and gradients of a sum of all losses with other weights for each loss and action (in chunks: loss)."""
-    for name in ilql.TERMS:
+    for name in TERMS:
         close(one[name].detach().double(), other[name].detach(), tolerance)
     sizes = [len(one["loss"]) if ilql.CHUNK > 99 else 1] * 5
     sums = [
-        sum(
-            (x[name] * random(size, seed=i)).sum()
-            for i, (name, size) in enumerate(zip(ilql.TERMS, sizes, strict=False))
-        )
+        sum((x[name] * random(size, seed=i)).sum() for i, (name, size) in enumerate(zip(TERMS, sizes, strict=False)))
         for x in (one, other)
     ]
     for a, b in zip(*(gradients(policy, loss) for loss in sums), strict=True):
@@ -455,7 +462,7 @@ def test_neither_padding_nor_neighbours_change_the_losses(build_model, family, c
     policy.chunked_lm_head = chunked
     rows = [losses(policy, [episode]) for episode in EPISODES]
     for order in ([0], [4, 0], [5, 0, 3], [3, 2, 1, 5, 0, 4]):
-        alone = {name: torch.cat([rows[i][name] for i in order]) for name in ilql.TERMS}
+        alone = {name: torch.cat([rows[i][name] for i in order]) for name in TERMS}
         assert_same_terms(policy, losses(policy, [EPISODES[i] for i in order]), alone)
 
 
@@ -468,7 +475,7 @@ def test_garbage_in_the_padding_changes_nothing(build_model, family):
     for row, episode in enumerate(EPISODES):
         dirty.states[row, len(episode.actions) + 1 :] = 3
     clean, dirty = (ilql.ilql_losses(policy, x, settings()) for x in (batch, dirty))
-    assert all(torch.equal(clean[name], dirty[name]) for name in ilql.TERMS)
+    assert all(torch.equal(clean[name], dirty[name]) for name in TERMS)
     assert all(map(torch.equal, *(gradients(policy, terms["loss"].sum()) for terms in (clean, dirty))))
 
 
@@ -485,7 +492,7 @@ def test_each_loss_trains_its_own_heads(build_model):
             grads = torch.autograd.grad(terms[name].sum(), members, retain_graph=True, allow_unused=True)
             found |= {group} if any(g is not None and g.any() for g in grads) else set()
         assert found == trained
-    assert not any(terms[name].requires_grad for name in ilql.TERMS[6:])
+    assert not any(terms[name].requires_grad for name in TERMS[6:])
 
 
 def test_two_equal_heads_count_twice(build_model):
@@ -899,8 +906,11 @@ def test_greedy_generation_of_transformers_is_ours(build_model, family, beta):
     for options in ({}, filters):
         with policy.guided(beta, **options):
             theirs, _ = transformers_generate(policy.lm, do_sample=False)
-            ours, mask = ilql.sample(policy.lm, *left_padded(), draws(4), EOS, PAD, temperature=0.0)
-            alone = [ilql.sample(policy.lm, *left_padded([p]), draws(1), EOS, PAD, temperature=0.0)[0] for p in PROMPTS]
+            ours, mask = sample_by_generate(policy.lm, *left_padded(), draws(4), EOS, PAD, temperature=0.0)
+            alone = [
+                sample_by_generate(policy.lm, *left_padded([p]), draws(1), EOS, PAD, temperature=0.0)[0]
+                for p in PROMPTS
+            ]
         assert torch.equal(ours[:, : theirs.shape[1]], theirs) and not mask[:, theirs.shape[1] :].any()
         assert torch.equal(torch.cat(alone), ours) and len(ours.unique()) > 4
 
@@ -918,8 +928,8 @@ def test_sampling_of_transformers_is_from_the_same_distribution(monkeypatch, bui
             seen.append((logits / temperature).softmax(-1))
             return theirs[:, len(seen) - 1]
 
-        monkeypatch.setattr(ilql, "draw", draw)
-        ilql.sample(policy.lm, *left_padded(), draws(4), EOS, PAD, temperature)
+        monkeypatch.setattr(sampling, "draw", draw)
+        sample_by_generate(policy.lm, *left_padded(), draws(4), EOS, PAD, temperature)
     assert len(seen) == len(scores) == 11
     for ours, score in zip(seen, scores, strict=True):
         close(ours, score.double().softmax(-1), 1e-6 if score.dtype == torch.float32 else 1e-9)
@@ -949,9 +959,9 @@ def test_forbidden_bigrams_are_never_sampled(build_model, size, beta):
     free = forbidden = 0
     for seed in range(9):
         with policy.guided(beta):
-            free += count(*ilql.sample(policy.lm, query, mask, draws(size, seed=seed), EOS, PAD))
+            free += count(*sample_by_generate(policy.lm, query, mask, draws(size, seed=seed), EOS, PAD))
         with policy.guided(beta, logit_mask=BIGRAMS):
-            forbidden += count(*ilql.sample(policy.lm, query, mask, draws(size, seed=seed), EOS, PAD))
+            forbidden += count(*sample_by_generate(policy.lm, query, mask, draws(size, seed=seed), EOS, PAD))
             torch.manual_seed(seed)
             theirs, _ = transformers_generate(policy.lm, PROMPTS[:size], do_sample=True)
             ends = (theirs == EOS).int()
@@ -979,12 +989,12 @@ def odd_dirs(tmp_path_factory):
 
 
 def load(path, **flags):
-    return ilql.load_model(ilql.Args(dtype="float64", **flags), path)[0].eval()
+    return load_model(ilql.Args(dtype="float64", **flags), path)[0].eval()
 
 
 def test_lm_head_error_is_zero_where_logits_are_those_of_the_output_layer(tiny_dir):
     for dtype in ("float32", "float64"):
-        lm, _ = ilql.load_model(ilql.Args(dtype=dtype), tiny_dir)
+        lm, _ = load_model(ilql.Args(dtype=dtype), tiny_dir)
         assert ilql.lm_head_error(lm, torch.tensor([EPISODES[0].ids])) < 1e-5
     sizes = []
     hook = lm.get_output_embeddings().register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[1]))
@@ -1169,7 +1179,8 @@ def first_letters(samples, prompts, outputs, **columns):
 @pytest.mark.parametrize("choice", ["base", "shaped"])
 def test_evaluation_samples_from_each_beta(monkeypatch, gpt2_dir, tmp_path, choice):
     """The filters choose from pi, or as in trlX from what is drawn from."""
-    shaped, drawn = recorded(monkeypatch, ilql, "shape_logits"), recorded(monkeypatch, ilql, "draw")
+    shaped, drawn = recorded(monkeypatch, ilql, "shape_logits"), []
+    monkeypatch.setattr(sampling, "draw", lambda *args, **options: drawn.append(options) or draw(*args, **options))
     flags = {"betas": (0.0, 4.0), "metric": first_letters, "eval_prompts": [{"prompt": p} for p in ("b", "cd", "")]}
     flags |= {"eval_every": 2, "total_steps": 2, "top_k": 3, "top_p": 0.9, "filter": choice, "advantage_clip": 0.0}
     mask = BIGRAMS.clone()
@@ -1179,7 +1190,7 @@ def test_evaluation_samples_from_each_beta(monkeypatch, gpt2_dir, tmp_path, choi
     assert {key for key in metrics if key.startswith("eval/")} == {"eval/vowels@beta=0", "eval/vowels@beta=4"}
     used, unused = ((3, 0.9), (0, 1.0)) if choice == "base" else ((0, 1.0), (3, 0.9))
     assert {args[3:7] for args, _ in shaped} == {(beta, *used, 0.0) for beta in flags["betas"]}
-    assert {args[2:5] for args, _ in drawn} == {(0.5, *unused)}
+    assert {(x["temperature"], x["top_k"], x["top_p"]) for x in drawn} == {(0.5, *unused)}
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert [(row["step"], row["beta"]) for row in samples] == [
         (s, b) for s in (0, 2) for _ in range(3) for b in (0.0, 4.0)

@@ -20,11 +20,12 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM
 
 from algos import ilql
 from benchmarks.tasks import randomwalks
 from common import logging
-from common.checkpoint import InputError, cli
+from common.cli import InputError, cli
 from common.seeding import rng, stream_rows
 
 SLOW = pytest.mark.slow
@@ -265,7 +266,7 @@ def test_the_first_value_is_the_discounted_return(learn):
 
 
 def initial_heads(model, **options):
-    lm = ilql.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     return ilql.PolicyWithQ(lm, **({"seed": 1} | options)).head_weights()
 
 
@@ -503,7 +504,7 @@ def test_what_a_run_leaves(typed):
             p.name for p in (run / name).iterdir()
         }
         assert len(heads(run / name)) == 4 + 4 * 4
-        lm, report = ilql.AutoModelForCausalLM.from_pretrained(run / name, output_loading_info=True)
+        lm, report = AutoModelForCausalLM.from_pretrained(run / name, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"]
     assert "5 rows, 0 cut, 0 dropped without an action left, 5 ended; actions of a row: 1 to 6, median 3" in out
     assert "first row, [not actions]: [b]cda<eos>" in out and "return 0.65 +- 0.8944, scaled to 0 +- 1" in out

@@ -17,6 +17,8 @@ import torch
 
 from algos import ppo, sft
 from common import seeding
+from common.cli import InputError
+from common.models import load_model, set_attention
 
 EOS, PAD, NAN = 22, 23, math.nan
 PROMPTS = ["b", "cde", "fg", "hijkl", "m", "nopqrst", "ba"]
@@ -96,19 +98,16 @@ def pad_is_eos(tokenizer):
 def start(accelerator, directory, tokenizer, dtype, reward=vowels, **flags):
     """A rollout of 7 prompts of different lengths by a tiny model, as main does it, in micro-batches of 3."""
     args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, tokenizer=tokenizer, **flags)
-    lm, tokenizer = ppo.load_model(args, directory)
-    ppo.set_attention(lm, args, accelerator.device, 18)
-    ref, _ = ppo.load_model(args, directory)
-    ppo.set_attention(ref, args, accelerator.device, 18)
+    lm, tokenizer = load_model(args, directory)
+    set_attention(lm, args, accelerator.device, 18)
+    ref, _ = load_model(args, directory)
+    set_attention(ref, args, accelerator.device, 18)
     model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
     rows = [{"prompt": p} for p in PROMPTS]
     queries = tokenizer(PROMPTS)["input_ids"]
 
-    def score(*texts):
-        return ppo.score_outputs(accelerator, reward, args, tokenizer, *texts)
-
     models = model.eval(), ref.eval(), ppo.Trunk(0)
-    return model, ppo.rollout(accelerator, *models, tokenizer, rows, queries, score, 1, args)
+    return model, ppo.rollout(accelerator, *models, tokenizer, rows, queries, reward, 1, args)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
@@ -250,7 +249,7 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
     flags = {"total_episodes": 10, "micro_batch_size": 2, "vf_coef": 0.7, "max_grad_norm": 0.3, "weight_decay": 0.1}
     metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", **flags)
     _, batch = stored[0]
-    model = ppo.PolicyWithValue(ppo.load_model(ppo.Args(dtype="float64"), gpt2_dir)[0], "linear", "normal", seed=1)
+    model = ppo.PolicyWithValue(load_model(ppo.Args(dtype="float64"), gpt2_dir)[0], "linear", "normal", seed=1)
     assert all(torch.equal(w, before[0][k]) for k, w in model.state_dict().items())
     everything = set(map(tuple, batch.response_mask.nonzero().tolist()))
     advantage, value_target = {}, {}
@@ -458,7 +457,7 @@ def test_sft_steps_are_the_slow_definition(letters, gpt2_dir, tmp_path):
     """The loss is the mean over all labelled tokens, one row at a time without padding; gradients clipped to 0.1."""
     flags = {"total_steps": 2, "batch_size": 5, "micro_batch_size": 2, "lr_schedule": "linear", "max_grad_norm": 0.1}
     metrics, run_dir = run_sft(gpt2_dir, tmp_path / "run", ROWS, **flags)
-    model, _ = sft.load_model(sft.Args(dtype="float64"), gpt2_dir)
+    model, _ = load_model(sft.Args(dtype="float64"), gpt2_dir)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, foreach=False)
     order = seeding.stream_rows(1, "data", 7, 0, 10)
     for lr, rows in ((1e-2, order[:5]), (5e-3, order[5:])):
@@ -487,7 +486,7 @@ def test_sft_trains_the_end_token_with_pad_as_eos(letters, gpt2_dir, tmp_path):
     _, run_dir = run_sft(
         gpt2_dir, tmp_path / "run", [{"prompt": p, "completion": "a"} for p in PROMPTS], tokenizer=tokenizer
     )
-    before, after = (sft.load_model(sft.Args(dtype="float64"), str(d))[0] for d in (gpt2_dir, run_dir / "hf_model"))
+    before, after = (load_model(sft.Args(dtype="float64"), str(d))[0] for d in (gpt2_dir, run_dir / "hf_model"))
     ids = torch.tensor(tokenizer(["ba", "ma"])["input_ids"])
     with torch.no_grad():
         gain = [(m(ids).logits[:, -1].log_softmax(-1)[:, EOS]).mean() for m in (before, after)]
@@ -558,7 +557,7 @@ def test_rows_without_a_label_are_dropped_and_counted(letters):
     assert report == (
         "3 rows, 3 cut at the end, 2 dropped without a label left; labels on 50.0% of 4 tokens, a row 2 to 2, median 2"
     )
-    with pytest.raises(sft.InputError, match="no row has a label left within --max-length 3"):
+    with pytest.raises(InputError, match="no row has a label left within --max-length 3"):
         encode(rows[:1], letters, max_length=3)
 
 

@@ -4,6 +4,7 @@ Against hand and golden numbers (those of TRL's and trlX's code that are right),
 a small vocabulary. Sizes are distinct primes, so that a wrong broadcast fails.
 """
 
+import dataclasses
 import math
 from itertools import product
 from types import SimpleNamespace
@@ -198,6 +199,18 @@ def test_dense_scores_are_added_token_by_token():
     close(ppo.token_rewards(scores, kl, mask, 0.3), torch.where(mask, scores - 0.3 * kl, 0.0))
 
 
+def test_place_scores_by_hand():
+    """Numbers go to the last token that counts, lists to all of them, over holes; a row without tokens gets nothing."""
+    mask = ragged_mask(holes=True)
+    placed = ppo.place_scores([1.5, [2.0, 3.0], [4.0, 5.0, 6.0], 7.0, 8.0], mask)
+    expected = torch.zeros(B, R, dtype=torch.float64)
+    expected[0, 0], expected[3, 6] = 1.5, 7.0
+    expected[1, :2] = tensor(2, 3)
+    expected[2, [0, 2, 3]] = tensor(4, 5, 6)
+    assert torch.equal(placed, expected)
+    assert torch.equal(ppo.place_scores([[], 1.0], mask[[4, 4]]), torch.zeros(2, R, dtype=torch.float64))
+
+
 def test_policy_loss_by_hand():
     ratio, advantages = tensor(1.5, 0.5, 1.5, 0.5, 1.1, 1.0), tensor(2, 2, -2, -2, -2, 3)
     new = (ratio.log() - 1.7).requires_grad_()
@@ -226,9 +239,8 @@ def test_only_what_is_clipped_counts_as_clipped(dtype):
 
     def update_sums(new_logprobs, new_values, *columns):
         columns = dict(zip("logprobs values advantages returns".split(), (x[None] for x in columns), strict=True))
-        part = ppo.Rollout(*[None] * 3, response_mask=mask, **columns)
-        sums = ppo.losses(lambda *_, **__: (new_logprobs[None], new_values[None], None), part, args)[2]
-        return dict(zip(ppo.UPDATE_METRICS, sums, strict=True))
+        episodes = ppo.Rollout(*[None] * 3, response_mask=mask, **columns)
+        return ppo.losses(lambda *_, **__: (new_logprobs[None], new_values[None], None), episodes, args)[2]
 
     names = update_sums(new, new, old, old, returns, returns)
     within = ((new - old).exp() - 1).abs() < 0.19
@@ -272,6 +284,30 @@ def test_token_logprobs_is_the_slow_definition():
     logits, ids = random(3, 5, V) * 4, torch.arange(15).reshape(3, 5) % V
     close(ppo.token_logprobs(logits, ids), -sft.token_nll(logits, ids))
     close(ppo.token_logprobs(logits + 1e6, ids), ppo.token_logprobs(logits, ids), 1e-8)
+
+
+# ---- Episodes --------------------------------------------------------------------------------------------------------
+
+
+def test_take_narrows_what_it_knows_and_leaves_the_rest():
+    """Of queries of 1, 3 and 5 tokens and responses of 2, 7 and 4: what runs along neither is taken whole."""
+    query_mask, mask = torch.arange(5) >= tensor(4, 2, 0)[:, None], torch.arange(R) < tensor(2, 7, 4)[:, None]
+    columns = {name: random(3, R, seed=seed) for seed, name in enumerate(("values", "scores", "entropies"))}
+    trunk, last_value = random(3, 5 + R - 1, 2, seed=7), random(3, seed=8)
+    batch = ppo.Rollout(random(3, 5), query_mask, random(3, R), mask, trunk=trunk, last_value=last_value, **columns)
+    taken = batch.take(torch.tensor([2, 0]))
+    assert torch.equal(taken.query, batch.query[[2, 0]]) and torch.equal(taken.query_mask, query_mask[[2, 0]])
+    assert torch.equal(taken.response_mask, mask[[2, 0], :4]) and torch.equal(taken.trunk, trunk[[2, 0], : 5 + 4 - 1])
+    assert all(torch.equal(getattr(taken, name), x[[2, 0], :4]) for name, x in columns.items())
+    assert torch.equal(taken.last_value, last_value[[2, 0]]) and taken.returns is None
+    alone = batch.take(torch.tensor([0]))
+    assert torch.equal(alone.query, batch.query[:1, 4:]) and torch.equal(alone.trunk, trunk[:1, 4 : 5 + 2 - 1])
+
+    fields = [("notes", torch.Tensor | None, None)]
+    Noted = dataclasses.make_dataclass("Noted", fields, bases=(ppo.Rollout,))
+    notes = random(3, 11)
+    noted = Noted(batch.query, query_mask, batch.response, mask, notes=notes)
+    assert torch.equal(noted.take(torch.tensor([0])).notes, notes[:1])
 
 
 # ---- Learning rate ---------------------------------------------------------------------------------------------------

@@ -15,12 +15,17 @@ import safetensors.torch
 import torch
 import transformers
 from test_invariants import PROMPTS, log, recorded, run_ppo, weights
+from test_sampling import plain_sample
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from algos import ppo
 from benchmarks.tasks import randomwalks
+from common.cli import InputError
+from common.data import encode_prompts, load_sets
+from common.models import RewardModel, blocks, freeze
+from common.sampling import decode, generate_all, stopped
 
 EOS, LAYERS = 22, 3
 SIZES = {"hidden_size": 12, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 32}
@@ -49,6 +54,12 @@ def inputs():
     return ids[:, :5], query_mask, ids[:, 5:], torch.arange(7) < torch.tensor([[7], [3], [5]])
 
 
+def generate(accelerator, lm, tokenizer, queries, iteration, max_new_tokens=7, **options):
+    """What a rollout samples."""
+    options |= {"seed": 1, "max_new_tokens": max_new_tokens, "sample": plain_sample}
+    return generate_all(accelerator, lm, tokenizer, queries, ("rollout", iteration), **options)
+
+
 def score(model):
     return ppo.score_tokens(model, *inputs())[0][inputs()[3]]
 
@@ -61,8 +72,8 @@ def score(model):
 def test_trunk_of_every_family(family, k):
     """After 20 steps of what main does, the reference is still the initial model, bit by bit."""
     lm = build(family)
-    initial, layers = copy.deepcopy(lm), ppo.blocks(lm)
-    depth = ppo.freeze(lm, k)
+    initial, layers = copy.deepcopy(lm), blocks(lm)
+    depth = freeze(lm, k)
     assert len(layers) == LAYERS and depth == (LAYERS - k if k >= 0 else 0)
     trained = {name for name, weight in lm.named_parameters() if weight.requires_grad}
     tops = [id(weight) for layer in layers[depth:] for weight in layer.parameters()] if k else []
@@ -79,7 +90,7 @@ def test_trunk_of_every_family(family, k):
         first = score(lm)
     assert len(recorded) == (depth > 0)
     states = recorded[0] if depth else None
-    for layer in (layers[0], ppo.blocks(ref)[0]):
+    for layer in (layers[0], blocks(ref)[0]):
         next(m for m in layer.modules() if not list(m.children())).register_forward_hook(lambda *_: runs.append(1))
     optimizer = torch.optim.AdamW([w for w in policy.parameters() if w.requires_grad], lr=1e-2, weight_decay=0.1)
     for _ in range(20):
@@ -99,8 +110,8 @@ def test_trunk_of_every_family(family, k):
 
 
 def test_more_unfrozen_layers_than_there_are():
-    with pytest.raises(ppo.InputError, match="--num-layers-unfrozen 4: the model has 3 layers"):
-        ppo.freeze(build("GPT2"), 4)
+    with pytest.raises(InputError, match="--num-layers-unfrozen 4: the model has 3 layers"):
+        freeze(build("GPT2"), 4)
 
 
 def test_blocks_are_not_the_experts_of_a_block():
@@ -113,7 +124,7 @@ def test_blocks_are_not_the_experts_of_a_block():
     model.norms, model.decoder = nn.ModuleList([nn.LayerNorm(3)]), nn.Module()
     model.decoder.layers = nn.ModuleList(Block() for _ in range(5))
     model.config = SimpleNamespace(is_encoder_decoder=False)
-    assert ppo.blocks(model) is model.decoder.layers
+    assert blocks(model) is model.decoder.layers
 
 
 FLOAT64 = [family for family in FAMILIES if family != "Bloom"]  # eager alone: NaN for left padding in float64
@@ -125,10 +136,9 @@ PRECISE = [(family, torch.float32, 1e-5) for family in FAMILIES] + [
 @pytest.mark.parametrize(("family", "dtype", "tolerance"), PRECISE)
 def test_recorded_states_are_those_of_a_plain_forward(accelerator, letters, family, dtype, tolerance):
     lm, trunk, queries = build(family, dtype), ppo.Trunk(2), [[3, 4, 5], [6], [7, 8, 0, 1, 2], [9, 10], [11]]
-    args = SimpleNamespace(seed=1, max_new_tokens=7, decode_batch_size=2, stop=())
-    limits = torch.tensor([5, 2, 1, 7, 3])
+    options = {"temperature": 3.0, "decode_batch_size": 2, "limits": torch.tensor([5, 2, 1, 7, 3])}
     with trunk.record(lm) as record:
-        batch = ppo.generate(accelerator, lm, letters, queries, ("rollout", 1), args, 3.0, limits=limits)
+        batch = generate(accelerator, lm, letters, queries, 1, **options)
     batch = ppo.Rollout(*batch).take(slice(None))
     assert len(set(batch.response_mask.sum(1).tolist())) > 3
     states = trunk.states(record, batch.response_mask, 2)
@@ -282,12 +292,12 @@ def test_rewards_are_whitened_and_truncated_responses_go_on(monkeypatch, gpt2_di
 
 def test_limits_of_length(monkeypatch, accelerator, letters, build_model, gpt2_dir, tmp_path):
     model, queries = build_model(dtype=torch.float64), [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12, 13], [14]]
-    args = SimpleNamespace(seed=1, max_new_tokens=7, decode_batch_size=64, stop=())
+    options = {"temperature": 0.7, "decode_batch_size": 64}
     limits = torch.tensor([5, 1, 7, 3, 2])
-    _, _, ids, mask = ppo.generate(accelerator, model, letters, queries, ("rollout", 2), args, 0.7)
+    _, _, ids, mask = generate(accelerator, model, letters, queries, 2, **options)
     for size in (1, 2, 64):
-        args.decode_batch_size = size
-        found = ppo.generate(accelerator, model, letters, queries, ("rollout", 2), args, 0.7, limits=limits)[2:]
+        options["decode_batch_size"] = size
+        found = generate(accelerator, model, letters, queries, 2, limits=limits, **options)[2:]
         assert torch.equal(found[1], mask & (torch.arange(7) < limits[:, None]))
         assert torch.equal(found[0][found[1]], ids[found[1]])
     rollouts = recorded(monkeypatch, ppo, "rollout")
@@ -328,13 +338,13 @@ def test_stop_strings(accelerator, size):
     special = {"eos_token": "<eos>", "pad_token": "<eos>", "extra_special_tokens": ["<|a|>", "<|b|>", "<|c|>"]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     stops = "\n\nHuman:", "END", "<|a|>", "<|b|>"
-    args = SimpleNamespace(seed=1, max_new_tokens=5, decode_batch_size=size, stop=stops)
     queries = [[pieces.index(prompt)] for prompt, _, _ in CHAINS]
-    _, _, ids, mask = ppo.generate(accelerator, Chain(), tokenizer, queries, ("rollout", 1), args, 1.0)
+    options = {"max_new_tokens": 5, "decode_batch_size": size, "stop": stops}
+    _, _, ids, mask = generate(accelerator, Chain(), tokenizer, queries, 1, **options)
     ids = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
     assert [[pieces[i] for i in row] for row in ids] == [tokens for _, tokens, _ in CHAINS]
-    assert ppo.stopped(tokenizer, ids, stops) == [True] * 4 + [False, True, False, False]
-    assert ppo.decode(tokenizer, queries, ids, stops) == [text for _, _, text in CHAINS]
+    assert stopped(tokenizer, ids, stops) == [True] * 4 + [False, True, False, False]
+    assert decode(tokenizer, queries, ids, stops) == [text for _, _, text in CHAINS]
 
 
 def test_a_run_with_stop_strings(monkeypatch, letters, gpt2_dir, tmp_path):
@@ -458,7 +468,7 @@ def by_hand(folder, text, ended, label=0):
 def test_a_reward_model_scores_rows_as_alone(classifiers, family, same):
     folder = classifiers(family, labels=3, same=same)
     args = SimpleNamespace(reward=f"{folder}:good", trust_remote_code=False, dtype="float64", load_in_4bit=False)
-    reward = ppo.RewardModel(args, SimpleNamespace(device="cpu", named_parameters=dict().items))
+    reward = RewardModel(args, SimpleNamespace(device="cpu", named_parameters=dict().items))
     texts, ended = (x[:2] + x[3:] for x in (TEXTS, ENDED)) if family == "Bert" else (TEXTS, ENDED)
     expected = [by_hand(folder, text, end, 1) for text, end in zip(texts, ended, strict=True)]
     assert len(set(expected)) == len(texts)
@@ -491,7 +501,7 @@ WRONG = [
 @pytest.mark.parametrize(("changes", "label", "message"), WRONG, ids=[message[:40] for _, _, message in WRONG])
 def test_reward_models_that_cannot_be_used(classifiers, tiny_dirs, tmp_path, changes, label, message):
     folder = classifiers(**changes) if isinstance(changes, dict) else tiny_dirs.get(changes, changes)
-    with pytest.raises(ppo.InputError) as error:
+    with pytest.raises(InputError) as error:
         run_ppo(tiny_dirs["gpt2"], tmp_path / "run", reward=folder + label)
     assert f"--reward {folder}" in str(error.value) and message in str(error.value)
     assert not (tmp_path / "run").exists()
@@ -538,11 +548,11 @@ def chatty(letters):
 
 def test_chat_prompts(monkeypatch, chatty, gpt2_dir, tmp_path):
     rows, seen = [{"prompt": chat, "n": i} for i, chat in enumerate(CHATS)], []
-    kept, queries = ppo.encode_prompts(rows, chatty, 5, 32, "--dataset")
+    kept, queries = encode_prompts(rows, chatty, 5, 32, "--dataset")
     texts = ["<bos>uba", "<bos>ucdea", "<bos>ufga", "<bos>skubafucdea"]
     assert [row["prompt"] for row in kept] == texts and [row["messages"] for row in kept] == CHATS
     assert [chatty.decode(ids) for ids in queries] == texts
-    plain = ppo.encode_prompts([{"prompt": "b"}], chatty, 5, 32, "--dataset")
+    plain = encode_prompts([{"prompt": "b"}], chatty, 5, 32, "--dataset")
     assert plain == ([{"prompt": "b"}], [[21, 1]])
 
     def reward(prompts, messages, samples, outputs, n, **columns):
@@ -570,8 +580,8 @@ NO_CHATS = [  # template, messages, what the error says
 @pytest.mark.parametrize(("template", "chat", "message"), NO_CHATS)
 def test_chats_that_are_none(letters, template, chat, message):
     letters.chat_template = template
-    with pytest.raises(ppo.InputError, match="--dataset row [12]: ") as error:
-        ppo.encode_prompts([{"prompt": CHATS[0]}, {"prompt": chat}], letters, 5, 32, "--dataset")
+    with pytest.raises(InputError, match="--dataset row [12]: ") as error:
+        encode_prompts([{"prompt": CHATS[0]}, {"prompt": chat}], letters, 5, 32, "--dataset")
     assert message in str(error.value) and ("row 2" in str(error.value) or not template)
 
 
@@ -586,15 +596,15 @@ def test_several_evaluation_sets(gpt2_dir, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rows.py").write_text("def few(n, m=0):\n    return [{'prompt': 'b'}] * (n + m)\n")
     spec = ",".join(f"{tmp_path}/{name}.jsonl" for name in sets)
-    assert ppo.load_sets(spec, "--eval-dataset") == {f"eval/{name}/": rows for name, rows in sets.items()}
-    assert ppo.load_sets(spec.split(",")[0], "--eval-dataset") == {"eval/": sets["minus"]}
+    assert load_sets(spec, "--eval-dataset") == sets
+    assert load_sets(spec.split(",")[0], "--eval-dataset") == {"": sets["minus"]}
     few = f"{tmp_path}/rows.py:few:n=3,m=2"
     for several in (f"{few},{spec}", f"{spec},{few}", {"few": few} | sets):
-        found = {prefix: len(rows) for prefix, rows in ppo.load_sets(several, "").items()}
-        assert found == {"eval/few/": 5, "eval/minus/": 7, "eval/plus/": 7}
-    assert len(ppo.load_sets(few, "")["eval/"]) == 5
-    with pytest.raises(ppo.InputError, match="two sets have the same name"):
-        ppo.load_sets(f"{spec},elsewhere/plus.jsonl", "--eval-dataset")
+        found = {name: len(rows) for name, rows in load_sets(several, "").items()}
+        assert found == {"few": 5, "minus": 7, "plus": 7}
+    assert len(load_sets(few, "")[""]) == 5
+    with pytest.raises(InputError, match="two sets have the same name"):
+        load_sets(f"{spec},elsewhere/plus.jsonl", "--eval-dataset")
     flags = {"dataset": sets["plus"], "reward": reward, "total_episodes": 60, "eval_every": 4, "keep_checkpoints": 1}
     flags |= {"metric": lambda outputs, **_: {"long": [len(o) for o in outputs]}, "save_every": 4}
     metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", eval_dataset=sets, **flags)

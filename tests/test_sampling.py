@@ -1,21 +1,22 @@
-"""Sampling, and the log-probabilities of what was sampled: `python -m pytest tests/test_sampling.py`
+"""Sampling for rollouts, and the log-probabilities of what was sampled: `python -m pytest tests/test_sampling.py`
 
-`draw` against softmax over a grid of uniforms; `sample` against a slow loop without cache, padding or batch; both in
-float64, where another layout of the same work gives the same tokens.
+`draw` against softmax over a grid of uniforms; ppo's `sample` against a slow loop without cache, padding or batch; both
+in float64, where another layout of the same work gives the same tokens.
 """
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from algos import ppo, sft
+from algos import ppo
+from common.models import load_model
+from common.sampling import decode, generate_all
+from common.seeding import draw
 
 EOS, PAD = 22, 23
 GRID = 4001
-SCRIPTS = pytest.mark.parametrize("script", [ppo, sft], ids=["ppo", "sft"])
 
 
 def grid(n=GRID):
@@ -25,8 +26,13 @@ def grid(n=GRID):
 def drawn(logits, *options, uniforms=None):
     """Ids that `draw` gives over a grid of uniforms, and the frequency of each token."""
     uniforms = grid() if uniforms is None else uniforms
-    ids = ppo.draw(logits.expand(len(uniforms), -1), uniforms, *options)
+    ids = draw(logits.expand(len(uniforms), -1), uniforms, *options)
     return ids, torch.bincount(ids, minlength=logits.shape[-1]).double() / len(uniforms)
+
+
+def plain_sample(*inputs, top_k=0, top_p=1.0, **options):
+    """The decode loop of ppo as `generate_all` calls it."""
+    return ppo.sample(*inputs, **options)
 
 
 def some_logits(n=11, seed=0):
@@ -59,8 +65,8 @@ def test_draws_follow_softmax(temperature):
 def test_each_row_has_its_own_uniform():
     logits = torch.stack([some_logits(seed=seed) for seed in range(5)])
     u = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.7], dtype=torch.float64)
-    together = ppo.draw(logits, u, 0.7)
-    alone = [ppo.draw(logits[i : i + 1], u[i : i + 1], 0.7)[0] for i in range(5)]
+    together = draw(logits, u, 0.7)
+    alone = [draw(logits[i : i + 1], u[i : i + 1], 0.7)[0] for i in range(5)]
     assert together.tolist() == alone
 
 
@@ -129,13 +135,12 @@ def test_top_k_comes_before_top_p():
 # ---- Responses -------------------------------------------------------------------------------------------------------
 
 
-def slow_sample(model, query, row_uniforms, eos_id, temperature, top_k=0):
+def slow_sample(model, query, row_uniforms, eos_id, temperature):
     """One row: the whole sequence through the model for every token, inverse CDF in Python."""
     ids = []
     for u in row_uniforms.tolist():
         logits = model(torch.tensor([query + ids])).logits[0, -1].double().tolist()
-        threshold = sorted(logits)[-top_k] if top_k else -math.inf
-        weights = [math.exp((x - max(logits)) / temperature) if x >= threshold else 0.0 for x in logits]
+        weights = [math.exp((x - max(logits)) / temperature) for x in logits]
         target, token = u * sum(weights), 0
         while target >= weights[token]:
             target, token = target - weights[token], token + 1
@@ -156,16 +161,15 @@ def rows_of(ids, mask):
     return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
 
 
-@SCRIPTS
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 0), (0.7, 3)])
-def test_sample_is_the_slow_loop(build_model, family, script, temperature, top_k):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sample_is_the_slow_loop(build_model, family, temperature):
     model = build_model(family, torch.float64)
     (query, mask), u = prompts(5, 1, 3, 7, 2, 4, 1), uniforms(7, 11)
     eos = frequent_token(model, query, mask, u)
-    ids, response_mask = script.sample(model, query, mask, u, eos, PAD, temperature, top_k)
+    ids, response_mask = ppo.sample(model, query, mask, u, eos, PAD, temperature)
     found = rows_of(ids, response_mask)
     queries = rows_of(query, mask)
-    assert found == [slow_sample(model, queries[i], u[i], eos, temperature, top_k) for i in range(7)]
+    assert found == [slow_sample(model, queries[i], u[i], eos, temperature) for i in range(7)]
     lengths = {len(row) for row in found}
     assert len(lengths) > 2 and max(lengths) == 11  # rows left the batch at different times, and one never did
 
@@ -226,24 +230,27 @@ def test_the_models_generation_config_is_ignored(tmp_path, build_model, letters)
     forced.generation_config.update(**settings, forced_eos_token_id=EOS, suppress_tokens=list(range(20)))
     forced.save_pretrained(tmp_path)
     letters.save_pretrained(tmp_path)
-    forced, _ = ppo.load_model(ppo.Args(), str(tmp_path))
+    forced, _ = load_model(ppo.Args(), str(tmp_path))
     assert forced.generation_config.top_k == 1 and forced.generation_config.forced_eos_token_id == EOS
     (query, mask), u = prompts(3, 5, 2, 4, 1), uniforms(5, 7)
     free, bound = (rows_of(*ppo.sample(model, query, mask, u, EOS, PAD)) for model in (plain, forced.eval()))
     assert free == bound and len(set(sum(free, [])) & set(range(20))) > 3
 
 
-@SCRIPTS
-def test_generate_does_not_depend_on_the_decode_batch(build_model, letters, accelerator, script):
+def test_rollouts_do_not_depend_on_the_decode_batch(build_model, letters, accelerator):
     model, queries = build_model(dtype=torch.float64), [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12, 13], [14]]
-    args = SimpleNamespace(seed=1, max_new_tokens=7, decode_batch_size=1024, stop=())
-    whole = script.generate(accelerator, model, letters, queries, ("rollout", 2), args, 0.7)
+
+    def generate(iteration, size=1024):
+        options = {"seed": 1, "max_new_tokens": 7, "temperature": 0.7, "decode_batch_size": size}
+        return generate_all(
+            accelerator, model, letters, queries, ("rollout", iteration), sample=plain_sample, **options
+        )
+
+    whole = generate(2)
     assert rows_of(*whole[:2]) == queries
     for size in (1, 2, 3):
-        args.decode_batch_size = size
-        again = script.generate(accelerator, model, letters, queries, ("rollout", 2), args, 0.7)
-        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
-    other = script.generate(accelerator, model, letters, queries, ("rollout", 3), args, 0.7)
+        assert all(torch.equal(a, b) for a, b in zip(whole, generate(2, size), strict=True))
+    other = generate(3)
     assert not torch.equal(whole[2], other[2])
 
 
@@ -312,4 +319,4 @@ def test_decode_keeps_the_space_between_prompt_and_output():
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    assert ppo.decode(tokenizer, [[0], [0]], [[1, 2], [0, 1]], ()) == [" world", " hello world"]
+    assert decode(tokenizer, [[0], [0]], [[1, 2], [0, 1]], ()) == [" world", " hello world"]

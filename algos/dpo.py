@@ -49,6 +49,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from common.adapters import to_export, train_adapters
 from common.cli import InputError, build, call_metric, cli, launch, load_function, stop_if
 from common.data import (
     encode_prompts,
@@ -65,17 +66,7 @@ from common.data import (
     tokenize,
 )
 from common.logging import Run, closes_run, describe_layout, on_main, visible
-from common.models import (
-    freeze,
-    frozen_copy,
-    load_model,
-    load_reference,
-    max_positions,
-    set_attention,
-    to_export,
-    train_adapters,
-    unsharded,
-)
+from common.models import freeze, frozen_copy, load_model, load_reference, max_positions, set_attention, unsharded
 from common.sampling import evaluate_samples, text_arguments
 from common.seeding import seed_libraries, stream_rows
 

@@ -54,6 +54,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from common.adapters import to_export, train_adapters
 from common.cli import InputError, build, call_metric, cli, launch, load_function, spec_path, stop_if
 from common.data import (
     encode_prompts,
@@ -68,17 +69,7 @@ from common.data import (
     tokenize,
 )
 from common.logging import Run, closes_run, describe_layout, on_main, visible
-from common.models import (
-    as_decoder,
-    freeze,
-    lm_class,
-    load_model,
-    max_positions,
-    set_attention,
-    to_export,
-    train_adapters,
-    unsharded,
-)
+from common.models import as_decoder, freeze, lm_class, load_model, max_positions, set_attention, unsharded
 from common.sampling import evaluate_samples, text_arguments
 from common.seeding import rng, seed_libraries, stream_rows
 

@@ -50,11 +50,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from common.adapters import to_export, train_adapters
+from common.classifiers import RewardModel
 from common.cli import InputError, build, call_metric, cli, launch, load_function, spec_path, stop_if
 from common.data import encode_prompts, load_rows, load_sets, set_flag, set_prefix
 from common.logging import SEQ2SEQ_USAGE, USAGE, Run, closes_run, describe_layout, on_main, visible
 from common.models import (
-    RewardModel,
     as_decoder,
     blocks,
     freeze,
@@ -65,8 +66,6 @@ from common.models import (
     max_positions,
     set_attention,
     share_frozen,
-    to_export,
-    train_adapters,
     unsharded,
 )
 from common.sampling import decode, evaluate_samples, generate_all, score_outputs, stopped, text_arguments

@@ -41,6 +41,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification
 
+from common.adapters import to_export, train_adapters
+from common.classifiers import classifier_ids, classifier_logits
 from common.cli import InputError, build, cli, launch, stop_if
 from common.data import (
     encode_prompts,
@@ -54,18 +56,7 @@ from common.data import (
     sharing_error,
 )
 from common.logging import Run, closes_run, describe_layout, visible
-from common.models import (
-    classifier_ids,
-    classifier_logits,
-    freeze,
-    load_model,
-    load_pretrained,
-    max_positions,
-    set_attention,
-    to_export,
-    train_adapters,
-    unsharded,
-)
+from common.models import freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
 from common.sampling import decode, generate_all
 from common.seeding import rng, seed_libraries, stream_rows
 

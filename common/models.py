@@ -8,10 +8,8 @@ import contextlib
 import copy
 import ctypes
 import json
-import warnings
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,17 +17,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
 )
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common.cli import InputError, spec_path, stop_if
-from common.seeding import fast_cpu_matmul, rng
+from common.seeding import fast_cpu_matmul
 
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken")
 NOT_TAKEN = ("bias", "trainable_token_indices", "ensure_weight_tying", "use_dora")  # of adapters: would not be exported
@@ -319,91 +315,6 @@ def modules_after(lm, block):
     return ran[ran.index(block) + 1 :]
 
 
-def train_adapters(lm, args, heads=()):
-    """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
-    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them.
-    Adapters are at least float32, since small updates would be lost in bfloat16. Source: arXiv 2106.09685."""
-    is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
-    if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
-        raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
-    if args.load_in_4bit and not (args.lora_r or is_loaded):
-        raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
-    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
-        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
-    if args.lora_r:
-        add_adapters(lm, args, heads)
-    elif not is_loaded:
-        if args.merge:
-            raise InputError("--merge: there are no adapters to merge: add --lora-r")
-        return
-    for name, weight in lm.named_parameters():
-        weight.requires_grad_("lora_" in name or "modules_to_save" in name)
-        if "lora_" in name:
-            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-        if args.lora_r and ".lora_A." in name:  # torch's default, but keyed: the same on every process
-            bound = weight.shape[1] ** -0.5
-            values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
-            weight.data.copy_(torch.from_numpy(values))
-    if not any("lora_" in name for name, _ in lm.named_parameters()):
-        raise InputError("--model is an adapter of another kind than LoRA")
-    if args.merge:
-        check_mergeable(lm)
-
-
-def add_adapters(lm, args, heads):
-    """Puts new adapters into lm. Its class stays: a PeftModel around it would have other names of weights, and neither
-    attention, blocks nor export of a transformers model."""
-    from peft import LoraConfig
-
-    targets = list(args.lora_targets)
-    if targets == ["all-linear"]:
-        targets = "all-linear"
-    else:
-        names = [f".{name}" for name, _ in lm.named_modules()]
-        unknown = [target for target in targets if not any(name.endswith(f".{target}") for name in names)]
-        stop_if([f"--lora-targets {target}: no module of --model has this name" for target in unknown])
-    task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
-    if heads:
-        task = "SEQ_CLS"
-    config = {"task_type": task, "target_modules": targets, "modules_to_save": list(heads) or None}
-    config = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, revision=args.revision, **config)
-    if not (lm.name_or_path or args.merge):
-        raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")
-    if Path(lm.name_or_path).is_dir():  # found from everywhere
-        lm.name_or_path = str(Path(lm.name_or_path).resolve())
-    try:
-        with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
-            lm.add_adapter(config)
-    except ValueError as error:
-        raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
-
-
-def check_mergeable(lm):
-    """InputError where an adapted layer has the weight of another one, which merging would change as well."""
-    uses = [id(weight) for _, weight in lm.named_parameters(remove_duplicate=False)]
-    for module in lm.modules():
-        layer = getattr(module, "base_layer", getattr(module, "original_module", None))
-        if hasattr(layer, "weight") and uses.count(id(layer.weight)) > 1:
-            raise InputError("--merge: an adapted layer shares its weight with another one: export the adapters alone")
-
-
-def to_export(lm, args):
-    """The model to export; with --merge a copy whose adapters are part of the weights. Source: peft's merge_and_unload,
-    which is a method of the wrapper alone."""
-    if not args.merge:
-        return lm
-    lm = copy.deepcopy(lm)
-    lm._weight_conversions = None  # those of an adapter that was loaded would rename the weights
-    for name, layer in list(lm.named_modules()):
-        if hasattr(layer, "get_base_layer"):
-            layer.merge()
-            lm.set_submodule(name, layer.get_base_layer())
-        elif hasattr(layer, "modules_to_save"):
-            lm.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
-    lm._hf_peft_config_loaded = False
-    return lm
-
-
 def share_frozen(model, lm):
     """Lets model use the memory of the frozen weights of lm that it has under the same name, bit for bit; returns how
     many numbers these are. Adapters leave a weight its name, but for `base_layer`."""
@@ -473,94 +384,3 @@ def as_decoder(lm):
             raise InputError("the configuration of the encoder-decoder has no decoder_start_token_id")
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
     return lm
-
-
-# ---- Classifiers -----------------------------------------------------------------------------------------------------
-
-
-class RewardModel:
-    """A sequence classifier, or the LoRA adapter of one, as the reward: the logit of its only label, or of the one
-    named in `path:label`. Weights that the policy lm has and does not train are shared with it."""
-
-    def __init__(self, args, lm):
-        name, label = args.reward, ""
-        if not spec_path(name):
-            name, _, label = args.reward.partition(":")
-        path = str(spec_path(name) or name)
-        is_adapter = bool(adapter_base(path))
-        own_args = copy.copy(args)
-        own_args.tokenizer = None  # that flag is about --model
-        own_args.load_in_4bit = args.load_in_4bit and is_adapter
-        keywords = {"num_labels": 1} if is_adapter else {}
-        auto_class = AutoModelForSequenceClassification
-        model, self.tokenizer, missing = load_pretrained(auto_class, own_args, name, "--reward", **keywords)
-        stop_if([f"--reward {args.reward} is no sequence classifier, it has no {key}" for key in missing[:1]])
-        numbers = {text: number for number, text in model.config.id2label.items()}
-        if label not in numbers and (label or len(numbers) > 1):
-            known = ", :".join(numbers)
-            raise InputError(f"--reward {args.reward} must end with the label to score, one of :{known}")
-        self.label = numbers.get(label, 0)
-        self.model = model.requires_grad_(False).eval().to(lm.device)
-        self.norm = reward_norm(model, path, is_adapter)
-        self.shared = share_frozen(self.model, lm)
-        self.own = sum(weight.numel() for weight in self.model.parameters()) - self.shared
-        self.tokenizer.truncation_side = "left"
-        self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
-
-    @torch.no_grad()
-    def __call__(self, samples, ended, batch_size):
-        """Scores (B,) of the texts; too long ones lose their beginning."""
-        encoded = classifier_ids(self.tokenizer, samples, ended, self.limit)
-        scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
-        by_length = torch.tensor([len(ids) for ids in encoded]).argsort(stable=True)
-        for rows in by_length.split(batch_size):
-            logits = classifier_logits(self.model, [encoded[row] for row in rows])[:, self.label]
-            scores[rows.to(scores.device)] = logits.double() * self.norm["gain"] + self.norm["bias"]
-        return scores
-
-
-def reward_norm(model, path, is_adapter):
-    """{"gain", "bias"} that reward.py has written: the reward is gain * score + bias. An adapter has it in a file."""
-    if is_adapter:
-        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        file = cached_file(path, "reward_norm.safetensors", **quiet)
-        if file:
-            return {key: value.item() for key, value in safetensors.torch.load_file(file).items()}
-    return getattr(model.config, "reward_norm", {"gain": 1.0, "bias": 0.0})
-
-
-def classifier_ids(tokenizer, texts, ended, max_length=None):
-    """The tokens of texts as a classifier reads them: with its end token, if it has one, where `ended` says so; at most
-    max_length, on the tokenizer's truncation_side."""
-    eos = tokenizer.eos_token_id
-    cut = {}
-    if max_length:
-        room_for_end = 0 if eos is None else 1
-        cut = {"truncation": True, "max_length": max_length - room_for_end}
-    encoded = tokenizer(texts, **cut)["input_ids"]
-    for ids, is_ended in zip(encoded, ended, strict=True):
-        if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-            del ids[0]  # a chat template writes its own
-        if eos is None:
-            continue
-        if ids[-2:] == [eos, eos]:
-            del ids[-1]
-        if not ids or (is_ended and ids[-1] != eos):
-            ids.append(eos)
-    return encoded
-
-
-def classifier_logits(model, rows):
-    """Logits (B, labels) of rows of tokens. Decoders read the score at the last token that is not the padding of their
-    configuration, so padding is, on the right, a token that no row has: an end token counts wherever it stands."""
-    lm = getattr(model, "module", model)
-    used = set().union(*rows)
-    pad = next(token for token in range(len(used) + 1) if token not in used)
-    lm.config.get_text_config().pad_token_id = pad
-    if pad >= lm.get_input_embeddings().num_embeddings and len(rows) > 1:
-        return torch.cat([classifier_logits(model, [ids]) for ids in rows])
-    width = max(map(len, rows))
-    ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in rows], device=lm.device)
-    lengths = torch.tensor([len(ids) for ids in rows], device=lm.device)
-    mask = torch.arange(width, device=lm.device) < lengths[:, None]
-    return model(input_ids=ids, attention_mask=mask.long()).logits

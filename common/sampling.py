@@ -10,9 +10,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
+from common.classifiers import RewardModel
 from common.cli import call_reward
 from common.logging import on_main
-from common.models import RewardModel
 from common.seeding import draw, uniforms
 
 # ---- Ids -------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ COMMON = sorted((ROOT / "common").glob("*.py"))
 EVERY = SCRIPTS + COMMON + sorted((ROOT / "benchmarks").rglob("*.py"))
 OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}
 # What each script has of its own under the same name.
-DIFFERENT = set("Args Data main read load encode summary evaluate update".split())
+DIFFERENT = set("Args Data main read load encode summary evaluate update usage".split())
 FLAGS = {"ppo": 74, "sft": 54, "reward": 47, "dpo": 60, "ilql": 64, "ddpo": 50}  # these limits only shrink
 
 
@@ -88,8 +88,9 @@ def differing_copies(paths):
 
 def test_same_name_same_bytes(tmp_path):
     assert differing_copies(SCRIPTS) == []
+    text = (ROOT / "algos/sft.py").read_text()
     changed = tmp_path / "changed.py"
-    changed.write_text((ROOT / "algos/sft.py").read_text().replace("max(1, args.decay_steps", "max(2, args.decay_steps"))
+    changed.write_text(text.replace("max(1, args.decay_steps", "max(2, args.decay_steps"))
     assert differing_copies([*SCRIPTS, changed]) == [("learning_rate", "ppo.py", "changed.py")]
 
 
@@ -212,9 +213,9 @@ def test_an_edited_copy_runs_and_breaks_no_test(tmp_path, beside, tiny_dirs):
         shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
     copy = (checkout / "algos" if beside else tmp_path) / "mine.py"
     text = (ROOT / "algos/sft.py").read_text()
-    edited = text.replace("def learning_rate(args, step, total_steps):", "def learning_rate(args, step, total_steps, x=0):")
+    edited = text.replace("return args.lr * (step + 1) / args.warmup_steps", "return args.lr")
+    assert edited != text
     copy.write_text(edited.replace('Run("sft"', 'Run("mine"'))
-    assert copy.read_text() != text
     (tmp_path / "rows.jsonl").write_text('{"text": "abc"}\n{"text": "da"}\n')
     command = [sys.executable, copy, "--model", tiny_dirs["gpt2"], "--dataset", "rows.jsonl", "--total-steps", "2"]
     command += ["--batch-size", "2", "--warmup-steps", "0", "--threads", "1"]

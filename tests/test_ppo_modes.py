@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import ppo
 from benchmarks.tasks import randomwalks
+from common.classifiers import RewardModel
 from common.cli import InputError
 from common.data import encode_prompts, load_sets
-from common.models import RewardModel, blocks, freeze
+from common.models import blocks, freeze
 from common.sampling import decode, generate_all, stopped
 
 EOS, LAYERS = 22, 3

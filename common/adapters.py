@@ -1,0 +1,98 @@
+"""LoRA adapters: put into a model, trained, and merged into its weights for an export. Source: arXiv 2106.09685.
+
+peft's layers are put into the model, which keeps its class: peft's own wrapper is not used. It would have other names
+of weights, and neither attention, blocks nor export of a transformers model.
+"""
+
+import copy
+import warnings
+from pathlib import Path
+
+import torch
+
+from common.cli import InputError, stop_if
+from common.seeding import rng
+
+
+def train_adapters(lm, args, heads=()):
+    """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
+    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them.
+    Adapters are at least float32, since small updates would be lost in bfloat16."""
+    is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
+    if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
+        raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
+    if args.load_in_4bit and not (args.lora_r or is_loaded):
+        raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
+    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
+        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
+    if args.lora_r:
+        add_adapters(lm, args, heads)
+    elif not is_loaded:
+        if args.merge:
+            raise InputError("--merge: there are no adapters to merge: add --lora-r")
+        return
+    for name, weight in lm.named_parameters():
+        weight.requires_grad_("lora_" in name or "modules_to_save" in name)
+        if "lora_" in name:
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+        if args.lora_r and ".lora_A." in name:  # torch's default, but keyed: the same on every process
+            bound = weight.shape[1] ** -0.5
+            values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
+            weight.data.copy_(torch.from_numpy(values))
+    if not any("lora_" in name for name, _ in lm.named_parameters()):
+        raise InputError("--model is an adapter of another kind than LoRA")
+    if args.merge:
+        check_mergeable(lm)
+
+
+def add_adapters(lm, args, heads):
+    """Puts new adapters into lm."""
+    from peft import LoraConfig
+
+    targets = list(args.lora_targets)
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    else:
+        names = [f".{name}" for name, _ in lm.named_modules()]
+        unknown = [target for target in targets if not any(name.endswith(f".{target}") for name in names)]
+        stop_if([f"--lora-targets {target}: no module of --model has this name" for target in unknown])
+    task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
+    if heads:
+        task = "SEQ_CLS"
+    config = {"task_type": task, "target_modules": targets, "modules_to_save": list(heads) or None}
+    config = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, revision=args.revision, **config)
+    if not (lm.name_or_path or args.merge):
+        raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")
+    if Path(lm.name_or_path).is_dir():  # found from everywhere
+        lm.name_or_path = str(Path(lm.name_or_path).resolve())
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
+            lm.add_adapter(config)
+    except ValueError as error:
+        raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
+
+
+def check_mergeable(lm):
+    """InputError where an adapted layer has the weight of another one, which merging would change as well."""
+    uses = [id(weight) for _, weight in lm.named_parameters(remove_duplicate=False)]
+    for module in lm.modules():
+        layer = getattr(module, "base_layer", getattr(module, "original_module", None))
+        if hasattr(layer, "weight") and uses.count(id(layer.weight)) > 1:
+            raise InputError("--merge: an adapted layer shares its weight with another one: export the adapters alone")
+
+
+def to_export(lm, args):
+    """The model to export; with --merge a copy whose adapters are part of the weights. Source: peft's merge_and_unload,
+    which is a method of the wrapper alone."""
+    if not args.merge:
+        return lm
+    lm = copy.deepcopy(lm)
+    lm._weight_conversions = None  # those of an adapter that was loaded would rename the weights
+    for name, layer in list(lm.named_modules()):
+        if hasattr(layer, "get_base_layer"):
+            layer.merge()
+            lm.set_submodule(name, layer.get_base_layer())
+        elif hasattr(layer, "modules_to_save"):
+            lm.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
+    lm._hf_peft_config_loaded = False
+    return lm

@@ -18,7 +18,7 @@ How this differs from TRL's and trlX's PPO:
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
 - The reward is any Python function of the texts, or a sequence classifier, or the LoRA adapter of one, which shares the
   base of a policy with adapters.
-- Encoder-decoders run through the same lines (`Seq2Seq`). The reference of LoRA adapters is the policy without them,
+- Encoder-decoders run through the same lines. The reference of LoRA adapters is the policy without them,
   or, where a --model that is an adapter is trained further, as it came.
 - `--num-layers-unfrozen k`: the reference shares the frozen blocks, and what these return while sampling is kept for
   all scores and updates (`Trunk`). trlX ran them again for each; TRL's shared layers shared no memory.

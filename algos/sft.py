@@ -269,9 +269,11 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     if encoder:
         prompts, outputs = prompts_and_outputs(segments, chat or has_prompt, flag)
         heads = tokenize(tokenizer, prompts, not chat, end="template")
-        tails = tokenize(tokenizer, outputs, not chat, end="once", target=True)
+        tails = tokenize(tokenizer, outputs, not chat, end="template" if chat else "once", target=True)
         for head, tail in zip(heads, tails, strict=True):
             head = head or [tokenizer.eos_token_id if bos is None else bos]
+            if tail[-1:] != [tokenizer.eos_token_id]:  # a chat template may leave out the end
+                tail.append(tokenizer.eos_token_id)
             end = len(head) + len(tail)
             yield head + tail, [(0, len(head), False), (len(head), end, True)]
         return

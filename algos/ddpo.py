@@ -613,7 +613,7 @@ def pair_minibatches(args, epoch, trained, process, world):
 
 @dataclass
 class Trajectories:
-    """The images of an epoch, on every process."""
+    """What an epoch has sampled, on every process."""
 
     prompts: list  # B strings
     latents: torch.Tensor  # (B, N + 1, C, h, w), from noise to clean
@@ -851,7 +851,7 @@ def status(metrics, perf):
     return f"{numbers} | sampling {perf['perf/seconds_rollout']:.1f} s + update {perf['perf/seconds_update']:.1f} s"
 
 
-def usage(args, unet):
+def sampling_code(args, unet):
     """How the pipeline is loaded and sampled from, for the last lines of a run and for its card, which put in {folder}
     and {prompt}."""
     settings = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
@@ -980,7 +980,8 @@ def main(args):
     on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model")
     title = f"{run.identity['flags']['model']} after DDPO on {run.identity['flags']['reward']}"
     prompt = data.rows[0]["prompt"]
-    metrics = run.finish(headline, title, prompt, usage(args, pipeline.unet), "diffusers", pictures(run))
+    code = sampling_code(args, pipeline.unet)
+    metrics = run.finish(headline, title, prompt, code, "diffusers", pictures(run))
     accelerator.end_training()
     return metrics, run.dir
 

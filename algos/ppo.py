@@ -712,7 +712,7 @@ def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, reward, it
         sampled = generate_all(
             accelerator, lm, tokenizer, queries, ("rollout", iteration), seed=args.seed, stop=args.stop, limits=limits,
             max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
-            sample=lambda *inputs, top_k, top_p, **options: sample(*inputs, **options),
+            sample=sample,
         )  # fmt: skip
     batch = Rollout(*sampled).take(slice(None))
     # 2. what the policy did, and what the reference thinks of it

@@ -132,14 +132,14 @@ def end_of_rows(tokenizer, stop, limits):
 
 
 def generate_all(
-    accelerator, lm, tokenizer, queries, stream, *, seed, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop=(),
-    decode_batch_size=1024, limits=None, sample=sample_by_generate,
+    accelerator, lm, tokenizer, queries, stream, *, seed, max_new_tokens, temperature=1.0, stop=(),
+    decode_batch_size=1024, limits=None, sample=sample_by_generate, **filters,
 ):  # fmt: skip
     """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
 
     stream: (name, step); the uniforms of row i are keyed by (seed, name, step, i). limits: (B,) longest response of a
-    row. sample: takes the arguments of `sample_by_generate`. Returns query, query_mask (B, Q) left-padded and response,
-    response_mask (B, R), on every process.
+    row. sample: takes the arguments of `sample_by_generate`; top_k and top_p, the filters, only where they are given.
+    Returns query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
     """
     device = accelerator.device
     eos_id = tokenizer.eos_token_id
@@ -150,7 +150,7 @@ def generate_all(
     begin = accelerator.process_index * share
     local = torch.arange(begin, begin + share).clamp(max=len(queries) - 1).to(device)
     draws = uniforms(seed, *stream, local.tolist(), max_new_tokens).to(device)
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options = {"temperature": temperature, **filters}
     responses = []
     masks = []
     for places in torch.arange(share, device=device).split(decode_batch_size):

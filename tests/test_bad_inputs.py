@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 from algos import ddpo, dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import shapes
 from common import checkpoint, logging
-from common.checkpoint import cli
+from common.cli import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ppo": ppo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql, "ddpo": ddpo}

@@ -1153,7 +1153,7 @@ def test_an_export_is_used_as_its_card_says(build_pipeline, tmp_path, monkeypatc
 def test_the_card_quotes_any_negative_prompt():
     """Also one that str.format would read as a field."""
     args = ddpo.Args(guidance_scale=2.0, negative_prompt="{x} 'grey'")
-    code = ddpo.usage(args, SimpleNamespace(dtype=torch.float32)).format(folder="out", prompt="a {y}")
+    code = ddpo.sampling_code(args, SimpleNamespace(dtype=torch.float32)).format(folder="out", prompt="a {y}")
     assert f"pipeline('a {{y}}', num_inference_steps=10, eta=1.0, guidance_scale=2.0, {TAIL}" in code
 
 

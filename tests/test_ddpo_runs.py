@@ -155,8 +155,8 @@ def recorded(monkeypatch, name):
     """Replaces a function of ddpo by one that keeps (arguments, result) of every call in the returned list."""
     calls, function = [], getattr(ddpo, name)
 
-    def keep(*args):
-        calls.append((args, function(*args)))
+    def keep(*args, **keywords):
+        calls.append((args, function(*args, **keywords)))
         return calls[-1][1]
 
     monkeypatch.setattr(ddpo, name, keep)

@@ -26,7 +26,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from algos import dpo
 from benchmarks.tasks import randomwalks
-from common.checkpoint import InputError
+from common import sampling
+from common.cli import InputError
+from common.data import load_rows, pair_texts, shared_rows, sharing_error
 
 A, BOS, EOS, LN2 = 0, 21, 22, math.log(2)
 ROWS = [
@@ -163,6 +165,7 @@ GOLDEN = [  # c = 1, r = -0.5, beta 0.1, lengths 5 and 4: loss, label smoothing,
     ("apo_down", 0.0, 0.987549),
     ("discopop", 0.0, 0.849338),
 ]
+LOSSES = get_args(dpo.LossType)
 
 
 def loss_of(c, r, loss_type, beta=0.1, smoothing=0.0, lengths=(5, 4), dtype=torch.float64):
@@ -179,9 +182,10 @@ def test_golden_numbers(loss_type, smoothing, value):
 
 
 def test_all_losses_have_golden_numbers_and_are_flags():
-    names = get_args(dpo.LossType)
     assert get_args(dpo.Args.__dataclass_fields__["loss_type"].type) == (dpo.LossType, type(None))
-    assert list(names) == list(dpo.LOSSES) and set(names) == {name for name, *_ in GOLDEN}
+    assert set(LOSSES) == {name for name, *_ in GOLDEN}
+    with pytest.raises(ValueError, match="there is no loss ip"):
+        loss_of(1, -0.5, "ip")
 
 
 def test_a_wrong_shape_is_no_broadcast():
@@ -193,7 +197,7 @@ def test_a_wrong_shape_is_no_broadcast():
 
 
 def test_smoothing_is_never_ignored():
-    for name in dpo.LOSSES:
+    for name in LOSSES:
         if name not in ("sigmoid", "robust", "exo_pair"):
             with pytest.raises(ValueError, match=f"label smoothing 0.1 with the loss {name}"):
                 loss_of(1, -0.5, name, 0.1, 0.1)
@@ -227,7 +231,7 @@ def slow_loss(c, r, b, e, lengths, loss_type):
     }[loss_type]
 
 
-@pytest.mark.parametrize("loss_type", dpo.LOSSES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_losses_are_their_definitions_pair_by_pair(loss_type):
     """Unreduced, for log-ratios of either sign."""
     c, r = [0.7, -2.3, 3.1, 0.0, -0.4], [-1.1, 1.9, 2.9, 0.0, -5.3]
@@ -243,7 +247,7 @@ def test_a_policy_that_is_its_reference_has_loss_ln_2(beta, smoothing):
         assert loss_of(0.0, 0.0, name, beta, smoothing).item() == pytest.approx(LN2, rel=1e-15)
 
 
-@pytest.mark.parametrize("loss_type", dpo.LOSSES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_the_gradient_raises_chosen_and_lowers_rejected(loss_type):
     """At the start. apo_down holds chosen; discopop is not monotonous there, but at a clear margin."""
     start = 1.0 if loss_type == "discopop" else 0.0
@@ -255,7 +259,7 @@ def test_the_gradient_raises_chosen_and_lowers_rejected(loss_type):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("loss_type", dpo.LOSSES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_huge_log_ratios_are_finite(loss_type, dtype):
     values = list(product([-1e4, 0.0, 1e4], repeat=2))
     c, r = (torch.tensor(column, dtype=dtype, requires_grad=True) for column in zip(*values, strict=True))
@@ -266,7 +270,7 @@ def test_huge_log_ratios_are_finite(loss_type, dtype):
 
 BAD_FLAGS = [  # flags, what the sentence says
     ({"loss_type": name, "label_smoothing": 0.1}, "--label-smoothing 0.1 must be 0 with this --loss-type")
-    for name in dpo.LOSSES
+    for name in LOSSES
     if name not in ("sigmoid", "robust", "exo_pair")
 ]
 BAD_FLAGS += [
@@ -364,16 +368,19 @@ def test_the_output_layer_is_as_before(build_model, family):
 
 
 def test_the_layout_of_shared_rows():
-    pairs = [([5, 6, 7, 8], [5, 6, 9]), ([1, 2], [1, 2, 3]), ([1, 2, 3, 4], [1]), ([4], [4])]
-    ids, positions, mask, common = dpo.shared_rows(pairs, 0, "cpu")
-    assert ids.tolist() == [[5, 6, 7, 8, 9], [1, 2, 3, 0, 0], [1, 2, 3, 4, 0], [4, 0, 0, 0, 0]]
-    assert positions.tolist() == [[0, 1, 2, 3, 2], [0, 1, 2, 0, 0], [0, 1, 2, 3, 0], [0, 0, 0, 0, 0]]
-    assert common == [2, 2, 1, 1] and mask.shape == (4, 1, 5, 5)
+    pairs = [([5, 6, 7, 8], [5, 6, 9]), ([1, 2], [1, 2, 3]), ([1, 2, 3, 4], [1]), ([4], [4]), ([6], [7])]
+    ids, positions, mask, common = shared_rows(pairs, 0, "cpu")
+    assert ids.tolist() == [[5, 6, 7, 8, 9], [1, 2, 3, 0, 0], [1, 2, 3, 4, 0], [4, 0, 0, 0, 0], [6, 7, 0, 0, 0]]
+    assert positions.tolist() == [[0, 1, 2, 3, 2], [0, 1, 2, 0, 0], [0, 1, 2, 3, 0], [0] * 5, [0] * 5]
+    assert common == [2, 2, 1, 1, 0] and mask.shape == (5, 1, 5, 5)
+    filled = shared_rows(pairs, 9, "cpu")[0]
+    assert filled[4].tolist() == [6, 7, 9, 9, 9] and filled[0].tolist() == ids[0].tolist()
     seen = mask[:, 0].eq(0).long()
     assert mask.unique().tolist() == [-math.inf, 0]
     assert seen[0].tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
     assert seen[1, :3].tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]  # the third is rejected's
     assert seen[2, :4].tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
+    assert seen[4, :2].tolist() == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
     assert seen.any(-1).all()  # also padding sees something, so that no row of the softmax is empty
 
 
@@ -412,13 +419,13 @@ def windowed(kind, window):
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 def test_a_window_shorter_than_the_pair_is_noticed(kind):
     for window, wrong in ((4, True), (16, False)):
-        error = dpo.sharing_error(dpo.pair_logprobs, windowed(kind, window), PAIRS)
+        error = sharing_error(dpo.pair_logprobs, windowed(kind, window), PAIRS)
         assert error > 1e-3 if wrong else error < 1e-10
 
 
 def test_sharing_is_exact_in_models_without_windows(build_model, family):
-    assert dpo.sharing_error(dpo.pair_logprobs, build_model(family, torch.float64), PAIRS) < 1e-12
-    assert dpo.sharing_error(dpo.pair_logprobs, build_model(family), PAIRS) < 1e-5
+    assert sharing_error(dpo.pair_logprobs, build_model(family, torch.float64), PAIRS) < 1e-12
+    assert sharing_error(dpo.pair_logprobs, build_model(family), PAIRS) < 1e-5
 
 
 def test_a_model_that_cannot_share_has_an_infinite_error(build_model):
@@ -429,7 +436,7 @@ def test_a_model_that_cannot_share_has_an_infinite_error(build_model):
             raise ValueError("no such mask")
         return forward(model, share, pairs)
 
-    assert dpo.sharing_error(refuses, model, PAIRS) == math.inf
+    assert sharing_error(refuses, model, PAIRS) == math.inf
 
 
 SHORT = {"prompt": "bcd", "chosen": "efghi", "rejected": "efgjk"}  # 9 tokens a side, 6 of them shared
@@ -534,13 +541,13 @@ IMPLICIT = [  # chosen, rejected, what they share in whole words, the rest
 @pytest.mark.case(48, "dpo")
 def test_an_implicit_prompt_is_what_both_share(letters, sides):
     chosen, rejected, *expected = sides
-    found = dpo.pair_texts([{"chosen": chosen, "rejected": rejected}], letters, "--dataset")
-    assert found == ([tuple(expected)], False)
+    found = pair_texts([{"chosen": chosen, "rejected": rejected}], letters, "--dataset")
+    assert found == [tuple(expected)]
 
 
 def test_an_explicit_prompt_is_taken_as_it_is(letters):
     rows = [{"prompt": "ab c", "chosen": "d e", "rejected": "d f"}]
-    assert dpo.pair_texts(rows, letters, "") == ([("ab c", "d e", "d f")], False)
+    assert pair_texts(rows, letters, "") == [("ab c", "d e", "d f")]
 
 
 @pytest.fixture
@@ -679,7 +686,7 @@ BAD_TEXTS = [  # second row, what the sentence says; the first is good
 @pytest.mark.case(45, "dpo")
 def test_a_bad_pair_names_its_row(letters, row, sentence):
     with pytest.raises(InputError, match=f"^--dataset {sentence}"):
-        encode(dpo.load_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}, row], "--dataset"), letters)
+        encode(load_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}, row], "--dataset"), letters)
 
 
 BAD_SETS = [  # all rows, what the sentence says
@@ -701,7 +708,7 @@ BAD_SETS = [  # all rows, what the sentence says
 @pytest.mark.case(46, "dpo")
 def test_bad_sets(letters, rows, sentence):
     with pytest.raises(InputError, match=f"^--dataset ?{sentence}"):
-        encode(dpo.load_rows(rows, "--dataset"), letters)
+        encode(load_rows(rows, "--dataset"), letters)
 
 
 @pytest.mark.case(39, "dpo")
@@ -826,7 +833,7 @@ SAMPLED = [  # rows whose prompt evaluation samples from
 @pytest.mark.parametrize("specials", ["$A", "<bos> $A <eos>"])
 @pytest.mark.parametrize("row", SAMPLED, ids=["text", "empty", "begun", "chat", "text beside chats"])
 def test_evaluations_sample_from_the_prompts_that_were_trained(monkeypatch, chatty, gpt2_dir, tmp_path, row, specials):
-    calls = recorded(monkeypatch, dpo, "generate")
+    calls = recorded(monkeypatch, sampling, "generate_all")
     scored = recorded(monkeypatch, dpo, "encode_pairs")
     flags = {"tokenizer": add_specials(chatty, specials), "eval_dataset": [row], "metric": metric, "check": True}
     run_dpo(gpt2_dir, tmp_path / "run", [row], **flags)
@@ -940,7 +947,7 @@ def test_first_step_is_the_definition(build_model, letters, gpt2_dir, tmp_path, 
     assert_logged(record, "", {name: value for name, value in expected.items() if name != "loss"})
 
 
-@pytest.mark.parametrize("loss_type", dpo.LOSSES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_loss_reaches_the_run(build_model, letters, gpt2_dir, tmp_path, loss_type):
     """With beta, label smoothing and the lengths of the responses."""
     build_model("gpt2", torch.float64, 5).save_pretrained(tmp_path / "reference")
@@ -1205,6 +1212,22 @@ def test_a_run_goes_on_where_the_file_cannot_be_written(monkeypatch, scored, gpt
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     assert_same_result(run_dpo(gpt2_dir, tmp_path / "b/run"), expected)
     assert not list((tmp_path / "b").glob("*ref-*"))
+
+
+@pytest.mark.parametrize(("name", "scores"), [("script", 2), ("common/data.py", 2), ("dataset", 1), ("none", 1)])
+def test_other_code_scores_anew(monkeypatch, scored, gpt2_dir, tmp_path, name, scores):
+    """What decides the numbers is the script and common; the files of flags are there by what they hold."""
+    run_dpo(gpt2_dir, tmp_path / "one")
+    init = dpo.Run.__init__
+
+    def edited(self, *rest):
+        init(self, *rest)
+        if name != "none":
+            self.identity["files"][name] = "0" * 64
+
+    monkeypatch.setattr(dpo.Run, "__init__", edited)
+    run_dpo(gpt2_dir, tmp_path / "two")
+    assert len(scored) == scores == len(list(tmp_path.glob("ref-*.safetensors")))
 
 
 # ---- Runs: killed and continued --------------------------------------------------------------------------------------

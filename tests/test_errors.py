@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from algos import ppo, sft
-from common.checkpoint import InputError, cli
+from common.cli import InputError, cli
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ppo": ppo, "sft": sft}

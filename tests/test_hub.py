@@ -25,7 +25,7 @@ from test_models import short_ppo, short_sft
 from transformers import GPT2ForSequenceClassification
 
 from benchmarks.tasks import randomwalks
-from common.checkpoint import InputError
+from common.cli import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 SPLITS = {
@@ -40,7 +40,7 @@ PPO = """ppo --total-episodes 4 --rollout-batch-size 4 --batch-size 4 --save-eve
 DRIVER = """
 import contextlib, io, json, sys
 from algos import ppo, sft
-from common.checkpoint import cli
+from common.cli import cli
 results = []
 for sys.argv in json.load(sys.stdin):
     script, code, err = {"ppo": ppo, "sft": sft}[sys.argv[0]], 0, io.StringIO()

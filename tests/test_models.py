@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algos import ppo, sft
 from common.checkpoint import export, full_weights
+from common.models import load_model
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
@@ -105,7 +106,7 @@ def test_export_is_read_back_by_plain_transformers(build_model, letters, family,
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_policy_with_value_is_read_back(gpt2_dir, tmp_path, kind, dtype):
     """A run's hf_model gives the same values by PolicyWithValue.load, and as the --model of another run."""
-    lm, tokenizer = ppo.load_model(ppo.Args(dtype=dtype), gpt2_dir)
+    lm, tokenizer = load_model(ppo.Args(dtype=dtype), gpt2_dir)
     lm.name_or_path = ""  # a model without a home, whose weights main trains in place
     models = []
 
@@ -199,7 +200,7 @@ def test_the_value_head_keeps_float32_under_bf16(build_model):
 @pytest.mark.parametrize("short, script", [(short_ppo, ppo), (short_sft, sft)], ids=["ppo", "sft"])
 def test_short_run(family, tiny_dir, tmp_path, short, script):
     """Trains every parameter; what is exported is what was trained, and the checkpoint holds the same."""
-    lm, tokenizer = script.load_model(script.Args(), tiny_dir)
+    lm, tokenizer = load_model(script.Args(), tiny_dir)
     before = {name: weight.clone() for name, weight in lm.named_parameters()}
     metrics, run_dir = short(lm, tmp_path / "run", tokenizer=tokenizer)
     back = reload(run_dir / "hf_model")
@@ -241,7 +242,7 @@ def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):
         model.save_pretrained(tmp_path / family)
         letters.save_pretrained(tmp_path / family)
         for script in (ppo, sft):
-            loaded, _ = script.load_model(script.Args(), str(tmp_path / family))
+            loaded, _ = load_model(script.Args(), str(tmp_path / family))
             assert torch.equal(logits(loaded.train()), logits(loaded.eval())), family
 
 

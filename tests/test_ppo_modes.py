@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 import transformers
 from test_invariants import PROMPTS, log, recorded, run_ppo, weights
-from test_sampling import plain_sample
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -57,7 +56,7 @@ def inputs():
 
 def generate(accelerator, lm, tokenizer, queries, iteration, max_new_tokens=7, **options):
     """What a rollout samples."""
-    options |= {"seed": 1, "max_new_tokens": max_new_tokens, "sample": plain_sample}
+    options |= {"seed": 1, "max_new_tokens": max_new_tokens, "sample": ppo.sample}
     return generate_all(accelerator, lm, tokenizer, queries, ("rollout", iteration), **options)
 
 

@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from algos import ppo, reward
 from benchmarks.tasks import randomwalks
 from common import logging, seeding
-from common.checkpoint import InputError
+from common.classifiers import classifier_logits
+from common.cli import InputError
+from common.data import chat_pair, pair_texts, sharing_error
 
 BOS, EOS, PAD, UNK, WIDTH, NAN = 21, 22, 23, 24, 12, math.nan
 PAIRS = [
@@ -289,7 +291,7 @@ def test_scores_are_those_of_texts_alone(tiny_dir, share, pad):
         assert found.dtype == torch.float64 and found.shape == (2, len(pairs))
         torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=1e-6)
         lm.config.pad_token_id = pad
-        logits = reward.classifier_logits(lm, [pair[1] for pair in pairs])
+        logits = classifier_logits(lm, [pair[1] for pair in pairs])
         torch.testing.assert_close(logits[:, 0].float(), expected[1], rtol=1e-6, atol=1e-6)
 
 
@@ -317,21 +319,7 @@ def test_a_row_of_every_token(gpt2_dir):
     rows = [list(range(25)), [3, 4, EOS], [UNK]]
     expected = [alone(lm, ids) for ids in rows]
     with torch.no_grad():
-        assert reward.classifier_logits(lm, rows)[:, 0].tolist() == pytest.approx(expected, rel=1e-9)
-
-
-def shared(*pairs):
-    ids, positions, mask, common = reward.shared_rows(pairs, PAD, "cpu")
-    assert set(mask.unique().tolist()) <= {0.0, -math.inf} and mask.shape == (len(pairs), 1, ids.shape[1], ids.shape[1])
-    return ids.tolist(), positions.tolist(), (mask[:, 0] == 0).int().tolist(), common
-
-
-def test_shared_rows_by_hand():
-    ids, positions, seen, common = shared(([1, 2, 3, 4], [1, 2, 5]), ([6], [7]))
-    assert ids == [[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]]
-    assert positions == [[0, 1, 2, 3, 2], [0, 0, 0, 0, 0]] and common == [2, 0]
-    assert seen[0] == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
-    assert seen[1][:2] == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
+        assert classifier_logits(lm, rows)[:, 0].tolist() == pytest.approx(expected, rel=1e-9)
 
 
 def gradients(lm, share, pairs):
@@ -431,7 +419,7 @@ def test_a_model_that_refuses_the_mask_keeps_no_hook():
     sizes = {"hidden_size": WIDTH, "n_layer": 2, "n_head": 2, "vocab_size": 25, "num_labels": 1}
     lm = AutoModelForSequenceClassification.from_config(transformers.BloomConfig(**sizes))
     pairs = [([1, 2, 3, 22], [1, 2, 22], 0.0), ([4, 22], [5, 22], 0.0)]
-    assert reward.sharing_error(reward.pair_scores, lm, pairs) == math.inf
+    assert sharing_error(reward.pair_scores, lm, pairs) == math.inf
     assert not lm.score._forward_hooks
 
 
@@ -452,8 +440,7 @@ TEXTS = [  # rows, prompt, chosen, rejected
 @pytest.mark.parametrize(("rows", "expected"), TEXTS, ids=repr)
 def test_prompts_of_texts(letters, rows, expected):
     """Explicit, or the whole words that the two have in common."""
-    triples, chat = reward.pair_texts(rows, letters, "")
-    assert triples == [expected] and not chat
+    assert pair_texts(rows, letters, "") == [expected]
 
 
 TEMPLATED = ("<bos>uab<eos>\ns", "cd<eos>\n", "e<eos>\n")
@@ -478,8 +465,8 @@ CHAT_ROWS = [
 
 @pytest.mark.parametrize(("row", "expected"), CHAT_ROWS, ids=lambda x: repr(x)[:30])
 def test_prompts_of_chats(chatty, row, expected):
-    assert reward.chat_pair(chatty, row, "") == expected
-    assert reward.pair_texts([row], chatty, "") == ([expected], True)
+    assert chat_pair(chatty, row, "") == expected
+    assert pair_texts([row], chatty, "") == [expected]
 
 
 @pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> $A <eos>"])
@@ -511,7 +498,7 @@ def test_tokens_of_texts(letters, template):
 def test_tools_reach_the_template(chatty):
     chatty.chat_template = TEMPLATE.replace("{{ bos_token }}", "{% for t in tools or [] %}{{ t.name }}{% endfor %}")
     row = {**CHAT_ROWS[0][0], "tools": [{"name": "fg"}]}
-    assert reward.chat_pair(chatty, row, "") == ("fguab<eos>\ns", "cd<eos>\n", "e<eos>\n")
+    assert chat_pair(chatty, row, "") == ("fguab<eos>\ns", "cd<eos>\n", "e<eos>\n")
 
 
 def test_too_long_and_equal_pairs_are_dropped_and_counted(letters, gpt2_dir, tmp_path, capsys):
@@ -1142,7 +1129,7 @@ def test_the_samples_are_those_of_the_policy(monkeypatch, variant, gpt2_dir, ber
     assert 7 < max(map(len, responses)) < 10 and len(set(responses)) > 10
 
 
-def test_spaces_before_a_response_are_kept(build_model):
+def test_spaces_before_a_response_are_kept(build_model, accelerator):
     """Tokenizers that drop the space before a first token: ppo decodes responses behind their prompts, too."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -1155,18 +1142,19 @@ def test_spaces_before_a_response_are_kept(build_model):
     args, prompts = reward.Args(max_new_tokens=5), [{"prompt": text} for text in ("b c", "d", "e f g")]
     lm = build_model()
     lm.get_output_embeddings().weight.data[BOS:] *= 0.0
-    texts, _ = reward.policy_samples(args, lm, tokenizer, prompts, "cpu")
+    texts, _ = reward.policy_samples(args, lm, tokenizer, prompts, accelerator)
     for text, row in zip(texts, prompts, strict=True):
         assert re.fullmatch(re.escape(row["prompt"]) + "( [a-u])+", text), texts
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_prompts_of_samples_do_not_end(build_model, variant, chat):
+def test_the_prompts_of_samples_do_not_end(build_model, variant, accelerator, chat):
     """Also where the tokenizer ends every text."""
     found, rows = [], [{"prompt": [user(p)] if chat else p} for p in PROMPTS]
     for special in ("<bos> $A", "<bos> $A <eos>"):
         tokenizer = add_specials(AutoTokenizer.from_pretrained(variant(template=TEMPLATE)), special)
-        found.append(reward.policy_samples(reward.Args(max_new_tokens=5), build_model(), tokenizer, rows, "cpu"))
+        args = reward.Args(max_new_tokens=5)
+        found.append(reward.policy_samples(args, build_model(), tokenizer, rows, accelerator))
     assert found[0] == found[1] and len(set(found[0][0])) == 7
 
 

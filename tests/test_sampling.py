@@ -30,11 +30,6 @@ def drawn(logits, *options, uniforms=None):
     return ids, torch.bincount(ids, minlength=logits.shape[-1]).double() / len(uniforms)
 
 
-def plain_sample(*inputs, top_k=0, top_p=1.0, **options):
-    """The decode loop of ppo as `generate_all` calls it."""
-    return ppo.sample(*inputs, **options)
-
-
 def some_logits(n=11, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).normal(size=n) * 2)
 
@@ -242,9 +237,7 @@ def test_rollouts_do_not_depend_on_the_decode_batch(build_model, letters, accele
 
     def generate(iteration, size=1024):
         options = {"seed": 1, "max_new_tokens": 7, "temperature": 0.7, "decode_batch_size": size}
-        return generate_all(
-            accelerator, model, letters, queries, ("rollout", iteration), sample=plain_sample, **options
-        )
+        return generate_all(accelerator, model, letters, queries, ("rollout", iteration), sample=ppo.sample, **options)
 
     whole = generate(2)
     assert rows_of(*whole[:2]) == queries

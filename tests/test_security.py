@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from test_adapters import DATA, SCRIPTS, run
 
 from algos import ddpo, ppo, sft
-from common.checkpoint import InputError, sha256
+from common.checkpoint import sha256
+from common.cli import InputError
 
 
 class Bomb:

@@ -18,8 +18,9 @@ from test_invariants import ROWS, assert_same_result, log, recorded, run_sft, we
 from transformers import GPT2LMHeadModel
 
 from algos import ppo, sft
-from common import logging
-from common.checkpoint import InputError, cli
+from common import identity, logging
+from common.cli import InputError, cli
+from common.data import encode_prompts, load_sets
 
 BOS, EOS, PAD, SCRIPT = 21, 22, 23, Path(sft.__file__)
 
@@ -124,7 +125,7 @@ def test_tools_reach_the_template(letters):
     assert [marked(e, letters) for e in encode(rows, letters)] == ["[^abuab.s]cd.", "[^uab.s]cd."]
     pair = {"prompt": TURNS[:1], "completion": TURNS[1:2], "tools": rows[0]["tools"]}
     assert marked(encode([pair], letters)[0], letters) == "[^abuab.s]cd."
-    assert sft.encode_prompts([pair], letters, 5, None, "")[0][0]["prompt"] == "<bos>abuab<eos>s"
+    assert encode_prompts([pair], letters, 5, None, "")[0][0]["prompt"] == "<bos>abuab<eos>s"
 
 
 BAD_CHATS = [  # a messages column after a good row, what the error says
@@ -236,7 +237,7 @@ def test_evaluations_sample_from_what_was_trained(chatty, prompt, completion, te
     tokenizer = add_specials(chatty, template)
     ((ids, labels),) = encode([{"prompt": prompt, "completion": completion}], tokenizer)
     first = next(i for i, label in enumerate(labels) if label != -100)
-    (row,), (query,) = sft.encode_prompts([{"prompt": prompt}], tokenizer, 5, None, "--eval-prompts")
+    (row,), (query,) = encode_prompts([{"prompt": prompt}], tokenizer, 5, None, "--eval-prompts")
     assert query == ids[:first] and query.count(BOS) == (query[0] == BOS) and ids.count(BOS) < 2
     assert isinstance(prompt, str) or (row["messages"] == prompt and row["prompt"].endswith("s"))
 
@@ -625,15 +626,15 @@ def test_a_changed_file_is_another_run(monkeypatch, tmp_path, script, flags, fil
         (tmp_path / name).write_text(name)
     flags = ({"reward": "user.py:score"} if script is ppo else {}) | flags
     args, name = script.Args(dataset="a.jsonl", **flags), script.__file__
-    before = logging.identity("x", args, name)["hash"]
-    assert logging.identity("x", args, name)["hash"] == before
+    before = identity.identity("x", args, name)["hash"]
+    assert identity.identity("x", args, name)["hash"] == before
     (tmp_path / file).write_text("changed")
-    assert logging.identity("x", args, name)["hash"] != before
+    assert identity.identity("x", args, name)["hash"] != before
 
 
 def test_objects_that_differ_are_different_runs(tmp_path):
     def hash_of(**flags):
-        return logging.identity("x", sft.Args(dataset=ROWS, **flags), sft.__file__)["hash"]
+        return identity.identity("x", sft.Args(dataset=ROWS, **flags), sft.__file__)["hash"]
 
     assert hash_of(eval_dataset={"a": ROWS, "b": LONG}) == hash_of(eval_dataset={"a": ROWS, "b": LONG})
     assert hash_of(eval_dataset={"a": ROWS, "b": LONG}) != hash_of(eval_dataset={"a": ROWS, "b": LONG[1:]})
@@ -649,7 +650,7 @@ def test_mapped_sets_of_the_datasets_library_are_told_apart():
     sets = [datasets.Dataset.from_list(rows) for rows in (ROWS, [row | {"prompt": "u"} for row in ROWS])]
     found = [sft.Args(dataset=ROWS, eval_dataset={"a": rows}) for rows in sets]
     assert (
-        logging.identity("x", found[0], sft.__file__)["hash"] != logging.identity("x", found[1], sft.__file__)["hash"]
+        identity.identity("x", found[0], sft.__file__)["hash"] != identity.identity("x", found[1], sft.__file__)["hash"]
     )
 
 

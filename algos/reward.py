@@ -568,7 +568,7 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
-def export(run, name, lm, model, tokenizer, data, args):
+def export_classifier(run, name, lm, model, tokenizer, data, args):
     """Writes the classifier to a directory of the run, with the map of its scores that --norm-prompts asks for."""
     if data.norm_rows:
         with unsharded(model):
@@ -689,13 +689,13 @@ def main(args):
         if run.evaluation_due(step):
             metrics |= evaluate(run, step, model, score, data, args)
             if run.is_best(step, metrics[headline]):
-                export(run, "hf_model_best", lm, model, tokenizer, data, args)
+                export_classifier(run, "hf_model_best", lm, model, tokenizer, data, args)
         run.log(step, metrics, perf)
         text = f"loss {metrics['train/loss']:.4f} | accuracy {metrics['rewards/accuracies']:.3f}"
         run.status(step, f"{text} | {seconds:.2f} s")
         run.save_if_due(step)
 
-    export(run, "hf_model", lm, model, tokenizer, data, args)
+    export_classifier(run, "hf_model", lm, model, tokenizer, data, args)
     title = f"{run.identity['flags']['model']} as a reward model of {run.identity['flags']['dataset']}"
     usage = ADAPTER_USAGE if exports_adapter(lm, args) else USAGE
     metrics = run.finish(headline, title, tokenizer.decode(data.pairs[0][0]), usage)

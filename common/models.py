@@ -226,6 +226,8 @@ def load_reference(args, path, lm, tokenizer, longest):
     InputError unless it is of lm's kind and has the vocabulary of lm's tokenizer.
     """
     ref, ref_tokenizer = load_model(args, path, "--ref-model")
+    if ref is lm:  # one object for both flags
+        return frozen_copy(lm)
     same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
     if not same_vocabulary or ref.config.is_encoder_decoder != lm.config.is_encoder_decoder:
         raise InputError(f"--ref-model {args.ref_model} is of another kind or has another vocabulary than --model")

@@ -23,7 +23,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common import logging
-from common.checkpoint import InputError, sha256
+from common.adapters import train_adapters
+from common.checkpoint import sha256
+from common.classifiers import RewardModel
+from common.cli import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
@@ -93,7 +96,7 @@ _made = {}
 def test_new_adapters_change_nothing_and_are_all_that_is_trained(build_model, family, dtype):
     lm, plain = build_model(family, dtype), build_model(family, dtype)
     lm.name_or_path = "somewhere"
-    sft.train_adapters(lm, flags_of(lora_r=3))
+    train_adapters(lm, flags_of(lora_r=3))
     assert torch.equal(logits(lm), logits(plain))
     trained = {name: weight for name, weight in lm.named_parameters() if weight.requires_grad}
     kept = {name.replace(".base_layer", ""): w for name, w in lm.named_parameters() if not w.requires_grad}
@@ -112,7 +115,7 @@ def test_adapters_are_drawn_by_the_seed_alone(build_model):
         torch.manual_seed(noise)
         lm = build_model()
         lm.name_or_path = "somewhere"
-        ppo.train_adapters(lm, flags_of(ppo, lora_r=3, seed=seed))
+        train_adapters(lm, flags_of(ppo, lora_r=3, seed=seed))
         return {name: weight for name, weight in lm.named_parameters() if "lora_A" in name}
 
     one, again, other = drawn(1, 5), drawn(1, 6), drawn(2, 5)
@@ -123,7 +126,7 @@ def test_adapters_are_drawn_by_the_seed_alone(build_model):
 def test_targets_rank_and_alpha(build_model):
     lm = build_model("llama")
     lm.name_or_path = "somewhere"
-    sft.train_adapters(lm, flags_of(lora_r=5, lora_alpha=20.0, lora_targets=("q_proj", "down_proj")))
+    train_adapters(lm, flags_of(lora_r=5, lora_alpha=20.0, lora_targets=("q_proj", "down_proj")))
     names = [name for name, weight in lm.named_parameters() if weight.requires_grad]
     assert len(names) == 2 * 2 * 2 and all("q_proj" in name or "down_proj" in name for name in names)
     layer = lm.model.layers[1].mlp.down_proj
@@ -215,7 +218,7 @@ def test_padding_changes_nothing(build_model):
     """Also where the adapters add something."""
     lm = build_model("llama", torch.float64)
     lm.name_or_path = "somewhere"
-    ppo.train_adapters(lm, flags_of(ppo, lora_r=3))
+    train_adapters(lm, flags_of(ppo, lora_r=3))
     for name, weight in lm.named_parameters():
         weight.data += 0.1 * ("lora_B" in name)
     model = ppo.PolicyWithValue(lm, "mlp", "normal")
@@ -489,7 +492,7 @@ ENDED = [True, True, False, True, True]
 
 def scores(directory, lm, **flags):
     args = SimpleNamespace(reward=str(directory), trust_remote_code=False, dtype="float32", load_in_4bit=False)
-    model = ppo.RewardModel(SimpleNamespace(**vars(args) | flags), lm)
+    model = RewardModel(SimpleNamespace(**vars(args) | flags), lm)
     return model, model(TEXTS, ENDED, 2)
 
 
@@ -538,7 +541,7 @@ def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_di
         assert score.item() == pytest.approx(norm["gain"] * by_hand + norm["bias"], abs=1e-4)
     # the policy's own base: the same memory, the same bits, also after the policy has moved
     lm = AutoModelForCausalLM.from_pretrained(gpt2_dir)
-    ppo.train_adapters(lm, flags_of(ppo, lora_r=5))
+    train_adapters(lm, flags_of(ppo, lora_r=5))
     model, shared = scores(judge / "hf_model", lm)
     base = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(gpt2_dir).parameters())
     assert model.shared == base and model.own == sum(w.numel() for w in weights(judge).values()) + 12  # + unused head

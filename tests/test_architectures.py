@@ -18,7 +18,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
-from common.checkpoint import InputError
+from common.classifiers import classifier_logits
+from common.cli import InputError
+from common.models import load_model
+from common.seeding import draw
 
 SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
 WIDE = SIZES | {"intermediate_size": 20}
@@ -143,7 +146,7 @@ def plain_logprobs(folder, letters, texts):
 @pytest.mark.parametrize(("dtype", "attention"), [("float32", "eager"), ("float32", "sdpa"), ("float64", "sdpa")])
 def test_left_padding_and_the_cache_change_nothing(family, folder, dtype, attention):
     """Log-probabilities, values, entropies and sampled tokens of a row in a batch are those of a plain forward."""
-    lm, tolerance = ppo.load_model(ppo.Args(dtype=dtype), folder)[0].eval(), 3e-5 if dtype == "float32" else 1e-12
+    lm, tolerance = load_model(ppo.Args(dtype=dtype), folder)[0].eval(), 3e-5 if dtype == "float32" else 1e-12
     if (family, attention) != ("gemma2", "sdpa"):  # which it refuses, and set_attention leaves alone
         lm.set_attn_implementation(attention)
     model, random = ppo.PolicyWithValue(lm, "mlp", "normal"), torch.Generator().manual_seed(0)
@@ -167,7 +170,7 @@ def test_left_padding_and_the_cache_change_nothing(family, folder, dtype, attent
             ids = response[row, :limit]
             states, logits = states_and_logits(lm, [*query[row, 11 - length :].tolist(), *ids.tolist()][:-1])
             states, logps = states[length - 1 :], (logits[length - 1 :] / 0.7).log_softmax(-1)
-            assert torch.equal(ppo.draw(logps, draws[row, :limit], 1.0), ids)
+            assert torch.equal(draw(logps, draws[row, :limit], 1.0), ids)
             expected = logps.gather(1, ids[:, None])[:, 0], model.value_head(states)[:, 0]
             expected += (-(logps.exp() * logps).sum(-1),)
             found = logprobs[row, :limit], values[row, :limit], entropies[row, :limit]
@@ -265,7 +268,7 @@ def test_reward(run, family, folder, letters):
         rows = [letters(prompt + completion)["input_ids"] + [letters.eos_token_id] for prompt, completion in TEXTS]
         with torch.no_grad():
             scores = torch.cat([back(torch.tensor([ids])).logits for ids in rows])
-            assert_close(reward.classifier_logits(model, rows), scores, rtol=3e-5, atol=3e-5)
+            assert_close(classifier_logits(model, rows), scores, rtol=3e-5, atol=3e-5)
         assert_close(model.state_dict(), back.state_dict(), rtol=0, atol=0)
         assert not any(report.values()) and scores.std() > 0.01
         found.append(metrics)

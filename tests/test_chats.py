@@ -19,7 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from algos import dpo, ilql, ppo, reward, sft
-from common.checkpoint import InputError
+from common.cli import InputError
+from common.data import encode_prompts
 
 CHATML = r"""
 {%- for m in messages %}
@@ -258,11 +259,10 @@ def test_pairs_are_the_chats_of_the_template(template, row, kind, bos):
 @on(CHATML, TOOLS, LLAMA, QWEN3)
 def test_queries_end_where_the_assistant_answers(template, kind, bos):
     tokenizer, rows = build_tokenizer(kind(template), bos), [{"prompt": CHAT[:3], "tools": x} for x in (None, ADD)]
-    for script in SCRIPTS.values():
-        kept, queries = script.encode_prompts(rows, tokenizer, 5, 999, "--dataset")
-        assert queries == [golden(tokenizer, CHAT[:3], x, add_generation_prompt=True) for x in (None, ADD)]
-        assert [row["prompt"] for row in kept] == tokenizer.batch_decode(queries)
-        assert all(ids.count(tokenizer.bos_token_id) == (template is LLAMA) for ids in queries)
+    kept, queries = encode_prompts(rows, tokenizer, 5, 999, "--dataset")
+    assert queries == [golden(tokenizer, CHAT[:3], x, add_generation_prompt=True) for x in (None, ADD)]
+    assert [row["prompt"] for row in kept] == tokenizer.batch_decode(queries)
+    assert all(ids.count(tokenizer.bos_token_id) == (template is LLAMA) for ids in queries)
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from test_runs import launch, torchrun
 
 from algos import ddpo, dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
-from common import checkpoint
+from common import checkpoint, sampling
 from common.logging import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,10 +183,11 @@ def wide(script, job):
     """Two columns more beside whatever is padded, of random tokens that no mask counts."""
     reached = set()
 
-    def wide_sample(sample):
-        def call(model, query, query_mask, *args, **options):
-            reached.add("sample")
-            return sample(model, widen(query, 2, 0), widen(query_mask, 2, 0, False), *args, **options)
+    def wide_queries(pad_left):
+        def call(*args):
+            reached.add("pad_left")
+            query, query_mask = pad_left(*args)
+            return widen(query, 2, 0), widen(query_mask, 2, 0, False)
 
         return call
 
@@ -232,16 +233,16 @@ def wide(script, job):
 
         return call
 
-    patches = {"sample": wide_sample, "shared_rows": wide_pairs} | ({"collate": wide_collate} if script is sft else {})
-    with ExitStack() as stack:
-        for name in patches.keys() & vars(script).keys():
-            stack.enter_context(replaced(script, name, patches[name]))
-        if script is ilql:
-            stack.enter_context(replaced(ilql.Batch, "of", wide_episodes))
-        if script is ppo:
-            stack.enter_context(replaced(ppo.Rollout, "take", wide_rollout))
+    rows = {
+        ppo: (ppo.Rollout, "take", wide_rollout),
+        ilql: (ilql.Batch, "of", wide_episodes),
+        sft: (sft, "collate", wide_collate),
+        reward: (reward, "shared_rows", wide_pairs),
+        dpo: (dpo, "shared_rows", wide_pairs),
+    }
+    with replaced(sampling, "pad_left", wide_queries), replaced(*rows[script]):
         yield
-    assert len(reached) == (1 if script is reward else 2), reached
+    assert len(reached) == 2, reached
 
 
 @contextmanager
@@ -294,7 +295,7 @@ def stopping(script, job):
 
         return call
 
-    with replaced(Run, "save", make):
+    with replaced(Run, "_save", make):
         yield
 
 
@@ -323,7 +324,7 @@ def witness(script, job):
 
         return call
 
-    with replaced(Run, "log", keep_log), replaced(script, "pack_state", keep_state):
+    with replaced(Run, "log", keep_log), replaced(checkpoint, "pack_state", keep_state):
         yield
     Path(f"{job['run_dir']}.rank{os.environ['RANK']}").write_text(json.dumps(found))
 
@@ -359,7 +360,7 @@ def fault(script, job):
 
         return call
 
-    with replaced(owner, "forward", make), replaced(Run, "save", counted):
+    with replaced(owner, "forward", make), replaced(Run, "_save", counted):
         yield
 
 

@@ -10,16 +10,19 @@ import pytest
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from common import sampling
+
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "algos/README.md").read_text()
 RECIPES = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
 
 
 def changed(recipe, script="ppo"):
-    """The script with the recipe's lines: each run of "-" lines is replaced by the "+" lines that follow it."""
+    """The script with the recipe's lines: "-" lines are replaced by the "+" lines that follow, others stay."""
     source = (ROOT / f"algos/{script}.py").read_text()
-    for old, new in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", recipe, flags=re.M):
-        old, new = (re.sub(r"^[-+]", "", text, flags=re.M) for text in (old, new))
+    for before, added in re.findall(r"((?:^[- ].*\n)+)((?:^\+.*\n)+)", recipe, flags=re.M):
+        old = re.sub(r"^.", "", before, flags=re.M)
+        new = re.sub(r"^.", "", re.sub(r"^-.*\n", "", before, flags=re.M) + added, flags=re.M)
         assert source.count(old) == 1, f"not once in {script}.py: {old}"
         source = source.replace(old, new)
     return source
@@ -74,7 +77,7 @@ def test_tokens_of_a_tool_are_not_scored(tmp_path, build_model, letters, layers)
 
 
 def run_ilql(source, tmp_path, build_model, letters, **options):
-    """main of a changed ilql.py on a tiny model; (module, metrics, weights of its last checkpoint, run directory)."""
+    """main of a changed ilql.py on a tiny model; (metrics, weights of its last checkpoint, run directory)."""
     module = load(source, tmp_path)
     rows = [{"prompt": "b", "completion": "cde" * n, "reward": float(n)} for n in (1, 2, 3)]
     args = module.Args(
@@ -84,24 +87,24 @@ def run_ilql(source, tmp_path, build_model, letters, **options):
         warmup_steps=0, threads=1, **options,
     )  # fmt: skip
     metrics, run_dir = module.main(args)
-    return module, metrics, load_file(run_dir / "checkpoints/step_00000003/model.safetensors"), run_dir
+    return metrics, load_file(run_dir / "checkpoints/step_00000003/model.safetensors"), run_dir
 
 
 def test_a_target_transformer_moves_at_synchronisations_alone(tmp_path, build_model, letters):
     source = changed(RECIPES[2], "ilql")
     options = {"steps_for_target_q_sync": 4}
-    _, metrics, weights, _ = run_ilql(source, tmp_path / "never", build_model, letters, **options)
+    metrics, weights, _ = run_ilql(source, tmp_path / "never", build_model, letters, **options)
     start = build_model("gpt2").state_dict()
     name = "transformer.h.0.mlp.c_fc.weight"
     assert weights[f"target_lm.{name}"].equal(start[name]) and not weights[f"lm.{name}"].equal(start[name])
     options = {"steps_for_target_q_sync": 3, "alpha": 1.0}
-    _, metrics, weights, _ = run_ilql(source, tmp_path / "last", build_model, letters, **options)
+    metrics, weights, _ = run_ilql(source, tmp_path / "last", build_model, letters, **options)
     assert weights[f"target_lm.{name}"].equal(weights[f"lm.{name}"]) and metrics["target/syncs"] == 1
 
 
 def test_a_policy_of_its_own_is_trained_and_sampled_from(tmp_path, build_model, letters):
     """It parts from the values' transformer, and with beta 0 the samples are its own."""
-    module, metrics, weights, run_dir = run_ilql(changed(RECIPES[3], "ilql"), tmp_path, build_model, letters)
+    _, weights, run_dir = run_ilql(changed(RECIPES[3], "ilql"), tmp_path, build_model, letters)
     name = "transformer.h.0.mlp.c_fc.weight"
     assert not weights[f"bc_lm.{name}"].equal(weights[f"lm.{name}"])
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
@@ -109,8 +112,8 @@ def test_a_policy_of_its_own_is_trained_and_sampled_from(tmp_path, build_model, 
     policy = build_model("gpt2")  # with beta 0 samples are those of bc_lm alone, in the same cache or in its own
     policy.load_state_dict({k.removeprefix("bc_lm."): v for k, v in weights.items() if k[:5] == "bc_lm"}, strict=False)
     policy.tie_weights()
-    args = module.Args(max_new_tokens=7)
     queries = [letters(text)["input_ids"] for text in ("b", "cd")]
-    _, _, ids, mask = module.generate(Accelerator(), policy, letters, queries, ("eval", 0), args, 1.0)
+    options = {"seed": 1, "max_new_tokens": 7}
+    _, _, ids, mask = sampling.generate_all(Accelerator(), policy, letters, queries, ("eval", 0), **options)
     responses = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
-    assert last == module.decode(letters, queries, responses, ()) and any(last)
+    assert last == sampling.decode(letters, queries, responses, ()) and any(last)

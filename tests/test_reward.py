@@ -1094,7 +1094,7 @@ def test_scores_of_samples_have_mean_0_and_deviation_1(monkeypatch, variant, tmp
     """Of those very samples, end tokens included, scored one by one."""
     calls = recorded(monkeypatch, reward, "policy_samples")
     rows = [{"prompt": [user(p)] if chat else p} for p in PROMPTS]
-    flags = {"norm_prompts": rows, "max_new_tokens": 6, "eval_dataset": PAIRS, "eval_every": 1}
+    flags = {"norm_prompts": rows, "max_new_tokens": 12, "eval_dataset": PAIRS, "eval_every": 1}
     _, run_dir = run_reward(variant(template=TEMPLATE if chat else None), tmp_path / "run", total_steps=2, **flags)
     ((_, (texts, ended)),) = calls
     heads = [f"<bos>u{p}<eos>\ns" if chat else p for p in PROMPTS]

@@ -22,7 +22,11 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
-from common.checkpoint import InputError
+from common import sampling
+from common.cli import InputError
+from common.data import encode_prompts
+from common.models import as_decoder
+from common.seeding import draw
 
 BOS, EOS, PAD = 21, 22, 23
 T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3}
@@ -143,8 +147,8 @@ def test_logits_are_those_of_each_row_alone(folder, dtype, attention):
     """For any tokens under the masks; without a mask, too. A call without logits_to_keep is the model's own."""
     lm, tolerance = reload(folder, getattr(torch, dtype)), 1e-5 if dtype == "float32" else 1e-10
     lm.set_attn_implementation(attention)
-    plain, lm = copy.deepcopy(lm), ppo.as_decoder(lm)
-    assert ppo.as_decoder(lm) is lm and isinstance(lm, type(plain)) and type(lm).__name__ == type(plain).__name__
+    plain, lm = copy.deepcopy(lm), as_decoder(lm)
+    assert as_decoder(lm) is lm and isinstance(lm, type(plain)) and type(lm).__name__ == type(plain).__name__
     options = {"use_cache": False, "logits_to_keep": 7}
     with torch.no_grad():
         for seed in (1, 2):
@@ -165,7 +169,7 @@ def test_logits_are_those_of_each_row_alone(folder, dtype, attention):
 
 def test_what_moves_a_log_probability(folder):
     """A response token moves its own and those behind, a query token moves all, what is masked moves none."""
-    lm = ppo.as_decoder(reload(folder))
+    lm = as_decoder(reload(folder))
     query, query_mask, response, mask = batch()
     mask = torch.ones_like(mask)
 
@@ -190,7 +194,7 @@ def test_what_moves_a_log_probability(folder):
 def test_sampling_is_that_of_each_row_alone(folder):
     """With the cache, and rows that leave the batch one by one, by a limit or an end token."""
     plain, limits = reload(folder), torch.tensor([4, 7, 2, 7])
-    lm, draws = ppo.as_decoder(reload(folder)), torch.rand(4, 7, generator=torch.Generator().manual_seed(5)).double()
+    lm, draws = as_decoder(reload(folder)), torch.rand(4, 7, generator=torch.Generator().manual_seed(5)).double()
     (query, query_mask, *_), free = batch(), torch.full((4, 7), 99)
     for place in [(0, 6), (0, 0), (0, 1), (3, 2), (1, 4)]:  # of the token that ends a response, after a run without one
         eos = free[place].item()
@@ -200,7 +204,7 @@ def test_sampling_is_that_of_each_row_alone(folder):
             ids = []
             while ids[-1:] != [eos] and len(ids) < limits[row]:
                 logits = alone(plain, prompt, [*ids, 0])[1][-1:]
-                ids += ppo.draw(logits, draws[row, len(ids)][None], 0.7).tolist()
+                ids += draw(logits, draws[row, len(ids)][None], 0.7).tolist()
             assert response[row].tolist() == ids + [PAD] * (7 - len(ids)) and mask[row].sum() == len(ids)
         assert mask[place[0]].sum() <= place[1] + 1
         free = response if eos == 99 else free
@@ -277,7 +281,7 @@ def greedy(lm, folder, pairs):
 def test_sft(monkeypatch, run, folder, pairs):
     """The loss is transformers' own; samples of the evaluation are what its generate makes of the export, which goes
     on in another run."""
-    decoded = recorded(monkeypatch, sft, "decode")
+    decoded = recorded(monkeypatch, sampling, "decode")
     flags = {"dataset": ROWS, "eval_dataset": ROWS, "metric": length, "eval_every": 1, "eval_temperature": 0}
     flags |= {"max_new_tokens": 6, "total_steps": 3}
     metrics, run_dir, model, _ = run(sft, **flags)
@@ -301,7 +305,7 @@ def test_rows(folder, pairs):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     examples, _ = sft.encode_rows(ROWS, tokenizer, 99, True, "--dataset", encoder=True)
     episodes, _ = ilql.encode_episodes([row | {"reward": 1} for row in ROWS], tokenizer, 99, "--dataset", encoder=True)
-    queries = ppo.encode_prompts(PROMPTS, tokenizer, 6, 32, "--dataset", encoder=True)[1]
+    queries = encode_prompts(PROMPTS, tokenizer, 6, 32, "--dataset", encoder=True)[1]
     for (query, response), (ids, labels), episode, prompt in zip(pairs, examples, episodes, queries, strict=True):
         assert (ids, labels) == (query + response, [-100] * len(query) + response) and response.count(EOS) == 1
         assert episode.ids == ids and episode.actions == list(range(len(query), len(ids))) and prompt == query
@@ -310,7 +314,7 @@ def test_rows(folder, pairs):
     chat = [{"role": "user", "content": "bc"}, {"role": "assistant", "content": "de"}]
     [(ids, labels)], _ = sft.encode_rows([{"messages": chat}], tokenizer, 99, True, "--dataset", encoder=True)
     assert ids == [20, 1, 2, 0, 3, 4, EOS] and labels == [-100] * 4 + [3, 4, EOS]
-    assert ppo.encode_prompts([{"prompt": chat[:1]}], tokenizer, 6, 32, "", encoder=True)[1] == [ids[:4]]
+    assert encode_prompts([{"prompt": chat[:1]}], tokenizer, 6, 32, "", encoder=True)[1] == [ids[:4]]
     with pytest.raises(InputError, match="--dataset row 2: an encoder-decoder takes rows of one prompt and one output"):
         sft.encode_rows([{"messages": chat}, {"messages": chat * 2}], tokenizer, 99, True, "--dataset", encoder=True)
 
@@ -342,7 +346,7 @@ def test_ilql(monkeypatch, run, folder, pairs):
     """The losses of the first step are those of each row alone; what is sampled with a beta is the shaped policy."""
     losses, first = ilql.ilql_losses, []
     monkeypatch.setattr(ilql, "ilql_losses", lambda *x: first.append(copy.deepcopy(x[0])) or losses(*x))
-    decoded, betas = recorded(monkeypatch, ilql, "decode"), (0.0, 3.0)
+    decoded, betas = recorded(monkeypatch, sampling, "decode"), (0.0, 3.0)
     flags = {"dataset": REWARDED, "eval_dataset": REWARDED, "metric": length, "betas": betas, "eval_temperature": 0}
     flags |= {"awac_beta": 0.7, "normalize_rewards": False, "eval_every": 1, "max_new_tokens": 6, "cql_scale": 0.3}
     metrics, run_dir, model, _ = run(ilql, **flags)
@@ -402,7 +406,7 @@ def test_an_encoder_decoder_needs_a_start_token(folder):
     lm = AutoModelForSeq2SeqLM.from_pretrained(folder)
     lm.config.decoder_start_token_id = None
     with pytest.raises(InputError, match="the configuration of the encoder-decoder has no decoder_start_token_id"):
-        ppo.as_decoder(lm)
+        as_decoder(lm)
 
 
 def test_lora(run, folder, pairs):

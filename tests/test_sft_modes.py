@@ -669,24 +669,24 @@ def files(monkeypatch, tmp_path):
 
 
 SETS = [
-    (ROWS, {"eval/": ROWS}),
-    ({"x": ROWS, "y": LONG}, {"eval/x/": ROWS, "eval/y/": LONG}),
-    ({"x": "hard.jsonl", "y": "user.py:rows"}, {"eval/x/": LONG, "eval/y/": ROWS}),
-    ("easy.jsonl", {"eval/": ROWS}),
-    ("easy.jsonl,hard.jsonl", {"eval/easy/": ROWS, "eval/hard/": LONG}),
-    ("hard.jsonl, easy.jsonl", {"eval/hard/": LONG, "eval/easy/": ROWS}),
-    ("user.py:rows", {"eval/": ROWS}),
-    ("user.py:rows:n=3,b=4", {"eval/": ROWS[:3]}),
-    ("user.py:rows:n=3,b=4,hard.jsonl", {"eval/rows/": ROWS[:3], "eval/hard/": LONG}),
-    ("hard.jsonl,user.py:rows:n=3", {"eval/hard/": LONG, "eval/rows/": ROWS[:3]}),
-    ("user.py:sets", {"eval/a/": ROWS, "eval/b/": LONG}),
+    (None, {}),
+    (ROWS, {"": ROWS}),
+    ({"x": ROWS, "y": LONG}, {"x": ROWS, "y": LONG}),
+    ({"x": "hard.jsonl", "y": "user.py:rows"}, {"x": LONG, "y": ROWS}),
+    ("easy.jsonl", {"": ROWS}),
+    ("easy.jsonl,hard.jsonl", {"easy": ROWS, "hard": LONG}),
+    ("hard.jsonl, easy.jsonl", {"hard": LONG, "easy": ROWS}),
+    ("user.py:rows", {"": ROWS}),
+    ("user.py:rows:n=3,b=4", {"": ROWS[:3]}),
+    ("user.py:rows:n=3,b=4,hard.jsonl", {"rows": ROWS[:3], "hard": LONG}),
+    ("hard.jsonl,user.py:rows:n=3", {"hard": LONG, "rows": ROWS[:3]}),
+    ("user.py:sets", {"a": ROWS, "b": LONG}),
 ]
 
 
 @pytest.mark.parametrize(("spec", "expected"), SETS, ids=lambda x: repr(x)[:40])
-@pytest.mark.parametrize("script", [sft, ppo], ids=["sft", "ppo"])
-def test_evaluation_sets(files, script, spec, expected):
-    found = script.load_sets(spec, "--eval-dataset")
+def test_evaluation_sets(files, spec, expected):
+    found = load_sets(spec, "--eval-dataset")
     assert found == expected and list(found) == list(expected)
 
 
@@ -702,7 +702,7 @@ BAD_SETS = [
 @pytest.mark.parametrize(("spec", "sentence"), BAD_SETS, ids=lambda x: repr(x)[:40])
 def test_bad_evaluation_sets(files, spec, sentence):
     with pytest.raises(InputError, match=sentence):
-        sft.load_sets(spec, "--eval-dataset")
+        load_sets(spec, "--eval-dataset")
 
 
 def test_a_bad_row_of_one_of_several_sets_names_the_set(gpt2_dir, tmp_path):

@@ -36,6 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from algos import ilql  # found by way of ppo_gpt2_small
 from benchmarks.tasks import randomwalks
+from common import models
 from common.seeding import rng, stream_rows
 
 # ---- Workloads -------------------------------------------------------------------------------------------------------
@@ -111,10 +112,10 @@ def settings(workload, flags, model):
 
 
 def load(workload, model):
-    """(model, tokenizer, path, rows as algos/ilql.py encodes them, Args), the rewards scaled as both systems do."""
+    """(model, tokenizer, rows as algos/ilql.py encodes them, Args), the rewards scaled as both systems do."""
     path = randomwalks.untrained_model() if workload == "walks" else str(model)
     args = ilql.Args(**settings(workload, {}, path))
-    lm, tokenizer = ilql.load_model(args, path)
+    lm, tokenizer = models.load_model(args, path)
     episodes, _ = ilql.encode_episodes(args.dataset, tokenizer, LONGEST, "rows")
     assert len(episodes) == len(args.dataset)
     returns = [sum(episode.rewards) for episode in episodes]
@@ -238,7 +239,7 @@ class TrlxStructure(nn.Module):
 def build_peer(lm, longest, args, same_flags):
     """The peer with the weights with which algos/ilql.py starts, and its optimizer."""
     if same_flags:
-        ilql.set_attention(lm, args, torch.device("cpu"), longest)
+        models.set_attention(lm, args, torch.device("cpu"), longest)
     else:
         lm.set_attn_implementation("sdpa")
     peer = TrlxStructure(lm, ilql.PolicyWithQ(lm, True, SEED).head_weights())
@@ -358,7 +359,7 @@ def measure_memory(mode, model):
     lm, tokenizer, episodes, args = load("memory", model)
     batch = [episodes[row] for row in order("memory")[0]]
     if mode in OURS:
-        ilql.set_attention(lm, args, torch.device("cpu"), max(len(e.ids) for e in episodes))
+        models.set_attention(lm, args, torch.device("cpu"), max(len(e.ids) for e in episodes))
         policy = ilql.PolicyWithQ(lm, args.two_qs, args.seed)
         assert ilql.lm_head_error(lm, torch.tensor([batch[0].ids])) < 1e-4
         batch = ilql.Batch.of(sorted(batch, key=lambda e: len(e.ids)), tokenizer.pad_token_id, "cpu")

@@ -29,9 +29,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -142,24 +144,26 @@ def short_run(script, mode, **flags):
     """The lines of perf.jsonl and of metrics.jsonl of a run of a script (a module of algos). The run ends where it
     would write its only checkpoint: saving is not measured."""
 
+    from common import checkpoint, models
+
     class Measured(Exception):
         pass
 
     def stop(*args, **options):
         raise Measured
 
-    script.pack_state = stop
-    if mode == "fp32-highest":
-        script.fast_cpu_matmul = lambda: False
-    if mode == "fp32-malloc":
-        script.ctypes = SimpleNamespace(CDLL=lambda name: None)
     off = {"eval_dataset": None, "metric": None, "eval_every": 0, "save_every": 0}
     off = {name: value for name, value in off.items() if hasattr(script.Args, name)}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(checkpoint, "pack_state", stop))
+        if mode == "fp32-highest":
+            stack.enter_context(patch.object(models, "fast_cpu_matmul", lambda: False))
+        if mode == "fp32-malloc":
+            stack.enter_context(patch.object(models, "ctypes", SimpleNamespace(CDLL=lambda name: None)))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        with suppress(Measured):
             script.main(script.Args(run_dir=f"{folder}/run", threads=THREADS, **off, **flags))
-        except Measured:
-            pass
+        assert not Path(folder, "run/checkpoints").exists()
         return [[json.loads(line) for line in open(f"{folder}/run/{x}.jsonl")] for x in ("perf", "metrics")]
 
 

@@ -1,7 +1,11 @@
 """Shared fixtures of the tests: `python -m pytest tests`
 
 Tiny random models (2 layers, width 12, the 25 letters and special tokens of the random walks), a cache of their own,
-no network, one thread and no GPU, so that numbers are the same on every machine.
+no network, one thread and no GPU, so that numbers are the same in every run on a machine.
+
+Bitwise equality (runs that continue, frozen weights, processes of a run) is asked of one machine with one set of
+instructions alone. Between machines the order of additions differs, so tolerances are those of the arithmetic: its
+epsilon, times sizes and the number of roundings. .ci/run repeats the numerical tests with the kernels of a lesser CPU.
 """
 
 import csv

@@ -142,9 +142,13 @@ def driven(patch, folder, argv):
     return [folder / "drive.py", *argv]
 
 
+INSTRUCTIONS = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"  # see .ci/run
+
+
 def environment(work, **more):
-    """What runs see: no network, no accounts, one thread."""
-    keep = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LANG") if name in os.environ}
+    """What runs see: no network, no accounts, one thread, the instructions of the tests."""
+    keep = "PATH", "HOME", "TMPDIR", "LANG", *INSTRUCTIONS
+    keep = {name: os.environ[name] for name in keep if name in os.environ}
     fixed = {"PLAINRL_CACHE": str(work / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     return keep | fixed | {"PYTHONDONTWRITEBYTECODE": "1"} | more
 
@@ -310,7 +314,7 @@ def ended(scripts, work):
 
 
 def results(folder):
-    """What must be bitwise equal: {file: bytes}."""
+    """What must be bitwise equal in runs on one machine: {file: bytes}."""
     paths = [folder / "metrics.jsonl", folder / "samples.jsonl", *folder.glob("images/*")]
     paths += folder.glob("hf_model*/**/*.safetensors")
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.exists()}

@@ -482,9 +482,13 @@ def rolled_out(policy, dtype, guidance, prediction="epsilon", autocast=None, **o
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_the_first_ratio_is_one(policy, prediction, guidance):
     """In training mode, with gradients, and whatever the other rows of a batch are (pitfalls X4, X9)."""
-    assert rolled_out(policy, torch.float64, guidance, prediction) < 1e-12
-    assert rolled_out(policy, torch.float32, guidance, prediction) < 5e-6
-    assert rolled_out(policy, torch.float64, guidance, prediction, steps_offset=0, clip_sample=True) < 1e-12
+    # the log-probability of a step moves by up to 70 times what its output does (1 / sigma of the last steps); guidance
+    # adds two outputs
+    bound = {dtype: 200 * torch.finfo(dtype).eps * (2 * guidance - 1) for dtype in (torch.float32, torch.float64)}
+    for dtype, largest in bound.items():
+        assert rolled_out(policy, dtype, guidance, prediction) < largest
+    clipped = rolled_out(policy, torch.float64, guidance, prediction, steps_offset=0, clip_sample=True)
+    assert clipped < bound[torch.float64]
 
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0])

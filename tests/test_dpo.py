@@ -459,6 +459,8 @@ def test_sharing_is_off_where_it_is_wrong(letters, tmp_path, capsys, window, row
     sentence = r"--share-prompt is off: in this model it changes a log-probability by [\d.]+e[-+]\d+\n"
     said = re.findall(sentence, capsys.readouterr().out)
     for one, other in zip(log(found[1]), log(plain[1]), strict=True):
+        if one["step"] == 1:  # margins are zero to rounding, of either sign
+            one.pop("rewards/accuracies", None), other.pop("rewards/accuracies", None)
         assert one == pytest.approx(other, rel=1e-6, abs=1e-6)  # norms that round to float32
     assert len(said) == wrong
 

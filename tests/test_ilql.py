@@ -1015,6 +1015,11 @@ DIALOGUES = [  # EPISODES as rows, the last of which is cut at 14 tokens
 ]
 
 
+# What a family computes in float32 whatever the type (norms; Gemma's softmax, whose sums depend on the padding): two
+# layers of some fifty operations in a row, each rounded.
+IN_FLOAT32 = 100 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize("odd", ["cohere", "gemma2"])
 def test_families_that_change_their_logits(odd_dirs, tmp_path, capsys, odd):
     """All logits at once: the losses of the first step are those of the slow definition, and main says so."""
@@ -1024,13 +1029,13 @@ def test_families_that_change_their_logits(odd_dirs, tmp_path, capsys, odd):
     slow = slow_terms(policy, EPISODES, flags)
     assert (losses(policy, EPISODES, flags)["loss_awac"] - slow["loss_awac"]).abs().max() > 0.1
     policy.chunked_lm_head = False
-    assert_same_terms(policy, losses(policy, EPISODES, flags), slow, of_gradients=1e-5)  # their norms are in float32
+    assert_same_terms(policy, losses(policy, EPISODES, flags), slow, IN_FLOAT32, IN_FLOAT32)
     options = {"batch_size": len(DIALOGUES), "max_length": 14, "total_steps": 1, "normalize_rewards": False}
     assert EPISODES == encode(DIALOGUES, 14)
     _, run_dir = run_ilql(odd_dirs[odd], tmp_path / "run", DIALOGUES, **options)
     assert "all logits are computed at once: the model changes those of its output layer by " in capsys.readouterr().out
     for name in ("loss", *LOSSES):
-        assert log(run_dir)[0][f"losses/{name}"] == pytest.approx(slow[name].mean().item(), rel=1e-9)
+        assert log(run_dir)[0][f"losses/{name}"] == pytest.approx(slow[name].mean().item(), rel=IN_FLOAT32)
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------

@@ -421,7 +421,7 @@ def same_result(run, expected):
 
 
 def same_bytes(run, expected):
-    """Two run directories of the same number of processes."""
+    """Two run directories of the same number of processes on one machine."""
     patterns = "metrics.jsonl", "samples.jsonl", "hf_model*/**/*.safetensors", "images/*.png"
     one, two = (files_of(x, *patterns) for x in (run, expected))
     assert one.keys() == two.keys() and len(two) > 1

@@ -72,7 +72,8 @@ def score(model):
 def test_trunk_of_every_family(family, k):
     """After 20 steps of what main does, the reference is still the initial model, bit by bit."""
     lm = build(family)
-    initial, layers = copy.deepcopy(lm), blocks(lm)
+    # frozen as the reference is: torch.matmul calls another kernel where a factor may get a gradient
+    initial, layers = copy.deepcopy(lm).requires_grad_(False), blocks(lm)
     depth = freeze(lm, k)
     assert len(layers) == LAYERS and depth == (LAYERS - k if k >= 0 else 0)
     trained = {name for name, weight in lm.named_parameters() if weight.requires_grad}
@@ -168,6 +169,7 @@ def trunk_run(tiny_dirs, tmp_path_factory):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-9)])
 def test_a_run_with_a_cached_trunk_is_the_run_without(monkeypatch, tiny_dir, tmp_path, dtype, tolerance):
     found, initial = [], AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=getattr(torch, dtype))
+    rounding = 100 * torch.finfo(initial.dtype).eps  # log-probabilities down to -7, after some ten sums in a row
     for cached in (True, False):
         rollouts, calls = recorded(monkeypatch, ppo, "rollout"), recorded(monkeypatch, ppo, "policy_loss")
         plays = recorded(monkeypatch, ppo.Trunk, "play")
@@ -179,7 +181,7 @@ def test_a_run_with_a_cached_trunk_is_the_run_without(monkeypatch, tiny_dir, tmp
         assert all((batch.trunk is not None) == cached for _, batch in rollouts)
         ratios = [(args[0] - args[1]).exp() for args, _ in calls]  # two iterations of four steps
         for i, ratio in enumerate(ratios):
-            assert ((ratio - 1).abs().max() < tolerance / 10) == (i in (0, 4))
+            assert ((ratio - 1).abs().max() < rounding) == (i in (0, 4))
         assert abs(found[-1][0]["objective/kl"]) < tolerance < found[-1][1]["objective/kl"]
         lm, ref = rollouts[0][0][1].lm, rollouts[0][0][2]
         same = [a.data_ptr() == b.data_ptr() for a, b in zip(lm.parameters(), ref.parameters(), strict=True)]

@@ -145,7 +145,8 @@ def batch(random=0):
 @pytest.mark.parametrize(("dtype", "attention"), [("float32", "eager"), ("float32", "sdpa"), ("float64", "sdpa")])
 def test_logits_are_those_of_each_row_alone(folder, dtype, attention):
     """For any tokens under the masks; without a mask, too. A call without logits_to_keep is the model's own."""
-    lm, tolerance = reload(folder, getattr(torch, dtype)), 1e-5 if dtype == "float32" else 1e-10
+    # 250 eps of float32: T5 does not scale its attention scores, so that the softmax sees their rounding whole
+    lm, tolerance = reload(folder, getattr(torch, dtype)), 3e-5 if dtype == "float32" else 1e-10
     lm.set_attn_implementation(attention)
     plain, lm = copy.deepcopy(lm), as_decoder(lm)
     assert as_decoder(lm) is lm and isinstance(lm, type(plain)) and type(lm).__name__ == type(plain).__name__

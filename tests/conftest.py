@@ -159,6 +159,16 @@ def pytest_addoption(parser):
     parser.addoption("--table", metavar="FILE", help="write what became of the cases of tests/cases.py")
 
 
+# Files that take longest, in this order: workers take a file each, and none should be left with a long one at the end.
+FIRST = """test_learning test_ddpo_runs test_runs test_faults test_layout test_ilql_runs test_hub test_seq2seq
+test_fsdp test_bad_inputs test_errors test_reward test_architectures""".split()
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))  # stable
+
+
 def pytest_itemcollected(item):
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     named = parameters.get("algo") or parameters.get("script") or ""

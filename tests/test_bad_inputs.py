@@ -36,8 +36,8 @@ from common.cli import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ppo": ppo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql, "ddpo": ddpo}
-EVERY, TEXT, PAIRS = "ppo sft reward dpo ilql ddpo", "ppo sft reward dpo ilql", "reward dpo"
-SCORED, MEASURED, SAMPLED = "ppo ddpo", "ppo sft dpo ilql ddpo", "ppo sft dpo ilql"
+EVERY, TEXT, PAIRS = "sft ppo reward dpo ilql ddpo", "sft ppo reward dpo ilql", "reward dpo"
+SCORED, MEASURED, SAMPLED = "ppo ddpo", "sft ppo dpo ilql ddpo", "sft ppo dpo ilql"
 NAN, INF = math.nan, math.inf
 
 # ---- Commands, rows and functions ------------------------------------------------------------------------------------
@@ -425,19 +425,32 @@ def finished(run="run"):
     return records
 
 
+tried = set()  # (case, script) of which the default run has a row
+
+
 def rows_of(table):
-    """The parameters of a table: each script of each row, marked with the case."""
+    """The parameters of a table: each script of each row, marked with the case. The scripts that share what a row is
+    about are slow but for the first of them, and but for the first row of a (case, script)."""
     parameters = []
     for row in table:
+        shared = row.shared.split()
         for algo in row.algos.split():
-            marks = [pytest.mark.case(row.case)] + [pytest.mark.slow] * row.slow
+            repeated = algo in shared[1:] and (row.case, algo) in tried
+            marks = [pytest.mark.case(case) for case in (row.case, *row.also)]
+            if row.slow or repeated:
+                marks.append(pytest.mark.slow)
+            else:
+                tried.add((row.case, algo))
             parameters.append(pytest.param(algo, row, marks=marks, id=f"{row.case}-{row.name}-{algo}"))
     return parameters
 
 
-def entry(case, algos, name, says=(), flags="", model="model", slow=False, user_code=False, **files):
+def entry(
+    case, algos, name, says=(), flags="", model="model", slow=False, user_code=False, shared="", also=(), **files
+):  # fmt: skip
     """A row of a table. flags: text or {script: text}; says: the words that must be said, text, list or {script: ...};
-    TEXT in them is the script's column of text; files: rows=... replaces rows.jsonl, other_txt=... writes other.txt."""
+    TEXT in them is the script's column of text; shared: scripts in which one function of common/ does what the row is
+    about; also: other cases that it tries; files: rows=... replaces rows.jsonl, other_txt=... writes other.txt."""
     files = {"rows.jsonl" if key == "rows" else key.replace("_", "."): value for key, value in files.items()}
     return SimpleNamespace(**locals())
 
@@ -467,13 +480,13 @@ def measure(name):
 
 def result(case, kind, *says):
     says = [f"user.py:result:kind={kind} returned ", *says]
-    return entry(case, SCORED, f"reward {kind}", says, check(f"--reward user.py:result:kind={kind}"))
+    return entry(case, SCORED, f"reward {kind}", says, check(f"--reward user.py:result:kind={kind}"), shared=SCORED)
 
 
 def measured(case, kind):
     says = [f"user.py:measure:kind={kind} must return {{name: list of 4 finite numbers}}"]
     says += [] if kind in ("none", "empty", "list") else ["'bad' is not one"]
-    return entry(case, MEASURED, f"metric {kind}", says, measure(f"measure:kind={kind}"))
+    return entry(case, MEASURED, f"metric {kind}", says, measure(f"measure:kind={kind}"), shared=MEASURED)
 
 
 def rewarded(case, value, name):
@@ -498,7 +511,8 @@ def chatting(*chats):
 
 
 def talk(name, chat, says, algos=TEXT):
-    return entry(49, algos, name, ["--dataset row 2: ", says], model="chats", rows=chatting([USER, ANSWER], chat))
+    rows = chatting([USER, ANSWER], chat)
+    return entry(49, algos, name, ["--dataset row 2: ", says], model="chats", shared=algos, rows=rows)
 
 
 LONG = {  # rows of which one is too long for 32 positions, and cannot be cut
@@ -548,37 +562,41 @@ REFUSED = [
     # 29: functions that fail
     entry(
         29, SCORED, "reward raises", ["prompt.index", "error: user.py:raises raised ValueError: substring not found"],
-        check("--reward user.py:raises"), user_code=True,
+        check("--reward user.py:raises"), user_code=True, shared=SCORED,
     ),
     entry(
         29, MEASURED, "metric raises", ["prompt.index", "error: user.py:raises raised ValueError: substring not found"],
-        measure("raises"), user_code=True,
+        measure("raises"), user_code=True, shared=MEASURED,
     ),
     entry(29, "ppo", "reward column", "'answer'", check("--reward user.py:no_such_column"), user_code=True),
     entry(29, "ddpo", "reward column", "takes 'answer'; there are ", check("--reward user.py:no_such_column")),
-    entry(29, SCORED, "no reward", "user.py has no function 'nope' (it has ", check("--reward user.py:nope")),
-    entry(29, MEASURED, "no metric", "user.py has no function 'nope' (it has ", measure("nope")),
-    entry(29, SCORED, "no file", "--reward nope.py:reward: there is no file nope.py", "--reward nope.py:reward"),
+    entry(29, SCORED, "no reward", "user.py has no function 'nope' (it has ", check("--reward user.py:nope"),
+          shared=SCORED),
+    entry(29, MEASURED, "no metric", "user.py has no function 'nope' (it has ", measure("nope"), shared=MEASURED),
+    entry(29, SCORED, "no file", "--reward nope.py:reward: there is no file nope.py", "--reward nope.py:reward",
+          shared=SCORED),
     entry(29, EVERY, "rows fail", "--dataset user.py:broken_rows: KeyError", "--dataset user.py:broken_rows",
-          user_code=True),
-    entry(29, EVERY, "rows none", "--dataset user.py:no_rows returned None", "--dataset user.py:no_rows"),
+          user_code=True, shared=EVERY),
+    entry(29, EVERY, "rows none", "--dataset user.py:no_rows returned None", "--dataset user.py:no_rows",
+          shared=EVERY),
     # 30: there is no timeout
     entry(30, EVERY, "timeout", ["Unrecognized", "--reward-timeout"], "--reward-timeout 5"),
     # 34: no fp16, so no loss scale
     entry(34, EVERY, "fp16", ["--mixed-precision", "fp16", "bf16"], "--mixed-precision fp16"),
     entry(34, EVERY, "float16", ["--dtype", "float16", "bfloat16"], "--dtype float16"),
     # 36: files of models
-    entry(36, TEXT, "nan", f"--model model: {WEIGHT} is not finite", model="nan"),
-    entry(36, TEXT, "inf", f"--model model: {WEIGHT} is not finite", model="inf"),
-    entry(36, TEXT, "lacking", f"--model model: {WEIGHT} is missing", model="lacking"),
-    entry(36, TEXT, "shape", f"--model model: {WEIGHT} is of shape [3], expected [12, 48]", model="shape"),
+    entry(36, TEXT, "nan", f"--model model: {WEIGHT} is not finite", model="nan", shared=TEXT),
+    entry(36, TEXT, "inf", f"--model model: {WEIGHT} is not finite", model="inf", shared=TEXT),
+    entry(36, TEXT, "lacking", f"--model model: {WEIGHT} is missing", model="lacking", shared=TEXT),
+    entry(36, TEXT, "shape", f"--model model: {WEIGHT} is of shape [3], expected [12, 48]", model="shape",
+          shared=TEXT),
     entry(36, "ddpo", "nan", f"--model model: {CONV} is not finite", model="nan"),
     entry(36, "ddpo", "inf", f"--model model: {CONV} is not finite", model="inf"),
     entry(36, "ddpo", "lacking", f"--model model: {CONV} is missing", model="lacking"),
     entry(36, "ddpo", "shape", "--model model cannot be loaded: ", model="shape"),
-    entry(36, EVERY, "truncated", "--model model cannot be loaded: ", model="truncated"),
-    entry(36, EVERY, "no weights", "--model model cannot be loaded: ", model="no_weights"),
-    entry(36, EVERY, "no config", "--model model cannot be loaded: ", model="no_config"),
+    entry(36, EVERY, "truncated", "--model model cannot be loaded: ", model="truncated", shared=TEXT),
+    entry(36, EVERY, "no weights", "--model model cannot be loaded: ", model="no_weights", shared=TEXT),
+    entry(36, EVERY, "no config", "--model model cannot be loaded: ", model="no_config", shared=TEXT),
     # 37, 38: too long
     entry(
         37, "ppo", "long prompt", ["--dataset row 2: a prompt of 29 tokens", "--max-new-tokens 4", "32 positions"],
@@ -611,14 +629,14 @@ REFUSED = [
     *(
         entry(43, algos, f"surrogate {end}", says, rows=lambda algo, end=end: jsonl(spoilt(3, TEXT="b")(algo)).replace(
             f'"{COLUMN[algo]}": "b"', f'"{COLUMN[algo]}": "b{end}"') if algo != "ppo" else jsonl(
-            [*ROWS["ppo"][:2], {"prompt": "QQ"}]).replace("QQ", f"b{end}"))
+            [*ROWS["ppo"][:2], {"prompt": "QQ"}]).replace("QQ", f"b{end}"), shared=EVERY)
         for end in ("\\ud800", "\\udc00c")
         for algos, says in ((EVERY, "--dataset row 3: 'TEXT' holds half a surrogate pair, which is no text"),)
     ),
     # 45: types of columns
     *(
         entry(45, TEXT, type(value).__name__, f"--dataset row 3: 'TEXT' must be a string, it is {value!r}",
-              rows=spoilt(3, TEXT=value))
+              shared=TEXT, rows=spoilt(3, TEXT=value))
         for value in (None, 5, 1.5, True, {"role": "user"})
     ),
     *(
@@ -644,7 +662,7 @@ REFUSED = [
           rows=[{"prompt": "b", "chosen": "c"}]),
     entry(46, "ddpo", "misspelt", "--dataset row 1 needs a string as 'prompt'; its columns: caption",
           rows=[{"caption": "a red circle"}]),
-    entry(46, EVERY, "extra", "--dataset row 3 is ", rows=spoilt(3, extra=1)),
+    entry(46, EVERY, "extra", "--dataset row 3 is ", shared=EVERY, rows=spoilt(3, extra=1)),
     # 47, 48: pairs
     entry(47, PAIRS, "equal", ["--dataset: no pair is left", "4", "as equal"],
           rows=every_row(chosen="fg", rejected="fg")),
@@ -665,41 +683,47 @@ REFUSED = [
     talk("user", [USER], "chosen must be a list of messages that ends with one of the assistant", PAIRS),
     entry(49, "ddpo", "chat", ["--dataset row 1 needs a string as 'prompt'"], rows=[{"prompt": [USER]}]),
     entry(50, TEXT, "no template", ["--dataset row 1: the tokenizer has no chat template", "rows of plain text"],
-          rows=chatting([USER, ANSWER])),
+          shared=TEXT, rows=chatting([USER, ANSWER])),
     # 51: tokenizers
-    entry(51, SAMPLED, "no eos", "the tokenizer has no end-of-sequence token, so no response", model="no_eos"),
+    entry(51, SAMPLED, "no eos", "the tokenizer has no end-of-sequence token, so no response", model="no_eos",
+          shared=SAMPLED),
     entry(51, TEXT, "too many tokens", "--model model: the model has embeddings for fewer than the 26 tokens of the to",
-          model="one_more_token"),
+          model="one_more_token", shared=TEXT),
     entry(51, "ddpo", "too many tokens", "its tokenizer (", model="one_more_token"),
-    entry(51, TEXT, "no tokenizer", "--model model holds no tokenizer: name one with --token", model="no_tokenizer"),
+    entry(51, TEXT, "no tokenizer", "--model model holds no tokenizer: name one with --token", model="no_tokenizer",
+          shared=TEXT),
     entry(51, "ddpo", "no tokenizer", "--model model", model="no_tokenizer"),
     entry(51, "ppo dpo", "reference", "--ref-model reference is of another kind or has another vocabulary than --model",
           "--ref-model reference"),
     entry(51, "ppo", "judge", ["--reward judge", "the model has embeddings for fewer than the 25 tokens"],
           "--reward judge"),
     # 52: files
-    entry(52, EVERY, "empty", "--dataset rows.jsonl holds no rows", rows=""),
-    entry(52, EVERY, "blank", "--dataset rows.jsonl holds no rows", rows="\n  \n"),
-    entry(52, EVERY, "torn", "--dataset rows.jsonl:7 is not valid JSON: ",
+    entry(52, EVERY, "empty", "--dataset rows.jsonl holds no rows", shared=EVERY, rows=""),
+    entry(52, EVERY, "blank", "--dataset rows.jsonl holds no rows", shared=EVERY, rows="\n  \n"),
+    entry(52, EVERY, "torn", "--dataset rows.jsonl:7 is not valid JSON: ", shared=EVERY,
           rows=lambda algo: jsonl(spoilt(1, 6)(algo)) + '{"prompt": "b"\n' + jsonl(ROWS[algo])),
-    entry(52, EVERY, "comma", "--dataset rows.jsonl:1 is not valid JSON: ", rows='{"prompt": "b"},\n'),
-    entry(52, EVERY, "latin-1", "--dataset rows.jsonl is not UTF-8: ", rows=b'{"prompt": "caf\xe9"}\n'),
-    entry(52, EVERY, "a number", "--dataset row 1 is 5, expected a mapping", rows="5\n"),
+    entry(52, EVERY, "comma", "--dataset rows.jsonl:1 is not valid JSON: ", shared=EVERY,
+          rows='{"prompt": "b"},\n'),
+    entry(52, EVERY, "latin-1", "--dataset rows.jsonl is not UTF-8: ", shared=EVERY,
+          rows=b'{"prompt": "caf\xe9"}\n'),
+    entry(52, EVERY, "a number", "--dataset row 1 is 5, expected a mapping", shared=EVERY, rows="5\n"),
     entry(52, EVERY, "bad gz", "--dataset rows.jsonl.gz cannot be loaded: ", "--dataset rows.jsonl.gz",
-          rows_jsonl_gz=b"no gzip"),
+          shared=EVERY, rows_jsonl_gz=b"no gzip"),
     # 55, 56: names of data sets and models
-    entry(55, EVERY, "no file", "--dataset none.jsonl cannot be loaded: ", "--dataset none.jsonl"),
+    entry(55, EVERY, "no file", "--dataset none.jsonl cannot be loaded: ", "--dataset none.jsonl", shared=EVERY),
     entry(55, EVERY, "other kind", "--dataset rows.tsv cannot be loaded: expected a name that ends with .json, .jsonl,",
-          "--dataset rows.tsv", rows_tsv="prompt\nb\n"),
-    entry(55, EVERY, "no directory", "--dataset ./nope", "--dataset ./nope"),
-    entry(55, EVERY, "hub rows", "--dataset org/nope cannot be loaded: ", "--dataset org/nope"),
-    entry(55, EVERY, "hub model", "--model org/nope cannot be loaded: ", "--model org/nope"),
-    entry(55, EVERY, "model directory", "--model ./nope: there is no such directory", "--model ./nope"),
-    entry(55, EVERY, "absolute", "--model /nope/at/all: there is no such directory", "--model /nope/at/all"),
-    entry(55, EVERY, "model file", "--model nope.py:build: there is no file nope.py", "--model nope.py:build"),
-    entry(55, TEXT, "tokenizer", "--tokenizer ./nope: there is no such directory", "--tokenizer ./nope"),
+          "--dataset rows.tsv", shared=EVERY, rows_tsv="prompt\nb\n"),
+    entry(55, EVERY, "no directory", "--dataset ./nope", "--dataset ./nope", shared=EVERY),
+    entry(55, EVERY, "hub rows", "--dataset org/nope cannot be loaded: ", "--dataset org/nope", shared=EVERY),
+    entry(55, EVERY, "hub model", "--model org/nope cannot be loaded: ", "--model org/nope", shared=TEXT),
+    entry(55, EVERY, "model directory", "--model ./nope: there is no such directory", "--model ./nope", shared=TEXT),
+    entry(55, EVERY, "absolute", "--model /nope/at/all: there is no such directory", "--model /nope/at/all",
+          shared=EVERY),
+    entry(55, EVERY, "model file", "--model nope.py:build: there is no file nope.py", "--model nope.py:build",
+          shared=EVERY),
+    entry(55, TEXT, "tokenizer", "--tokenizer ./nope: there is no such directory", "--tokenizer ./nope", shared=TEXT),
     entry(56, EVERY, "splits", "--dataset splits holds several splits (train, test): name the directory of one",
-          "--dataset splits"),
+          "--dataset splits", shared=EVERY),
     # 57: flags
     *(
         entry(57, EVERY, f"lr {value}", f"--lr {float(value)} must be a positive number", f"--lr {value}")
@@ -719,44 +743,51 @@ REFUSED = [
     entry(57, EVERY, "betas", "--adam-betas (1.5, 0.9) must be two numbers in [0, 1)", "--adam-betas 1.5 0.9"),
     entry(57, "ppo", "not divisible", "--rollout-batch-size 4 must be a multiple of --batch-size 3", "--batch-size 3"),
     entry(57, "ddpo", "not divisible", "--sample-batch-size 4 must be a multiple of --batch-size 3", "--batch-size 3"),
-    entry(57, EVERY, "unknown", ["Unrecognized", "--learning-rate"], "--learning-rate 1"),
-    entry(57, EVERY, "word", ["--lr", "'fast'"], "--lr fast"),
-    entry(57, EVERY, "fraction", ["--batch-size", "4.5"], "--batch-size 4.5"),
-    entry(57, EVERY, "switch", ["Unrecognized", "True"], "--check True"),
-    entry(57, EVERY, "choice", ["--lr-schedule", "'cosinus'", "cosine"], "--lr-schedule cosinus"),
-    entry(57, EVERY, "seed", ["--seed", "'1.5'"], "--seed 1.5"),
+    entry(57, EVERY, "unknown", ["Unrecognized", "--learning-rate"], "--learning-rate 1", shared=EVERY),
+    entry(57, EVERY, "word", ["--lr", "'fast'"], "--lr fast", shared=EVERY),
+    entry(57, EVERY, "fraction", ["--batch-size", "4.5"], "--batch-size 4.5", shared=EVERY),
+    entry(57, EVERY, "switch", ["Unrecognized", "True"], "--check True", shared=EVERY),
+    entry(57, EVERY, "choice", ["--lr-schedule", "'cosinus'", "cosine"], "--lr-schedule cosinus", shared=EVERY),
+    entry(57, EVERY, "seed", ["--seed", "'1.5'"], "--seed 1.5", shared=EVERY),
     entry(57, EVERY, "yaml unknown", "--config my.yaml: unknown key 'learning_rates'", "--config my.yaml",
-          my_yaml="learning_rates: 1\n"),
+          shared=EVERY, my_yaml="learning_rates: 1\n"),
     entry(57, EVERY, "yaml misspelt", "unknown key 'batch-sise'; did you mean 'batch_size'?", "--config my.yaml",
-          my_yaml="batch-sise: 1\n"),
+          shared=EVERY, my_yaml="batch-sise: 1\n"),
     entry(57, EVERY, "yaml double", "--config my.yaml: doubled key 'lr'", "--config my.yaml",
-          my_yaml="lr: 1e-3\nseed: 2\nlr: 1e-4\n"),
+          shared=EVERY, my_yaml="lr: 1e-3\nseed: 2\nlr: 1e-4\n"),
     entry(57, EVERY, "yaml double dash", "--config my.yaml: doubled key 'batch_size'", "--config my.yaml",
-          my_yaml="batch-size: 4\nbatch_size: 8\n"),
-    entry(57, EVERY, "yaml empty", "--config my.yaml is not a readable YAML mapping", "--config my.yaml", my_yaml=""),
+          shared=EVERY, my_yaml="batch-size: 4\nbatch_size: 8\n"),
+    entry(57, EVERY, "yaml empty", "--config my.yaml is not a readable YAML mapping", "--config my.yaml",
+          shared=EVERY, my_yaml=""),
     entry(57, EVERY, "yaml list", "--config my.yaml is not a readable YAML mapping", "--config my.yaml",
-          my_yaml="- lr\n"),
+          shared=EVERY, my_yaml="- lr\n"),
     entry(57, EVERY, "yaml torn", "--config my.yaml is not a readable YAML mapping", "--config my.yaml",
-          my_yaml="lr: ["),
+          shared=EVERY, my_yaml="lr: ["),
     entry(57, EVERY, "yaml number", "--keep-checkpoints 0 must be at least 1", "--config my.yaml",
-          my_yaml="keep_checkpoints: 0\n"),
-    entry(57, EVERY, "yaml missing", "--config none.yaml is not a readable YAML mapping", "--config none.yaml"),
+          shared=EVERY, my_yaml="keep_checkpoints: 0\n"),
+    entry(57, EVERY, "yaml missing", "--config none.yaml is not a readable YAML mapping", "--config none.yaml",
+          shared=EVERY),
     # 58: names of run directories are paths of the user
-    entry(58, EVERY, "too long", ["--run-dir ", "cannot be written: "], "--run-dir " + "x" * 300),
-    entry(22, EVERY, "a file", "--run-dir rows.jsonl/run cannot be written: ", "--run-dir rows.jsonl/run"),
-    entry(22, EVERY, "no such place", "--run-dir /proc/nope/run cannot be written: ", "--run-dir /proc/nope/run"),
-    entry(58, EVERY, "photos", "--run-dir photos holds files but no run: choose another name", "--run-dir photos"),
-    entry(58, EVERY, "resume word", f"--resume nevr {RESUME}", "--resume nevr"),
-    entry(58, EVERY, "resume run", f"--resume runs/x {RESUME}", "--resume runs/x"),
-    entry(58, EVERY, "model run", "--model runs/x is a run directory: name runs/x/hf_model", "--model runs/x"),
+    entry(58, EVERY, "too long", ["--run-dir ", "cannot be written: "], "--run-dir " + "x" * 300, shared=EVERY),
+    entry(22, EVERY, "a file", "--run-dir rows.jsonl/run cannot be written: ", "--run-dir rows.jsonl/run",
+          shared=EVERY),
+    entry(22, EVERY, "no such place", "--run-dir /proc/nope/run cannot be written: ", "--run-dir /proc/nope/run",
+          shared=EVERY),
+    entry(58, EVERY, "photos", "--run-dir photos holds files but no run: choose another name", "--run-dir photos",
+          shared=EVERY),
+    entry(58, EVERY, "resume word", f"--resume nevr {RESUME}", "--resume nevr", shared=EVERY),
+    entry(58, EVERY, "resume run", f"--resume runs/x {RESUME}", "--resume runs/x", shared=EVERY),
+    entry(58, EVERY, "model run", "--model runs/x is a run directory: name runs/x/hf_model", "--model runs/x",
+          shared=TEXT),
     # 60: code of others
     entry(60, EVERY, "code", ["--model model cannot be loaded: ", "trust_remote_code"], model="code"),
     # 64: what this machine cannot do
-    entry(64, TEXT, "4 bits", "--load-in-4bit", "--load-in-4bit"),
+    entry(64, TEXT, "4 bits", "--load-in-4bit", "--load-in-4bit", shared=TEXT),
     entry(64, "ddpo", "4 bits", ["Unrecognized", "--load-in-4bit"], "--load-in-4bit"),
     entry(64, TEXT, "4 bits float64", "--load-in-4bit True must be off with --dtype float64",
           "--load-in-4bit --lora-r 2 --dtype float64"),
-    entry(64, TEXT, "flash", "--attn-implementation flash_attention_2: ", "--attn-implementation flash_attention_2"),
+    entry(64, TEXT, "flash", "--attn-implementation flash_attention_2: ", "--attn-implementation flash_attention_2",
+          shared=TEXT),
     # 72: ddpo
     entry(72, "ddpo", "eta 0", "--eta 0.0 must be in (0, 1]", "--eta 0"),
     entry(72, "ddpo", "guidance 0", "--guidance-scale 0.0 must be 1 (no guidance) or more", "--guidance-scale 0"),
@@ -827,12 +858,13 @@ CHECKED = dict.fromkeys(EVERY.split(), "--check")
 EVALUATED = {algo: f"{SAMPLE.get(algo, '')} --eval-every 1" for algo in EVERY.split()}
 
 
-def works(case, algos, name, flags="", says=(), model="model", slow=False, **files):
-    return entry(case, algos, name, says, flags, model, slow, **files)
+def works(case, algos, name, flags="", says=(), model="model", slow=False, **options):
+    return entry(case, algos, name, says, flags, model, slow, **options)
 
 
-def accepted(case, kind, algos=SCORED):
-    return works(case, algos, f"reward {kind}", f"--reward user.py:result:kind={kind} --eval-every 1")
+def accepted(case, kind, slow=False, shared=""):
+    flags = f"--reward user.py:result:kind={kind} --eval-every 1"
+    return works(case, SCORED, f"reward {kind}", flags, slow=slow, shared=shared)
 
 
 def text_rows(change):
@@ -841,15 +873,13 @@ def text_rows(change):
 
 
 ODD_NAME = "runs/x/../../two\nlines \U0001f600 it's"
-ODD_TEXTS = {
-    "letters": (
-        "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467",
-        "\u202e\u05d0\u05d1\u0627",
-        "e\u0301\u0323",
-        "Hello, World",
-    ),
-    "controls": ("b\x00c", "\x1b[2J\x1b]0;title\x07b\r\n\tc\x7f", "b\u2028c\x85\x0c\u2029", "\x9b31m"),
-}
+ODD_LETTERS = (
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\u202e\u05d0\u05d1\u0627",
+    "e\u0301\u0323",
+    "Hello, World",
+)
+CONTROLS = "b\x00c", "\x1b[2J\x1b]0;title\x07b\r\n\tc\x7f", "b\u2028c\x85\x0c\u2029", "\x9b31m"
 
 
 def different(texts):
@@ -859,8 +889,9 @@ def different(texts):
 
 WORKS = [
     # 28: any kind of number
-    *(accepted(28, kind) for kind in "booleans numpy_array torch_tensor".split()),
-    *(accepted(28, kind, "ppo") for kind in "integers a_tuple numpy_scalars torch_scalars".split()),
+    accepted(28, "numpy_array"),
+    *(accepted(28, kind, slow=True) for kind in "booleans torch_tensor integers".split()),
+    *(accepted(28, kind, slow=True) for kind in "a_tuple numpy_scalars torch_scalars".split()),
     works(28, "ilql", "reward booleans", rows=every_row(reward=True)),
     # 32: no variance
     accepted(32, "equal"),
@@ -884,17 +915,18 @@ WORKS = [
     works(40, "reward", "megabyte", "", "1 dropped as longer", slow=True, rows=spoilt(3, TEXT="b" * 2**20)),
     works(40, "ddpo", "megabyte", "", "1 of them cut to 8 tokens", slow=True, rows=spoilt(3, TEXT="b" * 2**20)),
     works(40, EVERY, "20 kilobytes", {**dict.fromkeys(EVERY.split(), ""), "ppo": "--max-prompt-length 9"},
-          rows=spoilt(3, TEXT="b" * 20000)),
+          shared=EVERY, rows=spoilt(3, TEXT="b" * 20000)),
     # 41, 42: only an end, or none
     works(41, "sft ilql", "empty", EVALUATED, rows=every_row(TEXT="")),
     works(41, "sft ilql", "end", EVALUATED, rows=every_row(TEXT="<eos>")),
     works(41, PAIRS, "empty", EVALUATED, rows=every_row(TEXT="")),
     works(41, PAIRS, "end", EVALUATED, rows=every_row(TEXT="<eos>")),
     works(42, TEXT, "at once", EVALUATED, model="ends_at_once"),
-    works(42, TEXT, "never", EVALUATED, model="never_ends"),
+    works(42, TEXT, "never", EVALUATED, model="never_ends", shared="sft reward dpo"),
     # 43, 44: characters
-    *(works(43, EVERY, name, EVALUATED, rows=different(found)) for name, found in ODD_TEXTS.items()),
-    *(works(44, EVERY, name, rows=spoilt(3, TEXT=text)) for name, text in (("unknown", "b? caf\xe9"),)),
+    works(43, EVERY, "controls", EVALUATED, rows=different(CONTROLS)),
+    works(43, EVERY, "letters", EVALUATED, shared=EVERY, rows=different(ODD_LETTERS)),
+    works(44, EVERY, "unknown", CHECKED, rows=spoilt(3, TEXT="b? caf\xe9")),
     # 47, 48: pairs
     works(47, PAIRS, "an equal pair", "", "4 pairs, ", rows=spoilt(3, chosen="b", rejected="b")),
     works(47, "dpo", "equal when cut", "--max-length 3", "1 dropped as equal",
@@ -905,32 +937,32 @@ WORKS = [
     works(49, TEXT, "chats", model="chats", rows=chatting([USER, ANSWER], [USER, ANSWER])),
     works(49, "ppo", "prompt", model="chats", rows=chatting([USER])),
     # 51: tokenizers
-    works(51, TEXT, "no pad", EVALUATED, model="no_pad"),
+    works(51, TEXT, "no pad", EVALUATED, model="no_pad", shared=TEXT),  # then it is eos
     works(51, TEXT, "pad is eos", EVALUATED, model="pad_is_eos"),
     works(51, "ppo", "judge of other words", "--reward judge"),
     # 52: files
-    works(52, EVERY, "bom", CHECKED, rows=text_rows(lambda text: "\ufeff" + text)),
-    works(52, EVERY, "crlf", CHECKED, rows=text_rows(lambda text: text.replace("\n", "\r\n"))),
-    works(52, EVERY, "blank lines", CHECKED, rows=text_rows(lambda text: "\n" + text.replace("\n", "\n  \n\n"))),
-    works(52, EVERY, "no newline", CHECKED, rows=text_rows(str.strip)),
-    works(52, EVERY, "json", "--check --dataset a.json", a_json=lambda algo: json.dumps(ROWS[algo])),
-    works(52, EVERY, "gz", "--check --dataset a.jsonl.gz",
+    works(52, EVERY, "bom", CHECKED, shared=EVERY, rows=text_rows(lambda text: "\ufeff" + text)),
+    works(52, EVERY, "crlf", CHECKED, shared=EVERY, rows=text_rows(lambda text: text.replace("\n", "\r\n"))),
+    works(52, EVERY, "blank lines", CHECKED, shared=EVERY,
+          rows=text_rows(lambda text: "\n" + text.replace("\n", "\n  \n\n"))),
+    works(52, EVERY, "no newline", CHECKED, shared=EVERY, rows=text_rows(str.strip)),
+    works(52, EVERY, "json", "--check --dataset a.json", shared=EVERY, a_json=lambda algo: json.dumps(ROWS[algo])),
+    works(52, EVERY, "gz", "--check --dataset a.jsonl.gz", shared=EVERY,
           a_jsonl_gz=lambda algo: gzip.compress(jsonl(ROWS[algo]).encode())),
     # 53: few rows
-    *(works(53, EVERY, f"{count} rows", rows=lambda algo, n=count: spoilt(1, n)(algo)) for count in (1, 5)),
+    works(53, EVERY, "1 rows", also=[63], rows=lambda algo: ROWS[algo][:1]),  # with secrets around, as every run here
+    works(53, EVERY, "5 rows", shared=EVERY, rows=spoilt(1, 5)),
     works(53, "sft reward dpo ilql", "batch", "--batch-size 3 --micro-batch-size 2"),
     # 54, 56: directories of datasets
     works(54, EVERY, "saved", "--check --dataset saved"),
-    works(56, EVERY, "shards", "--check --dataset shards"),
+    works(56, EVERY, "shards", "--check --dataset shards", shared=EVERY),
     # 57: flags
-    works(57, EVERY, "yaml", "--config my.yaml --seed 5",
+    works(57, EVERY, "yaml", "--config my.yaml --seed 5", shared=EVERY,
           my_yaml="lr: 1e-3\nseed: 3\nadam-betas: [0.8, 0.9]\nmax_grad_norm: 0\ndeterministic: false\ntrack: off\n"),
-    works(57, EVERY, "seed below 0", "--check --seed -1"),
-    works(57, EVERY, "large seed", "--check --seed 99999999999999999999999"),
+    works(57, EVERY, "seed below 0", "--check --seed -1", shared=EVERY),
+    works(57, EVERY, "large seed", "--check --seed 99999999999999999999999", shared=EVERY),
     # 58: names
-    works(58, EVERY, "odd", f"--run-dir {shlex.quote(ODD_NAME)}"),
-    # 63: secrets
-    works(63, EVERY, "canary"),
+    works(58, EVERY, "odd", f"--run-dir {shlex.quote(ODD_NAME)}", shared=EVERY),
     # 64: bfloat16
     works(64, EVERY, "bf16", "--mixed-precision bf16"),
     works(64, EVERY, "bfloat16", "--dtype bfloat16"),
@@ -1005,8 +1037,18 @@ CALLS = {  # what makes a script call a function of the user in a run
 }
 
 
-def each(case, algos):
-    return pytest.mark.parametrize("algo", [pytest.param(algo, marks=pytest.mark.case(case)) for algo in algos.split()])
+def each(case, algos, ways=(), slow=""):
+    """The scripts as the parameter algo and, where there are ways, one of these as `at`. The default run has sft in
+    every way and the other scripts in the first, but for those in slow."""
+    parameters = []
+    for algo in algos.split():
+        for way in ways or [None]:
+            marks = [pytest.mark.case(case)]
+            if algo in slow.split() or (way in ways[1:] and algo != "sft"):
+                marks.append(pytest.mark.slow)
+            values = [algo, way] if ways else [algo]
+            parameters.append(pytest.param(*values, marks=marks))
+    return pytest.mark.parametrize(("algo", "at") if ways else "algo", parameters)
 
 
 @each(30, MEASURED)
@@ -1021,7 +1063,7 @@ def test_a_function_that_hangs(algo, command, here):
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
-@each(31, MEASURED)
+@each(31, MEASURED, slow="ddpo")  # test_ddpo_runs.py has it with images
 def test_a_function_that_changes_its_inputs_changes_nothing_else(algo, command, here):
     for name in ("", "rude_"):
         flags = f"{CALLS[algo].format(name)} --eval-every 1 --run-dir run{name}"
@@ -1030,7 +1072,7 @@ def test_a_function_that_changes_its_inputs_changes_nothing_else(algo, command, 
     assert finished("run") == finished("runrude_")
 
 
-@each(33, EVERY)
+@each(33, EVERY, slow="ddpo")  # test_ddpo_runs.py has three
 def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, here, monkeypatch):
     """That of the second step; the checkpoint of the first is finite, and nothing is exported."""
     calls, backward = [], accelerate.Accelerator.backward
@@ -1068,8 +1110,7 @@ def test_logits_that_are_not_finite_while_sampling(algo, command, here):
     assert not Path("run/metrics.jsonl").exists() and not Path("run/hf_model").exists()
 
 
-@each(61, EVERY)
-@pytest.mark.parametrize("at", ["start", "second log"])
+@each(61, EVERY, ["second log", "start"], slow="ppo ddpo")  # which tests of their own runs have
 def test_a_tracker_that_fails(algo, at, command, here, monkeypatch):
     """A warning, once; the metrics are those of a run without it."""
     calls = []
@@ -1088,8 +1129,7 @@ def test_a_tracker_that_fails(algo, at, command, here, monkeypatch):
     assert len(calls) == (1 if at == "start" else 2) and finished("tracked") == finished("run")
 
 
-@each(62, EVERY)
-@pytest.mark.parametrize("at", ["create_repo", "upload_folder"])
+@each(62, EVERY, ["upload_folder", "create_repo"])
 def test_an_upload_that_fails(algo, at, command, here, monkeypatch):
     """The model is whole, and the same command uploads it."""
     calls = []
@@ -1111,7 +1151,7 @@ def test_an_upload_that_fails(algo, at, command, here, monkeypatch):
     assert code == 0 and len(calls) == 2 and finished(), err
 
 
-@each(28, MEASURED)
+@each(28, MEASURED, slow="dpo ilql ddpo")  # sft: in the metric; ppo: in the reward
 def test_after_a_bad_result_the_mended_command_runs(algo, command, here):
     """Without --check a function is first called when the run directory is there: it does not keep it."""
     name = (

@@ -19,7 +19,7 @@ from algos import ddpo, dpo, ilql, ppo, reward, sft
 from benchmarks import check
 from benchmarks.tasks import randomwalks, shapes
 from common import logging as run_logging
-from common.checkpoint import expand_config
+from common.cli import expand_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ddpo.py": ddpo, "dpo.py": dpo, "ilql.py": ilql, "ppo.py": ppo, "reward.py": reward, "sft.py": sft}

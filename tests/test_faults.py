@@ -260,7 +260,7 @@ def kills():
             yield pytest.param(algo, place, marks=[pytest.mark.case(number), *slow], id=f"{algo}-{name}")
 
 
-@pytest.mark.parametrize(("algo", "place"), kills())
+@pytest.mark.parametrize(("algo", "place"), [*kills()])
 def test_killed_in(algo, place, scripts, work, whole, tmp_path):
     scripts.run(command(work, algo, "run"), tmp_path, expect=-9, **kill_at(place))
     scripts.run(command(work, algo, "run"), tmp_path)
@@ -312,7 +312,7 @@ def forgotten():
 
 
 @pytest.mark.case(76)
-@pytest.mark.parametrize(("algo", "what"), forgotten())
+@pytest.mark.parametrize(("algo", "what"), [*forgotten()])
 def test_a_resume_that_forgets_something_is_noticed(algo, what, ended, scripts, work, whole, tmp_path):
     """Negative control of all tests here."""
     run, _ = ended(algo, tmp_path / "run")
@@ -354,7 +354,7 @@ def breaks():
             yield pytest.param(algo, broken, marks=[pytest.mark.case(number), *slow], id=f"{algo}-{fault}")
 
 
-@pytest.mark.parametrize(("algo", "broken"), breaks())
+@pytest.mark.parametrize(("algo", "broken"), [*breaks()])
 def test_a_broken_checkpoint_falls_back_with_a_warning(algo, broken, ended, scripts, work, whole, tmp_path):
     run, steps = ended(algo, tmp_path / "run")
     broken(run / f"checkpoints/step_{steps[-1]:08d}")
@@ -523,7 +523,7 @@ def signals():
             )
 
 
-@pytest.mark.parametrize(("algo", "place", "which", "code"), signals())
+@pytest.mark.parametrize(("algo", "place", "which", "code"), [*signals()])
 def test_a_signal_saves_and_names_the_command(algo, place, which, code, scripts, work, whole, tmp_path):
     argv = command(work, algo, "run", "--save-every", "0")  # so that the signal's own checkpoint is the one to continue
     process = scripts.run(argv, tmp_path, expect=code, patch=at(*place, signal=which))

@@ -252,7 +252,9 @@ def test_shards_are_refused_where_they_cannot_be(gpt2_dir, tmp_path, monkeypatch
     for name in ("ppo", "ilql"):
         with pytest.raises(InputError, match="--dtype bfloat16: FSDP2 trains one type, and heads are float32"):
             go(name, gpt2_dir, tmp_path / "run", dtype="bfloat16")
-    with pytest.raises(InputError, match="FSDP: every process of this script trains the whole model: launch it without"):
+    with pytest.raises(
+        InputError, match="FSDP: every process of this script trains the whole model: launch it without"
+    ):
         ddpo.main(ddpo.Args(dataset=[{"prompt": "a"}], reward=lambda images: [0.0], run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 

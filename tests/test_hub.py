@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -36,21 +37,20 @@ EXPORT = {"config.json", "generation_config.json", "model.safetensors", "tokeniz
 SFT = "sft --total-steps 2 --batch-size 2 --eval-dataset None --save-every 0 --threads 1 --dataset train.jsonl"
 PPO = """ppo --total-episodes 4 --rollout-batch-size 4 --batch-size 4 --save-every 0 --max-new-tokens 4 --threads 1
     --dataset train.jsonl"""
-# Commands one after the other in one process, as their scripts run them; prints [exit code, stderr] of each.
+# Commands one after the other in one process, as their scripts run them; answers each line with [exit code, stderr].
 DRIVER = """
 import contextlib, io, json, sys
 from algos import ppo, sft
 from common.cli import cli
-results = []
-for sys.argv in json.load(sys.stdin):
+for line in sys.stdin:
+    sys.argv = json.loads(line)
     script, code, err = {"ppo": ppo, "sft": sft}[sys.argv[0]], 0, io.StringIO()
     try:
         with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
             cli(script.Args, script.main)
     except SystemExit as error:
         code = error.code
-    results.append([code, err.getvalue()])
-print(json.dumps(results))
+    print(json.dumps([code, err.getvalue()]), flush=True)
 """
 MAZE = """
 from pathlib import Path
@@ -124,31 +124,48 @@ def work(tmp_path_factory, build_model):
     return work
 
 
-def run(work, *commands):
-    """[exit code, stderr] of each command, in the directory work."""
+@pytest.fixture(scope="module")
+def run(work):
+    """run(*commands) -> [exit code, stderr] of each, in the directory work and a process of its own."""
     env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PLAINRL_CACHE") if name in os.environ}
     env |= {"HF_HOME": str(work / "HF_HOME"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words, argv = json.dumps([command.split() for command in commands]), [sys.executable, "-c", DRIVER]
-    done = subprocess.run(argv, input=words, cwd=work, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        open(work / "err", "w") as err,
+        subprocess.Popen([sys.executable, "-c", DRIVER], **pipes, stderr=err, cwd=work, env=env) as process,
+    ):
+
+        def answer(command):
+            process.stdin.write(json.dumps(command.split()) + "\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], 120)
+            line = process.stdout.readline() if ready else ""
+            assert line, f"{command}\n{(work / 'err').read_text()}"
+            return json.loads(line)
+
+        yield lambda *commands: [answer(command) for command in commands]
+        process.terminate()
 
 
-def succeed(work, *commands):
-    for command, (code, err) in zip(commands, run(work, *commands), strict=True):
-        assert code == 0, f"{command}\n{err}"
+@pytest.fixture
+def succeed(run):
+    def check(*commands):
+        for command, (code, err) in zip(commands, run(*commands), strict=True):
+            assert code == 0, f"{command}\n{err}"
+
+    return check
 
 
 # ---- Names that load -------------------------------------------------------------------------------------------------
 
 
-def test_revisions_of_a_model(work):
+def test_revisions_of_a_model(succeed, work):
     """Weights and tokenizer are those of the branch, tag or commit, which the run records and config.yaml repeats."""
     v2, command = commit("v2"), f"{SFT} --eval-every 0 --lr 1e-30 --model org/walker"
     runs = {"default": (None, "main"), "branch": ("main", "main"), "tag": ("v2", "v2"), "commit": (v2, "v2")}
     flags = {name: f"--revision {revision}" if revision else "" for name, (revision, _) in runs.items()}
     commands = [f"{command} {flags[name]} --run-dir {name}" for name in runs]
-    succeed(work, *commands, "sft --config tag/config.yaml --threads 1 --run-dir again")
+    succeed(*commands, "sft --config tag/config.yaml --threads 1 --run-dir again")
     for name, (revision, source) in (runs | {"again": runs["tag"]}).items():
         weights, expected = (load_file(work / d / "model.safetensors") for d in (f"{name}/hf_model", source))
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-20)  # zeros have moved by 1e-30
@@ -162,12 +179,12 @@ def test_revisions_of_a_model(work):
     assert not torch.equal(a["transformer.wte.weight"], b["transformer.wte.weight"])
 
 
-def test_splits_of_a_dataset(work):
+def test_splits_of_a_dataset(succeed, work):
     """The same runs as with their rows in files; without a split it is `train`."""
     rows = [("train.jsonl", "held_out.jsonl,train.jsonl"), ("org/walks:train", "org/walks:held_out,org/walks:train")]
     rows += [("held_out.jsonl", "train.jsonl"), ("org/walks:held_out", "org/walks"), ("org/walks:held_out[:2]", "None")]
     command = f"{SFT} --eval-every 1 --model v2"
-    succeed(work, *(f"{command} --dataset {a} --eval-dataset {b} --run-dir data-{i}" for i, (a, b) in enumerate(rows)))
+    succeed(*(f"{command} --dataset {a} --eval-dataset {b} --run-dir data-{i}" for i, (a, b) in enumerate(rows)))
     metrics = [(work / f"data-{i}/metrics.jsonl").read_text() for i in range(len(rows))]
     assert metrics[0] == metrics[1] and metrics[2] == metrics[3] and len(set(metrics)) == 3
     last = [json.loads(text.splitlines()[-1]) for text in metrics]
@@ -175,11 +192,11 @@ def test_splits_of_a_dataset(work):
     assert [m["train/epoch"] for m in last[2:]] == [1, 1, 2]  # 4 rows seen of 4, 4 and 2
 
 
-def test_a_classifier_as_the_reward(work):
+def test_a_classifier_as_the_reward(succeed, work):
     """The same run as with directories; --revision is that of the model, the classifier has no v2."""
     names = ["--model v2 --reward ./judge:GOOD", "--model org/walker --revision v2 --reward org/judge:GOOD"]
     names += ["--model org/walker --revision v2 --reward org/judge:BAD"]
-    succeed(work, *(f"{PPO} {flags} --run-dir ppo-{number}" for number, flags in enumerate(names)))
+    succeed(*(f"{PPO} {flags} --run-dir ppo-{number}" for number, flags in enumerate(names)))
     directory, good, bad = ((work / f"ppo-{number}/metrics.jsonl").read_text() for number in range(3))
     assert directory == good != bad
 
@@ -189,7 +206,7 @@ def test_a_classifier_as_the_reward(work):
 
 @pytest.mark.case(55, "ppo sft")
 @pytest.mark.case(56, "sft")
-def test_what_is_neither_cached_nor_reachable(work):
+def test_what_is_neither_cached_nor_reachable(run, work):
     """Exit code 2, nothing written, and one sentence: the flag, and that there is no connection (or no such split)."""
     missing = {
         f"{SFT} --model org/nope": "--model org/nope",
@@ -202,7 +219,7 @@ def test_what_is_neither_cached_nor_reachable(work):
         f"{PPO} --model v2 --reward judge:GOOD --ref-model org/nope": "--ref-model org/nope",
         f"{SFT} --model v2 --dataset org/walks:heldout": "--dataset org/walks:heldout",
     }
-    results = run(work, *(f"{command} --run-dir missing" for command in missing))
+    results = run(*(f"{command} --run-dir missing" for command in missing))
     for (command, flag), (code, err) in zip(missing.items(), results, strict=True):
         *notes, sentence = err.splitlines()
         assert code == 2 and sentence.startswith(f"error: {flag} "), f"{command}\n{err}"
@@ -215,15 +232,15 @@ def test_what_is_neither_cached_nor_reachable(work):
 
 
 @pytest.mark.case(60, "sft")
-def test_code_of_a_repository_runs_only_when_told(work):
+def test_code_of_a_repository_runs_only_when_told(run, succeed, work):
     """Of a directory, too. The run records that it was told."""
     command = f"{SFT} --eval-every 0 --lr 1e-3"
-    results = run(work, *(f"{command} --model {model} --run-dir refused" for model in ("org/maze", "./maze")))
+    results = run(*(f"{command} --model {model} --run-dir refused" for model in ("org/maze", "./maze")))
     for model, (code, err) in zip(("org/maze", "maze"), results, strict=True):
         assert code == 2 and err.startswith(f"error: --model {model} cannot be loaded: ") and err.count("\n") == 1, err
         assert "custom code" in err and "trust_remote_code" in err
     assert not any((work / name).exists() for name in ("marker", "refused", "HF_HOME/modules"))
-    succeed(work, f"{command} --model org/maze --trust-remote-code --run-dir trusted")
+    succeed(f"{command} --model org/maze --trust-remote-code --run-dir trusted")
     assert (work / "marker").exists() and json.loads((work / "trusted/hf_model/config.json").read_text())["auto_map"]
     old, new = (load_file(work / name / "model.safetensors") for name in ("maze", "trusted/hf_model"))
     assert old.keys() == new.keys() and not any(torch.equal(old[key], new[key]) for key in old)

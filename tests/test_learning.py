@@ -25,10 +25,18 @@ def records(run_dir, key):
     return [line[key] for line in lines if line.get(key) is not None]
 
 
+def on_one_core():
+    """Run in the new process: two threads beside the tests of another worker would wait for each other."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[worker % len(cores)]})
+
+
 def test_first_command(tmp_path):
     """`accelerate launch algos/ppo.py` learns random walks and ends with a sparkline, how to load the model, a card."""
     command = [Path(sys.executable).parent / "accelerate", "launch", str(ROOT / "algos/ppo.py")]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500, env=os.environ)
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "env": os.environ, "preexec_fn": on_one_core}
+    result = subprocess.run(command, timeout=1500, **options)
     assert result.returncode == 0, result.stderr[-2000:]
     (run_dir,) = (tmp_path / "runs").glob("ppo-*")
     optimality = records(run_dir, "eval/optimality")
@@ -37,9 +45,9 @@ def test_first_command(tmp_path):
     assert records(run_dir, "eval/illegal")[-1] <= 0.03
     assert re.search(r"eval/reward [▁▂▃▄▅▆▇█]+ 0\.\d+ -> (0\.9|1)", result.stdout)
     usage = re.findall(r"^from transformers import pipeline.*\n.*$", result.stdout, re.M)[-1]
-    sampled = subprocess.run([sys.executable, "-c", usage], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    sampled = subprocess.run([sys.executable, "-c", usage], timeout=120, **options)
     assert "generated_text" in sampled.stdout, sampled.stderr[-2000:]
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ)
+    again = subprocess.run(command, timeout=120, **options)
     assert again.returncode == 0 and "is finished" in again.stdout
 
 
@@ -51,7 +59,7 @@ def base_model():
 def train(base_model, run_dir, **flags):
     """40 optimizer steps of 256 episodes, unless flags say otherwise; mean optimality at each evaluation."""
     sizes = {"rollout_batch_size": 256, "batch_size": 256, "total_episodes": 2560, "eval_every": 40, "save_every": 0}
-    ppo.main(ppo.Args(model=base_model, run_dir=str(run_dir), **sizes | flags))
+    ppo.main(ppo.Args(model=base_model, run_dir=str(run_dir), threads=1, **sizes | flags))
     return records(run_dir, "eval/optimality")
 
 

@@ -6,6 +6,7 @@ same logits, value heads survive, tied weights stay tied, and short runs train e
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -18,6 +19,7 @@ from common.checkpoint import export, full_weights
 from common.models import load_model
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
+FAMILIES = "gpt2", "llama", "qwen3"
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
 
 
@@ -102,8 +104,7 @@ def test_export_is_read_back_by_plain_transformers(build_model, letters, family,
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("ba")["input_ids"] == [1, 0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize(("kind", "dtype"), [("linear", "float32"), ("mlp", "float64"), ("mlp", "bfloat16")])
 def test_policy_with_value_is_read_back(gpt2_dir, tmp_path, kind, dtype):
     """A run's hf_model gives the same values by PolicyWithValue.load, and as the --model of another run."""
     lm, tokenizer = load_model(ppo.Args(dtype=dtype), gpt2_dir)
@@ -197,12 +198,20 @@ def test_the_value_head_keeps_float32_under_bf16(build_model):
 # ---- Short runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("short, script", [(short_ppo, ppo), (short_sft, sft)], ids=["ppo", "sft"])
-def test_short_run(family, tiny_dir, tmp_path, short, script):
-    """Trains every parameter; what is exported is what was trained, and the checkpoint holds the same."""
-    lm, tokenizer = load_model(script.Args(), tiny_dir)
+@pytest.fixture(scope="module", params=[f"{script} {family}" for family in FAMILIES for script in ("ppo", "sft")])
+def short_run(request, tiny_dirs, tmp_path_factory):
+    """A run from an object: the script, the family, the weights before, the model, the metrics, the run directory."""
+    name, family = request.param.split()
+    script, short = {"ppo": (ppo, short_ppo), "sft": (sft, short_sft)}[name]
+    lm, tokenizer = load_model(sft.Args(), tiny_dirs[family])
     before = {name: weight.clone() for name, weight in lm.named_parameters()}
-    metrics, run_dir = short(lm, tmp_path / "run", tokenizer=tokenizer)
+    metrics, run_dir = short(lm, tmp_path_factory.mktemp(family) / "run", tokenizer=tokenizer)
+    return SimpleNamespace(script=script, family=family, before=before, lm=lm, metrics=metrics, run_dir=run_dir)
+
+
+def test_short_run(short_run):
+    """Trains every parameter; what is exported is what was trained, and the checkpoint holds the same."""
+    script, lm, before, run_dir = short_run.script, short_run.lm, short_run.before, short_run.run_dir
     back = reload(run_dir / "hf_model")
     lm.set_attn_implementation("sdpa")
     assert_same_model(back, lm.eval())
@@ -211,28 +220,26 @@ def test_short_run(family, tiny_dir, tmp_path, short, script):
     assert all((after[name] - before[name]).abs().max() > 1e-5 for name in before)
     steps = 4 if script is ppo else 3
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert records[0]["step"] == 0 and records[-1]["step"] == metrics["step"] == steps
+    assert records[0]["step"] == 0 and records[-1]["step"] == short_run.metrics["step"] == steps
     assert all(value is not None for record in records for value in record.values())
     saved = safetensors.torch.load_file(run_dir / f"checkpoints/step_{steps:08d}/model.safetensors")
     for name, weight in saved.items():
         name = name.removeprefix("lm.")
         assert name.startswith("value_head") or torch.equal(weight, back.state_dict()[name])
     best = "eval/reward" if script is ppo else "eval/loss"
-    assert (run_dir / "hf_model_best").exists() and best in metrics
+    assert (run_dir / "hf_model_best").exists() and best in short_run.metrics
     reload(run_dir / "hf_model_best")
 
 
-def test_tied_weights_stay_tied(family, tiny_dir, tmp_path):
-    for short, name in ((short_ppo, "ppo"), (short_sft, "sft")):
-        _, run_dir = short(tiny_dir, tmp_path / name, eval_every=0)
-        for model in (reload(run_dir / "hf_model"), reload(tiny_dir)):
-            tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-            assert tied == (family != "llama")
-        with safe_open(run_dir / "hf_model/model.safetensors", "pt") as file:
-            assert ("lm_head.weight" in file.keys()) == (family == "llama")
-        (step,) = (run_dir / "checkpoints").iterdir()
-        state = json.loads((step / "state.json").read_text())
-        assert len(state["tied"]) == (family != "llama")
+def test_tied_weights_stay_tied(short_run, tiny_dirs):
+    is_tied = short_run.family != "llama"
+    for path in (short_run.run_dir / "hf_model", tiny_dirs[short_run.family]):
+        model = reload(path)
+        assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == is_tied
+    with safe_open(short_run.run_dir / "hf_model/model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) == (not is_tied)
+    for step in (short_run.run_dir / "checkpoints").iterdir():
+        assert len(json.loads((step / "state.json").read_text())["tied"]) == is_tied
 
 
 def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):

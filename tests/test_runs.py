@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shutil
+import socket
 import sys
 
 import pytest
@@ -272,8 +273,9 @@ def test_plain_python_from_the_root_directory(work, whole, tmp_path):
     same(tmp_path / "run", whole("ppo")[0])
 
 
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
+@pytest.mark.parametrize("algo", [pytest.param("ppo", marks=pytest.mark.slow), "sft"])
 def test_accelerate_launch(algo, work, whole, tmp_path):
+    """ppo: test_learning.py, too."""
     launcher = [BIN / "accelerate", "launch"]
     done = launch(launcher, command(work, algo, "run"), tmp_path, work, HF_HOME=str(tmp_path / "hf"))
     assert done.returncode == 0, done.stderr
@@ -284,21 +286,31 @@ def test_accelerate_launch(algo, work, whole, tmp_path):
         assert not (tmp_path / "bad").exists()
 
 
+def two_ranks(scripts, argv, cwd, timeout=120):
+    """The two processes that torchrun would start, forked as all runs here, at their end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [scripts.start(argv, cwd, RANK=rank, LOCAL_RANK=rank, **env) for rank in "01"]
+    return ranks, [process.wait(timeout) for process in ranks]
+
+
 def close(a, b):
     return a == b or abs(a - b) <= 1e-9 * max(abs(a), abs(b)) + 1e-12
 
 
 @pytest.mark.parametrize("algo", ["ppo", pytest.param("sft", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(algo, scripts, work, tmp_path):
-    """In float64: the same samples and learning rates, and to 1e-9 metrics and weights. Stopped once between."""
+    """In float64: the same samples and learning rates, and to 1e-9 metrics and weights. Stopped once, under torchrun."""
     more = ["--dtype", "float64", "--attn-implementation", "sdpa"]
     scripts.run(command(work, algo, "one", *more), tmp_path)
     at = "reward:5:15" if algo == "ppo" else "metric:2:15"  # to one rank; both stop
     stopped = launch(torchrun(2), command(work, algo, "two", *more), tmp_path, work, SIGNAL_AT=at)
     assert stopped.returncode != 0 and "stopped after step" in stopped.stdout, stopped.stderr
-    done = launch(torchrun(2), command(work, algo, "two", *more), tmp_path, work)
-    assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout and "continuing two from step" in done.stdout
+    (first, second), codes = two_ranks(scripts, command(work, algo, "two", *more), tmp_path)
+    assert codes == [0, 0], first.err + second.err
+    assert "2 processes" in first.out and "continuing two from step" in first.out
     one, two = tmp_path / "one", tmp_path / "two"
     assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
     a, b = lines(one / "metrics.jsonl"), lines(two / "metrics.jsonl")
@@ -315,8 +327,8 @@ def test_two_processes_equal_one(algo, scripts, work, tmp_path):
 
 
 @pytest.mark.case(29, "ppo")
-def test_a_failing_reward_ends_all_processes(work, tmp_path):
+def test_a_failing_reward_ends_all_processes(scripts, work, tmp_path):
     argv = command(work, "ppo", "run", "--reward", f"{work}/user.py:bad_reward")
-    done = launch(torchrun(2), argv, tmp_path, work, timeout=60)
-    assert done.returncode != 0
-    assert "bad_reward returned 4 values, expected a list of 5" in done.stderr
+    (first, _), codes = two_ranks(scripts, argv, tmp_path, timeout=60)
+    assert 0 not in codes
+    assert "bad_reward returned 4 values, expected a list of 5" in first.err

@@ -57,13 +57,18 @@ def test_a_model_of_pickles(script, zipped, gpt2_dir, marker, tmp_path):
     assert not marker.exists() and not (tmp_path / "run").exists()
 
 
+@pytest.fixture(scope="module")
+def lora(tiny_dirs, tmp_path_factory):
+    """The directory of an adapter."""
+    return run(sft, tiny_dirs["gpt2"], tmp_path_factory.mktemp("lora") / "run", lora_r=3)[1] / "hf_model"
+
+
 @pytest.mark.case(59)
 @SCRIPTS
 @pytest.mark.case(59, "ppo sft reward dpo ilql")
-def test_an_adapter_of_pickles(script, gpt2_dir, marker, tmp_path):
+def test_an_adapter_of_pickles(script, lora, gpt2_dir, marker, tmp_path):
     """As --model and, in ppo, as --reward."""
-    _, run_dir = run(script, gpt2_dir, tmp_path / "made", lora_r=3)
-    adapter = run_dir / "hf_model"
+    adapter = shutil.copytree(lora, tmp_path / "adapter")
     (adapter / "adapter_model.safetensors").unlink()
     plant(adapter / "adapter_model.bin", marker)
     with pytest.raises(InputError, match="--model .*cannot be loaded"):

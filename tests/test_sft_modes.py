@@ -6,6 +6,7 @@ each against hand numbers or another layout of the same work.
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -632,6 +633,32 @@ def test_a_changed_file_is_another_run(monkeypatch, tmp_path, script, flags, fil
     assert identity.identity("x", args, name)["hash"] != before
 
 
+CODE = ["sft.py", *(f"common/{path.name}" for path in sorted((identity.ROOT / "common").glob("*.py"))), "common/new.py"]
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_a_changed_byte_of_the_code_is_another_run(monkeypatch, tmp_path, name):
+    """Of the script and of any module of common/, an added one, too; the error names the file."""
+    shutil.copytree(identity.ROOT / "common", tmp_path / "common")
+    shutil.copy(SCRIPT, tmp_path)
+    monkeypatch.setattr(identity, "ROOT", tmp_path)
+
+    def identity_now():
+        return identity.identity("sft", sft.Args(dataset=ROWS), tmp_path / "sft.py")
+
+    before = identity_now()
+    content = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None
+    (tmp_path / name).write_bytes((content or b"") + b"#")
+    after = identity_now()
+    file = "the script" if name == "sft.py" else name
+    assert identity.differences(before, after) == [f"{file} has changed"] and after["hash"] != before["hash"]
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    assert identity_now() == before
+
+
 def test_objects_that_differ_are_different_runs(tmp_path):
     def hash_of(**flags):
         return identity.identity("x", sft.Args(dataset=ROWS, **flags), sft.__file__)["hash"]
@@ -710,20 +737,33 @@ def test_a_bad_row_of_one_of_several_sets_names_the_set(gpt2_dir, tmp_path):
         run_sft(gpt2_dir, tmp_path / "run", ROWS, eval_dataset={"x": ROWS, "y": [{"body": "a"}]}, eval_every=1)
 
 
+SETS_OF_TWO = {"x": [{"text": "abcdefg"}] * 3, "y": [{"text": "nmlkj"}] * 2}
+
+
+@pytest.fixture(scope="module")
+def one_set(tiny_dirs, tmp_path_factory):
+    """{set: its loss at the end of a run that evaluates it alone}."""
+    found = {}
+    for name, rows in SETS_OF_TWO.items():
+        flags = {"eval_dataset": rows, "total_steps": 4, "eval_every": 4}
+        run_dir = tmp_path_factory.mktemp("sft") / name
+        found[name] = run_sft(tiny_dirs["gpt2"], run_dir, SETS_OF_TWO["x"], **flags)[0]["eval/loss"]
+    return found
+
+
 @pytest.mark.parametrize("order", ["xy", "yx"])
-def test_the_best_checkpoint_is_that_of_the_first_set(gpt2_dir, tmp_path, order):
+def test_the_best_checkpoint_is_that_of_the_first_set(one_set, gpt2_dir, tmp_path, order):
     """Training on x makes y worse."""
-    sets = {"x": [{"text": "abcdefg"}] * 3, "y": [{"text": "nmlkj"}] * 2}
-    flags = {"eval_dataset": {name: sets[name] for name in order}, "eval_every": 1, "keep_checkpoints": 1}
-    _, run_dir = run_sft(gpt2_dir, tmp_path / "run", sets["x"], total_steps=4, **flags)
+    sets = {name: SETS_OF_TWO[name] for name in order}
+    flags = {"eval_dataset": sets, "eval_every": 1, "keep_checkpoints": 1}
+    _, run_dir = run_sft(gpt2_dir, tmp_path / "run", SETS_OF_TWO["x"], total_steps=4, **flags)
     records = log(run_dir)
     assert len(records) == 5 and {f"eval/{n}/{k}" for n in "xy" for k in ("loss", "perplexity", "accuracy")} <= set(
         records[0]
     )
     assert not any(key.startswith("eval/") and key.count("/") == 1 for key in records[0])
-    for name in "xy":
-        metrics = run_sft(gpt2_dir, tmp_path / name, sets["x"], eval_dataset=sets[name], total_steps=4, eval_every=1)[0]
-        assert metrics["eval/loss"] == pytest.approx(records[-1][f"eval/{name}/loss"], rel=1e-12)
+    for name, loss in one_set.items():
+        assert loss == pytest.approx(records[-1][f"eval/{name}/loss"], rel=1e-12)
     losses = [record[f"eval/{order[0]}/loss"] for record in records[1:]]
     best = losses.index(min(losses)) + 1
     assert (best == 4) == (order == "xy")

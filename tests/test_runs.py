@@ -302,7 +302,7 @@ def close(a, b):
 
 @pytest.mark.parametrize("algo", ["ppo", pytest.param("sft", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(algo, scripts, work, tmp_path):
-    """In float64: the same samples and learning rates, and to 1e-9 metrics and weights. Stopped once, under torchrun."""
+    """In float64: same samples and learning rates, and to 1e-9 metrics and weights. Stopped once, under torchrun."""
     more = ["--dtype", "float64", "--attn-implementation", "sdpa"]
     scripts.run(command(work, algo, "one", *more), tmp_path)
     at = "reward:5:15" if algo == "ppo" else "metric:2:15"  # to one rank; both stop

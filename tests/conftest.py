@@ -10,7 +10,9 @@ epsilon, times sizes and the number of roundings. .ci/run repeats the numerical 
 
 import csv
 import os
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,9 +23,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from cases import CASES
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from benchmarks.tasks import randomwalks, shapes
+from common import logging
 
 pytest_plugins = ["harness"]
 FAMILIES = "gpt2", "llama", "qwen3"
@@ -37,6 +41,20 @@ def cache(tmp_path_factory):
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # one for all workers
     os.environ.setdefault("PLAINRL_CACHE", str(folder / "cache"))
     return os.environ["PLAINRL_CACHE"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_ends():
+    """Runs in the process of the tests leave an empty curve.png and wait for no disk: both took half of their time. The
+    processes that `harness` starts draw the curve."""
+    draw_curve = logging.draw_curve
+
+    def undrawn(curve, name, path):
+        with patch.object(Figure, "savefig", lambda figure, file, **options: Path(file).touch()):
+            draw_curve(curve, name, path)
+
+    with patch.object(logging, "draw_curve", undrawn), patch.object(os, "fsync", lambda descriptor: None):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from common.adapters import train_adapters
 from common.checkpoint import sha256
 from common.classifiers import RewardModel
 from common.cli import InputError
+from common.models import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
@@ -142,11 +143,24 @@ def test_targets_rank_and_alpha(build_model):
         ({"lora_r": 3, "num_layers_unfrozen": 1}, "--num-layers-unfrozen 1 must be -1 with --lora-r"),
         ({"merge": True, "load_in_4bit": True}, "--merge True must be off with --load-in-4bit"),
         ({"lora_targets": ("c_fc",)}, "--lora-targets ('c_fc',) must be given with --lora-r"),
-        ({"merge": True}, "--merge: there are no adapters to merge: add --lora-r"),
         (
             {"load_in_4bit": True, "lora_r": 3, "dtype": "float64"},
             "--load-in-4bit True must be off with --dtype float64",
         ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@SCRIPTS
+def test_flags_that_contradict_each_other(script, flags, sentence):
+    with pytest.raises(InputError) as stopped:
+        flags_of(script, **flags)
+    assert sentence in str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"merge": True}, "--merge: there are no adapters to merge: add --lora-r"),
         (
             {"lora_r": 3, "lora_targets": ("c_fc", "q_prjo")},
             "--lora-targets q_prjo: no module of --model has this name",
@@ -155,11 +169,19 @@ def test_targets_rank_and_alpha(build_model):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@SCRIPTS
-def test_what_cannot_be_adapted(gpt2_dir, tmp_path, script, flags, sentence):
+def test_what_cannot_be_adapted(build_model, flags, sentence):
+    lm = build_model()
+    lm.name_or_path = "somewhere"
     with pytest.raises(InputError) as stopped:
-        run(script, gpt2_dir, tmp_path / "run", **flags)
-    assert sentence in str(stopped.value) and not (tmp_path / "run").exists()
+        train_adapters(lm, flags_of(**flags))
+    assert sentence in str(stopped.value)
+
+
+@SCRIPTS
+def test_what_cannot_be_adapted_is_told_before_a_run(gpt2_dir, tmp_path, script):
+    with pytest.raises(InputError, match="--merge: there are no adapters to merge: add --lora-r"):
+        run(script, gpt2_dir, tmp_path / "run", merge=True)
+    assert not (tmp_path / "run").exists()
 
 
 # ---- The reference ---------------------------------------------------------------------------------------------------
@@ -350,18 +372,17 @@ def test_an_adapter_of_one_kind_of_model_is_not_one_of_another(lora, gpt2_dir, t
             run(script, flags.pop("model", gpt2_dir), tmp_path / "run", **flags)
 
 
-@LM_SCRIPTS
-def test_a_base_with_a_hole(lora, gpt2_dir, script, tmp_path):
+def test_a_base_with_a_hole(lora, gpt2_dir, tmp_path):
     """transformers reports what the adapter lacks, not what its base does."""
     shutil.copytree(gpt2_dir, tmp_path / "base")
     held = safetensors.torch.load_file(tmp_path / "base" / "model.safetensors")
     held.pop("transformer.h.1.mlp.c_fc.weight")
     safetensors.torch.save_file(held, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    shutil.copytree(lora(script) / "hf_model", tmp_path / "adapter")
+    shutil.copytree(lora(sft) / "hf_model", tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "base")}))
     with pytest.raises(InputError, match="--model .*adapter: transformer.h.1.mlp.c_fc.* is missing"):
-        run(script, tmp_path / "adapter", tmp_path / "run")
+        load_model(flags_of(), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("option", [{"bias": "lora_only"}, {"trainable_token_indices": [1, 2]}], ids=str)
@@ -437,20 +458,21 @@ def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, lora, script, tm
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+OTHER_WEIGHTS = {  # flags, whether --model has another base, what is said
+    "rank": ({"lora_r": 5}, False, "trained other weights, among them .*lora_A.default.weight"),
+    "base": ({"lora_r": 3}, True, "froze other weights than these"),
+    "all weights": ({}, False, "trained other weights, among them .*"),
+    "fewer targets": ({"lora_r": 3, "lora_targets": ("c_attn",)}, False, "trained other weights, .*c_proj.*"),
+}
+
+
 @pytest.mark.parametrize(
-    ("flags", "other_base", "sentence"),
-    [
-        ({"lora_r": 5}, False, "trained other weights, among them .*lora_A.default.weight"),
-        ({"lora_r": 3}, True, "froze other weights than these"),
-        ({}, False, "trained other weights, among them .*"),
-        ({"lora_r": 3, "lora_targets": ("c_attn",)}, False, "trained other weights, among them .*c_proj.*"),
-    ],
-    ids=["rank", "base", "all weights", "fewer targets"],
+    ("script", "change"),
+    [(script, "rank") for script in DATA] + [(sft, change) for change in OTHER_WEIGHTS if change != "rank"],
+    ids=lambda value: getattr(value, "__name__", value).removeprefix("algos."),
 )
-@SCRIPTS
-def test_checkpoints_of_other_weights(
-    build_model, letters, gpt2_dir, lora, script, flags, other_base, sentence, tmp_path
-):
+def test_checkpoints_of_other_weights(build_model, letters, gpt2_dir, lora, script, change, tmp_path):
+    flags, other_base, sentence = OTHER_WEIGHTS[change]
     checkpoint = max((lora(script) / "checkpoints").iterdir())
     if other_base:
         build_model(seed=5).save_pretrained(tmp_path / "model")

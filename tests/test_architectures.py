@@ -6,6 +6,7 @@ plain forward of single rows gives, and exports what plain transformers reads ba
 replay something, the script says so in the words that are tested here, and gives the same result without.
 """
 
+import functools
 import math
 
 import pytest
@@ -104,10 +105,13 @@ def run(monkeypatch, capsys, folder, tmp_path):
     return main
 
 
+initial = functools.cache(reload)  # of a family, as its runs start
+
+
 @torch.no_grad()
 def assert_trained(lm, folder):
     """Weights have moved if and only if they were to be trained and have a gradient: OPT's bias of keys has none."""
-    before, after = dict(reload(folder).named_parameters()), dict(lm.named_parameters())
+    before, after = dict(initial(folder).named_parameters()), dict(lm.named_parameters())
     assert len(before.keys() - after.keys()) <= 2 * ("Classification" in type(lm).__name__)  # the output layer
     for name in before.keys() & after.keys():
         if not ("decoder" in name and name.endswith("k_proj.bias")):
@@ -135,7 +139,7 @@ def states_and_logits(lm, ids):
 
 def plain_logprobs(folder, letters, texts):
     """Log-probabilities of the tokens of each response, end token included, row by row by the model in folder."""
-    lm, found = reload(folder), []
+    lm, found = initial(folder), []
     for prompt, response in texts:
         ids = letters(prompt + response)["input_ids"] + [letters.eos_token_id]
         logprobs = states_and_logits(lm, ids)[1].log_softmax(-1)[:-1]

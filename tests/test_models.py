@@ -104,7 +104,11 @@ def test_export_is_read_back_by_plain_transformers(build_model, letters, family,
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("ba")["input_ids"] == [1, 0]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("linear", "float32"), ("mlp", "float64"), ("mlp", "bfloat16")])
+HEADS = [("linear", "float32"), ("mlp", "float64"), ("mlp", "bfloat16")]
+OTHER_HEADS = [("linear", "float64"), ("linear", "bfloat16"), ("mlp", "float32")]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), HEADS + [pytest.param(*x, marks=pytest.mark.slow) for x in OTHER_HEADS])
 def test_policy_with_value_is_read_back(gpt2_dir, tmp_path, kind, dtype):
     """A run's hf_model gives the same values by PolicyWithValue.load, and as the --model of another run."""
     lm, tokenizer = load_model(ppo.Args(dtype=dtype), gpt2_dir)

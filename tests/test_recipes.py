@@ -10,6 +10,7 @@ import pytest
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from benchmarks.tasks import randomwalks
 from common import sampling
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,21 +57,26 @@ def run(source, tmp_path, build_model, letters, **options):
     return module.main(args)[0], seen
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, build_model):
+    """What `run` returns for ppo.py as it is."""
+    source = (ROOT / "algos/ppo.py").read_text()
+    return run(source, tmp_path_factory.mktemp("plain"), build_model, randomwalks.tokenizer())
+
+
 def test_there_are_four_recipes():
     assert len(RECIPES) == 4
 
 
-def test_an_entropy_bonus_changes_the_loss(tmp_path, build_model, letters):
-    plain, _ = run((ROOT / "algos/ppo.py").read_text(), tmp_path / "plain", build_model, letters)
-    bonus, _ = run(changed(RECIPES[0]), tmp_path / "bonus", build_model, letters)
-    gap = plain["loss/policy"] - bonus["loss/policy"]
+def test_an_entropy_bonus_changes_the_loss(plain, tmp_path, build_model, letters):
+    bonus, _ = run(changed(RECIPES[0]), tmp_path, build_model, letters)
+    gap = plain[0]["loss/policy"] - bonus["loss/policy"]
     assert gap == pytest.approx(0.01 * bonus["policy/entropy"], rel=0.5), "the bonus is 0.01 nats a nat"
 
 
 @pytest.mark.parametrize("layers", [-1, 1])
-def test_tokens_of_a_tool_are_not_scored(tmp_path, build_model, letters, layers):
-    _, plain = run((ROOT / "algos/ppo.py").read_text(), tmp_path / "plain", build_model, letters)
-    assert any(3 in ids for call in plain for ids in call), "the policy samples such tokens"
+def test_tokens_of_a_tool_are_not_scored(plain, tmp_path, build_model, letters, layers):
+    assert any(3 in ids for call in plain[1] for ids in call), "the policy samples such tokens"
     metrics, seen = run(changed(RECIPES[1]), tmp_path, build_model, letters, num_layers_unfrozen=layers)
     assert all(3 not in ids for call in seen for ids in call)
     assert metrics["policy/ratio"] == pytest.approx(1, abs=0.5) and metrics["tokens/responses_len"] < 5

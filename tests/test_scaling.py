@@ -69,6 +69,7 @@ def worker(rank, port):
         print(json.dumps(found), flush=True)
 
 
+@pytest.mark.slow
 def test_bytes_of_a_step():
     """Of the gradients once a step, for any number of micro-batches, and of the weights twice a micro-batch. gloo has
     no reduce-scatter: it all-reduces, which costs twice that."""

@@ -1,7 +1,8 @@
 """Direct preference optimization (DPO): a policy from preferences, without a reward model.
 
 Paper: Rafailov et al. 2023, arXiv 2305.18290. Loss (Eq. 7): -log sigmoid(beta (c - r)) with the log-ratios
-c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for rejected: `dpo_loss`, with its variants.
+c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for rejected: `dpo_loss`, whose variants are in
+`log_ratio_loss`.
 
 How this differs from other implementations:
 - Prompt and response are parted at one token for both sides of a pair; a response is never cut to nothing; the end
@@ -23,7 +24,7 @@ Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt wh
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
-Dimension key: B pairs, T tokens of a row, V vocabulary.
+Dimension key: B pairs (N in a set, or scored tokens), T tokens of a row, K positions with logits, V vocabulary.
 """
 
 import functools
@@ -168,7 +169,7 @@ class Args:
     """Strength of the KL penalty that the loss stands for (Eq. 3): the lower, the farther from the reference. Default:
     0.1, the embedded task 0.3."""
     loss_type: LossType | None = None
-    """Loss of a pair, see dpo_loss; default: sigmoid, the embedded task ipo."""
+    """Loss of a pair, see log_ratio_loss; default: sigmoid, the embedded task ipo."""
     label_smoothing: float = 0.0
     """Probability that a preference is wrong, in the losses sigmoid (cDPO), robust and exo_pair."""
     sft_coef: float | None = None
@@ -905,8 +906,8 @@ def main(args):
         sums = reduce_sums(accelerator, sums)
         means = {name: value / args.batch_size for name, value in sums.items()}
         if not (all(map(math.isfinite, means.values())) and grad_norm.isfinite()):
-            found = f"loss {means['loss']}, gradient norm {grad_norm}, rows {batch}"
-            raise FloatingPointError(f"step {step}: {found}; the last checkpoint is intact")
+            numbers = f"loss {means['loss']}, gradient norm {grad_norm}, rows {batch}"
+            raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
         optimizer.step()
         optimizer.zero_grad()
         # 4. evaluate, log, save

@@ -30,7 +30,8 @@ token, or a list with one for each output. {"truncated": true} says that the epi
         --eval-prompts prompts.jsonl --max-new-tokens 32 --micro-batch-size 8 --lr 1e-5 --betas 0 1 4
     torchrun --nproc_per_node 8 algos/ilql.py --model Qwen/Qwen3-0.6B --dataset org/rewarded:train --lr 1e-5
 
-Dimension key: B rows, T tokens of a row, A actions of a row, N actions of a batch, V vocabulary, H hidden size.
+Dimension key: B rows, T tokens of a row, Q prompt and R output tokens of an encoder-decoder, A actions of a row,
+N actions of a batch, V vocabulary, H hidden size.
 """
 
 import copy
@@ -522,7 +523,7 @@ def hidden_states(lm, ids, query_mask=None, logits=False):
         read.append(inputs[0])
         if logits:
             return inputs
-        return inputs[0][:, :1].contiguous(), *inputs[1:]  # a slice that is not would be slow, see contiguous_input
+        return inputs[0][:, :1].contiguous(), *inputs[1:]  # as contiguous_input in common/models.py
 
     hook = lm.get_output_embeddings().register_forward_pre_hook(keep)
     try:

@@ -311,7 +311,9 @@ def kl_penalty(logprobs, ref_logprobs, kind):
         return log_ratio.abs()
     if kind == "mse":
         return log_ratio.square() / 2
-    return (-log_ratio).expm1() + log_ratio
+    if kind == "k3":
+        return (-log_ratio).expm1() + log_ratio
+    raise ValueError(f"there is no KL estimate {kind!r}")
 
 
 def last_tokens(mask):
@@ -899,8 +901,8 @@ def update(accelerator, model, optimizer, trunk, batch, rows, iteration, args):
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
             if not grad_norm.isfinite():
                 prompt = rows[int(minibatch[0])]["prompt"]
-                bad = f"gradient norm {grad_norm} of the {len(minibatch)} episodes whose first is {prompt!r:.60}"
-                raise FloatingPointError(f"step {step}: {bad}; the last checkpoint is intact")
+                numbers = f"gradient norm {grad_norm} of the {len(minibatch)} episodes whose first is {prompt!r:.60}"
+                raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
             optimizer.step()
             optimizer.zero_grad()
         add_to(sums, epoch_sums)
@@ -1142,8 +1144,8 @@ def main(args):
             if run.is_best(step, metrics[headline]):
                 run.export(to_export(lm, args), tokenizer, "hf_model_best", heads)
         run.log(step, metrics, perf)
-        values = " | ".join(f"{name.split('/')[1]} {metrics[name]:.3f}" for name in IN_STATUS)
-        run.status(step, f"{values} | rollout {seconds_rollout:.2f} s + update {seconds - seconds_rollout:.2f} s")
+        text = " | ".join(f"{name.split('/')[1]} {metrics[name]:.3f}" for name in IN_STATUS)
+        run.status(step, f"{text} | rollout {seconds_rollout:.2f} s + update {seconds - seconds_rollout:.2f} s")
         state.iteration = iteration
         state.trunk = trunk.depth
         run.save_if_due(step)

@@ -20,7 +20,7 @@ Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
-Dimension key: B pairs, T tokens of a row.
+Dimension key: B pairs (N in a set), T tokens of a row.
 """
 
 import functools
@@ -675,8 +675,8 @@ def main(args):
         sums = reduce_sums(accelerator, sums)
         means = {name: value / args.batch_size for name, value in sums.items()}
         if not (all(map(math.isfinite, means.values())) and grad_norm.isfinite()):
-            found = f"loss {means['train/loss']}, gradient norm {grad_norm}, rows {batch}"
-            raise FloatingPointError(f"step {step}: {found}; the last checkpoint is intact")
+            numbers = f"loss {means['train/loss']}, gradient norm {grad_norm}, rows {batch}"
+            raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
         optimizer.step()
         optimizer.zero_grad()
         # 4. evaluate, log, save

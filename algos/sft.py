@@ -17,7 +17,7 @@ Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats
     torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/chats:train --max-length 2048 \
         --packing
 
-Dimension key: B rows, T tokens of a row, Q query (prompt) tokens, R response tokens, V vocabulary.
+Dimension key: B rows, T tokens of a row, K positions with logits, V vocabulary, H hidden size.
 """
 
 import itertools
@@ -638,7 +638,9 @@ def marked(tokenizer, ids, labels):
     text = ""
     for hidden, pairs in itertools.groupby(zip(ids, labels, strict=True), lambda pair: pair[1] == -100):
         piece = visible(tokenizer.decode([token for token, _ in pairs]))
-        text += f"[{piece}]" if hidden else piece
+        if hidden:
+            piece = f"[{piece}]"
+        text += piece
     return text
 
 
@@ -701,8 +703,8 @@ def main(args):
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         loss = accelerator.reduce(loss)
         if not (loss.isfinite() and grad_norm.isfinite()):
-            found = f"loss {loss}, gradient norm {grad_norm}, rows {rows}"
-            raise FloatingPointError(f"step {step}: {found}; the last checkpoint is intact")
+            numbers = f"loss {loss}, gradient norm {grad_norm}, rows {rows}"
+            raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
         optimizer.step()
         optimizer.zero_grad()
         # 4. evaluate, log, save

@@ -16,7 +16,8 @@ class RewardModel:
     named in `path:label`. Weights that the policy lm has and does not train are shared with it."""
 
     def __init__(self, args, lm):
-        name, label = args.reward, ""
+        name = args.reward
+        label = ""
         if not spec_path(name):
             name, _, label = args.reward.partition(":")
         path = str(spec_path(name) or name)

@@ -143,7 +143,7 @@ def with_prompts(rows, flag):
 # ---- Rows -> texts ---------------------------------------------------------------------------------------------------
 
 
-def is_chat(rows, columns=("messages", "prompt", "chosen")):
+def is_chat(rows, columns):
     """Whether row 1 holds a list of messages in one of the columns."""
     return any(isinstance(rows[0].get(column), list) for column in columns)
 

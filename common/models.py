@@ -1,7 +1,7 @@
-"""Pretrained models in and out: weights and tokenizers, adapters, 4 bits, frozen blocks, encoder-decoders, classifiers.
+"""Pretrained models in and out: weights and tokenizers, 4 bits, frozen blocks, references, encoder-decoders.
 
 Every model is one that transformers finds by its configuration, without a branch for any architecture. It keeps its
-class, also with adapters: peft's layers are put into it, and peft's own wrapper is not used.
+class. Adapters: common/adapters.py; classifiers: common/classifiers.py.
 """
 
 import contextlib

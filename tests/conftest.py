@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the cores of the other worker
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -151,7 +151,8 @@ def environment(work, **more):
     """What runs see: no network, no accounts, one thread, the instructions of the tests."""
     keep = "PATH", "HOME", "TMPDIR", "LANG", *INSTRUCTIONS
     keep = {name: os.environ[name] for name in keep if name in os.environ}
-    fixed = {"PLAINRL_CACHE": str(work / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    fixed = {"PLAINRL_CACHE": str(work / "cache"), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    fixed |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return keep | fixed | {"PYTHONDONTWRITEBYTECODE": "1"} | more
 
 

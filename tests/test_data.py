@@ -100,8 +100,9 @@ def test_the_prompt_of_two_chats_ends_where_both_answer():
 
 
 def test_which_rows_are_chats():
-    assert data.is_chat([{"messages": CHAT}]) and data.is_chat([{"prompt": CHAT}]) and data.is_chat([{"chosen": CHAT}])
-    assert not data.is_chat([{"prompt": "a", "chosen": "b"}])
+    for column in ("messages", "prompt", "chosen"):
+        assert data.is_chat([{column: CHAT}], ["rejected", column])
+    assert not data.is_chat([{"prompt": "a", "chosen": "b"}], ["prompt", "chosen"])
     assert not data.is_chat([{"messages": CHAT, "prompt": "a"}], ["prompt"])
 
 

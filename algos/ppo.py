@@ -936,7 +936,10 @@ def evaluate(run, step, model, tokenizer, data, args):
             given = text_arguments(tokenizer, rows, outputs, output_ids)
             columns = on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
         scores = score_outputs(accelerator, data.reward, args, tokenizer, rows, outputs, output_ids)
-        return columns | {"reward": [sum(score) if isinstance(score, list) else score for score in scores]}
+        rewards = []
+        for score in scores:
+            rewards.append(sum(score) if isinstance(score, list) else score)
+        return columns | {"reward": rewards}
 
     with unsharded(model):
         for name, (rows, queries) in data.eval_sets.items():

@@ -86,7 +86,8 @@ CLAIMS = {
         "pairs. The score of the reward model is normalised over samples of the SFT model (`--norm-prompts`); PPO runs "
         "with its default flags on it. DPO runs with its defaults for the task: the loss ipo with beta 0.3, and 0.02 "
         "of the chosen responses' token loss. 1000 sampled walks an evaluation. Two runs shared the machine at a time, "
-        "and tests ran beside them, so the seconds are too many.",
+        "and tests ran beside them, so the seconds are too many. Since these runs, `--norm-prompts` draws its samples "
+        "by key, so the scores that PPO sees are scaled by other samples; the PPO runs were not repeated.",
         {"reward": "eval/all/accuracy"},
         ["eval/optimality", "eval/reward", "eval/illegal"],
     ),

@@ -22,7 +22,7 @@ COMMON = sorted((ROOT / "common").glob("*.py"))
 EVERY = SCRIPTS + COMMON + sorted((ROOT / "benchmarks").rglob("*.py"))
 OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}
 # What each script has of its own under the same name.
-DIFFERENT = set("Args Data main read load encode summary evaluate update usage".split())
+DIFFERENT = set("Args Data main read load encode summary evaluate update".split())
 FLAGS = {"ppo": 74, "sft": 54, "reward": 47, "dpo": 60, "ilql": 64, "ddpo": 50}  # these limits only shrink
 
 

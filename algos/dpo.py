@@ -1,26 +1,24 @@
 """Direct preference optimization (DPO): a policy from preferences, without a reward model.
 
-Paper: Rafailov et al. 2023, arXiv 2305.18290. Loss (Eq. 7): -log sigmoid(beta (c - r)) with the log-ratios
-c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for rejected: `dpo_loss`, whose variants are in
-`log_ratio_loss`.
+Paper: Rafailov et al. 2023, arXiv 2305.18290. Loss of a pair (Eq. 7): -log sigmoid(beta (c - r)) with the log-ratios
+c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for rejected: `dpo_loss`. Its variants are in
+`log_ratio_loss`; label smoothing works in every one that has it. Both log-probabilities usually fall in training, that
+of rejected more; --sft-coef or apo_zero hold that of chosen up. The reference scores all pairs once, before training,
+evaluation sets too, so there is no second model in memory: `Reference`. Its scores are kept beside the run under a hash
+of what decides them, for the next run with another beta.
 
 How this differs from other implementations:
 - Prompt and response are parted at one token for both sides of a pair; a response is never cut to nothing; the end
   token is there once. Log-probabilities are sums over the response, at least in float32.
 - What both sides begin with is computed once, logits only for what is scored (`shared_rows`): equal to two forward
   passes, to rounding.
-- The reference's log-probabilities are computed once, before training, for evaluation sets too: no second model in
-  memory. They are kept beside the run under a hash of what decides them, for the next run with another beta.
-- Label smoothing works in every loss that has it.
-
-Both log-probabilities usually fall in training, that of rejected more; --sft-coef or apo_zero hold that of chosen up.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt where the two hold it.
 
     python algos/dpo.py                                            # random walks, one CPU, under a minute
-    python algos/dpo.py --model runs/sft/hf_model --dataset pairs.jsonl --eval-dataset test.jsonl --lr 1e-6
-    accelerate launch algos/dpo.py --model runs/sft/hf_model --dataset Anthropic/hh-rlhf:train --lr 1e-6
-    torchrun --nproc_per_node 8 algos/dpo.py --model Qwen/Qwen3-0.6B --max-length 2048 --lr 1e-6 \
+    python algos/dpo.py --model runs/sft/hf_model --dataset pairs.jsonl --eval-dataset test.jsonl
+    accelerate launch algos/dpo.py --model runs/sft/hf_model --dataset Anthropic/hh-rlhf:train
+    torchrun --nproc_per_node 8 algos/dpo.py --model Qwen/Qwen3-0.6B --max-length 2048 \
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
@@ -30,15 +28,14 @@ Dimension key: B pairs (N in a set, or scored tokens), T tokens of a row, K posi
 import functools
 import hashlib
 import itertools
-import json
 import math
 import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -46,12 +43,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import safetensors.torch
 import torch
-from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from common.adapters import to_export, train_adapters
-from common.cli import InputError, build, call_metric, cli, launch, load_function, stop_if
+from common.adapters import adapter_problems, to_export, train_adapters
+from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
     encode_prompts,
     have_bos,
@@ -66,53 +62,110 @@ from common.data import (
     sharing_error,
     tokenize,
 )
+from common.functions import build, load_function
 from common.logging import Run, closes_run, describe_layout, on_main, visible
-from common.models import freeze, frozen_copy, load_model, load_reference, max_positions, set_attention, unsharded
-from common.sampling import evaluate_samples, text_arguments
+from common.machine import launch
+from common.models import freeze, frozen_copy, load_model, load_reference, max_positions, unsharded
+from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, Share, Text, out_of_range
+from common.sampling import evaluate_samples
 from common.seeding import seed_libraries, stream_rows
 
-TASK = "benchmarks/tasks/randomwalks.py"
-LossType = Literal[
-    "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-    "apo_zero", "apo_down", "discopop",
-]  # fmt: skip
-SMOOTHED = ("sigmoid", "robust", "exo_pair")
+PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
 
 
+@embedded_task("benchmarks/tasks/randomwalks/dpo.yaml")
 @dataclass
 class Args:
-    """Direct preference optimization of a causal language model."""
+    """Preference optimization of a language model. Defaults are for pretrained models."""
 
-    # ---- run
-    run_dir: str | None = None
-    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
-    resume: str = "auto"
-    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
-    seed: int = 1
-    """Seed of every random draw."""
-    threads: int | None = None
-    """CPU threads of this process; default: the cores divided by the processes on this machine."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
-    mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
-    save_every: int = 100
-    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: int = 100
-    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
-    track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
-    wandb_project: str = "plainrl"
-    """Project name for --track."""
-    push_to_hub: str | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
-    check: bool = False
-    """Validate flags, data, model and functions, print the summary, and exit."""
+    # ---- algorithm
+    epochs: Positive = 1.0
+    """Passes over the data (code of Rafailov et al. 2023, TRL: 1)."""
+    total_steps: Count | None = None
+    """Optimizer steps; default: those of --epochs."""
+    beta: Positive = 0.1
+    """Strength of the KL penalty that the loss stands for (Eq. 3): the lower, the farther from the reference (Rafailov
+    et al. 2023: 0.1, for summaries 0.5)."""
+    loss_type: Literal[
+        "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
+        "apo_zero", "apo_down", "discopop",
+    ] = "sigmoid"  # fmt: skip
+    """Loss of a pair, see log_ratio_loss."""
+    label_smoothing: Decay = 0.0
+    """Probability that a preference is wrong, in the losses sigmoid (cDPO), robust and exo_pair."""
+    ref_model: str | None = None
+    """The reference, named as --model; default: --model as it is at the start. What it answers to the prompts of
+    evaluations reaches --metric as the column ref_output."""
+    reference_free: bool = False
+    """Take a reference that finds all responses equally likely."""
+    precompute_ref: bool = True
+    """Score all pairs by the reference once, before training; off: a frozen copy scores each batch."""
+    sft_coef: NonNegative = 0.0
+    """Weight of the mean loss per token of the chosen responses beside it (arXiv 2404.19733, Eq. 1, with a mean per
+    response there): keeps their probability, and that of the end token, from falling."""
+    share_prompt: bool = True
+    """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
 
-    # ---- model and data
-    model: str = f"{TASK}:base_model"
+    # ---- evaluation by sampling
+    max_new_tokens: Count = 64
+    """Longest response, in tokens."""
+    stop: tuple[Text, ...] = ()
+    """Strings that end a response, which keeps the tokens through the one that completes the string. The metric sees
+    the text before it, without trailing space."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature of evaluations; 0: greedy."""
+    top_k: Natural = 0
+    """Evaluations sample from the k likeliest tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once; changes memory and speed, never the result."""
+
+    # ---- optimizer
+    lr: Positive = 1e-6
+    """Peak learning rate of AdamW (Rafailov et al. 2023: 1e-6 with 150 steps of warm-up; TRL: 1e-6; adapters of
+    --lora-r take ten times as much)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: Count = 64
+    """Rows per optimizer step, all processes together (Rafailov et al. 2023: 64)."""
+    micro_batch_size: Count = 8
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+
+    # ---- data
+    dataset: str | None = None
+    """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
+    eval_dataset: str | None = None
+    """Pairs for evaluation, several sets joined by commas or as a mapping of names."""
+    eval_prompts: str | None = None
+    """Rows with a prompt, all of which are sampled at evaluations. Default: with --metric the first set of
+    --eval-dataset; without it up to 8 of its pairs, or else of --dataset."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}."""
+    max_length: Count = 1024
+    """Tokens of a side, prompt included. Longer ones are counted and cut at the end; pairs that this leaves without a
+    response are dropped."""
+    max_prompt_length: Count | None = None
+    """Cut prompts to so many tokens, by --truncation-mode, and count them."""
+    truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"
+    """What stays of a prompt that is longer than --max-prompt-length; a beginning token always does."""
+
+    # ---- model
+    model: str | None = None
     """Hub id, directory, or file.py:function that returns one; from Python also a model."""
     tokenizer: str | None = None
     """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
@@ -122,163 +175,83 @@ class Args:
     """Type of the weights (and so of the optimizer state)."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
-    attn_implementation: str = "auto"
-    """auto, eager, sdpa or flash_attention_2; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
-    ref_model: str | None = None
-    """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
-    num_layers_unfrozen: int = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo, reward and ilql): only the heads."""
+    num_layers_unfrozen: Layers = -1
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything."""
     load_in_4bit: bool = False
     """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
     --model."""
-    lora_r: int = 0
+    lora_r: Natural = 0
     """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
     adapter of a language model is trained further without this flag."""
-    lora_alpha: float | None = None
+    lora_alpha: Positive | None = None
     """LoRA adapters count alpha / r times; default: the rank, so once."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
     last."""
-    merge: bool = False
+    merge_adapters: bool = False
     """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
-    dataset: str = f"{TASK}:pairs:split=train"
-    """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
-    eval_dataset: str | None = "auto"
-    """Pairs for evaluation, several sets joined by commas or as a mapping of names; auto: the embedded task's."""
-    eval_prompts: str | None = "auto"
-    """Rows with a prompt to sample at evaluation (sft, ilql: for --metric); auto: the embedded task's; default: the
-    first set of --eval-dataset."""
-    metric: str | None = "auto"
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
-    max_length: int = 1024
-    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
-    end; reward drops them, and dpo those that this leaves without a response."""
-    max_prompt_length: int | None = None
-    """Drop (in dpo: cut by --truncation-mode) and count prompts of more tokens. Without it, in ppo a prompt that does
-    not fit the model is an error."""
-    truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"
-    """What stays of a prompt that is longer than --max-prompt-length; a beginning token always does."""
-    share_prompt: bool = True
-    """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
 
-    # ---- loss
-    beta: float | None = None
-    """Strength of the KL penalty that the loss stands for (Eq. 3): the lower, the farther from the reference. Default:
-    0.1, the embedded task 0.3."""
-    loss_type: LossType | None = None
-    """Loss of a pair, see log_ratio_loss; default: sigmoid, the embedded task ipo."""
-    label_smoothing: float = 0.0
-    """Probability that a preference is wrong, in the losses sigmoid (cDPO), robust and exo_pair."""
-    sft_coef: float | None = None
-    """Weight of the mean loss per token of the chosen responses beside it (arXiv 2404.19733, Eq. 1, with a mean per
-    response there): keeps their probability, and that of the end token, from falling. Default: 0, the embedded task
-    0.02."""
-    reference_free: bool = False
-    """Take a reference that finds all responses equally likely."""
-    precompute_ref: bool = True
-    """Score all pairs by the reference once, before training; off: a frozen copy scores each batch."""
-
-    # ---- optimizer
-    lr: float = 1e-3
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward, ilql and ddpo, or 3e-4 in ddpo
-    with LoRA, 1e-6 in dpo)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    lr_final: float = 0.0
-    """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: int = 40
-    """Optimizer steps of linear warm-up."""
-    decay_steps: int | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's moments."""
-    adam_eps: float = 1e-8
-    """Epsilon of AdamW."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
-    max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; 0: never."""
-    batch_size: int = 48
-    """Rows per optimizer step, all processes together."""
-    micro_batch_size: int = 64
-    """Rows per process and forward pass; changes memory and speed, never the result."""
-    epochs: float | None = None
-    """Passes over the data; default: 3, in reward and dpo 1, the embedded task more. --total-steps wins over it."""
-    total_steps: int | None = None
-    """Optimizer steps; default: from --epochs."""
-
-    # ---- evaluation by sampling
-    max_new_tokens: int = 9
-    """Longest response, in tokens."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response, which keeps (and in ppo trains) the tokens through the one that completes the
-    string. Reward and metric see the text before it, without trailing space."""
-    eval_temperature: float = 1.0
-    """Sampling temperature of evaluations; 0: greedy."""
-    top_k: int = 0
-    """Evaluations sample from the k likeliest tokens; 0: from all."""
-    top_p: float = 1.0
-    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
-    decode_batch_size: int = 1024
-    """Rows that a process decodes at once; changes memory and speed, never the result."""
+    # ---- run
+    run_dir: str | None = None
+    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: Count | None = None
+    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    save_every: Natural = 100
+    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    eval_every: Natural = 100
+    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    push_to_hub: Repository | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
+    check: bool = False
+    """Validate flags, data, model and functions, print the summary, and exit."""
 
     def __post_init__(self):
-        own = self.dataset != f"{TASK}:pairs:split=train"
-        embedded = {"eval_dataset": "eval_pairs", "eval_prompts": "eval_prompts", "metric": "metric"}
-        for name, function in embedded.items():
-            if getattr(self, name) == "auto":
-                setattr(self, name, None if own else f"{TASK}:{function}")
-        mine = {"epochs": 1.0, "loss_type": "sigmoid", "beta": 0.1, "sft_coef": 0.0}
-        task = {"epochs": 6.0, "loss_type": "ipo", "beta": 0.3, "sft_coef": 0.02}
-        for name, value in (mine if own else task).items():
-            setattr(self, name, value if getattr(self, name) is None else getattr(self, name))
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        known = ("auto", "eager", "sdpa", "flash_attention_2")
-        smoothing, smooths = self.label_smoothing, self.loss_type in SMOOTHED
-        rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
-        rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
-        rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
-        positive = ("lr", "epochs", "beta", "lora_alpha")
-        rules += [(name, 0 < given.get(name, 1) < math.inf, "a positive number") for name in positive]
-        rules += [
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
-            ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
-            ("num_layers_unfrozen", self.num_layers_unfrozen > 0 or self.num_layers_unfrozen == -1, "-1 or at least 1"),
-            ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
-            ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
-            ("lora_targets", self.lora_r or tuple(self.lora_targets) == ("all-linear",), "given with --lora-r"),
-            ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
-            ("load_in_4bit", not self.load_in_4bit or self.dtype != "float64", "off with --dtype float64"),
-            ("label_smoothing", 0 <= smoothing < 0.5, "in [0, 0.5)"),
-            ("label_smoothing", smooths or not smoothing, "0 with this --loss-type: it does not smooth"),
-            ("label_smoothing", smoothing or self.loss_type != "exo_pair", "positive with exo_pair (1e-3)"),
-            ("reference_free", not (self.reference_free and self.ref_model), "off with --ref-model"),
-            ("stop", all(self.stop), "strings that are not empty"),
-            ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
-        ]
-        bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
-        stop_if([f"--{flag} {value} must be {rule}" for flag, value, rule in bad])
-
-
-AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length max_prompt_length batch_size
-micro_batch_size max_new_tokens decode_batch_size""".split()
-ZERO_OR_MORE = "lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature sft_coef".split()
+        problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
+        if self.num_layers_unfrozen == 0:
+            problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
+        if self.label_smoothing >= 0.5:
+            problems.append(f"--label-smoothing {self.label_smoothing} must be below 0.5, where no preference is left")
+        if self.label_smoothing and self.loss_type not in SMOOTHED:
+            problems.append(f"--label-smoothing {self.label_smoothing} does not go with --loss-type {self.loss_type}")
+        if self.loss_type == "exo_pair" and not self.label_smoothing:
+            problems.append("--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)")
+        if self.reference_free and self.ref_model is not None:
+            problems.append("--reference-free does not go with --ref-model")
+        stop_if(problems)
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
 
+SMOOTHED = ("sigmoid", "robust", "exo_pair")  # losses with label smoothing
 
-def token_nll(logits, labels):
-    """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
 
-    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t].
+def pair_losses(policy, pairs, reference, args):
+    """Losses (B,) of pairs and rewards (2, B) of their responses, from log-probabilities (2, B) by the policy.
+
+    The implicit reward of a response is beta log(pi / pi_ref) (Eq. 5, less a constant); it has no gradient.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
+    ref = reference(pairs)
+    lengths = response_lengths(pairs).to(policy.device)
+    losses = dpo_loss(*policy, *ref, args.beta, args.loss_type, args.label_smoothing, lengths)
+    return losses, args.beta * (policy.detach() - ref)
 
 
 def dpo_loss(
@@ -337,35 +310,127 @@ def log_ratio_loss(c, r, beta, loss_type, smoothing):
     raise ValueError(f"there is no loss {loss_type}")
 
 
-def pair_terms(policy, ref, pairs, args):
-    """{name: (B,)}: the loss of each pair, which has a gradient, and what is logged, of log-probabilities (2, B)."""
-    chosen_lengths = [len(chosen) - prompt_length for chosen, _, prompt_length in pairs]
-    rejected_lengths = [len(rejected) - prompt_length for _, rejected, prompt_length in pairs]
-    lengths = torch.tensor([chosen_lengths, rejected_lengths], device=policy.device)
-    losses = dpo_loss(*policy, *ref, args.beta, args.loss_type, args.label_smoothing, lengths)
-    policy = policy.detach().contiguous()  # the last bits of a sum depend on the layout
-    chosen, rejected = (args.beta * (policy - ref)).contiguous()
-    return {
-        "loss": losses,
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": chosen - rejected,
-        "rewards/accuracies": (chosen > rejected).to(losses),
-        "logps/chosen": policy[0],
-        "logps/rejected": policy[1],
-    }
+# ---- Reference -------------------------------------------------------------------------------------------------------
 
 
-def learning_rate(args, step, total_steps):
-    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    if args.lr_schedule == "constant":
-        return args.lr
-    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
-    if args.lr_schedule == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return args.lr + (args.lr_final - args.lr) * progress
+class Reference:
+    """The policy pi_ref: reference(pairs) -> log-probabilities (2, B) of their responses, chosen first.
+
+    It is --ref-model, or the model as it is before training. `ask` comes before the first update; what it has scored is
+    not scored again, and the model is forgotten as soon as it is not needed.
+    """
+
+    def __init__(self, accelerator, lm, tokenizer, args):
+        self.accelerator = accelerator
+        self.args = args
+        self.share = False  # see `pair_logprobs`
+        self.scores = {}  # {id of a pair: its two log-probabilities}; a run never copies its pairs
+        if args.ref_model is not None:
+            self.model = load_reference(args, build(args.ref_model, "--ref-model"), lm, tokenizer)
+        elif args.precompute_ref or args.reference_free:
+            self.model = lm.eval()
+        else:
+            self.model = frozen_copy(lm)
+
+    @torch.no_grad()
+    def __call__(self, pairs):
+        device = self.accelerator.device
+        if self.args.reference_free:
+            return torch.zeros(2, len(pairs), device=device)
+        if id(pairs[0]) in self.scores:
+            scores = [self.scores[id(pair)] for pair in pairs]
+            return torch.tensor(scores, dtype=torch.float64, device=device).T.contiguous()
+        with self.accelerator.autocast():
+            return pair_logprobs(self.model, self.share, pairs)
+
+    def ask(self, run, tokenizer, data, share):
+        """Scores the pairs of evaluations, and with --precompute-ref those of training. Answers the prompts: the column
+        ref_output of their rows."""
+        args = self.args
+        self.share = share
+        run.say(f"reference: {self.describe()}")
+        if not args.reference_free:
+            model_hash = on_main(self.accelerator, weights_hash, self.model)
+            if args.precompute_ref and not args.check:
+                self.score(run, model_hash, data.pairs)
+            for pairs in data.eval_sets.values():
+                self.score(run, model_hash, pairs)
+        if data.prompts:
+            _, samples = evaluate_samples(
+                self.accelerator, self.model, tokenizer, data.prompts, data.queries, lambda *texts: {}, args,
+                args.top_k, args.top_p,
+            )  # fmt: skip
+            outputs = [sample["output"] for sample in samples]
+            data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
+        if args.precompute_ref or args.reference_free:
+            self.model = None
+
+    def describe(self):
+        """What the reference is, and when it is asked."""
+        if self.args.reference_free:
+            return "none"
+        name = "the model as it is at the start" if self.args.ref_model is None else "of its own"
+        return f"{name}, scored once" if self.args.precompute_ref else f"{name}, kept"
+
+    def score(self, run, model_hash, pairs):
+        """Fills `scores` with those of a set of pairs, from a file beside the run if there is one."""
+        path = self.score_file(run, model_hash, pairs)
+        logprobs = on_main(self.accelerator, read_logprobs, path)
+        if logprobs is None:
+            score = functools.partial(pair_logprobs, self.model, self.share)
+            logprobs = score_pairs(self.accelerator, score, pairs, self.args.micro_batch_size)
+            finite = logprobs.isfinite().all(0)
+            if not finite.all():
+                number = int((~finite).nonzero()[0]) + 1
+                raise FloatingPointError(f"the reference's log-probabilities of pair {number} are not finite")
+            on_main(self.accelerator, write_logprobs, run, path, logprobs)
+            logprobs = logprobs.tolist()
+        for pair, chosen, rejected in zip(pairs, *logprobs, strict=True):
+            self.scores[id(pair)] = (chosen, rejected)
+
+    def score_file(self, run, model_hash, pairs):
+        """The path of the file that keeps the scores of a set; None with --check. Its name is a hash of the code, the
+        model, the pairs, and the layout of the work, which decides last bits."""
+        if run.dir is None:
+            return None
+        files = run.identity["files"].items()
+        code = [(name, file_hash) for name, file_hash in files if name == "script" or name.startswith("common/")]
+        layout = [self.accelerator.num_processes, self.accelerator.mixed_precision, str(self.accelerator.device)]
+        layout += [self.share, self.args.micro_batch_size, torch.get_num_threads(), str(torch.__version__)]
+        digest = hashlib.sha256(str([code, model_hash, pairs, layout]).encode()).hexdigest()
+        return run.dir.parent / f"ref-{digest[:16]}.safetensors"
+
+
+def weights_hash(model):
+    """A hash of the weights and the configuration of a model."""
+    adapters = [layer.scaling for layer in model.modules() if hasattr(layer, "scaling")]
+    config = model.config.to_dict() | {"_name_or_path": "", "adapters": adapters}
+    digest = hashlib.sha256(str(config).encode())
+    for weight in model.state_dict().values():
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def read_logprobs(path):
+    """The log-probabilities in a file, two lists; None where there is no whole one."""
+    if path is None:
+        return None
+    try:
+        return safetensors.torch.load_file(path)["logprobs"].tolist()
+    except (OSError, safetensors.SafetensorError):
+        return None
+
+
+def write_logprobs(run, path, logprobs):
+    """Keeps the log-probabilities in a file, unless this is a --check, which writes nothing."""
+    if path is None:
+        return
+    temporary = run.dir / f".tmp-{path.name}"  # where a killed run's is removed
+    try:
+        safetensors.torch.save_file({"logprobs": logprobs.cpu().contiguous()}, temporary)
+        temporary.rename(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        run.say(f"warning: the reference's log-probabilities are not kept: {error}")
 
 
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
@@ -462,6 +527,42 @@ def collate(lines, pad):
     return ids, positions, labels
 
 
+def split_rows(accelerator, rows, pairs, batch_size):
+    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows."""
+    local = rows[accelerator.process_index :: accelerator.num_processes]
+    local = sorted(local, key=lambda row: pair_length(pairs[row]))
+    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
+
+
+def pair_length(pair):
+    """Tokens of both sides of a pair."""
+    return len(pair[0]) + len(pair[1])
+
+
+def longer_side(pair):
+    """Tokens of the longer side of a pair."""
+    return max(len(pair[0]), len(pair[1]))
+
+
+def response_lengths(pairs):
+    """(2, B): tokens of the responses, chosen first."""
+    chosen_lengths = [len(chosen) - prompt_length for chosen, _, prompt_length in pairs]
+    rejected_lengths = [len(rejected) - prompt_length for _, rejected, prompt_length in pairs]
+    return torch.tensor([chosen_lengths, rejected_lengths])
+
+
+# ---- Log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def token_nll(logits, labels):
+    """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
+
+    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t].
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
+
+
 def label_logits(model, ids, positions, labels):
     """Logits (B, K, V) and their labels (B, K): the last K positions, from the first label of the batch on.
 
@@ -528,128 +629,28 @@ def response_places(pairs, common):
     return torch.cat(rows), torch.cat(columns), torch.tensor(targets), lengths
 
 
-def split_rows(accelerator, rows, pairs, batch_size):
-    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows."""
-    local = rows[accelerator.process_index :: accelerator.num_processes]
-    local = sorted(local, key=lambda row: pair_length(pairs[row]))
-    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def pair_length(pair):
-    """Tokens of both sides of a pair."""
-    return len(pair[0]) + len(pair[1])
-
-
-def longer_side(pair):
-    """Tokens of the longer side of a pair."""
-    return max(len(pair[0]), len(pair[1]))
+def pair_terms(policy, losses, rewards):
+    """{name: (B,)} of what is logged of pairs: their losses, rewards (2, B) and log-probabilities (2, B)."""
+    policy = policy.detach().contiguous()  # the last bits of a sum depend on the layout
+    chosen, rejected = rewards.contiguous()
+    return {
+        "loss": losses,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).to(losses),
+        "logps/chosen": policy[0],
+        "logps/rejected": policy[1],
+    }
 
 
 def reduce_sums(accelerator, sums):
     """{name: sum over all processes} as numbers, of a dict of sums."""
     totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
     return dict(zip(sums, totals, strict=True))
-
-
-# ---- Reference -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Reference:
-    """The reference, with what it thinks of the pairs and answers to the prompts before anything is trained."""
-
-    model: nn.Module | None  # None as soon as nothing more is asked
-    train: torch.Tensor | None = None  # (2, N) log-probabilities of the training pairs; None: each batch is scored
-    eval_sets: dict = field(default_factory=dict)  # {name: (2, N)}
-    means: dict = field(default_factory=dict)  # of the metric, over its samples
-    samples: list = field(default_factory=list)
-
-
-def ask_reference(run, reference, share, tokenizer, data, args):
-    """Fills the reference, while the policy is the model as it is at the start, and forgets its model if it can."""
-    accelerator = run.accelerator
-    if args.reference_free:
-        reference.train = torch.zeros(2, len(data.pairs), device=accelerator.device)
-        for name, pairs in data.eval_sets.items():
-            reference.eval_sets[name] = torch.zeros(2, len(pairs), device=accelerator.device)
-    else:
-        key = on_main(accelerator, fingerprint, reference.model)
-        if args.precompute_ref and not args.check:
-            reference.train = reference_logprobs(run, reference.model, key, share, data.pairs, args)
-        for name, pairs in data.eval_sets.items():
-            reference.eval_sets[name] = reference_logprobs(run, reference.model, key, share, pairs, args)
-    if data.prompts:
-        sampled = sample_responses(accelerator, reference.model, tokenizer, data, args)
-        reference.means, reference.samples = sampled
-    if args.precompute_ref or args.reference_free:
-        reference.model = None
-
-
-@torch.no_grad()
-def batch_logprobs(accelerator, reference, share, rows, micro_batch):
-    """Log-probabilities (2, B) by the reference of a micro-batch, which are these rows of the training pairs."""
-    if reference.train is not None:
-        return reference.train[:, rows]
-    with accelerator.autocast():
-        return pair_logprobs(reference.model, share, micro_batch)
-
-
-def fingerprint(model):
-    """A hash of the weights and the configuration of a model."""
-    adapters = [layer.scaling for layer in model.modules() if hasattr(layer, "scaling")]
-    config = model.config.to_dict() | {"_name_or_path": "", "adapters": adapters}
-    digest = hashlib.sha256(json.dumps(config, default=str).encode())
-    for weight in model.state_dict().values():
-        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def reference_logprobs(run, model, key, share, pairs, args):
-    """Log-probabilities (2, N) of all pairs by the reference, whose fingerprint is `key`. They are kept beside the run,
-    in a file named by a hash of the code, the key, the pairs, and the layout of the work, which decides last bits."""
-    accelerator = run.accelerator
-    files = run.identity["files"].items()
-    code = {name: digest for name, digest in files if name == "script" or name.startswith("common/")}
-    settings = [accelerator.mixed_precision, str(accelerator.device), share]
-    layout = [accelerator.num_processes, args.micro_batch_size, torch.get_num_threads(), str(torch.__version__)]
-    digest = hashlib.sha256(json.dumps([key, code, settings, layout, pairs], sort_keys=True).encode())
-    path = None
-    if run.dir:
-        path = run.dir.parent / f"ref-{digest.hexdigest()[:16]}.safetensors"
-    stored = on_main(accelerator, read_logprobs, path)
-    if stored:
-        return torch.tensor(stored, dtype=torch.float64, device=accelerator.device)
-    score = functools.partial(pair_logprobs, model, share)
-    logprobs = score_pairs(accelerator, score, pairs, args.micro_batch_size)
-    finite = logprobs.isfinite().all(0)
-    if not finite.all():
-        number = int((~finite).nonzero()[0]) + 1
-        raise FloatingPointError(f"the reference's log-probabilities of pair {number} are not finite")
-    on_main(accelerator, write_logprobs, run, path, logprobs)
-    return logprobs
-
-
-def read_logprobs(path):
-    """The log-probabilities in a file, two lists; None where there is no whole one."""
-    if path is None:
-        return None
-    with suppress(OSError, safetensors.SafetensorError):
-        return safetensors.torch.load_file(path)["logprobs"].tolist()
-
-
-def write_logprobs(run, path, logprobs):
-    """Keeps the log-probabilities in a file, unless this is a --check, which writes nothing."""
-    if path is None:
-        return
-    temporary = run.dir / f".tmp-{path.name}"  # where a killed run's is removed
-    try:
-        safetensors.torch.save_file({"logprobs": logprobs.cpu().contiguous()}, temporary)
-        temporary.rename(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        run.say(f"warning: the reference's log-probabilities are not kept: {error}")
-
-
-# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 def score_pairs(accelerator, score, pairs, batch_size):
@@ -668,37 +669,34 @@ def score_pairs(accelerator, score, pairs, batch_size):
     return accelerator.gather(scores)[: len(pairs)].T
 
 
-def sample_responses(accelerator, lm, tokenizer, data, args):
-    """What the metric says of responses to the prompts, on average, and the responses."""
-
-    def measure(rows, outputs, output_ids):
-        if data.metric is None:
-            return {}
-        given = text_arguments(tokenizer, rows, outputs, output_ids)
-        return on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
-
-    options = measure, args, args.top_k, args.top_p
-    return evaluate_samples(accelerator, lm, tokenizer, data.prompts, data.queries, *options)
-
-
-def evaluate(run, step, model, score, tokenizer, data, reference, args):
-    """What the metric says of sampled responses, shown beside the reference's, and the terms of the evaluation sets."""
+def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
+    """What the metric says of sampled responses, some of which are shown, and means over the evaluation sets."""
     accelerator = run.accelerator
     model.eval()
     metrics = {}
+
     with unsharded(model):
         if data.prompts:
             lm = accelerator.unwrap_model(model)
-            means, samples = sample_responses(accelerator, lm, tokenizer, data, args)
+            means, samples = evaluate_samples(accelerator, lm, tokenizer, data.prompts, data.queries, data.metric, args)
             metrics = {f"eval/{name}": value for name, value in means.items()}
-            for sample, ref_sample in zip(samples, reference.samples, strict=True):
-                sample["reference"] = ref_sample["output"]
+            for row, sample in zip(data.prompts, samples, strict=True):
+                sample["reference"] = row["ref_output"]
             run.samples(step, samples)
         for name, pairs in data.eval_sets.items():
             policy = score_pairs(accelerator, score, pairs, args.micro_batch_size)
-            terms = pair_terms(policy, reference.eval_sets[name], pairs, args)
+            terms = pair_terms(policy, *losses_of(policy, pairs))
             metrics |= {f"{set_prefix(name)}{term}": values.mean().item() for term, values in terms.items()}
     return metrics
+
+
+def headline_metric(metrics, data):
+    """The name of the metric whose highest value marks the best model: the first one of --metric, else the accuracy on
+    the first evaluation set, else that in training."""
+    evaluations = [name for name in metrics if name.startswith("eval/")]
+    if not data.metric:
+        evaluations = [name for name in evaluations if name.endswith("rewards/accuracies")]
+    return evaluations[0] if evaluations else "rewards/accuracies"
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -723,10 +721,10 @@ def read(args):
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     prompts = []
-    if args.eval_prompts:
+    if args.eval_prompts is not None:
         prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
-    elif metric:
-        prompts = next(iter(eval_sets.values()), [])
+    elif metric and eval_sets:
+        prompts = next(iter(eval_sets.values()))
     return Data(rows, eval_sets, prompts, metric)
 
 
@@ -734,14 +732,18 @@ def load(args, path, device):
     """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
     lm, tokenizer = load_model(args, path)
     if lm.config.is_encoder_decoder:
-        raise InputError("--model is an encoder-decoder: dpo.py trains decoders; sft.py, ppo.py and ilql.py take both")
+        raise InputError(
+            f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; "
+            "sft.py, ppo.py and ilql.py take both"
+        )
     train_adapters(lm.to(device), args)
     freeze(lm, args.num_layers_unfrozen)
     return lm, tokenizer
 
 
 def encode(data, lm, tokenizer, args):
-    """Makes tokens of all rows, and forgets those that are only for evaluations where there are none."""
+    """Makes tokens of all rows, and forgets those that are only for evaluations where there are none. Returns the
+    longest side in tokens that the flags and the model allow."""
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
     data.pairs, data.report = encode_pairs(data.rows, tokenizer, max_length, args, "--dataset")
@@ -756,24 +758,21 @@ def encode(data, lm, tokenizer, args):
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts"
         )
+    else:
+        room = (limit or math.inf) - args.max_new_tokens
+        pairs = next(iter(data.eval_sets.values()), data.pairs)
+        prompts = [chosen[:prompt_length] for chosen, _, prompt_length in pairs if prompt_length <= room]
+        data.queries = prompts[:PROMPTS_SHOWN]
+        data.prompts = [{"prompt": tokenizer.decode(ids, skip_special_tokens=True)} for ids in data.queries]
     if not (args.eval_every or args.check):
         data.eval_sets = {}
         data.prompts = []
-
-
-def load_ref(args, path, ref_path, lm, tokenizer, longest):
-    """The reference: the model at ref_path, or lm, that of path, as it is now; a copy of lm where training asks it."""
-    is_trained = ref_path is path and not isinstance(path, str)  # one object for both
-    if ref_path is not None and not is_trained:
-        return Reference(load_reference(args, ref_path, lm, tokenizer, longest))
-    if args.precompute_ref or args.reference_free:
-        return Reference(lm.eval())
-    return Reference(frozen_copy(lm))
+    return max_length
 
 
 def shares_exactly(run, model, data, score, quantity, args):
     """Whether --share-prompt changes no score of a pair, tried on three pairs of all sets."""
-    if not args.share_prompt or args.attn_implementation.startswith("flash"):
+    if not args.share_prompt or args.attn_implementation == "flash_attention_2":
         return False
     pairs = [*data.pairs, *itertools.chain(*data.eval_sets.values())]
     error = sharing_error(score, model, pairs)
@@ -781,6 +780,18 @@ def shares_exactly(run, model, data, score, quantity, args):
         return True
     run.say(f"--share-prompt is off: in this model it changes a {quantity} by {error:.1e}")
     return False
+
+
+def learning_rate(args, step, total_steps):
+    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return args.lr
+    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return args.lr + (args.lr_final - args.lr) * progress
 
 
 def make_optimizer(model, args):
@@ -791,7 +802,7 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
-def summary(args, accelerator, lm, tokenizer, data, total_steps):
+def summary(args, accelerator, lm, tokenizer, data, max_length, total_steps):
     """What is trained on what, in a few lines."""
     lines = []
     if not any(trains_end(pair, tokenizer.eos_token_id) for pair in data.pairs):
@@ -805,14 +816,18 @@ def summary(args, accelerator, lm, tokenizer, data, total_steps):
     epochs = total_steps * args.batch_size / len(data.pairs)
     share = args.batch_size // accelerator.num_processes
     lines += [
-        f"dpo: {lm.num_parameters():,} parameters, {trained:,} trained; reference: {describe_reference(args)}; "
+        f"{Path(__file__).stem}: {lm.num_parameters():,} parameters, {trained:,} trained; "
         f"{describe_layout(args, accelerator)}",
         f"data: {data.report}",
         f"tokens of the longer side: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: [{prompt[-400:]}] | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
-        f"{total_steps} steps x {args.batch_size} pairs = {epochs:.1f} epochs; each step {share} pairs a process, "
-        f"at most {args.micro_batch_size} a forward pass",
+        f"lr {args.lr:g} {args.lr_schedule}, beta {args.beta:g}, at most {max_length} tokens a side, "
+        f"{args.max_new_tokens} new tokens, {epochs:.3g} epochs",
+        f"{total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
+        f"{args.micro_batch_size} a forward pass",
     ]
+    if data.prompts:
+        lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
     return "\n".join(lines)
@@ -824,23 +839,6 @@ def trains_end(pair, eos):
     return eos in chosen[prompt_length:] or eos in rejected[prompt_length:]
 
 
-def headline_metric(data, reference):
-    """The metric whose highest value marks the best checkpoint."""
-    if reference.means:
-        return f"eval/{next(iter(reference.means))}"
-    if data.eval_sets:
-        return f"{set_prefix(next(iter(data.eval_sets)))}rewards/accuracies"
-    return "rewards/accuracies"
-
-
-def describe_reference(args):
-    """What the reference is, and when it is asked."""
-    if args.reference_free:
-        return "none"
-    name = "the model as it is at the start" if args.ref_model is None else "of its own"
-    return f"{name}, scored once" if args.precompute_ref else f"{name}, kept"
-
-
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
 
@@ -849,34 +847,30 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     path = build(args.model, "--model")
-    ref_path = build(args.ref_model, "--ref-model")
     data = read(args)
     accelerator = launch(args)
     lm, tokenizer = load(args, path, accelerator.device)
-    encode(data, lm, tokenizer, args)
-    longest = 2 * max(map(longer_side, data.pairs))
-    set_attention(lm, args, accelerator.device, longest)
-    reference = load_ref(args, path, ref_path, lm, tokenizer, longest)
-
+    max_length = encode(data, lm, tokenizer, args)
+    reference = Reference(accelerator, lm, tokenizer, args)
     run = Run("dpo", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.pairs) / args.batch_size)
     share = shares_exactly(run, lm, data, pair_logprobs, "log-probability", args)
-    run.say(summary(args, accelerator, lm, tokenizer, data, total_steps))
-    ask_reference(run, reference, share, tokenizer, data, args)
+    run.say(summary(args, accelerator, lm, tokenizer, data, max_length, total_steps))
+    reference.ask(run, tokenizer, data, share)
+    losses_of = functools.partial(pair_losses, reference=reference, args=args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     evaluates = bool(data.eval_sets or data.prompts)
     run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
     score = functools.partial(pair_logprobs, model, share)
     if args.check:
-        evaluate(run, 0, model, score, tokenizer, data, reference, args)
+        evaluate(run, 0, model, score, losses_of, tokenizer, data, args)
         run.say("check passed")
         return {}, None
     if run.evaluation_due(0):
-        run.log(0, evaluate(run, 0, model, score, tokenizer, data, reference, args))
-    headline = headline_metric(data, reference)
+        run.log(0, evaluate(run, 0, model, score, losses_of, tokenizer, data, args))
 
     for step in range(run.begun + 1, total_steps + 1):
         start = time.perf_counter()
@@ -885,18 +879,17 @@ def main(args):
         batch = stream_rows(args.seed, "data", len(data.pairs), (step - 1) * args.batch_size, args.batch_size)
         count = sum(len(data.pairs[row][0]) - data.pairs[row][2] for row in batch)  # tokens of the chosen responses
         micro_batches = split_rows(accelerator, batch, data.pairs, args.micro_batch_size)
-        # 2. loss = -1/B sum log sigmoid(beta (c - r)), Eq. 7 (or --loss-type; --sft-coef), and its gradient
+        # 2. loss = 1/B sum pair_losses + sft_coef nll, and its gradient
         sums = defaultdict(float)
         for rows in micro_batches:
             micro_batch = [data.pairs[row] for row in rows]
             with nullcontext() if rows is micro_batches[-1] else accelerator.no_sync(model):
                 policy = score(micro_batch)
-                ref = batch_logprobs(accelerator, reference, share, rows, micro_batch)
-                terms = pair_terms(policy, ref, micro_batch, args)
-                loss = terms["loss"].sum() / args.batch_size - args.sft_coef * policy[0].sum() / count
+                losses, rewards = losses_of(policy, micro_batch)
+                loss = losses.sum() / args.batch_size - args.sft_coef * policy[0].sum() / count
                 # data-parallel training averages gradients over the processes, hence the factor
                 accelerator.backward(loss * accelerator.num_processes)
-            for name, values in terms.items():
+            for name, values in pair_terms(policy, losses, rewards).items():
                 sums[name] += values.detach().double().sum()
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)
@@ -915,14 +908,17 @@ def main(args):
         nll = -sums["logps/chosen"] / count  # mean over the tokens
         loss = means.pop("loss") + args.sft_coef * nll
         metrics = {"train/loss": loss, "train/nll": nll, **means}
-        metrics |= {"train/epoch": step * args.batch_size / len(data.pairs), "optim/lr": lr}
-        metrics["optim/grad_norm"] = grad_norm.item()
-        tokens = sum(pair_length(data.pairs[row]) for row in batch)
-        perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
-        perf["perf/pairs_per_sec"] = args.batch_size / seconds
+        metrics["train/epoch"] = step * args.batch_size / len(data.pairs)
+        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item()}
+        perf = {
+            "perf/seconds_update": seconds,
+            "perf/tokens_per_sec": sum(pair_length(data.pairs[row]) for row in batch) / seconds,
+            "perf/pairs_per_sec": args.batch_size / seconds,
+        }
         if run.evaluation_due(step):
-            metrics |= evaluate(run, step, model, score, tokenizer, data, reference, args)
-            if run.is_best(step, metrics[headline]):
+            evaluation = evaluate(run, step, model, score, losses_of, tokenizer, data, args)
+            metrics |= evaluation
+            if evaluation and run.is_best(step, evaluation[headline_metric(evaluation, data)]):
                 run.export(to_export(lm, args), tokenizer, "hf_model_best")
         run.log(step, metrics, perf)
         text = f"loss {loss:.4f} | accuracy {metrics['rewards/accuracies']:.3f}"
@@ -930,8 +926,10 @@ def main(args):
         run.save_if_due(step)
 
     run.export(to_export(lm, args), tokenizer, "hf_model")
-    title = f"{run.identity['flags']['model']} after DPO on {run.identity['flags']['dataset']}"
+    flags = run.identity["flags"]
+    title = f"{flags['model']} after {run.identity['algo'].upper()} on {flags['dataset']}"
     chosen, _, prompt_length = data.pairs[0]
+    headline = headline_metric(run.newest_metrics(), data)
     metrics = run.finish(headline, title, tokenizer.decode(chosen[:prompt_length]))
     accelerator.end_training()
     return metrics, run.dir

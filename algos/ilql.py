@@ -10,13 +10,13 @@ the hidden states of the language model pi, which goes on to imitate the data:
     |tau - 1[u < 0]| u^2,  u = min Q^(s, a) - V(s)         V: an upper expectile over actions    expectile_loss
     log sum_b exp Q(s, b) - Q(s, a)                        unseen actions get a low Q (CQL)      cql_loss
     -log pi(a | s) w,  w = exp(awac_beta u), clipped       imitation, weighted by advantage      awac_loss
-    Q^ <- Q^ + alpha (Q - Q^)                              every few steps                       polyak_update
+    Q^ <- Q^ + alpha (Q - Q^)                              --polyak-alpha, every few steps       polyak_update
     log pi(a | s) + beta (min Q^(s, a) - V(s))             what is sampled from                  shape_logits
 
 How this differs from trlX's ILQL and the authors' code:
 - One transformer, as in trlX; the authors have three (algos/README.md has recipes for a separate policy and target).
-- --top-k and --top-p choose from pi, before Q is added, so that no beta leaves the likely tokens of pi with them (trlX:
-  `--filter shaped`). The targets' Q is computed only for the action taken, logits only for actions, in chunks.
+- --top-k and --top-p choose from pi, before Q is added, as the authors do. So no beta leaves the likely tokens of pi.
+- The targets' Q is computed only for the action taken. Logits are computed only for actions, in chunks.
 - Rows that are cut or `truncated` bootstrap from V of their last state, as in the authors' code; in trlX all rows end.
 - The targets follow every --steps-for-target-q-sync optimizer steps, counted over the whole run.
 - Losses are means over the actions of the global batch, so neither micro-batches, processes nor padding change them.
@@ -27,8 +27,8 @@ token, or a list with one for each output. {"truncated": true} says that the epi
 
     accelerate launch algos/ilql.py                                # random walks on a CPU, in about a minute
     accelerate launch algos/ilql.py --model gpt2 --dataset rewarded.jsonl --metric my_metric.py:metric \
-        --eval-prompts prompts.jsonl --max-new-tokens 32 --micro-batch-size 8 --lr 1e-5 --betas 0 1 4
-    torchrun --nproc_per_node 8 algos/ilql.py --model Qwen/Qwen3-0.6B --dataset org/rewarded:train --lr 1e-5
+        --eval-prompts prompts.jsonl
+    torchrun --nproc_per_node 8 algos/ilql.py --model Qwen/Qwen3-0.6B --dataset org/rewarded:train
 
 Dimension key: B rows, T tokens of a row, Q prompt and R output tokens of an encoder-decoder, A actions of a row,
 N actions of a batch, V vocabulary, H hidden size.
@@ -43,6 +43,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
@@ -54,9 +55,10 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from common.adapters import to_export, train_adapters
-from common.cli import InputError, build, call_metric, cli, launch, load_function, spec_path, stop_if
+from common.adapters import adapter_problems, to_export, train_adapters
+from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
     encode_prompts,
     have_bos,
@@ -69,49 +71,127 @@ from common.data import (
     texts,
     tokenize,
 )
-from common.logging import Run, closes_run, describe_layout, on_main, visible
-from common.models import as_decoder, freeze, lm_class, load_model, max_positions, set_attention, unsharded
-from common.sampling import evaluate_samples, text_arguments
+from common.functions import build, load_function, spec_path
+from common.logging import Run, closes_run, describe_layout, visible
+from common.machine import launch
+from common.models import as_decoder, freeze, lm_class, load_model, max_positions, unsharded
+from common.ranges import (
+    Count,
+    Decay,
+    Fraction,
+    Layers,
+    Natural,
+    NonNegative,
+    Positive,
+    Repository,
+    Share,
+    Text,
+    out_of_range,
+)
+from common.sampling import evaluate_samples
 from common.seeding import rng, seed_libraries, stream_rows
 
-TASK = "benchmarks/tasks/randomwalks.py"
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 
 
+@embedded_task("benchmarks/tasks/randomwalks/ilql.yaml")
 @dataclass
 class Args:
-    """Implicit language Q-learning: offline RL of a language model."""
+    """Implicit language Q-learning: offline RL of a language model. Defaults are for pretrained models."""
 
-    # ---- run
-    run_dir: str | None = None
-    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
-    resume: str = "auto"
-    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
-    seed: int = 1
-    """Seed of every random draw."""
-    threads: int | None = None
-    """CPU threads of this process; default: the cores divided by the processes on this machine."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
-    mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
-    save_every: int = 100
-    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: int = 100
-    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
-    track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
-    wandb_project: str = "plainrl"
-    """Project name for --track."""
-    push_to_hub: str | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
-    check: bool = False
-    """Validate flags, data, model and functions, print the summary, and exit."""
+    # ---- algorithm
+    epochs: Positive = 3.0
+    """Passes over the data."""
+    total_steps: Count | None = None
+    """Optimizer steps; default: those of --epochs."""
+    tau: Fraction = 0.7
+    """Expectile that V learns of Q over the data's actions: 0.5 is their mean, near 1 their maximum (trlX: 0.7; the
+    authors: 0.6 to 0.8)."""
+    gamma: Fraction = 0.99
+    """Discount per token (trlX and the authors: 0.99)."""
+    cql_scale: NonNegative = 0.1
+    """Weight of the CQL loss, which lowers Q for actions that the data do not take (trlX: 0.1; the authors: 1e-4 to
+    1)."""
+    awac_scale: NonNegative = 1.0
+    """Weight of the imitation loss (trlX: 1)."""
+    awac_beta: NonNegative = 0.0
+    """In the imitation loss a token weighs exp(beta x its advantage); 0: plain imitation (trlX and the authors)."""
+    awac_clip: Positive = 20.0
+    """Largest such weight, at least 1."""
+    two_qs: bool = True
+    """Two Q heads, of which the lower value counts; --no-two-qs: one. Losses are summed over the heads."""
+    polyak_alpha: Share = 0.005
+    """Share of the online Q heads that their targets take over at a synchronisation (the authors: 0.005 at every step;
+    trlX: 0.001 every 5). The summary says how far the targets will have come."""
+    steps_for_target_q_sync: Count = 1
+    """Synchronise the target Q heads every so many optimizer steps (the authors: 1; trlX: 5)."""
 
-    # ---- model and data
-    model: str = f"{TASK}:untrained_model"
+    # ---- evaluation by sampling
+    betas: tuple[NonNegative, ...] = (0.0, 1.0, 4.0)
+    """Weights (--betas 0 1 4) of the advantage in the policy log pi + beta (Q - V), evaluated in turn as
+    eval/<metric>@beta=<beta>; the best one by the first metric counts. 0 is imitation (trlX: 1, or 1 and 4; the
+    authors: 8 to 16). --eval-temperature divides the whole sum."""
+    max_new_tokens: Count = 56
+    """Longest response, in tokens (trlX: 56)."""
+    stop: tuple[Text, ...] = ()
+    """Strings that end a response, which keeps the tokens through the one that completes the string. The metric sees
+    the text before it, without trailing space."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature of evaluations; 0: greedy."""
+    top_k: Natural = 20
+    """Evaluations sample from the k tokens that pi finds likeliest, whatever their Q; 0: from all (trlX: 20, of the
+    whole sum)."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens to which pi gives this probability; 1: from all."""
+    logit_mask: str | None = None
+    """file.py:function that returns a V x V matrix, from Python also the matrix: True where a column's token must never
+    follow a row's."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once; changes memory and speed, never the result."""
+
+    # ---- optimizer
+    lr: Positive = 5e-5
+    """Peak learning rate of AdamW (trlX: 5e-5 for GPT-2; the authors: 1e-5 to 1e-4; adapters of --lora-r take ten times
+    as much)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: Count = 128
+    """Rows per optimizer step, all processes together (trlX: 128)."""
+    micro_batch_size: Count = 8
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+
+    # ---- data
+    dataset: str | None = None
+    """Rows with rewards: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
+    eval_dataset: str | None = None
+    """Rows with rewards for evaluation, several sets joined by commas or as a mapping of names."""
+    eval_prompts: str | None = None
+    """Rows with a prompt to sample from for --metric; default: the first set of --eval-dataset."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}. The first one, of which more is better,
+    chooses the best beta and the best checkpoint."""
+    max_length: Count = 1024
+    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut before an
+    action, where they bootstrap."""
+    normalize_rewards: bool = True
+    """Scale rewards so that the returns of the training rows have standard deviation 1, and mean 0 if all rows end."""
+
+    # ---- model
+    model: str | None = None
     """Hub id, directory, or file.py:function that returns one; from Python also a model."""
     tokenizer: str | None = None
     """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
@@ -121,164 +201,68 @@ class Args:
     """Type of the weights (and so of the optimizer state)."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
-    attn_implementation: str = "auto"
-    """auto, eager, sdpa or flash_attention_2; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
-    num_layers_unfrozen: int = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo, reward and ilql): only the heads."""
+    num_layers_unfrozen: Layers = -1
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0:
+    only the heads of V and Q."""
     load_in_4bit: bool = False
     """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
     --model."""
-    lora_r: int = 0
+    lora_r: Natural = 0
     """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
     adapter of a language model is trained further without this flag."""
-    lora_alpha: float | None = None
+    lora_alpha: Positive | None = None
     """LoRA adapters count alpha / r times; default: the rank, so once."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
     last."""
-    merge: bool = False
+    merge_adapters: bool = False
     """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
-    dataset: str = f"{TASK}:rewarded"
-    """Rows with rewards: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
-    eval_dataset: str | None = None
-    """Rows with rewards for evaluation, several sets joined by commas or as a mapping of names."""
-    eval_prompts: str | None = "auto"
-    """Rows with a prompt to sample at evaluation (sft, ilql: for --metric); auto: the embedded task's; default: the
-    first set of --eval-dataset."""
-    metric: str | None = "auto"
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
-    max_length: int = 1024
-    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
-    end; reward drops them, and dpo those that this leaves without a response."""
-    normalize_rewards: bool = True
-    """Scale rewards so that the returns of the training rows have standard deviation 1, and mean 0 if all rows end."""
 
-    # ---- algorithm
-    gamma: float = 0.99
-    """Discount per token."""
-    tau: float = 0.9
-    """Expectile that V learns of Q over the data's actions: 0.5 is their mean, near 1 their maximum."""
-    cql_scale: float = 0.03
-    """Weight of the CQL loss, which lowers Q for actions that the data do not take."""
-    awac_scale: float = 1.0
-    """Weight of the imitation loss."""
-    awac_beta: float = 0.0
-    """In the imitation loss a token weighs exp(beta x its advantage); 0: plain imitation."""
-    awac_clip: float = 20.0
-    """Largest such weight, at least 1."""
-    two_qs: bool = True
-    """Two Q heads, of which the lower value counts; --no-two-qs: one. Losses are summed over the heads."""
-    alpha: float = 0.02
-    """Share of the online Q heads that their targets take over at a synchronisation."""
-    steps_for_target_q_sync: int = 1
-    """Synchronise the target Q heads every so many optimizer steps."""
-
-    # ---- optimizer
-    lr: float = 2e-3
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward, ilql and ddpo, or 3e-4 in ddpo
-    with LoRA, 1e-6 in dpo)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    lr_final: float = 0.0
-    """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: int = 20
-    """Optimizer steps of linear warm-up."""
-    decay_steps: int | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's moments."""
-    adam_eps: float = 1e-8
-    """Epsilon of AdamW."""
-    weight_decay: float = 1.0
-    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
-    max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; 0: never."""
-    batch_size: int = 96
-    """Rows per optimizer step, all processes together."""
-    micro_batch_size: int = 96
-    """Rows per process and forward pass; changes memory and speed, never the result."""
-    epochs: float | None = None
-    """Passes over the data; default: 3, in reward and dpo 1, the embedded task more. --total-steps wins over it."""
-    total_steps: int | None = None
-    """Optimizer steps; default: from --epochs."""
-
-    # ---- evaluation by sampling
-    betas: tuple[float, ...] = (0.0, 4.0, 64.0)
-    """Weights (--betas 0 1 4) of the advantage in the policy log pi + beta (Q - V), evaluated in turn as
-    eval/<metric>@beta=<beta>. The last one chooses the best checkpoint. --eval-temperature divides the whole sum."""
-    max_new_tokens: int = 9
-    """Longest response, in tokens."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response, which keeps (and in ppo trains) the tokens through the one that completes the
-    string. Reward and metric see the text before it, without trailing space."""
-    eval_temperature: float = 1.0
-    """Sampling temperature of evaluations; 0: greedy."""
-    top_k: int = 0
-    """Evaluations sample from the k likeliest tokens; 0: from all."""
-    top_p: float = 1.0
-    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
-    filter: Literal["base", "shaped"] = "base"
-    """What --top-k and --top-p choose from: the model's own distribution, so that no beta leaves its support, or, as in
-    trlX, the one with the advantage added."""
-    advantage_clip: float | None = None
-    """Largest advantage Q - V in that policy: 0 only lowers the probability of bad tokens; default: none."""
-    logit_mask: str | None = None
-    """file.py:function that returns a V x V matrix, from Python also the matrix: True where a column's token must never
-    follow a row's."""
-    decode_batch_size: int = 1024
-    """Rows that a process decodes at once; changes memory and speed, never the result."""
+    # ---- run
+    run_dir: str | None = None
+    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: Count | None = None
+    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    save_every: Natural = 100
+    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    eval_every: Natural = 100
+    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    push_to_hub: Repository | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
+    check: bool = False
+    """Validate flags, data, model and functions, print the summary, and exit."""
 
     def __post_init__(self):
-        own = self.dataset != f"{TASK}:rewarded"
-        unscored = self.metric is None and self.eval_prompts not in (None, "auto")
-        for name, function in {"eval_prompts": "eval_prompts", "metric": "metric"}.items():
-            if getattr(self, name) == "auto":
-                setattr(self, name, None if own else f"{TASK}:{function}")
-        self.epochs = (3.0 if own else 16.0) if self.epochs is None else self.epochs
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        known = ("auto", "eager", "sdpa", "flash_attention_2")
-        rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
-        rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
-        rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
-        positive = ("lr", "epochs", "lora_alpha")
-        rules += [(name, 0 < given.get(name, 1) < math.inf, "a positive number") for name in positive]
-        rules += [
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("tau", 0 < self.tau < 1, "in (0, 1)"),
-            ("gamma", 0 <= self.gamma <= 1, "in [0, 1]"),
-            ("alpha", 0 < self.alpha <= 1, "in (0, 1]"),
-            ("awac_clip", self.awac_clip >= 1, "at least 1"),
-            (
-                "betas",
-                self.betas and all(0 <= beta < math.inf for beta in self.betas),
-                "one or more numbers, 0 or positive",
-            ),
-            ("eval_prompts", not unscored, "given with --metric, which scores what is sampled"),
-            ("filter", self.filter in ("base", "shaped"), "base or shaped"),
-            ("betas", len({f"{beta:g}" for beta in self.betas}) == len(self.betas), "different in their six digits"),
-            ("advantage_clip", math.isfinite(self.advantage_clip or 0), "a finite number"),
-            ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
-            ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
-            ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1, 0 or more"),
-            ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
-            ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
-            ("lora_targets", self.lora_r or tuple(self.lora_targets) == ("all-linear",), "given with --lora-r"),
-            ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
-            ("load_in_4bit", not self.load_in_4bit or self.dtype != "float64", "off with --dtype float64"),
-            ("stop", all(self.stop), "strings that are not empty"),
-            ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
-        ]
-        bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
-        stop_if([f"--{flag} {value} must be {rule}" for flag, value, rule in bad])
-
-
-AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size
-steps_for_target_q_sync max_new_tokens decode_batch_size""".split()
-ZERO_OR_MORE = """lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature cql_scale awac_scale
-awac_beta""".split()
+        problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
+        if self.tau in (0, 1):
+            problems.append(f"--tau {self.tau} must be above 0 and below 1, or V has no bound")
+        if 0 < self.awac_clip < 1:
+            problems.append(f"--awac-clip {self.awac_clip} must be at least 1, the weight where the advantage is 0")
+        if not self.betas:
+            problems.append("--betas is empty: name one number or several")
+        if len({f"{beta:g}" for beta in self.betas}) < len(self.betas):
+            problems.append(f"--betas {self.betas} must differ in their six digits, which name the metrics")
+        if self.eval_prompts is not None and self.metric is None:
+            problems.append("--eval-prompts is given without --metric, which scores what is sampled")
+        stop_if(problems)
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -317,8 +301,8 @@ def polyak_update(target, online, alpha):
         slow.lerp_(fast, alpha)
 
 
-def shape_logits(logits, q, v, beta, top_k=0, top_p=1.0, advantage_clip=None, forbidden=None):
-    """log pi(a | s) + beta min(Q(s, a) - V(s), advantage_clip): the policy that ILQL samples from.
+def shape_logits(logits, q, v, beta, top_k=0, top_p=1.0, forbidden=None):
+    """log pi(a | s) + beta (Q(s, a) - V(s)): the policy that ILQL samples from.
 
     logits, q: (..., V); v: (...). It is -inf where forbidden (..., V) is True, then outside the top_k likeliest tokens
     of pi (0: all), and outside the smallest set of them with probability top_p; at least in float32.
@@ -332,10 +316,7 @@ def shape_logits(logits, q, v, beta, top_k=0, top_p=1.0, advantage_clip=None, fo
         ranked, order = logits.softmax(-1).sort(descending=True, stable=True)
         drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
-    advantages = q - v[..., None]
-    if advantage_clip is not None:
-        advantages = advantages.clamp(max=advantage_clip)
-    return logits.log_softmax(-1) + beta * advantages
+    return logits.log_softmax(-1) + beta * (q - v[..., None])
 
 
 def learning_rate(args, step, total_steps):
@@ -352,7 +333,7 @@ def learning_rate(args, step, total_steps):
 
 # ---- Products with the vocabulary ------------------------------------------------------------------------------------
 
-CHUNK = 2**23  # logits of one chunk: 32 MB in float32
+CHUNK = 2**23  # logits that are computed at a time: 32 MB in float32
 
 
 def chosen_q(head, states, actions):
@@ -361,56 +342,17 @@ def chosen_q(head, states, actions):
     return (head[:-1](states) * F.embedding(actions, last.weight)).sum(-1) + last.bias[actions]
 
 
-class ChunkedNLL(torch.autograd.Function):
-    """weights * -log softmax(x weight^T + bias)[action] of rows x (N, H): (N,), with CHUNK logits at a time.
+def in_chunks(size, loss, head, states, *columns):
+    """loss(head(states), *columns) (N,) of states (N, H) and columns (N,), `size` rows at a time. The logits of a chunk
+    are computed again in the backward pass, so those of all chunks are never in memory at once."""
 
-    The gradient is computed on the way forward, while the logits of a chunk are there, so that they neither stay nor
-    are computed twice. It is right where all rows get the same gradient, as those of a sum or a mean do.
-    """
+    def chunk_loss(states, *columns):
+        return loss(head(states), *columns)
 
-    @staticmethod
-    def forward(ctx, x, weight, bias, actions, weights, training):
-        needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-        dx = torch.zeros_like(x) if needs_dx and training else None
-        dweight = torch.zeros_like(weight) if needs_dweight and training else None
-        dbias = torch.zeros_like(bias) if needs_dbias and training else None
-        losses = torch.empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        for rows in torch.arange(len(x), device=x.device).split(max(1, CHUNK // len(weight))):
-            losses[rows], slopes = nll_and_slopes(F.linear(x[rows], weight, bias), actions[rows], weights[rows])
-            if dx is not None:
-                dx[rows] = (slopes @ weight).to(dx.dtype)
-            if dweight is not None:
-                dweight += slopes.T @ x[rows]
-            if dbias is not None:
-                dbias += slopes.sum(0)
-            del slopes  # few tensors of this size live at a time
-        ctx.save_for_backward(dx, dweight, dbias)
-        return losses
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if (gradient != gradient[0]).any():
-            raise ValueError("ChunkedNLL: the rows must have equal gradients")
-        gradients = []
-        for slope in ctx.saved_tensors:
-            gradients.append(None if slope is None else slope * gradient[0])
-        return *gradients, None, None, None  # none of actions, weights, training
-
-
-def nll_and_slopes(logits, actions, weights):
-    """weights * -log softmax(logits)[action] (N,), at least in float32, and its gradient by the logits (N, V)."""
-    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    chosen = actions[:, None]
-    losses = -logprobs.gather(-1, chosen)[:, 0] * weights
-    slopes = logprobs.exp_()  # in place, as what follows: softmax - 1[action], weighted
-    slopes.scatter_add_(-1, chosen, -torch.ones_like(slopes[:, :1]))
-    slopes.mul_(weights[:, None])
-    return losses, slopes.to(logits.dtype)
-
-
-def chunked_nll(layer, x, actions, weights):
-    """ChunkedNLL of a linear layer."""
-    return ChunkedNLL.apply(x, layer.weight, layer.bias, actions, weights, torch.is_grad_enabled())
+    if len(states) <= size:
+        return chunk_loss(states, *columns)
+    chunks = zip(*(column.split(size) for column in (states, *columns)), strict=True)
+    return torch.cat([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 # ---- Heads -----------------------------------------------------------------------------------------------------------
@@ -440,7 +382,7 @@ class PolicyWithQ(nn.Module):
         return ilql_losses(self, batch, args)
 
     @contextmanager
-    def guided(self, beta, top_k=0, top_p=1.0, advantage_clip=None, logit_mask=None):
+    def guided(self, beta, top_k=0, top_p=1.0, logit_mask=None):
         """Inside, `lm` returns the logits of `shape_logits`, so what samples from it (`lm.generate`) samples from the
         policy with this beta; give `generate` top_k=0, or it keeps the 50 likeliest of the shaped policy.
         logit_mask: bool (V, V), True where the column must not follow the row; a row of True forbids nothing."""
@@ -451,16 +393,16 @@ class PolicyWithQ(nn.Module):
         def record(module, inputs):
             hidden.append(inputs[0])
 
-        def shape(module, inputs, options, output):
+        def shape(module, inputs, keywords, output):
             with torch.autocast(output.logits.device.type, enabled=False):  # the heads keep float32
                 states = hidden.pop().to(self.v_head[0].weight.dtype)
                 q = torch.stack([head(states) for head in self.target_q_heads]).amin(0)
                 v = self.v_head(states)[..., 0]
             forbidden = None
             if logit_mask is not None:
-                ids = options["input_ids"] if "input_ids" in options else inputs[0]
+                ids = keywords["input_ids"] if "input_ids" in keywords else inputs[0]
                 forbidden = logit_mask[ids[:, -q.shape[1] :]]
-            output.logits = shape_logits(output.logits, q, v, beta, top_k, top_p, advantage_clip, forbidden)
+            output.logits = shape_logits(output.logits, q, v, beta, top_k, top_p, forbidden)
             return output
 
         recording = self.lm.get_output_embeddings().register_forward_pre_hook(record)
@@ -511,28 +453,29 @@ def hidden_states(lm, ids, query_mask=None, logits=False):
     behind it, and states of padding are never read. An encoder-decoder needs query_mask (B, Q), of the left-padded
     tokens for its encoder; of the R tokens behind them, with the start token, it returns R + 1 states.
     """
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    num_states = ids.shape[1]
+    positions = torch.arange(num_states, device=ids.device).expand_as(ids)
     inputs = {"input_ids": ids, "position_ids": positions}
     if query_mask is not None:
-        response = ids.shape[1] - query_mask.shape[1]
-        inputs["attention_mask"] = F.pad(query_mask.long(), (0, response), value=1)
-        inputs["logits_to_keep"] = response + 1
-    read = []
+        num_states += 1 - query_mask.shape[1]
+        inputs["attention_mask"] = F.pad(query_mask.long(), (0, num_states - 1), value=1)
+        inputs["logits_to_keep"] = num_states
+    hidden = []
 
-    def keep(module, inputs):
-        read.append(inputs[0])
+    def record(module, inputs):
+        hidden.append(inputs[0])
         if logits:
             return inputs
         return inputs[0][:, :1].contiguous(), *inputs[1:]  # as contiguous_input in common/models.py
 
-    hook = lm.get_output_embeddings().register_forward_pre_hook(keep)
+    hook = lm.get_output_embeddings().register_forward_pre_hook(record)
     try:
         output = lm(**inputs, use_cache=False)
     finally:
         hook.remove()
-    if read[0].shape[:2] != (len(ids), inputs.get("logits_to_keep", ids.shape[1])):
+    if hidden[0].shape[:2] != (len(ids), num_states):
         raise InputError("--model adds tokens to a row, or leaves some out: ilql.py cannot place the actions")
-    return read[0], output.logits if logits else None
+    return hidden[0], output.logits if logits else None
 
 
 @torch.no_grad()
@@ -625,13 +568,7 @@ class Episode:
 
 
 def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
-    """(episodes of the rows that hold an action, report). See the top of this file for the forms of a row.
-
-    An action is a token of an output, the end token included. A number is the reward of the last action, a list has one
-    for the last token of each output. A truncated row loses its last end token, and what a chat template wrote behind.
-    A row that is longer than max_length is cut before an action, so that it ends in a state where one is taken, and
-    loses the rewards behind.
-    """
+    """(episodes of the rows that hold an action, report). See the top of this file for the forms of a row."""
     if "reward" not in rows[0]:
         raise InputError(f"{flag} row 1: 'reward' is missing among {list(rows[0])}")
     if rows[0].keys().isdisjoint(("messages", "prompt", "completion", "dialogue")):
@@ -641,33 +578,10 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     encoded = encode_segments(rows, tokenizer, flag, encoder)
     for number, (row, (ids, spans)) in enumerate(zip(rows, encoded, strict=True), 1):
         where = f"{flag} row {number}"
-        truncated = row.get("truncated")
-        if truncated not in (None, 0, 1):
-            raise InputError(f"{where}: 'truncated' must be true or false, it is {truncated!r:.60}")
-        outputs = [(begin, end) for begin, end, trained in spans if trained]
-        room = max_length
-        over = 0
-        if encoder:  # which reads the prompt
-            _, prompt_length, _ = spans[0]
-            over = max(0, prompt_length - max_length)
-            del ids[prompt_length - 1 - over : prompt_length - 1]  # the prompt keeps its end token
-            outputs = [(begin - over, end - over) for begin, end in outputs]
-            room += prompt_length - over
-        if truncated:
-            ids = without_end(ids, outputs[-1][0], tokenizer.eos_token_id)
-        places = [range(max(1, begin), min(end, len(ids))) for begin, end in outputs]  # nothing predicts the first
-        received = place_rewards(row["reward"], places, where)
-        actions = list(itertools.chain(*places))
-        too_long = len(ids) > room
-        if too_long:
-            last_state = max((place for place in actions if place <= room), default=0)
-            ids = ids[:last_state]
-            actions = [place for place in actions if place < len(ids)]
-        if too_long or over > 0:
-            num_cut += 1
-        if actions:
-            rewards = [received.get(place, 0.0) for place in actions]
-            episodes.append(Episode(ids, actions, rewards, done=not (truncated or too_long)))
+        episode, is_cut = make_episode(row, ids, spans, tokenizer.eos_token_id, max_length, encoder, where)
+        num_cut += is_cut
+        if episode.actions:
+            episodes.append(episode)
     if not episodes:
         raise InputError(f"{flag}: no row has an action left within --max-length {max_length}")
     counts = sorted(len(episode.actions) for episode in episodes)
@@ -677,6 +591,41 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
         f"actions of a row: {counts[0]} to {counts[-1]}, median {counts[len(counts) // 2]}"
     )
     return episodes, report
+
+
+def make_episode(row, ids, spans, eos_id, max_length, encoder, where):
+    """(episode, whether it was cut) of a row with its tokens and spans, as `encode_segments` yields them.
+
+    An action is a token of an output, the end token included. A number is the reward of the last action, a list has one
+    for the last token of each output. A truncated row loses its last end token, and what a chat template wrote behind.
+    A row that is longer than max_length is cut before an action, so that it ends in a state where one is taken, and
+    loses the rewards behind.
+    """
+    truncated = row.get("truncated")
+    if truncated not in (None, 0, 1):
+        raise InputError(f"{where}: 'truncated' must be true or false, it is {truncated!r:.60}")
+    outputs = [(begin, end) for begin, end, trained in spans if trained]
+    longest = max_length
+    num_over = 0
+    if encoder:  # which reads the prompt: it is cut on its own, and keeps its end token
+        _, prompt_length, _ = spans[0]
+        num_over = max(0, prompt_length - max_length)
+        del ids[prompt_length - 1 - num_over : prompt_length - 1]
+        outputs = [(begin - num_over, end - num_over) for begin, end in outputs]
+        longest += prompt_length - num_over
+    if truncated:
+        ids = without_end(ids, outputs[-1][0], eos_id)
+    places = [range(max(1, begin), min(end, len(ids))) for begin, end in outputs]  # nothing predicts the first
+    received = place_rewards(row["reward"], places, where)
+    actions = list(itertools.chain(*places))
+    is_long = len(ids) > longest
+    if is_long:
+        last_state = max((place for place in actions if place <= longest), default=0)
+        ids = ids[:last_state]
+        actions = [place for place in actions if place < last_state]
+    rewards = [received.get(place, 0.0) for place in actions]
+    episode = Episode(ids, actions, rewards, done=not (truncated or is_long))
+    return episode, is_long or num_over > 0
 
 
 def texts_as_completions(rows, flag):
@@ -698,7 +647,9 @@ def without_end(ids, begin, eos_id):
 
 def place_rewards(reward, outputs, where):
     """{place: reward} of a row's reward, a number or a list; outputs: the places of each output."""
-    values = reward if isinstance(reward, list) else [0.0] * (len(outputs) - 1) + [reward]
+    values = reward
+    if not isinstance(reward, list):
+        values = [0.0] * (len(outputs) - 1) + [reward]
     are_numbers = all(isinstance(value, Real) and abs(value) < 1e38 for value in values)
     if not are_numbers or len(values) != len(outputs):
         form = f"a finite number, or a list of {len(outputs)}, one for each output"
@@ -810,19 +761,14 @@ def ilql_losses(policy, batch, args):
     loss_q = td_errors.square().sum(0)
     loss_v = expectile_loss(target_q - v, args.tau)
     # the products with the vocabulary are most of the work: under autocast they have its type
-    weights = (args.awac_beta * advantages).exp().clamp(max=args.awac_clip)
-    output_layer = policy.lm.get_output_embeddings()
-    chunked = len(actions) * policy.q_heads[0][-1].out_features > CHUNK
-    if chunked:
-        ones = torch.ones_like(weights)
-        loss_cql = sum(chunked_nll(head[-1], head[:-1](states), actions, ones) for head in policy.q_heads)
+    size = max(1, CHUNK // policy.q_heads[0][-1].out_features)
+    loss_cql = sum(in_chunks(size, cql_loss, head, states, actions) for head in policy.q_heads)
+    imitation_loss = partial(awac_loss, beta=args.awac_beta, clip=args.awac_clip)
+    if logits is None:
+        output_layer = policy.lm.get_output_embeddings()
+        loss_awac = in_chunks(size, imitation_loss, output_layer, hidden[at], actions, advantages)
     else:
-        loss_cql = sum(cql_loss(head(states), actions) for head in policy.q_heads)
-    if chunked and logits is None:
-        loss_awac = chunked_nll(output_layer, hidden[at], actions, weights)
-    else:
-        logits = output_layer(hidden[at]) if logits is None else logits[rows, batch.states][at]
-        loss_awac = awac_loss(logits, actions, advantages, args.awac_beta, args.awac_clip)
+        loss_awac = imitation_loss(logits[rows, batch.states][at], actions, advantages)
     with torch.no_grad():
         error = td_errors.abs().mean(0)
         ends = ~not_done
@@ -832,7 +778,7 @@ def ilql_losses(policy, batch, args):
             "target_qvalues": target_q,
             "advantages": advantages,
             "target_gap": (q - targets).mean(0),
-            "awac_weight": weights,
+            "awac_weight": (args.awac_beta * advantages).exp().clamp(max=args.awac_clip),
             "squared_values": v.square(),
             "squared_advantages": advantages.square(),
             "end_errors": error * ends,
@@ -894,20 +840,14 @@ def evaluate(run, step, model, tokenizer, data, args):
     metrics = {}
     samples = []
 
-    def measure(rows, outputs, output_ids):
-        given = text_arguments(tokenizer, rows, outputs, output_ids)
-        return on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
-
-    guiding = {"advantage_clip": args.advantage_clip, "logit_mask": data.logit_mask}
-    drawing = {"top_k": args.top_k, "top_p": args.top_p}
-    if args.filter == "base":  # `guided` filters, not `draw`
-        guiding |= drawing
-        drawing = {"top_k": 0, "top_p": 1.0}
+    betas = args.betas if data.metric else ()
+    prompts = data.prompts, data.queries
     with unsharded(model):
-        for beta in args.betas if data.metric else ():
-            sources = policy.lm, tokenizer, data.prompts, data.queries
-            with policy.guided(beta, **guiding):
-                means, rows = evaluate_samples(accelerator, *sources, measure, args, **drawing)
+        for beta in betas:
+            with policy.guided(beta, args.top_k, args.top_p, data.logit_mask):
+                means, rows = evaluate_samples(
+                    accelerator, policy.lm, tokenizer, *prompts, data.metric, args, filtered=False
+                )
             metrics |= {f"eval/{name}@beta={beta:g}": value for name, value in means.items()}
             samples.append([{"beta": beta} | row for row in rows])
         for name, episodes in data.eval_sets.items():
@@ -919,13 +859,17 @@ def evaluate(run, step, model, tokenizer, data, args):
 
 
 def headline(metrics, data, args):
-    """The name of the metric that chooses the best model: the first one with the last beta, or a loss."""
-    if data.metric:
-        ending = f"@beta={args.betas[-1]:g}"
-    else:
-        ending = f"{set_prefix(next(iter(data.eval_sets), ''))}loss"
-    evaluations = [name for name in metrics if name.startswith("eval/") and name.endswith(ending)]
-    return evaluations[0] if evaluations else "losses/loss"
+    """The name of the metric that chooses the best model: the first one of --metric, with the beta for which it is
+    highest, the first of equal ones; without samples a loss."""
+    first_metrics = []
+    for beta in args.betas:
+        with_beta = [name for name in metrics if name.endswith(f"@beta={beta:g}")]
+        first_metrics += with_beta[:1]
+    scores = {name: metrics[name] for name in first_metrics if metrics[name] is not None}  # null: not finite
+    if scores:
+        return max(scores, key=scores.get)
+    loss = f"{set_prefix(next(iter(data.eval_sets), ''))}loss"
+    return loss if loss in metrics else "losses/loss"
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -940,6 +884,7 @@ class Data:
     prompts: list  # rows to sample from
     metric: Callable | None
     logit_mask: torch.Tensor | None  # whatever --logit-mask gives, then (V, V) bool
+    max_length: int = 0  # of a row, in tokens
     episodes: list | None = None
     queries: list | None = None  # ids of the prompts
     report: str = ""
@@ -1001,10 +946,10 @@ def encode(data, lm, tokenizer, args):
     data.logit_mask = check_logit_mask(data.logit_mask, lm, args)
     encoder = lm.config.is_encoder_decoder
     limit = max_positions(lm)
-    max_length = min(args.max_length, limit or args.max_length)
-    data.episodes, data.report = encode_episodes(data.rows, tokenizer, max_length, "--dataset", encoder)
+    data.max_length = min(args.max_length, limit or args.max_length)
+    data.episodes, data.report = encode_episodes(data.rows, tokenizer, data.max_length, "--dataset", encoder)
     for name, rows in data.eval_sets.items():
-        data.eval_sets[name], _ = encode_episodes(rows, tokenizer, max_length, set_flag(name), encoder)
+        data.eval_sets[name], _ = encode_episodes(rows, tokenizer, data.max_length, set_flag(name), encoder)
     if data.metric:
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
@@ -1012,11 +957,11 @@ def encode(data, lm, tokenizer, args):
 
 
 def choose_lm_head(policy, data):
-    """Logits of actions alone, in chunks, where the output layer makes them of the hidden states by a plain product;
-    else all logits at once, as the model makes them."""
+    """Logits of actions alone, in chunks, where the output layer makes them of the hidden states by itself; else all
+    logits at once, as the model makes them."""
     ids = torch.tensor([data.episodes[0].ids[:64]], device=policy.lm.device)
     error = lm_head_error(policy.lm, ids)
-    policy.chunked_lm_head = error < 1e-4 and type(policy.lm.get_output_embeddings()) is nn.Linear
+    policy.chunked_lm_head = error < 1e-4
     if not policy.chunked_lm_head:
         reason = f"the model changes those of its output layer by {error:.1e}"
         data.remarks.append(f"all logits are computed at once: {reason}")
@@ -1058,17 +1003,22 @@ def summary(args, accelerator, policy, tokenizer, data, total_steps):
     if args.normalize_rewards:
         all_end = all(episode.done for episode in data.episodes)
         returns += f", scaled to {'0' if all_end else 'any mean'} +- 1"
-    first = data.episodes[0]
+    first_row = data.episodes[0]
     epochs = total_steps * args.batch_size / len(data.episodes)
+    betas = " ".join(f"{beta:g}" for beta in args.betas)
+    syncs = total_steps // args.steps_for_target_q_sync
+    taken_over = 1 - (1 - args.polyak_alpha) ** syncs
+    share = args.batch_size // accelerator.num_processes
     lines = [
         *data.remarks,
         f"ilql: {total:,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}",
         f"data: {data.report}; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}; return {returns}",
-        f"first row, [not actions]: {marked_actions(tokenizer, first)[:800]}; its return, as used: "
-        f"{sum(first.rewards):.4g}",
-        f"{total_steps} steps x {args.batch_size} rows = {epochs:.1f} epochs; each step "
-        f"{args.batch_size // accelerator.num_processes} rows a process, "
-        f"at most {args.micro_batch_size} a forward pass",
+        f"first row, [not actions]: {marked_actions(tokenizer, first_row)[:800]}; its return, as used: "
+        f"{sum(first_row.rewards):.4g}",
+        f"lr {args.lr:g} {args.lr_schedule}, beta {betas}, at most {data.max_length} tokens a row, "
+        f"{args.max_new_tokens} new tokens, {epochs:.3g} epochs; targets take over {taken_over:.0%} of Q",
+        f"{total_steps} steps x {args.batch_size} rows; each step {share} rows a process, at most "
+        f"{args.micro_batch_size} a forward pass",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
@@ -1086,22 +1036,22 @@ def marked_actions(tokenizer, episode):
     return text
 
 
-def usage(args):
-    """The lines that load the exported model and sample from it as evaluations with the last beta do."""
-    options = [f"beta={args.betas[-1]:g}"]
-    if args.filter == "base" and args.top_k != 0:
-        options.append(f"top_k={args.top_k:g}")
-    if args.filter == "base" and args.top_p != 1:
-        options.append(f"top_p={args.top_p:g}")
-    if args.advantage_clip is not None:
-        options.append(f"advantage_clip={args.advantage_clip:g}")
-    return USAGE.replace("OPTIONS", ", ".join(options))
+def usage(headline, args):
+    """The lines that load the exported model and sample from it with the beta of the headline metric, or without one
+    with the first beta above 0."""
+    _, evaluated, beta = headline.rpartition("@beta=")
+    reason = "the best beta by the last evaluation"
+    if not evaluated:
+        beta = next((f"{beta:g}" for beta in args.betas if beta > 0), "0")
+        reason = "no beta was evaluated"
+    options = f"beta={beta}, top_k={args.top_k}, top_p={args.top_p:g}"
+    return USAGE.replace("OPTIONS", options).replace("REASON", reason)
 
 
 USAGE = """from transformers import AutoTokenizer; from algos.ilql import PolicyWithQ  # of this repository
 tokenizer, policy = AutoTokenizer.from_pretrained({folder!r}), PolicyWithQ.load({folder!r})
 inputs = tokenizer({prompt!r}, add_special_tokens=False, return_tensors='pt')
-with policy.guided(OPTIONS):
+with policy.guided(OPTIONS):  # REASON
     ids = policy.lm.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=20)
 print(tokenizer.decode(ids[0]))"""
 
@@ -1122,7 +1072,6 @@ def main(args):
     encode(data, lm, tokenizer, args)
     choose_lm_head(policy, data)
     normalize_rewards(data, args)
-    set_attention(lm, args, device, max(len(episode.ids) for episode in data.episodes))
 
     run = Run("ilql", args, __file__, accelerator)
     if run.finished:
@@ -1172,7 +1121,7 @@ def main(args):
         optimizer.zero_grad()
         # 4. Q^ <- Q^ + alpha (Q - Q^)
         if step % args.steps_for_target_q_sync == 0:
-            polyak_update(policy.target_q_heads, policy.q_heads, args.alpha)
+            polyak_update(policy.target_q_heads, policy.q_heads, args.polyak_alpha)
         # 5. evaluate, log, save
         seconds = time.perf_counter() - start
         metrics |= {
@@ -1197,7 +1146,8 @@ def main(args):
     run.export(to_export(lm, args), tokenizer, "hf_model", {HEADS_FILE: policy.head_weights()})
     title = f"{run.identity['flags']['model']} after ILQL on {run.identity['flags']['dataset']}"
     prompt = tokenizer.decode(data.episodes[0].ids[: data.episodes[0].actions[0]])
-    metrics = run.finish(headline(run.newest_metrics(), data, args), title, prompt, usage(args))
+    best = headline(run.newest_metrics(), data, args)
+    metrics = run.finish(best, title, prompt, usage(best, args))
     accelerator.end_training()
     return metrics, run.dir
 

@@ -20,12 +20,12 @@ How this differs from TRL's and trlX's PPO:
   base of a policy with adapters.
 - Encoder-decoders run through the same lines. The reference of LoRA adapters is the policy without them,
   or, where a --model that is an adapter is trained further, as it came.
-- `--num-layers-unfrozen k`: the reference shares the frozen blocks, and what these return while sampling is kept for
-  all scores and updates (`Trunk`). trlX ran them again for each; TRL's shared layers shared no memory.
+- `--num-layers-unfrozen k`: the reference shares the frozen blocks, and what these return for a rollout is kept for the
+  reference's scores and all updates (`Trunk`). trlX ran them again for each; TRL's shared layers shared no memory.
 
-    accelerate launch algos/ppo.py                                 # random walks on a CPU, first use under two minutes
+    accelerate launch algos/ppo.py                                 # random walks, on a CPU under two minutes
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \
-        --lr 1e-5 --vf-coef 0.1 --max-new-tokens 32 --num-layers-unfrozen 2
+        --max-new-tokens 32 --num-layers-unfrozen 2
     accelerate launch algos/ppo.py --lora-r 8 --lr 5e-3 --lora-targets c_attn c_proj c_fc lm_head     # with adapters
     torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train \
         --reward my_reward.py:score
@@ -50,11 +50,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.adapters import to_export, train_adapters
+from common.adapters import adapter_problems, to_export, train_adapters
 from common.classifiers import RewardModel
-from common.cli import InputError, build, call_metric, cli, launch, load_function, spec_path, stop_if
+from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import encode_prompts, load_rows, load_sets, set_flag, set_prefix
-from common.logging import SEQ2SEQ_USAGE, USAGE, Run, closes_run, describe_layout, on_main, visible
+from common.functions import build, load_function, spec_path
+from common.logging import SEQ2SEQ_USAGE, USAGE, Run, closes_run, describe_layout, visible
+from common.machine import launch
 from common.models import (
     as_decoder,
     blocks,
@@ -64,19 +66,173 @@ from common.models import (
     load_model,
     load_reference,
     max_positions,
-    set_attention,
     share_frozen,
     unsharded,
 )
-from common.sampling import decode, evaluate_samples, generate_all, score_outputs, stopped, text_arguments
+from common.ranges import (
+    Count,
+    Decay,
+    Fraction,
+    Layers,
+    Natural,
+    NonNegative,
+    Positive,
+    Repository,
+    Share,
+    Text,
+    out_of_range,
+)
+from common.sampling import decode, evaluate_samples, generate_all, kept_ids, score_outputs, stopped
 from common.seeding import draw, rng, seed_libraries, stream_rows
 
-TASK = "benchmarks/tasks/randomwalks.py"
 
-
+@embedded_task("benchmarks/tasks/randomwalks/ppo.yaml")
 @dataclass
 class Args:
-    """Proximal policy optimisation of a language model."""
+    """Proximal policy optimisation of a language model. Defaults are for pretrained models."""
+
+    # ---- algorithm
+    total_episodes: Count = 65536
+    """Length of the run: episodes (a prompt with its response) over all iterations."""
+    rollout_batch_size: Count = 512
+    """Episodes of an iteration, all processes together (Ziegler et al. 2019: 512)."""
+    ppo_epochs: Count = 4
+    """Passes over the episodes of an iteration (Ziegler et al. 2019: 4)."""
+    kl_coef: NonNegative = 0.05
+    """Weight beta of the per-token KL penalty (Ziegler et al. 2019, Eq. 2; Huang et al. 2024: 0.05); 0 turns it off."""
+    kl_kind: Literal["kl", "abs", "mse", "k3"] = "kl"
+    """Estimator in the penalty, of x = logprob - ref_logprob: x, |x|, x^2 / 2, or exp(-x) - 1 + x."""
+    kl_target: Positive | None = None
+    """Adapt --kl-coef so that the KL of a sequence (objective/kl) approaches this; default: a fixed coefficient."""
+    kl_horizon: Count = 10000
+    """Episodes over which the adaptive coefficient moves."""
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 0.95
+    """Lambda of GAE."""
+    cliprange: NonNegative = 0.2
+    """Epsilon of the clipped policy loss (PPO Eq. 7)."""
+    cliprange_value: NonNegative = 0.2
+    """Clip of the value's change, in units of the reward; 0 turns it off."""
+    vf_coef: NonNegative = 0.1
+    """Weight of the value loss (Ziegler et al. 2019: 0.1). Whitened advantages do not grow with the reward, the value
+    loss does: rewards far below 1 may need more."""
+    value_head: Literal["linear", "mlp"] = "mlp"
+    """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1. A --model directory with a
+    value head brings its own."""
+    value_head_init: Literal["zeros", "normal", "default"] = "default"
+    """Last layer of a new head: zeros, N(0, 0.2) with bias 0, or torch's default."""
+    detach_value_trunk: bool = False
+    """The value loss trains the value head alone, not the policy's blocks."""
+    score_scaling: Literal["none", "running", "running-norm", "ref", "ref-norm"] = "none"
+    """Divide scores by the standard deviation of all scores so far (running) or of the first rollout's (ref); -norm
+    subtracts their mean before."""
+    score_clip: NonNegative = 0.0
+    """Clip scores, after scaling, to [-this, this]; 0: never."""
+    missing_eos_penalty: NonNegative = 0.0
+    """Subtract this from the score of a response that ends with neither end token nor --stop."""
+    whiten_rewards: bool = False
+    """Divide the token rewards by their standard deviation; the mean stays."""
+    early_stop_kl: NonNegative = 0.0
+    """End an iteration's PPO epochs once the mean policy/approxkl of one exceeds this; 0: never."""
+    ratio_threshold: NonNegative = 0.0
+    """Skip an optimizer step whose mean ratio exceeds this (TRL: 10); 0: never."""
+
+    # ---- sampling
+    max_new_tokens: Count = 53
+    """Longest response, in tokens (Huang et al. 2024: 53)."""
+    min_length_limit: Count | None = None
+    """Draw the longest length of each rollout response uniformly from this to --max-new-tokens."""
+    stop: tuple[Text, ...] = ()
+    """Strings that end a response, which keeps and trains the tokens through the one that completes the string. Reward
+    and metric see the text before it, without trailing space."""
+    temperature: Positive = 1.0
+    """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature of evaluations; 0: greedy."""
+    top_k: Natural = 0
+    """Evaluations sample from the k likeliest tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once; changes memory and speed, never the result."""
+
+    # ---- optimizer
+    lr: Positive = 1e-5
+    """Peak learning rate of AdamW (Ziegler et al. 2019: 1.41e-5 for 774 M parameters; Huang et al. 2024: 3e-6 for 1 B
+    and more; adapters of --lora-r take ten times as much)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Course of the learning rate after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-5
+    """Epsilon of AdamW (Huang et al. 2024)."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: Count = 128
+    """Rows per optimizer step, all processes together (Ziegler et al. 2019: 4 minibatches of 512 episodes)."""
+    micro_batch_size: Count = 8
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+
+    # ---- data
+    dataset: str | None = None
+    """Rows with a prompt, text or chat messages (other columns reach the reward): a file, hub id:split,
+    file.py:function; from Python a list."""
+    eval_dataset: str | None = None
+    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; default: the
+    first --rollout-batch-size rows of --dataset."""
+    reward: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token; or the
+    directory or hub id of a sequence classifier, with :label if it has several, or of the LoRA adapter of one."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}."""
+    max_prompt_length: Count | None = None
+    """Drop and count prompts of more tokens. Without it a prompt that does not fit the model is an error."""
+
+    # ---- model
+    model: str | None = None
+    """Hub id, directory, or file.py:function that returns one; from Python also a model."""
+    tokenizer: str | None = None
+    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    ref_model: str | None = None
+    """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the weights (and so of the optimizer state)."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a hub repository."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    num_layers_unfrozen: Layers = -1
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0:
+    only the value head."""
+    cache_trunk: bool = True
+    """Keep what the frozen blocks return for a rollout (episodes x tokens x hidden size, on every process), so that the
+    reference and all updates run the top blocks only; the result is the same to rounding."""
+    load_in_4bit: bool = False
+    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
+    --model."""
+    lora_r: Natural = 0
+    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
+    adapter of a language model is trained further without this flag."""
+    lora_alpha: Positive | None = None
+    """LoRA adapters count alpha / r times; default: the rank, so once."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
+    last."""
+    merge_adapters: bool = False
+    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
 
     # ---- run
     run_dir: str | None = None
@@ -85,215 +241,52 @@ class Args:
     """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
     seed: int = 1
     """Seed of every random draw."""
-    threads: int | None = None
+    threads: Count | None = None
     """CPU threads of this process; default: the cores divided by the processes on this machine."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
     """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
-    save_every: int = 100
+    save_every: Natural = 100
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: int = 40
+    eval_every: Natural = 100
     """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
     track: Literal["off", "wandb", "tensorboard"] = "off"
     """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
     wandb_project: str = "plainrl"
     """Project name for --track."""
-    push_to_hub: str | None = None
+    push_to_hub: Repository | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
     """Validate flags, data, model and functions, print the summary, and exit."""
 
-    # ---- model and data
-    model: str = f"{TASK}:base_model"
-    """Hub id, directory, or file.py:function that returns one; from Python also a model."""
-    tokenizer: str | None = None
-    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub model."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights (and so of the optimizer state)."""
-    trust_remote_code: bool = False
-    """Run model code that comes with a hub repository."""
-    attn_implementation: str = "auto"
-    """auto, eager, sdpa or flash_attention_2; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a quarter slower."""
-    ref_model: str | None = None
-    """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
-    num_layers_unfrozen: int = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo, reward and ilql): only the heads."""
-    load_in_4bit: bool = False
-    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
-    --model."""
-    lora_r: int = 0
-    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
-    adapter of a language model is trained further without this flag."""
-    lora_alpha: float | None = None
-    """LoRA adapters count alpha / r times; default: the rank, so once."""
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
-    last."""
-    merge: bool = False
-    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
-    cache_trunk: bool = True
-    """Keep what the frozen blocks return while sampling (episodes x tokens x hidden size, on every process), so that
-    scores and updates run the top blocks only; the result is the same to rounding. Off with --bootstrap-truncated, and
-    for encoder-decoders."""
-    value_head: Literal["linear", "mlp"] = "mlp"
-    """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1. A --model directory with a
-    value head brings its own."""
-    value_head_init: Literal["zeros", "normal", "default"] = "default"
-    """Last layer of a new head: zeros, N(0, 0.2) with bias 0, or torch's default."""
-    detach_value_trunk: bool = False
-    """The value loss trains the value head alone, not the policy's blocks."""
-    dataset: str = f"{TASK}:prompts"
-    """Rows with a prompt, text or chat messages (other columns reach the reward): a file, hub id:split,
-    file.py:function; from Python a list."""
-    eval_dataset: str | None = "auto"
-    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; auto: the
-    embedded task's; default: in ppo the first --rollout-batch-size rows of --dataset, in sft none."""
-    reward: str = "auto"
-    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token; or the
-    directory or hub id of a sequence classifier, with :label if it has several, or of the LoRA adapter of one; auto:
-    the embedded task's (your own --dataset needs your own)."""
-    metric: str | None = "auto"
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
-    max_prompt_length: int | None = None
-    """Drop (in dpo: cut by --truncation-mode) and count prompts of more tokens. Without it, in ppo a prompt that does
-    not fit the model is an error."""
-
-    # ---- optimizer
-    lr: float = 6e-4
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward, ilql and ddpo, or 3e-4 in ddpo
-    with LoRA, 1e-6 in dpo)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Course of the learning rate after the warm-up."""
-    lr_final: float = 0.0
-    """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: int = 0
-    """Optimizer steps of linear warm-up."""
-    decay_steps: int | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's moments."""
-    adam_eps: float = 1e-5
-    """Epsilon of AdamW."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
-    max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; 0: never."""
-    batch_size: int = 512
-    """Rows per optimizer step, all processes together."""
-    micro_batch_size: int = 128
-    """Rows per process and forward pass; changes memory and speed, never the result."""
-
-    # ---- algorithm
-    total_episodes: int = 20480
-    """Length of the run: episodes (a prompt with its response) over all iterations."""
-    rollout_batch_size: int = 512
-    """Episodes of an iteration, all processes together."""
-    ppo_epochs: int = 4
-    """Passes over the episodes of an iteration."""
-    kl_coef: float = 0.05
-    """Weight beta of the per-token KL penalty (Ziegler et al. 2019, Eq. 2); 0 turns it off."""
-    kl_kind: Literal["kl", "abs", "mse", "k3"] = "kl"
-    """Estimator in the penalty, of x = logprob - ref_logprob: x, |x|, x^2 / 2, or exp(-x) - 1 + x."""
-    kl_target: float | None = None
-    """Adapt --kl-coef so that the KL of a sequence (objective/kl) approaches this; default: a fixed coefficient."""
-    kl_horizon: int = 10000
-    """Episodes over which the adaptive coefficient moves."""
-    gamma: float = 1.0
-    """Discount per token."""
-    lam: float = 0.95
-    """Lambda of GAE."""
-    cliprange: float = 0.2
-    """Epsilon of the clipped policy loss (PPO Eq. 7)."""
-    cliprange_value: float = 0.2
-    """Clip of the value's change, in units of the reward; 0 turns it off."""
-    score_scaling: Literal["none", "running", "running-norm", "ref", "ref-norm"] = "none"
-    """Divide scores by the standard deviation of all scores so far (running) or of the first rollout's (ref); -norm
-    subtracts their mean before."""
-    score_clip: float = 0.0
-    """Clip scores, after scaling, to [-this, this]; 0: never."""
-    missing_eos_penalty: float = 0.0
-    """Subtract this from the score of a response that ends with neither end token nor --stop."""
-    whiten_rewards: bool = False
-    """Divide the token rewards by their standard deviation; the mean stays."""
-    bootstrap_truncated: bool = False
-    """GAE continues with the value of the last state where a response was cut off; else it counts as ended."""
-    early_stop_kl: float = 0.0
-    """End an iteration's PPO epochs once the mean policy/approxkl of one exceeds this; 0: never."""
-    ratio_threshold: float = 0.0
-    """Skip an optimizer step whose mean ratio exceeds this (TRL: 10); 0: never."""
-    vf_coef: float = 10.0
-    """Weight of the value loss. The advantages are whitened and returns are not: 10 suits rewards in [0, 1], larger
-    rewards or penalties need less, or the value loss takes over the shared trunk."""
-
-    # ---- sampling
-    max_new_tokens: int = 9
-    """Longest response, in tokens."""
-    min_length_limit: int | None = None
-    """Draw the longest length of each rollout response uniformly from this to --max-new-tokens."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response, which keeps (and in ppo trains) the tokens through the one that completes the
-    string. Reward and metric see the text before it, without trailing space."""
-    temperature: float = 1.0
-    """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
-    eval_temperature: float = 1.0
-    """Sampling temperature of evaluations; 0: greedy."""
-    top_k: int = 0
-    """Evaluations sample from the k likeliest tokens; 0: from all."""
-    top_p: float = 1.0
-    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
-    decode_batch_size: int = 1024
-    """Rows that a process decodes at once; changes memory and speed, never the result."""
-
     def __post_init__(self):
-        own = self.dataset != f"{TASK}:prompts"
-        for name, embedded in {"eval_dataset": "eval_prompts", "reward": "reward", "metric": "metric"}.items():
-            if getattr(self, name) == "auto":
-                setattr(self, name, None if own else f"{TASK}:{embedded}")
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        known, size, step = ("auto", "eager", "sdpa", "flash_attention_2"), self.rollout_batch_size, self.batch_size
-        longest, moves = self.max_new_tokens, self.kl_coef > 0 and self.kl_horizon >= size  # what --kl-target needs
-        rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
-        rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
-        rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
-        positive = ("lr", "temperature", "lora_alpha")
-        rules += [(name, 0 < given.get(name, 1) < 1e9, "a positive number") for name in positive]
-        rules += [(name, 0 <= getattr(self, name) <= 1, "in [0, 1]") for name in ("gamma", "lam")]
-        rules += [
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
-            ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
-            ("reward", self.reward, "file.py:function or a classifier for your own --dataset"),
-            ("rollout_batch_size", size % max(1, step) == 0, f"a multiple of --batch-size {step}"),
-            ("total_episodes", self.total_episodes % max(1, size) == 0, f"a multiple of --rollout-batch-size {size}"),
-            ("min_length_limit", (self.min_length_limit or 0) <= longest, f"at most --max-new-tokens {longest}"),
-            ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1 or more"),
-            ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
-            ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
-            ("lora_targets", self.lora_r or tuple(self.lora_targets) == ("all-linear",), "given with --lora-r"),
-            ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
-            ("load_in_4bit", not self.load_in_4bit or self.dtype != "float64", "off with --dtype float64"),
-            ("ratio_threshold", self.ratio_threshold == 0 or self.ratio_threshold > 1, "0 or more than 1"),
-            ("stop", all(self.stop), "strings that are not empty"),
-            ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
-            ("kl_target", self.kl_target is None or 0 < self.kl_target < math.inf and moves, KL_TARGET),
-        ]
-        bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
-        stop_if([f"--{flag} {value} must be {rule}" for flag, value, rule in bad])
-
-
-KL_TARGET = "positive, with --kl-coef positive and --kl-horizon >= --rollout-batch-size"
-AT_LEAST_ONE = """threads decay_steps max_prompt_length keep_checkpoints batch_size micro_batch_size max_new_tokens
-decode_batch_size total_episodes rollout_batch_size ppo_epochs kl_horizon min_length_limit""".split()
-ZERO_OR_MORE = """lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature kl_coef cliprange
-cliprange_value vf_coef score_clip missing_eos_penalty early_stop_kl ratio_threshold""".split()
+        problems = missing(self, "model", "dataset", "reward") + out_of_range(self) + adapter_problems(self)
+        if self.rollout_batch_size % max(1, self.batch_size):
+            problems.append(
+                f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --batch-size {self.batch_size}"
+            )
+        if self.total_episodes % max(1, self.rollout_batch_size):
+            problems.append(
+                f"--total-episodes {self.total_episodes} must be a multiple of "
+                f"--rollout-batch-size {self.rollout_batch_size}"
+            )
+        if self.min_length_limit is not None and self.min_length_limit > self.max_new_tokens:
+            problems.append(
+                f"--min-length-limit {self.min_length_limit} must be at most --max-new-tokens {self.max_new_tokens}"
+            )
+        if self.kl_target is not None and self.kl_coef == 0:
+            problems.append("--kl-target needs a --kl-coef above 0, which it multiplies")
+        if self.kl_target is not None and self.kl_horizon < self.rollout_batch_size:
+            problems.append(
+                f"--kl-horizon {self.kl_horizon} must be at least --rollout-batch-size {self.rollout_batch_size}, "
+                "or --kl-coef may turn negative"
+            )
+        if 0 < self.ratio_threshold <= 1:
+            problems.append(f"--ratio-threshold {self.ratio_threshold} must be 0 or more than 1")
+        stop_if(problems)
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -361,17 +354,16 @@ def shape_scores(scores, mask, truncated, moments, args):
     return scores, [count, mean, squares]
 
 
-def gae(rewards, values, mask, gamma, lam, last_value=None):
+def gae(rewards, values, mask, gamma, lam):
     """A_t = sum_l (gamma lam)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t, over the tokens that count.
 
     rewards, values, mask: (B, R); mask may have holes, over which value and advantage are carried: the token after a
-    hole follows the one before it. last_value (B,): the value after the last token, for truncated responses; default 0.
-    Returns (advantages, returns = advantages + values), both (B, R) and zero where mask is False.
-    Source: Schulman et al. 2016, Eq. 16.
+    hole follows the one before it. A truncated response counts as ended. Returns (advantages, returns = advantages +
+    values), both (B, R) and zero where mask is False. Source: Schulman et al. 2016, Eq. 16.
     """
     advantages = torch.zeros_like(values)
     next_advantage = torch.zeros_like(values[:, 0])
-    next_value = torch.zeros_like(values[:, 0]) if last_value is None else last_value
+    next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         counts = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
@@ -447,23 +439,23 @@ def token_logprobs(logits, ids):
     return -F.cross_entropy(logits.flatten(0, -2), ids.flatten(), reduction="none").view_as(ids)
 
 
-def score_tokens(
-    lm, query, query_mask, response, response_mask, temperature=1.0, value_head=None, detach_value_trunk=False,
-    entropy=False,
-):  # fmt: skip
-    """The one scoring function of rollout, reference and update: (logprobs, values, entropies), each (B, R) or None.
+def attended(query_mask, response_mask):
+    """(B, Q + R) bool: the query, and the response through its last token that counts, holes included."""
+    return torch.cat([query_mask, response_mask.flip(1).cumsum(1).flip(1) > 0], 1)
+
+
+def score_tokens(lm, query, query_mask, response, response_mask, temperature=1.0, entropy=False):
+    """The one scoring function of rollout, reference and update: (logprobs (B, R), states (B, R, H), entropies).
 
     query (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts. A log-probability is
-    that of the distribution sampled from: log softmax(logits / temperature), at least in float32. values[:, t] is the
-    value of the state before response token t.
+    that of the distribution sampled from: log softmax(logits / temperature), at least in float32. states[:, t] is what
+    the output layer reads before response token t. entropies (B, R), where they are asked for, else None.
     """
-    seen = response_mask.flip(1).cumsum(1).flip(1) > 0  # through the last token that counts: holes are attended to
     tokens = torch.cat([query, response], 1)[:, :-1]
-    attention = torch.cat([query_mask, seen], 1)[:, :-1].long()
+    attention = attended(query_mask, response_mask)[:, :-1].long()
     positions = (attention.cumsum(1) - 1).clamp(min=0)
-    hidden = []
-
-    hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    states = []
+    hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     try:
         inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "use_cache": False}
         logits = lm(**inputs, logits_to_keep=response.shape[1]).logits  # (B, R, V)
@@ -472,15 +464,10 @@ def score_tokens(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:
         logits = logits / temperature
-    values = None
-    if value_head is not None:
-        with torch.autocast(query.device.type, enabled=False):  # the head keeps float32 under mixed precision
-            states = hidden[0].detach() if detach_value_trunk else hidden[0]
-            values = value_head(states.to(next(value_head.parameters()).dtype))[..., 0]
     entropies = None
     if entropy:
         entropies = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
-    return token_logprobs(logits, response), values, entropies
+    return token_logprobs(logits, response), states[0], entropies
 
 
 class PolicyWithValue(nn.Module):
@@ -507,8 +494,14 @@ class PolicyWithValue(nn.Module):
             weight.data.copy_(values)
 
     def forward(self, *inputs, **options):
-        options |= {"value_head": self.value_head, "detach_value_trunk": self.detach_value_trunk}
-        return score_tokens(self.lm, *inputs, **options)
+        """(logprobs, values, entropies), each (B, R), of the arguments of score_tokens behind lm. values[:, t] is the
+        value of the state before response token t."""
+        logprobs, states, entropies = score_tokens(self.lm, *inputs, **options)
+        if self.detach_value_trunk:
+            states = states.detach()
+        with torch.autocast(states.device.type, enabled=False):  # the head keeps float32 under mixed precision
+            values = self.value_head(states.to(next(self.value_head.parameters()).dtype))[..., 0]
+        return logprobs, values, entropies
 
     @classmethod
     def load(cls, directory, **options):
@@ -529,56 +522,40 @@ class PolicyWithValue(nn.Module):
 
 
 class Trunk:
-    """The lowest `depth` blocks of the policy, which are frozen and shared by its reference: what the last of them
-    returns is recorded while sampling, and played back instead of running them for all scores and in every update.
-
-    Everything but these blocks is the model's own forward. Where they return several vectors a token (Gemma 3n), or the
-    top blocks read more of them than their output, they are run in every pass. depth 0: no effect.
+    """The lowest `depth` blocks of the policy, which are frozen and shared by its reference. What the last of them
+    returns while a rollout is scored is kept, and played back instead of running them: by the reference and in every
+    update. Everything but these blocks is the model's own forward. depth 0: no effect.
     """
 
-    def __init__(self, depth, checked=False):
+    def __init__(self, depth):
         self.depth = depth
-        self.checked = checked  # by `check`, once a run
+        self.checked = False
         self.in_tuple = False  # blocks of some architectures return a tuple
 
     @contextmanager
     def record(self, lm):
-        """Yields a list into which the forward passes within put what the last frozen block returns."""
+        """Yields a list into which a forward pass within puts what the last frozen block returns."""
         recorded = []
+        if not self.depth:
+            yield [None]
+            return
 
         def keep(block, inputs, output):
             self.in_tuple = isinstance(output, tuple)
             recorded.append(output[0] if self.in_tuple else output)
 
-        if not self.depth:
-            yield recorded
-            return
         hook = blocks(lm)[self.depth - 1].register_forward_hook(keep)
         try:
             yield recorded
         finally:
             hook.remove()
 
-    def states(self, recorded, response_mask, decode_batch_size):
-        """(B, Q + R - 1, H) from what `sample` did to the rows of response_mask (B, R): the queries of some rows, then
-        token by token those rows that go on, then the next rows. None without a trunk."""
-        if not self.depth:
-            return None
-        decoded = []
-        for mask in response_mask.split(decode_batch_size):
-            states = F.pad(recorded.pop(0), (0, 0, 0, mask.shape[1] - 1))
-            before = states.shape[1] - mask.shape[1]  # the place of the first response token, less one
-            for t in range(1, int(mask.any(0).sum())):
-                states[mask[:, t], before + t] = recorded.pop(0)[:, 0]
-            decoded.append(states)
-        return torch.cat(decoded)
-
     @contextmanager
-    def play(self, lm, hidden):
-        """Within it the frozen blocks of lm return hidden (B, T, H) without running; None: they run."""
-        frozen = [] if hidden is None else blocks(lm)[: self.depth]
+    def play(self, lm, states):
+        """Within it the frozen blocks of lm return states (b, T, H) without running; None: they run."""
+        frozen = [] if states is None else blocks(lm)[: self.depth]
         for block in frozen:
-            block.forward = lambda *_, **__: (hidden,) if self.in_tuple else hidden
+            block.forward = lambda *_, **__: (states,) if self.in_tuple else states
         try:
             yield
         finally:
@@ -586,26 +563,23 @@ class Trunk:
                 del block.forward
 
     @torch.no_grad()
-    def check(self, accelerator, model, inputs, hidden, args):
-        """Compares, once a run, the log-probabilities that model gives for inputs (`score_tokens`) with and without
-        played back states (b, T, H), and switches the trunk off where these differ. Collective."""
-        if self.checked or not self.depth:
-            return
-        self.checked = True
-        plain, _, _ = model(*inputs)
-        played = torch.full_like(plain, math.nan)
-        with suppress(Exception), self.play(accelerator.unwrap_model(model).lm, hidden):
-            played, _, _ = model(*inputs)  # may fail in any way: top blocks may miss what was not run
-        _, _, _, response_mask, _ = inputs
-        error = (played - plain)[response_mask].abs().mean()
-        error = accelerator.gather(error[None]).max().item()
-        exact = args.dtype != "bfloat16" and accelerator.mixed_precision == "no"
-        if not error <= (1e-4 if exact else 0.02):  # nan is not
-            self.switch_off(accelerator, f"played back, log-probabilities are {error:.1e} off")
-
-    def switch_off(self, accelerator, reason):
-        accelerator.print(f"--cache-trunk is off: {reason}")
-        self.depth = 0
+    def check(self, accelerator, model, inputs, states, logprobs, args):
+        """states, or None where there is no trunk. The first ones are tried: model must give for inputs the same
+        logprobs when they are played back, or the trunk is switched off. Collective."""
+        if self.depth and not self.checked:
+            self.checked = True
+            played = torch.full_like(logprobs, math.nan)
+            if states.ndim == 3:  # else several vectors a token, as in Gemma 3n
+                with suppress(Exception), self.play(accelerator.unwrap_model(model).lm, states):
+                    played, _, _ = model(*inputs)  # may fail in any way: top blocks may miss what was not run
+            _, _, _, response_mask, _ = inputs
+            error = (played - logprobs)[response_mask].abs().mean()
+            error = accelerator.gather(error[None]).max().item()
+            exact = args.dtype != "bfloat16" and accelerator.mixed_precision == "no"
+            if not error <= (1e-4 if exact else 0.02):  # nan is not
+                accelerator.print(f"--cache-trunk is off: played back, log-probabilities are {error:.1e} off")
+                self.depth = 0
+        return states if self.depth else None
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
@@ -668,10 +642,9 @@ class Rollout:
     values: torch.Tensor | None = None  # (B, R)
     entropies: torch.Tensor | None = None  # (B, R) of the next-token distribution
     ref_logprobs: torch.Tensor | None = None  # (B, R)
-    trunk: torch.Tensor | None = None  # (B, Q + R - 1, H) what the last frozen block returns
+    trunk: torch.Tensor | None = None  # (B, Q + R - 1, H) what the last frozen block returns: Trunk
     raw_scores: torch.Tensor | None = None  # (B, R) of the reward; a single score lies on the last token
     truncated: torch.Tensor | None = None  # (B,) bool, neither end token nor stop string
-    last_value: torch.Tensor | None = None  # (B,) of the state after the last token of a truncated response
     scores: torch.Tensor | None = None  # (B, R) as trained on: shape_scores
     rewards: torch.Tensor | None = None  # (B, R)
     advantages: torch.Tensor | None = None  # (B, R), whitened
@@ -710,69 +683,60 @@ def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, reward, it
     if args.min_length_limit:
         limits = rng(args.seed, "limits", iteration).integers(args.min_length_limit, args.max_new_tokens + 1, len(rows))
         limits = torch.from_numpy(limits).to(device)
-    with trunk.record(lm) as recorded:
-        sampled = generate_all(
-            accelerator, lm, tokenizer, queries, ("rollout", iteration), seed=args.seed, stop=args.stop, limits=limits,
-            max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
-            sample=sample,
-        )  # fmt: skip
+    sampled = generate_all(
+        accelerator, lm, tokenizer, queries, ("rollout", iteration), seed=args.seed, stop=args.stop, limits=limits,
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
+        sample=sample,
+    )  # fmt: skip
     batch = Rollout(*sampled).take(slice(None))
+    mask = batch.response_mask
     # 2. what the policy did, and what the reference thinks of it
-    if recorded and recorded[0].ndim != 3:
-        trunk.switch_off(accelerator, "the frozen blocks of this model return several vectors a token")
     share = len(queries) // accelerator.num_processes
     local = torch.arange(share, device=device) + accelerator.process_index * share
-    states = trunk.states(recorded, batch.response_mask[local], args.decode_batch_size)
-    batch.trunk = None if states is None else accelerator.gather(states)
     scored = []
     for places in local.split(args.micro_batch_size):
         scored.append(score_episodes(accelerator, model, ref, trunk, batch.take(places), args))
     for name in scored[0]:
-        columns = [micro_batch[name] for micro_batch in scored]
-        setattr(batch, name, gather_columns(accelerator, columns, batch.response.shape[1]))
-    if not trunk.depth:
-        batch.trunk = None
+        tokens = torch.cat([micro_batch[name] for micro_batch in scored])
+        where = needed(batch) if name == "trunk" else mask
+        setattr(batch, name, accelerator.gather(spread(tokens, where[local])))
     # 3. the reward of the texts
-    mask = batch.response_mask
-    output_ids = [ids[keep].tolist() for ids, keep in zip(batch.response.cpu(), mask.cpu(), strict=True)]
+    output_ids = kept_ids(batch.response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
     scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids)
-    batch.raw_scores = place_scores(scores, mask).to(batch.values.dtype)
+    batch.raw_scores = place_scores(scores, mask).to(batch.logprobs.dtype)
     ended = (torch.where(mask, batch.response, -1) == tokenizer.eos_token_id).any(1)
     batch.truncated = ~(ended | torch.tensor(stopped(tokenizer, output_ids, args.stop), device=device))
-    if args.bootstrap_truncated:
-        batch.last_value = torch.where(batch.truncated, batch.last_value, 0.0)
     return batch
 
 
 def score_episodes(accelerator, model, ref, trunk, episodes, args):
-    """{name: (b, R)} of what policy and reference say of a micro-batch of episodes. With --bootstrap-truncated also
-    last_value (b,): the value of the state after the last token."""
-    query, query_mask, response, mask = episodes.tokens()
+    """{field of Rollout: (N, ...)}: what policy and reference say of the tokens that count in a micro-batch, N."""
     lm = accelerator.unwrap_model(model).lm
-    width = response.shape[1]
-    if args.bootstrap_truncated:  # the value in one column more is that of the state after the last token
-        response = F.pad(response, (0, 1))
-        mask = F.pad(mask, (0, 1))
-    inputs = query, query_mask, response, mask, args.temperature
-    trunk.check(accelerator, model, inputs, episodes.trunk, args)
-    hidden = episodes.trunk if trunk.depth else None
-    with trunk.play(lm, hidden):
+    inputs = *episodes.tokens(), args.temperature
+    with trunk.record(lm) as recorded:
         logprobs, values, entropies = model(*inputs, entropy=True)
-    with accelerator.autocast(), trunk.play(ref, None if args.ref_model else hidden):
+    states = trunk.check(accelerator, model, inputs, recorded[0], logprobs, args)
+    with accelerator.autocast(), trunk.play(ref, None if args.ref_model else states):
         ref_logprobs, _, _ = score_tokens(ref, *inputs)
-    scored = {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
-    scored = {name: column[:, :width] for name, column in scored.items()}
-    if args.bootstrap_truncated:
-        scored["last_value"] = values.gather(1, mask.sum(1, keepdim=True))[:, 0]
+    columns = {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
+    scored = {name: column[episodes.response_mask] for name, column in columns.items()}
+    if states is not None:
+        scored["trunk"] = states[needed(episodes)]
     return scored
 
 
-def gather_columns(accelerator, columns, width):
-    """(B, width), or (B,), on every process, from the (b, at most width), or (b,), of each micro-batch of this one."""
-    if columns[0].ndim > 1:
-        columns = [F.pad(column, (0, width - column.shape[1])) for column in columns]
-    return accelerator.gather(torch.cat(columns))
+def needed(episodes):
+    """(B, Q + R - 1) bool: the tokens that a later one attends to, so all but the last of each row."""
+    mask = attended(episodes.query_mask, episodes.response_mask)
+    return mask[:, :-1] & mask[:, 1:]
+
+
+def spread(tokens, mask):
+    """(B, W, ...) that holds tokens (N, ...) where mask (B, W) is True, row by row, and is zero elsewhere."""
+    rows = tokens.new_zeros(*mask.shape, *tokens.shape[1:])
+    rows[mask] = tokens
+    return rows
 
 
 def place_scores(scores, mask):
@@ -785,8 +749,7 @@ def place_scores(scores, mask):
         if not isinstance(score, list):
             score = [0.0] * (length - 1) + [score]
         values += score[:length]
-    values = torch.tensor(values, dtype=torch.float64, device=mask.device)
-    return torch.zeros(mask.shape, dtype=torch.float64, device=mask.device).masked_scatter(mask, values)
+    return spread(torch.tensor(values, dtype=torch.float64, device=mask.device), mask)
 
 
 def rollout_metrics(batch, kl_coef):
@@ -829,7 +792,7 @@ def minibatches(accelerator, args, iteration, epoch):
 
 
 def losses(model, episodes, args):
-    """Policy and value losses, unreduced, of the tokens of a micro-batch that count, and {metric: sum over these
+    """The sum of policy and value losses over the tokens of a micro-batch that count, and {metric: sum over these
     tokens}. A term counts as clipped where the clipped side is the larger."""
     mask = episodes.response_mask
     logprobs = episodes.logprobs[mask]
@@ -841,6 +804,7 @@ def losses(model, episodes, args):
     new_values = new_values[mask]
     pg = policy_loss(new_logprobs, logprobs, advantages, args.cliprange)
     vf = value_loss(new_values, values, returns, args.cliprange_value)
+    loss = pg.sum() + args.vf_coef * vf.sum()
     with torch.no_grad():
         log_ratio = new_logprobs - logprobs
         ratio = log_ratio.exp()
@@ -852,7 +816,7 @@ def losses(model, episodes, args):
             "policy/ratio": ratio,
             "val/clipfrac": vf > value_loss(new_values, values, returns, 0),
         }
-        return pg, vf, {name: term.double().sum() for name, term in terms.items()}
+        return loss, {name: term.double().sum() for name, term in terms.items()}
 
 
 def add_to(sums, terms):
@@ -882,8 +846,7 @@ def update(accelerator, model, optimizer, trunk, batch, rows, iteration, args):
                 episodes = batch.take(places)
                 last = places is micro_batches[-1]
                 with nullcontext() if last else accelerator.no_sync(model), trunk.play(lm, episodes.trunk):
-                    pg, vf, terms = losses(model, episodes, args)
-                    loss = pg.sum() + args.vf_coef * vf.sum()
+                    loss, terms = losses(model, episodes, args)
                     # data-parallel training averages gradients over the processes, hence the factor
                     accelerator.backward(loss * accelerator.num_processes / count)
                 add_to(step_sums, terms)
@@ -930,21 +893,11 @@ def evaluate(run, step, model, tokenizer, data, args):
     metrics = {}
     samples = []
 
-    def measure(rows, outputs, output_ids):
-        columns = {}
-        if data.metric:
-            given = text_arguments(tokenizer, rows, outputs, output_ids)
-            columns = on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
-        scores = score_outputs(accelerator, data.reward, args, tokenizer, rows, outputs, output_ids)
-        rewards = []
-        for score in scores:
-            rewards.append(sum(score) if isinstance(score, list) else score)
-        return columns | {"reward": rewards}
-
     with unsharded(model):
         for name, (rows, queries) in data.eval_sets.items():
-            options = measure, args, args.top_k, args.top_p
-            means, set_samples = evaluate_samples(accelerator, lm, tokenizer, rows, queries, *options)
+            means, set_samples = evaluate_samples(
+                accelerator, lm, tokenizer, rows, queries, data.metric, args, reward=data.reward
+            )
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
             if len(data.eval_sets) > 1:
                 set_samples = [{"set": name} | row for row in set_samples]
@@ -986,14 +939,13 @@ def load(args, path, device):
     lm = as_decoder(lm.to(device))
     train_adapters(lm, args)
     depth = freeze(lm, args.num_layers_unfrozen)
-    # the last state of a truncated response is never sampled from, so the trunk has no output for it
-    if lm.config.is_encoder_decoder or args.bootstrap_truncated or not args.cache_trunk:
+    if lm.config.is_encoder_decoder or not args.cache_trunk:
         depth = 0
     return lm, tokenizer, depth
 
 
 def encode(data, lm, tokenizer, args):
-    """Makes tokens of all prompts. Returns the longest row in tokens, its response included."""
+    """Makes tokens of all prompts."""
     limit = max_positions(lm)
     options = {"max_length": args.max_prompt_length, "encoder": lm.config.is_encoder_decoder}
     num_read = len(data.rows)
@@ -1008,13 +960,12 @@ def encode(data, lm, tokenizer, args):
         f"{num_read} prompts, {num_read - len(data.rows)} dropped as too long; "
         f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
     )
-    return lengths[-1] + args.max_new_tokens
 
 
-def make_reference(args, path, lm, tokenizer, longest):
+def make_reference(args, path, lm, tokenizer):
     """The model of --ref-model, or the policy as it is now. It shares the memory of weights that are not trained."""
     if path:
-        ref = load_reference(args, path, lm, tokenizer, longest)
+        ref = load_reference(args, path, lm, tokenizer)
         share_frozen(ref, lm)
         return ref
     ref = frozen_copy(lm)
@@ -1057,6 +1008,8 @@ def summary(args, accelerator, policy, data):
     lines = [
         f"ppo: {total:,} parameters, {trained:,} trained; reference: {reference}; {describe_layout(args, accelerator)}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
+        f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
+        f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
         f"{num_iterations(args)} iterations x ({args.rollout_batch_size} episodes, then {steps_per_iteration(args)} "
         f"optimizer steps of {args.batch_size}: {args.batch_size // accelerator.num_processes} rows a process, "
         f"{args.micro_batch_size} a forward)",
@@ -1080,9 +1033,8 @@ def main(args):
     data = read(args)
     accelerator = launch(args)
     lm, tokenizer, depth = load(args, path, accelerator.device)
-    longest = encode(data, lm, tokenizer, args)
-    set_attention(lm, args, accelerator.device, longest)
-    ref = make_reference(args, ref_path, lm, tokenizer, longest)
+    encode(data, lm, tokenizer, args)
+    ref = make_reference(args, ref_path, lm, tokenizer)
     data.reward = data.reward or RewardModel(args, lm)
     policy = make_policy(args, path, lm, accelerator)
 
@@ -1093,9 +1045,9 @@ def main(args):
     model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
     stride = steps_per_iteration(args)
     total_steps = num_iterations(args) * stride
-    quantities = {"iteration": 0, "kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0], "trunk": depth}
+    quantities = {"iteration": 0, "kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}
     state = run.restore(model, optimizer, lm, total_steps, longer="--total-episodes", stride=stride, **quantities)
-    trunk = Trunk(min(depth, state.trunk), checked="trunk" in run.state)
+    trunk = Trunk(depth)
     run.say(summary(args, accelerator, policy, data))
     if args.check:
         evaluate(run, 0, model, tokenizer, data, args)
@@ -1124,7 +1076,7 @@ def main(args):
         rewards = batch.rewards
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)
-        advantages, batch.returns = gae(rewards, batch.values, mask, args.gamma, args.lam, batch.last_value)
+        advantages, batch.returns = gae(rewards, batch.values, mask, args.gamma, args.lam)
         batch.advantages = masked_whiten(advantages, mask)
         seconds_rollout = time.perf_counter() - start
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
@@ -1150,7 +1102,6 @@ def main(args):
         text = " | ".join(f"{name.split('/')[1]} {metrics[name]:.3f}" for name in IN_STATUS)
         run.status(step, f"{text} | rollout {seconds_rollout:.2f} s + update {seconds - seconds_rollout:.2f} s")
         state.iteration = iteration
-        state.trunk = trunk.depth
         run.save_if_due(step)
 
     run.export(to_export(lm, args), tokenizer, "hf_model", heads)

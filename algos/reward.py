@@ -12,11 +12,10 @@ How this differs from other implementations:
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where the two hold it, perhaps "margin".
 
-    python algos/reward.py                                         # random walks, one CPU, two minutes
-    python algos/reward.py --model gpt2 --dataset pairs.jsonl --eval-dataset test.jsonl --lr 1e-5 --weight-decay 0
-    accelerate launch algos/reward.py --model runs/sft/hf_model --dataset Anthropic/hh-rlhf:train --lr 1e-5 \
-        --weight-decay 0
-    torchrun --nproc_per_node 8 algos/reward.py --model Qwen/Qwen3-0.6B --max-length 2048 --lr 1e-5 --weight-decay 0 \
+    python algos/reward.py                                         # random walks, one CPU, six minutes
+    python algos/reward.py --model gpt2 --dataset pairs.jsonl --eval-dataset test.jsonl
+    accelerate launch algos/reward.py --model runs/sft/hf_model --dataset Anthropic/hh-rlhf:train
+    torchrun --nproc_per_node 8 algos/reward.py --model Qwen/Qwen3-0.6B --max-length 2048 \
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
@@ -41,9 +40,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification
 
-from common.adapters import to_export, train_adapters
+from common.adapters import adapter_problems, to_export, train_adapters
 from common.classifiers import classifier_ids, classifier_logits
-from common.cli import InputError, build, cli, launch, stop_if
+from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
     encode_prompts,
     is_chat,
@@ -55,12 +54,14 @@ from common.data import (
     shared_rows,
     sharing_error,
 )
+from common.functions import build
 from common.logging import Run, closes_run, describe_layout, visible
+from common.machine import launch
 from common.models import freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
+from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, out_of_range
 from common.sampling import decode, generate_all
 from common.seeding import rng, seed_libraries, stream_rows
 
-TASK = "benchmarks/tasks/randomwalks.py"
 # Last lines of a run, and of its card: how the model is loaded and asked.
 USAGE = """from transformers import pipeline; model = pipeline('text-classification', {folder!r})
 print(model({prompt!r}, function_to_apply='none'))"""
@@ -69,40 +70,65 @@ model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels':
 print(model({prompt!r}, function_to_apply='none'))"""
 
 
+@embedded_task("benchmarks/tasks/randomwalks/reward.yaml")
 @dataclass
 class Args:
-    """A reward model from preferences."""
+    """A reward model from preferences. Defaults are for pretrained models."""
 
-    # ---- run
-    run_dir: str | None = None
-    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
-    resume: str = "auto"
-    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
-    seed: int = 1
-    """Seed of every random draw."""
-    threads: int | None = None
-    """CPU threads of this process; default: the cores divided by the processes on this machine."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
-    mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
-    save_every: int = 100
-    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: int = 100
-    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
-    track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
-    wandb_project: str = "plainrl"
-    """Project name for --track."""
-    push_to_hub: str | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
-    check: bool = False
-    """Validate flags, data, model and functions, print the summary, and exit."""
+    # ---- algorithm
+    epochs: Positive = 1.0
+    """Passes over the data (Ouyang et al. 2022: 1, since more overfit)."""
+    total_steps: Count | None = None
+    """Optimizer steps; default: those of --epochs."""
+    center_coef: NonNegative = 0.0
+    """Weight of (r_chosen + r_rejected)^2, which keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 is usual)."""
+    share_prompt: bool = True
+    """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
 
-    # ---- model and data
-    model: str = f"{TASK}:base_model"
+    # ---- normalisation by sampling
+    norm_prompts: str | None = None
+    """Rows with a prompt: in the end, scores are shifted and scaled to mean 0 and standard deviation 1 over samples of
+    --norm-policy for them (as in arXiv 1909.08593), as reward_norm in the configuration of the exported model."""
+    norm_policy: str | None = None
+    """Causal language model that samples for --norm-prompts; default: --model."""
+    max_new_tokens: Count = 64
+    """Longest response, in tokens."""
+
+    # ---- optimizer
+    lr: Positive = 1e-5
+    """Peak learning rate of AdamW (Ouyang et al. 2022: 9e-6; Touvron et al. 2023: 1e-5, for 70 B parameters 5e-6;
+    adapters of --lora-r take ten times as much)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: Count = 64
+    """Rows per optimizer step, all processes together (Ouyang et al. 2022: 64)."""
+    micro_batch_size: Count = 8
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+
+    # ---- data
+    dataset: str | None = None
+    """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
+    eval_dataset: str | None = None
+    """Pairs for evaluation, several sets joined by commas or as a mapping of names."""
+    max_length: Count = 1024
+    """Tokens of a text, prompt included. Pairs with a longer one are dropped and counted."""
+
+    # ---- model
+    model: str | None = None
     """Hub id, directory, or file.py:function that returns one; from Python also a model."""
     tokenizer: str | None = None
     """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
@@ -112,108 +138,62 @@ class Args:
     """Type of the weights (and so of the optimizer state)."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
-    attn_implementation: str = "auto"
-    """auto, eager, sdpa or flash_attention_2; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
-    num_layers_unfrozen: int = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo, reward and ilql): only the heads."""
+    num_layers_unfrozen: Layers = -1
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0:
+    only the head."""
     load_in_4bit: bool = False
     """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
     --model."""
-    lora_r: int = 0
+    lora_r: Natural = 0
     """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
     adapter of a language model is trained further without this flag."""
-    lora_alpha: float | None = None
+    lora_alpha: Positive | None = None
     """LoRA adapters count alpha / r times; default: the rank, so once."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
     last."""
-    merge: bool = False
+    merge_adapters: bool = False
     """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
-    dataset: str = f"{TASK}:pairs:split=train"
-    """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
-    eval_dataset: str | None = "auto"
-    """Pairs for evaluation, several sets joined by commas or as a mapping of names; auto: the embedded task's."""
-    max_length: int = 1024
-    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
-    end; reward drops them, and dpo those that this leaves without a response."""
-    share_prompt: bool = True
-    """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
-    norm_prompts: str | None = None
-    """Rows with a prompt: in the end, scores are shifted and scaled to mean 0 and standard deviation 1 over samples of
-    --norm-policy for them (as in arXiv 1909.08593), as reward_norm in the configuration of the exported model."""
-    norm_policy: str | None = None
-    """Causal language model that samples for --norm-prompts; default: --model."""
-    max_new_tokens: int = 9
-    """Longest response, in tokens."""
 
-    # ---- loss
-    center_coef: float = 0.0
-    """Weight of (r_chosen + r_rejected)^2, which keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 is usual)."""
-
-    # ---- optimizer
-    lr: float = 2e-3
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward, ilql and ddpo, or 3e-4 in ddpo
-    with LoRA, 1e-6 in dpo)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    lr_final: float = 0.0
-    """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: int = 40
-    """Optimizer steps of linear warm-up."""
-    decay_steps: int | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[float, float] = (0.9, 0.98)
-    """Decay rates of AdamW's moments."""
-    adam_eps: float = 1e-8
-    """Epsilon of AdamW."""
-    weight_decay: float = 1.0
-    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
-    max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; 0: never."""
-    batch_size: int = 64
-    """Rows per optimizer step, all processes together."""
-    micro_batch_size: int = 64
-    """Rows per process and forward pass; changes memory and speed, never the result."""
-    epochs: float | None = None
-    """Passes over the data; default: 3, in reward and dpo 1, the embedded task more. --total-steps wins over it."""
-    total_steps: int | None = None
-    """Optimizer steps; default: from --epochs."""
+    # ---- run
+    run_dir: str | None = None
+    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: Count | None = None
+    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    save_every: Natural = 100
+    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    eval_every: Natural = 100
+    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    push_to_hub: Repository | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
+    check: bool = False
+    """Validate flags, data, model and functions, print the summary, and exit."""
 
     def __post_init__(self):
-        own = self.dataset != f"{TASK}:pairs:split=train"
-        if self.eval_dataset == "auto":
-            self.eval_dataset = None if own else f"{TASK}:eval_pairs"
-        self.epochs = (1.0 if own else 40.0) if self.epochs is None else self.epochs
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        known = ("auto", "eager", "sdpa", "flash_attention_2")
-        rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
-        rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every")]
-        rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
-        positive = ("lr", "epochs", "lora_alpha")
-        rules += [(name, 0 < given.get(name, 1) < math.inf, "a positive number") for name in positive]
-        rules += [
-            ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
-            ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
-            ("num_layers_unfrozen", self.num_layers_unfrozen >= -1, "-1 or at least 0"),
-            ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
-            ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
-            ("lora_targets", self.lora_r or tuple(self.lora_targets) == ("all-linear",), "given with --lora-r"),
-            ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
-            ("load_in_4bit", not self.load_in_4bit or self.dtype != "float64", "off with --dtype float64"),
-            ("norm_policy", not self.norm_policy or self.norm_prompts, "given with --norm-prompts"),
-            ("norm_policy", self.norm_policy or not self.norm_prompts or isinstance(self.model, str), "given"),
-            ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
-        ]
-        bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
-        stop_if([f"--{flag} {value} must be {rule}" for flag, value, rule in bad])
-
-
-AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size
-max_new_tokens""".split()
-ZERO_OR_MORE = "lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm center_coef".split()
+        problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
+        if self.norm_policy is not None and self.norm_prompts is None:
+            problems.append("--norm-policy is given without --norm-prompts")
+        if self.norm_prompts is not None and self.norm_policy is None and not isinstance(self.model, str):
+            problems.append("--norm-prompts needs --norm-policy where --model is an object")
+        stop_if(problems)
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -241,20 +221,6 @@ def score_terms(losses, chosen, rejected):
     }
 
 
-def calibration_error(differences, bins=10):
-    """Expected calibration error (arXiv 1706.04599, Eq. 3) of sigmoid(|difference|) (B,) as the probability that the
-    text of the higher score is the chosen one, margins aside: mean over pairs of |accuracy - confidence| of their bin
-    of [0.5, 1]."""
-    confidence = differences.abs().sigmoid()
-    numbers = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
-    error = 0.0
-    for number in numbers.unique():
-        inside = numbers == number
-        accuracy = (differences[inside] > 0).double().mean()
-        error += (confidence[inside].mean() - accuracy).abs() * inside.double().mean()
-    return float(error)
-
-
 def learning_rate(args, step, total_steps):
     """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
     if step < args.warmup_steps:
@@ -280,7 +246,9 @@ def load_classifier(args, path):
     if model.config.is_encoder_decoder:
         raise InputError("--model is an encoder-decoder: reward.py reads the scores of decoders and of encoders")
     if missing and model._hf_peft_config_loaded:
-        raise InputError(f"--model {path}: a LoRA adapter without {missing[0]}: export it with --merge, and name that")
+        raise InputError(
+            f"--model {path}: a LoRA adapter without {missing[0]}: export it with --merge-adapters, and name that"
+        )
     lost = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
     stop_if([f"--model {path}: {name} is missing" for name in lost[:1]])
     for number, name in enumerate(missing):
@@ -288,6 +256,7 @@ def load_classifier(args, path):
         scale = (weight.shape[-1] + 1) ** -0.5 if weight.ndim > 1 else 0.0
         drawn = rng(args.seed, "head", number).normal(0.0, scale, weight.shape)
         weight.data.copy_(torch.from_numpy(drawn))
+    set_attention(model, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokenizer.padding_side = "right"  # as transformers reads a batch for such a model
@@ -409,13 +378,13 @@ def policy_samples(args, policy, tokenizer, prompts, accelerator):
     """(texts, ended): a response of the language model to each row with a prompt, keyed by the seed and the row."""
     limit = max_positions(policy)
     prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--norm-prompts")
-    options = {"max_new_tokens": args.max_new_tokens, "decode_batch_size": args.micro_batch_size}
-    sampled = generate_all(accelerator, policy, tokenizer, queries, ("norm", 0), seed=args.seed, **options)
-    _, _, response, response_mask = sampled
-    responses = [ids[keep].tolist() for ids, keep in zip(response.cpu(), response_mask.cpu(), strict=True)]
+    sizes = {"max_new_tokens": args.max_new_tokens, "decode_batch_size": args.micro_batch_size}
+    _, _, ids, mask = generate_all(accelerator, policy, tokenizer, queries, ("norm", 0), seed=args.seed, **sizes)
+    responses = [row[kept].tolist() for row, kept in zip(ids.cpu(), mask.cpu(), strict=True)]
     outputs = decode(tokenizer, queries, responses, ())
     samples = [row["prompt"] + output for row, output in zip(prompts, outputs, strict=True)]
-    return samples, [tokenizer.eos_token_id in ids for ids in responses]
+    ended = [tokenizer.eos_token_id in response for response in responses]
+    return samples, ended
 
 
 def norm_rows(args, path, prompts, tokenizer, max_length, accelerator):
@@ -440,8 +409,8 @@ def reward_norm(accelerator, model, rows, batch_size):
             logits = classifier_logits(model, [rows[place] for place in places])
             scores.append(logits[:, 0].double())
     std, mean = torch.std_mean(torch.cat(scores))
-    gain = 1 / max(std.item(), 1e-8)
-    return {"gain": gain, "bias": -mean.item() / max(std.item(), 1e-8)}
+    scale = max(std.item(), 1e-8)
+    return {"gain": 1 / scale, "bias": -mean.item() / scale}
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -474,7 +443,6 @@ def evaluate_scores(scores, pairs):
         "accuracy": (differences > 0).double().mean().item(),
         "shorter_wins": sum(len(chosen) < len(rejected) for chosen, rejected, _ in pairs) / len(pairs),
         "margin": differences.mean().item(),
-        "calibration_error": calibration_error(differences),
         "score_mean": scores.mean().item(),
         "score_std": scores.std().item(),
     }
@@ -490,10 +458,13 @@ def evaluate(run, step, model, score, data, args):
             scores = score_pairs(run.accelerator, score, pairs, args.micro_batch_size)
             means = evaluate_scores(scores, pairs)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
-            for texts, chosen_score, rejected_score in zip(data.eval_texts[name], *scores.tolist(), strict=True):
-                sample = {"set": name} if len(data.eval_sets) > 1 else {}
-                sample |= dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
-                samples.append(sample | {"chosen_score": chosen_score, "rejected_score": rejected_score})
+            chosen_scores, rejected_scores = scores.tolist()
+            for place, (prompt, chosen, rejected) in enumerate(data.eval_texts[name]):
+                sample = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+                sample |= {"chosen_score": chosen_scores[place], "rejected_score": rejected_scores[place]}
+                if len(data.eval_sets) > 1:
+                    sample = {"set": name} | sample
+                samples.append(sample)
     run.samples(step, samples)
     return metrics
 
@@ -545,12 +516,12 @@ def encode(data, tokenizer, max_length):
         texts, pairs, report = encode_texts(rows, tokenizer, max_length, set_flag(name))
         data.eval_texts[name] = texts
         data.eval_sets[name] = pairs
-        data.report += f"\n{set_prefix(name)[:-1]}: {report}"
+        data.report += f"\n{set_flag(name)}: {report}"
 
 
 def shares_exactly(run, model, data, score, quantity, args):
     """Whether --share-prompt changes no score of a pair, tried on three pairs of all sets."""
-    if not args.share_prompt or args.attn_implementation.startswith("flash"):
+    if not args.share_prompt or args.attn_implementation == "flash_attention_2":
         return False
     pairs = [*data.pairs, *itertools.chain(*data.eval_sets.values())]
     error = sharing_error(score, model, pairs)
@@ -585,10 +556,10 @@ def export_classifier(run, name, lm, model, tokenizer, data, args):
 
 def exports_adapter(lm, args):
     """Whether the export is a LoRA adapter alone."""
-    return lm._hf_peft_config_loaded and not args.merge
+    return lm._hf_peft_config_loaded and not args.merge_adapters
 
 
-def summary(args, accelerator, lm, new_head, data, total_steps):
+def summary(args, accelerator, lm, new_head, data, max_length, total_steps):
     """What is trained on what, in a few lines."""
     trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
     lengths = sorted(map(longer_side, data.pairs))
@@ -601,9 +572,12 @@ def summary(args, accelerator, lm, new_head, data, total_steps):
         f"data: {data.report}",
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: {prompt[-400:]} | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
-        f"{total_steps} steps x {args.batch_size} pairs = {epochs:.1f} epochs; each step {share} pairs a process, "
-        f"at most {args.micro_batch_size} a forward pass",
+        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens a text, {epochs:.3g} epochs",
+        f"{total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
+        f"{args.micro_batch_size} a forward pass",
     ]
+    if data.norm_rows:
+        lines[-2] += f"; scores normalised over {len(data.norm_rows)} samples of at most {args.max_new_tokens} tokens"
     return "\n".join(lines)
 
 
@@ -618,13 +592,11 @@ def main(args):
     data = read(args)
     policy_path = build(args.norm_policy, "--norm-policy") or path
     accelerator = launch(args)
-    device = accelerator.device
-    lm, tokenizer, new_head = load(args, path, device)
+    lm, tokenizer, new_head = load(args, path, accelerator.device)
     max_length = min(args.max_length, max_positions(lm) or args.max_length)
     encode(data, tokenizer, max_length)
     if data.norm_prompts:
         data.norm_rows = norm_rows(args, policy_path, data.norm_prompts, tokenizer, max_length, accelerator)
-    set_attention(lm, args, device, 2 * max(map(longer_side, data.pairs)))
 
     run = Run("reward", args, __file__, accelerator)
     if run.finished:
@@ -633,10 +605,9 @@ def main(args):
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.pairs) / args.batch_size)
-    evaluates = bool(data.eval_sets)
-    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=bool(data.eval_sets))
     score = functools.partial(pair_scores, model, share)
-    run.say(summary(args, accelerator, lm, new_head, data, total_steps))
+    run.say(summary(args, accelerator, lm, new_head, data, max_length, total_steps))
     if args.check:
         evaluate(run, 0, model, score, data, args)
         if not data.eval_sets:
@@ -659,10 +630,11 @@ def main(args):
         sums = defaultdict(float)
         for rows in micro_batches:
             micro_batch = [data.pairs[row] for row in rows]
-            with nullcontext() if rows is micro_batches[-1] else accelerator.no_sync(model):
+            last = rows is micro_batches[-1]
+            with nullcontext() if last else accelerator.no_sync(model):
                 chosen, rejected = score(micro_batch)
-                margin = torch.tensor([margin for _, _, margin in micro_batch], dtype=chosen.dtype, device=device)
-                losses = pairwise_loss(chosen, rejected, margin, args.center_coef)
+                margins = chosen.new_tensor([margin for _, _, margin in micro_batch])
+                losses = pairwise_loss(chosen, rejected, margins, args.center_coef)
                 # data-parallel training averages gradients over the processes, hence the factor
                 accelerator.backward(losses.sum() * accelerator.num_processes / args.batch_size)
             for name, values in score_terms(losses, chosen, rejected).items():
@@ -681,11 +653,11 @@ def main(args):
         optimizer.zero_grad()
         # 4. evaluate, log, save
         seconds = time.perf_counter() - start
-        metrics = {**means, "train/epoch": step * args.batch_size / len(data.pairs), "optim/lr": lr}
-        metrics["optim/grad_norm"] = grad_norm.item()
+        metrics = means | {"train/epoch": step * args.batch_size / len(data.pairs)}
+        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item()}
         tokens = sum(pair_length(data.pairs[row]) for row in batch)
-        perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
-        perf["perf/pairs_per_sec"] = args.batch_size / seconds
+        perf = {"perf/tokens_per_sec": tokens / seconds, "perf/pairs_per_sec": args.batch_size / seconds}
+        perf["perf/seconds_update"] = seconds
         if run.evaluation_due(step):
             metrics |= evaluate(run, step, model, score, data, args)
             if run.is_best(step, metrics[headline]):

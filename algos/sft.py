@@ -12,12 +12,12 @@ Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats
 (on the assistant's turns) or {"dialogue": [prompt, output, prompt, output, ...]} (on the outputs).
 
     python algos/sft.py                                            # random walks, one CPU, under a minute
-    accelerate launch algos/sft.py --model gpt2 --dataset my.jsonl --eval-dataset held_out.jsonl --lr 2e-5
+    accelerate launch algos/sft.py --model gpt2 --dataset my.jsonl --eval-dataset held_out.jsonl
     python algos/sft.py --model google-t5/t5-small --dataset pairs.jsonl --lora-r 16 --lr 2e-4   # an encoder-decoder
     torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/chats:train --max-length 2048 \
         --packing
 
-Dimension key: B rows, T tokens of a row, K positions with logits, V vocabulary, H hidden size.
+Dimension key: B rows, T tokens of a row, K positions with logits, V vocabulary.
 """
 
 import itertools
@@ -33,12 +33,11 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-from common.adapters import to_export, train_adapters
-from common.cli import InputError, build, call_metric, cli, launch, load_function, stop_if
+from common.adapters import adapter_problems, to_export, train_adapters
+from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
     encode_prompts,
     have_bos,
@@ -50,48 +49,90 @@ from common.data import (
     set_prefix,
     tokenize,
 )
-from common.logging import SEQ2SEQ_USAGE, USAGE, Run, closes_run, describe_layout, on_main, visible
-from common.models import as_decoder, freeze, load_model, max_positions, set_attention, unsharded
-from common.sampling import evaluate_samples, text_arguments
-from common.seeding import rng, seed_libraries, stream_rows
+from common.functions import build, load_function
+from common.logging import SEQ2SEQ_USAGE, USAGE, Run, closes_run, describe_layout, visible
+from common.machine import launch
+from common.models import as_decoder, freeze, load_model, max_positions, unsharded
+from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, Share, Text, out_of_range
+from common.sampling import evaluate_samples
+from common.seeding import seed_libraries, stream_rows
 
-TASK = "benchmarks/tasks/randomwalks.py"
+PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
 
 
+@embedded_task("benchmarks/tasks/randomwalks/sft.yaml")
 @dataclass
 class Args:
-    """Supervised fine-tuning of a language model."""
+    """Supervised fine-tuning of a language model. Defaults are for pretrained models."""
 
-    # ---- run
-    run_dir: str | None = None
-    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
-    resume: str = "auto"
-    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
-    seed: int = 1
-    """Seed of every random draw."""
-    threads: int | None = None
-    """CPU threads of this process; default: the cores divided by the processes on this machine."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
-    mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
-    save_every: int = 100
-    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: int = 100
-    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
-    track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
-    wandb_project: str = "plainrl"
-    """Project name for --track."""
-    push_to_hub: str | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
-    check: bool = False
-    """Validate flags, data, model and functions, print the summary, and exit."""
+    # ---- algorithm
+    epochs: Positive = 3.0
+    """Passes over the data (Stanford Alpaca and transformers: 3)."""
+    total_steps: Count | None = None
+    """Optimizer steps; default: those of --epochs."""
+    completion_only_loss: bool = True
+    """Train on completions, on the outputs of a dialogue and on the assistant's turns of a chat alone; off: on every
+    token."""
+    packing: bool = False
+    """Put the rows of a step together into lines of at most --max-length tokens; no row sees another. Changes memory
+    and speed, never the result; --micro-batch-size counts lines."""
 
-    # ---- model and data
-    model: str = f"{TASK}:untrained_model"
+    # ---- evaluation by sampling
+    max_new_tokens: Count = 64
+    """Longest response, in tokens."""
+    stop: tuple[Text, ...] = ()
+    """Strings that end a response, which keeps the tokens through the one that completes the string. The metric sees
+    the text before it, without trailing space."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature of evaluations; 0: greedy."""
+    top_k: Natural = 0
+    """Evaluations sample from the k likeliest tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once; changes memory and speed, never the result."""
+
+    # ---- optimizer
+    lr: Positive = 2e-5
+    """Peak learning rate of AdamW (Stanford Alpaca and TRL: 2e-5; adapters of --lora-r take ten times as much)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: Count = 64
+    """Rows per optimizer step, all processes together."""
+    micro_batch_size: Count = 8
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+
+    # ---- data
+    dataset: str | None = None
+    """Training rows (text; prompt and completion; messages; dialogue): a .jsonl/.json/.csv/.parquet/.txt file, hub
+    id:split, file.py:function; from Python a list."""
+    eval_dataset: str | None = None
+    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names."""
+    eval_prompts: str | None = None
+    """Rows with a prompt, all of which are sampled at evaluations. Default: with --metric the first set of
+    --eval-dataset; without it up to 8 of its rows, or else of --dataset, but none of text."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}."""
+    max_length: Count = 1024
+    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
+    end."""
+
+    # ---- model
+    model: str | None = None
     """Hub id, directory, or file.py:function that returns one; from Python also a model."""
     tokenizer: str | None = None
     """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
@@ -101,130 +142,61 @@ class Args:
     """Type of the weights (and so of the optimizer state)."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
-    attn_implementation: str = "auto"
-    """auto, eager, sdpa or flash_attention_2; auto: eager on CPUs up to 256 tokens, where it is faster, else sdpa."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
-    num_layers_unfrozen: int = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0 (in
-    ppo, reward and ilql): only the heads."""
+    num_layers_unfrozen: Layers = -1
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything."""
     load_in_4bit: bool = False
     """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
     --model."""
-    lora_r: int = 0
+    lora_r: Natural = 0
     """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
     adapter of a language model is trained further without this flag."""
-    lora_alpha: float | None = None
+    lora_alpha: Positive | None = None
     """LoRA adapters count alpha / r times; default: the rank, so once."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
     last."""
-    merge: bool = False
+    merge_adapters: bool = False
     """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
-    dataset: str = f"{TASK}:completions:split=train"
-    """Training rows: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python a list."""
-    eval_dataset: str | None = "auto"
-    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; auto: the
-    embedded task's; default: in ppo the first --rollout-batch-size rows of --dataset, in sft none."""
-    eval_prompts: str | None = "auto"
-    """Rows with a prompt to sample at evaluation (sft, ilql: for --metric); auto: the embedded task's; default: the
-    first set of --eval-dataset."""
-    formatting: str | None = None
-    """file.py:function(row) that makes a text, a row in one of the forms of --dataset, or a list of these of a row."""
-    metric: str | None = "auto"
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}; auto: the embedded task's, or none."""
-    max_length: int = 1024
-    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
-    end; reward drops them, and dpo those that this leaves without a response."""
-    completion_only_loss: bool = True
-    """Train on completions, on the outputs of a dialogue and on the assistant's turns of a chat alone; off: on every
-    token."""
-    packing: bool = False
-    """Put the rows of a step together into lines of at most --max-length tokens; no row sees another. Changes memory
-    and speed, never the result; --micro-batch-size counts lines."""
-    neftune_alpha: float = 0.0
-    """Uniform noise of size alpha / sqrt(tokens x hidden size) on the embeddings in training (arXiv 2310.05914);
-    0: none."""
 
-    # ---- optimizer
-    lr: float = 6e-3
-    """Peak learning rate of AdamW (pretrained models: 2e-5 in sft, 1e-5 in ppo, reward, ilql and ddpo, or 3e-4 in ddpo
-    with LoRA, 1e-6 in dpo)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    lr_final: float = 0.0
-    """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: int = 40
-    """Optimizer steps of linear warm-up."""
-    decay_steps: int | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's moments."""
-    adam_eps: float = 1e-8
-    """Epsilon of AdamW."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
-    max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; 0: never."""
-    batch_size: int = 192
-    """Rows per optimizer step, all processes together."""
-    micro_batch_size: int = 64
-    """Rows per process and forward pass; changes memory and speed, never the result."""
-    epochs: float | None = None
-    """Passes over the data; default: 3, in reward and dpo 1, the embedded task more. --total-steps wins over it."""
-    total_steps: int | None = None
-    """Optimizer steps; default: from --epochs."""
-
-    # ---- evaluation by sampling
-    max_new_tokens: int = 9
-    """Longest response, in tokens."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response, which keeps (and in ppo trains) the tokens through the one that completes the
-    string. Reward and metric see the text before it, without trailing space."""
-    eval_temperature: float = 1.0
-    """Sampling temperature of evaluations; 0: greedy."""
-    top_k: int = 0
-    """Evaluations sample from the k likeliest tokens; 0: from all."""
-    top_p: float = 1.0
-    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
-    decode_batch_size: int = 1024
-    """Rows that a process decodes at once; changes memory and speed, never the result."""
+    # ---- run
+    run_dir: str | None = None
+    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: Count | None = None
+    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    save_every: Natural = 100
+    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    eval_every: Natural = 100
+    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    push_to_hub: Repository | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
+    check: bool = False
+    """Validate flags, data, model and functions, print the summary, and exit."""
 
     def __post_init__(self):
-        own = self.dataset != f"{TASK}:completions:split=train"
-        embedded = {"eval_dataset": "completions:split=test", "eval_prompts": "eval_prompts", "metric": "metric"}
-        for name, function in embedded.items():
-            if getattr(self, name) == "auto":
-                setattr(self, name, None if own else f"{TASK}:{function}")
-        self.epochs = (3.0 if own else 85.0) if self.epochs is None else self.epochs
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        known, flash = ("auto", "eager", "sdpa", "flash_attention_2"), self.attn_implementation == "flash_attention_2"
-        rules = [(name, given.get(name, 1) >= 1, "at least 1") for name in AT_LEAST_ONE]
-        rules += [(name, getattr(self, name) >= 0, "at least 0") for name in ("save_every", "eval_every", "top_k")]
-        rules += [(name, 0 <= getattr(self, name) < math.inf, "0 or a positive number") for name in ZERO_OR_MORE]
-        positive = ("lr", "epochs", "lora_alpha")
-        rules += [(name, 0 < given.get(name, 1) < math.inf, "a positive number") for name in positive]
-        rules += [
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)"),
-            ("attn_implementation", self.attn_implementation in known, f"one of {', '.join(known)}"),
-            ("attn_implementation", not (self.packing and flash), "eager or sdpa with --packing"),
-            ("num_layers_unfrozen", self.num_layers_unfrozen > 0 or self.num_layers_unfrozen == -1, "-1 or at least 1"),
-            ("num_layers_unfrozen", self.num_layers_unfrozen == -1 or not self.lora_r, "-1 with --lora-r"),
-            ("lora_alpha", self.lora_alpha is None or self.lora_r, "given with --lora-r"),
-            ("lora_targets", self.lora_r or tuple(self.lora_targets) == ("all-linear",), "given with --lora-r"),
-            ("merge", not (self.merge and self.load_in_4bit), "off with --load-in-4bit"),
-            ("load_in_4bit", not self.load_in_4bit or self.dtype != "float64", "off with --dtype float64"),
-            ("stop", all(self.stop), "strings that are not empty"),
-            ("push_to_hub", "/" in (self.push_to_hub or "/"), "org/name"),
-        ]
-        bad = [(name.replace("_", "-"), getattr(self, name), rule) for name, holds, rule in rules if not holds]
-        stop_if([f"--{flag} {value} must be {rule}" for flag, value, rule in bad])
-
-
-AT_LEAST_ONE = """threads decay_steps total_steps keep_checkpoints max_length batch_size micro_batch_size
-max_new_tokens decode_batch_size""".split()
-ZERO_OR_MORE = "lora_r lr_final warmup_steps adam_eps weight_decay max_grad_norm eval_temperature neftune_alpha".split()
+        problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
+        if self.num_layers_unfrozen == 0:
+            problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
+        if self.packing and self.attn_implementation == "flash_attention_2":
+            problems.append("--packing does not go with --attn-implementation flash_attention_2: use eager or sdpa")
+        stop_if(problems)
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -349,8 +321,24 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
     return examples, report
 
 
+def queries_of_rows(rows, tokenizer, max_new_tokens, limit, encoder=False):
+    """Ids of the rows' prompts, of those that the model's positions (limit, or None) leave room for a response."""
+    queries = []
+    for ids, spans in encode_segments(rows, tokenizer, "--dataset", encoder):
+        _, length, _ = spans[0]  # of the prompt
+        positions = max(length, max_new_tokens) if encoder else length + max_new_tokens
+        if length > 0 and (limit is None or positions <= limit):
+            queries.append(ids[:length])
+    return queries
+
+
 def num_labels(labels):
     return len(labels) - labels.count(-100)
+
+
+def first_label(labels):
+    """Place of the first token with a label; 1 where there is none."""
+    return next((place for place, label in enumerate(labels) if label != -100), 1)
 
 
 def pack(lengths, max_length):
@@ -421,7 +409,7 @@ def line_logits(model, lines, pad, device):
     if not getattr(model, "module", model).config.is_encoder_decoder:
         return label_logits(model, *(x.to(device) for x in collate(lines, pad)))
     rows = [line[0] for line in lines]
-    begins = [next((i for i, label in enumerate(labels) if label != -100), 1) for _, labels, *_ in rows]
+    begins = [first_label(labels) for _, labels, *_ in rows]
     left = max(begins)
     right = max(len(ids) - begin for (ids, *_), begin in zip(rows, begins, strict=True))
 
@@ -441,33 +429,14 @@ def line_logits(model, lines, pad, device):
 @torch.no_grad()
 def packing_error(model, line, pad, device):
     """Largest difference of a token's loss between the examples of a line packed and each alone."""
-    losses = []
-    for lines in ([line], *([[example]] for example in line)):
+
+    def token_losses(lines):
         logits, labels = line_logits(model, lines, pad, device)
-        losses.append(token_nll(logits, labels)[labels != -100])
-    packed, *alone = losses
-    return (packed - torch.cat(alone)).abs().max().item()
+        return token_nll(logits, labels)[labels != -100]
 
-
-def neftune(lm, lines, args, step):
-    """Context in which the embeddings of each row of T tokens get noise from +-alpha / sqrt(T H), keyed by (step, its
-    place in the batch). Source: arXiv 2310.05914, Algorithm 1."""
-    if not args.neftune_alpha:
-        return nullcontext()
-
-    def add_noise(module, inputs, output):
-        noise = torch.zeros(output.shape)
-        for row, line in zip(noise, lines, strict=True):
-            drawn = []
-            for ids, _, place in line:
-                shape = len(ids), row.shape[1]
-                unit = rng(args.seed, "neftune", step, place).uniform(-1, 1, shape)
-                drawn.append(unit * args.neftune_alpha / math.prod(shape) ** 0.5)
-            drawn = torch.from_numpy(np.concatenate(drawn))[: len(row)]
-            row[: len(drawn)] = drawn
-        return output + noise.to(output)
-
-    return lm.get_input_embeddings().register_forward_hook(add_noise)
+    packed = token_losses([line])
+    alone = torch.cat([token_losses([[example]]) for example in line])
+    return (packed - alone).abs().max().item()
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -476,17 +445,21 @@ def neftune(lm, lines, args, step):
 @torch.no_grad()
 def evaluate_loss(accelerator, model, examples, args, pad):
     """Loss, perplexity and accuracy per label of the whole set, the same for any batch size and number of processes."""
-    world = accelerator.num_processes
-    share = math.ceil(len(examples) / world)
-    empty = (examples[0][0], [-100] * len(examples[0][0]))  # every process runs the same number of forwards
-    local = (examples[accelerator.process_index :: world] + [empty])[:share]
+    share = math.ceil(len(examples) / accelerator.num_processes)
+    local = examples[accelerator.process_index :: accelerator.num_processes]
+    if len(local) < share:  # every process runs the same number of forwards
+        ids, _ = examples[0]
+        local.append((ids, [-100] * len(ids)))
     lines = [[example] for example in sorted(local, key=lambda example: len(example[0]))]  # never packed
-    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, hits, labels
+    loss = 0.0
+    hits = 0
+    count = 0
     for i in range(0, share, args.micro_batch_size):
         logits, labels = line_logits(model, lines[i : i + args.micro_batch_size], pad, accelerator.device)
-        hits = (logits.argmax(-1) == labels).sum()
-        sums += torch.stack([token_nll(logits, labels).double().sum(), hits, (labels != -100).sum()])
-    loss, hits, count = accelerator.reduce(sums).tolist()
+        loss += token_nll(logits, labels).double().sum()
+        hits += (logits.argmax(-1) == labels).sum()
+        count += (labels != -100).sum()
+    loss, hits, count = accelerator.reduce(torch.stack([loss, hits, count])).tolist()
     return {"loss": loss / count, "perplexity": math.exp(min(loss / count, 700.0)), "accuracy": hits / count}
 
 
@@ -496,21 +469,23 @@ def evaluate(run, step, model, tokenizer, data, args):
     model.eval()
     metrics = {}
 
-    def measure(rows, outputs, output_ids):
-        given = text_arguments(tokenizer, rows, outputs, output_ids)
-        return on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
-
     with unsharded(model):
-        if data.metric:
+        if data.prompts:
             lm = accelerator.unwrap_model(model)
-            options = measure, args, args.top_k, args.top_p
-            means, samples = evaluate_samples(accelerator, lm, tokenizer, data.prompts, data.queries, *options)
+            means, samples = evaluate_samples(accelerator, lm, tokenizer, data.prompts, data.queries, data.metric, args)
             metrics = {f"eval/{name}": value for name, value in means.items()}
             run.samples(step, samples)
         for name, examples in data.eval_sets.items():
             means = evaluate_loss(accelerator, model, examples, args, tokenizer.pad_token_id)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
     return metrics
+
+
+def quality(scores, headline):
+    """What the best model has most of: minus the headline loss, or without evaluation rows the metric's first value."""
+    if headline in scores:
+        return -scores[headline]
+    return next(iter(scores.values()))
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -534,42 +509,22 @@ def read(args):
     metric = load_function(args.metric, "--metric")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    if args.formatting:
-        function = load_function(args.formatting, "--formatting")
-        rows = format_rows(rows, function)
-        eval_sets = {name: format_rows(members, function) for name, members in eval_sets.items()}
-    prompts = next(iter(eval_sets.values()), [])
-    if args.eval_prompts:
+    prompts = []
+    if args.eval_prompts is not None:
         prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
+    elif metric and eval_sets:
+        prompts = next(iter(eval_sets.values()))
     if metric and not (prompts and "prompt" in prompts[0]):
         raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
     return Data(rows, eval_sets, prompts, metric)
-
-
-def format_rows(rows, function):
-    """What the function of --formatting makes of the rows."""
-    made = []
-    try:
-        for row in rows:
-            result = function(dict(row))
-            if isinstance(result, list):
-                made += result
-            else:
-                made.append(result)
-    except Exception as error:
-        raise InputError(f"--formatting raised {type(error).__name__}: {error}") from error
-    for number, row in enumerate(made):
-        if isinstance(row, str):
-            made[number] = {"text": row}
-    return load_rows(made, "--formatting")
 
 
 def load(args, path, device):
     """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
     lm, tokenizer = load_model(args, path)
     lm = as_decoder(lm.to(device))
-    if lm.config.is_encoder_decoder and (args.packing or args.neftune_alpha or not args.completion_only_loss):
-        raise InputError("--packing, --neftune-alpha and --no-completion-only-loss are not for encoder-decoders")
+    if lm.config.is_encoder_decoder and (args.packing or not args.completion_only_loss):
+        raise InputError("--packing and --no-completion-only-loss are not for encoder-decoders")
     train_adapters(lm, args)
     freeze(lm, args.num_layers_unfrozen)
     return lm, tokenizer
@@ -580,14 +535,21 @@ def encode(data, lm, tokenizer, args):
     encoder = lm.config.is_encoder_decoder
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
-    options = tokenizer, max_length, args.completion_only_loss
-    data.examples, data.report = encode_rows(data.rows, *options, "--dataset", encoder)
+    first_rows = next(iter(data.eval_sets.values()), data.rows)[:PROMPTS_SHOWN]
+
+    def encode_set(rows, flag):
+        return encode_rows(rows, tokenizer, max_length, args.completion_only_loss, flag, encoder)
+
+    data.examples, data.report = encode_set(data.rows, "--dataset")
     for name, rows in data.eval_sets.items():
-        data.eval_sets[name], _ = encode_rows(rows, *options, set_flag(name), encoder)
-    if data.metric:
+        data.eval_sets[name], _ = encode_set(rows, set_flag(name))
+    if data.prompts:
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
         )
+    elif args.eval_every and "text" not in first_rows[0]:
+        data.queries = queries_of_rows(first_rows, tokenizer, args.max_new_tokens, limit, encoder)
+        data.prompts = [{"prompt": tokenizer.decode(ids, skip_special_tokens=True)} for ids in data.queries]
     return max_length
 
 
@@ -612,7 +574,7 @@ def packs_exactly(run, model, examples, tokenizer, args):
     return False
 
 
-def summary(args, accelerator, lm, tokenizer, data, total_steps):
+def summary(args, accelerator, lm, tokenizer, data, max_length, total_steps):
     """What is trained on what, in a few lines."""
     lines = []
     if not any(tokenizer.eos_token_id in labels for _, labels in data.examples):
@@ -625,9 +587,13 @@ def summary(args, accelerator, lm, tokenizer, data, total_steps):
         f"sft: {lm.num_parameters():,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}",
         f"data: {data.report}; tokens of a row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first row, [without loss]: {marked(tokenizer, *data.examples[0])[:800]}",
-        f"{total_steps} steps x {args.batch_size} rows = {epochs:.1f} epochs; each step {share} rows a process, "
-        f"at most {args.micro_batch_size} a forward pass",
+        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens a row, {args.max_new_tokens} new tokens, "
+        f"{epochs:.3g} epochs",
+        f"{total_steps} steps x {args.batch_size} rows; each step {share} rows a process, at most "
+        f"{args.micro_batch_size} a forward pass",
     ]
+    if data.prompts:
+        lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
     return "\n".join(lines)
@@ -657,8 +623,6 @@ def main(args):
     device = accelerator.device
     lm, tokenizer = load(args, path, device)
     max_length = encode(data, lm, tokenizer, args)
-    longest = max(len(ids) for ids, _ in data.examples)
-    set_attention(lm, args, device, max_length if args.packing else longest)
 
     run = Run("sft", args, __file__, accelerator)
     if run.finished:
@@ -666,17 +630,19 @@ def main(args):
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.examples) / args.batch_size)
-    evaluates = bool(data.eval_sets or data.metric)
+    evaluates = bool(data.eval_sets or data.prompts)
     run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
     packing = args.packing and packs_exactly(run, model, data.examples, tokenizer, args)
-    run.say(summary(args, accelerator, lm, tokenizer, data, total_steps))
+    run.say(summary(args, accelerator, lm, tokenizer, data, max_length, total_steps))
     if args.check:
         evaluate(run, 0, model, tokenizer, data, args)
         run.say("check passed")
         return {}, None
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))
-    headline = f"{set_prefix(next(iter(data.eval_sets)))}loss" if data.eval_sets and args.eval_every else "train/loss"
+    headline = "train/loss"
+    if data.eval_sets and args.eval_every:
+        headline = f"{set_prefix(next(iter(data.eval_sets)))}loss"
 
     for step in range(run.begun + 1, total_steps + 1):
         start = time.perf_counter()
@@ -690,7 +656,7 @@ def main(args):
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for lines in micro_batches:
             last = lines is micro_batches[-1]
-            with nullcontext() if last else accelerator.no_sync(model), neftune(lm, lines, args, step):
+            with nullcontext() if last else accelerator.no_sync(model):
                 logits, labels = line_logits(model, lines, tokenizer.pad_token_id, device)
                 nll = token_nll(logits, labels).sum() / count
                 # data-parallel training averages gradients over the processes, hence the factor
@@ -720,8 +686,7 @@ def main(args):
         if run.evaluation_due(step):
             scores = evaluate(run, step, model, tokenizer, data, args)
             metrics |= scores
-            score = -scores[headline] if data.eval_sets else next(iter(scores.values()))
-            if run.is_best(step, score):
+            if scores and run.is_best(step, quality(scores, headline)):
                 run.export(to_export(lm, args), tokenizer, "hf_model_best")
         run.log(step, metrics, perf)
         run.status(step, f"loss {metrics['train/loss']:.4f} | {seconds:.2f} s")
@@ -730,9 +695,8 @@ def main(args):
     run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after SFT on {run.identity['flags']['dataset']}"
     ids, labels = data.examples[0]
-    first_label = next(i for i, label in enumerate(labels) if label != -100)
     encoder = lm.config.is_encoder_decoder
-    prompt = tokenizer.decode(ids[:first_label], skip_special_tokens=encoder)
+    prompt = tokenizer.decode(ids[: first_label(labels)], skip_special_tokens=encoder)
     metrics = run.finish(headline, title, prompt, SEQ2SEQ_USAGE if encoder else USAGE)
     accelerator.end_training()
     return metrics, run.dir

@@ -14,6 +14,22 @@ from common.cli import InputError, stop_if
 from common.seeding import rng
 
 
+def adapter_problems(args):
+    """A sentence for each rule between the flags of adapters, 4 bits and frozen blocks that is broken."""
+    problems = []
+    if args.lora_r == 0 and args.lora_alpha is not None:
+        problems.append("--lora-alpha is given without --lora-r")
+    if args.lora_r == 0 and tuple(args.lora_targets) != ("all-linear",):
+        problems.append("--lora-targets is given without --lora-r")
+    if args.lora_r and args.num_layers_unfrozen != -1:
+        problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
+    if args.merge_adapters and args.load_in_4bit:
+        problems.append("--merge-adapters does not go with --load-in-4bit")
+    if args.load_in_4bit and args.dtype == "float64":
+        problems.append("--load-in-4bit does not go with --dtype float64")
+    return problems
+
+
 def train_adapters(lm, args, heads=()):
     """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
     before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them.
@@ -28,8 +44,8 @@ def train_adapters(lm, args, heads=()):
     if args.lora_r:
         add_adapters(lm, args, heads)
     elif not is_loaded:
-        if args.merge:
-            raise InputError("--merge: there are no adapters to merge: add --lora-r")
+        if args.merge_adapters:
+            raise InputError("--merge-adapters: there are no adapters to merge: add --lora-r")
         return
     for name, weight in lm.named_parameters():
         weight.requires_grad_("lora_" in name or "modules_to_save" in name)
@@ -41,7 +57,7 @@ def train_adapters(lm, args, heads=()):
             weight.data.copy_(torch.from_numpy(values))
     if not any("lora_" in name for name, _ in lm.named_parameters()):
         raise InputError("--model is an adapter of another kind than LoRA")
-    if args.merge:
+    if args.merge_adapters:
         check_mergeable(lm)
 
 
@@ -59,10 +75,18 @@ def add_adapters(lm, args, heads):
     task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
     if heads:
         task = "SEQ_CLS"
-    config = {"task_type": task, "target_modules": targets, "modules_to_save": list(heads) or None}
-    config = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or args.lora_r, revision=args.revision, **config)
-    if not (lm.name_or_path or args.merge):
-        raise InputError("--model is an object without name_or_path, which adapters need to find it: give --merge")
+    config = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha or args.lora_r,
+        target_modules=targets,
+        modules_to_save=list(heads) or None,
+        task_type=task,
+        revision=args.revision,
+    )
+    if not (lm.name_or_path or args.merge_adapters):
+        raise InputError(
+            "--model is an object without name_or_path, which adapters need to find it: give --merge-adapters"
+        )
     if Path(lm.name_or_path).is_dir():  # found from everywhere
         lm.name_or_path = str(Path(lm.name_or_path).resolve())
     try:
@@ -78,13 +102,17 @@ def check_mergeable(lm):
     for module in lm.modules():
         layer = getattr(module, "base_layer", getattr(module, "original_module", None))
         if hasattr(layer, "weight") and uses.count(id(layer.weight)) > 1:
-            raise InputError("--merge: an adapted layer shares its weight with another one: export the adapters alone")
+            raise InputError(
+                "--merge-adapters: an adapted layer shares its weight with another one: export the adapters alone"
+            )
 
 
 def to_export(lm, args):
-    """The model to export; with --merge a copy whose adapters are part of the weights. Source: peft's merge_and_unload,
-    which is a method of the wrapper alone."""
-    if not args.merge:
+    """The model to export; with --merge-adapters a copy whose adapters are part of the weights.
+
+    Source: peft's merge_and_unload, which is a method of its wrapper alone.
+    """
+    if not args.merge_adapters:
         return lm
     lm = copy.deepcopy(lm)
     lm._weight_conversions = None  # those of an adapter that was loaded would rename the weights

@@ -27,9 +27,9 @@ def tied_weights(model):
     tied = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         name = name.removeprefix("module.")
-        first = first_names.setdefault(id(weight), name)
-        if first != name:
-            tied[name] = first
+        first_name = first_names.setdefault(id(weight), name)
+        if first_name != name:
+            tied[name] = first_name
     return tied
 
 
@@ -66,7 +66,7 @@ def pack_state(model, optimizer, frozen, **state):
                 moments[f"{name}//{key}"] = torch.as_tensor(value).contiguous()
         files["optim.safetensors"] = moments
         state["optimizer_groups"] = [group["params"] for group in saved.get("param_groups", [])]
-    stored_ties = {name: first for name, first in tied.items() if first in weights}
+    stored_ties = {name: first_name for name, first_name in tied.items() if first_name in weights}
     return files, {"format": FORMAT, "tied": stored_ties, "frozen": frozen_sum, **state}
 
 
@@ -74,7 +74,7 @@ def unpack_state(path, state, model, optimizer, frozen):
     """Loads what `pack_state` packed into model and optimizer. Collective."""
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     weights = safetensors.torch.load_file(path / "model.safetensors")
-    weights |= {name: weights[first] for name, first in state["tied"].items()}
+    weights |= {name: weights[first_name] for name, first_name in state["tied"].items()}
     lacking = sorted(weights.keys() - {name.removeprefix("module.") for name in model.state_dict()})
     for name, weight in model.named_parameters():
         name = name.removeprefix("module.")
@@ -197,9 +197,9 @@ def full_weights(lm):
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=lm._hf_peft_config_loaded
     )
     weights = dcp.get_model_state_dict(lm, options=options)
-    for name, first in tied_weights(lm).items():
-        if first in weights:  # FSDP2 gathered it once for each name, and it would be written as often
-            weights[name] = weights[first]
+    for name, first_name in tied_weights(lm).items():
+        if first_name in weights:  # FSDP2 gathered it once for each name, and it would be written as often
+            weights[name] = weights[first_name]
     return weights
 
 

@@ -1,19 +1,17 @@
-"""The user's side of a run: flags, spec strings, the functions that these name, and bad input of any kind."""
+"""The command line: flags, YAML files of flags, names that flags have elsewhere, bad input."""
 
-import copy
 import dataclasses
 import difflib
 import functools
-import hashlib
-import importlib.util
-import inspect
 import os
-import re
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 
 import yaml
+
+from common.ranges import flag_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,15 +28,30 @@ def stop_if(problems):
         raise InputError("\n  - ".join([f"{len(problems)} problems:", *problems]))
 
 
+EXPECTED = {
+    "model": "a directory or hub id",
+    "dataset": "rows from a file (.jsonl .json .csv .parquet .txt), hub id:split or file.py:function",
+    "reward": "file.py:function, or a sequence classifier's directory or hub id",
+}
+
+
+def missing(args, *names):
+    """A sentence for each of these fields that is None."""
+    return [f"{flag_of(name)} is missing: {EXPECTED[name]}" for name in names if getattr(args, name) is None]
+
+
 # ---- Command line ----------------------------------------------------------------------------------------------------
 
 
 def cli(args_class, main):
-    """Parses sys.argv into args_class (tyro; --config FILE.yaml is expanded first) and calls main with it."""
+    """Parses sys.argv into args_class (tyro; YAML files are expanded first) and calls main with it."""
     import tyro
 
     try:
-        main(tyro.cli(args_class, args=expand_config(sys.argv[1:], args_class)))
+        argv = sys.argv[1:]
+        refuse_other_names([word for word in argv if word.startswith("--")], args_class)
+        argv = expand_config(with_embedded_task(argv, args_class), args_class)
+        main(tyro.cli(args_class, args=argv))
     except InputError as error:
         if error.__cause__ is not None:  # the user's own code failed: where
             traceback.print_exception(error.__cause__)
@@ -46,35 +59,55 @@ def cli(args_class, main):
         sys.exit(2)
 
 
-def launch(args, fsdp=True):
-    """The Accelerator of a run. InputError for what the launcher asks and no script does.
+# ---- Files of flags --------------------------------------------------------------------------------------------------
 
-    fsdp: whether the script can shard its model.
-    """
-    import torch
-    from accelerate import Accelerator
 
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
-    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loops accumulate
-    processes = accelerator.num_processes
-    if args.batch_size % processes:
-        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {processes} processes")
-    if accelerator.mixed_precision == "fp16":
-        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
-    if accelerator.distributed_type == "FSDP":
-        if not fsdp:
-            raise InputError("FSDP: every process of this script trains the whole model: launch it without")
-        if not accelerator.is_fsdp2 or args.merge:
-            raise InputError("FSDP: set fsdp_version to 2, and leave out --merge, which needs whole weights")
-    return accelerator
+def embedded_task(path):
+    """Decorator of Args: with neither a model nor a dataset, fields that are not given are those of the YAML file at
+    path, beside the task that the repository brings. From Python; `with_embedded_task` does it for the command line."""
+
+    def decorate(args_class):
+        plain_init = args_class.__init__
+
+        @functools.wraps(plain_init)
+        def init(self, *values, **fields):
+            if not values and fields.keys().isdisjoint(("model", "dataset")):
+                fields = task_fields(path) | fields
+            plain_init(self, *values, **fields)
+
+        args_class.__init__ = init
+        args_class.task_file = path
+        return args_class
+
+    return decorate
+
+
+def task_fields(path):
+    """{field: value} of a task's YAML file."""
+    fields = yaml.safe_load((ROOT / path).read_text())
+    for name, value in fields.items():
+        if isinstance(value, list):
+            fields[name] = tuple(value)
+    return fields
+
+
+def with_embedded_task(argv, args_class):
+    """argv, behind --config and the YAML file of the embedded task where it names no model, data or file of flags."""
+    given = {word.partition("=")[0] for word in argv}
+    if not given.isdisjoint(("--model", "--dataset", "--config", "--help", "-h")):
+        return argv
+    if os.environ.get("RANK", "0") == "0":
+        settings = [f"{name} {value}" for name, value in task_fields(args_class.task_file).items()]
+        print(f"no --model, --dataset or --config: the embedded task, by --config {args_class.task_file}")
+        print(textwrap.indent(textwrap.fill(", ".join(settings), 110), "  "), flush=True)
+    return ["--config", str(ROOT / args_class.task_file), *argv]
 
 
 def expand_config(argv, args_class):
     """argv with --config FILE replaced by the flags in it, placed first, so that the command line wins over the file.
 
     Expanding into argv gives the file tyro's types and error messages. Words are taken as they stand there: PyYAML
-    alone reads `1e-3` as a string, and `off` as False.
+    alone reads `1e-3` as a string, and `off` as False. A path that is not there is one of the repository.
     """
     at = next((i for i, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)
     if at is None:
@@ -89,6 +122,7 @@ def expand_config(argv, args_class):
     seen = set()
     for key, node in yaml_entries(path):
         name = key.replace("-", "_")
+        refuse_other_names([flag_of(name)], args_class, where=f"--config {path}: ")
         if name not in types:
             similar = difflib.get_close_matches(name, types, 1)
             hint = f"; did you mean {similar[0]!r}?" if similar else ""
@@ -103,7 +137,8 @@ def expand_config(argv, args_class):
 def yaml_entries(path):
     """[(key, node of the value)] of a YAML file that holds a mapping."""
     try:
-        document = yaml.compose(Path(path).read_text(), Loader=yaml.BaseLoader)
+        file = Path(path) if Path(path).exists() else ROOT / path
+        document = yaml.compose(file.read_text(), Loader=yaml.BaseLoader)
         if not isinstance(document, yaml.MappingNode):
             raise ValueError("it holds no mapping")
         return [(key.value, node) for key, node in document.value]
@@ -130,157 +165,109 @@ def config_words(path, name, node, is_switch):
     return [f"--{name}", *words]
 
 
-# ---- Spec strings ----------------------------------------------------------------------------------------------------
+# ---- Names that flags have elsewhere ---------------------------------------------------------------------------------
 
-SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
+# {a flag of TRL, trlX, transformers' TrainingArguments, or of this project before: what is said of it here}.
+OTHER_NAMES = {
+    "adam_beta1": "use --adam-betas",
+    "adam_beta2": "use --adam-betas",
+    "adam_epsilon": "use --adam-eps",
+    "adap_kl_ctrl": "use --kl-target, which adapts the coefficient",
+    "advantage_clip": "it is gone; in a copy of the script, clamp q - v in shape_logits",
+    "alpha": "use --polyak-alpha",
+    "bf16": "use --mixed-precision bf16",
+    "bootstrap_truncated": "it is gone; a truncated response counts as ended, see --missing-eos-penalty",
+    "cache_dir": "set HF_HOME, the library's own variable",
+    "checkpoint_dir": "use --run-dir",
+    "checkpoint_interval": "use --save-every",
+    "chunk_size": "use --decode-batch-size",
+    "clip_range": "use --cliprange",
+    "cql_weight": "use --cql-scale",
+    "dataset_name": "use --dataset",
+    "entity_name": "set WANDB_ENTITY, wandb's own variable",
+    "epsilon": "use --cliprange",
+    "eval_interval": "use --eval-every",
+    "eval_steps": "use --eval-every",
+    "evaluation_strategy": "use --eval-every",
+    "exp_name": "use --run-dir",
+    "filter": "it is gone; --top-k and --top-p filter what the base model proposes",
+    "formatting": "it is gone; a --dataset file.py:function returns rows in any form",
+    "formatting_func": "let --dataset file.py:function return the rows",
+    "fp16": "use --mixed-precision bf16",
+    "gen_kwargs": "use --max-new-tokens, --temperature and their like",
+    "gradient_accumulation_steps": "--batch-size is that of all forward passes, --micro-batch-size that of one",
+    "horizon": "use --kl-horizon",
+    "init_kl_coef": "use --kl-coef",
+    "inner_epochs": "use --ppo-epochs",
+    "kl_penalty": "use --kl-kind",
+    "learning_rate": "use --lr",
+    "log_with": "use --track",
+    "logging_steps": "every step is logged, to metrics.jsonl",
+    "lora_target_modules": "use --lora-targets",
+    "lr_scheduler_type": "use --lr-schedule",
+    "max_completion_length": "use --max-new-tokens",
+    "max_seq_length": "use --max-length",
+    "max_steps": "use --total-steps",
+    "merge": "use --merge-adapters",
+    "mini_batch_size": "use --batch-size, the rows of an optimizer step",
+    "minibatch_size": "use --micro-batch-size",
+    "model_name": "use --model",
+    "model_name_or_path": "use --model",
+    "model_path": "use --model",
+    "neftune_alpha": "it is gone; algos/README.md has the lines that add it",
+    "neftune_noise_alpha": "algos/README.md has the lines that add it",
+    "num_ppo_epochs": "use --ppo-epochs",
+    "num_rollouts": "use --rollout-batch-size",
+    "num_train_epochs": "use --epochs",
+    "optimize_cuda_cache": "it is not needed",
+    "output_dir": "use --run-dir",
+    "per_device_eval_batch_size": "use --micro-batch-size",
+    "per_device_train_batch_size": "use --micro-batch-size, or --batch-size for that of all processes",
+    "per_prompt_stat_tracking": "use --per-prompt-stats",
+    "project_name": "use --wandb-project",
+    "report_to": "use --track",
+    "response_length": "use --max-new-tokens",
+    "resume_from_checkpoint": "use --resume",
+    "reward_model_path": "use --reward",
+    "run_name": "use --run-dir",
+    "sample_batch_size": "use --rollout-batch-size",
+    "sample_eta": "use --eta",
+    "sample_guidance_scale": "use --guidance-scale",
+    "sample_num_steps": "use --num-inference-steps",
+    "save_steps": "use --save-every",
+    "save_total_limit": "use --keep-checkpoints",
+    "seq_length": "use --max-length",
+    "sft_model_path": "use --model",
+    "stop_token": "use --stop",
+    "target": "use --kl-target",
+    "target_kl": "use --early-stop-kl",
+    "tokenizer_path": "use --tokenizer",
+    "tracker": "use --track",
+    "train_adv_clip_max": "use --adv-clip-max",
+    "train_batch_size": "use --batch-size",
+    "train_clip_range": "use --cliprange",
+    "train_learning_rate": "use --lr",
+    "train_num_inner_epochs": "use --ppo-epochs",
+    "train_timestep_fraction": "use --timestep-fraction",
+    "use_lora": "use --lora-r",
+    "use_peft": "use --lora-r",
+    "warmup_ratio": "use --warmup-steps",
+    "world_size": "use torchrun --nproc_per_node",
+}
 
 
-def spec_path(spec):
-    """The file or directory that a spec string names, or None (a hub id, an object). Relative to the working directory,
-    else to the repository, so that the defaults work from any directory."""
-    if not isinstance(spec, str):
-        return None
-    match = SPEC.fullmatch(spec)
-    path = Path(match["path"] if match else spec).expanduser()
-    for candidate in (path, ROOT / path):
-        if candidate.exists():
-            return candidate
-    return path if match else None
-
-
-def load_function(spec, flag):
-    """`path/to/file.py:function[:key=value,...]` -> the function with those keyword arguments. An object is returned as
-    it is, None too."""
-    if not isinstance(spec, str):
-        return spec
-    match = SPEC.fullmatch(spec)
-    if not match:
-        raise InputError(f"{flag} {spec}: expected path/to/file.py:function")
-    path = spec_path(spec).resolve()
-    if not path.is_file():
-        raise InputError(f"{flag} {spec}: there is no file {match['path']}")
-    module = import_file(path, f"{flag} {spec}")
-    function = getattr(module, match["name"], None)
-    if not callable(function):
-        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r} (it has {', '.join(public)})")
-    if not match["options"]:
-        return function
-    keywords = {}
-    for option in filter(None, match["options"].split(",")):
-        key, _, value = option.partition("=")
-        keywords[key] = yaml.safe_load(value)
-    return functools.partial(function, **keywords)
-
-
-def import_file(path, where):
-    """The module of a file, imported once under a private name."""
-    name = "plainrl_user_" + hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # for what the file imports
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise InputError(f"{where}: importing {path.name} failed: {type(error).__name__}: {error}") from error
-    return module
-
-
-def build(spec, flag):
-    """What a spec string stands for where a value and not a function is wanted: `file.py:function` is called, anything
-    else is returned as it is. Call it before Accelerator(): it may train a model in a subprocess."""
-    if not (isinstance(spec, str) and SPEC.fullmatch(spec)):
-        return spec
-    function = load_function(spec, flag)
-    try:
-        value = function()
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{flag} {spec}: {type(error).__name__}: {error}") from error
-    if value is None:
-        raise InputError(f"{flag} {spec} returned None")
-    return value
-
-
-# ---- Functions of the user -------------------------------------------------------------------------------------------
-
-
-def call_function(function, name, rows, given):
-    """Calls a reward or metric function with keyword arguments: given, and every other column of the rows as a list.
-
-    Without **columns the function gets those that it names. Columns are copies. name: how errors call the function.
-    """
-    values = {}
-    for column in rows[0]:
-        if column != "prompt":
-            values[column] = copy.deepcopy([row[column] for row in rows])
-    values |= given
-    parameters = inspect.signature(function).parameters.values()
-    takes_columns = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    for parameter in parameters:
-        optional = parameter.default is not parameter.empty
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or optional:
+def refuse_other_names(flags, args_class, where=""):
+    """InputError with a sentence for each flag that the script calls by another name. A name without a counterpart in
+    this script is left to tyro, which says what is similar."""
+    fields = {field.name for field in dataclasses.fields(args_class)}
+    problems = []
+    for flag in flags:
+        flag = flag.partition("=")[0]
+        name = flag.removeprefix("--").replace("-", "_")
+        advice = OTHER_NAMES.get(name)
+        if name in fields or advice is None:
             continue
-        if parameter.name not in values:
-            raise InputError(f"{name} takes {parameter.name!r}; there are {', '.join(sorted(values))}")
-    if not takes_columns:
-        values = {p.name: values[p.name] for p in parameters if p.name in values}
-    try:
-        return function(**values)
-    except Exception as error:
-        raise InputError(f"{name} raised {type(error).__name__}: {error}") from error
-
-
-def call_reward(function, name, rows, given, lengths=None):
-    """The scores of a reward function, a float for each row; or, where lengths (one a row) are given, a list of so many
-    floats: one for each token of the response."""
-    scores = plain(call_function(function, name, rows, given))
-    if not isinstance(scores, list | tuple) or len(scores) != len(rows):
-        returned = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
-        raise InputError(f"{name} returned {returned}, expected a list of {len(rows)} numbers, one per sample")
-    checked = []
-    for number, score in enumerate(map(plain, scores)):
-        dense = lengths is not None and isinstance(score, list) and len(score) == lengths[number]
-        tokens = [plain(value) for value in score] if dense else [score]
-        if not all(map(is_finite_number, tokens)):
-            where = f"row {number + 1}, prompt {rows[number]['prompt']!r:.60}"
-            if "outputs" in given:
-                where += f", output {given['outputs'][number]!r:.60}"
-            expected = "a finite number"
-            if lengths is not None:
-                expected += f", or one for each of the {lengths[number]} tokens"
-            raise InputError(f"{name} returned {score!r:.60} for {where}; expected {expected}")
-        checked.append([float(value) for value in tokens] if dense else float(score))
-    return checked
-
-
-def call_metric(function, name, rows, given, taken=("reward",)):
-    """{column: values per row} of a metric function. taken: names that are those of other columns."""
-    columns = call_function(function, name, rows, given)
-    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
-    if not isinstance(columns, dict) or not columns:
-        raise InputError(f"{expected}, it returned {columns!r:.60}")
-    checked = {}
-    for column, values in columns.items():
-        if column in taken:
-            raise InputError(f"{name} must not return the name {column!r}, which is taken")
-        values = plain(values)
-        if not isinstance(values, list) or len(values) != len(rows) or not all(map(is_finite_number, values)):
-            raise InputError(f"{expected}; {column!r} is not one")
-        checked[column] = values
-    return checked
-
-
-def plain(value):
-    """Lists and numbers in place of arrays and tensors."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def is_finite_number(value):
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # of a large int, too
+        counterparts = [word.strip(",;.").removeprefix("--") for word in advice.split() if word.startswith("--")]
+        if all(counterpart.replace("-", "_") in fields for counterpart in counterparts if counterpart[:5] != "nproc"):
+            problems.append(f"{where}there is no {flag} here: {advice}")
+    stop_if(problems)

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.cli import InputError, build, spec_path
+from common.cli import InputError
+from common.functions import build, spec_path
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -187,11 +188,16 @@ def chat_segments(tokenizer, messages, prompt_length, tools, where):
 
 def marked_spans(tokenizer, messages, tools):
     """(text, spans) of a chat; a span is (begin, end) of characters that the template marks as generated."""
-    options = {"chat_template": tokenizer.get_chat_template(tools=tools), "tools": tools}
-    options |= {"return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
+    template = tokenizer.get_chat_template(tools=tools)
     # as in apply_chat_template, which gives masks of tokens
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    (text,), (spans,) = render_jinja_template([chat], **options)
+    (text,), (spans,) = render_jinja_template(
+        [chat],
+        chat_template=template,
+        tools=tools,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
     return text, spans
 
 
@@ -219,17 +225,17 @@ def row_segments(rows, tokenizer, flag):
         chats = [whole_chat(row, where) for row, where in zip(rows, wheres, strict=True)]
         return [chat_segments(tokenizer, *chat, where) for chat, where in zip(chats, wheres, strict=True)]
     if "dialogue" in rows[0]:
-        parts = [dialogue(row, where) for row, where in zip(rows, wheres, strict=True)]
+        turns = [dialogue(row, where) for row, where in zip(rows, wheres, strict=True)]
     elif "prompt" in rows[0] or "completion" in rows[0]:
-        parts = zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True)
+        turns = zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True)
     else:
-        parts = [("", text) for text in texts(rows, "text", flag)]
-    return [alternating(part) for part in parts]
+        turns = [("", text) for text in texts(rows, "text", flag)]
+    return [alternating(turns_of_row) for turns_of_row in turns]
 
 
-def alternating(parts):
+def alternating(turns):
     """Segments of texts that are alternately not trained and trained."""
-    return [(text, place % 2 == 1) for place, text in enumerate(parts)]
+    return [(text, place % 2 == 1) for place, text in enumerate(turns)]
 
 
 def whole_chat(row, where):
@@ -249,10 +255,10 @@ def messages_in(row, column):
 
 def dialogue(row, where):
     """The texts of a dialogue, as many outputs as prompts."""
-    parts = row["dialogue"]
-    if not isinstance(parts, list) or not parts or len(parts) % 2:
+    turns = row["dialogue"]
+    if not isinstance(turns, list) or not turns or len(turns) % 2:
         raise InputError(f"{where}: 'dialogue' must be a list prompt, output, prompt, output, ...")
-    return texts([{"dialogue": part} for part in parts], "dialogue", f"{where}, part of")
+    return texts([{"dialogue": turn} for turn in turns], "dialogue", f"{where}, part of")
 
 
 def pair_texts(rows, tokenizer, flag):

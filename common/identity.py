@@ -15,15 +15,16 @@ from pathlib import Path
 import torch
 
 from common.checkpoint import sha256
-from common.cli import ROOT, spec_path
+from common.cli import ROOT
+from common.functions import spec_path
 
 # Flags that change memory, and so stand in config.yaml, but not the result (to rounding).
 SIZES = """micro_batch_size decode_batch_size packing share_prompt cache_trunk gradient_checkpointing""".split()
 # Flags that may differ when a run is continued.
 NEUTRAL = [*"run_dir resume threads save_every keep_checkpoints track wandb_project push_to_hub check".split(), *SIZES]
 # Flags that may name files.
-SPECS = """model tokenizer ref_model dataset eval_dataset eval_prompts norm_prompts norm_policy formatting reward
-metric logit_mask""".split()
+SPECS = """model tokenizer ref_model dataset eval_dataset eval_prompts norm_prompts norm_policy reward metric
+logit_mask""".split()
 
 
 def identity(algo, args, script):
@@ -64,24 +65,24 @@ def describe(value):
         return value
     if isinstance(value, list | tuple) and all(is_plain(item) and item is not None for item in value):
         return list(value)
-    kind = type(value).__name__
-    named = str(getattr(value, "name_or_path", ""))
+    type_name = type(value).__name__
+    path = str(getattr(value, "name_or_path", ""))
     if models := [x for x in getattr(value, "components", {0: value}).values() if isinstance(x, torch.nn.Module)]:
         text = str([weight_sums(model) for model in models])
     elif isinstance(value, torch.Tensor):
         text = str([value.shape, hashlib.sha256(value.cpu().numpy().tobytes()).digest()])
     elif isinstance(value, functools.partial):
         text = str([describe(value.func), value.args, value.keywords])
-    elif named:
-        text = named
+    elif path:
+        text = path
     elif callable(value):
         function = value if hasattr(value, "__qualname__") else type(value)
-        kind = f"{function.__module__}.{function.__qualname__}"
+        type_name = f"{function.__module__}.{function.__qualname__}"
         text = source(function, value)
     else:
         rows = value if isinstance(value, dict) else list(value)
         text = json.dumps(rows, default=as_json)
-    return f"<{kind} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    return f"<{type_name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
 
 
 def as_json(value):

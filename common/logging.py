@@ -26,7 +26,7 @@ from accelerate.utils import broadcast_object_list
 from common import checkpoint as ckpt
 from common.cli import InputError
 from common.identity import SIZES, differences, environment, identity
-from common.seeding import set_threads
+from common.machine import set_threads
 
 # Last lines of a run, and of its card: how the model is loaded and sampled from.
 USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
@@ -44,22 +44,20 @@ def on_main(accelerator, function, *args):
         return function(*args)
     result = None
     failure = None
-    kind = None
+    error_class = None
     if accelerator.is_main_process:
         try:
             result = function(*args)
         except Exception as error:
             failure = error
-            kind = "input" if isinstance(error, InputError) else "other"
-    box = [result, kind, str(failure) or repr(failure)]
+            error_class = InputError if isinstance(error, InputError) else RuntimeError
+    box = [result, error_class, str(failure) or repr(failure)]
     broadcast_object_list(box)
-    result, kind, message = box
+    result, error_class, message = box
     if failure is not None:
         raise failure
-    if kind == "input":
-        raise InputError(message)
-    if kind == "other":
-        raise RuntimeError(message)
+    if error_class is not None:
+        raise error_class(message)
     return result
 
 

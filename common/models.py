@@ -6,7 +6,6 @@ class. Adapters: common/adapters.py; classifiers: common/classifiers.py.
 
 import contextlib
 import copy
-import ctypes
 import json
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common.cli import InputError, spec_path, stop_if
-from common.seeding import fast_cpu_matmul
+from common.cli import InputError, stop_if
+from common.functions import spec_path
 
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken")
 NOT_TAKEN = ("bias", "trainable_token_indices", "ensure_weight_tying", "use_dora")  # of adapters: would not be exported
@@ -204,6 +203,7 @@ def load_model(args, path, flag="--model"):
         raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
+    set_attention(model, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ends = model.generation_config.eos_token_id  # so that the exported model ends where it was trained to
@@ -220,8 +220,8 @@ def contiguous_input(module, inputs):
     return inputs[0].contiguous(), *inputs[1:]
 
 
-def load_reference(args, path, lm, tokenizer, longest):
-    """The model of --ref-model, on the device of lm and without gradients, for rows of up to `longest` tokens.
+def load_reference(args, path, lm, tokenizer):
+    """The model of --ref-model, on the device of lm and without gradients.
 
     InputError unless it is of lm's kind and has the vocabulary of lm's tokenizer.
     """
@@ -231,7 +231,6 @@ def load_reference(args, path, lm, tokenizer, longest):
     same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
     if not same_vocabulary or ref.config.is_encoder_decoder != lm.config.is_encoder_decoder:
         raise InputError(f"--ref-model {args.ref_model} is of another kind or has another vocabulary than --model")
-    set_attention(ref, args, lm.device, longest)
     return as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
 
 
@@ -246,33 +245,17 @@ def max_positions(lm):
     return getattr(lm.config.get_text_config(), "max_position_embeddings", None)
 
 
-def set_attention(lm, args, device, longest):
-    """On CPUs: fast matrix products, and eager attention for rows of up to 256 tokens, where it beats sdpa (not in
-    float64, where it gives NaN for left padding in several families); elsewhere sdpa."""
-    choice = "sdpa"
-    if device.type == "cpu":
-        keep_freed_memory()
-        is_fast = fast_cpu_matmul()
-        if is_fast and longest <= 256 and args.dtype != "float64":
-            choice = "eager"
-    if args.attn_implementation != "auto":
-        choice = args.attn_implementation
+def set_attention(lm, args):
+    """Lets the model compute its attention as --attn-implementation says."""
+    if args.attn_implementation is None:
+        return
     before = lm.config._attn_implementation
     try:
-        lm.set_attn_implementation(choice)
-        if choice != before and lm.config._attn_implementation == before:  # some models warn and go on
+        lm.set_attn_implementation(args.attn_implementation)
+        if args.attn_implementation != before and lm.config._attn_implementation == before:  # some warn and go on
             raise ValueError(f"{type(lm).__name__} stays with {before}")
     except (ValueError, ImportError) as error:
-        if args.attn_implementation != "auto":
-            raise InputError(f"--attn-implementation {choice}: {error}") from None
-
-
-def keep_freed_memory():
-    """New pages for every block of logits cost as much as computing them, so the C library keeps what is freed."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        raise InputError(f"--attn-implementation {args.attn_implementation}: {error}") from None
 
 
 # ---- What is trained -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.utils import logging as transformers_logging
 
 from common.classifiers import RewardModel
-from common.cli import call_reward
+from common.functions import call_metric, call_reward
 from common.logging import on_main
 from common.seeding import draw, uniforms
 
@@ -150,19 +150,35 @@ def generate_all(
     begin = accelerator.process_index * share
     local = torch.arange(begin, begin + share).clamp(max=len(queries) - 1).to(device)
     draws = uniforms(seed, *stream, local.tolist(), max_new_tokens).to(device)
-    options = {"temperature": temperature, **filters}
     responses = []
     masks = []
     for places in torch.arange(share, device=device).split(decode_batch_size):
         rows = local[places]
-        options["ended"] = end_of_rows(tokenizer, stop, None if limits is None else limits[rows])
+        row_limits = limits
+        if limits is not None:
+            row_limits = limits[rows]
         with accelerator.autocast():
-            response, mask = sample(lm, query[rows], query_mask[rows], draws[places], eos_id, pad_id, **options)
+            response, mask = sample(
+                lm,
+                query[rows],
+                query_mask[rows],
+                draws[places],
+                eos_id,
+                pad_id,
+                temperature=temperature,
+                ended=end_of_rows(tokenizer, stop, row_limits),
+                **filters,
+            )
         responses.append(response)
         masks.append(mask)
     response = accelerator.gather(torch.cat(responses))[: len(queries)]
     response_mask = accelerator.gather(torch.cat(masks))[: len(queries)]
     return query, query_mask, response, response_mask
+
+
+def kept_ids(response, mask):
+    """The ids (B, R) where mask (B, R) is True, as a list of lists."""
+    return [ids[keep].tolist() for ids, keep in zip(response.cpu(), mask.cpu(), strict=True)]
 
 
 # ---- Texts and scores ------------------------------------------------------------------------------------------------
@@ -207,25 +223,42 @@ def text_arguments(tokenizer, rows, outputs, output_ids):
     }
 
 
-def evaluate_samples(accelerator, lm, tokenizer, rows, queries, score, args, top_k, top_p):
-    """Means of what score(rows, outputs, output_ids) -> {name: values per row} says of sampled responses, and the
-    samples. The uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
-    options = {
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, reward=None, filtered=True):
+    """Means of what a metric function and a reward (their names in args; None: not asked) say of sampled responses, as
+    {name: mean}, and the samples, a dict for each row. filtered: by args.top_k and args.top_p.
+
+    The uniforms are the same at every evaluation, so that a difference between two of them is the model's.
+    """
+    sampling = {
+        "seed": args.seed,
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.eval_temperature,
-        "top_k": top_k,
-        "top_p": top_p,
         "stop": args.stop,
         "decode_batch_size": args.decode_batch_size,
     }
-    _, _, response, mask = generate_all(accelerator, lm, tokenizer, queries, ("eval", 0), seed=args.seed, **options)
-    output_ids = [ids[keep].tolist() for ids, keep in zip(response.cpu(), mask.cpu(), strict=True)]
+    if filtered:
+        sampling["top_k"] = args.top_k
+        sampling["top_p"] = args.top_p
+    _, _, response, mask = generate_all(accelerator, lm, tokenizer, queries, ("eval", 0), **sampling)
+    output_ids = kept_ids(response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
-    values = score(rows, outputs, output_ids)
+    values = {}
+    if metric is not None:
+        given = text_arguments(tokenizer, rows, outputs, output_ids)
+        values |= on_main(accelerator, call_metric, metric, args.metric, rows, given)
+    if reward is not None:
+        scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids)
+        values["reward"] = list(map(total, scores))
     means = {name: sum(column) / len(column) for name, column in values.items()}
-    columns = {"prompt": [row["prompt"] for row in rows], "output": outputs} | values
-    samples = [dict(zip(columns, entries, strict=True)) for entries in zip(*columns.values(), strict=True)]
+    prompts = [row["prompt"] for row in rows]
+    columns = {"prompt": prompts, "output": outputs, **values}
+    samples = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     return means, samples
+
+
+def total(score):
+    """A score, or the sum of a list with one for each token."""
+    return sum(score) if isinstance(score, list) else score
 
 
 def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids):

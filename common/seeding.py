@@ -20,14 +20,18 @@ def rng(seed, stream, *ids):
     stream names the use ("rollout", "minibatches", ...), ids are integers (step, global row, ...). A hash and not
     seed + step, whose streams collide across seeds.
     """
-    key = hashlib.blake2b(json.dumps([int(seed), stream, *map(int, ids)]).encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    text = json.dumps([int(seed), stream, *map(int, ids)])
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    key = int.from_bytes(digest, "little")
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def uniforms(seed, stream, step, rows, n):
     """(len(rows), n) float64 tensor in [0, 1): row i depends on rows[i], a global index, and not on its neighbours."""
-    draws = [rng(seed, stream, step, row).random(n) for row in rows]
-    return torch.from_numpy(np.stack(draws)) if draws else torch.zeros(0, n, dtype=torch.float64)
+    draws = np.zeros((len(rows), n))
+    for place, row in enumerate(rows):
+        draws[place] = rng(seed, stream, step, row).random(n)
+    return torch.from_numpy(draws)
 
 
 def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
@@ -40,26 +44,31 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
         return logits.argmax(-1)
     logits = logits.double() / temperature
     if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+        lowest_kept = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest_kept, -math.inf)
     probs = logits.softmax(-1)
     if top_p < 1:
         ranked, order = probs.sort(descending=True, stable=True)
-        drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
-        probs = probs.scatter(1, order, ranked.masked_fill(drop, 0.0))
+        before = ranked.cumsum(-1) - ranked  # the probability of all tokens that rank above this one
+        ranked = ranked.masked_fill(before >= top_p, 0.0)
+        probs = probs.scatter(1, order, ranked)
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:]
-    target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    below_total = total.nextafter(torch.zeros_like(total))
+    target = torch.minimum(uniforms[:, None] * total, below_total)
     return torch.searchsorted(cdf, target, right=True)[:, 0]
 
 
 def stream_rows(seed, stream, size, start, count):
     """Entries start .. start + count - 1 of an endless stream of row indices: keyed permutations of range(size), one an
     epoch, end to end. No epoch has a short last batch, and any position is reached without drawing earlier ones."""
-    first = start // size
-    last = (start + count - 1) // size
-    epochs = [rng(seed, stream, epoch).permutation(size) for epoch in range(first, last + 1)]
-    begin = start - first * size
-    return np.concatenate(epochs)[begin : begin + count].tolist()
+    first_epoch = start // size
+    last_epoch = (start + count - 1) // size
+    permutations = []
+    for epoch in range(first_epoch, last_epoch + 1):
+        permutations.append(rng(seed, stream, epoch).permutation(size))
+    begin = start - first_epoch * size
+    return np.concatenate(permutations)[begin : begin + count].tolist()
 
 
 def seed_libraries(seed, deterministic=False):
@@ -74,31 +83,3 @@ def seed_libraries(seed, deterministic=False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)  # cumsum in `draw` has none on GPUs
         torch.backends.cudnn.benchmark = False
-
-
-def set_threads(threads=None):
-    """Sets torch's CPU threads (default: this process's share of the cores) and returns their number.
-
-    `accelerate launch` exports OMP_NUM_THREADS=1 on CPUs, so torch would use one. Another number of threads gives other
-    bits, which is why the number is stored in checkpoints.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    torch.set_num_threads(threads)
-    return threads
-
-
-def fast_cpu_matmul():
-    """float32 matmul precision "medium" on CPUs, where it is exact: returns whether it is on.
-
-    On x86 CPUs without AMX it sends float32 matrix products to oneDNN's AVX-512 kernels (about 2x on AMD) at unchanged
-    accuracy; with AMX it would round to bfloat16. So one 256 x 256 product is compared with float64 first.
-    """
-    a = torch.linspace(-1.0, 1.0, 256 * 256).reshape(256, 256).sin()
-    b = a.t().cos().contiguous()
-    exact = a.double() @ b.double()
-    torch.set_float32_matmul_precision("medium")
-    if ((a @ b).double() - exact).abs().max() / exact.abs().max() < 1e-5:
-        return True
-    torch.set_float32_matmul_precision("highest")
-    return False

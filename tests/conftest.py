@@ -1,6 +1,6 @@
 """Shared fixtures of the tests: `python -m pytest tests`
 
-Tiny random models (2 layers, width 12, the 25 letters and special tokens of the random walks), a cache of their own,
+Tiny random models (2 layers, width 12, the 25 letters and special tokens of the random walks),
 no network, one thread and no GPU, so that numbers are the same in every run on a machine.
 
 Bitwise equality (runs that continue, frozen weights, processes of a run) is asked of one machine with one set of
@@ -33,15 +33,6 @@ from common import logging
 pytest_plugins = ["harness"]
 FAMILIES = "gpt2", "llama", "qwen3"
 POSITIONS = 32
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """PLAINRL_CACHE of the tests, where the base model of the random walks is trained once; theirs if it is set."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # one for all workers
-    os.environ.setdefault("PLAINRL_CACHE", str(folder / "cache"))
-    return os.environ["PLAINRL_CACHE"]
 
 
 @pytest.fixture(scope="session", autouse=True)

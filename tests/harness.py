@@ -151,7 +151,7 @@ def environment(work, **more):
     """What runs see: no network, no accounts, one thread, the instructions of the tests."""
     keep = "PATH", "HOME", "TMPDIR", "LANG", *INSTRUCTIONS
     keep = {name: os.environ[name] for name in keep if name in os.environ}
-    fixed = {"PLAINRL_CACHE": str(work / "cache"), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    fixed = {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
     fixed |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return keep | fixed | {"PYTHONDONTWRITEBYTECODE": "1"} | more
 
@@ -259,7 +259,7 @@ SETTINGS = {  # runs of a second or two in which all that a checkpoint must hold
     "--temperature 0.7 --max-new-tokens 6 --save-every 4 --eval-every 8 --lr 1e-2 --score-scaling running",
     "ilql": "--dataset rewarded.jsonl --eval-dataset held_out_rewarded.jsonl --eval-prompts eval.jsonl --betas 0 4 "
     "--metric user.py:metric --total-steps 12 --batch-size 8 --max-new-tokens 6 --save-every 2 --eval-every 4 "
-    "--steps-for-target-q-sync 3 --alpha 0.5 --lr 1e-2",
+    "--steps-for-target-q-sync 3 --polyak-alpha 0.5 --lr 1e-2",
     "sft": "--dataset rows.jsonl --eval-dataset held_out.jsonl --eval-prompts eval.jsonl --metric user.py:metric "
     "--total-steps 12 --batch-size 8 --max-new-tokens 6 --save-every 2 --eval-every 4 --lr 3e-2",
     "reward": "--dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --norm-prompts eval.jsonl --max-new-tokens 6 "
@@ -267,8 +267,8 @@ SETTINGS = {  # runs of a second or two in which all that a checkpoint must hold
     "dpo": "--dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --eval-prompts eval.jsonl --max-new-tokens 6 "
     "--metric user.py:metric --total-steps 12 --batch-size 8 --save-every 2 --eval-every 4 --lr 1e-2 --beta 0.1",
     "ddpo": "--dataset captions.jsonl --eval-dataset captions.jsonl --reward user.py:image_reward --num-epochs 6 "
-    "--metric user.py:image_metric --sample-batch-size 4 --batch-size 2 --num-inference-steps 2 --stat-min-count 2 "
-    "--save-every 2 --eval-every 4 --lr 1e-3",
+    "--metric user.py:image_metric --rollout-batch-size 4 --batch-size 2 --num-inference-steps 2 --stat-min-count 2 "
+    "--save-every 2 --eval-every 4 --lr 1e-3 --guidance-scale 1 --cliprange 1e-3",
 }
 ALGOS = list(SETTINGS)
 

@@ -137,15 +137,18 @@ def test_targets_rank_and_alpha(build_model):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"lora_r": -1}, "--lora-r -1 must be 0 or a positive number"),
-        ({"lora_alpha": 8.0}, "--lora-alpha 8.0 must be given with --lora-r"),
+        ({"lora_r": -1}, "--lora-r -1 must be at least 0"),
+        ({"lora_alpha": 8.0}, "--lora-alpha is given without --lora-r"),
         ({"lora_r": 3, "lora_alpha": 0.0}, "--lora-alpha 0.0 must be a positive number"),
-        ({"lora_r": 3, "num_layers_unfrozen": 1}, "--num-layers-unfrozen 1 must be -1 with --lora-r"),
-        ({"merge": True, "load_in_4bit": True}, "--merge True must be off with --load-in-4bit"),
-        ({"lora_targets": ("c_fc",)}, "--lora-targets ('c_fc',) must be given with --lora-r"),
+        (
+            {"lora_r": 3, "num_layers_unfrozen": 1},
+            "--num-layers-unfrozen must be -1 with --lora-r",
+        ),
+        ({"merge_adapters": True, "load_in_4bit": True}, "--merge-adapters does not go with --load-in-4bit"),
+        ({"lora_targets": ("c_fc",)}, "--lora-targets is given without --lora-r"),
         (
             {"load_in_4bit": True, "lora_r": 3, "dtype": "float64"},
-            "--load-in-4bit True must be off with --dtype float64",
+            "--load-in-4bit does not go with --dtype float64",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -160,7 +163,7 @@ def test_flags_that_contradict_each_other(script, flags, sentence):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"merge": True}, "--merge: there are no adapters to merge: add --lora-r"),
+        ({"merge_adapters": True}, "--merge-adapters: there are no adapters to merge: add --lora-r"),
         (
             {"lora_r": 3, "lora_targets": ("c_fc", "q_prjo")},
             "--lora-targets q_prjo: no module of --model has this name",
@@ -179,8 +182,8 @@ def test_what_cannot_be_adapted(build_model, flags, sentence):
 
 @SCRIPTS
 def test_what_cannot_be_adapted_is_told_before_a_run(gpt2_dir, tmp_path, script):
-    with pytest.raises(InputError, match="--merge: there are no adapters to merge: add --lora-r"):
-        run(script, gpt2_dir, tmp_path / "run", merge=True)
+    with pytest.raises(InputError, match="--merge-adapters: there are no adapters to merge: add --lora-r"):
+        run(script, gpt2_dir, tmp_path / "run", merge_adapters=True)
     assert not (tmp_path / "run").exists()
 
 
@@ -290,7 +293,7 @@ def test_adapters_are_read_by_transformers_and_peft(gpt2_dir, lora, script, tmp_
     assert all(torch.equal(weight, moved[name]) for name, weight in base.state_dict().items())
     assert AutoTokenizer.from_pretrained(folder)("ba")["input_ids"] == [1, 0]
     # the same run that merges: the same metrics, and a plain model with the same logits
-    merged_dir = lora(script, merge=True)
+    merged_dir = lora(script, merge_adapters=True)
     assert log(merged_dir) == log(lora(script))
     merged, report = AutoModelForCausalLM.from_pretrained(merged_dir / "hf_model", output_loading_info=True)
     assert not any(report.values()) and not (merged_dir / "hf_model" / "adapter_config.json").exists()
@@ -304,8 +307,8 @@ def test_adapters_of_tied_layers(gpt2_dir, tmp_path, targets):
     metrics, run_dir = run(sft, gpt2_dir, tmp_path / "run", **flags)
     assert any(targets[1] in name or targets[0] in name for name in weights(run_dir))
     assert run(sft, run_dir / "hf_model", tmp_path / "on", lr=1e-30)[0]["eval/loss"] == metrics["eval/loss"]
-    with pytest.raises(InputError, match="--merge: an adapted layer shares its weight with another one"):
-        run(sft, gpt2_dir, tmp_path / "merged", merge=True, **flags)
+    with pytest.raises(InputError, match="--merge-adapters: an adapted layer shares its weight with another one"):
+        run(sft, gpt2_dir, tmp_path / "merged", merge_adapters=True, **flags)
 
 
 def test_the_heads_lie_beside_the_adapter(lora):
@@ -339,9 +342,11 @@ def test_objects_of_peft_and_objects_without_a_name(gpt2_dir, build_model, lette
     folder = sft.main(args)[1] / "hf_model"
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder)), before, rtol=1e-6, atol=1e-6)
     nameless = build_model()
-    with pytest.raises(InputError, match="--model is an object without name_or_path.*--merge"):
+    with pytest.raises(InputError, match="--model is an object without name_or_path.*--merge-adapters"):
         sft.main(sft.Args(model=nameless, tokenizer=letters, run_dir=str(tmp_path / "two"), lora_r=3, **settings))
-    args = sft.Args(model=nameless, tokenizer=letters, run_dir=str(tmp_path / "two"), lora_r=3, merge=True, **settings)
+    args = sft.Args(
+        model=nameless, tokenizer=letters, run_dir=str(tmp_path / "two"), lora_r=3, merge_adapters=True, **settings
+    )
     assert not any(AutoModelForCausalLM.from_pretrained(
         sft.main(args)[1] / "hf_model", output_loading_info=True)[1].values()
     )  # fmt: skip
@@ -356,7 +361,7 @@ def test_adapters_come_with_their_own_rank(lora, script, tmp_path):
 
 def test_an_adapter_that_is_trained_further_is_merged(lora, tmp_path):
     adapter = lora(sft) / "hf_model"
-    runs = [run(sft, adapter, tmp_path / str(merge), merge=merge)[1] / "hf_model" for merge in (False, True)]
+    runs = [run(sft, adapter, tmp_path / str(merge), merge_adapters=merge)[1] / "hf_model" for merge in (False, True)]
     (alone, _), (merged, report) = (AutoModelForCausalLM.from_pretrained(x, output_loading_info=True) for x in runs)
     assert not any(report.values()), report
     torch.testing.assert_close(logits(merged), logits(alone), rtol=1e-4, atol=1e-4)
@@ -551,7 +556,7 @@ def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_di
     model, alone = scores(judge / "hf_model", NO_POLICY)
     norm = {key: value.item() for key, value in weights(judge, "reward_norm.safetensors").items()}
     assert model.shared == 0 and model.norm == norm != {"gain": 1.0, "bias": 0.0}
-    flags = {"lora_r": 3, "norm_prompts": DATA[ppo], "max_new_tokens": 7, "merge": True}
+    flags = {"lora_r": 3, "norm_prompts": DATA[ppo], "max_new_tokens": 7, "merge_adapters": True}
     _, merged = run(reward, gpt2_dir, tmp_path / "merged", **flags)
     torch.testing.assert_close(scores(merged / "hf_model", NO_POLICY)[1], alone, rtol=1e-4, atol=1e-4)
     plain = AutoModelForSequenceClassification.from_pretrained(judge / "hf_model", num_labels=1).eval()

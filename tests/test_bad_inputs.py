@@ -49,7 +49,8 @@ OWN = {
     "reward": "--total-steps 2 --eval-dataset rows.jsonl",
     "dpo": "--total-steps 2 --eval-dataset rows.jsonl --max-new-tokens 4",
     "ilql": "--total-steps 2 --eval-dataset rows.jsonl --max-new-tokens 4 --betas 0 1",
-    "ddpo": "--reward user.py:reward --num-epochs 1 --sample-batch-size 4 --num-inference-steps 2",
+    "ddpo": "--reward user.py:reward --num-epochs 1 --rollout-batch-size 4 "
+    "--num-inference-steps 2 --guidance-scale 1 --cliprange 1e-3",
 }
 BASE = {algo: f"{COMMON} {flags}".split() for algo, flags in OWN.items()}
 LETTERS = "bcde"
@@ -733,17 +734,16 @@ REFUSED = [
         entry(57, EVERY, flags, f"{flags} must be {rule}", flags)
         for rule, all_flags in {
             "at least 1": ["--batch-size 0", "--micro-batch-size -1", "--keep-checkpoints 0", "--threads 0"],
-            "at least 0": ["--save-every -1", "--eval-every -1"],
-            "0 or a positive number": ["--warmup-steps -1", "--weight-decay nan", "--max-grad-norm inf"],
-            "two numbers in [0, 1)": [],
+            "at least 0": ["--save-every -1", "--eval-every -1", "--warmup-steps -1"],
+            "0 or a positive number": ["--weight-decay nan", "--max-grad-norm inf"],
             "org/name": ["--push-to-hub True"],
         }.items()
         for flags in all_flags
     ),
-    entry(57, EVERY, "betas", "--adam-betas (1.5, 0.9) must be two numbers in [0, 1)", "--adam-betas 1.5 0.9"),
+    entry(57, EVERY, "betas", "--adam-betas (1.5, 0.9) must be in [0, 1)", "--adam-betas 1.5 0.9"),
     entry(57, "ppo", "not divisible", "--rollout-batch-size 4 must be a multiple of --batch-size 3", "--batch-size 3"),
-    entry(57, "ddpo", "not divisible", "--sample-batch-size 4 must be a multiple of --batch-size 3", "--batch-size 3"),
-    entry(57, EVERY, "unknown", ["Unrecognized", "--learning-rate"], "--learning-rate 1", shared=EVERY),
+    entry(57, "ddpo", "not divisible", "--rollout-batch-size 4 must be a multiple of --batch-size 3", "--batch-size 3"),
+    entry(57, EVERY, "unknown", ["Unrecognized", "--learn-rate"], "--learn-rate 1", shared=EVERY),
     entry(57, EVERY, "word", ["--lr", "'fast'"], "--lr fast", shared=EVERY),
     entry(57, EVERY, "fraction", ["--batch-size", "4.5"], "--batch-size 4.5", shared=EVERY),
     entry(57, EVERY, "switch", ["Unrecognized", "True"], "--check True", shared=EVERY),
@@ -784,7 +784,7 @@ REFUSED = [
     # 64: what this machine cannot do
     entry(64, TEXT, "4 bits", "--load-in-4bit", "--load-in-4bit", shared=TEXT),
     entry(64, "ddpo", "4 bits", ["Unrecognized", "--load-in-4bit"], "--load-in-4bit"),
-    entry(64, TEXT, "4 bits float64", "--load-in-4bit True must be off with --dtype float64",
+    entry(64, TEXT, "4 bits float64", "--load-in-4bit does not go with --dtype float64",
           "--load-in-4bit --lora-r 2 --dtype float64"),
     entry(64, TEXT, "flash", "--attn-implementation flash_attention_2: ", "--attn-implementation flash_attention_2",
           shared=TEXT),
@@ -798,8 +798,9 @@ REFUSED = [
     entry(73, "ilql", "no action", "--dataset: no row has an action left",
           rows=[{"prompt": "b", "completion": "", "reward": 1, "truncated": True}]),
     # 75: the coefficient of the KL penalty
-    entry(75, "ppo", "target 0", "--kl-target 0.0 must be positive", "--kl-target 0"),
-    entry(75, "ppo", "horizon", "--kl-target 6.0 must be ", "--kl-target 6 --kl-horizon 3"),
+    entry(75, "ppo", "target 0", "--kl-target 0.0 must be a positive number", "--kl-target 0"),
+    entry(75, "ppo", "horizon", "--kl-horizon 3 must be at least --rollout-batch-size 4",
+          "--kl-target 6 --kl-horizon 3"),
     entry(75, "ppo", "coefficient", "--kl-coef -0.1 must be 0 or a positive number", "--kl-coef -0.1"),
 ]  # fmt: skip
 
@@ -1202,7 +1203,7 @@ for name, (script, folder, argv) in jobs.items():
 
 def process(folder, jobs, closed, **env):
     """{name: exit code} of scripts that run one after another in a process; closed: nobody reads its output."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "PLAINRL_CACHE") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     env = kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RESULTS": str(folder / "results.json")} | env
     argv = [sys.executable, "-c", DRIVER, json.dumps(jobs)]
     with open(folder / "err.txt", "w") as err:

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from algos import ddpo
 from benchmarks.tasks import shapes
 from common import data, logging
-from common.cli import InputError
+from common.cli import InputError, task_fields
 from common.seeding import rng
 
 B, N, C, H, W = 3, 5, 2, 7, 11  # of the pure functions; that of the pipelines are 5 x 4 x 12
@@ -530,7 +530,10 @@ def sample(policy, prompts, stream=("rollout", 3), trajectories=True, world=1, g
         pipeline, schedule, embed = loaded
         sampler = ddpo.Policy(pipeline, pipeline.unet, schedule, embed)
         parts.append(ddpo.sample_images(machine, sampler, prompts, list(stream), args, trajectories))
-    return [torch.cat(part)[: len(prompts) * (world > 1) or None] for part in zip(*parts, strict=True)], loaded
+    names = ["images", "latents", "logprobs"] if trajectories else ["images"]
+    assert all(sorted(part) == names for part in parts)
+    whole = [torch.cat([part[name] for part in parts]) for name in names]
+    return [tensor[: len(prompts) * (world > 1) or None] for tensor in whole], loaded
 
 
 def same(one, other):
@@ -657,7 +660,7 @@ def test_images_are_clamped_and_rounded(policy):
 
 def pairs_of(trained, epoch=1, process=0, world=1, **flags):
     """[[(image, step), ...] of each optimizer step]."""
-    args = ddpo.Args(**{"sample_batch_size": 12, "batch_size": 6, "inner_epochs": 2, "micro_batch_size": 5} | flags)
+    args = ddpo.Args(**{"rollout_batch_size": 12, "batch_size": 6, "ppo_epochs": 2, "micro_batch_size": 5} | flags)
     steps = []
     for micro_batches in ddpo.pair_minibatches(args, epoch, trained, process, world):
         assert all(batch.shape[1] == 2 and batch.dtype == torch.int64 for batch in micro_batches)
@@ -678,7 +681,7 @@ def test_every_pair_once_a_pass():
 
 def test_processes_share_the_pairs():
     for fraction in (1.0, 0.5):
-        flags = {"timestep_fraction": fraction, "inner_epochs": 3}
+        flags = {"timestep_fraction": fraction, "ppo_epochs": 3}
         whole = pairs_of([0, 1, 2, 4], **flags)
         for world in (2, 3, 6):
             parts = [pairs_of([0, 1, 2, 4], process=process, world=world, **flags) for process in range(world)]
@@ -709,7 +712,7 @@ def test_minibatches_are_keyed():
     first = pairs_of([0, 1, 2])
     assert pairs_of([0, 1, 2]) == first
     assert pairs_of([0, 1, 2], epoch=2) != first and pairs_of([0, 1, 2], seed=2) != first
-    longer = pairs_of([0, 1, 2], inner_epochs=3)
+    longer = pairs_of([0, 1, 2], ppo_epochs=3)
     assert longer[:4] == first and longer[4:] not in (first[:2], first[2:])
 
 
@@ -1034,6 +1037,20 @@ def test_a_directory_that_cannot_be_loaded(saved, tmp_path):
         load("org/nothing-of-that-name")
 
 
+@pytest.mark.parametrize(
+    ("size", "device", "plain"),
+    [(16, "cpu", True), ((8, 32), "cpu", True), (17, "cpu", False), (64, "cpu", False), (16, "cuda", False)],
+)
+def test_attention_of_few_latents(build_pipeline, size, device, plain):
+    """In plain matrix products on CPUs; the result is that of the fused kernel."""
+    unet = build_pipeline(dtype=torch.float64).unet.eval()
+    expected = unet(*INPUTS).sample.data
+    unet.register_to_config(sample_size=size)
+    ddpo.choose_attention(unet, torch.device(device))
+    assert {type(kernel).__name__ == "AttnProcessor" for kernel in unet.attn_processors.values()} == {plain}
+    close(unet(*INPUTS).sample.data, expected, 1e-9)
+
+
 LORA = {"lora_r": 3, "lora_alpha": 7.0}
 
 
@@ -1147,8 +1164,10 @@ def test_export_of_all_weights(build_pipeline, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_an_export_is_used_as_its_card_says(build_pipeline, tmp_path, monkeypatch, dtype):
     ddpo.export_pipeline(load(build_pipeline(dtype=getattr(torch, dtype))), tmp_path / "out")
-    code = ddpo.USAGE.replace("DTYPE", "" if dtype == "float32" else f", dtype=torch.{dtype}")
-    code = code.replace("SETTINGS", "num_inference_steps=2, eta=1.0, guidance_scale=1.0")
+    args = ddpo.Args(num_inference_steps=2)
+    code = ddpo.sampling_code(args, SimpleNamespace(dtype=getattr(torch, dtype)))
+    assert "num_inference_steps=2, eta=1.0, guidance_scale=1.0" in code
+    assert code.count(f", dtype=torch.{dtype}") == (dtype != "float32")
     monkeypatch.chdir(tmp_path)
     exec(code.format(folder="out", prompt="a red circle"), {})
     assert Image.open(tmp_path / "sample.png").size == (24, 8)
@@ -1271,45 +1290,50 @@ def test_due():
 
 # ---- Flags -----------------------------------------------------------------------------------------------------------
 
-LEAST = {name: "at least 1" for name in ddpo.AT_LEAST_ONE} | {"save_every": "at least 0", "eval_every": "at least 0"}
-LEAST |= {"lora_r": "at least 0"}
+OWN = {"model": "my_pipeline", "dataset": "prompts.jsonl", "reward": "my.py:score"}
+COUNTS = """threads decay_steps keep_checkpoints batch_size micro_batch_size num_epochs rollout_batch_size ppo_epochs
+stat_buffer_size stat_min_count num_inference_steps decode_batch_size""".split()
+NATURALS = "warmup_steps save_every eval_every lora_r".split()
+NOT_NEGATIVE = "lr_final adam_eps weight_decay max_grad_norm cliprange".split()
 BAD_FLAGS = [
-    *(({name: -1}, f"--{name.replace('_', '-')} -1 must be {rule}") for name, rule in LEAST.items()),
-    *(({name: 0}, f"--{name.replace('_', '-')} 0 must be at least 1") for name in ddpo.AT_LEAST_ONE),
+    *(({name: value}, f"--{name} {value} must be at least 1") for name, value in product(COUNTS, (-1, 0))),
+    *(({name: -1}, f"--{name} -1 must be at least 0") for name in NATURALS),
     *(
-        ({name: value}, f"--{name.replace('_', '-')} {value} must be 0 or a positive number")
-        for name, value in product(
-            "lr_final warmup_steps adam_eps weight_decay max_grad_norm".split(), (-0.1, NAN, INF)
-        )
+        ({name: value}, f"--{name} {value} must be 0 or a positive number")
+        for name, value in product(NOT_NEGATIVE, (-0.1, NAN, INF))
     ),
     *(
-        ({name: value, "lora_r": 2}, f"--{name.replace('_', '-')} {value} must be a positive number")
-        for name, value in product("lr lora_alpha clip_range adv_clip_max".split(), (-1.0, 0.0, NAN, INF))
+        ({name: value, "lora_r": 2}, f"--{name} {value} must be a positive number")
+        for name, value in product("lr lora_alpha adv_clip_max".split(), (-1.0, 0.0, NAN, INF))
     ),
     *(
-        ({name: value}, f"--{name.replace('_', '-')} {value} must be in (0, 1]")
+        ({name: value}, f"--{name} {value} must be in (0, 1]")
         for name, value in product(("timestep_fraction", "eta"), (0.0, -0.5, 1.01, NAN))
     ),
-    ({"adam_betas": (0.9, 1.0)}, "--adam-betas (0.9, 1.0) must be two numbers in [0, 1)"),
-    ({"adam_betas": (-0.1, 0.9)}, "--adam-betas (-0.1, 0.9) must be two numbers in [0, 1)"),
-    ({"dataset": "mine.jsonl"}, "--reward None must be file.py:function for your own --dataset"),
-    ({"sample_batch_size": 40, "batch_size": 32}, "--sample-batch-size 40 must be a multiple of --batch-size 32"),
-    ({"sample_batch_size": 16, "batch_size": 32}, "--sample-batch-size 16 must be a multiple of --batch-size 32"),
-    ({"stat_min_count": 33, "stat_buffer_size": 32}, "--stat-min-count 33 must be at most --stat-buffer-size"),
-    ({"guidance_scale": 0.5}, "--guidance-scale 0.5 must be 1 (no guidance) or more"),
-    ({"guidance_scale": NAN}, "--guidance-scale nan must be 1 (no guidance) or more"),
-    ({"guidance_scale": INF}, "--guidance-scale inf must be 1 (no guidance) or more"),
-    ({"negative_prompt": "grey"}, "--negative-prompt grey must be with --guidance-scale above 1"),
-    ({"lora_alpha": 4.0}, "--lora-alpha 4.0 must be with --lora-r"),
+    *(
+        ({"guidance_scale": value}, f"--guidance-scale {value} must be 1 (no guidance) or more")
+        for value in (0.0, 0.5, NAN, INF)
+    ),
+    ({"adam_betas": (0.9, 1.0)}, "--adam-betas (0.9, 1.0) must be in [0, 1)"),
+    ({"adam_betas": (-0.1, 0.9)}, "--adam-betas (-0.1, 0.9) must be in [0, 1)"),
+    ({"rollout_batch_size": 40, "batch_size": 32}, "--rollout-batch-size 40 must be a multiple of --batch-size 32"),
+    ({"rollout_batch_size": 16, "batch_size": 32}, "--rollout-batch-size 16 must be a multiple of --batch-size 32"),
+    ({"stat_min_count": 33, "stat_buffer_size": 32}, "--stat-min-count 33 must be at most --stat-buffer-size 32"),
+    ({"guidance_scale": 1.0, "negative_prompt": "grey"}, "--negative-prompt needs a --guidance-scale above 1"),
+    ({"lora_alpha": 4.0}, "--lora-alpha is given without --lora-r"),
     ({"push_to_hub": "name"}, "--push-to-hub name must be org/name"),
+    ({"model": None}, "--model is missing: "),
+    ({"dataset": None}, "--dataset is missing: "),
+    ({"reward": None}, "--reward is missing: file.py:function"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "sentence"), BAD_FLAGS, ids=str)
 def test_bad_flags(flags, sentence):
     with pytest.raises(InputError) as error:
-        ddpo.Args(**flags)
-    assert sentence in str(error.value)
+        ddpo.Args(**OWN | flags)
+    flag, space, rest = sentence.partition(" ")
+    assert flag.replace("_", "-") + space + rest in str(error.value)
     assert len(str(error.value).split("\n  - ")) <= 3  # what follows from it may be named too
 
 
@@ -1324,7 +1348,7 @@ GOOD_FLAGS = [
     {"lora_r": 4, "lora_alpha": 8.0},
     {"lora_r": 1},
     {"guidance_scale": 1.0001, "negative_prompt": "grey"},
-    {"sample_batch_size": 32, "batch_size": 32},
+    {"rollout_batch_size": 32, "batch_size": 32},
     {"stat_min_count": 32, "stat_buffer_size": 32},
     {"stat_min_count": 1, "stat_buffer_size": 1},
     {"eta": 1e-3, "timestep_fraction": 0.01},
@@ -1334,22 +1358,53 @@ GOOD_FLAGS = [
 ]
 
 
+@pytest.mark.parametrize("own", [{}, OWN], ids=["embedded", "own"])
 @pytest.mark.parametrize("flags", GOOD_FLAGS, ids=str)
-def test_good_flags(flags):
-    ddpo.Args(**flags)
+def test_good_flags(flags, own):
+    """They are what was asked for, and change no other one."""
+    assert vars(ddpo.Args(**own | flags)) == vars(ddpo.Args(**own)) | flags
 
 
-def test_the_functions_of_the_task_are_for_its_rows_alone():
-    args, file = ddpo.Args(), "benchmarks/tasks/shapes.py"
-    assert (args.model, args.dataset) == (f"{file}:base_model", f"{file}:prompts")
-    expected = f"{file}:eval_prompts", f"{file}:compressibility", f"{file}:metric"
-    assert (args.eval_dataset, args.reward, args.metric) == expected
-    args = ddpo.Args(dataset="mine.jsonl", reward="mine.py:score")
-    assert (args.eval_dataset, args.reward, args.metric) == (None, "mine.py:score", None)
-    args = ddpo.Args(eval_dataset=None, reward=f"{file}:brightness", metric=None)
-    assert (args.eval_dataset, args.reward, args.metric) == (None, f"{file}:brightness", None)
-    for name in (args.dataset, args.reward, ddpo.Args().eval_dataset, ddpo.Args().metric, args.model):
-        assert callable(getattr(shapes, name.rpartition(":")[2]))
+TASK = "benchmarks/tasks/shapes.py"
+EMBEDDED = {  # what the curves of the shapes were made with, where it is not the default
+    "model": f"{TASK}:base_model", "dataset": f"{TASK}:prompts", "eval_dataset": f"{TASK}:eval_prompts",
+    "reward": f"{TASK}:compressibility", "metric": f"{TASK}:metric", "lr": 3e-4, "batch_size": 16,
+    "micro_batch_size": 64, "num_epochs": 40, "rollout_batch_size": 128, "cliprange": 1e-3, "num_inference_steps": 10,
+    "guidance_scale": 1.0, "decode_batch_size": 64, "save_every": 80, "eval_every": 80,
+}  # fmt: skip
+PRETRAINED = {  # Black et al. 2023, the authors' code for eight GPUs, TRL 0.8
+    "num_epochs": 100, "rollout_batch_size": 256, "batch_size": 64, "ppo_epochs": 1, "timestep_fraction": 1.0,
+    "cliprange": 1e-4, "adv_clip_max": 5.0, "per_prompt_stats": True, "stat_buffer_size": 32, "stat_min_count": 16,
+    "num_inference_steps": 50, "eta": 1.0, "guidance_scale": 5.0, "negative_prompt": "", "lr": 1e-5,
+    "lr_schedule": "constant", "warmup_steps": 0, "adam_betas": (0.9, 0.999), "adam_eps": 1e-8, "weight_decay": 1e-4,
+    "max_grad_norm": 1.0, "lora_r": 0, "eval_dataset": None, "metric": None,
+}  # fmt: skip
+
+
+def test_defaults_are_for_pretrained_pipelines():
+    args = vars(ddpo.Args(**OWN))
+    assert args == args | PRETRAINED | OWN
+
+
+def test_the_embedded_task_is_a_file_of_flags():
+    """From Python with neither model nor dataset; what it names is there."""
+    fields = task_fields("benchmarks/tasks/shapes/ddpo.yaml")
+    assert fields == EMBEDDED and {name: type(value) for name, value in fields.items()} == {
+        name: type(value) for name, value in EMBEDDED.items()
+    }
+    assert vars(ddpo.Args()) == vars(ddpo.Args(**OWN)) | EMBEDDED
+    assert vars(ddpo.Args(lr=1.0, metric=None)) == vars(ddpo.Args(**OWN)) | EMBEDDED | {"lr": 1.0, "metric": None}
+    for name in ("model", "dataset", "eval_dataset", "reward", "metric"):
+        path, _, function = fields[name].rpartition(":")
+        assert path == TASK and callable(getattr(shapes, function))
+
+
+@pytest.mark.parametrize("given", ["model", "dataset"])
+def test_half_of_your_own_is_refused(given):
+    with pytest.raises(InputError) as error:
+        ddpo.Args(**{given: OWN[given]})
+    absent = {"model", "dataset", "reward"} - {given}
+    assert all(f"--{name} is missing: " in str(error.value) for name in absent) and "2 problems" in str(error.value)
 
 
 # ---- Shapes ----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from PIL import Image
 from algos import ddpo
 from benchmarks.tasks import shapes
 from common import identity, logging
-from common.cli import InputError, cli
+from common.cli import InputError, cli, expand_config
 from common.seeding import rng, stream_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,8 +120,9 @@ def redness(images, prompts, target, **columns):
 def run_ddpo(model, run_dir, rows=ROWS, **flags):
     """Two epochs of 8 images of 3 steps, two optimizer steps in each, unless flags say otherwise."""
     settings = {
-        "reward": redness, "num_epochs": 2, "sample_batch_size": 8, "batch_size": 4, "num_inference_steps": 3,
-        "lr": 1e-3, "stat_min_count": 2, "stat_buffer_size": 4, "eval_every": 0, "save_every": 0, "threads": 1,
+        "reward": redness, "num_epochs": 2, "rollout_batch_size": 8, "batch_size": 4, "num_inference_steps": 3,
+        "guidance_scale": 1.0, "lr": 1e-3, "cliprange": 1e-3, "stat_min_count": 2, "stat_buffer_size": 4,
+        "micro_batch_size": 64, "decode_batch_size": 64, "eval_every": 0, "save_every": 0, "threads": 1,
     }  # fmt: skip
     return ddpo.main(ddpo.Args(model=model, run_dir=str(run_dir), dataset=rows, **settings | flags))
 
@@ -195,7 +196,7 @@ def fresh_accelerator():
 
 # ---- The command as typed --------------------------------------------------------------------------------------------
 
-TYPED = """--num-epochs 2 --sample-batch-size 8 --batch-size 4 --num-inference-steps 3 --eval-every 2 --threads 1
+TYPED = """--num-epochs 2 --rollout-batch-size 8 --batch-size 4 --num-inference-steps 3 --eval-every 2 --threads 1
 --eval-dataset benchmarks/tasks/shapes.py:eval_prompts:samples=1""".split()
 
 
@@ -242,7 +243,9 @@ def test_what_a_run_leaves(typed):
         assert record["eval/diversity"] == pytest.approx((grid / 255).std(axis=0).mean(), abs=1e-9)
     assert (grids[0] != grids[2]).any()  # the noise is the same, the weights are not
     assert "1,797,755 parameters, 1,077,572 trained" in out and "data: 12 prompts, 12 to evaluate; first" in out
-    assert "2 optimizer steps of 4 images x 3 steps: 12 pairs a process" in out
+    assert "lr 0.0003 constant, cliprange 0.001, guidance 1, eta 1\n2 epochs x (8 images of 3 steps, 3 of them" in out
+    assert "2 optimizer steps of 4 images x 3 steps: 12 pairs a process, 64 a forward)" in out
+    assert "--config benchmarks/tasks/shapes/ddpo.yaml" in out
 
 
 def test_the_last_lines_and_the_card(typed):
@@ -290,8 +293,9 @@ def test_the_export_is_a_plain_pipeline_that_starts_the_next_run(typed, tmp_path
     moved = [not torch.equal(w, base.unet.state_dict()[name]) for name, w in saved.items()]
     assert sum(moved) > 0.9 * len(moved)
     assert pipeline.safety_checker is None and pipeline.scheduler.config.prediction_type == "v_prediction"
-    words = [*TYPED, "--num-epochs", "1", "--model", str(run / "hf_model"), "--run-dir", str(tmp_path / "next")]
-    ddpo.main(tyro.cli(ddpo.Args, args=words))
+    words = ["--config", str(run / "config.yaml"), "--num-epochs", "1", "--threads", "1"]
+    words += ["--model", str(run / "hf_model"), "--run-dir", str(tmp_path / "next")]
+    ddpo.main(tyro.cli(ddpo.Args, args=expand_config(words, ddpo.Args)))
     end, start = log(run)[-1], log(tmp_path / "next")[0]
     assert start | {"step": 4} == {name: end[name] for name in start}
 
@@ -346,7 +350,7 @@ def test_the_first_ratio_in_float64(build_pipeline, tmp_path, prediction_type):
 @pytest.mark.parametrize("lora_r", [0, 4])
 @pytest.mark.case(64, "ddpo")
 def test_bfloat16(fresh_accelerator, tmp_path, flags, lora_r):
-    """Rounding stays below what --clip-range lets pass (it is 0 with most kernels), and is reported; the export has
+    """Rounding stays below what --cliprange lets pass (it is 0 with most kernels), and is reported; the export has
     the type of the weights and loads."""
     from diffusers import StableDiffusionPipeline
 
@@ -369,7 +373,7 @@ def test_rounding_that_moves_the_ratio_is_said(monkeypatch, tiny, tmp_path, capf
     monkeypatch.setattr(ddpo, "denoise", lambda *args: (lambda x, p: (x, p - 1e-3))(*denoise(*args)))
     _, run = run_ddpo(tiny, tmp_path / "run", batch_size=8, num_epochs=3)
     assert [r["policy/ratio_deviation_first"] for r in log(run)] == pytest.approx([1e-3] * 3, rel=0.02)
-    assert capfd.readouterr().out.count("warning: rounding moves the ratio by 1.0e-03, --clip-range is 0.001") == 1
+    assert capfd.readouterr().out.count("warning: rounding moves the ratio by 1.0e-03, --cliprange is 0.001") == 1
 
 
 # ---- Killed and continued --------------------------------------------------------------------------------------------
@@ -453,7 +457,7 @@ def test_signals_to_a_process(monkeypatch, tiny, tmp_path, at, code, lora_r):
     Path("user.py").write_text(USER_FILE)
     jsonl("x.jsonl", ROWS)
     flags = f"""--model {tiny} --dataset x.jsonl --eval-dataset x.jsonl --reward user.py:reward --num-epochs 3
-    --sample-batch-size 8 --batch-size 4 --num-inference-steps 3 --eval-every 2 --save-every 2 --threads 1
+    --rollout-batch-size 8 --batch-size 4 --num-inference-steps 3 --eval-every 2 --save-every 2 --threads 1
     --stat-min-count 2 --lora-r {lora_r}""".split()
     command = [sys.executable, ROOT / "algos/ddpo.py", *flags, "--run-dir", "a"]
     env = os.environ | {"SIGNAL_AT": at}
@@ -474,7 +478,7 @@ def test_adapters_are_keyed_by_the_seed(monkeypatch, tiny, tmp_path):
     load_pipeline, found = ddpo.load_pipeline, {}
     for name, seed, drawn in (("one", 1, 0), ("again", 1, 5), ("two", 2, 0)):
         monkeypatch.setattr(ddpo, "load_pipeline", lambda *args, n=drawn: (torch.rand(n), load_pipeline(*args))[1])
-        flags = {"num_epochs": 1, "sample_batch_size": 2, "batch_size": 2, "lora_r": 2, "lr": 1e-12, "seed": seed}
+        flags = {"num_epochs": 1, "rollout_batch_size": 2, "batch_size": 2, "lora_r": 2, "lr": 1e-12, "seed": seed}
         _, run = run_ddpo(tiny, tmp_path / name, **flags)
         weights = safetensors.torch.load_file(newest(run) / "model.safetensors")
         found[name] = {key: weight for key, weight in weights.items() if "lora_A" in key}
@@ -559,7 +563,7 @@ def test_the_best_evaluation_is_kept(tiny, tmp_path):
 # ---- What it learns from ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [{}, {"lora_r": 2}, {"per_prompt_stats": False}, {"inner_epochs": 2}], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"lora_r": 2}, {"per_prompt_stats": False}, {"ppo_epochs": 2}], ids=str)
 @pytest.mark.case(32, "ddpo")
 def test_a_constant_reward_changes_nothing(tiny, tmp_path, flags):
     flags |= {"reward": lambda images, prompts: [0.3] * len(images), "weight_decay": 0.0, "guidance_scale": 2.0}
@@ -588,7 +592,7 @@ def brighter(tmp_path_factory):
             scores = shapes.brightness(images, prompts)
             return generator.permutation(scores).tolist() if shuffled and len(scores) != 24 else scores
 
-        flags = {"sample_batch_size": 48, "batch_size": 16, "num_epochs": 12, "num_inference_steps": 5, "lr": 5e-4}
+        flags = {"rollout_batch_size": 48, "batch_size": 16, "num_epochs": 12, "num_inference_steps": 5, "lr": 5e-4}
         flags |= {"stat_buffer_size": 32, "stat_min_count": 16, "eval_every": 36, "reward": reward}
         flags |= {"eval_dataset": shapes.eval_prompts(samples=2)}
         metrics, folder = run_ddpo(str(shapes.BASE_MODEL), tmp_path_factory.mktemp("learn"), shapes.prompts(), **flags)
@@ -652,17 +656,19 @@ def test_every_pair_is_trained_with_its_images_advantage(monkeypatch, tiny, tmp_
         epochs.append((prompts, values))
         return values
 
-    flags = {"num_epochs": 3, "inner_epochs": 2, "micro_batch_size": 5, "adv_clip_max": 1.2, "stat_buffer_size": 3}
+    flags = {"num_epochs": 3, "ppo_epochs": 2, "micro_batch_size": 5, "adv_clip_max": 1.2, "stat_buffer_size": 3}
     flags |= {"timestep_fraction": 0.7, "per_prompt_stats": per_prompt_stats, "lr": 1e-9}
     _, run = run_ddpo(tiny, tmp_path / "run", reward=reward, **flags)
     expected = slow_advantages(epochs, 3 if per_prompt_stats else None, 2, 1.2)
     assert 1.2 in expected and -1.2 in expected and len({f"{x:.6f}" for x in expected}) > 8
     pairs = {}
-    for epoch, (_, (_, latents, logprobs)) in enumerate(sampled):
+    for epoch, (_, found) in enumerate(sampled):
+        latents, logprobs = found["latents"], found["logprobs"]
         assert latents.shape == (8, 4, 5, 4, 12) and logprobs.shape == (8, 3)
         pairs |= {logprobs[i, n].item(): (epoch * 8 + i, n) for i in range(8) for n in range(3)}
     assert len(pairs) == 3 * 8 * 3
-    pipeline, (images, latents, _) = StableDiffusionPipeline.from_pretrained(tiny), sampled[0][1]
+    pipeline, (_, found) = StableDiffusionPipeline.from_pretrained(tiny), sampled[0]
+    images, latents = found["images"], found["latents"]
     with torch.no_grad():  # images are what diffusers would show of the last latents
         decoded = pipeline.vae.decode(latents[:, -1] / pipeline.vae.config.scaling_factor).sample
     shown = pipeline.image_processor.postprocess(decoded, "pil")
@@ -785,7 +791,7 @@ def test_a_function_may_change_what_it_gets(tiny, tmp_path):
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv"])
 def test_prompts_from_files(tiny, tmp_path, suffix):
-    """A line a prompt, or rows with columns; without an evaluation set, the first --sample-batch-size of them."""
+    """A line a prompt, or rows with columns; without an evaluation set, the first --rollout-batch-size of them."""
     prompts = ["a red circle", "Ein Kreis, ä", "a blue square", "x y z", "a green triangle"]
     path = tmp_path / f"prompts{suffix}"
     if suffix == ".txt":
@@ -801,7 +807,7 @@ def test_prompts_from_files(tiny, tmp_path, suffix):
         assert columns.keys() - {"text"} == (set() if suffix == ".txt" else {"level"})
         return [image.mean().item() for image in images]
 
-    flags = {"num_epochs": 2, "sample_batch_size": 4, "batch_size": 4, "eval_every": 1, "reward": reward}
+    flags = {"num_epochs": 2, "rollout_batch_size": 4, "batch_size": 4, "eval_every": 1, "reward": reward}
     _, run = run_ddpo(tiny, tmp_path / "run", str(path), **flags)
     assert [row["prompt"] for row in samples(run)] == prompts[:4] * 3
     assert [p for call in seen[1::2] for p in call] == [prompts[i] for i in stream_rows(1, "data", 5, 0, 8)]
@@ -878,7 +884,7 @@ def test_a_tracker_that_fails_stops_nothing(monkeypatch, tiny, tmp_path, capfd, 
 def test_wandb_offline(tiny, tmp_path):
     (tmp_path / "user.py").write_text(USER_FILE)
     jsonl(tmp_path / "x.jsonl", ROWS)
-    flags = f"""--model {tiny} --dataset x.jsonl --reward user.py:reward --num-epochs 1 --sample-batch-size 8
+    flags = f"""--model {tiny} --dataset x.jsonl --reward user.py:reward --num-epochs 1 --rollout-batch-size 8
     --batch-size 4 --num-inference-steps 3 --threads 1 --run-dir run --track wandb""".split()
     env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path / "home")}
     command = [sys.executable, ROOT / "algos/ddpo.py", *flags]
@@ -893,8 +899,8 @@ def test_wandb_offline(tiny, tmp_path):
 
 # ---- Bad input -------------------------------------------------------------------------------------------------------
 
-BASE = """--model model --dataset rows.jsonl --reward user.py:reward --num-epochs 1 --sample-batch-size 8 --batch-size 4
---num-inference-steps 3 --threads 1 --run-dir run""".split()
+BASE = """--model model --dataset rows.jsonl --reward user.py:reward --num-epochs 1 --rollout-batch-size 8
+--batch-size 4 --num-inference-steps 3 --threads 1 --run-dir run""".split()
 
 
 @pytest.fixture
@@ -990,17 +996,20 @@ BAD_COMMANDS = [
     ("--eta 1.5", "--eta 1.5 must be in (0, 1]"),
     ("--guidance-scale 0.5", "--guidance-scale 0.5 must be 1 (no guidance) or more"),
     ("--guidance-scale nan", "--guidance-scale nan must be 1 (no guidance) or more"),
-    ("--negative-prompt grey", "--negative-prompt grey must be with --guidance-scale above 1"),
-    ("--sample-batch-size 10", "--sample-batch-size 10 must be a multiple of --batch-size 4"),
+    ("--guidance-scale 1 --negative-prompt grey", "--negative-prompt needs a --guidance-scale above 1"),
+    ("--rollout-batch-size 10", "--rollout-batch-size 10 must be a multiple of --batch-size 4"),
     ("--timestep-fraction 0", "--timestep-fraction 0.0 must be in (0, 1]"),
     ("--timestep-fraction 1.1", "--timestep-fraction 1.1 must be in (0, 1]"),
-    ("--clip-range 0", "--clip-range 0.0 must be a positive number"),
+    ("--cliprange -1", "--cliprange -1.0 must be 0 or a positive number"),
     ("--adv-clip-max nan", "--adv-clip-max nan must be a positive number"),
-    ("--stat-min-count 9 --stat-buffer-size 8", "--stat-min-count 9 must be at most --stat-buffer-size"),
-    ("--lora-alpha 4", "--lora-alpha 4.0 must be with --lora-r"),
+    ("--stat-min-count 9 --stat-buffer-size 8", "--stat-min-count 9 must be at most --stat-buffer-size 8"),
+    ("--lora-alpha 4", "--lora-alpha is given without --lora-r"),
     ("--lora-r 2 --lora-targets nothing like it", "--lora-targets nothing like it: "),
     ("--push-to-hub name", "--push-to-hub name must be org/name"),
     ("--eta 0 --lr 0 --batch-size 3", "3 problems:"),
+    ("--clip-range 1e-3", "there is no --clip-range here: use --cliprange"),
+    ("--inner-epochs 2", "there is no --inner-epochs here: use --ppo-epochs"),
+    ("--sample-batch-size 8", "there is no --sample-batch-size here: use --rollout-batch-size"),
     ("--dataset other.jsonl", "--dataset row 1 needs a string as 'prompt'; its columns: caption, target"),
     ("--dataset number.jsonl", "--dataset row 2 needs a string as 'prompt'; its columns: prompt"),
     ("--dataset empty.jsonl", "--dataset empty.jsonl holds no rows"),
@@ -1039,7 +1048,7 @@ def test_bad_commands(command, here, flags, sentence):
 def test_your_own_dataset_needs_your_own_reward(command, here):
     base = [word for word in BASE if word not in ("--reward", "user.py:reward")]
     code, _, err = command(base=base)
-    assert code == 2 and err == "error: --reward None must be file.py:function for your own --dataset\n"
+    assert code == 2 and err == "error: --reward is missing: file.py:function\n"
     assert not Path("run").exists()
 
 
@@ -1134,7 +1143,7 @@ def test_a_reward_that_fails_later_leaves_the_last_checkpoint(tiny, tmp_path):
 
 @pytest.mark.parametrize("embedded", [False, True])
 def test_check_writes_nothing(command, here, embedded):
-    flags = "--check --num-inference-steps 3 --threads 1 --sample-batch-size 32"
+    flags = "--check --num-inference-steps 3 --threads 1 --rollout-batch-size 32"
     base = flags.split() if embedded else [*BASE, "--check"]
     before = sorted(here.rglob("*"))
     code, out, err = command(base=base)
@@ -1145,7 +1154,7 @@ def test_check_writes_nothing(command, here, embedded):
 @pytest.mark.case(72, "ddpo")
 def test_one_step(command, here):
     """A single denoising step that has noise is trained."""
-    code, out, err = command("--num-inference-steps 1 --num-epochs 2")
+    code, out, err = command("--num-inference-steps 1 --num-epochs 2 --cliprange 1e-2")
     assert code == 0 and "images of 1 steps, 1 of them with noise" in out, err
     assert all(math.isfinite(v) for r in log("run") for v in r.values()) and log("run")[-1]["optim/grad_norm"] > 0
 
@@ -1158,7 +1167,7 @@ def test_a_last_step_without_noise_is_not_trained(monkeypatch, command, here):
     code, out, err = command("--model model2 --eval-every 0 --num-inference-steps 4")
     assert code == 0 and "images of 4 steps, 3 of them with noise" in out and "x 3 steps: 12 pairs" in out, err
     old = torch.cat([args[1] for args, _ in losses])
-    logprobs = sampled[0][1][2]
+    logprobs = sampled[0][1]["logprobs"]
     assert (
         old.sort().values.tolist() == logprobs[:, :3].flatten().sort().values.tolist() and (logprobs[:, 3] == 0).all()
     )
@@ -1286,6 +1295,23 @@ def test_check_calls_the_metric_on_evaluation_rows_alone(tiny, tmp_path, capfd):
     assert run_ddpo(tiny, tmp_path / "run", reward=lambda prompts: [1.0] * len(prompts), **flags) == ({}, None)
     out = capfd.readouterr().out
     assert "check passed" in out and out.count("samples at step 0") == 1
+
+
+def test_check_samples_few(monkeypatch, tiny, tmp_path, capfd):
+    """As many images of every set, and of the training rows, as are sampled at once: those of Stable Diffusion take
+    seconds each."""
+    sampled, seen = recorded(monkeypatch, "sample_images"), []
+
+    def metric(images, prompts):
+        seen.append(prompts)
+        return {"length": [len(prompt) for prompt in prompts]}
+
+    flags = {"eval_dataset": {"x": ROWS, "y": ROWS[2:3]}, "metric": metric, "check": True, "decode_batch_size": 2}
+    run_ddpo(tiny, tmp_path / "run", **flags)
+    assert "check passed" in capfd.readouterr().out
+    prompts = [row["prompt"] for row in ROWS]
+    assert [args[2] for args, _ in sampled] == [prompts[:2], prompts[2:3], prompts[:2]]
+    assert seen == [prompts[:2], prompts[2:3]]
 
 
 @pytest.mark.case(32, "ddpo")

@@ -19,7 +19,7 @@ from algos import ddpo, dpo, ilql, ppo, reward, sft
 from benchmarks import check
 from benchmarks.tasks import randomwalks, shapes
 from common import logging as run_logging
-from common.cli import expand_config
+from common.cli import expand_config, refuse_other_names, with_embedded_task
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ddpo.py": ddpo, "dpo.py": dpo, "ilql.py": ilql, "ppo.py": ppo, "reward.py": reward, "sft.py": sft}
@@ -40,7 +40,8 @@ def commands():
 def test_documented_command_parses(script, command):
     words = [word for word in shlex.split(command.replace('"$seed"', "1").replace("`", ""))[1:] if word != "..."]
     args_class = SCRIPTS[script].Args
-    assert tyro.cli(args_class, args=expand_config(words, args_class))
+    refuse_other_names([word for word in words if word.startswith("--")], args_class)
+    assert tyro.cli(args_class, args=expand_config(with_embedded_task(words, args_class), args_class))
 
 
 def test_named_files_exist():

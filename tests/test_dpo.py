@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from algos import dpo
 from benchmarks.tasks import randomwalks
 from common import sampling
-from common.cli import InputError
+from common.cli import InputError, task_fields
 from common.data import load_rows, pair_texts, shared_rows, sharing_error
 
 A, BOS, EOS, LN2 = 0, 21, 22, math.log(2)
@@ -69,7 +69,7 @@ def run_dpo(model, run_dir, rows=ROWS, **flags):
 
 
 def args(**flags):
-    return dpo.Args(dataset=ROWS, **flags)
+    return dpo.Args(model="model", dataset=ROWS, **flags)
 
 
 def encode(rows, tokenizer, max_length=99, max_prompt_length=None, truncation_mode="keep_end"):
@@ -165,7 +165,7 @@ GOLDEN = [  # c = 1, r = -0.5, beta 0.1, lengths 5 and 4: loss, label smoothing,
     ("apo_down", 0.0, 0.987549),
     ("discopop", 0.0, 0.849338),
 ]
-LOSSES = get_args(dpo.LossType)
+LOSSES = get_args(dpo.Args.__dataclass_fields__["loss_type"].type)
 
 
 def loss_of(c, r, loss_type, beta=0.1, smoothing=0.0, lengths=(5, 4), dtype=torch.float64):
@@ -182,7 +182,6 @@ def test_golden_numbers(loss_type, smoothing, value):
 
 
 def test_all_losses_have_golden_numbers_and_are_flags():
-    assert get_args(dpo.Args.__dataclass_fields__["loss_type"].type) == (dpo.LossType, type(None))
     assert set(LOSSES) == {name for name, *_ in GOLDEN}
     with pytest.raises(ValueError, match="there is no loss ip"):
         loss_of(1, -0.5, "ip")
@@ -269,13 +268,13 @@ def test_huge_log_ratios_are_finite(loss_type, dtype):
 
 
 BAD_FLAGS = [  # flags, what the sentence says
-    ({"loss_type": name, "label_smoothing": 0.1}, "--label-smoothing 0.1 must be 0 with this --loss-type")
+    ({"loss_type": name, "label_smoothing": 0.1}, f"--label-smoothing 0.1 does not go with --loss-type {name}$")
     for name in LOSSES
     if name not in ("sigmoid", "robust", "exo_pair")
 ]
 BAD_FLAGS += [
-    ({"loss_type": "exo_pair"}, r"--label-smoothing 0.0 must be positive with exo_pair \(1e-3\)"),
-    ({"loss_type": "robust", "label_smoothing": 0.5}, r"--label-smoothing 0.5 must be in \[0, 0.5\)"),
+    ({"loss_type": "exo_pair"}, r"--loss-type exo_pair needs a --label-smoothing above 0 \(1e-3\)"),
+    ({"loss_type": "robust", "label_smoothing": 0.5}, "--label-smoothing 0.5 must be below 0.5"),
     ({"label_smoothing": -0.1}, "--label-smoothing -0.1 must be in"),
     ({"label_smoothing": math.nan}, "--label-smoothing nan must be in"),
     ({"beta": 0.0}, "--beta 0.0 must be a positive number"),
@@ -283,12 +282,14 @@ BAD_FLAGS += [
     ({"beta": math.inf}, "--beta inf must be"),
     ({"sft_coef": -1.0}, "--sft-coef -1.0 must be 0 or a positive number"),
     ({"sft_coef": math.nan}, "--sft-coef nan must be"),
-    ({"reference_free": True, "ref_model": "x"}, "--reference-free True must be off with --ref-model"),
-    ({"num_layers_unfrozen": 0}, "--num-layers-unfrozen 0 must be -1 or at least 1"),
+    ({"reference_free": True, "ref_model": "x"}, "--reference-free does not go with --ref-model"),
+    ({"num_layers_unfrozen": 0}, "--num-layers-unfrozen 0 leaves nothing to train"),
     ({"max_prompt_length": 0}, "--max-prompt-length 0 must be at least 1"),
     ({"max_length": 0}, "--max-length 0 must be at least 1"),
     ({"batch_size": 0}, "--batch-size 0 must be at least 1"),
-    ({"stop": ("a", "")}, "--stop .* must be strings that are not empty"),
+    ({"epochs": 0.0}, "--epochs 0.0 must be a positive number"),
+    ({"stop": ("a", "")}, "--stop .* must be a text that is not empty"),
+    ({"lora_alpha": 2.0}, "--lora-alpha is given without --lora-r"),
     ({"loss_type": "ipo", "label_smoothing": 0.1, "lr": 0.0}, "2 problems:"),
 ]
 
@@ -297,6 +298,35 @@ BAD_FLAGS += [
 def test_flags_that_do_not_fit(flags, sentence):
     with pytest.raises(InputError, match=sentence):
         args(**flags)
+
+
+BEFORE = {  # the defaults of before, which were those of the embedded task, where they differ from the new ones
+    "model": "benchmarks/tasks/randomwalks.py:base_model",
+    "dataset": "benchmarks/tasks/randomwalks.py:pairs:split=train",
+    "eval_dataset": "benchmarks/tasks/randomwalks.py:eval_pairs",
+    "eval_prompts": "benchmarks/tasks/randomwalks.py:eval_prompts",
+    "metric": "benchmarks/tasks/randomwalks.py:metric",
+    "epochs": 6.0, "batch_size": 48, "micro_batch_size": 64, "decode_batch_size": 1024, "max_new_tokens": 9,
+    "beta": 0.3, "loss_type": "ipo", "sft_coef": 0.02, "lr": 1e-3, "lr_schedule": "cosine", "warmup_steps": 40,
+    "adam_betas": (0.9, 0.95), "attn_implementation": "eager",
+}  # fmt: skip
+
+
+def test_the_embedded_task_has_its_settings_and_other_models_have_not():
+    assert task_fields("benchmarks/tasks/randomwalks/dpo.yaml") == BEFORE
+    embedded, own = vars(dpo.Args()), vars(args())
+    assert {name: embedded[name] for name in BEFORE} == BEFORE
+    assert all(embedded[name] == own[name] for name in own.keys() - BEFORE.keys())
+    expected = {"lr": 1e-6, "beta": 0.1, "loss_type": "sigmoid", "sft_coef": 0.0, "epochs": 1.0, "batch_size": 64}
+    expected |= {"max_new_tokens": 64, "micro_batch_size": 8, "metric": None, "eval_prompts": None}
+    assert {name: own[name] for name in expected} == expected
+    with pytest.raises(InputError, match="^--dataset is missing"):
+        dpo.Args(model="model")
+
+
+def test_no_flag_is_rewritten():
+    given = {"epochs": 2.5, "total_steps": 3, "beta": 0.7, "sft_coef": 0.0, "metric": None, "eval_dataset": None}
+    assert vars(args(**given)) == vars(args()) | given
 
 
 def test_flags_that_do_fit():
@@ -1060,12 +1090,13 @@ def test_gradients_are_clipped_at_every_step(monkeypatch, gpt2_dir, tmp_path, li
 
 
 def test_every_pair_is_seen_once_an_epoch(monkeypatch, gpt2_dir, tmp_path):
-    seen, pair_terms = [], dpo.pair_terms
-    monkeypatch.setattr(
-        dpo,
-        "pair_terms",
-        lambda policy, ref, pairs, args: seen.extend(map(str, pairs)) or pair_terms(policy, ref, pairs, args),
-    )
+    seen, pair_losses = [], dpo.pair_losses
+
+    def watched(policy, pairs, **bound):
+        seen.extend(map(str, pairs))
+        return pair_losses(policy, pairs, **bound)
+
+    monkeypatch.setattr(dpo, "pair_losses", watched)
     metrics, _ = run_dpo(gpt2_dir, tmp_path / "run", batch_size=2, total_steps=7, micro_batch_size=1)
     assert len(seen) == 14 and len(set(seen)) == 7 and {seen.count(pair) for pair in seen} == {2}
     assert metrics["train/epoch"] == 2.0 and [set(seen[:7]), set(seen[7:])] != [seen[:7], seen[7:]]
@@ -1093,13 +1124,13 @@ def test_frozen_layers_stay_bitwise(tiny_dir, tmp_path):
 
 @pytest.mark.case(33, "dpo")
 def test_a_loss_that_is_not_finite_ends_the_run(monkeypatch, gpt2_dir, tmp_path):
-    calls, pair_terms = [], dpo.pair_terms
+    calls, pair_losses = [], dpo.pair_losses
 
-    def broken(policy, *rest):
+    def broken(policy, pairs, **bound):
         calls.append(1)
-        return pair_terms(policy * (math.nan if len(calls) == 3 else 1), *rest)
+        return pair_losses(policy * (math.nan if len(calls) == 3 else 1), pairs, **bound)
 
-    monkeypatch.setattr(dpo, "pair_terms", broken)
+    monkeypatch.setattr(dpo, "pair_losses", broken)
     with pytest.raises(FloatingPointError, match=r"step 3: loss nan, .* rows \[.*\]; the last checkpoint is intact"):
         run_dpo(gpt2_dir, tmp_path / "run", total_steps=5, save_every=1)
     assert [record["step"] for record in log(tmp_path / "run")] == [1, 2]
@@ -1299,6 +1330,21 @@ def test_samples_stand_beside_those_of_the_reference(gpt2_dir, tmp_path):
     assert [s["reference"] for s in log_of(other / "samples.jsonl")[:3]] == [s["reference"] for s in samples[:3]]
 
 
+def test_what_the_reference_answers_reaches_the_metric(gpt2_dir, tmp_path):
+    """As a column of its own: for rates of wins. The metric is asked about the policy alone, and rows stay as given."""
+    calls, rows = [], copy.deepcopy(HELD_OUT)
+
+    def beats(outputs, ref_output, **columns):
+        calls.append((outputs, ref_output))
+        return {"longer": [len(o) > len(r) for o, r in zip(outputs, ref_output, strict=True)]}
+
+    flags = SAMPLING | {"metric": beats, "eval_prompts": rows, "lr": 5e-2}
+    _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", total_steps=4, **flags)
+    assert len(calls) == 3 and calls[0][0] == calls[0][1] == calls[2][1] != calls[2][0] and rows == HELD_OUT
+    samples = log_of(run_dir / "samples.jsonl")
+    assert [(s["output"], s["reference"]) for s in samples[:3]] == [*zip(*calls[0], strict=True)]
+
+
 def log_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -1308,8 +1354,42 @@ def test_prompts_to_sample_default_to_the_first_set(gpt2_dir, tmp_path):
     _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
     assert [sample["prompt"] for sample in log_of(run_dir / "samples.jsonl")[:3]] == ["d", "ab", "rstu"]
     implicit = [{"chosen": "a b", "rejected": "a c"}]
-    with pytest.raises(InputError, match="--metric needs rows with a prompt to sample from: name --eval-prompts"):
-        run_dpo(gpt2_dir, tmp_path / "other", **flags | {"eval_dataset": implicit})
+    for rows in (implicit, None):
+        with pytest.raises(InputError, match="--metric needs rows with a prompt to sample from: name --eval-prompts"):
+            run_dpo(gpt2_dir, tmp_path / "other", **flags | {"eval_dataset": rows})
+
+
+LETTERS = [{"prompt": letter, "chosen": "bc", "rejected": "d"} for letter in "efghijklmnop"]
+IN_WORDS = [{"chosen": f"{letter} b", "rejected": f"{letter} c"} for letter in "efg"]
+SHOWN = [  # training rows, flags, prompts of the samples, with ^ for the beginning token
+    (LETTERS, {}, "efghijkl"),
+    (LETTERS, {"eval_dataset": {"x": HELD_OUT, "y": ROWS}}, ["d", "ab", "rstu"]),
+    (ROWS, {"eval_dataset": LETTERS}, "efghijkl"),
+    (IN_WORDS, {}, "efg"),
+    (LETTERS, {"eval_prompts": [{"prompt": "uts"}]}, ["uts"]),
+    ([{"prompt": "b" * 28, "chosen": "c", "rejected": "d"}, *LETTERS[:2]], {}, "ef"),  # 28 + 5 tokens do not fit
+    (HELD_OUT, {"max_prompt_length": 2}, ["d", "ab", "tu"]),
+    (HELD_OUT, {"max_new_tokens": 32}, []),
+]
+
+
+@pytest.mark.parametrize(("rows", "flags", "prompts"), SHOWN, ids=lambda x: "")
+def test_samples_are_shown_without_a_metric(gpt2_dir, tmp_path, capsys, rows, flags, prompts):
+    """Of a few prompts that leave room for a response. They choose no best model."""
+    flags = {"eval_every": 2, "total_steps": 3} | flags
+    metrics, run_dir = run_dpo(gpt2_dir, tmp_path / "run", rows, **flags)
+    samples = log_of(run_dir / "samples.jsonl") if prompts else []
+    expected = [(step, prompt) for step in (0, 2, 3) for prompt in prompts]
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == expected
+    assert all(list(sample) == ["step", "prompt", "output", "reference"] for sample in samples)
+    assert (run_dir / "hf_model_best").exists() == ("eval_dataset" in flags)
+    assert ("samples at step 3" in capsys.readouterr().out) == bool(prompts)
+
+
+def test_without_evaluations_nothing_is_sampled(monkeypatch, gpt2_dir, tmp_path):
+    calls = recorded(monkeypatch, sampling, "generate_all")
+    _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", LETTERS)
+    assert not calls and not (run_dir / "samples.jsonl").exists()
 
 
 BEST = [  # flags, the metric by which the best is kept and the curve drawn
@@ -1379,10 +1459,10 @@ def test_check_finds_a_bad_evaluation_row(gpt2_dir, tmp_path):
 
 
 SUMMARIES = [
-    ({}, "reference: the model as it is at the start, scored once;"),
-    ({"precompute_ref": False}, "reference: the model as it is at the start, kept;"),
-    ({"ref_model": True}, "reference: of its own, scored once;"),
-    ({"reference_free": True}, "reference: none;"),
+    ({}, "reference: the model as it is at the start, scored once\n"),
+    ({"precompute_ref": False}, "reference: the model as it is at the start, kept\n"),
+    ({"ref_model": True}, "reference: of its own, scored once\n"),
+    ({"reference_free": True}, "reference: none\n"),
 ]
 
 
@@ -1393,6 +1473,14 @@ def test_the_summary_says_what_the_reference_is(gpt2_dir, tmp_path, capsys, flag
     run_dpo(gpt2_dir, tmp_path / "run", rows, check=True, max_length=6, max_prompt_length=4, **flags)
     out = capsys.readouterr().out
     assert said in out and "data: 8 pairs, 2 prompts and the responses of" in out and "1 dropped as equal" in out
+
+
+def test_the_summary_has_rate_beta_limits_and_epochs(gpt2_dir, tmp_path, capsys):
+    flags = {"lr": 3e-6, "beta": 0.25, "max_length": 12, "total_steps": 5, "batch_size": 2, "lr_schedule": "linear"}
+    run_dpo(gpt2_dir, tmp_path / "run", check=True, eval_dataset=HELD_OUT, **flags)
+    out = capsys.readouterr().out
+    assert "\nlr 3e-06 linear, beta 0.25, at most 12 tokens a side, 5 new tokens, 1.43 epochs\n" in out
+    assert "\n5 steps x 2 pairs; each step 2 pairs a process, at most 7 a forward pass; evaluations sample 3 pro" in out
 
 
 def test_the_positions_of_the_model_are_a_limit(letters, gpt2_dir, tmp_path, capsys):

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 
 from algos import ppo, sft
 from common import checkpoint
-from common.cli import InputError, call_reward, cli, load_function
+from common.cli import InputError, cli
+from common.functions import call_reward, load_function
 
 SCRIPTS = {"ppo": ppo, "sft": sft}
 ROWS = [{"prompt": letter, "shift": i} for i, letter in enumerate("bcde")]
@@ -119,7 +120,6 @@ def here(model, tmp_path, monkeypatch):
     (tmp_path / "texts.jsonl").write_text(jsonl({"text": text} for text in ("bcda", "efa", "ghijka", "la")))
     (tmp_path / "user.py").write_text(USER_FILE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PLAINRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(checkpoint, "fsync", lambda path: None)  # no power cut is tested here
     monkeypatch.setattr(Figure, "savefig", lambda *args, **options: None)  # half of the time of a run
@@ -201,7 +201,7 @@ FLAGS = [
     ("ppo", "--threads -1", "--threads -1"),
     ("ppo", "--decay-steps -4", "--decay-steps -4"),
     ("ppo", "--max-prompt-length 0", "--max-prompt-length 0"),
-    ("ppo", "--attn-implementation nope", "--attn-implementation nope"),
+    ("ppo", "--adam-eps -1", "--adam-eps -1.0 must be"),
     ("sft", "--total-steps 0", "--total-steps 0 must be"),
     ("sft", "--total-steps -5", "--total-steps -5 must be"),
     ("sft", "--total-steps None --epochs nan", "--epochs nan must be"),
@@ -211,9 +211,9 @@ FLAGS = [
     ("sft", "--max-length 1", "--max-length 1"),
     ("sft", "--adam-betas 0.9 1.0", "--adam-betas"),
     ("sft", "--threads -1", "--threads -1"),
-    ("sft", "--neftune-alpha -1", "--neftune-alpha -1.0 must be"),
-    ("sft", "--neftune-alpha nan", "--neftune-alpha nan must be"),
-    ("sft", "--num-layers-unfrozen 0", "--num-layers-unfrozen 0 must be -1 or at least 1"),
+    ("sft", "--weight-decay -1", "--weight-decay -1.0 must be"),
+    ("sft", "--eval-temperature nan", "--eval-temperature nan must be"),
+    ("sft", "--num-layers-unfrozen 0", "--num-layers-unfrozen 0 leaves nothing to train"),
     ("sft", "--num-layers-unfrozen -2", "--num-layers-unfrozen -2 must be"),
     ("sft", "--num-layers-unfrozen 3", "--num-layers-unfrozen 3: the model has 2 layers"),
     ("ppo", "--num-layers-unfrozen -2", "--num-layers-unfrozen -2 must be"),
@@ -773,7 +773,7 @@ def test_another_configuration_in_the_directory(command, here):
     before = {p: p.read_bytes() for p in (here / "run").rglob("*") if p.is_file() and p.name != ".lock"}
     code, _, err = command("sft", "--lr", "0.5", "--max-length", "7")
     assert code == 2 and "run holds a run with another configuration" in err
-    assert "--lr: was 0.006, is 0.5" in err and "--max-length: was 1024, is 7" in err and "--seed" not in err
+    assert "--lr: was 2e-05, is 0.5" in err and "--max-length: was 1024, is 7" in err and "--seed" not in err
     code, _, err = command("ppo")
     assert code == 2 and "another configuration" in err
     assert before == {p: p.read_bytes() for p in (here / "run").rglob("*") if p.is_file() and p.name != ".lock"}

@@ -214,7 +214,7 @@ def test_stops_and_limits(build_model, letters, kind):
     assert stopped(letters, expected, stop) == done and stopped(letters, expected, ()) == [False] * 7
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 4, "top_p": 0.9, "advantage_clip": 0.5}], ids=["plain", "filtered"])
+@pytest.mark.parametrize("options", [{}, {"top_k": 4, "top_p": 0.9}], ids=["plain", "filtered"])
 def test_guided(build_model, family, options):
     """`guided` of ilql shapes the logits that are drawn from."""
     policy = ilql.PolicyWithQ(build_model(family, torch.float64))

@@ -127,7 +127,7 @@ def work(tmp_path_factory, build_model):
 @pytest.fixture(scope="module")
 def run(work):
     """run(*commands) -> [exit code, stderr] of each, in the directory work and a process of its own."""
-    env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PLAINRL_CACHE") if name in os.environ}
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     env |= {"HF_HOME": str(work / "HF_HOME"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (

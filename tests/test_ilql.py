@@ -21,7 +21,6 @@ import transformers
 from test_invariants import assert_same_result, log, pad_is_eos, recorded, weights
 from test_maths import close, random, tensor
 from torch import nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from algos import ilql
@@ -132,7 +131,7 @@ def test_polyak_update_moves_by_alpha_times_the_difference():
         ilql.polyak_update(nn.Sequential(target, nn.Linear(1, 1)), online, 0.1)
 
 
-def slow_shaped(logits, q, v, beta, top_k=0, top_p=1.0, clip=INF, forbidden=()):
+def slow_shaped(logits, q, v, beta, top_k=0, top_p=1.0, forbidden=()):
     """The row of shape_logits: lists of V numbers, forbidden a list of tokens."""
     kept = [token for token in range(len(logits)) if token not in forbidden]
     kept.sort(key=lambda token: -logits[token])
@@ -142,22 +141,21 @@ def slow_shaped(logits, q, v, beta, top_k=0, top_p=1.0, clip=INF, forbidden=()):
         nucleus += [token] * (top_p == 1 or before < top_p)
         before += prob
     logprobs = dict(zip(nucleus, map(math.log, softmax([logits[token] for token in nucleus])), strict=True))
-    return [logprobs[a] + beta * min(q[a] - v, clip) if a in logprobs else -INF for a in range(len(logits))]
+    return [logprobs[a] + beta * (q[a] - v) if a in logprobs else -INF for a in range(len(logits))]
 
 
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(0, 1.0), (1, 1.0), (3, 1.0), (V, 1.0), (99, 1.0), (0, 0.7), (5, 0.6), (0, 1e-9)]
 )
-@pytest.mark.parametrize("clip", [None, 0.0, 0.5, -0.25])
-def test_shape_logits_is_the_slow_definition(top_k, top_p, clip):
+def test_shape_logits_is_the_slow_definition(top_k, top_p):
     logits, q, v = random(3, 5, V) * 2, random(3, 5, V, seed=1), random(3, 5, seed=2)
     forbidden = random(3, 5, V, seed=3) > 0.8
     for mask, beta in product((None, forbidden), (0.0, 2.0, -1.0)):
-        shaped = ilql.shape_logits(logits, q, v, beta, top_k, top_p, clip, mask)
+        shaped = ilql.shape_logits(logits, q, v, beta, top_k, top_p, mask)
         for i, j in product(range(3), range(5)):
             out = () if mask is None else mask[i, j].nonzero()[:, 0].tolist()
             row = logits[i, j].tolist(), q[i, j].tolist(), v[i, j].item()
-            close(shaped[i, j], slow_shaped(*row, beta, top_k, top_p, INF if clip is None else clip, out))
+            close(shaped[i, j], slow_shaped(*row, beta, top_k, top_p, out))
 
 
 def test_shape_logits_by_hand():
@@ -165,8 +163,7 @@ def test_shape_logits_by_hand():
     log = math.log
     close(ilql.shape_logits(logits, q, v, 2.0), [log(0.5), log(0.3) + 2, log(0.2) + 6])
     close(ilql.shape_logits(logits, q, v, 0.0), [log(0.5), log(0.3), log(0.2)])
-    close(ilql.shape_logits(logits, q, v, 2.0, advantage_clip=1.5), [log(0.5), log(0.3) + 2, log(0.2) + 3])
-    close(ilql.shape_logits(logits, q, v + 1, 2.0, advantage_clip=0), [log(0.5) - 2, log(0.3), log(0.2)])
+    close(ilql.shape_logits(logits, q, v + 1, 2.0), [log(0.5) - 2, log(0.3), log(0.2) + 4])
     close(ilql.shape_logits(logits, q, v, 2.0, 2), [log(5 / 8), log(3 / 8) + 2, -INF])
     close(ilql.shape_logits(logits, q, v, 2.0, top_p=0.5), [0.0, -INF, -INF])
     close(ilql.shape_logits(logits, q, v, 2.0, top_p=0.51), [log(5 / 8), log(3 / 8) + 2, -INF])
@@ -208,29 +205,30 @@ def test_chosen_q_is_the_full_head_gathered():
         close(a, b)
 
 
-@pytest.mark.parametrize("chunk", [0, V, 2 * V, 3 * V + 5, 7 * V])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 9])
 @pytest.mark.parametrize("bias", [True, False])
-def test_chunks_change_nothing(monkeypatch, chunk, bias):
-    monkeypatch.setattr(ilql, "CHUNK", chunk)
+def test_chunks_change_nothing(size, bias):
+    """Neither losses nor gradients, whatever the weights of the actions; no more than `size` rows of logits at a time,
+    in the backward pass again."""
     head, states = nn.Linear(3, V, bias=bias).double(), random(7, 3, seed=2).requires_grad_()
     advantages, actions = random(7, seed=1), torch.tensor([0, 3, 3, 10, 5, 9, 0])
-    expected = ilql.awac_loss(head(states), actions, advantages, 0.5, 1.1)
-    weights = (0.5 * advantages).exp().clamp(max=1.1)
-    assert (weights == 1.1).any() and (weights < 1.1).any()
-    sizes, linear = [], F.linear
-    monkeypatch.setattr(ilql.F, "linear", lambda x, *rest: sizes.append(len(x)) or linear(x, *rest))
-    found = ilql.ChunkedNLL.apply(states, head.weight, head.bias, actions, weights, True)
-    assert max(sizes) == max(1, chunk // V) and sum(sizes) == 7
-    close(found.data, expected.data)
+    loss = partial(ilql.awac_loss, beta=0.5, clip=1.1)
+    whole = loss(head(states), actions, advantages)
+    sizes = []
+    head.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
+    chunked = ilql.in_chunks(size, loss, head, states, actions, advantages)
+    assert max(sizes) == min(size, 7) and sum(sizes) == 7
+    close(chunked.data, whole.data)
     inputs = [states, *parts(head)]
-    with pytest.raises(ValueError, match="equal gradients"):
-        (found * random(7)).sum().backward()
-    slopes = [torch.autograd.grad(-2.5 * loss.sum(), inputs) for loss in (found, expected)]
-    for a, b in zip(*slopes, strict=True):
+    gradients = [torch.autograd.grad((x * random(7)).sum(), inputs) for x in (chunked, whole)]
+    assert max(sizes) == min(size, 7) and sum(sizes) == (14 if size < 7 else 7)
+    for a, b in zip(*gradients, strict=True):
+        assert b.any()
         close(a, b)
     head.requires_grad_(False)  # a frozen layer
-    found = ilql.ChunkedNLL.apply(states, head.weight, head.bias, actions, weights, True)
-    close(torch.autograd.grad(found.sum(), states)[0], slopes[0][0] / -2.5)
+    chunked = ilql.in_chunks(size, loss, head, states, actions, advantages)
+    close(torch.autograd.grad((chunked * random(7)).sum(), states)[0], gradients[1][0])
+    assert not ilql.in_chunks(size, loss, head, states.detach(), actions, advantages).requires_grad
 
 
 # ---- A case by hand --------------------------------------------------------------------------------------------------
@@ -427,13 +425,12 @@ def gradients(policy, loss):
 
 
 def assert_same_terms(policy, one, other, tolerance=1e-9, of_gradients=1e-9):
-    """Terms, and gradients of a sum of all losses with other weights for each loss and action (in chunks: loss)."""
+    """Terms, and gradients of a sum of all losses with other weights for each loss and action."""
     for name in TERMS:
         close(one[name].detach().double(), other[name].detach(), tolerance)
-    sizes = [len(one["loss"]) if ilql.CHUNK > 99 else 1] * 5
+    size = len(one["loss"])
     sums = [
-        sum((x[name] * random(size, seed=i)).sum() for i, (name, size) in enumerate(zip(TERMS, sizes, strict=False)))
-        for x in (one, other)
+        sum((terms[name] * random(size, seed=i)).sum() for i, name in enumerate(TERMS[:5])) for terms in (one, other)
     ]
     for a, b in zip(*(gradients(policy, loss) for loss in sums), strict=True):
         assert (a - b).abs().max() <= of_gradients * b.abs().max()
@@ -827,15 +824,15 @@ BIGRAMS[:, :3] = False  # something is always allowed
     [
         (2.0, {}),
         (1.0, {"top_k": 4}),
-        (3.0, {"top_p": 0.7, "advantage_clip": 0.0}),
-        (1.5, {"top_k": 5, "top_p": 0.8, "advantage_clip": 0.4, "logit_mask": BIGRAMS}),
+        (3.0, {"top_p": 0.7}),
+        (1.5, {"top_k": 5, "top_p": 0.8, "logit_mask": BIGRAMS}),
     ],
 )
 @pytest.mark.parametrize("two_qs", [True, False])
 def test_guided_logits_at_every_position(build_model, family, beta, options, two_qs):
     policy = make_policy(build_model(family, torch.float64), two_qs)
-    mask, clip = options.get("logit_mask"), options.get("advantage_clip", INF)
-    filters = {"top_k": options.get("top_k", 0), "top_p": options.get("top_p", 1.0), "clip": clip}
+    mask = options.get("logit_mask")
+    filters = {"top_k": options.get("top_k", 0), "top_p": options.get("top_p", 1.0)}
     with torch.no_grad():
         output = policy.lm(input_ids=IDS, output_hidden_states=True)
         hidden = output.hidden_states[-1]
@@ -920,7 +917,7 @@ def test_sampling_of_transformers_is_from_the_same_distribution(monkeypatch, bui
     """Ours is led along what transformers drew; the end is forbidden, so that all rows go on."""
     policy, seen, mask = make_policy(build_model(family, torch.float64)), [], BIGRAMS.clone()
     mask[:, EOS] = True
-    with policy.guided(2.0, top_p=0.95, advantage_clip=1.0, logit_mask=mask):
+    with policy.guided(2.0, top_p=0.95, logit_mask=mask):
         torch.manual_seed(0)
         theirs, scores = transformers_generate(policy.lm, do_sample=True, temperature=temperature)
 
@@ -1025,7 +1022,7 @@ def test_families_that_change_their_logits(odd_dirs, tmp_path, capsys, odd):
     """All logits at once: the losses of the first step are those of the slow definition, and main says so."""
     policy = ilql.PolicyWithQ(load(odd_dirs[odd]), seed=1)
     assert ilql.lm_head_error(policy.lm, torch.tensor([EPISODES[0].ids])) > 0.1
-    flags = settings(**{name: getattr(ilql.Args(), name) for name in SETTINGS})
+    flags = settings(**{name: getattr(ilql.Args(model="model", dataset="rows"), name) for name in SETTINGS})
     slow = slow_terms(policy, EPISODES, flags)
     assert (losses(policy, EPISODES, flags)["loss_awac"] - slow["loss_awac"]).abs().max() > 0.1
     policy.chunked_lm_head = False
@@ -1051,7 +1048,7 @@ ROWS = [
 def run_ilql(model, run_dir, rows=ROWS, **flags):
     """Three steps of 5 rows, unless flags say otherwise."""
     options = {"eval_every": 0, "total_steps": 3, "batch_size": 5, "micro_batch_size": 5, "lr": 1e-2, "threads": 1}
-    options |= {"dtype": "float64", "save_every": 0, "warmup_steps": 0, "steps_for_target_q_sync": 2}
+    options |= {"dtype": "float64", "save_every": 0, "steps_for_target_q_sync": 2, "max_new_tokens": 9}
     return ilql.main(ilql.Args(model=model, dataset=rows, run_dir=str(run_dir), **options | flags))
 
 
@@ -1068,7 +1065,7 @@ def test_the_micro_batch_changes_nothing(gpt2_dir, tmp_path, letters):
 def test_targets_follow_every_so_many_steps_of_the_run(monkeypatch, gpt2_dir, tmp_path, every, syncs):
     """Whatever the length of an epoch, which is 1.2 steps here. alpha 1 copies; without a step they stay as drawn."""
     calls, options = recorded(monkeypatch, ilql, "polyak_update"), {"total_steps": 7, "steps_for_target_q_sync": every}
-    metrics, run_dir = run_ilql(gpt2_dir, tmp_path / "run", alpha=1.0, **options)
+    metrics, run_dir = run_ilql(gpt2_dir, tmp_path / "run", polyak_alpha=1.0, **options)
     assert len(calls) == metrics["target/syncs"] == syncs and all(args[2] == 1.0 for args, _ in calls)
     assert [row["target/syncs"] for row in log(run_dir)] == [step // every for step in range(1, 8)]
     found, first = weights(run_dir), ilql.PolicyWithQ(load(gpt2_dir), seed=1).head_weights()
@@ -1181,21 +1178,19 @@ def first_letters(samples, prompts, outputs, **columns):
     return {"vowels": [float(output[:1] in tuple("aeiou")) for output in outputs]}
 
 
-@pytest.mark.parametrize("choice", ["base", "shaped"])
-def test_evaluation_samples_from_each_beta(monkeypatch, gpt2_dir, tmp_path, choice):
-    """The filters choose from pi, or as in trlX from what is drawn from."""
+def test_evaluation_samples_from_each_beta(monkeypatch, gpt2_dir, tmp_path):
+    """The filters choose from pi, and not from what is drawn from."""
     shaped, drawn = recorded(monkeypatch, ilql, "shape_logits"), []
     monkeypatch.setattr(sampling, "draw", lambda *args, **options: drawn.append(options) or draw(*args, **options))
     flags = {"betas": (0.0, 4.0), "metric": first_letters, "eval_prompts": [{"prompt": p} for p in ("b", "cd", "")]}
-    flags |= {"eval_every": 2, "total_steps": 2, "top_k": 3, "top_p": 0.9, "filter": choice, "advantage_clip": 0.0}
+    flags |= {"eval_every": 2, "total_steps": 2, "top_k": 3, "top_p": 0.9}
     mask = BIGRAMS.clone()
     mask[:, [21, 23, 24]] = True  # bos, pad, unk, which a sample's text would leave out
     flags |= {"eval_temperature": 0.5, "max_new_tokens": 5, "logit_mask": mask.numpy()}
     metrics, run_dir = run_ilql(gpt2_dir, tmp_path / "run", **flags)
     assert {key for key in metrics if key.startswith("eval/")} == {"eval/vowels@beta=0", "eval/vowels@beta=4"}
-    used, unused = ((3, 0.9), (0, 1.0)) if choice == "base" else ((0, 1.0), (3, 0.9))
-    assert {args[3:7] for args, _ in shaped} == {(beta, *used, 0.0) for beta in flags["betas"]}
-    assert {(x["temperature"], x["top_k"], x["top_p"]) for x in drawn} == {(0.5, *unused)}
+    assert {args[3:6] for args, _ in shaped} == {(beta, 3, 0.9) for beta in flags["betas"]}
+    assert {(x["temperature"], x["top_k"], x["top_p"]) for x in drawn} == {(0.5, 0, 1.0)}
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert [(row["step"], row["beta"]) for row in samples] == [
         (s, b) for s in (0, 2) for _ in range(3) for b in (0.0, 4.0)
@@ -1219,8 +1214,9 @@ def test_a_bad_logit_mask_is_named(gpt2_dir, tmp_path, mask):
 
 def test_the_lines_of_use_run(tmp_path, tiny_dir, capsys):
     """As the card of a run shows them, and its last lines."""
-    _, run_dir = run_ilql(tiny_dir, tmp_path / "run", total_steps=1, betas=(0, 2.5))
+    _, run_dir = run_ilql(tiny_dir, tmp_path / "run", total_steps=1, betas=(0, 2.5, 3), top_p=0.9)
     usage = (run_dir / "README.md").read_text().split("```python\n")[1].split("\n```")[0]
-    assert usage in capsys.readouterr().out and "guided(beta=2.5)" in usage and "tokenizer('b'," in usage
+    assert usage in capsys.readouterr().out and "tokenizer('b'," in usage
+    assert "guided(beta=2.5, top_k=20, top_p=0.9):  # no beta was evaluated" in usage
     exec(usage, {})
     assert capsys.readouterr().out.strip().splitlines()[-1].startswith("b")

@@ -18,7 +18,7 @@ import torch
 from algos import ppo, sft
 from common import seeding
 from common.cli import InputError
-from common.models import load_model, set_attention
+from common.models import load_model
 
 EOS, PAD, NAN = 22, 23, math.nan
 PROMPTS = ["b", "cde", "fg", "hijkl", "m", "nopqrst", "ba"]
@@ -42,6 +42,7 @@ def run_ppo(model, run_dir, **flags):
         "total_episodes": 20, "rollout_batch_size": 10, "batch_size": 5, "micro_batch_size": 5, "ppo_epochs": 2,
         "temperature": 0.7, "max_new_tokens": 7, "lr": 1e-2, "kl_coef": 0.1, "kl_target": 0.5, "kl_horizon": 100,
         "save_every": 0, "threads": 1, "value_head": "linear", "value_head_init": "normal", "cliprange_value": 0.05,
+        "adam_betas": (0.9, 0.95), "vf_coef": 10.0,
     }  # fmt: skip
     return ppo.main(ppo.Args(model=model, run_dir=str(run_dir), **settings | flags))
 
@@ -101,11 +102,10 @@ def pad_is_eos(tokenizer):
 
 def start(accelerator, directory, tokenizer, dtype, reward=vowels, **flags):
     """A rollout of 7 prompts of different lengths by a tiny model, as main does it, in micro-batches of 3."""
-    args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, tokenizer=tokenizer, **flags)
+    flags |= {"model": directory, "dataset": PROMPTS, "reward": reward, "tokenizer": tokenizer}
+    args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, **flags)
     lm, tokenizer = load_model(args, directory)
-    set_attention(lm, args, accelerator.device, 18)
     ref, _ = load_model(args, directory)
-    set_attention(ref, args, accelerator.device, 18)
     model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
     rows = [{"prompt": p} for p in PROMPTS]
     queries = tokenizer(PROMPTS)["input_ids"]

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from algos import ppo
-from benchmarks.tasks import randomwalks
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA_LEVEL = 0.3515
@@ -33,7 +32,7 @@ def on_one_core():
 
 
 @pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.slow), "--total-episodes 10240"])
-def test_first_command(more, scripts, cache, tmp_path):
+def test_first_command(more, scripts, tmp_path):
     """`accelerate launch algos/ppo.py` learns random walks and ends with a sparkline, how to load the model, a card;
     half as many episodes are enough for what is asked here."""
     command = [Path(sys.executable).parent / "accelerate", "launch", str(ROOT / "algos/ppo.py"), *more.split()]
@@ -48,34 +47,29 @@ def test_first_command(more, scripts, cache, tmp_path):
     assert re.search(r"eval/reward [▁▂▃▄▅▆▇█]+ 0\.\d+ -> (0\.9|1)", result.stdout)
     (tmp_path / "use.py").write_text(re.findall(r"^from transformers import pipeline.*\n.*$", result.stdout, re.M)[-1])
     assert "generated_text" in scripts.run([tmp_path / "use.py"], tmp_path).out
-    again = scripts.run(command[2:], tmp_path, PLAINRL_CACHE=cache)
+    again = scripts.run(command[2:], tmp_path)
     assert "is finished" in again.out
 
 
-@pytest.fixture(scope="module")
-def base_model():
-    return randomwalks.base_model()
-
-
-def train(base_model, run_dir, **flags):
+def train(run_dir, **flags):
     """20 optimizer steps of 256 episodes, unless flags say otherwise; mean optimality at each evaluation."""
     sizes = {"rollout_batch_size": 256, "batch_size": 256, "total_episodes": 1280, "eval_every": 40, "save_every": 0}
-    ppo.main(ppo.Args(model=base_model, run_dir=str(run_dir), threads=1, **sizes | flags))
+    ppo.main(ppo.Args(run_dir=str(run_dir), threads=1, **sizes | flags))
     return records(run_dir, "eval/optimality")
 
 
-def test_advantages_are_what_it_learns_from(base_model, tmp_path, monkeypatch):
-    learned = train(base_model, tmp_path / "run")
+def test_advantages_are_what_it_learns_from(tmp_path, monkeypatch):
+    learned = train(tmp_path / "run")
     assert learned[-1] > 0.75
     monkeypatch.setattr(ppo, "masked_whiten", lambda x, mask: x * 0)
-    flat = train(base_model, tmp_path / "zero", vf_coef=0.0, total_episodes=512)
+    flat = train(tmp_path / "zero", vf_coef=0.0, total_episodes=512)
     assert flat == [learned[0], learned[0]]  # nothing else pushes the policy
-    moved = train(base_model, tmp_path / "value-loss-alone")
+    moved = train(tmp_path / "value-loss-alone")
     assert moved[-1] < learned[0] + 0.05  # the value loss moves the shared trunk, but not towards the reward
 
 
-def test_large_kl_coef_holds_the_policy(base_model, tmp_path):
+def test_large_kl_coef_holds_the_policy(tmp_path):
     """After a first step towards the reward the penalty brings the policy back."""
-    held = train(base_model, tmp_path / "run", kl_coef=10.0, vf_coef=0.1, total_episodes=5120)
+    held = train(tmp_path / "run", kl_coef=10.0, vf_coef=0.1, total_episodes=5120)
     assert abs(held[-1] - held[0]) < 0.15
     assert abs(records(tmp_path / "run", "objective/kl")[-1]) < 0.6

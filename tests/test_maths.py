@@ -46,12 +46,12 @@ def ragged_mask(holes=False):
 # ---- Advantages ------------------------------------------------------------------------------------------------------
 
 
-def slow_gae(rewards, values, mask, gamma, lam, last_value):
+def slow_gae(rewards, values, mask, gamma, lam):
     """The sum of GAE Eq. 16, term by term, over the list of tokens that count."""
     advantages = torch.zeros_like(values)
     for row in range(len(values)):
         kept = [t for t in range(values.shape[1]) if mask[row, t]]
-        r, v = [float(rewards[row, t]) for t in kept], [float(values[row, t]) for t in kept] + [float(last_value[row])]
+        r, v = [float(rewards[row, t]) for t in kept], [float(values[row, t]) for t in kept] + [0.0]
         deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(kept))]
         for i, t in enumerate(kept):
             advantages[row, t] = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(kept)))
@@ -73,12 +73,11 @@ def test_gae_takes_holes_out():
 
 
 @pytest.mark.parametrize("holes", [False, True])
-@pytest.mark.parametrize("bootstrap", [False, True])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
-def test_gae_is_the_slow_sum(holes, bootstrap, gamma, lam):
-    rewards, values, last, mask = random(B, R), random(B, R, seed=1), random(B, seed=2), ragged_mask(holes)
-    expected = slow_gae(rewards, values, mask, gamma, lam, last if bootstrap else torch.zeros(B))
-    advantages, returns = ppo.gae(rewards, values, mask, gamma, lam, *[last] * bootstrap)
+def test_gae_is_the_slow_sum(holes, gamma, lam):
+    rewards, values, mask = random(B, R), random(B, R, seed=1), ragged_mask(holes)
+    expected = slow_gae(rewards, values, mask, gamma, lam)
+    advantages, returns = ppo.gae(rewards, values, mask, gamma, lam)
     close(advantages, expected)
     close(returns, torch.where(mask, expected + values, 0.0))
 
@@ -93,12 +92,10 @@ def test_gae_without_discount_is_the_sum_of_rewards_minus_the_value():
 
 @pytest.mark.parametrize("holes", [False, True])
 def test_garbage_in_masked_positions_changes_nothing(holes):
-    mask, last = ragged_mask(holes), random(B, seed=2)
-    rewards, values = random(B, R), random(B, R, seed=1)
+    mask, rewards, values = ragged_mask(holes), random(B, R), random(B, R, seed=1)
     dirty_rewards, dirty_values = (torch.where(mask, x, NAN) for x in (rewards, values))
-    for more in ((), (last,)):
-        clean, dirty = (ppo.gae(*x, mask, 0.9, 0.8, *more) for x in ((rewards, values), (dirty_rewards, dirty_values)))
-        assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+    clean, dirty = (ppo.gae(*x, mask, 0.9, 0.8) for x in ((rewards, values), (dirty_rewards, dirty_values)))
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
     assert torch.equal(ppo.masked_whiten(rewards, mask), ppo.masked_whiten(dirty_rewards, mask))
     for scores in (random(B, seed=3), random(B, R, seed=3)):
         dirty = torch.where(mask, scores, NAN) if scores.ndim == 2 else scores
@@ -234,13 +231,13 @@ def test_only_what_is_clipped_counts_as_clipped(dtype):
     """val/clipfrac and policy/clipfrac of 10000 tokens within the clip are 0, and those beyond it are all counted."""
     new, old, returns = (random(10007, seed=seed).to(dtype) * 0.1 for seed in range(3))
     new = torch.where((new - old).abs() < 0.19, new, old)
-    zero, args = torch.zeros_like(new), SimpleNamespace(cliprange=0.2, cliprange_value=0.2, temperature=1.0)
+    zero, args = torch.zeros_like(new), SimpleNamespace(cliprange=0.2, cliprange_value=0.2, temperature=1.0, vf_coef=1)
     mask = torch.ones(1, 10007, dtype=torch.bool)
 
     def update_sums(new_logprobs, new_values, *columns):
         columns = dict(zip("logprobs values advantages returns".split(), (x[None] for x in columns), strict=True))
         episodes = ppo.Rollout(*[None] * 3, response_mask=mask, **columns)
-        return ppo.losses(lambda *_, **__: (new_logprobs[None], new_values[None], None), episodes, args)[2]
+        return ppo.losses(lambda *_, **__: (new_logprobs[None], new_values[None], None), episodes, args)[1]
 
     names = update_sums(new, new, old, old, returns, returns)
     within = ((new - old).exp() - 1).abs() < 0.19
@@ -293,13 +290,13 @@ def test_take_narrows_what_it_knows_and_leaves_the_rest():
     """Of queries of 1, 3 and 5 tokens and responses of 2, 7 and 4: what runs along neither is taken whole."""
     query_mask, mask = torch.arange(5) >= tensor(4, 2, 0)[:, None], torch.arange(R) < tensor(2, 7, 4)[:, None]
     columns = {name: random(3, R, seed=seed) for seed, name in enumerate(("values", "scores", "entropies"))}
-    trunk, last_value = random(3, 5 + R - 1, 2, seed=7), random(3, seed=8)
-    batch = ppo.Rollout(random(3, 5), query_mask, random(3, R), mask, trunk=trunk, last_value=last_value, **columns)
+    trunk, truncated = random(3, 5 + R - 1, 2, seed=7), random(3, seed=8)
+    batch = ppo.Rollout(random(3, 5), query_mask, random(3, R), mask, trunk=trunk, truncated=truncated, **columns)
     taken = batch.take(torch.tensor([2, 0]))
     assert torch.equal(taken.query, batch.query[[2, 0]]) and torch.equal(taken.query_mask, query_mask[[2, 0]])
     assert torch.equal(taken.response_mask, mask[[2, 0], :4]) and torch.equal(taken.trunk, trunk[[2, 0], : 5 + 4 - 1])
     assert all(torch.equal(getattr(taken, name), x[[2, 0], :4]) for name, x in columns.items())
-    assert torch.equal(taken.last_value, last_value[[2, 0]]) and taken.returns is None
+    assert torch.equal(taken.truncated, truncated[[2, 0]]) and taken.returns is None
     alone = batch.take(torch.tensor([0]))
     assert torch.equal(alone.query, batch.query[:1, 4:]) and torch.equal(alone.trunk, trunk[:1, 4 : 5 + 2 - 1])
 

@@ -89,8 +89,8 @@ def test_trunk_of_every_family(family, k):
     trunk, policy, runs = ppo.Trunk(depth), ppo.PolicyWithValue(lm, "linear", "normal"), []
     with torch.no_grad(), trunk.record(lm) as recorded:
         first = score(lm)
-    assert len(recorded) == (depth > 0)
-    states = recorded[0] if depth else None
+    [states] = recorded
+    assert (states is None) == (depth == 0)
     for layer in (layers[0], blocks(ref)[0]):
         next(m for m in layer.modules() if not list(m.children())).register_forward_hook(lambda *_: runs.append(1))
     optimizer = torch.optim.AdamW([w for w in policy.parameters() if w.requires_grad], lr=1e-2, weight_decay=0.1)
@@ -135,14 +135,20 @@ PRECISE = [(family, torch.float32, 1e-5) for family in FAMILIES] + [
 
 
 @pytest.mark.parametrize(("family", "dtype", "tolerance"), PRECISE)
-def test_recorded_states_are_those_of_a_plain_forward(accelerator, letters, family, dtype, tolerance):
+def test_kept_states_are_those_of_a_plain_forward(accelerator, letters, family, dtype, tolerance):
+    """What `rollout` puts together of micro-batches that are trimmed: queries of 1 to 5, responses of 1 to 7 tokens."""
     lm, trunk, queries = build(family, dtype), ppo.Trunk(2), [[3, 4, 5], [6], [7, 8, 0, 1, 2], [9, 10], [11]]
-    options = {"temperature": 3.0, "decode_batch_size": 2, "limits": torch.tensor([5, 2, 1, 7, 3])}
-    with trunk.record(lm) as record:
-        batch = generate(accelerator, lm, letters, queries, 1, **options)
+    batch = generate(accelerator, lm, letters, queries, 1, temperature=3.0, limits=torch.tensor([5, 2, 1, 7, 3]))
     batch = ppo.Rollout(*batch).take(slice(None))
     assert len(set(batch.response_mask.sum(1).tolist())) > 3
-    states = trunk.states(record, batch.response_mask, 2)
+    args = SimpleNamespace(temperature=1.0, dtype=str(dtype)[6:], ref_model=None)
+    scored = []
+    for places in ([0, 1], [2], [3, 4]):
+        policy = ppo.PolicyWithValue(lm)
+        part = batch.take(torch.tensor(places))
+        with torch.no_grad():
+            scored.append(ppo.score_episodes(accelerator, policy, lm, trunk, part, args)["trunk"])
+    states = ppo.spread(torch.cat(scored), ppo.needed(batch))
     assert states.shape == (5, 5 + batch.response.shape[1] - 1, 12)
     for row in range(5):
         ids = [*queries[row], *batch.response[row, batch.response_mask[row]].tolist()][:-1]
@@ -174,8 +180,8 @@ def test_a_run_with_a_cached_trunk_is_the_run_without(monkeypatch, tiny_dir, tmp
         rollouts, calls = recorded(monkeypatch, ppo, "rollout"), recorded(monkeypatch, ppo, "policy_loss")
         plays = recorded(monkeypatch, ppo.Trunk, "play")
         _, run_dir = run_ppo(tiny_dir, tmp_path / f"{cached}", dtype=dtype, cache_trunk=cached, **FROZEN)
-        # per micro-batch two of the rollout and one of the update, and one to compare
-        assert len(plays) == 2 * (2 * 2 + 4) + cached and all((args[2] is None) != cached for args, _ in plays)
+        # per micro-batch one of the rollout and one of the update, and one to compare
+        assert len(plays) == 2 * (2 + 4) + cached and all((args[2] is None) != cached for args, _ in plays)
         monkeypatch.undo()
         found.append(log(run_dir))
         assert all((batch.trunk is not None) == cached for _, batch in rollouts)
@@ -192,11 +198,28 @@ def test_a_run_with_a_cached_trunk_is_the_run_without(monkeypatch, tiny_dir, tmp
 
 
 def test_a_trunk_that_cannot_be_played_back_is_switched_off(monkeypatch, trunk_run, gpt2_dir, tmp_path, capsys):
-    states = ppo.Trunk.states
-    monkeypatch.setattr(ppo.Trunk, "states", lambda *args: states(*args).roll(1, 1) if args[0].depth else None)
+    play = ppo.Trunk.play
+    monkeypatch.setattr(ppo.Trunk, "play", lambda *args: play(*args[:2], args[2].roll(1, 1) if args[0].depth else None))
     metrics, _ = run_ppo(gpt2_dir, tmp_path / "run", **FROZEN, micro_batch_size=3)
     assert capsys.readouterr().out.count("--cache-trunk is off") == 1
     assert metrics == pytest.approx(trunk_run[0], rel=1e-9, abs=1e-9)
+
+
+# ---- Rewards ---------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_whitened(monkeypatch, gpt2_dir, tmp_path):
+    """The returns are those of the token rewards over their standard deviation, their mean as it was."""
+    calls = recorded(monkeypatch, ppo, "rollout")
+    run_ppo(gpt2_dir, tmp_path / "run", gamma=0.9, whiten_rewards=True, min_length_limit=3, micro_batch_size=3)
+    assert len(calls) == 2
+    for _, batch in calls:
+        mask = batch.response_mask
+        kept = batch.rewards[mask].numpy()
+        white = torch.zeros_like(batch.rewards)
+        white[mask] = torch.from_numpy((kept - kept.mean()) / np.sqrt(kept.var() + 1e-8) + kept.mean())
+        returns = ppo.gae(white, batch.values, mask, 0.9, 0.95)[1]
+        torch.testing.assert_close(batch.returns, returns, rtol=1e-9, atol=1e-9)
 
 
 # ---- Scores ----------------------------------------------------------------------------------------------------------
@@ -258,35 +281,6 @@ def test_moments_survive_a_resume(monkeypatch, gpt2_dir, tmp_path):
     state = json.loads((tmp_path / "run/checkpoints/step_00000012/state.json").read_text())
     assert state["moments"][0] == 30
     assert log(tmp_path / "run")[-1]["objective/scores_std"] < 0.9  # logged as the reward gave them
-
-
-@pytest.mark.parametrize("frozen", [-1, 1])
-def test_rewards_are_whitened_and_truncated_responses_go_on(monkeypatch, gpt2_dir, tmp_path, frozen):
-    """Returns from the value head on the state after the last token, by a plain forward; 0 where a response ended."""
-    expected, rollout = [], ppo.rollout
-
-    def keep(*args):
-        batch = rollout(*args)
-        for row in range(10):
-            ids = torch.cat([batch.query[row, batch.query_mask[row]], batch.response[row, batch.response_mask[row]]])
-            with torch.no_grad():
-                states = args[1].lm(ids[None], output_hidden_states=True).hidden_states[-1]
-                last = 0.0 if ids[-1] == EOS else float(args[1].value_head(states[0, -1]))
-            expected.append((batch, last))
-        return batch
-
-    monkeypatch.setattr(ppo, "rollout", keep)
-    flags = {"whiten_rewards": True, "bootstrap_truncated": True, "min_length_limit": 3, "micro_batch_size": 3}
-    run_ppo(gpt2_dir, tmp_path / "run", num_layers_unfrozen=frozen, gamma=0.9, **flags)
-    for batch in (expected[0][0], expected[10][0]):
-        last = torch.tensor([value for of, value in expected if of is batch], dtype=torch.float64)
-        torch.testing.assert_close(batch.last_value, last, rtol=1e-9, atol=1e-9)
-        assert torch.equal(batch.truncated, last != 0) and 0 < batch.truncated.sum() < 10
-        kept = batch.rewards[batch.response_mask].numpy()
-        white = torch.zeros_like(batch.rewards)
-        white[batch.response_mask] = torch.from_numpy((kept - kept.mean()) / np.sqrt(kept.var() + 1e-8) + kept.mean())
-        returns = ppo.gae(white, batch.values, batch.response_mask, 0.9, 0.95, last)[1]
-        torch.testing.assert_close(batch.returns, returns, rtol=1e-9, atol=1e-9)
 
 
 # ---- Where responses end ---------------------------------------------------------------------------------------------
@@ -642,9 +636,10 @@ def test_a_trunk_of_several_streams_is_not_kept(letters, tmp_path, capsys):
     }
     args = ppo.Args(
         model=Gemma3nForCausalLM(Gemma3nTextConfig(**sizes, **ids)), tokenizer=letters, run_dir=str(tmp_path / "run"),
-        num_layers_unfrozen=2, total_episodes=14, rollout_batch_size=7, batch_size=7, micro_batch_size=3, ppo_epochs=1,
-        eval_every=0, threads=1, lr=1e-9,
+        dataset=randomwalks.prompts(), reward=randomwalks.reward, num_layers_unfrozen=2, total_episodes=14,
+        rollout_batch_size=7, batch_size=7, micro_batch_size=3, ppo_epochs=1, eval_every=0, threads=1, lr=1e-9,
+        max_new_tokens=9,
     )  # fmt: skip
     metrics, _ = ppo.main(args)
-    assert capsys.readouterr().out.count("--cache-trunk is off: the frozen blocks of this model") == 1
+    assert capsys.readouterr().out.count("--cache-trunk is off") == 1
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-4) and abs(metrics["objective/kl"]) < 1e-3

@@ -1,26 +1,18 @@
 """The random walks task: `python -m pytest tests/test_randomwalks.py`
 
 Levels are pinned against the table of trlX's own generator (data mean, best walk per start in the data, optimal mean
-length); scores against hand-made walks; pairs, tokenizer, cache and model against what their docstrings promise.
+length); scores against hand-made walks; pairs, tokenizer and models against what their docstrings promise.
 """
 
 import doctest
 import itertools
-import logging
 import math
-import multiprocessing
-import os
 import random
-import subprocess
-import time
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.tasks import randomwalks
-from common import identity
 
 ROW_COLUMNS = {
     "prompts": {"prompt", "shortest"},
@@ -33,12 +25,6 @@ ROW_COLUMNS = {
     "rewarded": {"prompt", "completion", "reward"},
     "pairs": {"prompt", "chosen", "rejected", "kind"},
 }
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("PLAINRL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def mean(numbers):
@@ -86,7 +72,7 @@ def test_shortest_lengths_by_networkx():
 
 @pytest.mark.parametrize("graph_seed", [3, 42])
 def test_unreachable_goal_is_an_error_that_names_the_graph_seed(graph_seed):
-    for function in (randomwalks.graph, randomwalks.prompts, randomwalks.pairs, randomwalks.base_model):
+    for function in (randomwalks.graph, randomwalks.prompts, randomwalks.pairs):
         with pytest.raises(ValueError, match=f"graph_seed={graph_seed}:"):
             function(graph_seed=graph_seed)
 
@@ -289,81 +275,71 @@ def test_tokenizer(tmp_path):
 # ---- Cache and models -----------------------------------------------------------------------------------------------
 
 
-def test_untrained_model(monkeypatch, tmp_path):
+def load(path):
+    from transformers import AutoModelForCausalLM
+
+    model, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(loading.values())
+    return model
+
+
+def test_untrained_model_is_what_the_command_draws(tmp_path):
+    """Its weights are those of GPT2Config from seed 0; another CPU may round them otherwise."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    models, records = [], []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for seed, dtype in ((1, torch.float32), (2, torch.float64)):
-            monkeypatch.setenv("PLAINRL_CACHE", str(tmp_path / str(seed)))
-            torch.manual_seed(seed)
-            state = torch.get_rng_state()
-            try:
-                torch.set_default_dtype(dtype)
-                path = randomwalks.untrained_model()
-            finally:
-                torch.set_default_dtype(torch.float32)
-            assert torch.equal(torch.get_rng_state(), state)
-            assert Path(path).parent == tmp_path / str(seed) and path == randomwalks.untrained_model()
-            model, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-            assert not any(loading.values())
-            query = AutoTokenizer.from_pretrained(path)(["b", "c"], return_tensors="pt")
-            assert model.generate(**query, max_new_tokens=4, do_sample=True).shape[0] == 2
-            models.append(model)
-    assert not records and not [str(w.message) for w in caught]
-    config, generation = models[0].config, models[0].generation_config
-    for settings in (config, generation):
+    state = torch.get_rng_state()
+    randomwalks.draw_untrained_model(str(tmp_path / "model"))
+    torch.set_rng_state(state)
+    drawn = load(tmp_path / "model")
+    stored = load(randomwalks.untrained_model())
+    for settings in (stored.config, stored.generation_config):
         assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (21, 22, 23)
-    assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.0
-    assert sum(p.numel() for p in models[0].parameters()) == 1_512_720
-    first, second = (model.state_dict() for model in models)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-    assert all(p.dtype == torch.float32 for p in models[1].parameters())
+    assert drawn.config.to_dict() | {"_name_or_path": ""} == stored.config.to_dict() | {"_name_or_path": ""}
+    assert stored.config.resid_pdrop == stored.config.embd_pdrop == stored.config.attn_pdrop == 0.0
+    assert sum(weight.numel() for weight in stored.parameters()) == 1_512_720
+    for (name, weight), (other_name, other) in zip(stored.named_parameters(), drawn.named_parameters(), strict=True):
+        assert name == other_name
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
 
 
-def test_cache_folder(monkeypatch, tmp_path, own_cache):
-    monkeypatch.setattr(randomwalks.tempfile, "tempdir", str(tmp_path))
-    temporary = tmp_path / f"plainrl-{os.getuid()}"
-    assert randomwalks.cache_dir() == own_cache
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("PLAINRL_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(OSError, match="PLAINRL_CACHE"):
-        randomwalks.cache_dir()
-    monkeypatch.delenv("PLAINRL_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert randomwalks.cache_dir() == tmp_path / "xdg" / "plainrl"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert randomwalks.cache_dir() == tmp_path / "home" / ".cache" / "plainrl"
-    monkeypatch.setenv("HOME", str(tmp_path / "file"))  # a home that cannot hold a folder
-    assert randomwalks.cache_dir() == temporary
-    monkeypatch.delenv("HOME")
-    assert randomwalks.cache_dir() == temporary
+def walk_nll(path):
+    """Mean of -log p over the tokens of the 1000 walks behind their first letter, the end included."""
+    import torch
+    from transformers import AutoTokenizer
+
+    model = load(path)
+    letters = AutoTokenizer.from_pretrained(path, padding_side="right")
+    texts = [walk + letters.eos_token for walk in randomwalks.graph().walks]
+    ids = letters(texts, padding=True, return_tensors="pt").input_ids
+    labels = ids.masked_fill(ids == letters.pad_token_id, -100)
+    with torch.no_grad():
+        return model(input_ids=ids, labels=labels).loss.item()
 
 
-@pytest.fixture
-def fake_sft(monkeypatch, tmp_path):
-    """An sft.py of two bytes, and subprocess.run replaced by a stub that writes `<run-dir>/hf_model`."""
-    fake = SimpleNamespace(script=tmp_path / "sft.py", calls=[], returncode=0, error=None)
-    fake.script.write_text("#1")
+def test_base_model_walks_like_the_data():
+    """Near the entropy of the data, where each step is uniform over the edges of a node and the goal ends a walk; a
+    little below it, since it has seen these walks 29 times."""
+    graph = randomwalks.graph()
+    nll = []
+    for walk in graph.walks:
+        for letter in walk[:-1]:
+            nll.append(math.log(graph.adjacency[randomwalks.LETTERS.index(letter)].sum()))
+        nll.append(0.0)  # the end
+    entropy = mean(nll)
+    assert (
+        entropy - 0.02 < walk_nll(randomwalks.base_model()) < entropy + 0.05 < walk_nll(randomwalks.untrained_model())
+    )
 
-    def run(command, env, **options):
-        fake.calls.append((command, env))
-        model = Path(command[command.index("--run-dir") + 1]) / "hf_model"
-        model.mkdir(parents=True)
-        (model / "config.json").write_text("{}")
-        if fake.error:
-            raise fake.error
-        return subprocess.CompletedProcess(command, fake.returncode)
 
-    monkeypatch.setattr(randomwalks, "SFT_SCRIPT", fake.script)
-    monkeypatch.setattr(randomwalks.subprocess, "run", run)
-    return fake
+@pytest.mark.slow
+def test_base_model_is_made_again_by_its_command(scripts, tmp_path):
+    root = Path(randomwalks.__file__).resolve().parents[2]
+    config = root / "benchmarks/tasks/randomwalks/base_model.yaml"
+    scripts.run([root / "algos/sft.py", "--config", config, "--run-dir", tmp_path / "run"], tmp_path)
+    again = load(tmp_path / "run/hf_model")
+    stored = load(randomwalks.base_model())
+    assert again.config.to_dict() | {"_name_or_path": ""} == stored.config.to_dict() | {"_name_or_path": ""}
+    assert walk_nll(tmp_path / "run/hf_model") == pytest.approx(walk_nll(randomwalks.base_model()), abs=0.005)
 
 
 def test_logit_mask_forbids_what_is_illegal():
@@ -379,100 +355,3 @@ def test_logit_mask_forbids_what_is_illegal():
     for walk in randomwalks.graph(2).walks:
         ids = [*letters(walk)["input_ids"], letters.eos_token_id]
         assert not forbidden[ids[:-1], ids[1:]].any(), walk
-
-
-def finished(cache):
-    """Directories that a later call would take for finished, or that somebody forgot."""
-    return sorted(path for path in cache.iterdir() if path.is_dir())
-
-
-def test_base_model_command_and_environment(monkeypatch, own_cache, fake_sft):
-    launcher = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"]
-    launcher += ["ROLE_RANK", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"]
-    for name in launcher:
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("RANKING", "kept")
-    path = Path(randomwalks.base_model(graph_seed=2))
-    assert (path / "config.json").exists() and finished(own_cache) == [path]
-    [(command, environment)] = fake_sft.calls
-    assert not set(launcher) & set(environment) and "RANK" in os.environ
-    assert environment["RANKING"] == "kept" and environment["PLAINRL_CACHE"] == str(own_cache)
-    assert command[:2] == [randomwalks.sys.executable, str(fake_sft.script)]
-    task = str(Path(randomwalks.__file__).resolve())
-    assert command[command.index("--model") + 1] == f"{task}:untrained_model"
-    assert command[command.index("--dataset") + 1] == f"{task}:completions:graph_seed=2"
-    assert set(randomwalks.BASE_MODEL_FLAGS) <= set(command)
-    assert own_cache in Path(command[command.index("--run-dir") + 1]).parents  # so that the rename stays on one disk
-
-
-def test_base_model_fingerprint(monkeypatch, own_cache, fake_sft, tmp_path):
-    paths = [randomwalks.base_model(), randomwalks.base_model(graph_seed=1000)]
-    assert paths[0] == paths[1] and len(fake_sft.calls) == 1  # trained once
-    paths.append(randomwalks.base_model(graph_seed=0))
-    fake_sft.script.write_text("#2")
-    paths.append(randomwalks.base_model())
-    monkeypatch.setattr(randomwalks, "BASE_MODEL_FLAGS", [*randomwalks.BASE_MODEL_FLAGS, "--seed", "1"])
-    paths.append(randomwalks.base_model())
-    copy = tmp_path / "copy.py"
-    copy.write_bytes(Path(randomwalks.__file__).read_bytes() + b"\n")
-    monkeypatch.setattr(randomwalks, "__file__", str(copy))
-    paths.append(randomwalks.base_model())
-    assert len(set(paths)) == 5 == len(fake_sft.calls) and finished(own_cache) == sorted(map(Path, set(paths)))
-
-
-def test_a_change_of_the_code_trains_a_new_base_model_and_says_why(monkeypatch, own_cache, fake_sft, capsys):
-    root = own_cache.parent / "repository"
-    (root / "common").mkdir(parents=True)
-    for name in ("data", "seeding"):
-        (root / f"common/{name}.py").write_text("#1")
-    monkeypatch.setattr(identity, "ROOT", root)
-    first = randomwalks.base_model()
-    assert "changed" not in capsys.readouterr().out
-    (root / "common/data.py").write_text("#2")
-    second = randomwalks.base_model()
-    assert first != second and "since then has changed: common/data.py)" in capsys.readouterr().out
-    fake_sft.script.write_text("#2")
-    (root / "common/new.py").write_text("#1")
-    assert randomwalks.base_model() not in (first, second)
-    assert "since then has changed: common/new.py, script)" in capsys.readouterr().out
-    (root / "common/new.py").unlink()
-    fake_sft.script.write_text("#1")
-    assert randomwalks.base_model() == second and capsys.readouterr().out == ""
-
-
-def test_failed_or_interrupted_training_leaves_nothing(own_cache, fake_sft):
-    fake_sft.error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        randomwalks.base_model()
-    assert finished(own_cache) == []
-    fake_sft.error, fake_sft.returncode = None, 2
-    with pytest.raises(RuntimeError, match="exit code 2"):
-        randomwalks.base_model()
-    assert finished(own_cache) == []
-    fake_sft.returncode = 0
-    path = Path(randomwalks.base_model())
-    assert finished(own_cache) == [path] and len(fake_sft.calls) == 3
-
-
-def build_slowly(log, barrier):
-    def build(scratch):
-        with open(log, "a") as file:
-            file.write("built\n")
-        time.sleep(0.3)  # without the lock, the other process starts its own meanwhile
-        (scratch / "model").mkdir()
-        return scratch / "model"
-
-    barrier.wait(timeout=20)
-    randomwalks.cached("slow", build)
-
-
-def test_two_processes_build_once(tmp_path, own_cache):
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(2)
-    processes = [context.Process(target=build_slowly, args=(tmp_path / "log", barrier)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=20)
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert (tmp_path / "log").read_text() == "built\n" and finished(own_cache) == [own_cache / "slow"]

@@ -64,8 +64,8 @@ def plain(tmp_path_factory, build_model):
     return run(source, tmp_path_factory.mktemp("plain"), build_model, randomwalks.tokenizer())
 
 
-def test_there_are_four_recipes():
-    assert len(RECIPES) == 4
+def test_there_are_five_recipes():
+    assert len(RECIPES) == 5
 
 
 def test_an_entropy_bonus_changes_the_loss(plain, tmp_path, build_model, letters):
@@ -90,7 +90,7 @@ def run_ilql(source, tmp_path, build_model, letters, **options):
         model=build_model("gpt2"), tokenizer=letters, dataset=rows, eval_prompts=[{"prompt": "b"}, {"prompt": "cd"}],
         metric=lambda outputs, **columns: {"length": [float(len(output)) for output in outputs]}, betas=(0.0, 4.0),
         run_dir=str(tmp_path / "run"), total_steps=3, batch_size=3, micro_batch_size=2, max_new_tokens=7, lr=1e-2,
-        warmup_steps=0, threads=1, **options,
+        warmup_steps=0, threads=1, top_k=0, **options,
     )  # fmt: skip
     metrics, run_dir = module.main(args)
     return metrics, load_file(run_dir / "checkpoints/step_00000003/model.safetensors"), run_dir
@@ -103,7 +103,7 @@ def test_a_target_transformer_moves_at_synchronisations_alone(tmp_path, build_mo
     start = build_model("gpt2").state_dict()
     name = "transformer.h.0.mlp.c_fc.weight"
     assert weights[f"target_lm.{name}"].equal(start[name]) and not weights[f"lm.{name}"].equal(start[name])
-    options = {"steps_for_target_q_sync": 3, "alpha": 1.0}
+    options = {"steps_for_target_q_sync": 3, "polyak_alpha": 1.0}
     metrics, weights, _ = run_ilql(source, tmp_path / "last", build_model, letters, **options)
     assert weights[f"target_lm.{name}"].equal(weights[f"lm.{name}"]) and metrics["target/syncs"] == 1
 
@@ -123,3 +123,34 @@ def test_a_policy_of_its_own_is_trained_and_sampled_from(tmp_path, build_model, 
     _, _, ids, mask = sampling.generate_all(Accelerator(), policy, letters, queries, ("eval", 0), **options)
     responses = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
     assert last == sampling.decode(letters, queries, responses, ()) and any(last)
+
+
+def run_sft(source, run_dir, build_model, letters, **options):
+    """main of a changed sft.py on a tiny model; (the module, its records in metrics.jsonl)."""
+    module = load(source, run_dir)
+    rows = [{"prompt": "b", "completion": "cde" * n} for n in (1, 2, 3)]
+    args = module.Args(
+        model=build_model("gpt2"), tokenizer=letters, dataset=rows, eval_dataset=rows, run_dir=str(run_dir / "run"),
+        total_steps=2, batch_size=3, max_length=16, lr=1e-2, eval_every=1, threads=1, **options,
+    )  # fmt: skip
+    _, run_dir = module.main(args)
+    return module, [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_noise_on_the_embeddings_is_in_training_alone(tmp_path, build_model, letters):
+    """Uniform, keyed by step and row: the same for any micro-batches, and for packed rows."""
+    source = changed(RECIPES[4], "sft")
+    _, quiet = run_sft((ROOT / "algos/sft.py").read_text(), tmp_path / "quiet", build_model, letters)
+    module, noisy = run_sft(source, tmp_path / "noisy", build_model, letters)
+    assert noisy[0] == quiet[0] and abs(noisy[1]["train/loss"] - quiet[1]["train/loss"]) > 1e-3
+    for number, options in enumerate(({"micro_batch_size": 1}, {"packing": True})):
+        _, other = run_sft(source, tmp_path / f"{number}", build_model, letters, **options)
+        assert [pytest.approx(record, rel=1e-5, abs=1e-6) for record in other] == noisy
+    lines = [[([1] * 50, None, 3)], [([1] * 30, None, 4), ([1] * 19, None, 5)]]
+    drawn = module.noise(lines, (2, 50, 40), seed=1, step=2)
+    for row, length in ((drawn[0], 50), (drawn[1, :30], 30), (drawn[1, 30:49], 19)):
+        units = row.flatten() * (length * 40) ** 0.5 / 5.0
+        assert 0.99 < units.abs().max() <= 1 and units.std().item() == pytest.approx(3**-0.5, rel=0.05)
+    assert not drawn[1, 49:].any()
+    assert drawn[1, 30:49].equal(module.noise([lines[1][1:]], (1, 19, 40), seed=1, step=2)[0])
+    assert not drawn[:1].equal(module.noise(lines[:1], (1, 50, 40), seed=1, step=3))

@@ -275,19 +275,22 @@ def unique_rows(tokens):
 def test_score_tokens_is_the_plain_forward(build_model, family):
     """Row by row, without padding: log softmax of the logits / temperature, values and entropies by hand."""
     model = build_model(family, torch.float64)
-    head = ppo.PolicyWithValue(model, init="normal").value_head
+    policy = ppo.PolicyWithValue(model, init="normal")
     (query, mask), u = prompts(5, 1, 3), uniforms(3, 7)
     eos = frequent_token(model, query, mask, u)
     ids, keep = ppo.sample(model, query, mask, u, eos, PAD, 0.7)
     with torch.no_grad():
-        scored = ppo.score_tokens(model, query, mask, ids, keep, 0.7, head, entropy=True)
+        scored = policy(query, mask, ids, keep, 0.7, entropy=True)
         assert [x.shape for x in scored] == [(3, 7)] * 3
         for row in range(3):
             q, r = query[row, mask[row]], ids[row, keep[row]]
             output = model(torch.cat([q, r])[None], output_hidden_states=True)
             states = slice(len(q) - 1, len(q) + len(r) - 1)  # the state before each response token
             logps = (output.logits[0, states] / 0.7).log_softmax(-1)
-            values, entropies = head(output.hidden_states[-1][0, states])[:, 0], -(logps.exp() * logps).sum(-1)
+            values, entropies = (
+                policy.value_head(output.hidden_states[-1][0, states])[:, 0],
+                -(logps.exp() * logps).sum(-1),
+            )
             for got, expected in zip(scored, (logps[range(len(r)), r], values, entropies), strict=True):
                 torch.testing.assert_close(got[row, : len(r)], expected, rtol=1e-9, atol=1e-9)
 

@@ -142,7 +142,7 @@ def test_functions_that_a_run_of_others_names_are_not_imported(algo, ended, scri
     (tmp_path / "evil.py").write_text(EVIL)
     evil = f"{tmp_path}/evil.py:function"
     env = json.loads((run / "env.json").read_text())
-    env["flags"] |= dict.fromkeys(("reward", "metric", "model", "dataset", "formatting", "logit_mask"), evil)
+    env["flags"] |= dict.fromkeys(("reward", "metric", "model", "dataset", "logit_mask"), evil)
     (run / "env.json").write_text(json.dumps(env | {"command": evil}))
     (run / "config.yaml").write_text(f"reward: {evil}\nmetric: {evil}\n")
     newest = run / f"checkpoints/step_{steps[-1]:08d}"
@@ -168,7 +168,8 @@ def test_names_from_data_make_no_paths(build_pipeline, gpt2_dir, tmp_path):
         ddpo.Args(
             model=str(tmp_path / "pipeline"), dataset=rows, eval_dataset={name: rows, "/x": rows}, batch_size=1,
             reward=lambda images, **_: [0.0] * len(images), metric=lambda images, **_: {name: [1.0] * len(images)},
-            num_epochs=1, sample_batch_size=1, num_inference_steps=2, run_dir=str(tmp_path / "run"), threads=1,
+            num_epochs=1, rollout_batch_size=1, num_inference_steps=2, guidance_scale=1.0,
+            run_dir=str(tmp_path / "run"), threads=1,
         )
     )  # fmt: skip
     metrics, _ = run(sft, gpt2_dir, tmp_path / "sft", eval_dataset={name: DATA[sft], "/x": DATA[sft]})

@@ -1,6 +1,6 @@
 """What sft.py does on request: `python -m pytest tests/test_sft_modes.py`
 
-Chats and dialogues, packing, noise on the embeddings, formatting, several evaluation sets, frozen layers and stops;
+Chats and dialogues, packing, several evaluation sets, frozen layers, stops, samples without a metric, and the flags;
 each against hand numbers or another layout of the same work.
 """
 
@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +64,11 @@ def add_specials(tokenizer, template):
 
 def encode(rows, tokenizer, max_length=99, completion_only_loss=True):
     return sft.encode_rows(rows, tokenizer, max_length, completion_only_loss, "--dataset")[0]
+
+
+def sampled(run_dir):
+    path = run_dir / "samples.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def marked(example, tokenizer):
@@ -239,6 +243,7 @@ def test_evaluations_sample_from_what_was_trained(chatty, prompt, completion, te
     ((ids, labels),) = encode([{"prompt": prompt, "completion": completion}], tokenizer)
     first = next(i for i, label in enumerate(labels) if label != -100)
     (row,), (query,) = encode_prompts([{"prompt": prompt}], tokenizer, 5, None, "--eval-prompts")
+    assert sft.queries_of_rows([{"prompt": prompt, "completion": completion}], tokenizer, 5, None) == [query]
     assert query == ids[:first] and query.count(BOS) == (query[0] == BOS) and ids.count(BOS) < 2
     assert isinstance(prompt, str) or (row["messages"] == prompt and row["prompt"].endswith("s"))
 
@@ -432,12 +437,13 @@ def test_packing_is_off_where_it_changes_losses(monkeypatch, gpt2_dir, tmp_path,
 
 # ---- Resuming --------------------------------------------------------------------------------------------------------
 
-EVERYTHING = {"packing": True, "neftune_alpha": 5.0, "num_layers_unfrozen": 1, "total_steps": 4, "save_every": 2}
+EVERYTHING = {"packing": True, "num_layers_unfrozen": 1, "total_steps": 4, "save_every": 2, "max_new_tokens": 5}
 
 
-def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, tmp_path):
-    """With packing, noise, frozen layers and a best checkpoint at once."""
-    flags = PACKED | EVERYTHING | {"adam_betas": (0.5, 0.9), "eval_every": 1}
+@pytest.mark.parametrize(("eval_dataset", "prompts"), [(LONG, 4), (None, 8)], ids=["evaluated", "sampled alone"])
+def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, tmp_path, eval_dataset, prompts):
+    """With packing, frozen layers, samples and a best checkpoint at once; and with nothing but samples to evaluate."""
+    flags = PACKED | EVERYTHING | {"adam_betas": (0.5, 0.9), "eval_every": 1, "eval_dataset": eval_dataset}
     whole = run_sft(gpt2_dir, tmp_path / "whole", ROWS + LONG, **flags)
     calls, stop_requested = [], logging.Run.stop_requested
 
@@ -452,160 +458,36 @@ def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, tmp_path):
     assert stopped.value.code == 143 and len(log(tmp_path / "run")) == 3
     assert run_sft(gpt2_dir, tmp_path / "run", ROWS + LONG, **flags)[0] == whole[0]
     assert log(tmp_path / "run") == log(whole[1])
+    assert len(sampled(whole[1])) == 5 * prompts and sampled(tmp_path / "run") == sampled(whole[1])
     one, other = weights(tmp_path / "run"), weights(whole[1])
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# ---- Noise on the embeddings -----------------------------------------------------------------------------------------
+# ---- Rows by a function ----------------------------------------------------------------------------------------------
 
 
-def noise(model, lines, alpha=5.0, step=1, seed=1):
-    """{place in the batch: noise (T, H)} on the embeddings of the examples (ids, labels, place) of the lines."""
-    found, args = [], SimpleNamespace(neftune_alpha=alpha, seed=seed)
-    ids, positions, labels = sft.collate(lines, PAD)
-    with sft.neftune(model, lines, args, step):
-        hook = model.get_input_embeddings().register_forward_hook(lambda *call: found.append(call[2]))
-        sft.label_logits(model, ids, positions, labels)
-        hook.remove()
-    (noisy,), rows = found, {}
-    clean = model.get_input_embeddings()(ids[:, :-1])
-    for difference, line in zip((noisy - clean).detach(), lines, strict=True):
-        used = 0
-        for tokens, _, place in line:
-            rows[place] = difference[used : used + len(tokens)]
-            used += len(tokens)
-        assert not difference[used:].any()  # padding has none
-    return rows
-
-
-def places(examples):
-    return [(*example, place) for place, example in enumerate(examples)]
-
-
-def test_noise_is_uniform_and_belongs_to_the_row(letters, build_model):
-    model = build_model(dtype=torch.float64)
-    examples = places(encode((LONG + ROWS) * 3, letters))
-    alone = noise(model, [[example] for example in examples])
-    units = []
-    for place, row in alone.items():
-        tokens, shape = len(examples[place][0]), row.shape
-        assert shape[0] >= tokens - 1 and shape[1] == 12  # the last token is no input where it ends a line
-        units.append(row.flatten() * (tokens * 12) ** 0.5 / 5.0)
-    units = torch.cat(units).sort().values
-    expected = torch.linspace(-1, 1, len(units), dtype=units.dtype)
-    assert len(units) > 2000 and units.abs().max() <= 1 + 1e-6 and (units - expected).abs().max() < 0.08
-    packed = sft.pack([len(ids) for ids, *_ in examples], 24)
-    for lines in ([[examples[i] for i in line] for line in packed], [examples[3:5], examples[2:3]]):
-        for place, row in noise(model, lines).items():
-            size = min(len(row), len(alone[place]))
-            assert (row[:size] - alone[place][:size]).abs().max() < 1e-6 and size >= len(alone[place]) - 1
-    line, first = [examples[:1]], alone[0]
-    for other in (noise(model, line, step=2), noise(model, line, seed=2), noise(model, [[(*examples[0][:2], 1)]])):
-        assert (next(iter(other.values())) - first).abs().max() > 0.1
-    assert torch.allclose(noise(model, line, alpha=10.0)[0], 2 * first)
-
-
-def test_noise_is_gone_outside(letters, build_model):
-    model, lines = build_model(), [places(encode(ROWS, letters))[:2]]
-    batch = sft.collate(lines, PAD)
-    before = sft.label_logits(model, *batch)[0]
-    with pytest.raises(KeyError), sft.neftune(model, lines, SimpleNamespace(neftune_alpha=5.0, seed=1), 1):
-        assert not torch.equal(sft.label_logits(model, *batch)[0], before)
-        raise KeyError
-    with sft.neftune(model, lines, SimpleNamespace(neftune_alpha=0.0, seed=1), 1):
-        assert torch.equal(sft.label_logits(model, *batch)[0], before)
-    assert torch.equal(sft.label_logits(model, *batch)[0], before)
-
-
-@pytest.fixture(scope="module")
-def noisy(tiny_dirs, tmp_path_factory):
-    flags = PACKED | {"neftune_alpha": 5.0}
-    return run_sft(tiny_dirs["gpt2"], tmp_path_factory.mktemp("sft") / "run", ROWS + LONG, **flags)
-
-
-def test_noise_in_training_alone(noisy, gpt2_dir, tmp_path):
-    quiet = log(run_sft(gpt2_dir, tmp_path / "quiet", ROWS + LONG, **PACKED)[1])
-    assert quiet[0] == log(noisy[1])[0] and abs(quiet[1]["train/loss"] - log(noisy[1])[1]["train/loss"]) > 1e-3
-    flags = PACKED | {"neftune_alpha": 5.0, "lr": 1e-30}
-    still = log(run_sft(gpt2_dir, tmp_path / "still", ROWS + LONG, **flags)[1])
-    assert still[-1]["eval/loss"] == pytest.approx(quiet[0]["eval/loss"], abs=1e-12)
-
-
-# ---- Formatting ------------------------------------------------------------------------------------------------------
-
-
-def as_text(row):
-    return row["prompt"] + row["completion"]
-
-
-def as_pair(row):
-    return {"prompt": row["prompt"] + "u", "completion": row["completion"]}
-
-
-def as_dialogue(row):
-    row.pop("prompt")
-    return {"dialogue": ["u", row.pop("completion")]}
-
-
-def as_several(row):
-    return [row["prompt"], row["completion"] + "a"]
-
-
-def as_pairs(row):
-    return [row] * (1 + len(row["completion"]) % 2)
-
-
-FORMATS = [
-    (as_text, [{"text": as_text(row)} for row in ROWS]),
-    (as_pair, [as_pair(row) for row in ROWS]),
-    (as_dialogue, [{"dialogue": ["u", row["completion"]]} for row in ROWS]),
-    (as_several, [{"text": text} for row in ROWS for text in (row["prompt"], row["completion"] + "a")]),
-    (as_pairs, [row for row in ROWS for _ in range(1 + len(row["completion"]) % 2)]),
-]
-
-
-@pytest.mark.parametrize(("function", "rows"), FORMATS, ids=lambda x: getattr(x, "__name__", ""))
-def test_formatting_makes_the_rows(monkeypatch, gpt2_dir, tmp_path, function, rows):
-    """Of training and evaluation; the user's rows stay as they are."""
-    given = [dict(row) for row in ROWS]
-    calls = recorded(monkeypatch, sft, "encode_rows")
-    run_sft(gpt2_dir, tmp_path / "run", given, eval_dataset=given, formatting=function, total_steps=1)
-    assert given == ROWS and [args[0] for args, _ in calls] == [rows, rows]
-
-
-BAD_FORMATS = [
-    (lambda row: row["text"], "--formatting raised KeyError: 'text'"),
-    (lambda row: None, "--formatting row 1 is None"),
-    (lambda row: 5, "--formatting row 1 is 5"),
-    (lambda row: [], "--formatting .*holds no rows"),
-    (lambda row: row["prompt"] if row["prompt"] == "b" else row, r"--formatting row 2 is \['prompt', 'completion'\]"),
-    (lambda row: {"body": "a"}, "--dataset row 1: 'text' .*missing among \\['body'\\]"),
-]
-
-
-@pytest.mark.parametrize(("function", "sentence"), BAD_FORMATS, ids=lambda x: x if isinstance(x, str) else "")
-def test_formatting_that_fails(gpt2_dir, tmp_path, function, sentence):
-    with pytest.raises(InputError, match=sentence):
-        run_sft(gpt2_dir, tmp_path / "run", ROWS, formatting=function)
-    assert not (tmp_path / "run").exists()
-
-
-def test_formatting_from_the_command_line(monkeypatch, gpt2_dir, tmp_path):
+def test_a_function_makes_the_rows(monkeypatch, gpt2_dir, tmp_path):
+    """Of training and evaluation, in any form; what was --formatting."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "my.py").write_text("def text(row, end='a'):\n return row['prompt'] + row['completion'] + end\n")
-    argv = f"sft.py --model {gpt2_dir} --dataset rows.jsonl --formatting my.py:text:end=b --run-dir run --total-steps 1"
-    monkeypatch.setattr(sys, "argv", [*argv.split(), "--batch-size", "7", "--warmup-steps", "0", "--threads", "1"])
+    (tmp_path / "my.py").write_text(
+        "import json\n\n\ndef rows(file, end='a'):\n    made = map(json.loads, open(file))\n"
+        "    return [{'text': row['prompt'] + row['completion'] + end} for row in made]\n"
+    )
+    spec = "my.py:rows:file=rows.jsonl"
+    argv = f"sft.py --model {gpt2_dir} --dataset {spec},end=b --eval-dataset {spec} --run-dir run --total-steps 1"
+    monkeypatch.setattr(sys, "argv", [*argv.split(), "--batch-size", "7", "--threads", "1"])
     calls = recorded(monkeypatch, sft, "encode_rows")
     cli(sft.Args, sft.main)
-    assert calls[0][0][0] == [{"text": as_text(row) + "b"} for row in ROWS]
+    for end, (args, _) in zip("ba", calls, strict=True):
+        assert args[0] == [{"text": row["prompt"] + row["completion"] + end} for row in ROWS]
 
 
 # ---- The identity of a run -------------------------------------------------------------------------------------------
 
 NAMED = [  # script, flags that name a.jsonl, b.jsonl or user.py, the file that is changed
-    (sft, {"formatting": "user.py:text"}, "user.py"),
-    (sft, {"formatting": "user.py:text:end=b"}, "user.py"),
+    (sft, {"dataset": "user.py:text"}, "user.py"),
+    (sft, {"dataset": "user.py:text:end=b"}, "user.py"),
     (sft, {"eval_dataset": "a.jsonl,b.jsonl"}, "a.jsonl"),
     (sft, {"eval_dataset": "a.jsonl,b.jsonl"}, "b.jsonl"),
     (sft, {"eval_dataset": "a.jsonl, b.jsonl"}, "b.jsonl"),
@@ -626,7 +508,7 @@ def test_a_changed_file_is_another_run(monkeypatch, tmp_path, script, flags, fil
     for name in ("a.jsonl", "b.jsonl", "user.py", "judge/model.safetensors", "judge/config.json"):
         (tmp_path / name).write_text(name)
     flags = ({"reward": "user.py:score"} if script is ppo else {}) | flags
-    args, name = script.Args(dataset="a.jsonl", **flags), script.__file__
+    args, name = script.Args(**{"model": "gpt2", "dataset": "a.jsonl"} | flags), script.__file__
     before = identity.identity("x", args, name)["hash"]
     assert identity.identity("x", args, name)["hash"] == before
     (tmp_path / file).write_text("changed")
@@ -644,7 +526,7 @@ def test_a_changed_byte_of_the_code_is_another_run(monkeypatch, tmp_path, name):
     monkeypatch.setattr(identity, "ROOT", tmp_path)
 
     def identity_now():
-        return identity.identity("sft", sft.Args(dataset=ROWS), tmp_path / "sft.py")
+        return identity.identity("sft", sft.Args(model="gpt2", dataset=ROWS), tmp_path / "sft.py")
 
     before = identity_now()
     content = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None
@@ -661,12 +543,11 @@ def test_a_changed_byte_of_the_code_is_another_run(monkeypatch, tmp_path, name):
 
 def test_objects_that_differ_are_different_runs(tmp_path):
     def hash_of(**flags):
-        return identity.identity("x", sft.Args(dataset=ROWS, **flags), sft.__file__)["hash"]
+        return identity.identity("x", sft.Args(model="gpt2", dataset=ROWS, **flags), sft.__file__)["hash"]
 
     assert hash_of(eval_dataset={"a": ROWS, "b": LONG}) == hash_of(eval_dataset={"a": ROWS, "b": LONG})
     assert hash_of(eval_dataset={"a": ROWS, "b": LONG}) != hash_of(eval_dataset={"a": ROWS, "b": LONG[1:]})
-    assert hash_of(formatting=as_text) != hash_of(formatting=as_pair) != hash_of()
-    changes = {"neftune_alpha": 1.0, "num_layers_unfrozen": 1, "stop": ("c",), "completion_only_loss": False}
+    changes = {"eval_prompts": ROWS, "num_layers_unfrozen": 1, "stop": ("c",), "completion_only_loss": False}
     assert len({hash_of(**{key: value}) for key, value in changes.items()} | {hash_of()}) == 5
     assert hash_of(packing=True) == hash_of(micro_batch_size=3) == hash_of(gradient_checkpointing=True) == hash_of()
 
@@ -675,7 +556,7 @@ def test_mapped_sets_of_the_datasets_library_are_told_apart():
     import datasets
 
     sets = [datasets.Dataset.from_list(rows) for rows in (ROWS, [row | {"prompt": "u"} for row in ROWS])]
-    found = [sft.Args(dataset=ROWS, eval_dataset={"a": rows}) for rows in sets]
+    found = [sft.Args(model="gpt2", dataset=ROWS, eval_dataset={"a": rows}) for rows in sets]
     assert (
         identity.identity("x", found[0], sft.__file__)["hash"] != identity.identity("x", found[1], sft.__file__)["hash"]
     )
@@ -786,7 +667,9 @@ def test_only_the_top_blocks_and_the_norm_move(family, tiny_dirs, tmp_path, k):
     assert norms and len(blocks) > 8 * k and moved == norms | blocks
 
 
-@pytest.mark.parametrize(("k", "sentence"), [(0, "-1 or at least 1"), (3, "the model has 2 layers"), (-2, "-1 or")])
+@pytest.mark.parametrize(
+    ("k", "sentence"), [(0, "-1 or at least 1"), (3, "the model has 2 layers"), (-2, "must be -1 or more")]
+)
 def test_a_wrong_number_of_layers(gpt2_dir, tmp_path, k, sentence):
     with pytest.raises(InputError, match=f"--num-layers-unfrozen {k}.*{sentence}"):
         run_sft(gpt2_dir, tmp_path / "run", ROWS, num_layers_unfrozen=k)
@@ -805,7 +688,7 @@ def test_a_metric_sees_the_text_before_a_stop(letters, gpt2_dir, tmp_path, stops
         return {"length": [len(x) for x in outputs]}
 
     flags = {"metric": metric, "eval_prompts": [{"prompt": p} for p in "bcdfgh" * 9], "stop": stops, "eval_every": 1}
-    _, run_dir = run_sft(gpt2_dir, tmp_path / "run", ROWS, total_steps=1, **flags)
+    _, run_dir = run_sft(gpt2_dir, tmp_path / "run", ROWS, total_steps=1, max_new_tokens=9, **flags)
     ended = 0
     for samples, prompts, outputs, output_ids in calls:
         assert samples == [p + o for p, o in zip(prompts, outputs, strict=True)]
@@ -817,10 +700,143 @@ def test_a_metric_sees_the_text_before_a_stop(letters, gpt2_dir, tmp_path, stops
             assert not hits or any(text.endswith(stop) for stop in stops)  # nothing is sampled after it
             ended += bool(hits)
     assert len(calls) == 2 and (8 < ended < 100 if stops else ended == 0)
-    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
-    assert [row["output"] for row in samples] == [output for call in calls for output in call[2]]
+    assert [row["output"] for row in sampled(run_dir)] == [output for call in calls for output in call[2]]
 
 
-def test_an_empty_stop_is_refused():
-    with pytest.raises(InputError, match="--stop .*not empty"):
-        sft.Args(stop=("a", ""))
+# ---- Samples without a metric ----------------------------------------------------------------------------------------
+
+MANY = [{"prompt": f"{a}{b}", "completion": "cd"} for a in "bcdf" for b in "aei"]  # 12 rows
+TOO_LONG = [{"prompt": "a" * 27, "completion": "c"}, {"prompt": "ab", "completion": "c"}]
+TEXTS = [{"text": "abc"}, {"text": "bcd"}]
+SAMPLED = {  # flags, and the prompts that are sampled
+    "named": ({"eval_prompts": MANY, "eval_dataset": LONG}, MANY),
+    "evaluation rows": ({"eval_dataset": {"x": LONG, "y": MANY}}, LONG),
+    "the first eight": ({"eval_dataset": MANY}, MANY[:8]),
+    "rows of training": ({"dataset": MANY}, MANY[:8]),
+    "no room for a response": ({"dataset": TOO_LONG * 5}, TOO_LONG[1:] * 4),
+    "evaluation rows without a prompt": ({"eval_dataset": TEXTS}, []),
+    "rows without a prompt": ({"dataset": TEXTS}, []),
+    "dialogues": ({"dataset": [{"dialogue": ["ab", "cd", "e", "f"]}]}, [{"prompt": "ab"}]),
+    "loss on prompts, too": ({"dataset": MANY, "completion_only_loss": False}, MANY[:8]),
+    "never": ({"eval_every": 0}, []),
+}
+
+
+@pytest.mark.parametrize(("flags", "prompts"), SAMPLED.values(), ids=SAMPLED)
+def test_what_is_sampled_without_a_metric(letters, gpt2_dir, tmp_path, capsys, flags, prompts):
+    """A response to each prompt, at the start and the end; shown, and in no metric. Training is as without."""
+    flags = {"dataset": ROWS, "eval_every": 2, "total_steps": 2, "max_new_tokens": 6} | flags
+    rows = flags.pop("dataset")
+    metrics, run_dir = run_sft(gpt2_dir, tmp_path / "run", rows, **flags)
+    out = capsys.readouterr().out
+    found = sampled(run_dir)
+    assert [(row["step"], row["prompt"]) for row in found] == [(n, row["prompt"]) for n in (0, 2) for row in prompts]
+    assert all(row.keys() == {"step", "prompt", "output"} and len(row["output"]) <= 6 for row in found)
+    assert ("samples at step 2" in out) == bool(prompts)
+    told = [f"; evaluations sample {len(prompts)} prompts"] if prompts else []
+    assert re.findall("; evaluations sample .* prompts", out) == told
+    assert any(row["output"] for row in found) == bool(prompts)
+    assert not any("output" in name or "sample" in name for name in metrics)
+    assert (run_dir / "hf_model_best").exists() == ("eval_dataset" in flags)
+    quiet, quiet_dir = run_sft(gpt2_dir, tmp_path / "quiet", rows, **flags | {"eval_every": 0})
+    assert {name: metrics[name] for name in quiet} == quiet
+    one, other = weights(run_dir), weights(quiet_dir)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_empty_prompt_is_sampled_where_there_is_a_beginning(letters, gpt2_dir, tmp_path):
+    """Without a beginning token such a row is trained, but not sampled."""
+    rows = [{"prompt": "", "completion": "ab"}, {"prompt": "b", "completion": "cd"}]
+    flags = {"eval_every": 1, "total_steps": 1, "max_new_tokens": 4}
+    _, run_dir = run_sft(gpt2_dir, tmp_path / "with", rows, **flags)
+    assert [row["prompt"] for row in sampled(run_dir)] == ["", "b"] * 2
+    letters.bos_token = None
+    _, run_dir = run_sft(gpt2_dir, tmp_path / "without", rows, tokenizer=letters, **flags)
+    assert [row["prompt"] for row in sampled(run_dir)] == ["b"] * 2
+
+
+def test_texts_have_no_prompt(letters, gpt2_dir, tmp_path):
+    """Also behind a beginning token of their own."""
+    flags = {"eval_every": 1, "total_steps": 1, "max_new_tokens": 4, "tokenizer": add_specials(letters, "<bos> $A")}
+    _, run_dir = run_sft(gpt2_dir, tmp_path / "run", TEXTS, **flags)
+    assert sampled(run_dir) == [] and len(log(run_dir)) == 1
+
+
+def test_prompts_of_chats_are_sampled(chatty, gpt2_dir, tmp_path):
+    """Up to where the assistant answers first, from the tokens that the same prompts have by name."""
+    rows = [{"prompt": TURNS[:1], "completion": TURNS[1:2]}]
+    flags = {"eval_every": 1, "total_steps": 1, "max_new_tokens": 4, "tokenizer": chatty}
+    _, run_dir = run_sft(gpt2_dir, tmp_path / "pair", rows, **flags)
+    _, whole_dir = run_sft(gpt2_dir, tmp_path / "whole", [{"messages": TURNS[:2]}], **flags)
+    _, named_dir = run_sft(gpt2_dir, tmp_path / "named", rows, eval_prompts=rows, **flags)
+    assert [row["prompt"] for row in sampled(run_dir)] == ["uabs"] * 2
+    assert sampled(run_dir) == sampled(whole_dir)
+    assert [row["output"] for row in sampled(run_dir)] == [row["output"] for row in sampled(named_dir)]
+
+
+def test_named_prompts_must_have_room(gpt2_dir, tmp_path):
+    """Of --eval-prompts, and with a metric, nothing is passed over in silence."""
+    for flags in ({"eval_prompts": TOO_LONG}, {"eval_dataset": TOO_LONG, "metric": lambda **columns: {}}):
+        with pytest.raises(InputError, match="--eval-prompts row 1: a prompt of 27 tokens and --max-new-tokens 6"):
+            run_sft(gpt2_dir, tmp_path / "run", ROWS, max_new_tokens=6, eval_every=1, **flags)
+    with pytest.raises(InputError, match="--eval-prompts row 1: 'prompt' must be a string, it is missing"):
+        run_sft(gpt2_dir, tmp_path / "run", ROWS, eval_prompts=TEXTS)
+    with pytest.raises(InputError, match="--metric needs rows with a prompt to sample from: name --eval-prompts"):
+        run_sft(gpt2_dir, tmp_path / "run", ROWS, metric=lambda **columns: {})
+    assert not (tmp_path / "run").exists()
+
+
+# ---- Flags -----------------------------------------------------------------------------------------------------------
+
+TASK = "benchmarks/tasks/randomwalks.py:"
+EMBEDDED = {  # of the embedded task, as they were while they were the defaults
+    "model": TASK + "untrained_model", "dataset": TASK + "completions:split=train", "metric": TASK + "metric",
+    "eval_dataset": TASK + "completions:split=test", "eval_prompts": TASK + "eval_prompts", "lr": 6e-3,
+    "lr_schedule": "cosine", "warmup_steps": 40, "adam_betas": (0.9, 0.95), "adam_eps": 1e-8, "weight_decay": 0.0,
+    "max_grad_norm": 1.0, "batch_size": 192, "micro_batch_size": 64, "epochs": 85.0, "total_steps": None,
+    "max_length": 1024, "max_new_tokens": 9, "eval_temperature": 1.0, "decode_batch_size": 1024, "eval_every": 100,
+    "attn_implementation": "eager",
+}  # fmt: skip
+
+
+def test_the_embedded_task_has_its_settings():
+    given = vars(sft.Args())
+    assert {name: given[name] for name in EMBEDDED} == EMBEDDED
+    assert sft.Args(lr=1e-3).lr == 1e-3 and sft.Args(lr=1e-3).batch_size == 192
+
+
+def test_defaults_are_for_pretrained_models():
+    args = sft.Args(model="gpt2", dataset=ROWS)
+    assert (args.lr, args.epochs, args.batch_size, args.micro_batch_size, args.max_new_tokens) == (2e-5, 3.0, 64, 8, 64)
+    assert args.metric is args.eval_dataset is args.eval_prompts is args.attn_implementation is None
+    assert vars(args) == vars(sft.Args(**vars(args)))  # nothing is rewritten
+
+
+BAD_FLAGS = [
+    ({"model": None}, "--model is missing: "),
+    ({"dataset": None}, "--dataset is missing: "),
+    ({"lr": 0.0}, "--lr 0.0 must be a positive number"),
+    ({"epochs": 0.0}, "--epochs 0.0 must be a positive number"),
+    ({"top_p": 0.0}, "--top-p 0.0 must be in (0, 1]"),
+    ({"adam_betas": (0.9, 1.0)}, "--adam-betas (0.9, 1.0) must be in [0, 1)"),
+    ({"stop": ("a", "")}, "--stop ('a', '') must be a text that is not empty"),
+    ({"push_to_hub": "mine"}, "--push-to-hub mine must be org/name"),
+    ({"lora_alpha": 4.0}, "--lora-alpha is given without --lora-r"),
+    ({"num_layers_unfrozen": 0}, "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"),
+    ({"packing": True, "attn_implementation": "flash_attention_2"}, "--packing does not go with --attn-implementation"),
+    ({"lr": -1.0, "batch_size": 0, "num_layers_unfrozen": 0}, "3 problems:"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), BAD_FLAGS, ids=lambda x: repr(x)[:40])
+def test_flags_that_cannot_be(flags, sentence):
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        sft.Args(**{"model": "gpt2", "dataset": ROWS} | flags)
+
+
+def test_the_summary_says_rate_limits_and_length(gpt2_dir, capsys):
+    sft.main(sft.Args(model=gpt2_dir, dataset=ROWS, check=True, threads=1, epochs=20.0, batch_size=56))
+    out = capsys.readouterr().out
+    assert "\nlr 2e-05 cosine, at most 32 tokens a row, 64 new tokens, 24 epochs\n3 steps x 56 rows; each step" in out
+    sft.main(sft.Args(model=gpt2_dir, dataset=ROWS, check=True, threads=1, total_steps=4, max_length=9, lr=0.25))
+    assert "\nlr 0.25 cosine, at most 9 tokens a row, 64 new tokens, 36.6 epochs\n" in capsys.readouterr().out

@@ -16,18 +16,12 @@ write your own task: keep the row function that your algorithm reads, `reward`, 
 the Hugging Face hub nothing of the section "Models" is needed.
 """
 
-import fcntl
 import functools
 import hashlib
-import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from types import MappingProxyType
 
@@ -67,8 +61,12 @@ def graph(graph_seed: int = 1000) -> Graph:
 
     lengths = {0: 1}  # node -> nodes of a shortest walk; breadth first, backwards from the goal
     for length in range(2, MAX_NODES):
-        lengths |= {i: length for i in range(n) if i not in lengths and adjacency[i, list(lengths)].any()}
-    if lost := [LETTERS[i] for i in range(n) if i not in lengths]:
+        nearer = list(lengths)
+        for node in range(n):
+            if node not in lengths and adjacency[node, nearer].any():
+                lengths[node] = length
+    lost = [LETTERS[node] for node in range(n) if node not in lengths]
+    if lost:
         raise ValueError(
             f"graph_seed={graph_seed}: no walk of fewer than {MAX_NODES} nodes leads to the goal '{GOAL}' from "
             f"{', '.join(lost)}; choose another graph seed, such as 1000, 1002, 0 or 2"
@@ -76,18 +74,26 @@ def graph(graph_seed: int = 1000) -> Graph:
 
     walks = []
     for _ in range(NUM_WALKS):
-        nodes = [0]
-        while nodes[0] == 0:
-            nodes[0] = rng.randint(n)
-        while nodes[-1] != 0 and len(nodes) < MAX_NODES:
-            nodes.append(rng.choice(np.flatnonzero(adjacency[nodes[-1]])))
-        walks.append("".join(LETTERS[i] for i in nodes))
+        node = 0
+        while node == 0:
+            node = rng.randint(n)
+        walk = LETTERS[node]
+        while node != 0 and len(walk) < MAX_NODES:
+            node = rng.choice(np.flatnonzero(adjacency[node]))
+            walk += LETTERS[node]
+        walks.append(walk)
     edges = frozenset(LETTERS[i] + LETTERS[j] for i, j in np.argwhere(adjacency))
     shortest = MappingProxyType({LETTERS[i]: lengths[i] for i in range(1, n)})
     return Graph(adjacency, edges, tuple(walks), shortest)
 
 
 # ---- Score ----------------------------------------------------------------------------------------------------------
+
+
+def follows_edges(walk: str, graph_seed: int) -> bool:
+    """True if every step is an edge, so of one letter, too."""
+    edges = graph(graph_seed).edges
+    return all(x + y in edges for x, y in pairwise(walk))
 
 
 def is_legal(sample: str, graph_seed: int = 1000) -> bool:
@@ -97,8 +103,7 @@ def is_legal(sample: str, graph_seed: int = 1000) -> bool:
     >>> is_legal("da"), is_legal("daa"), is_legal("dab"), is_legal("")
     (True, True, False, False)
     """
-    edges = graph(graph_seed).edges
-    return sample[:1] in set(LETTERS) and all(x + y in edges for x, y in pairwise(sample))
+    return sample[:1] in set(LETTERS) and follows_edges(sample, graph_seed)
 
 
 def walk_length(sample: str, graph_seed: int = 1000) -> int:
@@ -106,10 +111,10 @@ def walk_length(sample: str, graph_seed: int = 1000) -> int:
 
     What follows the first `a` is ignored, as in trlX. A sample that starts at the goal has not walked: MAX_NODES.
     """
-    edges = graph(graph_seed).edges
     walk = sample[: sample.find(GOAL) + 1]  # empty without a goal
-    legal = len(walk) > 1 and all(x + y in edges for x, y in pairwise(walk))
-    return min(len(walk), MAX_NODES) if legal else MAX_NODES
+    if len(walk) < 2 or not follows_edges(walk, graph_seed):
+        return MAX_NODES
+    return min(len(walk), MAX_NODES)
 
 
 def optimality(sample: str, graph_seed: int = 1000) -> float:
@@ -146,8 +151,11 @@ def prompts(graph_seed: int = 1000) -> list[dict]:
 
 def eval_prompts(graph_seed: int = 1000, samples: int = 50, starts: str = LETTERS) -> list[dict]:
     """Each of the starts `samples` times. 20 x 50 sampled walks give a mean within about 0.01; 20 x 1 within 0.1."""
-    rows = [row for row in prompts(graph_seed) if row["prompt"] in starts]
-    return [dict(row) for row in rows for _ in range(samples)]
+    rows = []
+    for row in prompts(graph_seed):
+        if row["prompt"] in starts:
+            rows += [dict(row) for _ in range(samples)]
+    return rows
 
 
 def text(graph_seed: int = 1000) -> list[dict]:
@@ -162,25 +170,31 @@ def completions(graph_seed: int = 1000, split: str = "all") -> list[dict]:
     """
     if split not in ("all", "train", "test"):
         raise ValueError(f"split={split!r} must be all, train or test")
-    rows = [{"prompt": walk[0], "completion": walk[1:]} for walk in graph(graph_seed).walks]
-    held_out = [keyed_hash("held out", graph_seed, i) % 10 == 0 for i in range(len(rows))]
-    return [row for row, out in zip(rows, held_out, strict=True) if split == "all" or out == (split == "test")]
+    rows = []
+    for position, walk in enumerate(graph(graph_seed).walks):
+        held_out = keyed_hash("held out", graph_seed, position) % 10 == 0
+        if split == "all" or held_out == (split == "test"):
+            rows.append({"prompt": walk[0], "completion": walk[1:]})
+    return rows
 
 
 def best(graph_seed: int = 1000, fraction: float = 0.1) -> list[dict]:
     """The walks of highest optimality as completions, best first, equals in the order of the data."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction} must lie in (0, 1]")
-    rows = sorted(rewarded(graph_seed), key=lambda row: -row["reward"])[: max(1, round(fraction * NUM_WALKS))]
+    rows = sorted(rewarded(graph_seed), key=lambda row: -row["reward"])
+    rows = rows[: max(1, round(fraction * NUM_WALKS))]
     return [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
 
 
 def messages(graph_seed: int = 1000) -> list[dict]:
     """The 1000 walks as chats of two messages."""
-    return [
-        {"messages": [{"role": "user", "content": walk[0]}, {"role": "assistant", "content": walk[1:]}]}
-        for walk in graph(graph_seed).walks
-    ]
+    rows = []
+    for walk in graph(graph_seed).walks:
+        user = {"role": "user", "content": walk[0]}
+        assistant = {"role": "assistant", "content": walk[1:]}
+        rows.append({"messages": [user, assistant]})
+    return rows
 
 
 def dialogues(graph_seed: int = 1000) -> list[dict]:
@@ -190,8 +204,10 @@ def dialogues(graph_seed: int = 1000) -> list[dict]:
 
 def rewarded(graph_seed: int = 1000) -> list[dict]:
     """The 1000 walks with their optimality, for offline RL."""
-    walks = graph(graph_seed).walks
-    return [{"prompt": w[0], "completion": w[1:], "reward": optimality(w, graph_seed)} for w in walks]
+    rows = []
+    for walk in graph(graph_seed).walks:
+        rows.append({"prompt": walk[0], "completion": walk[1:], "reward": optimality(walk, graph_seed)})
+    return rows
 
 
 def keyed_hash(*key) -> int:
@@ -218,16 +234,7 @@ def pairs(graph_seed: int = 1000, split: str = "train", kind: str = "all", by: s
     if split not in ("train", "test") or kind not in ("all", "natural", "illegal") or by not in ("pair", "walk"):
         options = "train or test; all, natural or illegal; pair or walk"
         raise ValueError(f"split={split!r}, kind={kind!r}, by={by!r}: must be {options}")
-    walks = list(dict.fromkeys(graph(graph_seed).walks))
-    arrivals = [walk for walk in walks if optimality(walk, graph_seed) > 0]
-    sources = [
-        [(c, r, "natural") for c in arrivals for r in arrivals if c[0] == r[0] and len(c) < len(r)],
-        [(c, r, "natural") for c in arrivals for r in walks if c[0] == r[0] and r[-1] != GOAL],
-        [(c, c[: i + 1] + c[j:], "illegal") for c in arrivals for i in range(len(c)) for j in range(i + 2, len(c) - 1)],
-        [(c, c[: i + 1] + GOAL, "illegal") for c in arrivals for i in range(len(c) - 2)],
-    ]
-    for number in (2, 3):  # jumps that happen to follow an edge are legal shortcuts
-        sources[number] = [pair for pair in sources[number] if not is_legal(pair[1], graph_seed)]
+    sources = pair_sources(graph_seed)
 
     def in_split(pair: tuple) -> bool:
         keys = [pair[:1], pair[1:2]] if by == "walk" else [pair[:2]]
@@ -239,12 +246,46 @@ def pairs(graph_seed: int = 1000, split: str = "train", kind: str = "all", by: s
     def shuffle(pair: tuple) -> int:  # not by `draw`: the pairs that were drawn from a large source have small values
         return keyed_hash("shuffle", graph_seed, *pair)
 
-    sources = [sorted({pair for pair in source if in_split(pair)}, key=draw) for source in sources]
+    sources = [sorted(filter(in_split, source), key=draw) for source in sources]
     count = min(map(len, sources))
     if count == 0:
         raise ValueError(f"graph_seed={graph_seed}: the {split} split has no walks for one source of pairs")
-    mixed = sorted((pair for source in sources for pair in source[:count]), key=shuffle)
-    return [{"prompt": c[0], "chosen": c[1:], "rejected": r[1:], "kind": k} for c, r, k in mixed if kind in ("all", k)]
+    mixed = []
+    for source in sources:
+        mixed += source[:count]
+    rows = []
+    for chosen, rejected, pair_kind in sorted(mixed, key=shuffle):
+        if kind in ("all", pair_kind):
+            rows.append({"prompt": chosen[0], "chosen": chosen[1:], "rejected": rejected[1:], "kind": pair_kind})
+    return rows
+
+
+def pair_sources(graph_seed: int) -> list[set[tuple[str, str, str]]]:
+    """(chosen, rejected, kind) of the four sources of `pairs`."""
+    walks = list(dict.fromkeys(graph(graph_seed).walks))
+    arrivals = [walk for walk in walks if optimality(walk, graph_seed) > 0]
+    later = set()
+    never = set()
+    for walk in arrivals:
+        for other in walks:
+            if other[0] != walk[0]:
+                continue
+            if other[-1] != GOAL:
+                never.add((walk, other, "natural"))
+            elif len(walk) < len(other) < MAX_NODES:
+                later.add((walk, other, "natural"))
+    jumps = set()
+    straight = set()
+    for walk in arrivals:
+        for begin, end in combinations(range(len(walk)), 2):
+            jump = walk[: begin + 1] + walk[end:]  # from node `begin` to node `end`
+            if is_legal(jump, graph_seed):  # a legal shortcut, or one step of the walk
+                continue
+            if end == len(walk) - 1:
+                straight.add((walk, jump, "illegal"))
+            else:
+                jumps.add((walk, jump, "illegal"))
+    return [later, never, jumps, straight]
 
 
 def eval_pairs(graph_seed: int = 1000, by: str = "pair") -> dict[str, list[dict]]:
@@ -254,10 +295,7 @@ def eval_pairs(graph_seed: int = 1000, by: str = "pair") -> dict[str, list[dict]
 
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
-SFT_SCRIPT = Path(__file__).resolve().parents[2] / "algos" / "sft.py"
-BASE_MODEL_FLAGS = """--total-steps 300 --batch-size 96 --micro-batch-size 32 --lr 1e-3 --warmup-steps 0
---adam-betas 0.9 0.999 --max-length 16 --eval-every 0 --save-every 0""".split()
-CODE_FILE = "code.json"  # in a base model's directory: hashes of the code that trained it
+MODELS = Path(__file__).with_suffix("")  # the folder of this name
 CONTEXT = 32  # positions of the model; a walk with bos and eos needs 12
 
 
@@ -288,108 +326,36 @@ def logit_mask(graph_seed: int = 1000) -> np.ndarray:
     return forbidden
 
 
-def cache_dir() -> Path:
-    """$PLAINRL_CACHE, else the user's cache folder, else (no $HOME, or not writable) one in the temporary folder."""
-    home = os.environ.get("HOME")
-    user = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
-    folders = [user and f"{user}/plainrl", f"{tempfile.gettempdir()}/plainrl-{os.getuid()}"]
-    if explicit := os.environ.get("PLAINRL_CACHE"):
-        folders = [explicit]  # never another one than the user asked for
-    for folder in map(Path, filter(None, folders)):
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-            return folder.absolute()
-        except OSError as error:
-            reason = error
-    raise OSError(f"no writable cache folder ({reason}): set PLAINRL_CACHE to one")
+def base_model() -> str:
+    """Path of a GPT-2 (6 layers, width 144, 1.5 M parameters) that walks like the data: `untrained_model` after
 
+    python algos/sft.py --config benchmarks/tasks/randomwalks/base_model.yaml --run-dir DIRECTORY
 
-def cached(name: str, build: Callable[[Path], Path]) -> str:
-    """Path of the directory `name` in the cache. On first use, `build(scratch folder)` returns the directory to keep.
-
-    One process builds while others wait; the directory appears by a rename, so it is complete or absent.
+    which takes a minute on one CPU core; other machines get other bits. For another graph give its `--dataset`.
     """
-    final = cache_dir() / name
-    if not final.is_dir():
-        with open(final.with_name(name + ".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not final.is_dir():  # no other process has built it meanwhile
-                with tempfile.TemporaryDirectory(dir=final.parent, prefix=name + ".tmp-") as scratch:
-                    os.rename(build(Path(scratch)), final)
-    return str(final)
-
-
-def fingerprint(*settings) -> str:
-    """8 hex digits that change with this file or the settings."""
-    return hashlib.blake2b(Path(__file__).read_bytes() + json.dumps(settings).encode(), digest_size=4).hexdigest()
+    return str(MODELS / "base_model")
 
 
 def untrained_model() -> str:
-    """Path of a randomly initialised GPT-2 (6 layers, width 144, 1.5 M parameters) with its tokenizer.
-
-    The same weights in every process: drawn on the CPU from seed 0, whatever torch's generators hold, and these stay
-    as they were.
-    """
-
-    def build(scratch: Path) -> Path:
-        import torch
-        from transformers import AutoModelForCausalLM, GPT2Config
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        letters = tokenizer()
-        special_ids = {f"{name}_token_id": getattr(letters, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        config = GPT2Config(
-            vocab_size=len(letters), n_layer=6, n_embd=144, n_head=6, n_positions=CONTEXT, **special_ids,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would also reseed every GPU
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.save_pretrained(scratch / "model")
-        letters.save_pretrained(scratch / "model")
-        return scratch / "model"
-
-    return cached(f"randomwalks-untrained-{fingerprint()}", build)
+    """Path of that model with random weights; `python benchmarks/tasks/randomwalks.py DIRECTORY` draws them again."""
+    return str(MODELS / "untrained_model")
 
 
-def base_model(graph_seed: int = 1000) -> str:
-    """Path of that model after `algos/sft.py` on `completions`: it walks like the data. Trained on first use.
+def draw_untrained_model(directory: str) -> None:
+    """Writes a randomly initialised model and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, GPT2Config
 
-    The script runs as one process of its own, also under torchrun or accelerate launch, so their variables are
-    removed from its environment. A change of the script, or of what it imports from common/, trains a new one.
-    """
-    from common.identity import code_hashes  # here, so that a copy of this file needs nothing of the repository
-
-    graph(graph_seed)  # a bad graph seed fails here
-    name = f"randomwalks-base-{graph_seed}"
-    code = code_hashes(SFT_SCRIPT)
-    launcher = re.compile(r"(RANK|WORLD_SIZE)$|(LOCAL|MASTER|TORCHELASTIC|ACCELERATE|GROUP|ROLE)_")
-    environment = {name: value for name, value in os.environ.items() if not launcher.match(name)}
-
-    def build(scratch: Path) -> Path:
-        task = Path(__file__).resolve()
-        command = [sys.executable, str(SFT_SCRIPT), *BASE_MODEL_FLAGS, "--run-dir", str(scratch / "run")]
-        command += ["--model", f"{task}:untrained_model", "--dataset", f"{task}:completions:graph_seed={graph_seed}"]
-        reason = changed_code(name, code)
-        print(f"randomwalks: training the base model once, to be kept in {scratch.parent}{reason}", flush=True)
-        if status := subprocess.run(command, env=environment).returncode:
-            raise RuntimeError(
-                f"training the randomwalks base model failed with exit code {status}: {' '.join(command)}"
-            )
-        model = scratch / "run" / "hf_model"
-        (model / CODE_FILE).write_text(json.dumps(code))
-        return model
-
-    return cached(f"{name}-{fingerprint(graph_seed, BASE_MODEL_FLAGS, code)}", build)
+    letters = tokenizer()
+    special_ids = {f"{name}_token_id": getattr(letters, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = GPT2Config(
+        vocab_size=len(letters), n_layer=6, n_embd=144, n_head=6, n_positions=CONTEXT, **special_ids,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    letters.save_pretrained(directory)
 
 
-def changed_code(name: str, code: dict[str, str]) -> str:
-    """What to say of the files that have changed since the newest base model of this name was trained; or nothing."""
-    earlier = sorted(cache_dir().glob(f"{name}-*/{CODE_FILE}"), key=os.path.getmtime)
-    if not earlier:
-        return ""
-    before = json.loads(earlier[-1].read_text())
-    changed = sorted(file for file in before | code if before.get(file) != code.get(file))
-    return f" (there is an older one; since then has changed: {', '.join(changed)})" if changed else ""
+if __name__ == "__main__":
+    draw_untrained_model(*sys.argv[1:])

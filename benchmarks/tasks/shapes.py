@@ -16,6 +16,7 @@ task: keep the row function and a reward; with a model from the Hugging Face hub
 
 import functools
 import io
+import itertools
 import math
 import os
 import sys
@@ -26,7 +27,7 @@ import numpy as np
 
 COLOURS = {"red": (0.85, 0.12, 0.12), "green": (0.1, 0.65, 0.2), "blue": (0.15, 0.3, 0.9), "yellow": (0.95, 0.85, 0.1)}
 SHAPES = ("circle", "square", "triangle")
-CAPTIONS = tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES)
+CAPTIONS = tuple(f"a {colour} {shape}" for colour, shape in itertools.product(COLOURS, SHAPES))
 BASE_MODEL = Path(__file__).resolve().parent / "shapes_base"
 SIZE = 32  # pixels of an image's side
 
@@ -38,7 +39,12 @@ def outline(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Whether a point lies in the shape of half-size 1 around the origin; y points down. A circle fills pi/4 of the
     square around it, a triangle (apex up) half."""
     square = (abs(x) <= 1) & (abs(y) <= 1)
-    return {"circle": x**2 + y**2 <= 1, "square": square, "triangle": square & (abs(x) <= (y + 1) / 2)}[shape]
+    outlines = {
+        "circle": x**2 + y**2 <= 1,
+        "square": square,
+        "triangle": square & (abs(x) <= (y + 1) / 2),
+    }
+    return outlines[shape]
 
 
 def draw(caption: str, rng: np.random.Generator) -> np.ndarray:
@@ -51,10 +57,14 @@ def draw(caption: str, rng: np.random.Generator) -> np.ndarray:
     centre = rng.uniform(half + 1, SIZE - half - 1, size=2)
     inside = outline(shape, (x - centre[0]) / half, (y - centre[1]) / half)
     grey = np.clip(rng.normal(0.45, 0.1), 0.15, 0.85)
-    strength, angle = 0.2 * rng.beta(4, 2), rng.uniform(0, math.pi)
-    length, phase = rng.uniform(7.0, 11.0), rng.uniform(0, 2 * math.pi)
-    waves = np.sin(2 * math.pi / length * (x * math.cos(angle) + y * math.sin(angle)) + phase)
-    image = np.where(inside[..., None], np.array(COLOURS[colour]), (grey + strength * waves)[..., None])
+    strength = 0.2 * rng.beta(4, 2)
+    angle = rng.uniform(0, math.pi)
+    length = rng.uniform(7.0, 11.0)
+    phase = rng.uniform(0, 2 * math.pi)
+    distance = x * math.cos(angle) + y * math.sin(angle)  # along the direction of the waves
+    waves = np.sin(2 * math.pi / length * distance + phase)
+    ground = grey + strength * waves
+    image = np.where(inside[..., None], COLOURS[colour], ground[..., None])
     return image.reshape(SIZE, 4, SIZE, 4, 3).mean(axis=(1, 3)).clip(0, 1)
 
 
@@ -62,7 +72,8 @@ def drawings(count: int, seed: int = 0) -> tuple[np.ndarray, list[str]]:
     """(count, 32, 32, 3) float32 images and their captions, each caption equally often."""
     rng = np.random.default_rng([seed, count])
     captions = [CAPTIONS[i % len(CAPTIONS)] for i in range(count)]
-    return np.stack([draw(caption, rng) for caption in captions]).astype(np.float32), captions
+    images = [draw(caption, rng) for caption in captions]
+    return np.stack(images).astype(np.float32), captions
 
 
 # ---- Rewards --------------------------------------------------------------------------------------------------------
@@ -72,9 +83,9 @@ def kilobytes(image) -> float:
     """Size of the image (3, H, W) in [0, 1] as a JPEG file of quality 95, in units of 1000 bytes."""
     from PIL import Image
 
-    pixels = (np.asarray(image).transpose(1, 2, 0) * 255).round().astype(np.uint8)
+    pixels = np.asarray(image).transpose(1, 2, 0) * 255
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=95)
+    Image.fromarray(pixels.round().astype(np.uint8)).save(file, "JPEG", quality=95)
     return file.tell() / 1000
 
 
@@ -97,15 +108,18 @@ def shuffled(images, prompts: list[str], **columns) -> list[float]:
     """`compressibility`, each to a wrong image: a control. Its mean is that of the true rewards, and nothing is to be
     learned from it."""
     scores = compressibility(images, prompts)
-    order = np.random.default_rng(abs(hash(tuple(scores)))).permutation(len(scores))
+    seed = abs(hash(tuple(scores)))
+    order = np.random.default_rng(seed).permutation(len(scores))
     return [scores[i] for i in order]
 
 
 @functools.cache
 def templates(height: int, width: int) -> dict[str, np.ndarray]:
     """The outlines that fill a box of that many pixels, as (height, width) bool."""
-    y, x = np.meshgrid((np.arange(height) + 0.5) / height, (np.arange(width) + 0.5) / width, indexing="ij")
-    return {shape: outline(shape, 2 * x - 1, 2 * y - 1) for shape in SHAPES}
+    rows = (np.arange(height) + 0.5) / height
+    columns = (np.arange(width) + 0.5) / width
+    y, x = np.meshgrid(2 * rows - 1, 2 * columns - 1, indexing="ij")
+    return {shape: outline(shape, x, y) for shape in SHAPES}
 
 
 def recognise(image) -> tuple[str | None, str | None]:
@@ -116,33 +130,44 @@ def recognise(image) -> tuple[str | None, str | None]:
     """
     pixels = np.asarray(image, dtype=np.float64).transpose(1, 2, 0)
     mask = pixels.max(axis=2) - pixels.min(axis=2) > 0.3
-    rows, columns = np.flatnonzero(mask.sum(axis=1) > 1), np.flatnonzero(mask.sum(axis=0) > 1)
+    rows = np.flatnonzero(mask.sum(axis=1) > 1)
+    columns = np.flatnonzero(mask.sum(axis=0) > 1)
     if len(rows) < 4 or len(columns) < 4:
         return None, None
-    mean = pixels[mask].mean(axis=0) - pixels[mask].mean()
-    directions = {name: np.array(colour) - np.mean(colour) for name, colour in COLOURS.items()}
-    colour = max(directions, key=lambda name: mean @ directions[name] / np.linalg.norm(directions[name]))
+    direction = pixels[mask].mean(axis=0) - pixels[mask].mean()
+    similarity = {}
+    for name, colour in COLOURS.items():
+        reference = np.array(colour) - np.mean(colour)
+        similarity[name] = direction @ reference / np.linalg.norm(reference)
     box = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    overlap = {shape: (box & t).sum() / (box | t).sum() for shape, t in templates(*box.shape).items()}
-    return colour, max(overlap, key=overlap.get)
+    overlap = {}
+    for shape, template in templates(*box.shape).items():
+        overlap[shape] = (box & template).sum() / (box | template).sum()
+    return max(similarity, key=similarity.get), max(overlap, key=overlap.get)
 
 
 def metric(images, prompts: list[str], **columns) -> dict[str, list[float]]:
     """Per image: agreement with the caption (1.0 where colour and shape are right), each of the two, brightness, and
     the size of the JPEG file in kB."""
-    found = [recognise(image) for image in images]
-    colour = [float(prompt.split()[-2:-1] == [name]) for prompt, (name, _) in zip(prompts, found, strict=True)]
-    shape = [float(prompt.split()[-1:] == [name]) for prompt, (_, name) in zip(prompts, found, strict=True)]
-    both = [a * b for a, b in zip(colour, shape, strict=True)]
-    sizes = incompressibility(images, prompts)
-    light = brightness(images, prompts)
-    return {"agreement": both, "colour": colour, "shape": shape, "brightness": light, "kilobytes": sizes}
+    values = {"agreement": [], "colour": [], "shape": []}
+    for image, prompt in zip(images, prompts, strict=True):
+        colour, shape = recognise(image)
+        words = prompt.split()
+        is_colour_right = words[-2:-1] == [colour]  # slices, since a prompt may have fewer words
+        is_shape_right = words[-1:] == [shape]
+        values["agreement"].append(float(is_colour_right and is_shape_right))
+        values["colour"].append(float(is_colour_right))
+        values["shape"].append(float(is_shape_right))
+    values["brightness"] = brightness(images, prompts)
+    values["kilobytes"] = incompressibility(images, prompts)
+    return values
 
 
 def agreement(images, prompts: list[str], **columns) -> list[float]:
     """The share of the caption that is drawn: 0.5 for the colour, 0.5 for the shape."""
     values = metric(images, prompts)
-    return [(colour + shape) / 2 for colour, shape in zip(values["colour"], values["shape"], strict=True)]
+    pairs = zip(values["colour"], values["shape"], strict=True)
+    return [(colour + shape) / 2 for colour, shape in pairs]
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
@@ -150,12 +175,19 @@ def agreement(images, prompts: list[str], **columns) -> list[float]:
 
 def prompts() -> list[dict]:
     """The 12 captions, with what they name as columns (`colour`, `shape`)."""
-    return [{"prompt": caption, "colour": caption.split()[1], "shape": caption.split()[2]} for caption in CAPTIONS]
+    rows = []
+    for caption in CAPTIONS:
+        _, colour, shape = caption.split()
+        rows.append({"prompt": caption, "colour": colour, "shape": shape})
+    return rows
 
 
 def eval_prompts(samples: int = 8) -> list[dict]:
     """Each caption `samples` times."""
-    return [dict(row) for row in prompts() for _ in range(samples)]
+    rows = []
+    for row in prompts():
+        rows += [dict(row) for _ in range(samples)]
+    return rows
 
 
 # ---- Model ----------------------------------------------------------------------------------------------------------
@@ -172,21 +204,36 @@ def tokenizer():
     from transformers import CLIPTokenizer
 
     words = ["a", *COLOURS, *SHAPES]
-    letters = sorted({letter for word in words for letter in word})
-    vocabulary = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
+    letters = sorted(set("".join(words)))
+    last_letters = [letter + "</w>" for letter in letters]
+    vocabulary = ["<|startoftext|>", "<|endoftext|>", *letters, *last_letters]
     merges = []
     for word in words:
         pieces = [*word[:-1], word[-1] + "</w>"]
         for merge in merges:  # in their order, as byte-pair encoding applies them
-            while merge in (pairs := list(zip(pieces, pieces[1:], strict=False))):
-                at = pairs.index(merge)
-                pieces[at : at + 2] = ["".join(merge)]
-        while len(pieces) > 1:
-            merges.append((pieces[0], pieces[1]))
-            pieces[:2] = ["".join(pieces[:2])]
-            vocabulary.append(pieces[0])
+            pieces = merge_pieces(pieces, merge)
+        token = pieces[0]
+        for piece in pieces[1:]:
+            merges.append((token, piece))
+            token += piece
+            vocabulary.append(token)
     ids = {token: i for i, token in enumerate(dict.fromkeys(vocabulary))}
     return CLIPTokenizer(vocab=ids, merges=merges, model_max_length=8)
+
+
+def merge_pieces(pieces: list[str], merge: tuple[str, str]) -> list[str]:
+    """The pieces of a word with each neighbouring pair that equals `merge` as one.
+
+    >>> merge_pieces(["a", "b", "b", "a", "b"], ("a", "b"))
+    ['ab', 'b', 'ab']
+    """
+    merged = []
+    for piece in pieces:
+        if merged and (merged[-1], piece) == merge:
+            merged[-1] += piece
+        else:
+            merged.append(piece)
+    return merged
 
 
 def untrained_pipeline():
@@ -196,101 +243,167 @@ def untrained_pipeline():
 
     words = tokenizer()
     vae = AutoencoderKL(
-        block_out_channels=(16, 32, 64), layers_per_block=1, latent_channels=4, norm_num_groups=8, sample_size=SIZE,
-        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
+        sample_size=SIZE,
+        block_out_channels=(16, 32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
         mid_block_add_attention=False,
-    )  # fmt: skip
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=8,
+    )
     unet = UNet2DConditionModel(
-        sample_size=SIZE // 4, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=64,
-        attention_head_dim=4, norm_num_groups=16,
-        down_block_types=("CrossAttnDownBlock2D",) * 2, up_block_types=("CrossAttnUpBlock2D",) * 2,
-    )  # fmt: skip
-    ids = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=words.model_max_length, **ids,
-        )
-    )  # fmt: skip
+        sample_size=SIZE // 4,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D",) * 2,
+        up_block_types=("CrossAttnUpBlock2D",) * 2,
+        layers_per_block=1,
+        cross_attention_dim=64,
+        attention_head_dim=4,
+        norm_num_groups=16,
+    )
+    text_config = CLIPTextConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=words.model_max_length,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+    )
     scheduler = DDIMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, clip_sample=False,
-        set_alpha_to_one=False, prediction_type="v_prediction",
-    )  # fmt: skip
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type="v_prediction",
+        steps_offset=1,
+        clip_sample=False,
+        set_alpha_to_one=False,
+    )
     return StableDiffusionPipeline(
-        vae=vae, unet=unet, text_encoder=text_encoder, tokenizer=words, scheduler=scheduler, safety_checker=None,
-        feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+        vae=vae,
+        unet=unet,
+        text_encoder=CLIPTextModel(text_config),
+        tokenizer=words,
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
 
 
 def train(directory: str) -> None:
     """Trains the pipeline on drawings and writes it to the directory: first the VAE, then UNet and text encoder on its
     latents. `python benchmarks/tasks/shapes.py DIRECTORY` calls it."""
     import torch
-    from torch.nn import functional as F
-
-    def optimise(name, modules, settings, loss):
-        """AdamW with a cosine schedule; loss(step) -> scalar. A line every ten seconds."""
-        weights = [weight for module in modules for weight in module.parameters()]
-        optimizer = torch.optim.AdamW(weights, lr=settings["lr"], fused=True)
-        begun = shown = time.monotonic()
-        steps, warmup, mean = settings["steps"], settings.get("warmup", 0), None
-        for step in range(1, steps + 1):
-            rise, fall = step / max(1, warmup), (1 + math.cos(math.pi * step / steps)) / 2
-            optimizer.param_groups[0]["lr"] = settings["lr"] * min(rise, fall)
-            value = loss(step)
-            optimizer.zero_grad()
-            value.backward()
-            torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-            mean = value.item() if mean is None else 0.99 * mean + 0.01 * value.item()
-            now = time.monotonic()
-            if now - shown > 10 or step in (1, steps):
-                shown, left = now, (now - begun) / step * (steps - step)
-                print(f"shapes: {name} {step}/{steps} | loss {mean:.4f} | eta {left:.0f} s", flush=True)
 
     torch.manual_seed(0)
-    torch.set_num_threads(os.cpu_count() if not hasattr(os, "sched_getaffinity") else len(os.sched_getaffinity(0)))
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(cores)
     pipeline = untrained_pipeline()
-    vae, unet, text_encoder = pipeline.vae, pipeline.unet, pipeline.text_encoder
     images, captions = drawings(SETTINGS["images"])
     images = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous() * 2 - 1
-    ids = pipeline.tokenizer(captions, padding="max_length", return_tensors="pt").input_ids
-    empty = pipeline.tokenizer("", padding="max_length", return_tensors="pt").input_ids
+    train_vae(pipeline.vae, images)
+    with torch.no_grad():
+        means = [pipeline.vae.encode(batch).latent_dist.mean for batch in images.split(256)]
+    latents = torch.cat(means)
+    pipeline.vae.register_to_config(scaling_factor=1 / latents.std().item())
+    latents = latents * pipeline.vae.config.scaling_factor
+    train_unet(pipeline, latents, captions)
+    pipeline.vae.half()  # half the size; diffusers reads them as float32, transformers would not
+    pipeline.unet.half()
+    pipeline.save_pretrained(directory)
+
+
+def train_vae(vae, images):
+    """Trains the VAE on images (B, 3, 32, 32) in [-1, 1], and freezes it."""
+    import torch
+
+    settings = SETTINGS["vae"]
 
     def vae_loss(step):
-        batch = images[torch.randint(len(images), (SETTINGS["vae"]["batch"],))]
+        rows = torch.randint(len(images), (settings["batch"],))
+        batch = images[rows]
         posterior = vae.encode(batch).latent_dist
         error = vae.decode(posterior.sample()).sample - batch
-        return error.pow(2).mean() + 0.1 * error.abs().mean() + 1e-4 * posterior.kl().mean() / posterior.mean[0].numel()
+        kl_penalty = 1e-4 * posterior.kl().mean() / posterior.mean[0].numel()
+        return error.pow(2).mean() + 0.1 * error.abs().mean() + kl_penalty
 
-    optimise("VAE", [vae], SETTINGS["vae"], vae_loss)
+    optimise("VAE", list(vae.parameters()), settings, loss_function=vae_loss)
     vae.eval().requires_grad_(False)
-    with torch.no_grad():
-        latents = torch.cat([vae.encode(batch).latent_dist.mean for batch in images.split(256)])
-    vae.register_to_config(scaling_factor=1 / latents.std().item())
-    latents = latents * vae.config.scaling_factor
 
-    settings, scheduler = SETTINGS["unet"], pipeline.scheduler
-    averages = [[weight.detach().clone() for weight in module.parameters()] for module in (unet, text_encoder)]
+
+def train_unet(pipeline, latents, captions):
+    """Trains UNet and text encoder to draw the captions' scaled latents (B, 4, 8, 8). Their weights end as the average
+    of those after each step but the last."""
+    import torch
+    from torch.nn import functional as F
+
+    unet = pipeline.unet
+    text_encoder = pipeline.text_encoder
+    scheduler = pipeline.scheduler
+    settings = SETTINGS["unet"]
+    batch_size = settings["batch"]
+    ids = pipeline.tokenizer(captions, padding="max_length", return_tensors="pt").input_ids
+    empty = pipeline.tokenizer("", padding="max_length", return_tensors="pt").input_ids
+    weights = [*unet.parameters(), *text_encoder.parameters()]
+    averages = [weight.detach().clone() for weight in weights]
 
     def unet_loss(step):
-        rows = torch.randint(len(latents), (settings["batch"],))
-        clean, noise = latents[rows], torch.randn(settings["batch"], *latents.shape[1:])
-        words = torch.where(torch.rand(settings["batch"], 1) < settings["dropout"], empty, ids[rows])
-        timesteps = torch.randint(scheduler.config.num_train_timesteps, (settings["batch"],))
-        noisy, target = (f(clean, noise, timesteps) for f in (scheduler.add_noise, scheduler.get_velocity))
-        if step > 1:  # the average of the weights after each step but the last
-            for module, average in zip((unet, text_encoder), averages, strict=True):
-                decay = min(settings["ema"], step / (step + 10))
-                torch._foreach_lerp_(average, [weight.detach() for weight in module.parameters()], 1 - decay)
-        return F.mse_loss(unet(noisy, timesteps, text_encoder(words).last_hidden_state).sample, target)
+        rows = torch.randint(len(latents), (batch_size,))
+        clean = latents[rows]
+        noise = torch.randn(clean.shape)
+        is_dropped = torch.rand(batch_size, 1) < settings["dropout"]
+        words = torch.where(is_dropped, empty, ids[rows])
+        timesteps = torch.randint(scheduler.config.num_train_timesteps, (batch_size,))
+        noisy = scheduler.add_noise(clean, noise, timesteps)
+        target = scheduler.get_velocity(clean, noise, timesteps)
+        if step > 1:
+            decay = min(settings["ema"], step / (step + 10))
+            with torch.no_grad():
+                torch._foreach_lerp_(averages, weights, 1 - decay)
+        hidden = text_encoder(words).last_hidden_state
+        predicted = unet(noisy, timesteps, hidden).sample
+        return F.mse_loss(predicted, target)
 
-    optimise("UNet", [unet, text_encoder], settings, unet_loss)
-    for module, average in zip((unet, text_encoder), averages, strict=True):
-        for weight, mean in zip(module.parameters(), average, strict=True):
-            weight.data.copy_(mean)
-    vae.half(), unet.half()  # half the size; diffusers reads them as float32, transformers would not
-    pipeline.save_pretrained(directory)
+    optimise("UNet", weights, settings, loss_function=unet_loss)
+    for weight, average in zip(weights, averages, strict=True):
+        weight.data.copy_(average)
+
+
+def optimise(name, weights, settings, loss_function):
+    """AdamW with a cosine schedule; loss_function(step) -> scalar. A line every ten seconds."""
+    import torch
+
+    optimizer = torch.optim.AdamW(weights, lr=settings["lr"], fused=True)
+    steps = settings["steps"]
+    warmup = settings.get("warmup", 0)
+    mean = None
+    begun = time.monotonic()
+    printed = begun
+    for step in range(1, steps + 1):
+        scale = (1 + math.cos(math.pi * step / steps)) / 2
+        if warmup:
+            scale = min(scale, step / warmup)
+        optimizer.param_groups[0]["lr"] = settings["lr"] * scale
+        loss = loss_function(step)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        if mean is None:
+            mean = loss.item()
+        else:
+            mean = 0.99 * mean + 0.01 * loss.item()
+        now = time.monotonic()
+        if now - printed > 10 or step in (1, steps):
+            printed = now
+            left = (now - begun) / step * (steps - step)
+            print(f"shapes: {name} {step}/{steps} | loss {mean:.4f} | eta {left:.0f} s", flush=True)
 
 
 def base_model() -> str:

@@ -96,9 +96,9 @@ def settings(model):
     """Flags of algos/ddpo.py, TRL's settings."""
     return {
         "model": str(model), "dataset": rows(), "reward": reward, "seed": SEED, "num_inference_steps": STEPS,
-        "eta": 1.0, "guidance_scale": GUIDANCE, "num_epochs": ITERATIONS, "sample_batch_size": IMAGES,
-        "batch_size": IMAGES, "micro_batch_size": MICRO, "decode_batch_size": IMAGES, "inner_epochs": 1,
-        "per_prompt_stats": False, "adv_clip_max": 5.0, "clip_range": CLIP, "lora_r": RANK, "lr": LR,
+        "eta": 1.0, "guidance_scale": GUIDANCE, "num_epochs": ITERATIONS, "rollout_batch_size": IMAGES,
+        "batch_size": IMAGES, "micro_batch_size": MICRO, "decode_batch_size": IMAGES, "ppo_epochs": 1,
+        "per_prompt_stats": False, "adv_clip_max": 5.0, "cliprange": CLIP, "lora_r": RANK, "lr": LR,
         "adam_betas": BETAS, "adam_eps": EPS, "weight_decay": DECAY, "max_grad_norm": NORM,
     }  # fmt: skip
 

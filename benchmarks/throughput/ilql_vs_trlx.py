@@ -106,7 +106,7 @@ def settings(workload, flags, model):
     steps, _, batch, lr = WORKLOADS[workload]
     fixed = {"max_grad_norm": 0.0, "lr_schedule": "constant", "warmup_steps": 0, "adam_betas": BETAS, "two_qs": True}
     fixed |= {"gamma": 0.99, "tau": 0.8, "cql_scale": 0.1, "awac_scale": 1.0, "awac_beta": 0.0}
-    fixed |= {"alpha": 0.1, "steps_for_target_q_sync": 5}
+    fixed |= {"polyak_alpha": 0.1, "steps_for_target_q_sync": 5, "attn_implementation": "eager"}
     fixed |= {"model": model, "dataset": rows(workload), "max_length": LONGEST, "seed": SEED, "lr": lr}
     return fixed | {"batch_size": batch, "total_steps": max(1, steps), "micro_batch_size": batch} | flags
 
@@ -139,10 +139,10 @@ def derived_loss_memory(rows, tokens, actions, vocabulary):
     """(peer, plainrl): bytes of the tensors with a vocabulary dimension that are alive at once.
 
     Peer, when the losses have been computed: logits at every token; at every action Q and target Q of two heads, the
-    logits selected there, and three log-softmaxes. plainrl: the logits of a chunk and their log-softmax.
+    logits selected there, and three log-softmaxes. plainrl: the logits of a chunk, their log-softmax, their gradient.
     """
     chunk = min(rows * actions, max(1, ilql.CHUNK // vocabulary))
-    return 4 * vocabulary * rows * (tokens + 8 * actions), 4 * vocabulary * 2 * chunk
+    return 4 * vocabulary * rows * (tokens + 8 * actions), 4 * vocabulary * 3 * chunk
 
 
 # ---- The peer --------------------------------------------------------------------------------------------------------
@@ -236,11 +236,9 @@ class TrlxStructure(nn.Module):
         return found, stats | {name: value.item() for name, value in found.items()}
 
 
-def build_peer(lm, longest, args, same_flags):
+def build_peer(lm, args, same_flags):
     """The peer with the weights with which algos/ilql.py starts, and its optimizer."""
-    if same_flags:
-        models.set_attention(lm, args, torch.device("cpu"), longest)
-    else:
+    if not same_flags:
         lm.set_attn_implementation("sdpa")
     peer = TrlxStructure(lm, ilql.PolicyWithQ(lm, True, SEED).head_weights())
     weights = [weight for weight in peer.parameters() if weight.requires_grad]
@@ -251,7 +249,7 @@ def build_peer(lm, longest, args, same_flags):
 def peer_steps(workload, same_flags, model):
     """(seconds of every step, {name: loss} of every step, norm of the first gradient)."""
     lm, _, episodes, args = load(workload, model)
-    peer, optimizer = build_peer(lm, max(len(e.ids) for e in episodes), args, same_flags)
+    peer, optimizer = build_peer(lm, args, same_flags)
     seconds, losses, grad_norm = [], [], None
     for step, drawn in enumerate(order(workload), 1):
         begun = time.perf_counter()
@@ -268,7 +266,7 @@ def peer_steps(workload, same_flags, model):
         if step % args.steps_for_target_q_sync == 0:
             with torch.no_grad():
                 for slow, fast in zip(peer.target_q_heads.parameters(), peer.q_heads.parameters(), strict=True):
-                    slow.copy_(args.alpha * fast + (1 - args.alpha) * slow)
+                    slow.copy_(args.polyak_alpha * fast + (1 - args.polyak_alpha) * slow)
         seconds[-1] += time.perf_counter() - begun
         losses.append({name: stats[name] for name in LOSSES})
     return seconds, losses, grad_norm
@@ -359,7 +357,6 @@ def measure_memory(mode, model):
     lm, tokenizer, episodes, args = load("memory", model)
     batch = [episodes[row] for row in order("memory")[0]]
     if mode in OURS:
-        models.set_attention(lm, args, torch.device("cpu"), max(len(e.ids) for e in episodes))
         policy = ilql.PolicyWithQ(lm, args.two_qs, args.seed)
         assert ilql.lm_head_error(lm, torch.tensor([batch[0].ids])) < 1e-4
         batch = ilql.Batch.of(sorted(batch, key=lambda e: len(e.ids)), tokenizer.pad_token_id, "cpu")
@@ -369,7 +366,7 @@ def measure_memory(mode, model):
                 terms = policy(batch, args)
             return {name: terms[name].sum() / batch.mask.sum() for name in LOSSES}
     else:
-        policy, _ = build_peer(lm, None, args, PEER[mode][0])
+        policy, _ = build_peer(lm, args, PEER[mode][0])
         batch = collate(batch)
 
         def losses():
@@ -430,7 +427,7 @@ log-normal (mean {gpt2_tokens}, of which {gpt2_actions} are actions); {gpt2_padd
 Derived by arithmetic, not measured: the float32 tensors with a vocabulary dimension that are alive at once, for the
 padded shape of the table above and for a batch of 128 rows of 64 tokens that are all actions (the default size in
 trlX). Peer: 1 of rows x tokens and 8 of rows x actions (Q and target Q of two heads, the selected logits, three
-log-softmaxes). plainrl: 2 of one chunk of {chunk} actions, however many there are.
+log-softmaxes). plainrl: 3 of one chunk of {chunk} actions, however many there are.
 
 {derived}
 

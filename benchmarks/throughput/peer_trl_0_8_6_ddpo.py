@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
 from trl.models import modeling_sd_base
 
-from common.seeding import fast_cpu_matmul
+from common.machine import fast_cpu_matmul
 
 
 class GivenNoise(DefaultDDPOStableDiffusionPipeline):

@@ -17,7 +17,7 @@ from ppo_gpt2_small import LR, record_peer
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
-from common.seeding import fast_cpu_matmul
+from common.machine import fast_cpu_matmul
 
 
 class TimedDPOTrainer(DPOTrainer):

@@ -15,7 +15,7 @@ from sft_mixed_lengths import BATCH, LONGEST, PEER_MODES, SEED, STEPS, figures, 
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from common.seeding import fast_cpu_matmul
+from common.machine import fast_cpu_matmul
 
 
 class Clock(TrainerCallback):

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 
-from common.seeding import fast_cpu_matmul
+from common.machine import fast_cpu_matmul
 
 # ---- Workload: the peer imports it from here -------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ MODES = {  # of algos/ppo.py: flags, and what they show
     "fp32-malloc": ({}, "fp32 without keeping freed memory (glibc's default thresholds)"),
     "fp32-2-layers": (
         {"num_layers_unfrozen": 2},
-        "`--num-layers-unfrozen 2`: the frozen blocks run while sampling only (fraction: of full training's work)",
+        "`--num-layers-unfrozen 2`: the frozen blocks run in no update (fraction: of full training's work)",
     ),
     "fp32-2-layers-no-cache": (
         {"num_layers_unfrozen": 2, "cache_trunk": False},
@@ -144,7 +144,7 @@ def short_run(script, mode, **flags):
     """The lines of perf.jsonl and of metrics.jsonl of a run of a script (a module of algos). The run ends where it
     would write its only checkpoint: saving is not measured."""
 
-    from common import checkpoint, models
+    from common import checkpoint, machine
 
     class Measured(Exception):
         pass
@@ -157,9 +157,9 @@ def short_run(script, mode, **flags):
     with ExitStack() as stack:
         stack.enter_context(patch.object(checkpoint, "pack_state", stop))
         if mode == "fp32-highest":
-            stack.enter_context(patch.object(models, "fast_cpu_matmul", lambda: False))
+            stack.enter_context(patch.object(machine, "fast_cpu_matmul", lambda: False))
         if mode == "fp32-malloc":
-            stack.enter_context(patch.object(models, "ctypes", SimpleNamespace(CDLL=lambda name: None)))
+            stack.enter_context(patch.object(machine, "ctypes", SimpleNamespace(CDLL=lambda name: None)))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         with suppress(Measured):
             script.main(script.Args(run_dir=f"{folder}/run", threads=THREADS, **off, **flags))

@@ -11,11 +11,12 @@ for seed in ${SEEDS-1 2 3 4 5}; do
     run python algos/ilql.py "${common[@]}" --run-dir "$out/default-seed$seed" --eval-every 40
     run python algos/ilql.py "${common[@]}" --run-dir "$out/greedy-m-seed$seed" --eval-every 1000 \
         --eval-temperature 0 --eval-prompts $task:eval_prompts:starts=m,samples=1
-    run python algos/sft.py "${common[@]}" --run-dir "$out/sft-best-tenth-seed$seed" --eval-every 40 \
-        --total-steps 167 --dataset $task:best --eval-prompts $task:eval_prompts --metric $task:metric
+    run python algos/sft.py --config benchmarks/tasks/randomwalks/sft.yaml "${common[@]}" \
+        --run-dir "$out/sft-best-tenth-seed$seed" --eval-every 40 --total-steps 167 --dataset $task:best \
+        --eval-dataset None
     for graph in 0 2; do
-        [ "$seed" -gt 3 ] || run python algos/ilql.py "${common[@]}" --run-dir "$out/graph-$graph-seed$seed" \
-            --eval-every 40 --epochs 16 --dataset $task:rewarded:graph_seed=$graph \
+        [ "$seed" -gt 3 ] || run python algos/ilql.py --config benchmarks/tasks/randomwalks/ilql.yaml "${common[@]}" \
+            --run-dir "$out/graph-$graph-seed$seed" --eval-every 40 --dataset $task:rewarded:graph_seed=$graph \
             --eval-prompts $task:eval_prompts:graph_seed=$graph --metric $task:metric:graph_seed=$graph
     done
 done

@@ -1,0 +1,180 @@
+"""Commands of README and docstrings on own models and data, as they stand: `python -m pytest tests/test_commands.py`
+
+Their models and files lie in a directory under the names that the command gives them: the base model of the random
+walks with room for longer texts in place of a pretrained one, rows of its task, README's own functions. Only hub
+datasets are named otherwise, torchrun becomes one process, and long runs are shortened. Nothing may have become worse.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
+
+from benchmarks.tasks import randomwalks, shapes
+from common.sampling import decode, generate_all
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+COMMAND = re.compile(
+    r"(?:python|accelerate launch|torchrun --nproc_per_node \d+) (algos/(\w+)\.py [^#`\n]*--model[^#`\n]*)"
+)
+MODELS = ["gpt2", "my_model", "Qwen/Qwen3-0.6B", "runs/mine/hf_model", "runs/sft/hf_model"]
+# What ends a run early, or makes it small; nothing of it touches learning rates, coefficients or lengths of texts.
+SHORTER = {
+    "ppo": "--total-episodes 1536",
+    "ddpo": "--num-epochs 1 --rollout-batch-size 8 --batch-size 8 --num-inference-steps 3",
+}
+QUICK = ["README.md sft 1", "dpo.py dpo 1"]  # the others are in the slow suite
+
+
+def commands():
+    """(document, script, words) of each command."""
+    for document in [ROOT / "README.md", *sorted((ROOT / "algos").glob("*.py"))]:
+        text = document.read_text().replace("\\\n", " ")
+        counts = {}
+        for command, script in COMMAND.findall(text):
+            counts[script] = counts.get(script, 0) + 1
+            name = f"{document.name} {script} {counts[script]}"
+            marks = [] if name in QUICK else [pytest.mark.slow]
+            yield pytest.param(script, shlex.split(command), id=name, marks=marks)
+
+
+def code_block(name):
+    """The file of this name in README."""
+    [block] = re.findall(rf"```python\n# {name}\n(.*?)```", README, re.S)
+    return block
+
+
+@pytest.fixture(scope="module")
+def longer_model(tmp_path_factory):
+    """The base model with 160 positions in place of 32."""
+    path = tmp_path_factory.mktemp("longer")
+    model = AutoModelForCausalLM.from_pretrained(randomwalks.base_model())
+    positions = model.transformer.wpe.weight.data
+    torch.manual_seed(0)
+    model.transformer.wpe = torch.nn.Embedding(160, positions.shape[1])
+    model.transformer.wpe.weight.data.mul_(0.02)
+    model.transformer.wpe.weight.data[: len(positions)] = positions
+    model.config.n_positions = 160
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(randomwalks.base_model(), model_max_length=160).save_pretrained(path)
+    return path
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def fill(tmp_path, longer_model, scripts):
+    """fill(script, words): the files that a command names, in an empty directory."""
+
+    def write(script, words):
+        for name in MODELS:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).symlink_to(longer_model)
+        rows = {
+            "sft": randomwalks.completions(),
+            "ilql": randomwalks.rewarded(),
+            "reward": randomwalks.pairs(),
+            "dpo": randomwalks.pairs(),
+            "ppo": [{"prompt": row["prompt"], "answer": "a"} for row in randomwalks.prompts()],
+            "ddpo": [{"prompt": caption} for caption in shapes.CAPTIONS],
+        }[script]
+        for name in ("answers", "my", "pairs", "rewarded", "prompts"):
+            jsonl(tmp_path / f"{name}.jsonl", rows)
+        for name in ("held_out", "test"):
+            jsonl(tmp_path / f"{name}.jsonl", rows[::5])
+        (tmp_path / "prompts.txt").write_text("\n".join(shapes.CAPTIONS))
+        if script in ("ilql", "reward"):
+            jsonl(tmp_path / "prompts.jsonl", randomwalks.prompts())
+        (tmp_path / "my_reward.py").write_text(code_block("my_judge.py" if script == "ddpo" else "my_reward.py"))
+        (tmp_path / "my_judge.py").write_text(code_block("my_judge.py"))
+        metric = "from benchmarks.tasks.randomwalks import metric\ncorrect = metric\n"
+        (tmp_path / "my_metric.py").write_text(metric)
+        if "google-t5/t5-small" in words:
+            small_t5(tmp_path / "google-t5/t5-small")
+        for name in ("my_pipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).symlink_to(shapes.base_model())
+        for judge in re.findall(r"(runs/judge\w*)/hf_model", " ".join(words)):
+            adapters = ["--lora-r", "4"] if "lora" in judge else []
+            argv = [ROOT / "algos/reward.py", "--model", "gpt2", "--dataset", "judge.jsonl", "--run-dir", judge]
+            jsonl(tmp_path / "judge.jsonl", randomwalks.pairs())
+            scripts.run([*argv, *adapters, "--lr", "1e-3", "--total-steps", "8", "--threads", "1"], tmp_path)
+        return tmp_path
+
+    return write
+
+
+def small_t5(path):
+    letters = randomwalks.tokenizer()
+    config = T5Config(
+        vocab_size=len(letters), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=23,
+        eos_token_id=letters.eos_token_id, pad_token_id=letters.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    T5ForConditionalGeneration(config).save_pretrained(path)
+    letters.save_pretrained(path)
+
+
+def walks(model, tokenizer):
+    """Sampled continuations, ten of each start."""
+    prompts = [row["prompt"] for row in randomwalks.eval_prompts(samples=10)]
+    queries = tokenizer(prompts)["input_ids"]
+    model.eval()
+    _, _, ids, mask = generate_all(Accelerator(), model, tokenizer, queries, ("test", 0), seed=1, max_new_tokens=12)
+    responses = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+    return [prompt + text for prompt, text in zip(prompts, decode(tokenizer, queries, responses, ()), strict=True)]
+
+
+def mean_optimality(path):
+    model = AutoModelForCausalLM.from_pretrained(path)
+    samples = walks(model, AutoTokenizer.from_pretrained(randomwalks.base_model()))
+    return sum(map(randomwalks.optimality, samples)) / len(samples)
+
+
+def series(run, name):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
+@pytest.mark.parametrize(("script", "words"), list(commands()))
+def test_a_documented_command_makes_nothing_worse(script, words, fill, scripts, longer_model):
+    work = fill(script, words)
+    words = ["pairs.jsonl" if re.match(r"[A-Z]\w+/.*:\w+$", word) else word for word in words]
+    words = ["prompts.jsonl" if word == "org/prompts:train" else word for word in words]
+    words = ["my.jsonl" if word == "org/chats:train" else word for word in words]
+    words = ["rewarded.jsonl" if word == "org/rewarded:train" else word for word in words]
+    if "--run-dir" in words:
+        words[words.index("--run-dir") + 1] = "run"  # runs/mine is a model here
+    else:
+        words += ["--run-dir", "run"]
+    out = scripts.run([ROOT / words[0], *words[1:], *SHORTER.get(script, "").split()], work).out
+    run = work / "run"
+    assert re.search(r"\blr \d", out), "the summary tells the learning rate"
+    if script == "reward":
+        accuracies = series(run, "rewards/accuracies")
+        assert sum(accuracies[-5:]) > sum(accuracies[:5]) - 0.25
+    elif script == "ddpo":
+        assert (run / "hf_model/model_index.json").exists()
+    elif "google-t5/t5-small" in words:
+        losses = series(run, "train/loss")
+        assert losses[-1] < losses[0]
+    else:
+        assert mean_optimality(run / "hf_model") > mean_optimality(longer_model) - 0.06
+    if script == "ppo":
+        rewards = series(run, "eval/reward")
+        assert rewards[-1] > rewards[0] - 0.05 and series(run, "objective/kl")[-1] < 10
+    if script == "dpo":
+        accuracies = series(run, "rewards/accuracies")
+        assert sum(accuracies[-5:]) / 5 > 0.5
+
+
+def test_every_script_has_such_a_command():
+    assert {parameters.values[0] for parameters in commands()} == {"ppo", "ilql", "sft", "reward", "dpo", "ddpo"}

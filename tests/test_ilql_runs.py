@@ -933,8 +933,8 @@ def test_rules_between_flags(flags, sentence):
 
 
 def test_defaults_are_those_of_trlx_and_the_task_has_its_own():
-    """But for the target heads, which follow as in the authors' code. The task's settings count with neither a model nor
-    a dataset; a flag that is given wins over them."""
+    """But for the target heads, which follow as in the authors' code. The settings of the task count with neither
+    a model nor a dataset; a flag that is given wins over them."""
     own, task = ilql.Args(**GIVEN), ilql.Args()
     trlx = {"lr": 5e-5, "tau": 0.7, "gamma": 0.99, "cql_scale": 0.1, "awac_scale": 1.0, "awac_beta": 0.0}
     trlx |= {"polyak_alpha": 0.005, "steps_for_target_q_sync": 1, "two_qs": True, "batch_size": 128}

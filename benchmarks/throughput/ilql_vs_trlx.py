@@ -55,7 +55,7 @@ WORKLOADS = {  # steps, of which not counted, rows of a step, learning rate
 
 _BF16 = {"mixed_precision": "bf16"}
 OURS = {  # modes of algos/ilql.py: flags, and what they show
-    "walks-fp32": ({}, "defaults: matmul precision medium, eager attention, fused AdamW; one forward of 100 rows"),
+    "walks-fp32": ({}, "matmul precision medium, eager attention, fused AdamW; one forward of 100 rows"),
     "walks-bf16": (_BF16, "`--mixed-precision bf16`: weights, heads and optimizer fp32"),
     "gpt2-fp32": ({}, "defaults; one forward of 8 rows"),
     "gpt2-fp32-highest": ({"attn_implementation": "eager"}, "gpt2-fp32 without matmul precision medium"),

@@ -41,7 +41,7 @@ PAIRS = STEPS * BATCH
 
 _BF16, _NO_SHARE, _KEPT = {"mixed_precision": "bf16"}, {"share_prompt": False}, {"precompute_ref": False}
 _SWITCHES = {  # of the scripts: flags, and what they show
-    "fp32": ({}, "defaults: matmul precision medium, eager attention, the prompt of a pair computed once"),
+    "fp32": ({}, "matmul precision medium, eager attention, the prompt of a pair computed once"),
     "fp32-highest": ({"attn_implementation": "eager"}, "fp32 without matmul precision medium"),
     "fp32-no-share": (_NO_SHARE, "fp32 with `--no-share-prompt`: the prompt once for each text"),
     "fp32-micro-2": ({"micro_batch_size": 2}, "`--micro-batch-size 2`: forwards of 2 pairs, sorted by length"),
@@ -190,7 +190,7 @@ def measure_ours(mode, model):
     perf, metrics = short_run(
         script, own, model=str(model), dataset=rows(), max_length=LONGEST, batch_size=BATCH, total_steps=STEPS,
         seed=SEED, lr=LR, lr_schedule="constant", warmup_steps=0, adam_betas=BETAS,
-        **{"micro_batch_size": BATCH} | flags,
+        **{"micro_batch_size": BATCH, "attn_implementation": "eager"} | flags,
     )  # fmt: skip
     assert (len(shared) > STEPS) == flags.get("share_prompt", True)  # a script says and does without where it cannot
     assert len(seconds) - 1 == (algorithm == "dpo" and flags.get("precompute_ref", True))

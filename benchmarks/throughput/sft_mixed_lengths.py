@@ -31,7 +31,7 @@ STEPS = int(os.environ.get("STEPS", 12))  # of a process
 SKIPPED = 2  # first steps, which are printed and not counted
 
 MODES = {  # of algos/sft.py: flags, and what they show
-    "fp32": ({}, "defaults: matmul precision medium, eager attention; one forward of 8 rows"),
+    "fp32": ({}, "matmul precision medium, eager attention; one forward of 8 rows"),
     "fp32-highest": ({"attn_implementation": "eager"}, "fp32 without matmul precision medium"),
     "fp32-sdpa": ({"attn_implementation": "sdpa"}, "fp32 without eager attention"),
     "fp32-micro-2": ({"micro_batch_size": 2}, "`--micro-batch-size 2`: forwards of 2 rows, sorted by length"),
@@ -102,7 +102,7 @@ def measure_ours(mode, model):
     """What record() stores of a short run of algos/sft.py."""
     from algos import sft
 
-    flags = {"micro_batch_size": BATCH} | MODES[mode][0]
+    flags = {"micro_batch_size": BATCH, "attn_implementation": "eager"} | MODES[mode][0]
     perf, metrics = short_run(
         sft, mode, model=str(model), dataset=rows(), max_length=LONGEST, batch_size=BATCH, total_steps=STEPS, seed=SEED,
         lr=LR, lr_schedule="constant", warmup_steps=0, adam_betas=BETAS, **flags,

@@ -357,9 +357,8 @@ class Reference:
                 self.score(run, model_hash, pairs)
         if data.prompts:
             _, samples = evaluate_samples(
-                self.accelerator, self.model, tokenizer, data.prompts, data.queries, lambda *texts: {}, args,
-                args.top_k, args.top_p,
-            )  # fmt: skip
+                self.accelerator, self.model, tokenizer, data.prompts, data.queries, None, args
+            )
             outputs = [sample["output"] for sample in samples]
             data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
         if args.precompute_ref or args.reference_free:

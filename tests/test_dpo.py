@@ -307,7 +307,7 @@ BEFORE = {  # the defaults of before, which were those of the embedded task, whe
     "eval_prompts": "benchmarks/tasks/randomwalks.py:eval_prompts",
     "metric": "benchmarks/tasks/randomwalks.py:metric",
     "epochs": 6.0, "batch_size": 48, "micro_batch_size": 64, "decode_batch_size": 1024, "max_new_tokens": 9,
-    "beta": 0.3, "loss_type": "ipo", "sft_coef": 0.02, "lr": 1e-3, "lr_schedule": "cosine", "warmup_steps": 40,
+    "beta": 0.3, "loss_type": "ipo", "sft_coef": 0.02, "lr": 1e-3, "warmup_steps": 40,
     "adam_betas": (0.9, 0.95), "attn_implementation": "eager",
 }  # fmt: skip
 

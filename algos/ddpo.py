@@ -59,11 +59,17 @@ from common.models import check_directory, quiet_libraries
 from common.ranges import Count, Decay, Natural, NonNegative, Positive, Range, Repository, Share, out_of_range
 from common.seeding import rng, seed_libraries, stream_rows
 
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
+
 
 @embedded_task("benchmarks/tasks/shapes/ddpo.yaml")
 @dataclass
 class Args:
-    """Denoising diffusion policy optimisation of a Stable Diffusion pipeline. Defaults are for pretrained pipelines."""
+    """Denoising diffusion policy optimisation of a Stable Diffusion pipeline. Defaults are for pretrained pipelines.
+
+    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
+    a YAML file; flags win over it.
+    """
 
     # ---- algorithm
     num_epochs: Count = 100
@@ -101,8 +107,8 @@ class Args:
 
     # ---- optimizer
     lr: Positive = 1e-5
-    """Peak learning rate of AdamW (Black et al. 2023: 1e-5 for all weights; the authors' code and TRL: 3e-4 for the
-    adapters of --lora-r)."""
+    """Peak learning rate of AdamW (Black et al. 2023: 1e-5 for all weights; the authors' code: 3e-5; for the adapters
+    of --lora-r that and TRL: 3e-4)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up."""
     lr_final: NonNegative = 0.0
@@ -152,7 +158,7 @@ class Args:
     """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights."""
     lora_alpha: Positive | None = None
     """LoRA adapters count alpha / r times; default: the rank, so once."""
-    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    lora_targets: tuple[str, ...] = ATTENTION
     """Last names of the modules that get LoRA adapters (TRL: the projections of all attention layers)."""
 
     # ---- run
@@ -168,7 +174,7 @@ class Args:
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
     """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
-    save_every: Natural = 4
+    save_every: Natural = 20
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: Count = 2
     """Newest checkpoints kept; the best by evaluation is kept besides."""
@@ -199,6 +205,8 @@ class Args:
             problems.append("--negative-prompt needs a --guidance-scale above 1")
         if self.lora_alpha is not None and self.lora_r == 0:
             problems.append("--lora-alpha is given without --lora-r")
+        if self.lora_r == 0 and tuple(self.lora_targets) != ATTENTION:
+            problems.append("--lora-targets is given without --lora-r")
         stop_if(problems)
 
 

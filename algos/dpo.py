@@ -2,10 +2,10 @@
 
 Paper: Rafailov et al. 2023, arXiv 2305.18290. Loss of a pair (Eq. 7): -log sigmoid(beta (c - r)) with the log-ratios
 c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for rejected: `dpo_loss`. Its variants are in
-`log_ratio_loss`; label smoothing works in every one that has it. Both log-probabilities usually fall in training, that
-of rejected more; --sft-coef or apo_zero hold that of chosen up. The reference scores all pairs once, before training,
-evaluation sets too, so there is no second model in memory: `Reference`. Its scores are kept beside the run under a hash
-of what decides them, for the next run with another beta.
+`log_ratio_loss`; --label-smoothing works in sigmoid, robust and exo_pair. Both log-probabilities usually fall in
+training, that of rejected more; --sft-coef or apo_zero hold that of chosen up. The reference scores all pairs once,
+before training, evaluation sets too, so there is no second model in memory: `Reference`. Its scores are kept beside the
+run under a hash of what decides them, for the next run with another beta.
 
 How this differs from other implementations:
 - Prompt and response are parted at one token for both sides of a pair; a response is never cut to nothing; the end
@@ -66,7 +66,19 @@ from common.functions import build, load_function
 from common.logging import Run, closes_run, describe_layout, on_main, visible
 from common.machine import launch
 from common.models import freeze, frozen_copy, load_model, load_reference, max_positions, unsharded
-from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, Share, Text, out_of_range
+from common.ranges import (
+    Count,
+    Decay,
+    Fraction,
+    Layers,
+    Natural,
+    NonNegative,
+    Positive,
+    Repository,
+    Share,
+    Text,
+    out_of_range,
+)
 from common.sampling import evaluate_samples
 from common.seeding import seed_libraries, stream_rows
 
@@ -76,11 +88,15 @@ PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for 
 @embedded_task("benchmarks/tasks/randomwalks/dpo.yaml")
 @dataclass
 class Args:
-    """Preference optimization of a language model. Defaults are for pretrained models."""
+    """Preference optimization of a language model. Defaults are for pretrained models.
+
+    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
+    a YAML file; flags win over it.
+    """
 
     # ---- algorithm
     epochs: Positive = 1.0
-    """Passes over the data (code of Rafailov et al. 2023, TRL: 1)."""
+    """Passes over the data (code of Rafailov et al. 2023: 1)."""
     total_steps: Count | None = None
     """Optimizer steps; default: those of --epochs."""
     beta: Positive = 0.1
@@ -91,7 +107,7 @@ class Args:
         "apo_zero", "apo_down", "discopop",
     ] = "sigmoid"  # fmt: skip
     """Loss of a pair, see log_ratio_loss."""
-    label_smoothing: Decay = 0.0
+    label_smoothing: Fraction = 0.0
     """Probability that a preference is wrong, in the losses sigmoid (cDPO), robust and exo_pair."""
     ref_model: str | None = None
     """The reference, named as --model; default: --model as it is at the start. What it answers to the prompts of
@@ -176,7 +192,8 @@ class Args:
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows."""
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
+    gives NaN in float64 for left padding in several families."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     num_layers_unfrozen: Layers = -1
@@ -320,13 +337,13 @@ class Reference:
     not scored again, and the model is forgotten as soon as it is not needed.
     """
 
-    def __init__(self, accelerator, lm, tokenizer, args):
+    def __init__(self, accelerator, lm, tokenizer, ref_path, args):
         self.accelerator = accelerator
         self.args = args
         self.share = False  # see `pair_logprobs`
         self.scores = {}  # {id of a pair: its two log-probabilities}; a run never copies its pairs
         if args.ref_model is not None:
-            self.model = load_reference(args, build(args.ref_model, "--ref-model"), lm, tokenizer)
+            self.model = load_reference(args, ref_path, lm, tokenizer)
         elif args.precompute_ref or args.reference_free:
             self.model = lm.eval()
         else:
@@ -763,6 +780,8 @@ def encode(data, lm, tokenizer, args):
         prompts = [chosen[:prompt_length] for chosen, _, prompt_length in pairs if prompt_length <= room]
         data.queries = prompts[:PROMPTS_SHOWN]
         data.prompts = [{"prompt": tokenizer.decode(ids, skip_special_tokens=True)} for ids in data.queries]
+        if not data.queries:
+            data.report += f"\nno samples: no prompt leaves room for --max-new-tokens {args.max_new_tokens}"
     if not (args.eval_every or args.check):
         data.eval_sets = {}
         data.prompts = []
@@ -846,11 +865,12 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     path = build(args.model, "--model")
+    ref_path = build(args.ref_model, "--ref-model")
     data = read(args)
     accelerator = launch(args)
     lm, tokenizer = load(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
-    reference = Reference(accelerator, lm, tokenizer, args)
+    reference = Reference(accelerator, lm, tokenizer, ref_path, args)
     run = Run("dpo", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
@@ -925,8 +945,7 @@ def main(args):
         run.save_if_due(step)
 
     run.export(to_export(lm, args), tokenizer, "hf_model")
-    flags = run.identity["flags"]
-    title = f"{flags['model']} after {run.identity['algo'].upper()} on {flags['dataset']}"
+    title = f"{run.identity['flags']['model']} after DPO on {run.identity['flags']['dataset']}"
     chosen, _, prompt_length = data.pairs[0]
     headline = headline_metric(run.newest_metrics(), data)
     metrics = run.finish(headline, title, tokenizer.decode(chosen[:prompt_length]))

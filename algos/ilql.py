@@ -10,7 +10,7 @@ the hidden states of the language model pi, which goes on to imitate the data:
     |tau - 1[u < 0]| u^2,  u = min Q^(s, a) - V(s)         V: an upper expectile over actions    expectile_loss
     log sum_b exp Q(s, b) - Q(s, a)                        unseen actions get a low Q (CQL)      cql_loss
     -log pi(a | s) w,  w = exp(awac_beta u), clipped       imitation, weighted by advantage      awac_loss
-    Q^ <- Q^ + alpha (Q - Q^)                              --polyak-alpha, every few steps       polyak_update
+    Q^ <- Q^ + alpha (Q - Q^)                              --polyak-alpha                       polyak_update
     log pi(a | s) + beta (min Q^(s, a) - V(s))             what is sampled from                  shape_logits
 
 How this differs from trlX's ILQL and the authors' code:
@@ -97,7 +97,11 @@ HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the
 @embedded_task("benchmarks/tasks/randomwalks/ilql.yaml")
 @dataclass
 class Args:
-    """Implicit language Q-learning: offline RL of a language model. Defaults are for pretrained models."""
+    """Implicit language Q-learning: offline RL of a language model. Defaults are for pretrained models.
+
+    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
+    a YAML file; flags win over it.
+    """
 
     # ---- algorithm
     epochs: Positive = 3.0
@@ -202,7 +206,8 @@ class Args:
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows."""
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
+    gives NaN in float64 for left padding in several families."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     num_layers_unfrozen: Layers = -1
@@ -790,8 +795,8 @@ def ilql_losses(policy, batch, args):
     return losses | statistics
 
 
-def total_sums(accelerator, sums):
-    """{name: number}: sums of tensors (), over all processes."""
+def reduce_sums(accelerator, sums):
+    """{name: sum over all processes} as numbers, of a dict of sums."""
     totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
     return dict(zip(sums, totals, strict=True))
 
@@ -827,7 +832,7 @@ def evaluate_losses(accelerator, model, episodes, args, pad):
         for name in LOSSES:
             sums[name] += terms[name].double().sum()
         sums["actions"] += batch.mask.sum().double()
-    sums = total_sums(accelerator, sums)
+    sums = reduce_sums(accelerator, sums)
     return {name: sums[name] / sums["actions"] for name in LOSSES}
 
 
@@ -1113,7 +1118,7 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = lr
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        metrics = loss_metrics(total_sums(accelerator, sums), count)
+        metrics = loss_metrics(reduce_sums(accelerator, sums), count)
         if not (math.isfinite(metrics["losses/loss"]) and grad_norm.isfinite()):
             numbers = f"loss {metrics['losses/loss']}, gradient norm {grad_norm}, rows {rows}"
             raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")

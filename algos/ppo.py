@@ -89,15 +89,19 @@ from common.seeding import draw, rng, seed_libraries, stream_rows
 @embedded_task("benchmarks/tasks/randomwalks/ppo.yaml")
 @dataclass
 class Args:
-    """Proximal policy optimisation of a language model. Defaults are for pretrained models."""
+    """Proximal policy optimisation of a language model. Defaults are for pretrained models.
+
+    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
+    a YAML file; flags win over it.
+    """
 
     # ---- algorithm
     total_episodes: Count = 65536
     """Length of the run: episodes (a prompt with its response) over all iterations."""
     rollout_batch_size: Count = 512
-    """Episodes of an iteration, all processes together (Ziegler et al. 2019: 512)."""
+    """Episodes of an iteration, all processes together (code of Ziegler et al.: 512)."""
     ppo_epochs: Count = 4
-    """Passes over the episodes of an iteration (Ziegler et al. 2019: 4)."""
+    """Passes over the episodes of an iteration (code of Ziegler et al.: 4)."""
     kl_coef: NonNegative = 0.05
     """Weight beta of the per-token KL penalty (Ziegler et al. 2019, Eq. 2; Huang et al. 2024: 0.05); 0 turns it off."""
     kl_kind: Literal["kl", "abs", "mse", "k3"] = "kl"
@@ -159,8 +163,8 @@ class Args:
 
     # ---- optimizer
     lr: Positive = 1e-5
-    """Peak learning rate of AdamW (Ziegler et al. 2019: 1.41e-5 for 774 M parameters; Huang et al. 2024: 3e-6 for 1 B
-    and more; adapters of --lora-r take ten times as much)."""
+    """Peak learning rate of AdamW (code of Ziegler et al.: 1e-5; Huang et al. 2024: 3e-6 for 1 B and more; adapters of
+    --lora-r take ten times as much)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after the warm-up."""
     lr_final: NonNegative = 0.0
@@ -177,8 +181,8 @@ class Args:
     """Decoupled weight decay of the weight matrices (not of biases and norms)."""
     max_grad_norm: NonNegative = 1.0
     """Clip the global gradient norm to this; 0: never."""
-    batch_size: Count = 128
-    """Rows per optimizer step, all processes together (Ziegler et al. 2019: 4 minibatches of 512 episodes)."""
+    batch_size: Count = 512
+    """Rows per optimizer step, all processes together (code of Ziegler et al.: all episodes of an iteration)."""
     micro_batch_size: Count = 8
     """Rows per process and forward pass; changes memory and speed, never the result."""
 
@@ -211,7 +215,8 @@ class Args:
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows."""
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
+    gives NaN in float64 for left padding in several families."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     num_layers_unfrozen: Layers = -1
@@ -494,8 +499,8 @@ class PolicyWithValue(nn.Module):
             weight.data.copy_(values)
 
     def forward(self, *inputs, **options):
-        """(logprobs, values, entropies), each (B, R), of the arguments of score_tokens behind lm. values[:, t] is the
-        value of the state before response token t."""
+        """(logprobs, values, entropies or None), each (B, R); arguments as of score_tokens. values[:, t] is the value
+        of the state before response token t."""
         logprobs, states, entropies = score_tokens(self.lm, *inputs, **options)
         if self.detach_value_trunk:
             states = states.detach()
@@ -527,10 +532,15 @@ class Trunk:
     update. Everything but these blocks is the model's own forward. depth 0: no effect.
     """
 
-    def __init__(self, depth):
-        self.depth = depth
-        self.checked = False
+    def __init__(self, depth, state):
+        self.state = state  # its trunk: whether played back states were right, None before that was tried
+        self.depth = 0 if state.trunk is False else depth
         self.in_tuple = False  # blocks of some architectures return a tuple
+
+    def needed(self, episodes):
+        """(B, Q + R - 1) bool: the tokens that a later one attends to, so all but the last of each row."""
+        mask = attended(episodes.query_mask, episodes.response_mask)
+        return mask[:, :-1] & mask[:, 1:]
 
     @contextmanager
     def record(self, lm):
@@ -564,10 +574,9 @@ class Trunk:
 
     @torch.no_grad()
     def check(self, accelerator, model, inputs, states, logprobs, args):
-        """states, or None where there is no trunk. The first ones are tried: model must give for inputs the same
+        """states, or None where there is no trunk. Once a run they are tried: model must give for inputs the same
         logprobs when they are played back, or the trunk is switched off. Collective."""
-        if self.depth and not self.checked:
-            self.checked = True
+        if self.depth and self.state.trunk is None:
             played = torch.full_like(logprobs, math.nan)
             if states.ndim == 3:  # else several vectors a token, as in Gemma 3n
                 with suppress(Exception), self.play(accelerator.unwrap_model(model).lm, states):
@@ -576,7 +585,8 @@ class Trunk:
             error = (played - logprobs)[response_mask].abs().mean()
             error = accelerator.gather(error[None]).max().item()
             exact = args.dtype != "bfloat16" and accelerator.mixed_precision == "no"
-            if not error <= (1e-4 if exact else 0.02):  # nan is not
+            self.state.trunk = error <= (1e-4 if exact else 0.02)  # nan is not
+            if not self.state.trunk:
                 accelerator.print(f"--cache-trunk is off: played back, log-probabilities are {error:.1e} off")
                 self.depth = 0
         return states if self.depth else None
@@ -650,7 +660,7 @@ class Rollout:
     advantages: torch.Tensor | None = None  # (B, R), whitened
     returns: torch.Tensor | None = None  # (B, R)
 
-    # What `take` narrows; it takes any other field but trunk whole, row by row.
+    # What `take` narrows, besides trunk. Any other field keeps its columns.
     ALONG_QUERIES = ("query", "query_mask")
     ALONG_RESPONSES = """response response_mask logprobs values entropies ref_logprobs raw_scores scores rewards
     advantages returns""".split()
@@ -698,8 +708,8 @@ def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, reward, it
         scored.append(score_episodes(accelerator, model, ref, trunk, batch.take(places), args))
     for name in scored[0]:
         tokens = torch.cat([micro_batch[name] for micro_batch in scored])
-        where = needed(batch) if name == "trunk" else mask
-        setattr(batch, name, accelerator.gather(spread(tokens, where[local])))
+        counted = trunk.needed(batch) if name == "trunk" else mask
+        setattr(batch, name, accelerator.gather(spread(tokens, counted[local])))
     # 3. the reward of the texts
     output_ids = kept_ids(batch.response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
@@ -722,14 +732,8 @@ def score_episodes(accelerator, model, ref, trunk, episodes, args):
     columns = {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
     scored = {name: column[episodes.response_mask] for name, column in columns.items()}
     if states is not None:
-        scored["trunk"] = states[needed(episodes)]
+        scored["trunk"] = states[trunk.needed(episodes)]
     return scored
-
-
-def needed(episodes):
-    """(B, Q + R - 1) bool: the tokens that a later one attends to, so all but the last of each row."""
-    mask = attended(episodes.query_mask, episodes.response_mask)
-    return mask[:, :-1] & mask[:, 1:]
 
 
 def spread(tokens, mask):
@@ -1045,9 +1049,9 @@ def main(args):
     model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
     stride = steps_per_iteration(args)
     total_steps = num_iterations(args) * stride
-    quantities = {"iteration": 0, "kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}
+    quantities = {"iteration": 0, "kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0], "trunk": None}
     state = run.restore(model, optimizer, lm, total_steps, longer="--total-episodes", stride=stride, **quantities)
-    trunk = Trunk(depth)
+    trunk = Trunk(depth, state)
     run.say(summary(args, accelerator, policy, data))
     if args.check:
         evaluate(run, 0, model, tokenizer, data, args)

@@ -59,7 +59,7 @@ from common.logging import Run, closes_run, describe_layout, visible
 from common.machine import launch
 from common.models import freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
 from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, out_of_range
-from common.sampling import decode, generate_all
+from common.sampling import decode, generate_all, kept_ids
 from common.seeding import rng, seed_libraries, stream_rows
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
@@ -73,7 +73,11 @@ print(model({prompt!r}, function_to_apply='none'))"""
 @embedded_task("benchmarks/tasks/randomwalks/reward.yaml")
 @dataclass
 class Args:
-    """A reward model from preferences. Defaults are for pretrained models."""
+    """A reward model from preferences. Defaults are for pretrained models.
+
+    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
+    a YAML file; flags win over it.
+    """
 
     # ---- algorithm
     epochs: Positive = 1.0
@@ -139,7 +143,8 @@ class Args:
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows."""
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
+    gives NaN in float64 for left padding in several families."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     num_layers_unfrozen: Layers = -1
@@ -150,12 +155,12 @@ class Args:
     --model."""
     lora_r: Natural = 0
     """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
-    adapter of a language model is trained further without this flag."""
+    adapter of a sequence classifier is trained further without this flag."""
     lora_alpha: Positive | None = None
     """LoRA adapters count alpha / r times; default: the rank, so once."""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
-    last."""
+    """Last names of the modules that get LoRA adapters; all-linear: every linear layer but the
+    head."""
     merge_adapters: bool = False
     """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
 
@@ -380,7 +385,7 @@ def policy_samples(args, policy, tokenizer, prompts, accelerator):
     prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--norm-prompts")
     sizes = {"max_new_tokens": args.max_new_tokens, "decode_batch_size": args.micro_batch_size}
     _, _, ids, mask = generate_all(accelerator, policy, tokenizer, queries, ("norm", 0), seed=args.seed, **sizes)
-    responses = [row[kept].tolist() for row, kept in zip(ids.cpu(), mask.cpu(), strict=True)]
+    responses = kept_ids(ids, mask)
     outputs = decode(tokenizer, queries, responses, ())
     samples = [row["prompt"] + output for row, output in zip(prompts, outputs, strict=True)]
     ended = [tokenizer.eos_token_id in response for response in responses]

@@ -13,7 +13,7 @@ Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats
 
     python algos/sft.py                                            # random walks, one CPU, under a minute
     accelerate launch algos/sft.py --model gpt2 --dataset my.jsonl --eval-dataset held_out.jsonl
-    python algos/sft.py --model google-t5/t5-small --dataset pairs.jsonl --lora-r 16 --lr 2e-4   # an encoder-decoder
+    python algos/sft.py --model google-t5/t5-small --dataset translations.jsonl --lora-r 16 --lr 2e-4 # T5
     torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/chats:train --max-length 2048 \
         --packing
 
@@ -57,13 +57,18 @@ from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, 
 from common.sampling import evaluate_samples
 from common.seeding import seed_libraries, stream_rows
 
+WITH_PROMPT = ("messages", "prompt", "completion", "dialogue")  # columns of rows that begin with a prompt
 PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
 
 
 @embedded_task("benchmarks/tasks/randomwalks/sft.yaml")
 @dataclass
 class Args:
-    """Supervised fine-tuning of a language model. Defaults are for pretrained models."""
+    """Supervised fine-tuning of a language model. Defaults are for pretrained models.
+
+    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
+    a YAML file; flags win over it.
+    """
 
     # ---- algorithm
     epochs: Positive = 3.0
@@ -143,7 +148,8 @@ class Args:
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows."""
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
+    gives NaN in float64 for left padding in several families."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     num_layers_unfrozen: Layers = -1
@@ -547,9 +553,11 @@ def encode(data, lm, tokenizer, args):
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
         )
-    elif args.eval_every and "text" not in first_rows[0]:
+    elif (args.eval_every or args.check) and not first_rows[0].keys().isdisjoint(WITH_PROMPT):
         data.queries = queries_of_rows(first_rows, tokenizer, args.max_new_tokens, limit, encoder)
         data.prompts = [{"prompt": tokenizer.decode(ids, skip_special_tokens=True)} for ids in data.queries]
+        if not data.queries:
+            data.report += f"\nno samples: no prompt leaves room for --max-new-tokens {args.max_new_tokens}"
     return max_length
 
 

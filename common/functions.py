@@ -20,7 +20,7 @@ SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?
 
 def spec_path(spec):
     """The file or directory that a spec string names, or None (a hub id, an object). Relative to the working directory,
-    else to the repository, so that the defaults work from any directory."""
+    else to the repository, so that the embedded tasks work from any directory."""
     if not isinstance(spec, str):
         return None
     match = SPEC.fullmatch(spec)
@@ -76,7 +76,8 @@ def import_file(path, where):
 
 def build(spec, flag):
     """What a spec string stands for where a value and not a function is wanted: `file.py:function` is called, anything
-    else is returned as it is. Call it before Accelerator(): it may train a model in a subprocess."""
+    else is returned as it is. Call it before Accelerator(): a function of
+    the user may start processes."""
     if not (isinstance(spec, str) and SPEC.fullmatch(spec)):
         return spec
     function = load_function(spec, flag)

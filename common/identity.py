@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.checkpoint import sha256
@@ -33,7 +34,7 @@ def identity(algo, args, script):
     files = code_hashes(script)
     for name in SPECS:
         value = getattr(args, name, None)
-        if isinstance(value, str) and (digest := files_hash(value)):
+        if isinstance(value, str | Path) and (digest := files_hash(str(value))):
             files[name] = digest
     if args.resume not in ("auto", "never"):
         files["resume"] = str(Path(args.resume).resolve())
@@ -56,11 +57,17 @@ def files_hash(spec):
     files = []
     for path in filter(None, map(spec_path, filter(None, specs))):
         files += [file for file in [path, *sorted(path.rglob("*"))] if file.is_file()]
+        if path.suffix == ".py":  # and the models of an embedded task, in a folder of the same name
+            files += sorted(path.with_suffix("").rglob("*.safetensors"))
     return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest() if files else None
 
 
 def describe(value):
     """A JSON value that is equal for two flags that mean the same: the value itself, or a digest of an object."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
     if is_plain(value):
         return value
     if isinstance(value, list | tuple) and all(is_plain(item) and item is not None for item in value):

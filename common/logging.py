@@ -25,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 
 from common import checkpoint as ckpt
 from common.cli import InputError
-from common.identity import SIZES, differences, environment, identity
+from common.identity import SIZES, describe, differences, environment, identity
 from common.machine import set_threads
 
 # Last lines of a run, and of its card: how the model is loaded and sampled from.
@@ -175,7 +175,7 @@ class Run:
             keep_lines(folder / name, state.get("step", -1))
         if not same:
             (folder / "README.md").unlink(missing_ok=True)
-            sizes = {name: value for name, value in vars(args).items() if name in SIZES}
+            sizes = {name: describe(value) for name, value in vars(args).items() if name in SIZES}
             ckpt.write_text(folder / "config.yaml", yaml.safe_dump(new["flags"] | sizes, sort_keys=False))
             ckpt.write_text(folder / "env.json", json.dumps(new | environment(self.accelerator), indent=1))
         return folder, path, state, False

@@ -2,9 +2,13 @@
 
 import dataclasses
 import math
+import numbers
+import types
 import typing
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Union
+
+from common.cli import flag_of, stop_if
 
 
 class Range(NamedTuple):
@@ -27,21 +31,64 @@ Repository = Annotated[str, Range("org/name", lambda value: "/" in value)]
 
 
 def out_of_range(args):
-    """A sentence for each field of a dataclass whose value, or one of whose values, lies outside of its range."""
+    """A sentence for each field of a dataclass whose value lies outside of the range in its type.
+
+    Raises InputError for values of another type than that of their fields, which only Python can give. Fields of texts
+    take any object: a model, rows, a function.
+    """
+    fields = [(field, getattr(args, field.name)) for field in dataclasses.fields(args)]
+    wrong_types = []
+    for field, value in fields:
+        expected = expected_type(value, field.type)
+        if expected is not None:
+            wrong_types.append(f"{flag_of(field.name)} {value!r:.60} must be {expected}")
+    stop_if(wrong_types)
     problems = []
-    for field in dataclasses.fields(args):
+    for field, value in fields:
         allowed = find_range(field.type)
-        value = getattr(args, field.name)
-        if allowed is None or value is None:
-            continue
         values = value if isinstance(value, list | tuple) else [value]
-        try:
-            inside = all(allowed.holds(item) for item in values)
-        except TypeError:  # a text in place of a number, from Python
-            inside = False
-        if not inside:
+        if allowed is not None and value is not None and not all(map(allowed.holds, values)):
             problems.append(f"{flag_of(field.name)} {value} must be {allowed.rule}")
     return problems
+
+
+def expected_type(value, annotation):
+    """What a value has to be by an annotation, in words; None where it is that."""
+    origin = typing.get_origin(annotation)
+    inner = typing.get_args(annotation)
+    if origin is Annotated:
+        return expected_type(value, inner[0])
+    if origin in (Union, types.UnionType):  # with None
+        return None if value is None else expected_type(value, inner[0])
+    if origin is Literal:
+        return None if value in inner else f"one of {', '.join(map(str, inner))}"
+    if origin is tuple:
+        return expected_items(value, inner)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if annotation is bool and not isinstance(value, bool):
+        return "True or False"
+    if annotation is int and not (is_number and isinstance(value, numbers.Integral)):
+        return "a whole number"
+    if annotation is float and not is_number:
+        return "a number"
+    if annotation is str and value is None:
+        return "given"
+    return None
+
+
+def expected_items(value, inner):
+    """What a list has to be by the types of its items, (one, ...) or one for each; None where it is that."""
+    if not isinstance(value, list | tuple):
+        return "a list"
+    if inner[-1] is Ellipsis:
+        inner = inner[:1] * len(value)
+    if len(value) != len(inner):
+        return f"{len(inner)} values"
+    for item, annotation in zip(value, inner, strict=True):
+        expected = expected_type(item, annotation)
+        if expected is not None:
+            return f"a list in which each is {expected}"
+    return None
 
 
 def find_range(annotation):
@@ -51,8 +98,3 @@ def find_range(annotation):
         if allowed is not None:
             return allowed
     return None
-
-
-def flag_of(name):
-    """The flag of a field."""
-    return "--" + name.replace("_", "-")

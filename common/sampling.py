@@ -223,7 +223,7 @@ def text_arguments(tokenizer, rows, outputs, output_ids):
     }
 
 
-def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, reward=None, filtered=True):
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *, reward=None, filtered=True):
     """Means of what a metric function and a reward (their names in args; None: not asked) say of sampled responses, as
     {name: mean}, and the samples, a dict for each row. filtered: by args.top_k and args.top_p.
 

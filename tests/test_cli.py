@@ -5,13 +5,23 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import pytest
 import tyro
 import yaml
 
 from algos import ddpo, dpo, ilql, ppo, reward, sft
 from common import cli
-from common.cli import OTHER_NAMES, ROOT, InputError, expand_config, refuse_other_names, task_fields, with_embedded_task
+from common.cli import (
+    OTHER_NAMES,
+    ROOT,
+    InputError,
+    describe_task,
+    expand_config,
+    refuse_other_names,
+    task_fields,
+    with_embedded_task,
+)
 from common.ranges import (
     Count,
     Decay,
@@ -40,7 +50,7 @@ NAN, INF = float("nan"), float("inf")
         (Count, [1, 7], [0, -1]),
         (Natural, [0, 7], [-1]),
         (Layers, [-1, 0, 3], [-2]),
-        (Positive, [1e-9, 3], [0, -1.0, NAN, INF, "3"]),
+        (Positive, [1e-9, 3], [0, -1.0, NAN, INF]),
         (NonNegative, [0, 0.5], [-1e-9, NAN, INF]),
         (Fraction, [0, 0.5, 1], [-0.1, 1.1, NAN]),
         (Share, [0.1, 1], [0, 1.1, NAN]),
@@ -77,6 +87,45 @@ def test_all_fields_are_told_at_once():
     ]
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("batch_size", "8", "--batch-size '8' must be a whole number"),
+        ("batch_size", 8.0, "--batch-size 8.0 must be a whole number"),
+        ("batch_size", True, "--batch-size True must be a whole number"),
+        ("batch_size", None, "--batch-size None must be a whole number"),
+        ("lr", "1e-3", "--lr '1e-3' must be a number"),
+        ("lr", None, "--lr None must be a number"),
+        ("seed", 1.5, "--seed 1.5 must be a whole number"),
+        ("check", "yes", "--check 'yes' must be True or False"),
+        ("whiten_rewards", None, "--whiten-rewards None must be True or False"),
+        ("lr_schedule", "cos", "--lr-schedule 'cos' must be one of constant, linear, cosine"),
+        ("score_scaling", None, "--score-scaling None must be one of none, running, running-norm, ref, ref-norm"),
+        ("attn_implementation", "nope", "--attn-implementation 'nope' must be one of eager, sdpa, flash_attention_2"),
+        ("stop", "ab", "--stop 'ab' must be a list"),
+        ("adam_betas", 0.9, "--adam-betas 0.9 must be a list"),
+        ("adam_betas", (0.9,), "--adam-betas (0.9,) must be 2 values"),
+        ("adam_betas", (0.9, "x"), "--adam-betas (0.9, 'x') must be a list in which each is a number"),
+        ("resume", None, "--resume None must be given"),
+    ],
+)
+def test_values_of_another_type(field, value, expected):
+    named = {"model": "x", "dataset": "y", "reward": "z"}
+    with pytest.raises(InputError) as told:
+        ppo.Args(**named, **{field: value})
+    assert str(told.value) == expected
+
+
+def test_values_that_are_as_good():
+    """Numbers of numpy, lists for tuples, objects for texts."""
+    args = ppo.Args(
+        model=object(), dataset=[], reward=len, batch_size=np.int64(8), lr=np.float32(0.5), stop=["a"], lora_alpha=None
+    )
+    assert args.batch_size == 8 and args.lr == 0.5
+    with pytest.raises(InputError, match="there is no --learning-rate here: use --lr"):
+        ppo.Args(learning_rate=1.0)
+
+
 UNBOUNDED = {"seed", "margin"}
 
 
@@ -102,7 +151,7 @@ def test_settings_of_the_embedded_task(name, monkeypatch, capsys):
     assert {field: getattr(args, field) for field in settings} == settings
     words = expand_config(with_embedded_task([], args_class), args_class)
     assert tyro.cli(args_class, args=words) == args
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(describe_task(args_class.task_file).split())
     assert args_class.task_file in printed and all(f"{field} {value}" in printed for field, value in settings.items())
 
     # a flag wins, also where it says what the default is
@@ -110,10 +159,15 @@ def test_settings_of_the_embedded_task(name, monkeypatch, capsys):
     assert args_class(lr=default).lr == default != settings["lr"]
     words = expand_config(with_embedded_task(["--lr", str(default)], args_class), args_class)
     assert tyro.cli(args_class, args=words) == args_class(lr=default)
-    monkeypatch.setenv("RANK", "1")
-    capsys.readouterr()
-    with_embedded_task([], args_class)
-    assert capsys.readouterr().out == ""
+    for rank, lines in ("0", 1), ("1", 0):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(sys, "argv", ["some.py"])
+        cli.cli(args_class, lambda args: None)
+        assert capsys.readouterr().out.count("no --model, --dataset or --config") == lines
+    monkeypatch.setattr(sys, "argv", ["some.py", "--lr", "-1"])
+    with pytest.raises(SystemExit):
+        cli.cli(args_class, lambda args: None)
+    assert "--config" not in capsys.readouterr().out  # a mistake comes first
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -138,6 +192,42 @@ def test_a_config_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     words = expand_config(["--config", sft.Args.task_file, "--lr", "1"], sft.Args)
     assert tyro.cli(sft.Args, args=words) == sft.Args(lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "sentence"),
+    [
+        (["--config", "a.yaml", "--config=b.yaml"], "", "--config is given twice: join the files"),
+        (["--config"], "", "--config needs a YAML file of flags"),
+        (["--config", "--check"], "", "--config needs a YAML file of flags"),
+        (["--config", "none.yaml"], "", "--config none.yaml is not a readable YAML mapping: there is no such file"),
+        (["--config", "a.yaml"], "check: [true, false]", "--config a.yaml: --check cannot hold a list"),
+        (["--config", "a.yaml"], "check: []", "--config a.yaml: --check cannot hold a list"),
+        (["--config", "a.yaml"], "lr: {a: 1}", "--config a.yaml: --lr cannot hold a list or mapping"),
+        (["--config", "a.yaml"], "? [a, b]\n: 3", "--config a.yaml is not a readable YAML mapping: a key is no name"),
+        (
+            ["--config", "a.yaml"],
+            "learning_rate: 1\noutput_dir: x",
+            "2 problems:\n  - --config a.yaml: there is no --learning-rate here: use --lr\n"
+            "  - --config a.yaml: there is no --output-dir here: use --run-dir",
+        ),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_bad_files_of_flags(words, text, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(text)
+    (tmp_path / "b.yaml").write_text("lr: 1")
+    with pytest.raises(InputError) as told:
+        expand_config(words, sft.Args)
+    assert str(told.value) == sentence
+
+
+@pytest.mark.parametrize("word", ["true", "Yes", "on", "false", "no", "OFF"])
+def test_switches_in_yaml(word, tmp_path):
+    (tmp_path / "a.yaml").write_text(f"check: {word}")
+    switched = ["--check"] if word.lower() in ("true", "yes", "on") else ["--no-check"]
+    assert expand_config(["--config", str(tmp_path / "a.yaml")], sft.Args) == switched
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/tasks/*/*.yaml")), ids=lambda path: path.stem)
@@ -184,6 +274,12 @@ def test_a_name_from_elsewhere_is_told_in_yaml(tmp_path):
 
 def test_a_name_without_a_counterpart_here_is_left_to_tyro():
     refuse_other_names(["--init-kl-coef", "--lr", "--anything"], Some)
+
+
+def test_the_length_of_a_run_has_the_name_of_the_script():
+    for script, flag in (sft, "--epochs"), (ppo, "--total-episodes"):
+        with pytest.raises(InputError, match=f"there is no --num-train-epochs here: use {flag}"):
+            refuse_other_names(["--num-train-epochs"], script.Args)
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)

@@ -86,7 +86,7 @@ def fill(tmp_path, longer_model, scripts):
             "ppo": [{"prompt": row["prompt"], "answer": "a"} for row in randomwalks.prompts()],
             "ddpo": [{"prompt": caption} for caption in shapes.CAPTIONS],
         }[script]
-        for name in ("answers", "my", "pairs", "rewarded", "prompts"):
+        for name in ("answers", "my", "pairs", "translations", "rewarded", "prompts"):
             jsonl(tmp_path / f"{name}.jsonl", rows)
         for name in ("held_out", "test"):
             jsonl(tmp_path / f"{name}.jsonl", rows[::5])

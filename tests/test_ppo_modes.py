@@ -86,7 +86,7 @@ def test_trunk_of_every_family(family, k):
     ref = copy.deepcopy(lm, {id(w): w for w in lm.parameters() if not w.requires_grad}).requires_grad_(False)
     for (name, a), b in zip(lm.named_parameters(), ref.parameters(), strict=True):
         assert (a.data_ptr() == b.data_ptr()) == (name not in trained)
-    trunk, policy, runs = ppo.Trunk(depth), ppo.PolicyWithValue(lm, "linear", "normal"), []
+    trunk, policy, runs = ppo.Trunk(depth, SimpleNamespace(trunk=None)), ppo.PolicyWithValue(lm, "linear", "normal"), []
     with torch.no_grad(), trunk.record(lm) as recorded:
         first = score(lm)
     [states] = recorded
@@ -137,7 +137,11 @@ PRECISE = [(family, torch.float32, 1e-5) for family in FAMILIES] + [
 @pytest.mark.parametrize(("family", "dtype", "tolerance"), PRECISE)
 def test_kept_states_are_those_of_a_plain_forward(accelerator, letters, family, dtype, tolerance):
     """What `rollout` puts together of micro-batches that are trimmed: queries of 1 to 5, responses of 1 to 7 tokens."""
-    lm, trunk, queries = build(family, dtype), ppo.Trunk(2), [[3, 4, 5], [6], [7, 8, 0, 1, 2], [9, 10], [11]]
+    lm, trunk, queries = (
+        build(family, dtype),
+        ppo.Trunk(2, SimpleNamespace(trunk=None)),
+        [[3, 4, 5], [6], [7, 8, 0, 1, 2], [9, 10], [11]],
+    )
     batch = generate(accelerator, lm, letters, queries, 1, temperature=3.0, limits=torch.tensor([5, 2, 1, 7, 3]))
     batch = ppo.Rollout(*batch).take(slice(None))
     assert len(set(batch.response_mask.sum(1).tolist())) > 3
@@ -148,7 +152,7 @@ def test_kept_states_are_those_of_a_plain_forward(accelerator, letters, family, 
         part = batch.take(torch.tensor(places))
         with torch.no_grad():
             scored.append(ppo.score_episodes(accelerator, policy, lm, trunk, part, args)["trunk"])
-    states = ppo.spread(torch.cat(scored), ppo.needed(batch))
+    states = ppo.spread(torch.cat(scored), trunk.needed(batch))
     assert states.shape == (5, 5 + batch.response.shape[1] - 1, 12)
     for row in range(5):
         ids = [*queries[row], *batch.response[row, batch.response_mask[row]].tolist()][:-1]

@@ -3,7 +3,7 @@
 12 captions, 4 colours x 3 shapes, on a grey ground with more or less strong waves. `base_model` is a diffusers
 directory (StableDiffusionPipeline: CLIP text encoder and tokenizer, AutoencoderKL, UNet2DConditionModel, DDIM
 scheduler), trained on drawings of this file by `python benchmarks/tasks/shapes.py DIRECTORY` (16 minutes on one CPU
-core; other machines get other bits) and committed as `shapes_base/`. Images are 32 x 32, latents 4 x 8 x 8.
+core; other machines get other bits) and committed as `shapes/base_model/`. Images are 32 x 32, latents 4 x 8 x 8.
 
 Rewards of images, (B, 3, H, W) in [0, 1]: `compressibility` and `incompressibility` as in the DDPO paper (Black et al.
 2023, arXiv:2305.13301, Sec. 5.1), measured as its authors' code does, by the size of a JPEG file of quality 95;
@@ -28,7 +28,7 @@ import numpy as np
 COLOURS = {"red": (0.85, 0.12, 0.12), "green": (0.1, 0.65, 0.2), "blue": (0.15, 0.3, 0.9), "yellow": (0.95, 0.85, 0.1)}
 SHAPES = ("circle", "square", "triangle")
 CAPTIONS = tuple(f"a {colour} {shape}" for colour, shape in itertools.product(COLOURS, SHAPES))
-BASE_MODEL = Path(__file__).resolve().parent / "shapes_base"
+BASE_MODEL = Path(__file__).resolve().with_suffix("") / "base_model"
 SIZE = 32  # pixels of an image's side
 
 

@@ -349,10 +349,6 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     the beginning token. limit: the positions that the model has, or None; a prompt whose response would not fit is an
     error. encoder: the model has one, which reads the prompt as the tokenizer ends it.
     """
-    longest_response = limit if encoder or not limit else limit - 1
-    if limit and max_new_tokens > longest_response:
-        size = f"--max-new-tokens {max_new_tokens} leaves no room in the model's {limit} positions"
-        raise InputError(f"{size}: give at most {longest_response}")
     chat = is_chat(rows, ["prompt"])
     if chat:
         written = []
@@ -361,6 +357,10 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
             written.append(row | {"prompt": text, "messages": row["prompt"]})
         rows = written
     prompts = texts(rows, "prompt", flag)
+    longest_response = limit if encoder or not limit else limit - 1
+    if limit and max_new_tokens > longest_response:
+        size = f"--max-new-tokens {max_new_tokens} leaves no room in the model's {limit} positions"
+        raise InputError(f"{size}: give at most {longest_response}")
     special_tokens = not chat and not have_bos(tokenizer, prompts)
     queries = tokenize(tokenizer, prompts, special_tokens, end="template" if encoder else "never")
     kept = []

@@ -610,7 +610,7 @@ REFUSED = [
     entry(37, "sft", "max-length", "--dataset: no row has a label left within --max-length 1", "--max-length 1"),
     entry(37, "ilql", "max-length", "--dataset: no row has an action left within --max-length 1", "--max-length 1"),
     entry(
-        38, SAMPLED, "new tokens", ["row 1: a prompt of 1 tokens and --max-new-tokens 32 exceed the model's 32 pos"],
+        38, SAMPLED, "new tokens", ["--max-new-tokens 32 leaves no room in the model's 32 positions: give at most 31"],
         {algo: f"{text} --max-new-tokens 32" for algo, text in SAMPLE.items()},
     ),
     entry(

@@ -62,7 +62,6 @@ NAN, INF = float("nan"), float("inf")
         (tuple[Text, ...], [(), ("a", "b")], [("a", "")]),
         (list[Fraction], [[0.0, 1.0]], [[0.0, 2.0]]),
     ],
-    ids=str,
 )
 def test_every_range_by_its_bounds(annotation, inside, outside):
     args_class = dataclasses.make_dataclass("Some", [("some_field", annotation)])

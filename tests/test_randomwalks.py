@@ -318,7 +318,7 @@ def walk_nll(path):
 
 def test_base_model_walks_like_the_data():
     """Near the entropy of the data, where each step is uniform over the edges of a node and the goal ends a walk; a
-    little below it, since it has seen these walks 29 times."""
+    little below it, since the model has seen these walks 29 times."""
     graph = randomwalks.graph()
     nll = []
     for walk in graph.walks:
@@ -326,9 +326,8 @@ def test_base_model_walks_like_the_data():
             nll.append(math.log(graph.adjacency[randomwalks.LETTERS.index(letter)].sum()))
         nll.append(0.0)  # the end
     entropy = mean(nll)
-    assert (
-        entropy - 0.02 < walk_nll(randomwalks.base_model()) < entropy + 0.05 < walk_nll(randomwalks.untrained_model())
-    )
+    assert entropy - 0.1 < walk_nll(randomwalks.base_model()) < entropy
+    assert walk_nll(randomwalks.untrained_model()) > 3
 
 
 @pytest.mark.slow

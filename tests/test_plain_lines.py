@@ -20,7 +20,7 @@ FILES = [
 ]
 SHIPPED = "ppo ilql sft reward dpo ddpo".split()
 FILES = [path for path in FILES if path.parent.name != "algos" or path.stem in SHIPPED]
-MOST_PLACES = 2
+MOST_PLACES = 0
 MOST_TOKENS = 7.3
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 LAYOUT = {

@@ -846,15 +846,14 @@ def evaluate(run, step, model, tokenizer, data, args):
     samples = []
 
     betas = args.betas if data.metric else ()
-    prompts = data.prompts, data.queries
     with unsharded(model):
         for beta in betas:
             with policy.guided(beta, args.top_k, args.top_p, data.logit_mask):
-                means, rows = evaluate_samples(
-                    accelerator, policy.lm, tokenizer, *prompts, data.metric, args, filtered=False
+                means, beta_samples = evaluate_samples(
+                    accelerator, policy.lm, tokenizer, data.prompts, data.queries, data.metric, args, filtered=False
                 )
             metrics |= {f"eval/{name}@beta={beta:g}": value for name, value in means.items()}
-            samples.append([{"beta": beta} | row for row in rows])
+            samples.append([{"beta": beta} | sample for sample in beta_samples])
         for name, episodes in data.eval_sets.items():
             means = evaluate_losses(accelerator, model, episodes, args, tokenizer.pad_token_id)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}

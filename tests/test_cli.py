@@ -169,6 +169,18 @@ def test_settings_of_the_embedded_task(name, monkeypatch, capsys):
     assert "--config" not in capsys.readouterr().out  # a mistake comes first
 
 
+def test_learning_rates_are_those_for_pretrained_models():
+    """Those of the tasks, 3e-4 to 6e-3, ruin a pretrained model without a word."""
+    rates = {
+        name: field.default for name, script in SCRIPTS.items() for field in fields_of(script) if field.name == "lr"
+    }
+    assert rates == {"ppo": 1e-5, "ilql": 5e-5, "sft": 2e-5, "reward": 1e-5, "dpo": 1e-6, "ddpo": 1e-5}
+
+
+def fields_of(script):
+    return dataclasses.fields(script.Args)
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_own_data_take_nothing_from_the_embedded_task(name):
     args_class = SCRIPTS[name].Args

@@ -62,7 +62,8 @@ MODES = {  # of algos/ppo.py: flags, and what they show
     "fp32-malloc": ({}, "fp32 without keeping freed memory (glibc's default thresholds)"),
     "fp32-2-layers": (
         {"num_layers_unfrozen": 2},
-        "`--num-layers-unfrozen 2`: the frozen blocks run in no update (fraction: of full training's work)",
+        "`--num-layers-unfrozen 2`: the frozen blocks run in no update (fraction: of full training's work). Measured "
+        "when what they return was kept while sampling; now the policy's scores of a rollout run them once more",
     ),
     "fp32-2-layers-no-cache": (
         {"num_layers_unfrozen": 2, "cache_trunk": False},

@@ -54,7 +54,7 @@ from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import load_rows, load_sets, set_flag, set_prefix, with_prompts
 from common.functions import build, call_metric, call_reward, load_function, spec_path
 from common.logging import Run, closes_run, describe_layout, on_main, visible
-from common.machine import launch
+from common.machine import launch, try_update
 from common.models import check_directory, quiet_libraries
 from common.ranges import Count, Decay, Natural, NonNegative, Positive, Range, Repository, Share, out_of_range
 from common.seeding import rng, seed_libraries, stream_rows
@@ -169,11 +169,13 @@ class Args:
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
+    divided by the processes on this machine."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
+    it. Weights and optimizer keep --dtype."""
     save_every: Natural = 20
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: Count = 2
@@ -187,7 +189,7 @@ class Args:
     push_to_hub: Repository | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
-    """Validate flags, data, model and functions, print the summary, and exit."""
+    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
 
     def __post_init__(self):
         problems = missing(self, "model", "dataset") + out_of_range(self)
@@ -585,16 +587,27 @@ def evaluate(run, step, policy, data, args):
     return metrics
 
 
-def check_functions(run, policy, data, args):
-    """Calls metric and reward on the first evaluation rows, and the reward on the first training rows, whose columns
-    may be others: as many of each as are sampled at once."""
+def check(run, policy, optimizer, data, args):
+    """What --check does: it calls metric and reward on the first evaluation rows, and the reward on the first training
+    rows, whose columns may be others: as many of each as are sampled at once. Then an update."""
+    accelerator = run.accelerator
     count = args.decode_batch_size
     eval_sets = {name: rows[:count] for name, rows in data.eval_sets.items()}
     evaluate(run, 0, policy, replace(data, eval_sets=eval_sets), args)
     rows = data.rows[:count]
     prompts = [row["prompt"] for row in rows]
-    images = sample_images(run.accelerator, policy, prompts, ["check"], args, trajectories=False)["images"]
-    on_main(run.accelerator, image_scores, data.reward, args.reward, rows, images)
+    sampled = sample_images(accelerator, policy, prompts, ["check"], args, trajectories=True)
+    on_main(accelerator, image_scores, data.reward, args.reward, rows, sampled["images"])
+    logprobs = sampled["logprobs"]
+    batch = Trajectories(prompts, sampled["latents"], logprobs, torch.ones_like(logprobs[:, 0]))
+    pairs = torch.zeros(args.micro_batch_size, 2, dtype=torch.long)  # the first step of the first image
+
+    def loss():
+        losses, _ = step_losses(policy, batch, pairs, args)
+        return losses.mean()
+
+    run.say(try_update(accelerator, policy.unet, optimizer, loss))
+    run.say("check passed")
 
 
 def image_scores(reward, name, rows, images):
@@ -678,6 +691,11 @@ def load(args, path, device):
     pipeline.to(device)
     if args.lora_r:
         add_lora(pipeline.unet, args)
+    elif pipeline.unet.dtype.itemsize < 4:
+        raise InputError(
+            "--dtype bfloat16: most updates of such weights would round to nothing: leave it out and give "
+            "--mixed-precision bf16, or train adapters with --lora-r"
+        )
     else:
         pipeline.unet.requires_grad_(True)
     if args.gradient_checkpointing:
@@ -941,8 +959,7 @@ def main(args):
     stats.rewards = state.rewards  # the same mapping, so checkpoints have what `update` adds
     run.say(summary(args, accelerator, policy, data))
     if args.check:
-        check_functions(run, policy, data, args)
-        run.say("check passed")
+        check(run, policy, optimizer, data, args)
         return {}, None
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, policy, data, args))

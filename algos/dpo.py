@@ -10,8 +10,8 @@ run under a hash of what decides them, for the next run with another beta.
 How this differs from other implementations:
 - Prompt and response are parted at one token for both sides of a pair; a response is never cut to nothing; the end
   token is there once. Log-probabilities are sums over the response, at least in float32.
-- What both sides begin with is computed once, logits only for what is scored (`shared_rows`): equal to two forward
-  passes, to rounding.
+- Texts of different lengths stand side by side in a line (`fill_lines`): equal to a forward pass of each, to rounding.
+  Logits are computed only where a response token is predicted, and not all at once.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt where the two hold it.
 
@@ -22,7 +22,7 @@ Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt wh
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
-Dimension key: B pairs (N in a set, or scored tokens), T tokens of a row, K positions with logits, V vocabulary.
+Dimension key: B pairs (N in a set, or scored tokens), T tokens of a line, K positions with logits, V vocabulary.
 """
 
 import functools
@@ -50,6 +50,7 @@ from common.adapters import adapter_problems, to_export, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
     encode_prompts,
+    fill_lines,
     have_bos,
     is_chat,
     load_rows,
@@ -58,14 +59,22 @@ from common.data import (
     prompt_messages,
     set_flag,
     set_prefix,
-    shared_rows,
-    sharing_error,
     tokenize,
 )
 from common.functions import build, load_function
 from common.logging import Run, closes_run, describe_layout, on_main, visible
-from common.machine import launch
-from common.models import freeze, frozen_copy, load_model, load_reference, max_positions, unsharded
+from common.machine import launch, longest_micro_batch, try_update
+from common.models import (
+    as_decoder,
+    end_tokens,
+    freeze,
+    frozen_copy,
+    load_model,
+    load_reference,
+    max_positions,
+    unsharded,
+)
+from common.output import call_with_output, describe_output, in_chunks
 from common.ranges import (
     Count,
     Decay,
@@ -81,6 +90,7 @@ from common.ranges import (
 )
 from common.sampling import evaluate_samples
 from common.seeding import seed_libraries, stream_rows
+from common.structure import packing_problem
 
 PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
 
@@ -119,8 +129,9 @@ class Args:
     sft_coef: NonNegative = 0.0
     """Weight of the mean loss per token of the chosen responses beside it (arXiv 2404.19733, Eq. 1, with a mean per
     response there): keeps their probability, and that of the end token, from falling."""
-    share_prompt: bool = True
-    """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
+    packing: bool = True
+    """Put texts side by side in lines about as long as the longest of them; none sees another. It is off where layers
+    of the model mix what stands side by side. Changes memory and speed, never the result."""
 
     # ---- evaluation by sampling
     max_new_tokens: Count = 64
@@ -188,7 +199,8 @@ class Args:
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights (and so of the optimizer state)."""
+    """Type of the weights, and of the moments of those that are trained. bfloat16 is for adapters alone, which are
+    float32 beside it."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
@@ -220,11 +232,13 @@ class Args:
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
+    divided by the processes on this machine."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
+    it. Weights and optimizer keep --dtype."""
     save_every: Natural = 100
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: Count = 2
@@ -238,7 +252,7 @@ class Args:
     push_to_hub: Repository | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
-    """Validate flags, data, model and functions, print the summary, and exit."""
+    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
 
     def __post_init__(self):
         problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
@@ -340,7 +354,7 @@ class Reference:
     def __init__(self, accelerator, lm, tokenizer, ref_path, args):
         self.accelerator = accelerator
         self.args = args
-        self.share = False  # see `pair_logprobs`
+        self.packing = False  # see `pair_logprobs`
         self.scores = {}  # {id of a pair: its two log-probabilities}; a run never copies its pairs
         if args.ref_model is not None:
             self.model = load_reference(args, ref_path, lm, tokenizer)
@@ -358,13 +372,13 @@ class Reference:
             scores = [self.scores[id(pair)] for pair in pairs]
             return torch.tensor(scores, dtype=torch.float64, device=device).T.contiguous()
         with self.accelerator.autocast():
-            return pair_logprobs(self.model, self.share, pairs)
+            return pair_logprobs(self.model, self.packing, pairs)
 
-    def ask(self, run, tokenizer, data, share):
+    def ask(self, run, tokenizer, data, packing):
         """Scores the pairs of evaluations, and with --precompute-ref those of training. Answers the prompts: the column
         ref_output of their rows."""
         args = self.args
-        self.share = share
+        self.packing = packing and packing_problem(self.model) is None
         run.say(f"reference: {self.describe()}")
         if not args.reference_free:
             model_hash = on_main(self.accelerator, weights_hash, self.model)
@@ -393,7 +407,7 @@ class Reference:
         path = self.score_file(run, model_hash, pairs)
         logprobs = on_main(self.accelerator, read_logprobs, path)
         if logprobs is None:
-            score = functools.partial(pair_logprobs, self.model, self.share)
+            score = functools.partial(pair_logprobs, self.model, self.packing)
             logprobs = score_pairs(self.accelerator, score, pairs, self.args.micro_batch_size)
             finite = logprobs.isfinite().all(0)
             if not finite.all():
@@ -412,7 +426,7 @@ class Reference:
         files = run.identity["files"].items()
         code = [(name, file_hash) for name, file_hash in files if name == "script" or name.startswith("common/")]
         layout = [self.accelerator.num_processes, self.accelerator.mixed_precision, str(self.accelerator.device)]
-        layout += [self.share, self.args.micro_batch_size, torch.get_num_threads(), str(torch.__version__)]
+        layout += [self.packing, self.args.micro_batch_size, torch.get_num_threads(), str(torch.__version__)]
         digest = hashlib.sha256(str([code, model_hash, pairs, layout]).encode()).hexdigest()
         return run.dir.parent / f"ref-{digest[:16]}.safetensors"
 
@@ -543,10 +557,15 @@ def collate(lines, pad):
     return ids, positions, labels
 
 
-def split_rows(accelerator, rows, pairs, batch_size):
+def num_labels(labels):
+    return len(labels) - labels.count(-100)
+
+
+def split_rows(accelerator, rows, pairs, packing, batch_size):
     """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows."""
     local = rows[accelerator.process_index :: accelerator.num_processes]
-    local = sorted(local, key=lambda row: pair_length(pairs[row]))
+    if not packing:  # in rows of similar length there is little padding
+        local = sorted(local, key=lambda row: pair_length(pairs[row]))
     return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
 
 
@@ -579,70 +598,56 @@ def token_nll(logits, labels):
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
 
 
-def label_logits(model, ids, positions, labels):
-    """Logits (B, K, V) and their labels (B, K): the last K positions, from the first label of the batch on.
+def at_labels(function, model, labels, **inputs):
+    """function(logits (N, V), labels (N,)) -> (..., N) of the N tokens with a label in labels (B, K), row by row; not
+    all of the logits are in memory at once. labels belong to the last K positions of inputs."""
+    places = labels != -100
+    vocabulary = getattr(model, "module", model).config.get_text_config().vocab_size
+
+    def compute(layer, states):
+        def chunk(states, labels):
+            return function(layer(states), labels)
+
+        return in_chunks(chunk, vocabulary, states[places], labels[places])
+
+    return call_with_output(model, compute, logits_to_keep=labels.shape[1], **inputs)
+
+
+def pair_logprobs(model, packing, pairs):
+    """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32. packing:
+    texts stand side by side (`fill_lines`)."""
+    examples = examples_of(pairs)
+    groups = fill_lines([len(ids) for ids, _ in examples], packing)
+    nll = response_nll(model, [[examples[i] for i in group] for group in groups])  # (N,)
+    order = [*itertools.chain(*groups)]
+    responses = nll.split([num_labels(examples[i][1]) for i in order])
+    sums = torch.stack([tokens.sum() for tokens in responses])  # a deterministic index_add
+    return -sums[torch.tensor(order, device=sums.device).argsort()].view(2, -1)
+
+
+def examples_of(pairs):
+    """Examples (ids, labels) of all chosen, then of all rejected. Labels are on the response."""
+    examples = []
+    for side in (0, 1):
+        for pair in pairs:
+            ids = pair[side]
+            prompt_length = pair[2]
+            examples.append((ids, [-100] * prompt_length + ids[prompt_length:]))
+    return examples
+
+
+def response_nll(model, lines):
+    """-log p of the tokens with a label in lines of examples (ids, labels), (N,), in their order.
 
     No mask is passed: padding is on the right, and without a cache transformers keeps apart what begins at position 0,
     by a block-diagonal mask for each kind of layer (its masking_utils.py).
     """
-    first = int((labels != -100).any(0).int().argmax()) or ids.shape[1] - 1  # no label at all: one position
-    inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1]}
-    return model(**inputs, use_cache=False, logits_to_keep=ids.shape[1] - first).logits, labels[:, first:]
-
-
-def pair_logprobs(model, share, pairs):
-    """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32.
-
-    share: what both sides begin with is computed once, and the output layer runs where a token is predicted, alone.
-    """
     lm = getattr(model, "module", model)
-    if not share:
-        lines = []
-        for side in (0, 1):
-            for pair in pairs:
-                ids = pair[side]
-                prompt_length = pair[2]
-                lines.append([(ids, [-100] * prompt_length + ids[prompt_length:])])
-        logits, labels = label_logits(model, *(x.to(lm.device) for x in collate(lines, 0)))
-        return -token_nll(logits, labels).sum(1).view(2, -1)
-    inputs = [(chosen[:-1], rejected[:-1]) for chosen, rejected, _ in pairs]  # the last token predicts nothing
-    ids, positions, mask, common = shared_rows(inputs, 0, lm.device)  # (B, T), (B, T), (B, 1, T, T)
-    rows, columns, targets, lengths = response_places(pairs, common)
-    places = rows.to(lm.device), columns.to(lm.device)  # (N,) each
-
-    def at_places(module, inputs):
-        (states,) = inputs
-        return (states[places][None],)
-
-    hook = lm.get_output_embeddings().register_forward_pre_hook(at_places)
-    try:
-        logits = model(input_ids=ids, position_ids=positions, attention_mask=mask.to(lm.dtype), use_cache=False).logits
-    finally:
-        hook.remove()
-    nll = token_nll(logits[0], targets.to(lm.device))  # (N,)
-    return -torch.stack([tokens.sum() for tokens in nll.split(lengths)]).view(2, -1)
-
-
-def response_places(pairs, common):
-    """Where `shared_rows` hold what predicts the tokens of the responses, those of all chosen first: rows, columns and
-    the tokens, (N,) each, and a list of the 2 B lengths."""
-    rows = []
-    columns = []
-    targets = []
-    lengths = []
-    for side in (0, 1):
-        for row, pair in enumerate(pairs):
-            ids = pair[side]
-            prompt_length = pair[2]
-            places = torch.arange(prompt_length - 1, len(ids) - 1)  # a token is predicted at the one before it
-            if side == 1:  # what rejected has of its own stands behind chosen
-                chosen_rest = len(pair[0]) - 1 - common[row]
-                places = torch.where(places < common[row], places, places + chosen_rest)
-            rows.append(torch.full_like(places, row))
-            columns.append(places)
-            targets += ids[prompt_length:]
-            lengths.append(len(places))
-    return torch.cat(rows), torch.cat(columns), torch.tensor(targets), lengths
+    ids, positions, labels = (x.to(lm.device) for x in collate(lines, 0))
+    last = (max_positions(lm) or ids.shape[1]) - 1  # those of padding may lie behind it
+    first = int((labels != -100).any(0).int().argmax())
+    inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1].clamp(max=last)}
+    return at_labels(token_nll, model, labels[:, first:], **inputs)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -706,6 +711,15 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
     return metrics
 
 
+def check(run, model, optimizer, score, losses_of, tokenizer, data, args):
+    """What --check does: an evaluation, and an update on a micro-batch of the longest pairs, without the reference,
+    whose scores have no gradient."""
+    evaluate(run, 0, model, score, losses_of, tokenizer, data, args)
+    longest = longest_micro_batch(data.pairs, pair_length, run.accelerator, args)
+    run.say(try_update(run.accelerator, model, optimizer, lambda: -score(longest).mean()))
+    run.say("check passed")
+
+
 def headline_metric(metrics, data):
     """The name of the metric whose highest value marks the best model: the first one of --metric, else the accuracy on
     the first evaluation set, else that in training."""
@@ -752,7 +766,8 @@ def load(args, path, device):
             f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; "
             "sft.py, ppo.py and ilql.py take both"
         )
-    train_adapters(lm.to(device), args)
+    lm = as_decoder(lm.to(device))
+    train_adapters(lm, args)
     freeze(lm, args.num_layers_unfrozen)
     return lm, tokenizer
 
@@ -788,16 +803,31 @@ def encode(data, lm, tokenizer, args):
     return max_length
 
 
-def shares_exactly(run, model, data, score, quantity, args):
-    """Whether --share-prompt changes no score of a pair, tried on three pairs of all sets."""
-    if not args.share_prompt or args.attn_implementation == "flash_attention_2":
+def packing_is_exact(run, lm, line, values_of, quantity, args):
+    """Whether --packing changes nothing: by the structure of the model, and tried on a line of texts.
+
+    values_of(lm, lines) -> (N,): what is computed of texts in lines; quantity: one of these in a word.
+    """
+    if not args.packing:
         return False
-    pairs = [*data.pairs, *itertools.chain(*data.eval_sets.values())]
-    error = sharing_error(score, model, pairs)
-    if error <= (0.02 if args.dtype == "bfloat16" else 1e-4):
-        return True
-    run.say(f"--share-prompt is off: in this model it changes a {quantity} by {error:.1e}")
+    problem = packing_problem(lm)
+    if problem is None:
+        if args.attn_implementation == "flash_attention_2":  # which has no float32
+            return True
+        with torch.no_grad():
+            alone = torch.cat([values_of(lm, [[text]]) for text in line])
+            error = (values_of(lm, [line]) - alone).abs().max().item()
+        if error <= (0.1 if args.dtype == "bfloat16" else 1e-4):
+            return True
+        problem = f"it changes a {quantity} by {error:.1e}"
+    run.say(f"--packing is off: {problem}")
     return False
+
+
+def probe_pairs(data):
+    """The pair with the longest text, and a median one, of all sets."""
+    by_length = sorted([*data.pairs, *itertools.chain(*data.eval_sets.values())], key=longer_side)
+    return [by_length[-1], by_length[len(by_length) // 2]]
 
 
 def learning_rate(args, step, total_steps):
@@ -823,8 +853,10 @@ def make_optimizer(model, args):
 def summary(args, accelerator, lm, tokenizer, data, max_length, total_steps):
     """What is trained on what, in a few lines."""
     lines = []
-    if not any(trains_end(pair, tokenizer.eos_token_id) for pair in data.pairs):
-        lines.append(f"warning: no row trains the end token {tokenizer.eos_token}: responses will not end")
+    ends = end_tokens(lm)
+    if not any(trains_end(pair, ends) for pair in data.pairs):
+        named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
+        lines.append(f"warning: no row trains the end token {named}: responses will not end")
     trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
     lengths = sorted(map(longer_side, data.pairs))
     chosen, rejected, prompt_length = data.pairs[0]
@@ -835,7 +867,7 @@ def summary(args, accelerator, lm, tokenizer, data, max_length, total_steps):
     share = args.batch_size // accelerator.num_processes
     lines += [
         f"{Path(__file__).stem}: {lm.num_parameters():,} parameters, {trained:,} trained; "
-        f"{describe_layout(args, accelerator)}",
+        f"{describe_layout(args, accelerator)}; {describe_output(lm)}",
         f"data: {data.report}",
         f"tokens of the longer side: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: [{prompt[-400:]}] | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
@@ -851,10 +883,10 @@ def summary(args, accelerator, lm, tokenizer, data, max_length, total_steps):
     return "\n".join(lines)
 
 
-def trains_end(pair, eos):
-    """Whether a response of the pair holds the end token."""
+def trains_end(pair, ends):
+    """Whether a response of the pair holds an end token."""
     chosen, rejected, prompt_length = pair
-    return eos in chosen[prompt_length:] or eos in rejected[prompt_length:]
+    return not set(ends).isdisjoint(chosen[prompt_length:] + rejected[prompt_length:])
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -875,18 +907,17 @@ def main(args):
     if run.finished:
         return run.newest_metrics(), run.dir
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.pairs) / args.batch_size)
-    share = shares_exactly(run, lm, data, pair_logprobs, "log-probability", args)
+    packing = packing_is_exact(run, lm, examples_of(probe_pairs(data)), response_nll, "log-probability", args)
     run.say(summary(args, accelerator, lm, tokenizer, data, max_length, total_steps))
-    reference.ask(run, tokenizer, data, share)
+    reference.ask(run, tokenizer, data, packing)
     losses_of = functools.partial(pair_losses, reference=reference, args=args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     evaluates = bool(data.eval_sets or data.prompts)
     run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
-    score = functools.partial(pair_logprobs, model, share)
+    score = functools.partial(pair_logprobs, model, packing)
     if args.check:
-        evaluate(run, 0, model, score, losses_of, tokenizer, data, args)
-        run.say("check passed")
+        check(run, model, optimizer, score, losses_of, tokenizer, data, args)
         return {}, None
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, score, losses_of, tokenizer, data, args))
@@ -897,7 +928,7 @@ def main(args):
         # 1. a batch of pairs, in keyed random order
         batch = stream_rows(args.seed, "data", len(data.pairs), (step - 1) * args.batch_size, args.batch_size)
         count = sum(len(data.pairs[row][0]) - data.pairs[row][2] for row in batch)  # tokens of the chosen responses
-        micro_batches = split_rows(accelerator, batch, data.pairs, args.micro_batch_size)
+        micro_batches = split_rows(accelerator, batch, data.pairs, packing, args.micro_batch_size)
         # 2. loss = 1/B sum pair_losses + sft_coef nll, and its gradient
         sums = defaultdict(float)
         for rows in micro_batches:

@@ -55,7 +55,6 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
@@ -73,8 +72,9 @@ from common.data import (
 )
 from common.functions import build, load_function, spec_path
 from common.logging import Run, closes_run, describe_layout, visible
-from common.machine import launch
+from common.machine import launch, longest_micro_batch, try_update
 from common.models import as_decoder, freeze, lm_class, load_model, max_positions, unsharded
+from common.output import describe_output, has_plain_output, in_chunks
 from common.ranges import (
     Count,
     Decay,
@@ -202,7 +202,8 @@ class Args:
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights (and so of the optimizer state)."""
+    """Type of the weights, and of the moments of those that are trained. bfloat16 is for adapters alone, which are
+    float32 beside it."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
@@ -235,11 +236,13 @@ class Args:
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
+    divided by the processes on this machine."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
+    it. Weights and optimizer keep --dtype."""
     save_every: Natural = 100
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: Count = 2
@@ -253,7 +256,7 @@ class Args:
     push_to_hub: Repository | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
-    """Validate flags, data, model and functions, print the summary, and exit."""
+    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
 
     def __post_init__(self):
         problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
@@ -338,26 +341,11 @@ def learning_rate(args, step, total_steps):
 
 # ---- Products with the vocabulary ------------------------------------------------------------------------------------
 
-CHUNK = 2**23  # logits that are computed at a time: 32 MB in float32
-
 
 def chosen_q(head, states, actions):
     """Q(s, a) (N,) of states (N, H) and actions (N,), from the rows of the last layer that the actions need."""
     last = head[-1]
     return (head[:-1](states) * F.embedding(actions, last.weight)).sum(-1) + last.bias[actions]
-
-
-def in_chunks(size, loss, head, states, *columns):
-    """loss(head(states), *columns) (N,) of states (N, H) and columns (N,), `size` rows at a time. The logits of a chunk
-    are computed again in the backward pass, so those of all chunks are never in memory at once."""
-
-    def chunk_loss(states, *columns):
-        return loss(head(states), *columns)
-
-    if len(states) <= size:
-        return chunk_loss(states, *columns)
-    chunks = zip(*(column.split(size) for column in (states, *columns)), strict=True)
-    return torch.cat([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 # ---- Heads -----------------------------------------------------------------------------------------------------------
@@ -370,7 +358,7 @@ class PolicyWithQ(nn.Module):
     def __init__(self, lm, two_qs=True, seed=0):
         super().__init__()
         self.lm = lm
-        self.chunked_lm_head = True
+        lm.plain_output = has_plain_output(lm)
         self._no_split_modules = lm._no_split_modules  # accelerate shards by these blocks
         vocabulary, width = lm.get_output_embeddings().weight.shape
         sizes = [1, vocabulary, vocabulary] if two_qs else [1, vocabulary]
@@ -481,24 +469,6 @@ def hidden_states(lm, ids, query_mask=None, logits=False):
     if hidden[0].shape[:2] != (len(ids), num_states):
         raise InputError("--model adds tokens to a row, or leaves some out: ilql.py cannot place the actions")
     return hidden[0], output.logits if logits else None
-
-
-@torch.no_grad()
-def lm_head_error(lm, ids):
-    """Largest difference, relative to the largest logit, between the logits and what the output embedding makes of the
-    hidden states, made 100 times as large: not zero in families that scale or cap their logits (Cohere, Granite, Gemma
-    2)."""
-    output_layer = lm.get_output_embeddings()
-    enlarged = []
-
-    def enlarge(module, inputs):
-        enlarged.append(100 * inputs[0])
-        return enlarged[0], *inputs[1:]
-
-    hook = output_layer.register_forward_pre_hook(enlarge)
-    logits = lm(input_ids=ids, use_cache=False, logits_to_keep=ids.shape[1]).logits
-    hook.remove()
-    return ((output_layer(enlarged[0]) - logits).abs().max() / logits.abs().max()).item()
 
 
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
@@ -745,7 +715,7 @@ MEANS = ("values", "qvalues", "target_qvalues", "advantages", "target_gap", "awa
 def ilql_losses(policy, batch, args):
     """{name: (N,)} of losses and statistics, one number for each action of the batch. Those of Q are summed over the
     heads, as in trlX and the authors' code."""
-    hidden, logits = hidden_states(policy.lm, batch.ids, batch.query_mask, logits=not policy.chunked_lm_head)
+    hidden, logits = hidden_states(policy.lm, batch.ids, batch.query_mask, logits=not policy.lm.plain_output)
     rows = torch.arange(len(batch.ids), device=batch.ids.device)[:, None]
     at = batch.mask.nonzero(as_tuple=True)  # (B, A) -> (N,)
     actions = batch.actions[at]
@@ -766,14 +736,20 @@ def ilql_losses(policy, batch, args):
     loss_q = td_errors.square().sum(0)
     loss_v = expectile_loss(target_q - v, args.tau)
     # the products with the vocabulary are most of the work: under autocast they have its type
-    size = max(1, CHUNK // policy.q_heads[0][-1].out_features)
-    loss_cql = sum(in_chunks(size, cql_loss, head, states, actions) for head in policy.q_heads)
-    imitation_loss = partial(awac_loss, beta=args.awac_beta, clip=args.awac_clip)
-    if logits is None:
-        output_layer = policy.lm.get_output_embeddings()
-        loss_awac = in_chunks(size, imitation_loss, output_layer, hidden[at], actions, advantages)
-    else:
-        loss_awac = imitation_loss(logits[rows, batch.states][at], actions, advantages)
+    vocabulary = policy.q_heads[0][-1].out_features
+
+    def regularize(head, states, actions):
+        return cql_loss(head(states), actions)
+
+    def imitate(states, actions, advantages):
+        return awac_loss(output_layer(states), actions, advantages, args.awac_beta, args.awac_clip)
+
+    loss_cql = sum(in_chunks(partial(regularize, head), vocabulary, states, actions) for head in policy.q_heads)
+    output_layer = policy.lm.get_output_embeddings()
+    if logits is not None:
+        hidden = logits[rows, batch.states]
+        output_layer = nn.Identity()
+    loss_awac = in_chunks(imitate, vocabulary, hidden[at], actions, advantages)
     with torch.no_grad():
         error = td_errors.abs().mean(0)
         ends = ~not_done
@@ -862,6 +838,21 @@ def evaluate(run, step, model, tokenizer, data, args):
     return metrics
 
 
+def check(run, model, optimizer, tokenizer, data, args):
+    """What --check does: an evaluation, and an update on a micro-batch of the longest rows."""
+    evaluate(run, 0, model, tokenizer, data, args)
+    accelerator = run.accelerator
+    encoder = accelerator.unwrap_model(model).lm.config.is_encoder_decoder
+    episodes = longest_micro_batch(data.episodes, lambda episode: len(episode.ids), accelerator, args)
+    batch = Batch.of(episodes, tokenizer.pad_token_id, accelerator.device, encoder)
+
+    def loss():
+        return model(batch, args)["loss"].mean()
+
+    run.say(try_update(accelerator, model, optimizer, loss))
+    run.say("check passed")
+
+
 def headline(metrics, data, args):
     """The name of the metric that chooses the best model: the first one of --metric, with the beta for which it is
     highest, the first of equal ones; without samples a loss."""
@@ -911,20 +902,17 @@ def read(args):
     return Data(rows, eval_sets, prompts, metric, logit_mask)
 
 
-def load(args, path, accelerator):
+def load(args, path, device):
     """The policy, with frozen weights or adapters as the flags say and the heads of an earlier run, and its
     tokenizer."""
     lm, tokenizer = load_model(args, path)
-    lm = as_decoder(lm.to(accelerator.device))
+    lm = as_decoder(lm.to(device))
     train_adapters(lm, args)
     freeze(lm, args.num_layers_unfrozen)
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
     folder = spec_path(path)
     if folder and (folder / HEADS_FILE).exists():
         policy.load_heads(folder)
-    dtypes = {weight.dtype for weight in policy.parameters() if weight.requires_grad}
-    if accelerator.is_fsdp2 and len(dtypes) > 1 and accelerator.mixed_precision == "no":
-        raise InputError("--dtype bfloat16: FSDP2 trains one type, and heads are float32: add --mixed-precision bf16")
     return policy, tokenizer
 
 
@@ -958,17 +946,6 @@ def encode(data, lm, tokenizer, args):
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
         )
-
-
-def choose_lm_head(policy, data):
-    """Logits of actions alone, in chunks, where the output layer makes them of the hidden states by itself; else all
-    logits at once, as the model makes them."""
-    ids = torch.tensor([data.episodes[0].ids[:64]], device=policy.lm.device)
-    error = lm_head_error(policy.lm, ids)
-    policy.chunked_lm_head = error < 1e-4
-    if not policy.chunked_lm_head:
-        reason = f"the model changes those of its output layer by {error:.1e}"
-        data.remarks.append(f"all logits are computed at once: {reason}")
 
 
 def normalize_rewards(data, args):
@@ -1015,7 +992,8 @@ def summary(args, accelerator, policy, tokenizer, data, total_steps):
     share = args.batch_size // accelerator.num_processes
     lines = [
         *data.remarks,
-        f"ilql: {total:,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}",
+        f"ilql: {total:,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}; "
+        f"{describe_output(policy.lm)}",
         f"data: {data.report}; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}; return {returns}",
         f"first row, [not actions]: {marked_actions(tokenizer, first_row)[:800]}; its return, as used: "
         f"{sum(first_row.rewards):.4g}",
@@ -1071,10 +1049,9 @@ def main(args):
     data = read(args)
     accelerator = launch(args)
     device = accelerator.device
-    policy, tokenizer = load(args, path, accelerator)
+    policy, tokenizer = load(args, path, device)
     lm = policy.lm
     encode(data, lm, tokenizer, args)
-    choose_lm_head(policy, data)
     normalize_rewards(data, args)
 
     run = Run("ilql", args, __file__, accelerator)
@@ -1087,8 +1064,7 @@ def main(args):
     run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
     run.say(summary(args, accelerator, policy, tokenizer, data, total_steps))
     if args.check:
-        evaluate(run, 0, model, tokenizer, data, args)
-        run.say("check passed")
+        check(run, model, optimizer, tokenizer, data, args)
         return {}, None
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))

@@ -51,15 +51,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.adapters import adapter_problems, to_export, train_adapters
+from common.cache import closed_ranks, write_in_place
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import encode_prompts, load_rows, load_sets, set_flag, set_prefix
 from common.functions import build, load_function, spec_path
 from common.logging import SEQ2SEQ_USAGE, USAGE, Run, closes_run, describe_layout, visible
-from common.machine import launch
+from common.machine import launch, longest_micro_batch, try_update
 from common.models import (
     as_decoder,
     blocks,
+    end_tokens,
     freeze,
     frozen_copy,
     lm_class,
@@ -69,6 +71,7 @@ from common.models import (
     share_frozen,
     unsharded,
 )
+from common.output import call_with_output, describe_output, in_chunks
 from common.ranges import (
     Count,
     Decay,
@@ -82,8 +85,17 @@ from common.ranges import (
     Text,
     out_of_range,
 )
-from common.sampling import decode, evaluate_samples, generate_all, kept_ids, score_outputs, stopped
+from common.sampling import (
+    decode,
+    evaluate_samples,
+    generate_all,
+    has_ended,
+    kept_ids,
+    pad_left,
+    score_outputs,
+)
 from common.seeding import draw, rng, seed_libraries, stream_rows
+from common.structure import cache_problem
 
 
 @embedded_task("benchmarks/tasks/randomwalks/ppo.yaml")
@@ -211,7 +223,8 @@ class Args:
     ref_model: str | None = None
     """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights (and so of the optimizer state)."""
+    """Type of the weights, and of the moments of those that are trained. bfloat16 is for adapters alone, which are
+    float32 beside it."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
@@ -247,11 +260,13 @@ class Args:
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
+    divided by the processes on this machine."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
+    it. Weights and optimizer keep --dtype."""
     save_every: Natural = 100
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: Count = 2
@@ -265,7 +280,7 @@ class Args:
     push_to_hub: Repository | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
-    """Validate flags, data, model and functions, print the summary, and exit."""
+    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
 
     def __post_init__(self):
         problems = missing(self, "model", "dataset", "reward") + out_of_range(self) + adapter_problems(self)
@@ -449,30 +464,48 @@ def attended(query_mask, response_mask):
     return torch.cat([query_mask, response_mask.flip(1).cumsum(1).flip(1) > 0], 1)
 
 
+def spread(tokens, mask):
+    """(B, W, ...) that holds tokens (N, ...) where mask (B, W) is True, row by row, and is zero elsewhere."""
+    rows = tokens.new_zeros(*mask.shape, *tokens.shape[1:])
+    rows[mask] = tokens
+    return rows
+
+
 def score_tokens(lm, query, query_mask, response, response_mask, temperature=1.0, entropy=False):
     """The one scoring function of rollout, reference and update: (logprobs (B, R), states (B, R, H), entropies).
 
-    query (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts. A log-probability is
-    that of the distribution sampled from: log softmax(logits / temperature), at least in float32. states[:, t] is what
-    the output layer reads before response token t. entropies (B, R), where they are asked for, else None.
+    query (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts, other tokens get 0.
+    A log-probability is that of the distribution sampled from: log softmax(logits / temperature), at least in float32.
+    states[:, t] is what the output layer reads before response token t. entropies (B, R), where they are asked for,
+    else None.
     """
     tokens = torch.cat([query, response], 1)[:, :-1]
     attention = attended(query_mask, response_mask)[:, :-1].long()
     positions = (attention.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
+
+    def compute(layer, states):
+        def chunk(states, ids):
+            logits = layer(states)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if temperature != 1:
+                logits = logits / temperature
+            terms = [token_logprobs(logits, ids)]
+            if entropy:
+                terms.append(logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1))
+            return torch.stack(terms)
+
+        vocabulary = lm.config.get_text_config().vocab_size
+        return in_chunks(chunk, vocabulary, states[response_mask], response[response_mask])
+
     states = []
     hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     try:
-        inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions, "use_cache": False}
-        logits = lm(**inputs, logits_to_keep=response.shape[1]).logits  # (B, R, V)
+        terms = call_with_output(lm, compute, **inputs, logits_to_keep=response.shape[1])
     finally:
         hook.remove()
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1:
-        logits = logits / temperature
-    entropies = None
-    if entropy:
-        entropies = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
-    return token_logprobs(logits, response), states[0], entropies
+    logprobs, *entropies = (spread(term, response_mask) for term in terms)
+    return logprobs, states[0], entropies[0] if entropy else None
 
 
 class PolicyWithValue(nn.Module):
@@ -582,31 +615,37 @@ class Trunk:
                 with suppress(Exception), self.play(accelerator.unwrap_model(model).lm, states):
                     played, _, _ = model(*inputs)  # may fail in any way: top blocks may miss what was not run
             _, _, _, response_mask, _ = inputs
-            error = (played - logprobs)[response_mask].abs().mean()
+            error = (played - logprobs)[response_mask].abs().max()
             error = accelerator.gather(error[None]).max().item()
-            exact = args.dtype != "bfloat16" and accelerator.mixed_precision == "no"
-            self.state.trunk = error <= (1e-4 if exact else 0.02)  # nan is not
+            self.state.trunk = error <= 1e-4  # the same operations on the same numbers, in any precision; nan is not
             if not self.state.trunk:
-                accelerator.print(f"--cache-trunk is off: played back, log-probabilities are {error:.1e} off")
+                problem = f"played back, a log-probability is {error:.1e} off"
+                if math.isnan(error):
+                    problem = "its top blocks read more of the lower ones than one state a token"
+                accelerator.print(f"--cache-trunk is off: {problem}")
                 self.depth = 0
         return states if self.depth else None
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
 
+LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
+
 
 @torch.no_grad()
-def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, ended=None):
+def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, ended=None):
     """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
 
-    uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. Rows that
-    have ended leave the batch and the key-value cache; ended(rows, ids (b, t)) -> (b,) bool ends some without an end
-    token. The model's generation_config is not used.
+    uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. ends: ids
+    of the tokens that end a row; ended(rows, ids (b, t)) -> (b,) bool ends some without one. Rows that have ended leave
+    batch and key-value cache a few at a time. The model's generation_config is not used.
     """
     num_rows, width = uniforms.shape
     ids = torch.full((num_rows, width), pad_id, device=query.device)
     mask = torch.zeros(num_rows, width, dtype=torch.bool, device=query.device)
-    alive = torch.arange(num_rows, device=query.device)
+    ends = torch.tensor(ends, dtype=torch.long, device=query.device)
+    rows = torch.arange(num_rows, device=query.device)  # those in the batch
+    alive = torch.ones_like(rows, dtype=torch.bool)  # of these, those that go on
     tokens = query
     attention = query_mask.long()
     positions = (attention.cumsum(1) - 1).clamp(min=0)
@@ -614,22 +653,28 @@ def sample(model, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, 
     for t in range(width):
         inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
         output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        if cache is None:
+            cache = output.past_key_values
+            write_in_place(cache, width)
         logits = output.logits[:, -1]
-        finite = logits.amax(-1).isfinite()
-        if not finite.all():
-            raise FloatingPointError(f"row {int(alive[~finite][0])}: logits are not finite at response token {t + 1}")
-        tokens = draw(logits, uniforms[alive, t], temperature)
-        ids[alive, t] = tokens
-        mask[alive, t] = True
-        goes_on = tokens != eos_id
+        broken = alive & ~logits.amax(-1).isfinite()
+        if broken.any():
+            raise FloatingPointError(f"row {int(rows[broken][0])}: logits are not finite at response token {t + 1}")
+        tokens = draw(logits, uniforms[rows, t], temperature)
+        tokens = torch.where(alive, tokens, pad_id)
+        ids[rows, t] = tokens
+        mask[rows, t] = alive
+        alive = alive & ~torch.isin(tokens, ends)
         if ended is not None:
-            goes_on = goes_on & ~ended(alive, ids[alive, : t + 1])
-        if not goes_on.any():
+            going = alive.nonzero()[:, 0]
+            alive[going] = ~ended(rows[going], ids[rows[going], : t + 1])
+        num_alive = int(alive.sum())
+        if num_alive == 0:
             break
-        if not goes_on.all():
-            staying = goes_on.nonzero()[:, 0]
-            cache.batch_select_indices(staying)
+        if num_alive <= LEAVING * len(rows):
+            staying = closed_ranks(alive)
+            cache.reorder_cache(staying)
+            rows = rows[staying]
             alive = alive[staying]
             tokens = tokens[staying]
             attention = attention[staying]
@@ -682,6 +727,10 @@ class Rollout:
         """The arguments of score_tokens."""
         return self.query, self.query_mask, self.response, self.response_mask
 
+    def lengths(self):
+        """(B,) tokens of query and response."""
+        return self.query_mask.sum(1) + self.response_mask.sum(1)
+
 
 @torch.no_grad()
 def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, reward, iteration, args):
@@ -703,20 +752,22 @@ def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, reward, it
     # 2. what the policy did, and what the reference thinks of it
     share = len(queries) // accelerator.num_processes
     local = torch.arange(share, device=device) + accelerator.process_index * share
+    by_length = local[batch.lengths()[local].argsort(stable=True)]
     scored = []
-    for places in local.split(args.micro_batch_size):
+    for places in by_length.split(args.micro_batch_size):
         scored.append(score_episodes(accelerator, model, ref, trunk, batch.take(places), args))
     for name in scored[0]:
         tokens = torch.cat([micro_batch[name] for micro_batch in scored])
         counted = trunk.needed(batch) if name == "trunk" else mask
-        setattr(batch, name, accelerator.gather(spread(tokens, counted[local])))
+        in_order = spread(tokens, counted[by_length])[by_length.argsort()]
+        setattr(batch, name, accelerator.gather(in_order))
     # 3. the reward of the texts
     output_ids = kept_ids(batch.response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
-    scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids)
+    ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
+    scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended)
     batch.raw_scores = place_scores(scores, mask).to(batch.logprobs.dtype)
-    ended = (torch.where(mask, batch.response, -1) == tokenizer.eos_token_id).any(1)
-    batch.truncated = ~(ended | torch.tensor(stopped(tokenizer, output_ids, args.stop), device=device))
+    batch.truncated = ~torch.tensor(ended, device=device)
     return batch
 
 
@@ -734,13 +785,6 @@ def score_episodes(accelerator, model, ref, trunk, episodes, args):
     if states is not None:
         scored["trunk"] = states[trunk.needed(episodes)]
     return scored
-
-
-def spread(tokens, mask):
-    """(B, W, ...) that holds tokens (N, ...) where mask (B, W) is True, row by row, and is zero elsewhere."""
-    rows = tokens.new_zeros(*mask.shape, *tokens.shape[1:])
-    rows[mask] = tokens
-    return rows
 
 
 def place_scores(scores, mask):
@@ -787,12 +831,13 @@ def rollout_metrics(batch, kl_coef):
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
-def minibatches(accelerator, args, iteration, epoch):
+def minibatches(accelerator, lengths, args, iteration, epoch):
     """(rows, micro_batches) of each optimizer step of a PPO epoch: global row indices, from a keyed permutation of the
-    episodes, and this process's share of them in pieces of micro_batch_size."""
+    episodes, and this process's share of them in pieces of micro_batch_size, by their lengths (B,)."""
     order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
     for rows in order.to(accelerator.device).split(args.batch_size):
-        yield rows, rows[accelerator.process_index :: accelerator.num_processes].split(args.micro_batch_size)
+        local = rows[accelerator.process_index :: accelerator.num_processes]
+        yield rows, local[lengths[local].argsort(stable=True)].split(args.micro_batch_size)
 
 
 def losses(model, episodes, args):
@@ -843,7 +888,7 @@ def update(accelerator, model, optimizer, trunk, batch, rows, iteration, args):
     model.train()
     for epoch in range(args.ppo_epochs):
         epoch_sums = {}
-        for minibatch, micro_batches in minibatches(accelerator, args, iteration, epoch):
+        for minibatch, micro_batches in minibatches(accelerator, batch.lengths(), args, iteration, epoch):
             step_sums = {}
             count = batch.response_mask[minibatch].sum()  # response tokens of all processes
             for places in micro_batches:
@@ -910,6 +955,21 @@ def evaluate(run, step, model, tokenizer, data, args):
     return metrics
 
 
+def check(run, model, optimizer, tokenizer, data, args):
+    """What --check does: an evaluation, and an update on the longest queries with responses of --max-new-tokens."""
+    evaluate(run, 0, model, tokenizer, data, args)
+    accelerator = run.accelerator
+    longest = longest_micro_batch(data.queries, len, accelerator, args)
+    query, query_mask = pad_left(longest, tokenizer.pad_token_id, accelerator.device)
+    response = query[:, -1:].repeat(1, args.max_new_tokens)
+    mask = torch.ones_like(response, dtype=torch.bool)
+    zeros = torch.zeros(response.shape, device=accelerator.device)
+    columns = {"logprobs": zeros, "values": zeros, "advantages": zeros, "returns": zeros}
+    episodes = Rollout(query, query_mask, response, mask, **columns)
+    run.say(try_update(accelerator, model, optimizer, lambda: losses(model, episodes, args)[0]))
+    run.say("check passed")
+
+
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
@@ -941,6 +1001,9 @@ def load(args, path, device):
     blocks policy and reference can share as a trunk."""
     lm, tokenizer = load_model(args, path)
     lm = as_decoder(lm.to(device))
+    problem = None if lm.config.is_encoder_decoder else cache_problem(lm.eval())
+    if problem:
+        raise InputError(f"--model {args.model}: {problem}, with which ppo.py samples")
     train_adapters(lm, args)
     depth = freeze(lm, args.num_layers_unfrozen)
     if lm.config.is_encoder_decoder or not args.cache_trunk:
@@ -978,15 +1041,12 @@ def make_reference(args, path, lm, tokenizer):
     return ref
 
 
-def make_policy(args, path, lm, accelerator):
+def make_policy(args, path, lm):
     """The language model with a new value head, or with that of the --model directory."""
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
     folder = spec_path(path)
     if folder and (folder / "value_head.safetensors").exists():
         policy.load_value_head(folder)
-    dtypes = {weight.dtype for weight in policy.parameters() if weight.requires_grad}
-    if accelerator.is_fsdp2 and len(dtypes) > 1 and accelerator.mixed_precision == "no":
-        raise InputError("--dtype bfloat16: FSDP2 trains one type, and heads are float32: add --mixed-precision bf16")
     return policy.to(lm.device)
 
 
@@ -1010,7 +1070,8 @@ def summary(args, accelerator, policy, data):
     if isinstance(data.reward, RewardModel):
         reference += f"; reward: {data.reward.shared:,} parameters of the policy's, {data.reward.own:,} of its own"
     lines = [
-        f"ppo: {total:,} parameters, {trained:,} trained; reference: {reference}; {describe_layout(args, accelerator)}",
+        f"ppo: {total:,} parameters, {trained:,} trained; reference: {reference}; "
+        f"{describe_layout(args, accelerator)}; {describe_output(policy.lm)}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
@@ -1040,7 +1101,7 @@ def main(args):
     encode(data, lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer)
     data.reward = data.reward or RewardModel(args, lm)
-    policy = make_policy(args, path, lm, accelerator)
+    policy = make_policy(args, path, lm)
 
     run = Run("ppo", args, __file__, accelerator)
     if run.finished:
@@ -1054,8 +1115,7 @@ def main(args):
     trunk = Trunk(depth, state)
     run.say(summary(args, accelerator, policy, data))
     if args.check:
-        evaluate(run, 0, model, tokenizer, data, args)
-        run.say("check passed")
+        check(run, model, optimizer, tokenizer, data, args)
         return {}, None
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))

@@ -4,11 +4,13 @@ Loss: -log sigmoid(r_chosen - r_rejected - margin) per pair (Ouyang et al. 2022,
 that of Touvron et al. 2023, arXiv 2307.09288, Eq. 2): `pairwise_loss`.
 
 How this differs from other implementations:
-- The score is read at the last token of the text, which is the end token, whatever the padding: also where the end
-  token doubles as padding, or stands within the prompt. `ppo.py --reward` reads the same tokens of the same text.
+- The score is read at the last token of the text, which is the end token, or in a chat that of the turn, whatever the
+  padding: also where the end token doubles as padding, or stands within the prompt. `ppo.py --reward` reads the same
+  tokens of the same text.
+- The head is float32 and outside of autocast: bfloat16 would give many texts the same score.
 - Too long pairs are dropped and counted: a text that was cut has no end to read the score from.
 - A tie is no success: a constant model has accuracy 0. Beside the accuracy stands that of the rule "the shorter wins".
-- What both texts of a pair begin with is computed once (`shared_rows`): equal to two forward passes, to rounding.
+- Texts of different lengths stand side by side in a line (`fill_lines`): equal to a forward pass of each, to rounding.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where the two hold it, perhaps "margin".
 
@@ -41,26 +43,17 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification
 
 from common.adapters import adapter_problems, to_export, train_adapters
-from common.classifiers import classifier_ids, classifier_logits
+from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import (
-    encode_prompts,
-    is_chat,
-    load_rows,
-    load_sets,
-    pair_texts,
-    set_flag,
-    set_prefix,
-    shared_rows,
-    sharing_error,
-)
+from common.data import encode_prompts, fill_lines, is_chat, load_rows, load_sets, pair_texts, set_flag, set_prefix
 from common.functions import build
 from common.logging import Run, closes_run, describe_layout, visible
-from common.machine import launch
-from common.models import freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
+from common.machine import launch, longest_micro_batch, try_update
+from common.models import end_tokens, freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
 from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, out_of_range
 from common.sampling import decode, generate_all, kept_ids
 from common.seeding import rng, seed_libraries, stream_rows
+from common.structure import packing_problem
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
 USAGE = """from transformers import pipeline; model = pipeline('text-classification', {folder!r})
@@ -86,8 +79,9 @@ class Args:
     """Optimizer steps; default: those of --epochs."""
     center_coef: NonNegative = 0.0
     """Weight of (r_chosen + r_rejected)^2, which keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 is usual)."""
-    share_prompt: bool = True
-    """Compute what the two texts of a pair begin with once for both. Changes memory and speed, never the result."""
+    packing: bool = True
+    """Put texts side by side in lines about as long as the longest of them; none sees another. It is off where layers
+    of the model mix what stands side by side. Changes memory and speed, never the result."""
 
     # ---- normalisation by sampling
     norm_prompts: str | None = None
@@ -139,7 +133,8 @@ class Args:
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights (and so of the optimizer state)."""
+    """Type of the weights, and of the moments of those that are trained. bfloat16 is for adapters alone, which are
+    float32 beside it."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
@@ -172,11 +167,13 @@ class Args:
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
+    divided by the processes on this machine."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
+    it. Weights and optimizer keep --dtype."""
     save_every: Natural = 100
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: Count = 2
@@ -190,7 +187,7 @@ class Args:
     push_to_hub: Repository | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
-    """Validate flags, data, model and functions, print the summary, and exit."""
+    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
 
     def __post_init__(self):
         problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
@@ -261,6 +258,7 @@ def load_classifier(args, path):
         scale = (weight.shape[-1] + 1) ** -0.5 if weight.ndim > 1 else 0.0
         drawn = rng(args.seed, "head", number).normal(0.0, scale, weight.shape)
         weight.data.copy_(torch.from_numpy(drawn))
+    raise_heads(model)
     set_attention(model, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -311,51 +309,30 @@ def encode_texts(rows, tokenizer, max_length, flag):
     return kept, pairs, report
 
 
-def pair_scores(model, share, pairs):
-    """Scores (2, B) of chosen and rejected, as the model computes them, returned at least in float32.
-
-    share: what both texts of a pair begin with is computed once.
-    """
-    if share:
-        scores = shared_scores(model, pairs)
-    else:
-        rows = [chosen for chosen, _, _ in pairs] + [rejected for _, rejected, _ in pairs]
-        scores = classifier_logits(model, rows)[:, 0].view(2, -1)
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+def pair_scores(model, packing, pairs):
+    """Scores (2, B) of chosen and rejected. packing: texts stand side by side (`fill_lines`)."""
+    texts = texts_of(pairs)
+    groups = fill_lines([len(ids) for ids in texts], packing)
+    scores = text_scores(model, [[texts[i] for i in group] for group in groups])
+    order = torch.tensor([*itertools.chain(*groups)], device=scores.device)
+    return scores[order.argsort()].view(2, -1)
 
 
-def shared_scores(model, pairs):
-    """Scores (2, B) of pairs whose common beginning is computed once."""
-    lm = getattr(model, "module", model)
-    ids, positions, mask, common = shared_rows([(chosen, rejected) for chosen, rejected, _ in pairs], 0, lm.device)
-    lm.config.get_text_config().pad_token_id = 0  # transformers asks for one; what it reads by it is not used
-    outputs = []
-    hook = lm.score.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    try:
-        model(input_ids=ids, position_ids=positions, attention_mask=mask.to(lm.dtype), use_cache=False)
-    finally:
-        hook.remove()
-    rows = torch.arange(len(pairs), device=lm.device)
-    return outputs[0][rows, end_places(pairs, common).to(lm.device), 0]
+def texts_of(pairs):
+    """The tokens of all chosen, then those of all rejected."""
+    return [chosen for chosen, _, _ in pairs] + [rejected for _, rejected, _ in pairs]
 
 
-def end_places(pairs, common):
-    """Columns (2, B) in which `shared_rows` hold the last tokens of chosen and rejected."""
-    chosen_places = []
-    rejected_places = []
-    for (chosen, rejected, _), begin in zip(pairs, common, strict=True):
-        chosen_places.append(len(chosen) - 1)
-        place = len(rejected) - 1
-        if place >= begin:  # what rejected has of its own stands behind chosen
-            place += len(chosen) - begin
-        rejected_places.append(place)
-    return torch.tensor([chosen_places, rejected_places])
+def text_scores(model, lines):
+    """Scores (N,) of the texts in lines, in their order."""
+    return classifier_logits(model, lines)[:, 0]
 
 
-def split_rows(accelerator, rows, pairs, batch_size):
+def split_rows(accelerator, rows, pairs, packing, batch_size):
     """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows."""
     local = rows[accelerator.process_index :: accelerator.num_processes]
-    local = sorted(local, key=lambda row: pair_length(pairs[row]))
+    if not packing:  # in rows of similar length there is little padding
+        local = sorted(local, key=lambda row: pair_length(pairs[row]))
     return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
 
 
@@ -388,7 +365,7 @@ def policy_samples(args, policy, tokenizer, prompts, accelerator):
     responses = kept_ids(ids, mask)
     outputs = decode(tokenizer, queries, responses, ())
     samples = [row["prompt"] + output for row, output in zip(prompts, outputs, strict=True)]
-    ended = [tokenizer.eos_token_id in response for response in responses]
+    ended = [not set(response).isdisjoint(end_tokens(policy)) for response in responses]
     return samples, ended
 
 
@@ -411,7 +388,7 @@ def reward_norm(accelerator, model, rows, batch_size):
     scores = []
     with accelerator.autocast():
         for places in by_length.split(batch_size):
-            logits = classifier_logits(model, [rows[place] for place in places])
+            logits = classifier_logits(model, [[rows[place]] for place in places])
             scores.append(logits[:, 0].double())
     std, mean = torch.std_mean(torch.cat(scores))
     scale = max(std.item(), 1e-8)
@@ -474,6 +451,18 @@ def evaluate(run, step, model, score, data, args):
     return metrics
 
 
+def check(run, model, optimizer, score, data, args):
+    """What --check does: an evaluation, and an update on a micro-batch of the longest pairs."""
+    evaluate(run, 0, model, score, data, args)
+    longest = longest_micro_batch(data.pairs, pair_length, run.accelerator, args)
+
+    def loss():
+        return pairwise_loss(*score(longest)).mean()
+
+    run.say(try_update(run.accelerator, model, optimizer, loss))
+    run.say("check passed")
+
+
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
@@ -504,7 +493,7 @@ def read(args):
 def load(args, path, device):
     """The classifier, with frozen weights or adapters as the flags say, its tokenizer, and whether its head is new."""
     lm, tokenizer, new_head = load_classifier(args, path)
-    heads = sorted({name.split(".")[0] for name, _ in lm.named_parameters()} - {lm.base_model_prefix})
+    heads = raise_heads(lm)
     train_adapters(lm.to(device), args, heads)
     freeze(lm, args.num_layers_unfrozen)
     if args.num_layers_unfrozen >= 0:
@@ -524,16 +513,31 @@ def encode(data, tokenizer, max_length):
         data.report += f"\n{set_flag(name)}: {report}"
 
 
-def shares_exactly(run, model, data, score, quantity, args):
-    """Whether --share-prompt changes no score of a pair, tried on three pairs of all sets."""
-    if not args.share_prompt or args.attn_implementation == "flash_attention_2":
+def packing_is_exact(run, lm, line, values_of, quantity, args):
+    """Whether --packing changes nothing: by the structure of the model, and tried on a line of texts.
+
+    values_of(lm, lines) -> (N,): what is computed of texts in lines; quantity: one of these in a word.
+    """
+    if not args.packing:
         return False
-    pairs = [*data.pairs, *itertools.chain(*data.eval_sets.values())]
-    error = sharing_error(score, model, pairs)
-    if error <= (0.02 if args.dtype == "bfloat16" else 1e-4):
-        return True
-    run.say(f"--share-prompt is off: in this model it changes a {quantity} by {error:.1e}")
+    problem = packing_problem(lm)
+    if problem is None:
+        if args.attn_implementation == "flash_attention_2":  # which has no float32
+            return True
+        with torch.no_grad():
+            alone = torch.cat([values_of(lm, [[text]]) for text in line])
+            error = (values_of(lm, [line]) - alone).abs().max().item()
+        if error <= (0.1 if args.dtype == "bfloat16" else 1e-4):
+            return True
+        problem = f"it changes a {quantity} by {error:.1e}"
+    run.say(f"--packing is off: {problem}")
     return False
+
+
+def probe_pairs(data):
+    """The pair with the longest text, and a median one, of all sets."""
+    by_length = sorted([*data.pairs, *itertools.chain(*data.eval_sets.values())], key=longer_side)
+    return [by_length[-1], by_length[len(by_length) // 2]]
 
 
 def make_optimizer(model, args):
@@ -606,18 +610,16 @@ def main(args):
     run = Run("reward", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
-    share = shares_exactly(run, lm, data, pair_scores, "score", args)
+    line = texts_of(probe_pairs(data))
+    packing = scores_tokens(lm) and packing_is_exact(run, lm, line, text_scores, "score", args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.pairs) / args.batch_size)
     run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=bool(data.eval_sets))
-    score = functools.partial(pair_scores, model, share)
+    score = functools.partial(pair_scores, model, packing)
     run.say(summary(args, accelerator, lm, new_head, data, max_length, total_steps))
     if args.check:
-        evaluate(run, 0, model, score, data, args)
-        if not data.eval_sets:
-            score_pairs(accelerator, score, data.pairs[:1], 1)
-        run.say("check passed")
+        check(run, model, optimizer, score, data, args)
         return {}, None
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, score, data, args))
@@ -630,7 +632,7 @@ def main(args):
         model.train()
         # 1. a batch of pairs, in keyed random order
         batch = stream_rows(args.seed, "data", len(data.pairs), (step - 1) * args.batch_size, args.batch_size)
-        micro_batches = split_rows(accelerator, batch, data.pairs, args.micro_batch_size)
+        micro_batches = split_rows(accelerator, batch, data.pairs, packing, args.micro_batch_size)
         # 2. loss = -1/B sum log sigmoid(r_chosen - r_rejected - margin), and its gradient
         sums = defaultdict(float)
         for rows in micro_batches:

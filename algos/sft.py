@@ -14,8 +14,7 @@ Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats
     python algos/sft.py                                            # random walks, one CPU, under a minute
     accelerate launch algos/sft.py --model gpt2 --dataset my.jsonl --eval-dataset held_out.jsonl
     python algos/sft.py --model google-t5/t5-small --dataset translations.jsonl --lora-r 16 --lr 2e-4 # T5
-    torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/chats:train --max-length 2048 \
-        --packing
+    torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/chats:train --max-length 2048
 
 Dimension key: B rows, T tokens of a row, K positions with logits, V vocabulary.
 """
@@ -28,6 +27,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -40,6 +40,7 @@ from common.adapters import adapter_problems, to_export, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
     encode_prompts,
+    fill_lines,
     have_bos,
     is_chat,
     load_rows,
@@ -51,11 +52,13 @@ from common.data import (
 )
 from common.functions import build, load_function
 from common.logging import SEQ2SEQ_USAGE, USAGE, Run, closes_run, describe_layout, visible
-from common.machine import launch
-from common.models import as_decoder, freeze, load_model, max_positions, unsharded
+from common.machine import launch, try_update
+from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
+from common.output import call_with_output, describe_output, in_chunks
 from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, Share, Text, out_of_range
 from common.sampling import evaluate_samples
 from common.seeding import seed_libraries, stream_rows
+from common.structure import packing_problem
 
 WITH_PROMPT = ("messages", "prompt", "completion", "dialogue")  # columns of rows that begin with a prompt
 PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
@@ -78,9 +81,9 @@ class Args:
     completion_only_loss: bool = True
     """Train on completions, on the outputs of a dialogue and on the assistant's turns of a chat alone; off: on every
     token."""
-    packing: bool = False
-    """Put the rows of a step together into lines of at most --max-length tokens; no row sees another. Changes memory
-    and speed, never the result; --micro-batch-size counts lines."""
+    packing: bool = True
+    """Put texts side by side in lines about as long as the longest of them; none sees another. It is off where layers
+    of the model mix what stands side by side. Changes memory and speed, never the result."""
 
     # ---- evaluation by sampling
     max_new_tokens: Count = 64
@@ -144,7 +147,8 @@ class Args:
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights (and so of the optimizer state)."""
+    """Type of the weights, and of the moments of those that are trained. bfloat16 is for adapters alone, which are
+    float32 beside it."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
@@ -176,11 +180,13 @@ class Args:
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of this process; default: the cores divided by the processes on this machine."""
+    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
+    divided by the processes on this machine."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: what the launcher says. Weights and optimizer keep --dtype."""
+    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
+    it. Weights and optimizer keep --dtype."""
     save_every: Natural = 100
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: Count = 2
@@ -194,14 +200,12 @@ class Args:
     push_to_hub: Repository | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
-    """Validate flags, data, model and functions, print the summary, and exit."""
+    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
 
     def __post_init__(self):
         problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
         if self.num_layers_unfrozen == 0:
             problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
-        if self.packing and self.attn_implementation == "flash_attention_2":
-            problems.append("--packing does not go with --attn-implementation flash_attention_2: use eager or sdpa")
         stop_if(problems)
 
 
@@ -347,35 +351,25 @@ def first_label(labels):
     return next((place for place, label in enumerate(labels) if label != -100), 1)
 
 
-def pack(lengths, max_length):
-    """Best-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
-    lines = []
-    space = []  # left in each line
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = [line for line in range(len(lines)) if space[line] >= lengths[i]]
-        if fitting:
-            line = min(fitting, key=lambda line: space[line])
-        else:
-            line = len(lines)
-            lines.append([])
-            space.append(max_length)
-        lines[line].append(i)
-        space[line] -= lengths[i]
-    return lines
+def line_length(line):
+    """Tokens of the examples in a line."""
+    return sum(len(ids) for ids, *_ in line)
 
 
-def split_batch(batch, max_length, packing, accelerator, args):
+def split_batch(batch, packing, accelerator, args):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, place in the batch).
-    packing: a line holds several examples of together at most max_length tokens."""
-    local = []
-    for place in range(accelerator.process_index, args.batch_size, accelerator.num_processes):
-        ids, labels = batch[place]
-        local.append((ids, labels, place))
-    local.sort(key=lambda example: len(example[0]))
-    lines = [[example] for example in local]
-    if packing:
-        lines = [[local[i] for i in group] for group in pack([len(ids) for ids, *_ in local], max_length)]
-    return [lines[i : i + args.micro_batch_size] for i in range(0, len(lines), args.micro_batch_size)]
+    Every process has equally many. packing: several examples stand side by side in a line (`fill_lines`)."""
+    lengths = [len(ids) for ids, _ in batch]
+    lines = []
+    for group in fill_lines(lengths, packing):
+        lines.append([(*batch[place], place) for place in group])
+    lines.sort(key=line_length)
+    ids, _ = batch[0]
+    without_labels = ids, [-100] * len(ids), 0
+    while len(lines) % accelerator.num_processes:
+        lines.append([without_labels])
+    local = lines[accelerator.process_index :: accelerator.num_processes]
+    return [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
 
 
 def collate(lines, pad):
@@ -398,22 +392,38 @@ def collate(lines, pad):
     return ids, positions, labels
 
 
-def label_logits(model, ids, positions, labels):
-    """Logits (B, K, V) and their labels (B, K): the last K positions, from the first label of the batch on.
+# ---- Forward pass ----------------------------------------------------------------------------------------------------
+
+
+def at_labels(function, model, labels, **inputs):
+    """function(logits (N, V), labels (N,)) -> (..., N) of the N tokens with a label in labels (B, K), row by row; not
+    all of the logits are in memory at once. labels belong to the last K positions of inputs."""
+    places = labels != -100
+    vocabulary = getattr(model, "module", model).config.get_text_config().vocab_size
+
+    def compute(layer, states):
+        def chunk(states, labels):
+            return function(layer(states), labels)
+
+        return in_chunks(chunk, vocabulary, states[places], labels[places])
+
+    return call_with_output(model, compute, logits_to_keep=labels.shape[1], **inputs)
+
+
+def line_terms(function, model, lines, pad, device):
+    """at_labels of lines of examples, in their order.
 
     No mask is passed: padding is on the right, and without a cache transformers keeps apart what begins at position 0,
-    by a block-diagonal mask for each kind of layer (its masking_utils.py).
+    by a block-diagonal mask for each kind of layer (its masking_utils.py). Rows of an encoder-decoder are laid out as
+    in sampling: prompts left-padded, completions right-padded.
     """
-    first = int((labels != -100).any(0).int().argmax()) or ids.shape[1] - 1  # no label at all: one position
-    inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1]}
-    return model(**inputs, use_cache=False, logits_to_keep=ids.shape[1] - first).logits, labels[:, first:]
-
-
-def line_logits(model, lines, pad, device):
-    """Logits and labels of lines of examples, see label_logits. Rows of an encoder-decoder are laid out as in sampling:
-    prompts left-padded, completions right-padded."""
-    if not getattr(model, "module", model).config.is_encoder_decoder:
-        return label_logits(model, *(x.to(device) for x in collate(lines, pad)))
+    lm = getattr(model, "module", model)
+    if not lm.config.is_encoder_decoder:
+        ids, positions, labels = (x.to(device) for x in collate(lines, pad))
+        last = (max_positions(lm) or ids.shape[1]) - 1  # those of padding may lie behind it
+        first = int((labels != -100).any(0).int().argmax()) or ids.shape[1] - 1  # no label at all: one position
+        inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1].clamp(max=last)}
+        return at_labels(function, model, labels[:, first:], **inputs)
     rows = [line[0] for line in lines]
     begins = [first_label(labels) for _, labels, *_ in rows]
     left = max(begins)
@@ -428,24 +438,16 @@ def line_logits(model, lines, pad, device):
     ids = stack([ids for ids, *_ in rows], pad)
     labels = stack([labels for _, labels, *_ in rows], -100)
     mask = stack([[1] * len(ids) for ids, *_ in rows], 0)
-    inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
-    return model(**inputs, use_cache=False, logits_to_keep=right).logits, labels[:, left:]
-
-
-@torch.no_grad()
-def packing_error(model, line, pad, device):
-    """Largest difference of a token's loss between the examples of a line packed and each alone."""
-
-    def token_losses(lines):
-        logits, labels = line_logits(model, lines, pad, device)
-        return token_nll(logits, labels)[labels != -100]
-
-    packed = token_losses([line])
-    alone = torch.cat([token_losses([[example]]) for example in line])
-    return (packed - alone).abs().max().item()
+    return at_labels(function, model, labels[:, left:], input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def nll_and_hits(logits, labels):
+    """(2, N): token_nll, and 1 where the likeliest token is the label."""
+    nll = token_nll(logits, labels)
+    return torch.stack([nll, (logits.argmax(-1) == labels).to(nll)])
 
 
 @torch.no_grad()
@@ -461,11 +463,13 @@ def evaluate_loss(accelerator, model, examples, args, pad):
     hits = 0
     count = 0
     for i in range(0, share, args.micro_batch_size):
-        logits, labels = line_logits(model, lines[i : i + args.micro_batch_size], pad, accelerator.device)
-        loss += token_nll(logits, labels).double().sum()
-        hits += (logits.argmax(-1) == labels).sum()
-        count += (labels != -100).sum()
-    loss, hits, count = accelerator.reduce(torch.stack([loss, hits, count])).tolist()
+        micro_batch = lines[i : i + args.micro_batch_size]
+        nll, right = line_terms(nll_and_hits, model, micro_batch, pad, accelerator.device)
+        loss += nll.double().sum()
+        hits += right.double().sum()
+        count += len(nll)
+    sums = torch.stack([loss, hits, loss.new_tensor(count)])
+    loss, hits, count = accelerator.reduce(sums).tolist()
     return {"loss": loss / count, "perplexity": math.exp(min(loss / count, 700.0)), "accuracy": hits / count}
 
 
@@ -485,6 +489,25 @@ def evaluate(run, step, model, tokenizer, data, args):
             means = evaluate_loss(accelerator, model, examples, args, tokenizer.pad_token_id)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
     return metrics
+
+
+def tokens_of(lines):
+    """Tokens of the lines of a micro-batch."""
+    return sum(map(line_length, lines))
+
+
+def check(run, model, optimizer, tokenizer, data, packing, args):
+    """What --check does: an evaluation, and an update on the largest micro-batch of the longest rows."""
+    evaluate(run, 0, model, tokenizer, data, args)
+    longest = sorted(data.examples, key=lambda example: -len(example[0]))[: args.batch_size]
+    micro_batches = split_batch(longest, packing, run.accelerator, args)
+    lines = max(micro_batches, key=tokens_of)
+
+    def loss():
+        return line_terms(token_nll, model, lines, tokenizer.pad_token_id, run.accelerator.device).mean()
+
+    run.say(try_update(run.accelerator, model, optimizer, loss))
+    run.say("check passed")
 
 
 def quality(scores, headline):
@@ -529,8 +552,8 @@ def load(args, path, device):
     """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
     lm, tokenizer = load_model(args, path)
     lm = as_decoder(lm.to(device))
-    if lm.config.is_encoder_decoder and (args.packing or not args.completion_only_loss):
-        raise InputError("--packing and --no-completion-only-loss are not for encoder-decoders")
+    if lm.config.is_encoder_decoder and not args.completion_only_loss:
+        raise InputError("--no-completion-only-loss is not for encoder-decoders")
     train_adapters(lm, args)
     freeze(lm, args.num_layers_unfrozen)
     return lm, tokenizer
@@ -569,30 +592,47 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
-def packs_exactly(run, model, examples, tokenizer, args):
-    """Whether --packing changes no token's loss, tried on the longest row beside a median one: that shows a leak
-    between rows, and an ignored window."""
-    by_length = sorted(examples, key=lambda example: len(example[0]))
-    line = [by_length[-1], by_length[len(by_length) // 2]]
-    error = packing_error(model, line, tokenizer.pad_token_id, run.accelerator.device)
-    exact = args.dtype != "bfloat16" and run.accelerator.mixed_precision == "no"
-    if error <= (1e-4 if exact else 0.1):
-        return True
-    run.say(f"--packing is off: in this model it changes the loss of a token by {error:.1e}")
+def packing_is_exact(run, lm, line, values_of, quantity, args):
+    """Whether --packing changes nothing: by the structure of the model, and tried on a line of texts.
+
+    values_of(lm, lines) -> (N,): what is computed of texts in lines; quantity: one of these in a word.
+    """
+    if not args.packing:
+        return False
+    problem = packing_problem(lm)
+    if problem is None:
+        if args.attn_implementation == "flash_attention_2":  # which has no float32
+            return True
+        with torch.no_grad():
+            alone = torch.cat([values_of(lm, [[text]]) for text in line])
+            error = (values_of(lm, [line]) - alone).abs().max().item()
+        if error <= (0.1 if args.dtype == "bfloat16" else 1e-4):
+            return True
+        problem = f"it changes a {quantity} by {error:.1e}"
+    run.say(f"--packing is off: {problem}")
     return False
+
+
+def probe_line(examples):
+    """The longest example, and a median one."""
+    by_length = sorted(examples, key=lambda example: len(example[0]))
+    return [by_length[-1], by_length[len(by_length) // 2]]
 
 
 def summary(args, accelerator, lm, tokenizer, data, max_length, total_steps):
     """What is trained on what, in a few lines."""
     lines = []
-    if not any(tokenizer.eos_token_id in labels for _, labels in data.examples):
-        lines.append(f"warning: no row trains the end token {tokenizer.eos_token}: responses will not end")
+    ends = end_tokens(lm)
+    if all(set(labels).isdisjoint(ends) for _, labels in data.examples):
+        named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
+        lines.append(f"warning: no row trains the end token {named}: responses will not end")
     trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
     lengths = sorted(len(ids) for ids, _ in data.examples)
     epochs = total_steps * args.batch_size / len(data.examples)
     share = args.batch_size // accelerator.num_processes
     lines += [
-        f"sft: {lm.num_parameters():,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}",
+        f"sft: {lm.num_parameters():,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}; "
+        f"{describe_output(lm)}",
         f"data: {data.report}; tokens of a row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first row, [without loss]: {marked(tokenizer, *data.examples[0])[:800]}",
         f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens a row, {args.max_new_tokens} new tokens, "
@@ -635,16 +675,18 @@ def main(args):
     run = Run("sft", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
+    line_nll = partial(line_terms, token_nll, pad=tokenizer.pad_token_id, device=device)
+    packing = not lm.config.is_encoder_decoder and packing_is_exact(
+        run, lm, probe_line(data.examples), line_nll, "loss", args
+    )
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.examples) / args.batch_size)
     evaluates = bool(data.eval_sets or data.prompts)
     run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
-    packing = args.packing and packs_exactly(run, model, data.examples, tokenizer, args)
     run.say(summary(args, accelerator, lm, tokenizer, data, max_length, total_steps))
     if args.check:
-        evaluate(run, 0, model, tokenizer, data, args)
-        run.say("check passed")
+        check(run, model, optimizer, tokenizer, data, packing, args)
         return {}, None
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))
@@ -659,14 +701,13 @@ def main(args):
         rows = stream_rows(args.seed, "data", len(data.examples), (step - 1) * args.batch_size, args.batch_size)
         batch = [data.examples[row] for row in rows]
         count = sum(num_labels(labels) for _, labels in batch)  # of all processes
-        micro_batches = split_batch(batch, max_length, packing, accelerator, args)
+        micro_batches = split_batch(batch, packing, accelerator, args)
         # 2. loss = -1/count sum log p(token | tokens before it), and its gradient
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for lines in micro_batches:
             last = lines is micro_batches[-1]
             with nullcontext() if last else accelerator.no_sync(model):
-                logits, labels = line_logits(model, lines, tokenizer.pad_token_id, device)
-                nll = token_nll(logits, labels).sum() / count
+                nll = line_nll(model, lines).sum() / count
                 # data-parallel training averages gradients over the processes, hence the factor
                 accelerator.backward(nll * accelerator.num_processes)
             loss += nll.detach()

@@ -498,6 +498,18 @@ def predictions():
     return lines + markdown(["name", "value", "unit", "source"], rows)
 
 
+def default_memory():
+    """The table of what the default sizes take, in benchmarks/scaling/README.md."""
+    model = scaling()
+    heads = ["script", *model["default_memory"]("sft"), "fits 80 GB"]
+    rows = []
+    for script in ("sft", "reward", "dpo", "ppo", "ilql"):
+        sizes = model["default_memory"](script)
+        fits = "yes" if sizes["most"] < model["GPU"] else "no"
+        rows.append([script, *(f"{size / 1e9:.1f}" for size in sizes.values()), fits])
+    return markdown(heads, rows)
+
+
 def predicted_runs(settings):
     """The table of time, network and memory: a row a setting."""
     heads = ["script", "model", "strategy", "s on 1", "efficiency on 8", "on 64", "on 64, slow network"]
@@ -563,6 +575,7 @@ BLOCKS = [  # document, name in its markers, function -> lines between them
     ("benchmarks/curves/ddpo-shapes/LOG.md", "tried", tried),
     ("benchmarks/faults/README.md", "cases", cases),
     ("benchmarks/scaling/README.md", "predictions", predictions),
+    ("benchmarks/scaling/README.md", "defaults", default_memory),
 ]
 
 

@@ -4,6 +4,7 @@ peft's layers are put into the model, which keeps its class: peft's own wrapper 
 of weights, and neither attention, blocks nor export of a transformers model.
 """
 
+import contextlib
 import copy
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from common.cli import InputError, stop_if
 from common.seeding import rng
+from common.structure import routers
 
 
 def adapter_problems(args):
@@ -79,6 +81,7 @@ def add_adapters(lm, args, heads):
         r=args.lora_r,
         lora_alpha=args.lora_alpha or args.lora_r,
         target_modules=targets,
+        exclude_modules=[*routers(lm)] or None,
         modules_to_save=list(heads) or None,
         task_type=task,
         revision=args.revision,
@@ -107,6 +110,42 @@ def check_mergeable(lm):
             )
 
 
+def can_be_added(layer):
+    """Whether a module is a layer with adapters that a sum with its weight leaves as exact as they are apart."""
+    if not hasattr(layer, "get_base_layer") or layer.disable_adapters or any(layer.lora_bias.values()):
+        return False
+    weight = getattr(layer.get_base_layer(), "weight", None)
+    return weight is not None and weight.dtype in (torch.float32, torch.float64)
+
+
+@contextlib.contextmanager
+def for_sampling(lm):
+    """Within it, what every token of a sampler would compute again is kept: adapters are added to float32 weights, and
+    autocast keeps the casts of frozen weights. After it, weights and flags are what they were, bit for bit.
+
+    Adapters of bfloat16 weights stay apart: a sum would round their updates away; so do those of 4 bits. In a copy of
+    the base weight, so that a tied layer does not change. The layers stay where they are, with their hooks.
+    """
+    bases = []
+    frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
+    try:
+        for weight in frozen:
+            weight.requires_grad_(True)  # autocast keeps the casts of such weights alone
+        for layer in filter(can_be_added, lm.modules()):
+            base = layer.get_base_layer()
+            bases.append((layer, base, base.weight))
+            base.weight = torch.nn.Parameter(base.weight.data)
+            with torch.no_grad():
+                layer.merge(safe_merge=True)  # into new memory
+        yield
+    finally:
+        for layer, base, weight in bases:
+            layer.merged_adapters.clear()
+            base.weight = weight
+        for weight in frozen:
+            weight.requires_grad_(False)
+
+
 def to_export(lm, args):
     """The model to export; with --merge-adapters a copy whose adapters are part of the weights.
 
@@ -119,7 +158,8 @@ def to_export(lm, args):
     for name, layer in list(lm.named_modules()):
         if hasattr(layer, "get_base_layer"):
             layer.merge()
-            lm.set_submodule(name, layer.get_base_layer())
+            if not name.endswith(".base_layer"):  # stacked experts have a wrapper for each of their weights
+                lm.set_submodule(name, layer.get_base_layer())
         elif hasattr(layer, "modules_to_save"):
             lm.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
     lm._hf_peft_config_loaded = False

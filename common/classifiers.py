@@ -1,6 +1,8 @@
 """Sequence classifiers: how they read a text, and as the reward of a policy."""
 
+import contextlib
 import copy
+import itertools
 
 import safetensors.torch
 import torch
@@ -42,8 +44,7 @@ class RewardModel:
         lengths = torch.tensor([len(ids) for ids in encoded])
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
         for rows in lengths.argsort(stable=True).split(batch_size):
-            batch = [encoded[row] for row in rows]
-            logits = classifier_logits(self.model, batch)
+            logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
             raw_scores = logits[:, self.label].double()
             scores[rows.to(scores.device)] = raw_scores * self.norm["gain"] + self.norm["bias"]
         return scores
@@ -61,6 +62,7 @@ def load_scorer(args, name, is_adapter):
     model, tokenizer, missing = load_pretrained(auto_class, own_args, path=name, flag="--reward", **keywords)
     if missing:
         raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
+    raise_heads(model)
     return model, tokenizer
 
 
@@ -87,47 +89,124 @@ def stored_norm(model, path, is_adapter):
     return getattr(model.config, "reward_norm", {"gain": 1.0, "bias": 0.0})
 
 
+class FloatHead:
+    """The head of a classifier, at least in float32 and outside of autocast: in bfloat16, 1000 texts would have fewer
+    than 600 scores."""
+
+    def forward(self, states, **options):
+        weight = next(self.parameters())
+        with torch.autocast(states.device.type, enabled=False):
+            return super().forward(states.to(weight.dtype), **options)
+
+
+def raise_heads(model):
+    """Makes a FloatHead of what stands above the base model of a classifier; returns the names."""
+    names = sorted({name.split(".")[0] for name, _ in model.named_parameters()} - {model.base_model_prefix})
+    for name in names:
+        head = getattr(model, name)
+        if not isinstance(head, FloatHead):
+            head.__class__ = type(type(head).__name__, (FloatHead, type(head)), {})
+        for weight in head.parameters():
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+    return names
+
+
 def classifier_ids(tokenizer, texts, ended, max_length=None):
-    """The tokens of texts as a classifier reads them: with its end token, if it has one, where `ended` says so; at most
-    max_length, on the tokenizer's truncation_side."""
+    """The tokens of texts as a classifier reads them, at most max_length, on the tokenizer's truncation_side. Where
+    `ended` says so they have one end: that of a turn (`turn_end`) in a text that holds one, else the end token."""
     eos = tokenizer.eos_token_id
+    end_of_turn = turn_end(tokenizer)
     truncation = {}
     if max_length:
-        room_for_end = 0 if eos is None else 1
+        room_for_end = len(end_of_turn) or (0 if eos is None else 1)
         truncation = {"truncation": True, "max_length": max_length - room_for_end}
     encoded = tokenizer(texts, **truncation)["input_ids"]
-    for ids, is_ended in zip(encoded, ended, strict=True):
+    for text, ids, is_ended in zip(texts, encoded, ended, strict=True):
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]  # a chat template writes its own
-        if eos is None:
-            continue
-        if ids[-2:] == [eos, eos]:
-            del ids[-1]
-        if not ids or (is_ended and ids[-1] != eos):
-            ids.append(eos)
+        end = [] if eos is None else [eos]
+        if end_of_turn and tokenizer.convert_ids_to_tokens(end_of_turn[0]) in text:
+            end = end_of_turn
+        if ids[-2:] == [eos, eos] or (ids[-1:] == [eos] and ids[-len(end) :] != end):
+            del ids[-1]  # some tokenizers put it behind every text
+        if not ids or (is_ended and ids[-len(end) :] != end):
+            ids += end
     return encoded
 
 
-def classifier_logits(model, rows):
-    """Logits (B, labels) of rows of tokens. Decoders read the score at the last token that is not the padding of their
-    configuration, so padding is, on the right, a token that no row has: an end token counts wherever it stands."""
+def turn_end(tokenizer):
+    """Ids of what the chat template writes behind an answer, from a special token to the last one; [] without one."""
+    if not tokenizer.chat_template:
+        return []
+    chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # templates raise what they like
+        return []
+    _, _, behind = text.rpartition("answer")
+    ids = tokenizer(behind.rstrip(), add_special_tokens=False)["input_ids"]
+    special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
+    return ids[special[0] : special[-1] + 1] if special else []
+
+
+def classifier_logits(model, lines):
+    """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text one of ids.
+
+    A decoder is asked at the last token of every text, whatever its configuration calls padding. Its texts may stand
+    side by side, like the rows of sft.py. Others take one text a line and find the place themselves, some by padding.
+    """
     lm = getattr(model, "module", model)
-    used = set().union(*rows)
-    pad = 0
-    while pad in used:
-        pad += 1
+    if scores_tokens(lm):
+        ids, positions, is_end = (x.to(lm.device) for x in line_up(lines, 0))
+        lm.config.get_text_config().pad_token_id = 0  # transformers asks for one; what it reads by it is not used
+        last = (max_positions(lm) or ids.shape[1]) - 1  # positions of padding may lie behind it
+        with read_at(lm.score, is_end):
+            logits = model(input_ids=ids, position_ids=positions.clamp(max=last), use_cache=False).logits
+        return logits[0].view(int(is_end.sum()), -1)
+    used = set().union(*itertools.chain(*lines))
+    pad = next(number for number in itertools.count() if number not in used)
+    ids, _, is_end = (x.to(lm.device) for x in line_up(lines, pad))
     lm.config.get_text_config().pad_token_id = pad
-    vocabulary = lm.get_input_embeddings().num_embeddings
-    if pad >= vocabulary and len(rows) > 1:
-        logits = [classifier_logits(model, [ids]) for ids in rows]
-        return torch.cat(logits)
-    width = max(len(ids) for ids in rows)
-    input_ids = []
-    attention_mask = []
-    for ids in rows:
-        padding = width - len(ids)
-        input_ids.append(ids + [pad] * padding)
-        attention_mask.append([1] * len(ids) + [0] * padding)
-    input_ids = torch.tensor(input_ids, device=lm.device)
-    attention_mask = torch.tensor(attention_mask, device=lm.device)
-    return model(input_ids=input_ids, attention_mask=attention_mask).logits
+    mask = is_end.long().flip(1).cumsum(1).flip(1)  # 1 up to the end
+    return model(input_ids=ids, attention_mask=mask).logits
+
+
+def scores_tokens(lm):
+    """Whether the classifier is a decoder, whose head scores every token, of which transformers takes one."""
+    return hasattr(lm, "score")
+
+
+def line_up(lines, pad):
+    """ids, positions and is_end (whether a token is the last of its text), (B, T) each, right-padded. Positions count
+    from 0 in each text, and on through the padding."""
+    width = max(sum(map(len, line)) for line in lines)
+    rows = []
+    for line in lines:
+        ids = []
+        positions = []
+        is_end = []
+        for text in line:
+            ids += text
+            positions += range(len(text))
+            is_end += [False] * (len(text) - 1) + [True]
+        fill = width - len(ids)
+        after = positions[-1] + 1
+        rows.append((ids + [pad] * fill, [*positions, *range(after, after + fill)], is_end + [False] * fill))
+    ids, positions, is_end = map(torch.tensor, zip(*rows, strict=True))
+    return ids, positions, is_end
+
+
+@contextlib.contextmanager
+def read_at(head, places):
+    """Within it, the head returns for every token the logits of those at places (B, T), one behind the other."""
+    of_class = head.forward
+
+    def forward(states):
+        logits = of_class(states[places])  # (N, labels)
+        return logits.flatten().expand(*places.shape, -1)
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward

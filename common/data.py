@@ -12,7 +12,6 @@ import os
 import re
 from pathlib import Path
 
-import torch
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.cli import InputError
@@ -383,38 +382,35 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     return [rows[place] for place in kept], [queries[place] for place in kept]
 
 
-def shared_rows(pairs, pad, device):
-    """One row for each pair of token lists: chosen, then rejected without the `common` tokens that both begin with.
-    Returns ids and positions (B, T), a mask (B, 1, T, T) to add to attention scores, and common, a list. The rest of
-    rejected does not see that of chosen, so both are as if alone; padding is on the right, where no token sees it."""
-    common = [len(os.path.commonprefix(pair)) for pair in pairs]
-    rows = [chosen + rejected[begin:] for (chosen, rejected), begin in zip(pairs, common, strict=True)]
-    places = [[*range(len(c)), *range(begin, len(r))] for (c, r), begin in zip(pairs, common, strict=True)]
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=device)
-    positions = torch.tensor([row + [0] * (width - len(row)) for row in places], device=device)
-    column = torch.arange(width, device=device)
-    begins = torch.tensor(common, device=device)[:, None]
-    ends = torch.tensor([[len(chosen)] for chosen, _ in pairs], device=device)
-    of_chosen = (column >= begins) & (column < ends)  # (B, T), behind the common tokens
-    hidden = (column >= ends)[:, :, None] & of_chosen[:, None]
-    hidden |= column > column[:, None]  # (B, T, T): the token of the row does not see that of the column
-    mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
-    return ids, positions, mask[:, None], common
+# ---- Tokens -> lines -------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def sharing_error(score, model, pairs):
-    """How far sharing the beginning moves score(model, share, pairs), relative to 1 + |score|, of three pairs: with the
-    longest row, the longest side, the longest beginning. Infinite where the model cannot."""
-    common = [len(os.path.commonprefix(pair[:2])) for pair in pairs]
-    longer_side = [max(map(len, pair[:2])) for pair in pairs]
-    row_length = [len(pair[0]) + len(pair[1]) - length for pair, length in zip(pairs, common, strict=True)]
-    probe = [pairs[sizes.index(max(sizes))] for sizes in (row_length, longer_side, common)]
-    plain = score(model, False, probe)
-    try:
-        return ((score(model, True, probe) - plain).abs() / (1 + plain.abs())).max().item()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # a model without this kind of mask or head
-        return torch.inf
+def pack(lengths, max_length):
+    """Best-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
+    lines = []
+    space = []  # left in each line
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [line for line in range(len(lines)) if space[line] >= lengths[i]]
+        if fitting:
+            line = min(fitting, key=lambda line: space[line])
+        else:
+            line = len(lines)
+            lines.append([])
+            space.append(max_length)
+        lines[line].append(i)
+        space[line] -= lengths[i]
+    return lines
+
+
+def fill_lines(lengths, packing):
+    """Lists of indices of the texts in a line: one, or with packing as many as give the lines the fewest positions.
+    A line is as long as the longest text or, since that alone leaves gaps, up to half as long again."""
+    if not packing:
+        return [[i] for i in range(len(lengths))]
+    longest = max(lengths)
+    layouts = [pack(lengths, longest + longest * more // 16) for more in range(9)]
+
+    def num_positions(lines):
+        return len(lines) * max(sum(lengths[i] for i in line) for line in lines)
+
+    return min(layouts, key=num_positions)

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import platform
-import resource
 import shlex
 import shutil
 import signal
@@ -26,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from common import checkpoint as ckpt
 from common.cli import InputError
 from common.identity import SIZES, describe, differences, environment, identity
-from common.machine import set_threads
+from common.machine import describe_precision, is_out_of_memory, memory_advice, peak_memory_mb, set_threads
 
 # Last lines of a run, and of its card: how the model is loaded and sampled from.
 USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
@@ -62,12 +61,18 @@ def on_main(accelerator, function, *args):
 
 
 def closes_run(main):
-    """Decorator of main: whatever ends it, the run's lock is released and signals have their old handlers again."""
+    """Decorator of main: whatever ends it, the run's lock is released and signals have their old handlers again. Where
+    memory runs out, InputError names the flags that lower it."""
 
     @functools.wraps(main)
     def wrapped(args):
+        set_threads(args.threads)  # before functions of the user run
         try:
             return main(args)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise InputError(memory_advice(args)) from error
+            raise
         finally:
             for run in list(_open):
                 run.close()
@@ -87,10 +92,8 @@ def visible(text):
 
 def describe_layout(args, accelerator):
     """Types, device and processes, for the summary at the start of a run."""
-    autocast = f"{args.dtype}, {accelerator.mixed_precision} autocast"
-    return (
-        f"{autocast}, {accelerator.device}, {accelerator.num_processes} processes x {torch.get_num_threads()} threads"
-    )
+    processes = f"{accelerator.num_processes} processes x {torch.get_num_threads()} threads"
+    return f"{describe_precision(args, accelerator)}, {accelerator.device}, {processes}"
 
 
 def sparkline(values, width=40):
@@ -112,7 +115,7 @@ class Run:
         self.accelerator = accelerator
         self.args = args
         self.main = accelerator.is_main_process
-        set_threads(args.threads)
+        set_threads(args.threads)  # again: accelerate may have set them
         self.identity = identity(algo, args, script)
         self.bar = None
         self.signal = None
@@ -340,14 +343,9 @@ class Run:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.append("metrics.jsonl", {"step": step, **dict.fromkeys(metrics), **finite})
         if perf:
-            perf = perf | {"perf/peak_memory_mb": self._peak_memory_mb()}
+            perf = perf | {"perf/peak_memory_mb": peak_memory_mb(self.accelerator.device)}
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
         self._mirror(step, finite | (perf or {}))
-
-    def _peak_memory_mb(self):
-        if self.accelerator.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 2**20
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
     def _mirror(self, step, metrics):
         """To wandb or tensorboard through accelerate. They may fail; training goes on."""

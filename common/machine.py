@@ -1,12 +1,26 @@
-"""The machine under a run: processes, threads, kernels and memory."""
+"""The machine under a run: processes, precision, threads, kernels and memory."""
 
 import ctypes
+import math
 import os
+import resource
+import time
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+from torch.nn import functional
 
-from common.cli import InputError
+from common.cli import InputError, flag_of
+
+# How long a process waits for another. NCCL's own limit, 10 minutes, is less than what rank 0 may do alone: score with
+# a slow reward, or save a large model. Where a process dies, the launcher ends the others at once.
+TIMEOUT = timedelta(hours=12)
+
+
+# ---- Processes -------------------------------------------------------------------------------------------------------
 
 
 def launch(args, fsdp=True):
@@ -15,7 +29,16 @@ def launch(args, fsdp=True):
     fsdp: whether the script can shard its model.
     """
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=args.mixed_precision)
+    cuda = torch.cuda.is_available()
+    gpu_has_bfloat16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
+        gpu_has_bfloat16 = False
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    accelerator = Accelerator(
+        cpu=not cuda,
+        mixed_precision=autocast_type(args.mixed_precision, launcher, args.dtype, gpu_has_bfloat16),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)],
+    )
     if accelerator.device.type == "cpu":
         fast_cpu_matmul()
         keep_freed_memory()
@@ -33,20 +56,127 @@ def launch(args, fsdp=True):
     return accelerator
 
 
-def set_threads(threads=None):
-    """Sets torch's CPU threads (default: this process's share of the cores) and returns their number.
+# ---- Precision -------------------------------------------------------------------------------------------------------
 
-    `accelerate launch` exports OMP_NUM_THREADS=1 on CPUs, so torch would use one. Another number of threads gives other
-    bits, which is why the number is stored in checkpoints.
+
+def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
+    """Type of the autocast: that of the flag, or of the launcher, or bf16 for float32 weights on a GPU that has it.
+
+    `accelerate launch` says "no" where nothing was chosen, so its "no" is no choice. What stays outside of the autocast
+    (heads, losses) is float32 in full: TF32 stays off in matrix products, which is torch's default.
     """
+    if flag is not None:
+        return flag
+    if launcher not in (None, "no"):
+        return launcher
+    if gpu_has_bfloat16 and dtype == "float32":
+        return "bf16"
+    return "no"
+
+
+def describe_precision(args, accelerator):
+    """Types of weights and of matrix products. Where this CPU emulates bfloat16, by how much that is slower."""
+    text = f"{args.dtype} weights, {accelerator.mixed_precision} autocast"
+    if accelerator.device.type == "cuda":
+        tf32 = "off" if torch.get_float32_matmul_precision() == "highest" else "on"
+        return f"{text}, TF32 {tf32}"
+    if accelerator.mixed_precision == "bf16" or args.dtype == "bfloat16":
+        slowdown = bfloat16_slowdown()
+        if slowdown > 1.5:
+            text += f" (warning: this CPU emulates bfloat16, {slowdown:.1f} times slower than float32)"
+    return text
+
+
+def bfloat16_slowdown():
+    """Seconds of a small matrix product in bfloat16 on this CPU over those in float32, in a few milliseconds."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(256, 256, dtype=dtype)
+        times = []
+        for _ in range(5):  # the first one sets things up
+            start = time.perf_counter()
+            functional.linear(matrix, matrix)
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = min(times)
+    return seconds[torch.bfloat16] / seconds[torch.float32]
+
+
+# ---- Threads ---------------------------------------------------------------------------------------------------------
+
+
+def set_threads(threads=None):
+    """Sets torch's CPU threads and returns their number: that given, or OMP_NUM_THREADS of the user, or this process's
+    share of the CPUs. Another number of threads gives other bits, which is why the number is stored in checkpoints."""
+    threads = threads or threads_of_user()
     if not threads:
-        cores = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        threads = max(1, cores // processes)
+        threads = max(1, int(usable_cpus()) // processes)
     torch.set_num_threads(threads)
     return threads
+
+
+def threads_of_user():
+    """OMP_NUM_THREADS as the user has set it, or None.
+
+    `accelerate launch` and torchrun set it where it is missing (to 1, or to all cores). Then it is not in the
+    environment that they were started with.
+    """
+    variable = "OMP_NUM_THREADS"
+    if not os.environ.get(variable, "").isdecimal():
+        return None
+    if "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        try:
+            environment = Path(f"/proc/{os.getppid()}/environ").read_text(errors="replace")
+        except OSError:  # no Linux
+            return None
+        if not any(entry.startswith(f"{variable}=") for entry in environment.split("\0")):
+            return None
+    return int(os.environ[variable])
+
+
+def usable_cpus():
+    """CPUs of this process and its siblings: its affinity, or the quota of its container where that is less."""
+    cpus = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    return min(cpus, cpu_quota())
+
+
+def cpu_quota(groups="/proc/self/cgroup", mounted="/sys/fs/cgroup"):
+    """CPUs that the control groups of this process leave it, inf without a limit: the least of its group and of all
+    above it. Version 2 writes quota and period to cpu.max, version 1 to two files."""
+    quotas = [math.inf]
+    try:
+        lines = Path(groups).read_text().splitlines()
+    except OSError:  # no Linux
+        return math.inf
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = Path(mounted, "cpu") if controllers else Path(mounted)
+        group = base / path.lstrip("/")  # inside a container it may be named as outside, and not be there
+        for folder in (group, *group.parents):
+            quotas.append(quota_of(folder))
+            if folder == base:
+                break
+    return min(quotas)
+
+
+def quota_of(folder):
+    """CPUs by the files of one control group; inf without a limit."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except (OSError, ValueError):  # no such file, or "max"
+        return math.inf
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 
 def fast_cpu_matmul():
@@ -64,9 +194,71 @@ def fast_cpu_matmul():
         torch.set_float32_matmul_precision("highest")
 
 
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
 def keep_freed_memory():
     """New pages for every block of logits cost as much as computing them, so the C library keeps what is freed."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def peak_memory_mb(device):
+    """The most that this process has held so far: on a GPU in tensors, else in all of its memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def longest_micro_batch(rows, length, accelerator, args):
+    """The rows of largest length(row), as many as a process has in a forward pass; repeated where there are fewer."""
+    size = min(args.micro_batch_size, args.batch_size // accelerator.num_processes)
+    by_length = sorted(rows, key=length, reverse=True)
+    return [by_length[i % len(rows)] for i in range(size)]
+
+
+def try_update(accelerator, model, optimizer, loss):
+    """Trains on loss(), that of a micro-batch of the longest rows, and returns a sentence with what that took. It is
+    done twice: the second forward pass finds gradients and moments in memory, as all those of a run may."""
+    model.train()
+    for _ in range(2):
+        start = time.perf_counter()
+        accelerator.backward(loss())
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+        if not grad_norm.isfinite():
+            raise FloatingPointError(f"a micro-batch of the longest rows has a gradient of norm {grad_norm}")
+        optimizer.step()
+    if accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    peak = peak_memory_mb(accelerator.device)
+    return f"one update of the largest micro-batch: {seconds:.2f} s, peak memory {peak:,.0f} MB"
+
+
+def is_out_of_memory(error):
+    """Whether memory has run out, on a GPU or a CPU. Libraries tell it in their own words."""
+    words = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return told or isinstance(error, MemoryError)
+
+
+def memory_advice(args):
+    """A sentence with the flags of a script that lower its memory. Those of sizes do not change the result, so the run
+    goes on with them."""
+    smaller = []
+    for name in ("micro_batch_size", "decode_batch_size"):
+        if getattr(args, name, 1) > 1:
+            smaller.append(f"lower {flag_of(name)} (now {getattr(args, name)})")
+    if not args.gradient_checkpointing:
+        smaller.append("add --gradient-checkpointing")
+    text = "out of memory"
+    if smaller:
+        text += f": {', '.join(smaller)}: the same command then continues from the last checkpoint, if there is one"
+    others = [flag_of(name) for name in ("max_length", "max_prompt_length", "max_new_tokens") if hasattr(args, name)]
+    if args.lora_r == 0:
+        others.append("--lora-r")
+    if args.mixed_precision == "no":
+        others.append("--mixed-precision bf16")
+    return f"{text}; other flags that lower it, for a new run: {', '.join(others) or 'none'}"

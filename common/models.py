@@ -25,6 +25,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from common.cli import InputError, stop_if
 from common.functions import spec_path
+from common.output import has_plain_output, one_token
+from common.structure import padding_problem, routers
 
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken")
 NOT_TAKEN = ("bias", "trainable_token_indices", "ensure_weight_tying", "use_dora")  # of adapters: would not be exported
@@ -153,11 +155,13 @@ def repaired(model, args):
         prepare_model_for_kbit_training(model, args.gradient_checkpointing, {"use_reentrant": False})
     for module in model.modules():
         for name, value in vars(module).items():
-            is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+            is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
             if is_rate and isinstance(value, float):
                 setattr(module, name, 0.0)
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # an end token that doubles as padding is trained, too
+        if hasattr(getattr(module, "config", None), "output_router_logits"):
+            module.config.output_router_logits = False  # for a loss that nobody asks for; fails with a cache
         if hasattr(module, "support_avx512bf16_for_cpu"):  # of bitsandbytes, whose evaluations would repack the weights
             module.support_avx512bf16_for_cpu = False
     return model
@@ -204,15 +208,26 @@ def load_model(args, path, flag="--model"):
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
     set_attention(model, args)
+    if args.dtype == "float64":
+        model.set_experts_implementation("eager")  # torch's grouped products have no float64
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    ends = model.generation_config.eos_token_id  # so that the exported model ends where it was trained to
-    if not isinstance(ends, list):
-        ends = [ends]
+    ends = end_tokens(model)
     if tokenizer.eos_token_id not in ends:
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        ends.append(tokenizer.eos_token_id)
+    # the exported model ends where it was trained to
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     model.get_output_embeddings().register_forward_pre_hook(contiguous_input)
     return model, tokenizer
+
+
+def end_tokens(lm):
+    """Ids of the tokens that end a response. `load_model` puts that of the tokenizer beside those of the checkpoint's
+    generation_config: instruction-tuned models end their turns with another token than their documents."""
+    ends = lm.generation_config.eos_token_id
+    if ends is None:
+        return []
+    return list(ends) if isinstance(ends, list | tuple) else [ends]
 
 
 def contiguous_input(module, inputs):
@@ -241,8 +256,16 @@ def frozen_copy(lm):
 
 
 def max_positions(lm):
-    """The longest row that the model's configuration allows, in tokens; None where it sets no limit."""
-    return getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    """The longest row that the model's configuration allows, in tokens; None where it sets no limit.
+
+    With longrope (arXiv 2402.13753) that is its first length: beyond it the longest row of a batch decides how all
+    positions turn, so that a row would depend on its neighbours.
+    """
+    config = lm.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None)
 
 
 def set_attention(lm, args):
@@ -273,20 +296,28 @@ def blocks(lm):
 
 def freeze(lm, num_layers_unfrozen):
     """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything). Returns the number of
-    frozen blocks."""
-    if num_layers_unfrozen < 0:
-        return 0
-    layers = blocks(lm)
-    if num_layers_unfrozen > len(layers):
-        raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
-    depth = len(layers) - num_layers_unfrozen
-    lm.requires_grad_(False)
-    if num_layers_unfrozen:
-        layers[depth:].requires_grad_(True)
-        for module in modules_after(lm, layers[-1]):
-            if module is not lm.get_output_embeddings():
-                for weight in module.parameters(recurse=False):
-                    weight.requires_grad_(True)
+    frozen blocks. InputError where weights of 16 bits would be trained."""
+    depth = 0
+    if num_layers_unfrozen >= 0:
+        layers = blocks(lm)
+        if num_layers_unfrozen > len(layers):
+            raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
+        depth = len(layers) - num_layers_unfrozen
+        lm.requires_grad_(False)
+        if num_layers_unfrozen:
+            layers[depth:].requires_grad_(True)
+            for module in modules_after(lm, layers[-1]):
+                if module is not lm.get_output_embeddings():
+                    for weight in module.parameters(recurse=False):
+                        weight.requires_grad_(True)
+    for router in routers(lm).values():
+        router.requires_grad_(False)
+    for weight in lm.parameters():
+        if weight.requires_grad and weight.itemsize < 4:  # measured: 15 % of the weights change in 300 steps of 1e-5
+            raise InputError(
+                "--dtype bfloat16: most updates of such weights would round to nothing: leave it out and give "
+                "--mixed-precision bf16, or train adapters with --lora-r"
+            )
     return depth
 
 
@@ -294,7 +325,7 @@ def modules_after(lm, block):
     """What runs after a block: the norm, the output layer and what holds them. Found by a forward pass of one token."""
     ran = []
     hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
-    lm(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device), use_cache=False, logits_to_keep=1)
+    one_token(lm)
     for hook in hooks:
         hook.remove()
     return ran[ran.index(block) + 1 :]
@@ -363,9 +394,15 @@ class Seq2Seq:
 
 
 def as_decoder(lm):
-    """An encoder-decoder with the calls of Seq2Seq; any other model as it is."""
+    """The model as the scripts call it, with an answer to whether they need all of its logits (`call_with_output`): an
+    encoder-decoder with the calls of Seq2Seq, a decoder as it is. InputError for one that padding on the left
+    changes."""
     if lm.config.is_encoder_decoder and not isinstance(lm, Seq2Seq):
         if getattr(lm.config, "decoder_start_token_id", None) is None:
             raise InputError("the configuration of the encoder-decoder has no decoder_start_token_id")
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
+    problem = None if lm.config.is_encoder_decoder else padding_problem(lm)
+    if problem:
+        raise InputError(f"--model {lm.name_or_path}: {problem}, so that rows of several lengths cannot be sampled")
+    lm.plain_output = has_plain_output(lm)
     return lm

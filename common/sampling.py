@@ -4,15 +4,19 @@ Every token is a keyed draw (`common/seeding.py`), so a response depends on the 
 not on the rows beside it, the size of a batch or the number of processes.
 """
 
+import functools
+import json
 import math
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
+from common.adapters import for_sampling
 from common.classifiers import RewardModel
 from common.functions import call_metric, call_reward
 from common.logging import on_main
+from common.models import end_tokens
 from common.seeding import draw, uniforms
 
 # ---- Ids -------------------------------------------------------------------------------------------------------------
@@ -24,9 +28,9 @@ class KeyedDraws(LogitsProcessor):
     Arguments are those of `sample_by_generate`. Fills ids (B, R) and mask (B, R); going (B,): rows that have not ended.
     """
 
-    def __init__(self, uniforms, eos_id, pad_id, ended, **options):
+    def __init__(self, uniforms, ends, pad_id, ended, **options):
         self.uniforms = uniforms
-        self.eos_id = eos_id
+        self.ends = torch.tensor(ends, dtype=torch.long, device=uniforms.device)
         self.ended = ended
         self.options = options  # of `draw`
         self.ids = torch.full(uniforms.shape, pad_id, device=uniforms.device)
@@ -51,7 +55,7 @@ class KeyedDraws(LogitsProcessor):
         self.mask[rows, self.length] = True
         taken = self.ids[:, self.length, None]  # padding in rows that have ended
         self.length += 1
-        done = tokens == self.eos_id
+        done = torch.isin(tokens, self.ends)
         if self.ended is not None:
             done = done | self.ended(rows, self.ids[rows, : self.length])
         self.going[rows] = ~done
@@ -64,14 +68,12 @@ class KeyedDraws(LogitsProcessor):
 
 
 @torch.no_grad()
-def sample_by_generate(
-    lm, query, query_mask, uniforms, eos_id, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None
-):
+def sample_by_generate(lm, query, query_mask, uniforms, ends, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None):
     """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
 
-    uniforms: (B, R) float64, drawn before decoding starts. ended(rows, ids (b, t)) -> (b,) bool ends some rows without
-    an end token. The model's generation_config is set aside meanwhile. Raises FloatingPointError for logits that are
-    not finite, except of rows that have ended.
+    uniforms: (B, R) float64, drawn before decoding starts. ends: ids of the tokens that end a row; ended(rows, ids
+    (b, t)) -> (b,) bool ends some without one. The model's generation_config is set aside meanwhile. Raises
+    FloatingPointError for logits that are not finite, except of rows that have ended.
     """
     start = None
     if lm.config.is_encoder_decoder:  # some encoders count padding as positions: it goes to the right
@@ -82,7 +84,7 @@ def sample_by_generate(
     settings = GenerationConfig(max_new_tokens=uniforms.shape[1], do_sample=False, use_cache=True)
     settings.pad_token_id = pad_id
     settings.decoder_start_token_id = start
-    draws = KeyedDraws(uniforms, eos_id, pad_id, ended, temperature=temperature, top_k=top_k, top_p=top_p)
+    draws = KeyedDraws(uniforms, ends, pad_id, ended, temperature=temperature, top_k=top_k, top_p=top_p)
     own_settings = lm.generation_config
     verbosity = transformers_logging.get_verbosity()
     hook = lm.register_forward_hook(draws.keep_logits)
@@ -114,21 +116,59 @@ def pad_left(queries, pad_id, device):
 
 def end_of_rows(tokenizer, stop, limits):
     """The `ended` of a sampler: ended(rows, ids (b, t)) -> (b,) bool, True where ids hold a string of stop or have
-    limits (B,)[rows] tokens. None where neither is given."""
+    limits (B,)[rows] tokens. None where neither is given. Texts are made of the rows alone whose newest token may
+    complete a stop string."""
     if not stop and limits is None:
         return None
-    longest = max((len(text.encode()) for text in stop), default=0)  # no stop string has more tokens than bytes
 
     def ended(rows, ids):
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         if stop:
-            tails = ids[:, -longest - 1 :]
-            done = done | torch.tensor(stopped(tokenizer, tails, stop), device=ids.device)
+            newest = ids[:, -1].tolist()
+            places = [place for place, token in enumerate(newest) if may_complete(tokenizer, token, tuple(stop))]
+            done[places] = torch.tensor(stopped(tokenizer, ids[places], stop), dtype=torch.bool, device=ids.device)
         if limits is not None:
             done = done | (ids.shape[1] >= limits[rows])
         return done
 
     return ended
+
+
+# Decoders of `tokenizers` by which a token adds its text to that of the tokens before it. Others look further: they
+# close gaps before punctuation, or mark the end of a word at its last token.
+ADDING = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
+
+
+@functools.lru_cache(maxsize=4)
+def adds_text(tokenizer):
+    """Whether a token leaves the text of those before it as it is, but for the bytes of an unfinished character."""
+    if not tokenizer.is_fast:
+        return False
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    if tokenizer.clean_up_tokenization_spaces and backend["model"]["type"] != "BPE":  # which is not cleaned up
+        return False
+    decoder = backend["decoder"]
+    if decoder is None:
+        return True
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return all(step["type"] in ADDING and not step.get("stop") for step in steps)
+
+
+@functools.lru_cache(maxsize=2**18)
+def may_complete(tokenizer, token, stops):
+    """Whether a stop string can end within the text that the token adds."""
+    if not adds_text(tokenizer) or "\ufffd" in "".join(stops):
+        return True
+    first, both = tokenizer.batch_decode([[token], [token, token]])
+    if "\ufffd" in first or not both.startswith(first):  # a piece of a character
+        return True
+    behind = both[len(first) :]  # behind another token, where some have a space that they lose at the beginning
+    return any(ends_within(stop, first) or ends_within(stop, behind) for stop in stops)
+
+
+def ends_within(stop, text):
+    """Whether the string stop can end at a character of text, whatever stands before text."""
+    return stop in text or any(stop.endswith(text[:length]) for length in range(1, len(text) + 1))
 
 
 def generate_all(
@@ -142,7 +182,6 @@ def generate_all(
     Returns query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
     """
     device = accelerator.device
-    eos_id = tokenizer.eos_token_id
     pad_id = tokenizer.pad_token_id
     query, query_mask = pad_left(queries, pad_id, device)
     # the last processes repeat the last row where the rows do not divide
@@ -150,29 +189,30 @@ def generate_all(
     begin = accelerator.process_index * share
     local = torch.arange(begin, begin + share).clamp(max=len(queries) - 1).to(device)
     draws = uniforms(seed, *stream, local.tolist(), max_new_tokens).to(device)
-    responses = []
-    masks = []
-    for places in torch.arange(share, device=device).split(decode_batch_size):
-        rows = local[places]
-        row_limits = limits
-        if limits is not None:
-            row_limits = limits[rows]
-        with accelerator.autocast():
-            response, mask = sample(
+    lengths = query_mask.sum(1)[local]
+    response = torch.full((share, max_new_tokens), pad_id, device=device)
+    response_mask = torch.zeros(share, max_new_tokens, dtype=torch.bool, device=device)
+    with for_sampling(lm), accelerator.autocast():
+        # the longest first: where memory does not suffice, it shows at once
+        for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
+            rows = local[places]
+            row_limits = limits
+            if limits is not None:
+                row_limits = limits[rows]
+            columns = slice(query.shape[1] - int(lengths[places].max()), None)
+            response[places], response_mask[places] = sample(
                 lm,
-                query[rows],
-                query_mask[rows],
+                query[rows, columns],
+                query_mask[rows, columns],
                 draws[places],
-                eos_id,
+                end_tokens(lm),
                 pad_id,
                 temperature=temperature,
                 ended=end_of_rows(tokenizer, stop, row_limits),
                 **filters,
             )
-        responses.append(response)
-        masks.append(mask)
-    response = accelerator.gather(torch.cat(responses))[: len(queries)]
-    response_mask = accelerator.gather(torch.cat(masks))[: len(queries)]
+    response = accelerator.gather(response)[: len(queries)]
+    response_mask = accelerator.gather(response_mask)[: len(queries)]
     return query, query_mask, response, response_mask
 
 
@@ -190,6 +230,13 @@ def stopped(tokenizer, responses, stops):
         return [False] * len(responses)
     texts = tokenizer.batch_decode(responses)
     return [any(stop in text for stop in stops) for text in texts]
+
+
+def has_ended(tokenizer, output_ids, ends, stops):
+    """Whether each response (ids) holds an end token or a stop string."""
+    with_stop = stopped(tokenizer, output_ids, stops)
+    with_end = [not set(ends).isdisjoint(ids) for ids in output_ids]
+    return [stop or end for stop, end in zip(with_stop, with_end, strict=True)]
 
 
 def decode(tokenizer, queries, responses, stops):
@@ -247,7 +294,8 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *,
         given = text_arguments(tokenizer, rows, outputs, output_ids)
         values |= on_main(accelerator, call_metric, metric, args.metric, rows, given)
     if reward is not None:
-        scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids)
+        ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
+        scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended)
         values["reward"] = list(map(total, scores))
     means = {name: sum(column) / len(column) for name, column in values.items()}
     prompts = [row["prompt"] for row in rows]
@@ -261,8 +309,9 @@ def total(score):
     return sum(score) if isinstance(score, list) else score
 
 
-def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids):
-    """Scores of the global batch, on every process: a reward function runs once, a classifier on shares of the rows."""
+def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended):
+    """Scores of the global batch, on every process: a reward function runs once, a classifier on shares of the rows.
+    ended: as `has_ended` returns it; a classifier sees an end token there."""
     given = text_arguments(tokenizer, rows, outputs, output_ids)
     if not isinstance(reward, RewardModel):
         lengths = [len(ids) for ids in output_ids]
@@ -270,12 +319,9 @@ def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_id
     share = math.ceil(len(rows) / accelerator.num_processes)
     begin = accelerator.process_index * share
     local = [min(row, len(rows) - 1) for row in range(begin, begin + share)]
-    ended = stopped(tokenizer, output_ids, args.stop)
-    for row, ids in enumerate(output_ids):
-        if ids[-1:] == [tokenizer.eos_token_id]:
-            ended[row] = True
     samples = [given["samples"][row] for row in local]
-    scores = reward(samples, [ended[row] for row in local], args.micro_batch_size)
+    with accelerator.autocast():
+        scores = reward(samples, [ended[row] for row in local], args.micro_batch_size)
     scores = accelerator.gather(scores)[: len(rows)].tolist()
     for row, score in enumerate(scores):
         if not math.isfinite(score):

@@ -23,11 +23,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common import logging
-from common.adapters import train_adapters
+from common.adapters import for_sampling, train_adapters
 from common.checkpoint import sha256
 from common.classifiers import RewardModel
 from common.cli import InputError
 from common.models import load_model
+from common.sampling import generate_all
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
@@ -88,6 +89,103 @@ def lora(gpt2_dir, tmp_path_factory):
 
 
 _made = {}
+
+
+# ---- While sampling --------------------------------------------------------------------------------------------------
+
+
+def with_adapters(build_model, family, dtype, **flags):
+    """A model with adapters that change its logits."""
+    lm = build_model(family, dtype)
+    lm.name_or_path = "somewhere"
+    train_adapters(lm, flags_of(lora_r=3, **flags))
+    for name, weight in lm.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    return lm
+
+
+def identity(lm):
+    """Everything that sampling must leave as it is: names, objects, flags and bits of weights, and merged adapters."""
+    weights = {name: weight for name, weight in lm.named_parameters(remove_duplicate=False)}
+    merged = [list(module.merged_adapters) for module in lm.modules() if hasattr(module, "merged_adapters")]
+    facts = {name: (id(weight), weight.data_ptr(), weight.requires_grad) for name, weight in weights.items()}
+    return facts, merged, {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def assert_same(before, after):
+    assert before[:2] == after[:2]
+    assert before[2].keys() == after[2].keys()
+    assert all(torch.equal(before[2][name], after[2][name]) for name in before[2])
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("lm_head", "c_attn", "q_proj")])
+def test_adapters_are_added_while_sampling(build_model, family, targets):
+    """Also where the output layer is tied to the embedding, which does not change; afterwards all is as it was, also
+    after an error."""
+    if targets[0] == "lm_head":
+        targets = ("lm_head", "c_attn" if family == "gpt2" else "q_proj")
+    lm = with_adapters(build_model, family, torch.float64, lora_targets=targets)
+    apart, before = logits(lm), identity(lm)
+    embedding = lm.get_input_embeddings().weight.detach().clone()
+    seen = []
+    hook = lm.get_output_embeddings().register_forward_pre_hook(lambda *_: seen.append(1))
+    adapted = [layer for layer in lm.modules() if hasattr(layer, "get_base_layer")]
+    with for_sampling(lm):
+        assert all(layer.merged for layer in adapted) and len(adapted) > 1
+        calls = [layer.lora_A["default"].register_forward_hook(lambda *_: seen.append("A")) for layer in adapted]
+        torch.testing.assert_close(logits(lm), apart, rtol=1e-12, atol=1e-12)
+        assert torch.equal(lm.get_input_embeddings().weight, embedding)
+    for call in [hook, *calls]:
+        call.remove()
+    assert seen == [1]
+    assert_same(before, identity(lm))
+    with pytest.raises(ValueError, match="broken"), for_sampling(lm):
+        raise ValueError("broken")
+    assert_same(before, identity(lm))
+    assert torch.equal(logits(lm), apart)
+
+
+def test_an_adapter_that_cannot_be_added_leaves_the_others_as_they_were(build_model):
+    lm = with_adapters(build_model, "gpt2", torch.float32)
+    last = [module for module in lm.modules() if hasattr(module, "lora_B")][-1]
+    last.lora_B["default"].weight.data[0, 0] = float("nan")
+    facts = identity(lm)
+    with pytest.raises(ValueError, match="NaNs detected"), for_sampling(lm):
+        pass
+    assert facts[:2] == identity(lm)[:2]
+
+
+def test_adapters_of_rounded_weights_stay_apart(build_model, family):
+    lm = with_adapters(build_model, family, torch.bfloat16)
+    apart = logits(lm)
+    with for_sampling(lm):
+        assert not any(getattr(module, "merged", False) for module in lm.modules())
+        assert torch.equal(logits(lm), apart)
+
+
+@pytest.mark.parametrize("lora_r", [0, 3])
+def test_frozen_weights_are_cast_once(build_model, letters, accelerator, lora_r, monkeypatch):
+    """Under autocast, sampling of seven tokens casts a weight once, whether it is trained or not; tokens stay."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            if function is torch.ops.aten._to_copy.default and arguments[0].shape == (20, 12):
+                counted.append(arguments[0].data_ptr())
+            return function(*arguments, **keywords or {})
+
+    counted = []
+    lm = build_model("qwen3")
+    lm.requires_grad_(False)
+    if lora_r:
+        lm = with_adapters(build_model, "qwen3", torch.float32)
+    monkeypatch.setattr(accelerator, "autocast", lambda: torch.autocast("cpu", torch.bfloat16))
+    sampling = {"seed": 1, "max_new_tokens": 7, "sample": ppo.sample, "decode_batch_size": 2}
+    with Casts():
+        sampled = generate_all(accelerator, lm, letters, [[3, 4, 5], [6], [7, 8]], ("rollout", 2), **sampling)
+    assert sampled[3].sum() > 7
+    assert len(counted) == 4  # up and gate of two blocks
 
 
 # ---- New adapters ----------------------------------------------------------------------------------------------------

@@ -346,15 +346,17 @@ def test_the_first_ratio_in_float64(build_pipeline, tmp_path, prediction_type):
     )
 
 
-@pytest.mark.parametrize("flags", [{"mixed_precision": "bf16"}, {"dtype": "bfloat16"}], ids=str)
-@pytest.mark.parametrize("lora_r", [0, 4])
+BFLOAT16 = [{"mixed_precision": "bf16"}, {"mixed_precision": "bf16", "lora_r": 4}, {"dtype": "bfloat16", "lora_r": 4}]
+
+
+@pytest.mark.parametrize("flags", BFLOAT16, ids=str)
 @pytest.mark.case(64, "ddpo")
-def test_bfloat16(fresh_accelerator, tmp_path, flags, lora_r):
+def test_bfloat16(fresh_accelerator, tmp_path, flags):
     """Rounding stays below what --cliprange lets pass (it is 0 with most kernels), and is reported; the export has
     the type of the weights and loads."""
     from diffusers import StableDiffusionPipeline
 
-    flags = flags | {"batch_size": 8, "lora_r": lora_r, "micro_batch_size": 5}
+    flags = flags | {"batch_size": 8, "micro_batch_size": 5}
     _, run = run_ddpo(str(shapes.BASE_MODEL), tmp_path / "run", **flags)
     for record in log(run):
         assert 0 <= record["policy/ratio_deviation_first"] < 5e-4
@@ -365,6 +367,21 @@ def test_bfloat16(fresh_accelerator, tmp_path, flags, lora_r):
     assert not equal(unet(run / "hf_model"), {k: w.to(kind) for k, w in unet(shapes.BASE_MODEL).items()})
     pipeline = StableDiffusionPipeline.from_pretrained(run / "hf_model", dtype=kind)
     assert "forward" not in vars(pipeline.unet)
+
+
+@pytest.mark.parametrize("as_object", [True, False])
+def test_bfloat16_weights_are_not_trained(tmp_path, as_object):
+    """By flag or by the pipeline that is given; nothing is written."""
+    from diffusers import StableDiffusionPipeline
+
+    pipeline = str(shapes.BASE_MODEL)
+    flags = {"dtype": "bfloat16"}
+    if as_object:
+        pipeline = StableDiffusionPipeline.from_pretrained(pipeline, dtype=torch.bfloat16)
+        flags = {}
+    with pytest.raises(InputError, match="--dtype bfloat16: most updates of such weights would round to nothing"):
+        run_ddpo(pipeline, tmp_path / "run", **flags)
+    assert not (tmp_path / "run").exists()
 
 
 def test_rounding_that_moves_the_ratio_is_said(monkeypatch, tiny, tmp_path, capfd):
@@ -1148,6 +1165,7 @@ def test_check_writes_nothing(command, here, embedded):
     before = sorted(here.rglob("*"))
     code, out, err = command(base=base)
     assert code == 0 and "check passed" in out and "samples at step 0" in out and "ddpo: " in out, err
+    assert "one update of the largest micro-batch: " in out
     assert [p for p in sorted(here.rglob("*")) if p not in before and "__pycache__" not in p.parts] == []
 
 

@@ -22,7 +22,7 @@ COMMON = sorted((ROOT / "common").glob("*.py"))
 EVERY = SCRIPTS + COMMON + sorted((ROOT / "benchmarks").rglob("*.py"))
 OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}
 # What each script has of its own under the same name.
-DIFFERENT = set("Args Data main read load encode summary evaluate update".split())
+DIFFERENT = set("Args Data main read load encode summary evaluate update check".split())
 FLAGS = {"ppo": 73, "sft": 52, "reward": 47, "dpo": 60, "ilql": 62, "ddpo": 50}  # these limits only shrink
 
 

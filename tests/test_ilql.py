@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from algos import ilql
 from benchmarks.tasks import randomwalks
-from common import sampling
+from common import output, sampling
 from common.cli import InputError
 from common.models import load_model
 from common.sampling import sample_by_generate
@@ -207,16 +207,20 @@ def test_chosen_q_is_the_full_head_gathered():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 9])
 @pytest.mark.parametrize("bias", [True, False])
-def test_chunks_change_nothing(size, bias):
+def test_chunks_change_nothing(monkeypatch, size, bias):
     """Neither losses nor gradients, whatever the weights of the actions; no more than `size` rows of logits at a time,
     in the backward pass again."""
+    monkeypatch.setattr(output, "CHUNK", size * V)
     head, states = nn.Linear(3, V, bias=bias).double(), random(7, 3, seed=2).requires_grad_()
     advantages, actions = random(7, seed=1), torch.tensor([0, 3, 3, 10, 5, 9, 0])
-    loss = partial(ilql.awac_loss, beta=0.5, clip=1.1)
-    whole = loss(head(states), actions, advantages)
+
+    def loss(states, actions, advantages):
+        return ilql.awac_loss(head(states), actions, advantages, beta=0.5, clip=1.1)
+
+    whole = loss(states, actions, advantages)
     sizes = []
     head.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
-    chunked = ilql.in_chunks(size, loss, head, states, actions, advantages)
+    chunked = ilql.in_chunks(loss, V, states, actions, advantages)
     assert max(sizes) == min(size, 7) and sum(sizes) == 7
     close(chunked.data, whole.data)
     inputs = [states, *parts(head)]
@@ -226,9 +230,9 @@ def test_chunks_change_nothing(size, bias):
         assert b.any()
         close(a, b)
     head.requires_grad_(False)  # a frozen layer
-    chunked = ilql.in_chunks(size, loss, head, states, actions, advantages)
+    chunked = ilql.in_chunks(loss, V, states, actions, advantages)
     close(torch.autograd.grad((chunked * random(7)).sum(), states)[0], gradients[1][0])
-    assert not ilql.in_chunks(size, loss, head, states.detach(), actions, advantages).requires_grad
+    assert not ilql.in_chunks(loss, V, states.detach(), actions, advantages).requires_grad
 
 
 # ---- A case by hand --------------------------------------------------------------------------------------------------
@@ -280,7 +284,7 @@ def test_ilql_losses_by_hand(done, chunked):
     """First action, 1 in state 0: y = 0.5 + 0.5 x 3 = 2, Q = 2, 1; min Q^ = 3, V = 1, weight min(e, 2.5).
     Second action, 2 in state 1: y = 1 at the end, else 1 + 0.5 x 4 = 3; Q = 5, 7; min Q^ = 1, V = 3, weight 1 / e."""
     policy = hand_policy()
-    policy.chunked_lm_head = chunked
+    policy.lm.plain_output = chunked
     terms = ilql.ilql_losses(policy, ilql.Batch.of([ilql.Episode([0, 1, 2], [1, 2], [0.5, 1.0], done)], 0, "cpu"), HAND)
     assert [*terms] == TERMS
     last = 16 + 36 if done else 4 + 16
@@ -443,9 +447,9 @@ def losses(policy, episodes, args=None, pad=PAD):
 @pytest.mark.parametrize("two_qs", [True, False])
 @pytest.mark.parametrize(("chunked", "chunk"), [(True, 2**23), (True, 60), (False, 60)])
 def test_ilql_losses_are_the_slow_definition(monkeypatch, build_model, family, two_qs, chunked, chunk):
-    monkeypatch.setattr(ilql, "CHUNK", chunk)
+    monkeypatch.setattr(output, "CHUNK", chunk)
     policy = make_policy(build_model(family, torch.float64), two_qs)
-    policy.chunked_lm_head = chunked
+    policy.lm.plain_output = chunked
     slow = slow_terms(policy, EPISODES, settings())
     clipped = slow["advantages"] * 0.6 > math.log(0.8)
     assert clipped.any() and not clipped.all() and (slow["advantages"] < 0).any() and len(clipped) > 30
@@ -456,7 +460,7 @@ def test_ilql_losses_are_the_slow_definition(monkeypatch, build_model, family, t
 @pytest.mark.parametrize("chunked", [True, False])
 def test_neither_padding_nor_neighbours_change_the_losses(build_model, family, chunked):
     policy = make_policy(build_model(family, torch.float64))
-    policy.chunked_lm_head = chunked
+    policy.lm.plain_output = chunked
     rows = [losses(policy, [episode]) for episode in EPISODES]
     for order in ([0], [4, 0], [5, 0, 3], [3, 2, 1, 5, 0, 4]):
         alone = {name: torch.cat([rows[i][name] for i in order]) for name in TERMS}
@@ -989,10 +993,10 @@ def load(path, **flags):
     return load_model(ilql.Args(dtype="float64", **flags), path)[0].eval()
 
 
-def test_lm_head_error_is_zero_where_logits_are_those_of_the_output_layer(tiny_dir):
+def test_logits_are_not_computed_where_the_output_layer_makes_them_alone(tiny_dir):
     for dtype in ("float32", "float64"):
         lm, _ = load_model(ilql.Args(dtype=dtype), tiny_dir)
-        assert ilql.lm_head_error(lm, torch.tensor([EPISODES[0].ids])) < 1e-5
+        assert output.has_plain_output(lm)
     sizes = []
     hook = lm.get_output_embeddings().register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[1]))
     hidden, none = ilql.hidden_states(lm, IDS)
@@ -1021,16 +1025,17 @@ IN_FLOAT32 = 100 * torch.finfo(torch.float32).eps
 def test_families_that_change_their_logits(odd_dirs, tmp_path, capsys, odd):
     """All logits at once: the losses of the first step are those of the slow definition, and main says so."""
     policy = ilql.PolicyWithQ(load(odd_dirs[odd]), seed=1)
-    assert ilql.lm_head_error(policy.lm, torch.tensor([EPISODES[0].ids])) > 0.1
+    assert not policy.lm.plain_output
+    policy.lm.plain_output = True
     flags = settings(**{name: getattr(ilql.Args(model="model", dataset="rows"), name) for name in SETTINGS})
     slow = slow_terms(policy, EPISODES, flags)
     assert (losses(policy, EPISODES, flags)["loss_awac"] - slow["loss_awac"]).abs().max() > 0.1
-    policy.chunked_lm_head = False
+    policy.lm.plain_output = False
     assert_same_terms(policy, losses(policy, EPISODES, flags), slow, IN_FLOAT32, IN_FLOAT32)
     options = {"batch_size": len(DIALOGUES), "max_length": 14, "total_steps": 1, "normalize_rewards": False}
     assert EPISODES == encode(DIALOGUES, 14)
     _, run_dir = run_ilql(odd_dirs[odd], tmp_path / "run", DIALOGUES, **options)
-    assert "all logits are computed at once: the model changes those of its output layer by " in capsys.readouterr().out
+    assert "all logits at once, since the model changes them" in capsys.readouterr().out
     for name in ("loss", *LOSSES):
         assert log(run_dir)[0][f"losses/{name}"] == pytest.approx(slow[name].mean().item(), rel=IN_FLOAT32)
 

@@ -29,7 +29,7 @@ from test_runs import launch, torchrun
 
 from algos import ddpo, dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
-from common import checkpoint, sampling
+from common import checkpoint, classifiers, sampling
 from common.logging import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -203,14 +203,12 @@ def wide(script, job):
 
         return call
 
-    def wide_pairs(shared_rows):
-        def call(pairs, pad, device):
-            reached.add("shared_rows")
-            ids, positions, mask, common = shared_rows(pairs, pad, device)
-            width = mask.shape[-1] + 2
-            whole = torch.full((len(ids), 1, width, width), float("-inf"), dtype=mask.dtype).triu(1)
-            whole[:, :, :-2, :-2] = mask
-            return widen(ids, 0, 2), widen(positions, 0, 2, 1), whole, common
+    def wide_lines(line_up):
+        def call(lines, pad):
+            reached.add("line_up")
+            ids, positions, is_end = line_up(lines, pad)
+            more = positions[:, -1:] + torch.arange(1, 3)
+            return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(is_end, 0, 2, False)
 
         return call
 
@@ -240,8 +238,8 @@ def wide(script, job):
         ppo: (ppo.Rollout, "take", wide_rollout),
         ilql: (ilql.Batch, "of", wide_episodes),
         sft: (sft, "collate", wide_collate),
-        reward: (reward, "shared_rows", wide_pairs),
-        dpo: (dpo, "shared_rows", wide_pairs),
+        reward: (classifiers, "line_up", wide_lines),
+        dpo: (dpo, "collate", wide_collate),
     }
     with replaced(sampling, "pad_left", wide_queries), replaced(*rows[script]):
         yield
@@ -262,8 +260,8 @@ def shuffled(script, job):
         return lambda *args: reorder(stream_rows(*args))
 
     def minibatches_reordered(minibatches):
-        def generator(accelerator, args, *more):
-            for rows, _ in minibatches(accelerator, args, *more):
+        def generator(accelerator, lengths, args, *more):
+            for rows, _ in minibatches(accelerator, lengths, args, *more):
                 rows = torch.stack(reorder(rows))
                 yield rows, rows.split(args.micro_batch_size)
 
@@ -518,9 +516,9 @@ OTHER = {
     "ppo": [{"cache_trunk": False, "micro_batch_size": 5}],
     "sft": [{"packing": True}, {"packing": True, "micro_batch_size": 1}],
     "sft-packed": [{"packing": False, "micro_batch_size": 2}],
-    "reward": [{"share_prompt": False}, {"share_prompt": False, "micro_batch_size": 1}],
-    "dpo": [{"precompute_ref": False}, {"share_prompt": False}, {"share_prompt": False, "micro_batch_size": 2}],
-    "dpo-kept": [{"precompute_ref": True, "micro_batch_size": 3}, {"share_prompt": False, "micro_batch_size": 1}],
+    "reward": [{"packing": False}, {"packing": False, "micro_batch_size": 1}],
+    "dpo": [{"precompute_ref": False}, {"packing": False}, {"packing": False, "micro_batch_size": 2}],
+    "dpo-kept": [{"precompute_ref": True, "micro_batch_size": 3}, {"packing": False, "micro_batch_size": 1}],
     "ilql": [{"attn_implementation": "eager", "micro_batch_size": 2}],
 }
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algos import ppo, sft
 from common.checkpoint import export, full_weights
-from common.models import load_model
+from common.cli import InputError
+from common.models import end_tokens, load_model
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 FAMILIES = "gpt2", "llama", "qwen3"
@@ -113,6 +114,7 @@ def test_policy_with_value_is_read_back(gpt2_dir, tmp_path, kind, dtype):
     """A run's hf_model gives the same values by PolicyWithValue.load, and as the --model of another run."""
     lm, tokenizer = load_model(ppo.Args(dtype=dtype), gpt2_dir)
     lm.name_or_path = ""  # a model without a home, whose weights main trains in place
+    unfrozen = 0 if dtype == "bfloat16" else -1  # weights of 16 bits are not trained
     models = []
 
     class Kept(ppo.PolicyWithValue):
@@ -123,6 +125,7 @@ def test_policy_with_value_is_read_back(gpt2_dir, tmp_path, kind, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "PolicyWithValue", Kept)
         flags = {"tokenizer": tokenizer, "value_head": kind, "value_head_init": "normal", "dtype": dtype}
+        flags["num_layers_unfrozen"] = unfrozen
         _, run_dir = short_ppo(lm, tmp_path / "run", **flags)
     trained = models[0]
     query, mask, response = IDS[:, :3], torch.ones(2, 3, dtype=torch.bool), IDS[:, 3:]
@@ -141,6 +144,7 @@ def test_policy_with_value_is_read_back(gpt2_dir, tmp_path, kind, dtype):
     assert values.std() > 0.01
     # the other kind of head on the command line: the directory brings its own
     flags = {"value_head": "mlp" if kind == "linear" else "linear", "dtype": dtype, "lr": 1e-30, "eval_every": 0}
+    flags["num_layers_unfrozen"] = unfrozen
     _, next_dir = short_ppo(str(run_dir / "hf_model"), tmp_path / "next", **flags)
     old, new = (safetensors.torch.load_file(d / "hf_model/value_head.safetensors") for d in (run_dir, next_dir))
     assert old.keys() == new.keys() and all(torch.equal(old[k], new[k]) for k in old)
@@ -244,6 +248,58 @@ def test_tied_weights_stay_tied(short_run, tiny_dirs):
         assert ("lm_head.weight" in file.keys()) == (not is_tied)
     for step in (short_run.run_dir / "checkpoints").iterdir():
         assert len(json.loads((step / "state.json").read_text())["tied"]) == is_tied
+
+
+EOS = 22  # of the tokenizer
+ENDS = [(None, [EOS]), (EOS, [EOS]), (7, [7, EOS]), ([5, 7], [5, 7, EOS]), ([7, EOS], [7, EOS])]
+
+
+@pytest.mark.parametrize(("own", "union"), ENDS, ids=lambda x: str(x))
+def test_end_tokens(build_model, letters, tmp_path, own, union):
+    """Those of the checkpoint and that of the tokenizer; exports have them, too."""
+    assert letters.eos_token_id == EOS
+    model = build_model("qwen3")
+    model.generation_config.eos_token_id = own
+    model.save_pretrained(tmp_path / "model")
+    letters.save_pretrained(tmp_path / "model")
+    lm, _ = load_model(ppo.Args(), str(tmp_path / "model"))
+    assert end_tokens(lm) == union
+    lm.save_pretrained(tmp_path / "export")
+    assert reload(tmp_path / "export").generation_config.eos_token_id == (union if len(union) > 1 else EOS)
+
+
+def test_a_rollout_ends_at_any_end_token(monkeypatch, build_model, letters, tmp_path):
+    """Tokens behind the end of a turn would be trained: real checkpoints end turns and documents with two tokens."""
+    model = build_model("gpt2")
+    model.generation_config.eos_token_id = [5, 7]
+    model.save_pretrained(tmp_path / "model")
+    letters.save_pretrained(tmp_path / "model")
+    seen = []
+
+    def reward(output_ids, **columns):
+        seen.extend(output_ids)
+        return [0.1 * len(ids) for ids in output_ids]
+
+    metrics, run_dir = short_ppo(
+        str(tmp_path / "model"), tmp_path / "run", reward=reward, max_new_tokens=11, total_episodes=8, eval_every=0
+    )
+    ended = [ids[-1] in (5, 7, EOS) for ids in seen]
+    assert {5, 7, EOS} == {ids[-1] for ids, is_ended in zip(seen, ended, strict=True) if is_ended}
+    assert not any({5, 7, EOS} & set(ids[:-1]) for ids in seen)
+    assert metrics["tokens/eos_rate"] == sum(ended) / len(ended) < 1
+    exported = AutoModelForCausalLM.from_pretrained(run_dir / "hf_model")
+    assert exported.generation_config.eos_token_id == [5, 7, EOS]
+
+
+@pytest.mark.parametrize("num_layers_unfrozen", [-1, 1])
+@pytest.mark.parametrize("script", [ppo, sft])
+def test_weights_of_16_bits_are_not_trained(build_model, letters, tmp_path, script, num_layers_unfrozen):
+    """An object of this type is refused as the flag is."""
+    short = {ppo: short_ppo, sft: short_sft}[script]
+    flags = {"num_layers_unfrozen": num_layers_unfrozen, "tokenizer": letters}
+    with pytest.raises(InputError, match="--dtype bfloat16: most updates of such weights would round to nothing"):
+        short(build_model(dtype=torch.bfloat16), tmp_path / "run", **flags)
+    assert not (tmp_path / "run").exists()
 
 
 def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):

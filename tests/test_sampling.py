@@ -9,8 +9,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from algos import ppo
+from common.cache import WrittenLayer, closed_ranks, write_in_place
 from common.models import load_model
 from common.sampling import decode, generate_all
 from common.seeding import draw
@@ -130,7 +132,7 @@ def test_top_k_comes_before_top_p():
 # ---- Responses -------------------------------------------------------------------------------------------------------
 
 
-def slow_sample(model, query, row_uniforms, eos_id, temperature):
+def slow_sample(model, query, row_uniforms, ends, temperature):
     """One row: the whole sequence through the model for every token, inverse CDF in Python."""
     ids = []
     for u in row_uniforms.tolist():
@@ -140,14 +142,14 @@ def slow_sample(model, query, row_uniforms, eos_id, temperature):
         while target >= weights[token]:
             target, token = target - weights[token], token + 1
         ids.append(token)
-        if token == eos_id:
+        if token in ends:
             break
     return ids
 
 
 def frequent_token(model, query, mask, u):
     """A token that some rows draw early and others never: a good end token for a test."""
-    ids, _ = ppo.sample(model, query, mask, u, -1, PAD)
+    ids, _ = ppo.sample(model, query, mask, u, [-1], PAD)
     ended = (ids[:, :, None] == torch.arange(25)).any(1).sum(0)  # rows in which each token occurs
     return int((ended - len(ids) / 2).abs().argmin())
 
@@ -161,10 +163,10 @@ def test_sample_is_the_slow_loop(build_model, family, temperature):
     model = build_model(family, torch.float64)
     (query, mask), u = prompts(5, 1, 3, 7, 2, 4, 1), uniforms(7, 11)
     eos = frequent_token(model, query, mask, u)
-    ids, response_mask = ppo.sample(model, query, mask, u, eos, PAD, temperature)
+    ids, response_mask = ppo.sample(model, query, mask, u, [eos], PAD, temperature)
     found = rows_of(ids, response_mask)
     queries = rows_of(query, mask)
-    assert found == [slow_sample(model, queries[i], u[i], eos, temperature) for i in range(7)]
+    assert found == [slow_sample(model, queries[i], u[i], [eos], temperature) for i in range(7)]
     lengths = {len(row) for row in found}
     assert len(lengths) > 2 and max(lengths) == 11  # rows left the batch at different times, and one never did
 
@@ -173,13 +175,13 @@ def test_a_row_does_not_depend_on_the_others(build_model, family):
     model = build_model(family, torch.float64)
     (query, mask), u = prompts(5, 1, 3, 7, 2), uniforms(5, 11)
     eos = frequent_token(model, query, mask, u)
-    together = rows_of(*ppo.sample(model, query, mask, u, eos, PAD, 0.7))
+    together = rows_of(*ppo.sample(model, query, mask, u, [eos], PAD, 0.7))
     for i in range(5):
         bare = query[i : i + 1, mask[i]]
-        alone = ppo.sample(model, bare, torch.ones_like(bare, dtype=torch.bool), u[i : i + 1], eos, PAD, 0.7)
+        alone = ppo.sample(model, bare, torch.ones_like(bare, dtype=torch.bool), u[i : i + 1], [eos], PAD, 0.7)
         assert rows_of(*alone) == together[i : i + 1]
     order = [3, 0, 4]
-    assert rows_of(*ppo.sample(model, query[order], mask[order], u[order], eos, PAD, 0.7)) == [
+    assert rows_of(*ppo.sample(model, query[order], mask[order], u[order], [eos], PAD, 0.7)) == [
         together[i] for i in order
     ]
 
@@ -190,7 +192,7 @@ def test_the_end_token_counts_and_nothing_after_it(build_model, pad_is_eos):
     (query, mask), u = prompts(5, 1, 3, 7, 2, 4, 6, 2, 3, 1, 1), uniforms(11, 7)
     eos = frequent_token(model, query, mask, u)
     pad = eos if pad_is_eos else PAD
-    ids, response_mask = ppo.sample(model, query, mask, u, eos, pad)
+    ids, response_mask = ppo.sample(model, query, mask, u, [eos], pad)
     ended = 0
     for row, keep in zip(ids.tolist(), response_mask.tolist(), strict=True):
         length = row.index(eos) + 1 if eos in row else 7
@@ -205,7 +207,7 @@ def test_an_end_token_with_id_zero(build_model):
     with torch.no_grad():
         model.lm_head.weight[0] += 50 * model.transformer.ln_f.bias + 1  # tied: also the embedding of token 0
     (query, mask), u = prompts(3, 5), torch.full((2, 7), 1e-12, dtype=torch.float64)  # token 0 comes first in the CDF
-    ids, response_mask = ppo.sample(model, query, mask, u, 0, 0)
+    ids, response_mask = ppo.sample(model, query, mask, u, [0], 0)
     assert ids.tolist() == [[0] * 7] * 2 and response_mask.sum(1).tolist() == [1, 1]
 
 
@@ -214,8 +216,8 @@ def test_logits_that_are_not_finite_are_an_error(build_model):
     (query, mask), u = prompts(3, 5), uniforms(2, 7)
     model.transformer.wpe.weight.data[6] = math.nan  # position 6: reached by the second row at its third token
     with pytest.raises(FloatingPointError, match="row 1: logits are not finite at response token 3"):
-        ppo.sample(model, query, mask, u, -1, PAD)
-    ppo.sample(model, query[:1], mask[:1], u[:1, :3], -1, PAD)  # a row that does not get there
+        ppo.sample(model, query, mask, u, [-1], PAD)
+    ppo.sample(model, query[:1], mask[:1], u[:1, :3], [-1], PAD)  # a row that does not get there
 
 
 def test_the_models_generation_config_is_ignored(tmp_path, build_model, letters):
@@ -228,7 +230,7 @@ def test_the_models_generation_config_is_ignored(tmp_path, build_model, letters)
     forced, _ = load_model(ppo.Args(), str(tmp_path))
     assert forced.generation_config.top_k == 1 and forced.generation_config.forced_eos_token_id == EOS
     (query, mask), u = prompts(3, 5, 2, 4, 1), uniforms(5, 7)
-    free, bound = (rows_of(*ppo.sample(model, query, mask, u, EOS, PAD)) for model in (plain, forced.eval()))
+    free, bound = (rows_of(*ppo.sample(model, query, mask, u, [EOS], PAD)) for model in (plain, forced.eval()))
     assert free == bound and len(set(sum(free, [])) & set(range(20))) > 3
 
 
@@ -247,6 +249,57 @@ def test_rollouts_do_not_depend_on_the_decode_batch(build_model, letters, accele
     assert not torch.equal(whole[2], other[2])
 
 
+# ---- The cache -------------------------------------------------------------------------------------------------------
+
+
+def test_a_written_layer_is_the_librarys():
+    """Tokens are written and rows leave; the numbers are those of the layer that copies."""
+    states = torch.randn(13, 2, 7, 3, 5, generator=torch.Generator().manual_seed(0))
+    plain = DynamicLayer()
+    plain.update(states[0], states[0] + 1)
+    written = WrittenLayer(plain, 12)
+    memory = [buffer.data_ptr() for buffer in written.buffers]
+    states = states[:, :, :, :1]
+    for t in range(1, 13):
+        found = written.update(states[t], -states[t])
+        expected = plain.update(states[t], -states[t])
+        assert all(map(torch.equal, found, expected)) and written.get_seq_length() == plain.get_seq_length()
+        assert written.get_mask_sizes(1) == plain.get_mask_sizes(1)
+    staying = closed_ranks(torch.tensor([False, True]))
+    for layer in (written, plain):
+        layer.reorder_cache(staying)
+    assert torch.equal(written.keys, plain.keys) and torch.equal(written.values, plain.values)
+    assert [buffer.data_ptr() for buffer in written.buffers] == memory
+
+
+def test_closed_ranks_moves_few_rows():
+    for seed in range(50):
+        staying = torch.rand(11, generator=torch.Generator().manual_seed(seed)) < 0.6
+        places = closed_ranks(staying)
+        assert sorted(places.tolist()) == staying.nonzero()[:, 0].tolist()
+        kept = staying[: len(places)]
+        assert torch.equal(places[kept], torch.arange(len(places))[kept])  # nobody moves without need
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_cache_has_the_type_that_attention_computes_in(build_model, family, autocast, monkeypatch):
+    model = build_model(family)
+    caches = []
+
+    def recorded(cache, room):
+        caches.append(cache)
+        write_in_place(cache, room)
+
+    monkeypatch.setattr(ppo, "write_in_place", recorded)
+    (query, mask), u = prompts(5, 1, 3), uniforms(3, 7)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ppo.sample(model, query, mask, u, [-1], PAD)
+    expected = torch.bfloat16 if autocast else torch.float32
+    assert [type(layer) for layer in caches[0].layers] == [WrittenLayer] * 2
+    assert all(layer.keys.dtype == layer.values.dtype == expected for layer in caches[0].layers)
+    assert caches[0].get_seq_length() == 5 + 7 - 1
+
+
 # ---- Scores of what was sampled --------------------------------------------------------------------------------------
 
 
@@ -258,7 +311,7 @@ def test_logprobs_are_those_of_the_sampler(build_model, family, temperature):
     query, mask = query[1:].expand(rows, -1), mask[1:].expand(rows, -1)  # three columns of left padding
     first = torch.stack([grid(rows), torch.full((rows,), 0.5, dtype=torch.float64)], 1)
     for position, u in enumerate([first, first.flip(1)]):
-        ids, keep = ppo.sample(model, query, mask, u, -1, PAD, temperature)
+        ids, keep = ppo.sample(model, query, mask, u, [-1], PAD, temperature)
         frequency = torch.bincount(ids[:, position], minlength=25).double() / rows
         some = unique_rows(ids[:, position])
         with torch.no_grad():
@@ -278,7 +331,7 @@ def test_score_tokens_is_the_plain_forward(build_model, family):
     policy = ppo.PolicyWithValue(model, init="normal")
     (query, mask), u = prompts(5, 1, 3), uniforms(3, 7)
     eos = frequent_token(model, query, mask, u)
-    ids, keep = ppo.sample(model, query, mask, u, eos, PAD, 0.7)
+    ids, keep = ppo.sample(model, query, mask, u, [eos], PAD, 0.7)
     with torch.no_grad():
         scored = policy(query, mask, ids, keep, 0.7, entropy=True)
         assert [x.shape for x in scored] == [(3, 7)] * 3

@@ -3,6 +3,7 @@
 The paper model of scaling: its formulas against hand numbers, and its bytes against those that processes send.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -17,7 +18,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import Qwen3Config, Qwen3Model
 
+from algos import dpo, ilql, ppo, reward, sft
 from benchmarks import check
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,6 +130,58 @@ def test_size_of_the_unet():
     with torch.device("meta"):
         unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
     assert PREDICT["MODELS"]["SD 1.5"][0] == pytest.approx(sum(w.numel() for w in unet.parameters()), rel=0.01)
+
+
+def saved_bytes(layers, tokens):
+    """Bytes that a forward pass of Qwen3-0.6B's layers keeps for the backward pass, under bf16 autocast, without the
+    output layer."""
+    config = Qwen3Config(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, vocab_size=11,
+    )  # fmt: skip
+    model = Qwen3Model(config)
+    kept = {weight.untyped_storage().data_ptr(): 0 for weight in model.parameters()}
+
+    def keep(tensor):
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        alive.append(tensor)  # so that no other one gets its memory
+        return tensor
+
+    alive = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        model(torch.zeros(1, tokens, dtype=torch.long))
+    return sum(kept.values())
+
+
+def test_saved_activations():
+    """The bytes a token and layer, from what a second layer and 64 more tokens add."""
+    a_layer = [saved_bytes(2, tokens) - saved_bytes(1, tokens) for tokens in (64, 128)]
+    assert (a_layer[1] - a_layer[0]) / 64 == pytest.approx(PREDICT["SAVED"], rel=0.02)
+
+
+def test_default_sizes_fit():
+    """--micro-batch-size and --decode-batch-size as they are in the scripts. 128 and 1024 would not fit."""
+    for script in (sft, reward, dpo, ppo, ilql):
+        fields = {field.name: field.default for field in dataclasses.fields(script.Args)}
+        micro_batch = fields["micro_batch_size"]
+        decode_batch = fields.get("decode_batch_size", 1)
+        name = Path(script.__file__).stem
+        assert micro_batch == PREDICT["MICRO_BATCH"]
+        assert script is reward or decode_batch == PREDICT["DECODE_BATCH"]
+        assert PREDICT["default_memory"](name, micro_batch, decode_batch)["most"] < PREDICT["GPU"]
+        assert PREDICT["default_memory"](name, 128, decode_batch)["most"] > PREDICT["GPU"]
+        assert script is reward or PREDICT["default_memory"](name, micro_batch, 1024)["most"] > PREDICT["GPU"]
+
+
+def test_default_memory_by_hand():
+    """ppo: weights, moments and reference of 0.6 G weights, a value head of 2 x 1024^2; rows of 1024 tokens."""
+    sizes = PREDICT["default_memory"]("ppo")
+    head = 2 * 1024**2
+    assert sizes["stays"] == pytest.approx(16 * 0.6e9 + 12 * head)
+    assert sizes["update"] - sizes["stays"] == pytest.approx(6 * (0.6e9 + head) + 8 * 1024 * 28 * 82e3 + 256e6)
+    cache = 256 * 1024 * 2 * 28 * 8 * 128 * 2  # keys and values in bfloat16
+    logits = 256 * 151936 * 36
+    assert sizes["decoding adds"] == pytest.approx(cache + logits + 2 * (0.6e9 + head))
 
 
 def test_check_sees_a_changed_prediction(monkeypatch):

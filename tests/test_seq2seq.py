@@ -396,8 +396,8 @@ def test_ilql(monkeypatch, run, folder, pairs):
 
 def test_refusals(run):
     """What is not for encoder-decoders is said in a sentence."""
-    off = "--packing and --no-completion-only-loss are not for encoder-decoders"
-    refused = [(sft, off, {"packing": True})]
+    off = "--no-completion-only-loss is not for encoder-decoders"
+    refused = []
     parts, turns = "row 1: an encoder-decoder takes rows of one prompt and one output", {"dialogue": [*"abcd"]}
     refused += [(sft, off, {"completion_only_loss": False}), (sft, parts, {"dataset": [turns]})]
     refused += [(ilql, parts, {"dataset": [turns | {"reward": [1.0, 2.0]}]})]

@@ -128,6 +128,36 @@ def predict(algo, name, strategy, n, network):
     return found | {"resume_host_gb": min(n, NODE) * saved / 1e9}
 
 
+# Default sizes of the scripts, at rows of LONGEST tokens on a GPU of 80 GB
+MICRO_BATCH, DECODE_BATCH, LONGEST, GPU = 8, 256, 1024, 0.9 * 80e9
+SAVED = 82e3  # B of activations a token and layer of Qwen3-0.6B under bf16 autocast; measured by tests/test_scaling.py
+CHUNK = 256e6  # B of the logits that a loss holds at a time
+
+
+def default_memory(algo, micro_batch=MICRO_BATCH, decode_batch=DECODE_BATCH):
+    """{part: B} on one GPU with full fine-tuning of the 0.6B model in float32 under bf16 autocast. An update needs what
+    stays and what it adds; decoding needs what stays and what it adds."""
+    params, layers, width, vocab, cache = MODELS["0.6B"]
+    sequences = WORK[algo][2]
+    heads = {"ilql": 4 * (width**2 + width * vocab), "ppo": 2 * width**2}.get(algo, 0)
+    trained = params + heads
+    stays = 12 * trained  # weights and moments
+    if algo == "ilql":
+        stays += 4 * heads  # target heads
+    if algo == "ppo":
+        stays += 4 * params  # the reference
+    gradients = 4 * trained + 2 * trained  # and autocast's copy of the weights
+    activations = SAVED * layers * micro_batch * sequences * LONGEST
+    decoding = 0.0
+    if algo != "reward":  # which decodes for --norm-prompts alone
+        # the key-value cache, and of one token float32 logits with float64 copies for the draw
+        decoding = decode_batch * (LONGEST * cache + vocab * (4 + 4 * 8)) + 2 * trained
+    update = stays + gradients + activations + CHUNK
+    parts = {"stays": stays, "gradients, casts": gradients, "activations": activations, "logits": CHUNK}
+    parts |= {"update": update, "decoding adds": decoding, "decoding": stays + decoding}
+    return parts | {"most": max(update, stays + decoding)}
+
+
 def predictions():
     found = []
     for algo in WORK:

@@ -34,6 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+import common.output
 from algos import ilql  # found by way of ppo_gpt2_small
 from benchmarks.tasks import randomwalks
 from common import models
@@ -145,7 +146,7 @@ def derived_loss_memory(rows, tokens, actions, vocabulary):
     Peer, when the losses have been computed: logits at every token; at every action Q and target Q of two heads, the
     logits selected there, and three log-softmaxes. plainrl: the logits of a chunk, their log-softmax, their gradient.
     """
-    chunk = min(rows * actions, max(1, ilql.CHUNK // vocabulary))
+    chunk = min(rows * actions, max(1, common.output.CHUNK // vocabulary))
     return 4 * vocabulary * rows * (tokens + 8 * actions), 4 * vocabulary * 3 * chunk
 
 
@@ -362,7 +363,7 @@ def measure_memory(mode, model):
     batch = [episodes[row] for row in order("memory")[0]]
     if mode in OURS:
         policy = ilql.PolicyWithQ(lm, args.two_qs, args.seed)
-        assert ilql.lm_head_error(lm, torch.tensor([batch[0].ids])) < 1e-4
+        assert policy.lm.plain_output
         batch = ilql.Batch.of(sorted(batch, key=lambda e: len(e.ids)), tokenizer.pad_token_id, "cpu")
 
         def losses():
@@ -584,7 +585,7 @@ def readme(rows):
     fields |= {"derived": grid(derived), "goals": "\n".join(goals), "same_work": same_work(rows), "MEMORY": MEMORY}
     fields |= {"notes": "\n".join(f"- {mode}: {(OURS | PEER)[mode][1]}" for mode in runs)}
     fields |= {"PEAK": PEAK.format(peaks=peaks), "MACHINE": MACHINE.format(**same)}
-    fields |= {"loads": spread([float(row["loadavg"]) for row in rows], 1), "chunk": ilql.CHUNK // vocabulary}
+    fields |= {"loads": spread([float(row["loadavg"]) for row in rows], 1), "chunk": common.output.CHUNK // vocabulary}
     constants = "TRLX_ITSELF SHORTEST LONGEST WALK_SKIPPED SKIPPED TOLERANCE".split()
     return README.format(**fields, **{name: globals()[name] for name in constants})
 
@@ -601,9 +602,9 @@ def check():
     """Exits where seven steps on `walks`, over one synchronisation of the targets, are not the same in both systems.
     algos/ilql.py takes them with small chunks and micro-batches."""
     WORKLOADS["walks"] = (7, 0, WALK_BATCH, WALK_LR)
-    before, ilql.CHUNK = ilql.CHUNK, 25 * 100
+    before, common.output.CHUNK = common.output.CHUNK, 25 * 100
     own, peer = our_steps("walks", "fp32", {"micro_batch_size": 40}, None), peer_steps("walks", True, None)
-    ilql.CHUNK = before
+    common.output.CHUNK = before
     gaps = [relative([a["loss"], b["loss"]]) for a, b in zip(own[1], peer[1], strict=True)]
     gaps[0] = max(relative([own[1][0][name], peer[1][0][name]]) for name in LOSSES)
     norm = relative([own[2], peer[2]])

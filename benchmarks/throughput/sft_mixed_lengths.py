@@ -30,16 +30,18 @@ SEED = 1
 STEPS = int(os.environ.get("STEPS", 12))  # of a process
 SKIPPED = 2  # first steps, which are printed and not counted
 
+_ROWS = {"packing": False}
+_BF16 = {"mixed_precision": "bf16"}
 MODES = {  # of algos/sft.py: flags, and what they show
-    "fp32": ({}, "matmul precision medium, eager attention; one forward of 8 rows"),
-    "fp32-highest": ({"attn_implementation": "eager"}, "fp32 without matmul precision medium"),
-    "fp32-sdpa": ({"attn_implementation": "sdpa"}, "fp32 without eager attention"),
-    "fp32-micro-2": ({"micro_batch_size": 2}, "`--micro-batch-size 2`: forwards of 2 rows, sorted by length"),
-    "fp32-packing": ({"packing": True}, "`--packing`: the rows of a step in lines of at most 128 tokens"),
-    "bf16": ({"mixed_precision": "bf16"}, "`--mixed-precision bf16`: weights and optimizer fp32"),
-    "bf16-sdpa": ({"mixed_precision": "bf16", "attn_implementation": "sdpa"}, "bf16 without eager attention"),
-    "bf16-micro-2": ({"mixed_precision": "bf16", "micro_batch_size": 2}, "bf16 with `--micro-batch-size 2`"),
-    "bf16-packing": ({"mixed_precision": "bf16", "packing": True}, "bf16 with `--packing`"),
+    "fp32": (_ROWS, "`--no-packing`, matmul precision medium, eager attention; one forward of 8 rows"),
+    "fp32-highest": (_ROWS | {"attn_implementation": "eager"}, "fp32 without matmul precision medium"),
+    "fp32-sdpa": (_ROWS | {"attn_implementation": "sdpa"}, "fp32 without eager attention"),
+    "fp32-micro-2": (_ROWS | {"micro_batch_size": 2}, "`--micro-batch-size 2`: forwards of 2 rows, sorted by length"),
+    "fp32-packing": ({}, "the default: the rows of a step in lines as long as the longest of them"),
+    "bf16": (_ROWS | _BF16, "`--mixed-precision bf16 --no-packing`: weights and optimizer fp32"),
+    "bf16-sdpa": (_ROWS | _BF16 | {"attn_implementation": "sdpa"}, "bf16 without eager attention"),
+    "bf16-micro-2": (_ROWS | _BF16 | {"micro_batch_size": 2}, "bf16 with `--micro-batch-size 2`"),
+    "bf16-packing": (_BF16, "bf16 with packing"),
 }
 _EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
 SETTINGS = {  # of TRL's SFTTrainer: (flags, our matmul precision), and what they are

@@ -1,0 +1,618 @@
+"""What a loss needs besides weights, gradients, moments and saved activations, before and after logits in chunks, and
+beside TRL 1.16.0 (peer_trl_1_16_memory.py).
+
+    bash benchmarks/throughput/make_peer_env_trl_1_16.sh    # once: a virtual environment with TRL 1.16.0
+    bash benchmarks/throughput/run_memory.sh                # writes results_memory.csv and README_MEMORY.md
+
+and the parts that run_memory.sh uses:
+
+    python benchmarks/throughput/memory.py --loss sft --vocabulary 50257 --rows 4 --results results_memory.csv
+    python benchmarks/throughput/memory.py --head 50257         # ways to compute the same loss, on the head alone
+    python benchmarks/throughput/memory.py --qwen3 sft          # one iteration of a model of the shape of Qwen3-0.6B
+    python benchmarks/throughput/memory.py --table              # README_MEMORY.md from results_memory.csv
+    python benchmarks/throughput/memory.py --check              # exit 1 where README_MEMORY.md does not follow from it
+
+TINY=1 makes everything small, to try this out.
+"""
+
+import argparse
+import csv
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common import output
+from common.machine import fast_cpu_matmul, keep_freed_memory
+
+# ---- Workload: the peer imports it from here -------------------------------------------------------------------------
+
+HERE = Path(__file__).resolve().parent
+TINY = bool(os.environ.get("TINY"))
+TOKENS, PROMPT = (24, 7) if TINY else (128, 32)  # of a row
+WIDTHS = {2003: 48} if TINY else {50257: 768, 151936: 1024}  # by vocabulary
+HEAD_ROWS = {2003: 300} if TINY else {50257: 1024, 151936: 512}  # rows of states in the comparison of ways
+LOSSES = {
+    "sft": "one update of sft.py, loss on every token",
+    "dpo": "one update of dpo.py, half as many pairs as rows",
+    "ppo-scoring": "log-probabilities and entropies of a rollout by ppo.py, without gradients",
+    "ppo-update": "one update of ppo.py",
+    "ilql": "one update of ilql.py, with two Q heads",
+}
+VARIANTS = ("before", "after")
+REPEATS = int(os.environ.get("REPEATS", 3))
+THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
+MB = 2**20
+
+
+def build(vocabulary):
+    """A language model of one block, whose output layer alone is trained with a vocabulary: the input embeddings are
+    apart from it and frozen."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    width = WIDTHS[vocabulary]
+    sizes = {"n_layer": 1, "n_embd": width, "n_head": width // 16 if TINY else width // 64, "vocab_size": vocabulary}
+    drop = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    lm = GPT2LMHeadModel(GPT2Config(**sizes, **drop, **ends, tie_word_embeddings=False))
+    lm.transformer.wte.weight.requires_grad_(False)
+    return lm
+
+
+def row_ids(vocabulary, rows):
+    """Token ids of the rows; the last is the end token. Of the second half, the rejected of dpo, the prompts are those
+    of the first."""
+    ids = torch.randint(2, vocabulary, (rows, TOKENS), generator=torch.Generator().manual_seed(2))
+    ids[rows // 2 :, :PROMPT] = ids[: rows // 2, :PROMPT]
+    ids[:, -1] = 0
+    return ids
+
+
+class Memory(TorchDispatchMode):
+    """Bytes of all tensors that are made within it and still alive (`now`), and the most since `begin`."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+        self.now = 0
+        self.most = 0
+        self.before = 0
+
+    def begin(self, *unused):
+        """The loss begins here."""
+        self.before = self.now
+        self.most = self.now
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.add((args, kwargs), made_here=False)  # the result may be a view of them
+        result = function(*args, **(kwargs or {}))
+        self.add(result, made_here=True)
+        self.most = max(self.most, self.now)
+        return result
+
+    def add(self, tensors, made_here):
+        for tensor in tree_leaves(tensors):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes() if made_here else 0
+                self.now += self.sizes[storage._cdata]
+                weakref.finalize(storage, self.remove, storage._cdata)
+
+    def remove(self, key):
+        self.now -= self.sizes.pop(key)
+
+
+def measured(lm, update, gradients):
+    """(MB that the loss needs besides the gradients that it returns, value) of one update. gradients: bytes."""
+    with Memory() as memory:
+        hook = lm.transformer.ln_f.register_forward_hook(memory.begin)
+        value = update()
+        hook.remove()
+    return (memory.most - memory.before - gradients) / MB, value
+
+
+# ---- Updates ---------------------------------------------------------------------------------------------------------
+
+
+def plain_nll(lm, ids, first):
+    """-log p of the tokens from place `first` on, as the scripts computed it before: from all logits at once, which
+    stay until the backward pass is over."""
+    from algos.sft import token_nll
+
+    logits = lm(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=ids.shape[1] - first).logits
+    return token_nll(logits, ids[:, first:]), logits
+
+
+def sft_update(lm, ids, before):
+    """(backward, then value of) the mean loss of all tokens."""
+    from algos import sft
+
+    if before:
+        nll, logits = plain_nll(lm, ids, 1)
+    else:
+        lines = [[(row, [-100, *row[1:]])] for row in ids.tolist()]
+        nll = sft.line_terms(sft.token_nll, lm, lines, 0, "cpu")
+    loss = nll.sum() / nll.numel()
+    loss.backward()
+    return loss.item()
+
+
+def dpo_update(lm, ids, before):
+    from algos import dpo
+
+    if before:
+        nll, logits = plain_nll(lm, ids, PROMPT)
+        logprobs = -nll.sum(1).view(2, -1)
+    else:
+        chosen, rejected = ids.tolist()[: len(ids) // 2], ids.tolist()[len(ids) // 2 :]
+        logprobs = dpo.pair_logprobs(lm, False, [(*pair, PROMPT) for pair in zip(chosen, rejected, strict=True)])
+    reference = torch.zeros(2, len(ids) // 2)  # computed before
+    loss = dpo.dpo_loss(*logprobs, *reference, beta=0.1).mean()
+    loss.backward()
+    return loss.item()
+
+
+def score(lm, ids, before, entropy):
+    """Log-probabilities and entropies of responses, both (B, R)."""
+    from algos import ppo
+
+    query, response = ids[:, :PROMPT], ids[:, PROMPT:]
+    masks = [torch.ones_like(part, dtype=torch.bool) for part in (query, response)]
+    if not before:
+        logprobs, _, entropies = ppo.score_tokens(lm, query, masks[0], response, masks[1], entropy=entropy)
+        return logprobs, entropies
+    logits = lm(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=response.shape[1]).logits
+    entropies = None
+    if entropy:
+        entropies = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+    return ppo.token_logprobs(logits, response), entropies
+
+
+@torch.no_grad()
+def ppo_scoring(lm, ids, before):
+    logprobs, entropies = score(lm, ids, before, entropy=True)
+    return logprobs.mean().item() + entropies.mean().item()
+
+
+def ppo_update(lm, ids, before):
+    from algos import ppo
+
+    logprobs, _ = score(lm, ids, before, entropy=False)
+    advantages = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+    sampled = torch.full_like(logprobs, -math.log(lm.config.vocab_size))
+    loss = ppo.policy_loss(logprobs, sampled, advantages, 0.2).mean()
+    loss.backward()
+    return loss.item()
+
+
+def ilql_update(policy, batch, args, before):
+    """before: the output layer and the heads at once, which is not what ilql.py did."""
+    from algos import ilql
+
+    with patch.object(output, "CHUNK", 2**62 if before else output.CHUNK):
+        loss = ilql.ilql_losses(policy, batch, args)["loss"].mean()
+        loss.backward()
+    return loss.item()
+
+
+def updates(loss, vocabulary, rows):
+    """(language model, what is trained, function(before) that runs the update and returns its loss, bytes of gradients
+    that it returns)."""
+    lm = build(vocabulary)
+    ids = row_ids(vocabulary, rows)
+    lm.plain_output = output.has_plain_output(lm)
+    gradients = lm.lm_head.weight.nbytes
+    trained = lm
+    functions = {"sft": sft_update, "dpo": dpo_update, "ppo-scoring": ppo_scoring, "ppo-update": ppo_update}
+    run = functools.partial(functions.get(loss, ilql_update), lm, ids)
+    if loss == "ppo-scoring":
+        gradients = 0
+    if loss == "ilql":
+        from algos import ilql
+
+        trained = ilql.PolicyWithQ(lm)
+        gradients += sum(weight.nbytes for weight in trained.q_heads.parameters())
+        places = list(range(PROMPT, TOKENS))
+        rewards = [0.0] * (len(places) - 1) + [1.0]
+        batch = ilql.Batch.of([ilql.Episode(row, places, rewards, True) for row in ids.tolist()], 0, "cpu")
+        args = SimpleNamespace(gamma=0.99, tau=0.7, awac_beta=1.0, awac_clip=20.0, cql_scale=0.1, awac_scale=1.0)
+        run = functools.partial(ilql_update, trained, batch, args)
+    return lm, trained, run, gradients
+
+
+def measure_loss(loss, vocabulary, rows):
+    """Rows of the CSV file: memory of an update, and its seconds, the variants in turn."""
+    lm, trained, run, gradients = updates(loss, vocabulary, rows)
+    found = {}
+    for name in VARIANTS:
+        memory, value = measured(lm, functools.partial(run, name == "before"), gradients)
+        found[name] = {"loss_mb": f"{memory:.1f}", "value": f"{value:.6f}", "seconds": []}
+        trained.zero_grad()
+    for _ in range(REPEATS):
+        for name in VARIANTS:
+            begun = time.perf_counter()
+            run(name == "before")
+            found[name]["seconds"].append(time.perf_counter() - begun)
+            trained.zero_grad()
+    return [case(loss, "plainrl", name, vocabulary, rows, **figures) for name, figures in found.items()]
+
+
+# ---- The head alone --------------------------------------------------------------------------------------------------
+
+
+def ways(vocabulary):
+    """{name: function(states, weight, ids) -> losses or their sum} of the ways to compute the same loss."""
+
+    def chunks(limit):
+        def losses(states, weight, ids):
+            def chunk(states, ids):
+                return nll(F.linear(states, weight), ids)
+
+            with patch.object(output, "CHUNK", limit):
+                return output.in_chunks(chunk, vocabulary, states, ids)
+
+        return losses
+
+    def library(reduction, **options):
+        options = nn.LinearCrossEntropyOptions(**options)
+
+        def losses(states, weight, ids):
+            return F.linear_cross_entropy(states, weight, ids, reduction=reduction, options=options)
+
+        return losses
+
+    def nll(logits, ids):
+        return F.cross_entropy(logits, ids, reduction="none")
+
+    def whole(states, weight, ids):
+        return nll(F.linear(states, weight), ids)
+
+    found = {"all logits": whole}
+    limits = (12, 13, 14) if TINY else (22, 23, 24, 25)
+    found |= {f"chunks of 2^{power} logits": chunks(2**power) for power in limits}
+    rows = max(1, output.CHUNK // vocabulary)
+    found |= {
+        "linear_cross_entropy": library("none"),
+        "linear_cross_entropy, summed": library("sum"),
+        f"linear_cross_entropy, summed, {rows} rows at a time": library("sum", batch_chunk_size=rows),
+    }
+    return found
+
+
+def measure_head(vocabulary):
+    """Rows of the CSV file: each way on the same states, weights and ids."""
+    width, rows = WIDTHS[vocabulary], HEAD_ROWS[vocabulary]
+    torch.manual_seed(1)
+    states = torch.randn(rows, width, requires_grad=True)
+    weight = (0.02 * torch.randn(vocabulary, width)).requires_grad_()
+    ids = torch.randint(0, vocabulary, (rows,))
+    ways_of = ways(vocabulary)
+    found = {}
+
+    def run(way):
+        states.grad = None
+        weight.grad = None
+        loss = ways_of[way](states, weight, ids).sum()
+        loss.backward()
+        return loss.item() / rows
+
+    for way in ways_of:
+        states.grad = None
+        weight.grad = None
+        with Memory() as memory:
+            value = run(way)
+        megabytes = (memory.most - weight.nbytes - states.nbytes) / MB
+        found[way] = {"loss_mb": f"{megabytes:.1f}", "value": f"{value:.6f}", "seconds": []}
+    for _ in range(REPEATS):
+        for way in ways_of:
+            begun = time.perf_counter()
+            run(way)
+            found[way]["seconds"].append(time.perf_counter() - begun)
+    return [case("head", "torch", way, vocabulary, rows, **figures) for way, figures in found.items()]
+
+
+# ---- A model of the shape of Qwen3-0.6B ------------------------------------------------------------------------------
+
+QWEN3 = {
+    "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "head_dim": 128,
+    "num_key_value_heads": 8, "intermediate_size": 3072, "tie_word_embeddings": True, "max_position_embeddings": 512,
+}  # fmt: skip
+if TINY:
+    QWEN3 |= {"vocab_size": 503, "hidden_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+COMMON = "--micro-batch-size 1 --save-every 0 --eval-every 0 --lr 1e-5 --dtype float32"
+STEP = f"{COMMON} --batch-size 4 --total-steps 1 --warmup-steps 0"
+PPO = f"{COMMON} --batch-size 4 --rollout-batch-size 4 --total-episodes 4 --ppo-epochs 1 --max-new-tokens 32"
+ITERATIONS = {  # name: (script, flags, rows of data)
+    "sft": ("sft", f"{STEP} --max-length 128", "texts"),
+    "reward": ("reward", f"{STEP} --max-length 128", "pairs"),
+    "dpo": ("dpo", f"{STEP} --max-length 128", "pairs"),
+    "ppo": ("ppo", PPO, "prompts"),
+    "ppo with adapters": ("ppo", f"{PPO} --lora-r 8", "prompts"),
+}
+
+
+def prepare_qwen3(folder):
+    """Writes a model with random weights in float32, its tokenizer of whole words, and rows for the scripts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(1)
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    Qwen3ForCausalLM(Qwen3Config(**QWEN3, **ids)).save_pretrained(folder / "model")
+    vocabulary = {"<end>": 0, "<pad>": 1} | {f"w{i}": i for i in range(2, 500)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder / "model")
+    generator = torch.Generator().manual_seed(2)
+
+    def text(length):
+        return " ".join(f"w{i}" for i in torch.randint(2, 500, (length,), generator=generator).tolist())
+
+    pairs = [{"prompt": text(64), "chosen": " " + text(63), "rejected": " " + text(63)} for _ in range(4)]
+    data = {"texts": [{"text": text(127)} for _ in range(4)], "pairs": pairs}
+    data["prompts"] = [{"prompt": text(96)} for _ in range(4)]
+    for name, rows in data.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text("def even(output_ids, **_):\n    return [len(set(o)) / 32 for o in output_ids]\n")
+
+
+def measure_qwen3(name):
+    """The row of the CSV file of one iteration through the script's own command line, in a process of its own."""
+    script, flags, rows = ITERATIONS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        prepare_qwen3_apart(folder)
+        command = [sys.executable, str(HERE.parents[1] / f"algos/{script}.py"), "--model", str(folder / "model")]
+        command += ["--dataset", str(folder / f"{rows}.jsonl"), "--run-dir", str(folder / "run"), *flags.split()]
+        command += ["--threads", str(THREADS)]
+        if script == "ppo":
+            command += ["--reward", f"{folder / 'reward.py'}:even"]
+        begun = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - begun
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            sys.exit(f"exit code {process.returncode} of {' '.join(command)}")
+        perf = json.loads((folder / "run/perf.jsonl").read_text().splitlines()[-1])
+    step = sum(value for key, value in perf.items() if key.startswith("perf/seconds"))
+    figures = {"loss_mb": "", "value": f"{step:.1f}", "seconds": [seconds]}
+    figures["peak_memory_mb"] = f"{usage.ru_maxrss / 1024:.0f}"
+    return [case("qwen3", "plainrl", name, QWEN3["vocab_size"], 4, **figures)]
+
+
+def prepare_qwen3_apart(folder):
+    """In another process, whose memory is not that of the run."""
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import memory; from pathlib import Path; "
+    subprocess.run([sys.executable, "-c", code + f"memory.prepare_qwen3(Path({str(folder)!r}))"], check=True)
+
+
+# ---- Records ---------------------------------------------------------------------------------------------------------
+
+
+def case(kind, system, variant, vocabulary, rows, loss_mb, value, seconds, peak_memory_mb=""):
+    """A row of the CSV file."""
+    cpu = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    packages = ["torch", "transformers", "trl"] if system == "trl" else ["torch", "transformers"]
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    return {
+        "kind": kind, "system": system, "variant": variant, "vocabulary": vocabulary, "rows": rows,
+        "loss_mb": loss_mb, "value": value, "seconds": " ".join(f"{s:.3f}" for s in seconds),
+        "peak_memory_mb": peak_memory_mb, "tokens": TOKENS, "prompt": PROMPT,
+        "device": f"{(cpu or [platform.machine()])[0]}, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(), "versions": "; ".join([f"python {platform.python_version()}", *versions]),
+        "loadavg": f"{os.getloadavg()[0]:.2f}",
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+    }  # fmt: skip
+
+
+def write(results, rows):
+    """Appends rows to the CSV file."""
+    with open(results, "a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        writer.writerows(rows)
+    for row in rows:
+        print(*(row[name] for name in ("kind", "system", "variant", "vocabulary", "rows", "loss_mb", "value")), end=" ")
+        print(row["seconds"], row["peak_memory_mb"], flush=True)
+
+
+def start():
+    """Threads, products and memory as a script sets them."""
+    torch.set_num_threads(THREADS)
+    fast_cpu_matmul()
+    keep_freed_memory()
+
+
+# ---- Table -----------------------------------------------------------------------------------------------------------
+
+README = """# Memory of a loss
+
+`run_memory.sh` writes results_memory.csv, and memory.py this file from it. {seconds_note}
+
+## Updates
+
+What one update needs over weights, gradients, moments and saved activations: the most bytes of tensors alive at a time
+from the last hidden states on, in forward and backward pass, over those alive before, less the gradients that the loss
+returns for its layers. Bytes are counted tensor by tensor, at every operation of torch (a `TorchDispatchMode`), so they
+are exact and the same on every machine. What a kernel allocates inside of itself is not seen.
+
+Rows have {tokens} tokens, {prompt} of them prompt in dpo, ppo and ilql. The model is one block of GPT-2 with random
+weights in float32, since blocks have no part in this figure; the input embeddings are frozen and apart from the output
+layer, whose gradient is the only one with a vocabulary. *before* is the loss from all logits at once, as the scripts of
+commit 8545949 had it (ilql.py had chunks already: there *before* is the same loss in one chunk); *after* is the code of
+this commit. TRL computes its loss in chunks by default; it is measured from the same place in its own `training_step`,
+with the same weights and ids. *ratio*: seconds before over seconds after, medians of {repeats} in turn, of the whole
+update of this small model, of which the head is nearly all: in a model of 12 or 28 blocks the difference is a small
+share.
+
+{updates}
+
+{losses}
+
+{agreement}
+
+Goal: at most 256 MB. {over}
+
+## Ways to compute the loss
+
+Forward and backward pass of the mean negative log-likelihood of the head alone: {heads}. Seconds are medians of
+{repeats} in turn.
+
+{ways}
+
+`linear_cross_entropy` is torch's own: it returns the loss and nothing else of the logits, so that entropies (ppo) and
+weighted losses (ilql) would need a second pass. Chunks of plain operations under `torch.utils.checkpoint` are what the
+scripts have.
+
+## A model of the shape of Qwen3-0.6B
+
+One iteration of each script through its own command line, random weights in float32: {qwen3}. 4 rows of 128 tokens
+(pairs: 4 of 128 tokens a side; ppo: prompts of 96 and responses of up to 32), one row at a time.
+
+{iterations}
+
+`iteration s` is what perf.jsonl says, `process s` has loading and saving (checkpoint and export), too. `peak MB` is
+ru_maxrss of the process, all of it.
+
+Measured on {device}, {threads} threads; {versions}; commit {commit}. Load average {load}.
+"""
+
+
+def markdown(heads, rows):
+    """A table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def seconds_of(row):
+    return median(float(s) for s in row["seconds"].split())
+
+
+def megabytes(row):
+    return f"{float(row['loss_mb']):.0f}"
+
+
+def update_table(rows):
+    """(table of the losses, sentence about equal values, sentence about the goal)."""
+    groups = {}
+    for row in rows:
+        if row["kind"] in LOSSES:
+            groups.setdefault((row["kind"], int(row["vocabulary"]), int(row["rows"])), {})[row["variant"]] = row
+    lines = []
+    gaps = []
+    over = []
+    for loss, vocabulary, count in sorted(groups):
+        found = groups[loss, vocabulary, count]
+        before, after = found["before"], found["after"]
+        ratio = seconds_of(before) / seconds_of(after)
+        trl = megabytes(found["trl"]) if "trl" in found else ""
+        lines.append([loss, f"{vocabulary}", f"{count}", megabytes(before), megabytes(after), trl, f"{ratio:.2f}"])
+        values = [float(row["value"]) for row in found.values()]
+        gaps.append((max(values) - min(values)) / max(1e-3, abs(values[0])))
+        if float(after["loss_mb"]) > 256:
+            over.append(f"{loss}, {vocabulary} words, {count} rows: {megabytes(after)} MB")
+    if max(gaps) > 1e-3:
+        sys.exit(f"not the same work: values differ by {max(gaps):.1e} relatively")
+    heads = ["loss", "vocabulary", "rows", "before MB", "after MB", "TRL MB", "ratio"]
+    agreement = (
+        f"The values of the losses agree to {max(gaps):.0e} relatively; with more than 1e-3, no table is written."
+    )
+    return markdown(heads, lines), agreement, "Missed by " + "; ".join(over) + "." if over else "Met everywhere."
+
+
+def way_table(rows):
+    """(table of the ways, sentence of the sizes)."""
+    found = [row for row in rows if row["kind"] == "head"]
+    sizes = {int(row["vocabulary"]): int(row["rows"]) for row in found}
+    lines = []
+    for vocabulary in sizes:
+        group = [row for row in found if int(row["vocabulary"]) == vocabulary]
+        for row in group:
+            ratio = seconds_of(row) / seconds_of(group[0])
+            lines.append([f"{vocabulary}", row["variant"], megabytes(row), f"{seconds_of(row):.2f}", f"{ratio:.2f}"])
+    widths = {50257: 768, 151936: 1024} | WIDTHS
+    named = [f"{rows} states of width {widths[words]} and {words} words" for words, rows in sizes.items()]
+    heads = ["vocabulary", "way", "MB", "s", "times all logits"]
+    return markdown(heads, lines), ", ".join(named)
+
+
+def iteration_table(rows):
+    lines = []
+    for row in rows:
+        if row["kind"] == "qwen3":
+            lines.append([row["variant"], row["value"], f"{seconds_of(row):.0f}", row["peak_memory_mb"]])
+    return markdown(["run", "iteration s", "process s", "peak MB"], lines)
+
+
+def readme(rows):
+    """The text of README_MEMORY.md."""
+    updates, agreement, over = update_table(rows)
+    ways, heads = way_table(rows)
+    loads = sorted(float(row["loadavg"]) for row in rows)
+    busy = "Seconds and ratios were measured on a busy machine: repeat them on a quiet one." if loads[-1] > 3 else ""
+    same = {name: ", ".join(sorted({row[name] for row in rows})) for name in ("device", "threads", "commit")}
+    same["versions"] = " / ".join(sorted({row["versions"] for row in rows}))
+    shape = "28 layers, width 1024, 16 heads of 128, 8 key-value heads, 151,936 words, tied"
+    return README.format(
+        updates=updates, agreement=agreement, over=over, ways=ways, heads=heads, iterations=iteration_table(rows),
+        losses="\n".join(f"- {name}: {text}" for name, text in LOSSES.items()), qwen3=shape, seconds_note=busy,
+        tokens=rows[0]["tokens"], prompt=rows[0]["prompt"], repeats=len(rows[0]["seconds"].split()),
+        load=f"{loads[0]:.1f} to {loads[-1]:.1f}", **same,
+    )  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loss", choices=LOSSES, help="measure one update")
+    parser.add_argument("--vocabulary", type=int, choices=WIDTHS, default=next(iter(WIDTHS)))
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--head", type=int, choices=WIDTHS, help="measure the ways to compute one loss")
+    parser.add_argument("--qwen3", choices=ITERATIONS, help="run one iteration of a script")
+    parser.add_argument("--results", type=Path, default=HERE / "results_memory.csv")
+    parser.add_argument("--table", action="store_true", help="write README_MEMORY.md beside the results")
+    parser.add_argument("--check", action="store_true", help="compare README_MEMORY.md with the results")
+    options = parser.parse_args()
+    start()
+    if options.loss:
+        write(options.results, measure_loss(options.loss, options.vocabulary, options.rows))
+    if options.head:
+        write(options.results, measure_head(options.head))
+    if options.qwen3:
+        write(options.results, measure_qwen3(options.qwen3))
+    file = options.results.with_name("README_MEMORY.md")
+    if options.table:
+        file.write_text(readme(list(csv.DictReader(open(options.results)))))
+    if options.check:
+        there = options.results.exists() and file.exists()
+        if not (there and file.read_text() == readme(list(csv.DictReader(open(options.results))))):
+            sys.exit(f"{file} does not follow from {options.results.name}: run memory.py --table")
+
+
+if __name__ == "__main__":
+    main()

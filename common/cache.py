@@ -1,0 +1,67 @@
+"""The key-value cache of sampling: written in place, and narrowed as rows end."""
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+
+class WrittenLayer(DynamicLayer):
+    """The layer of a cache with room for more tokens: keys and values of a new one are written behind those that are
+    there, where the library copies all of them. Rows that move are copied, those that stay are not.
+
+    keys, values (B, heads, T, size) are the used part of the buffers.
+    """
+
+    def __init__(self, layer, room):
+        super().__init__()
+        self.dtype = layer.keys.dtype
+        self.device = layer.keys.device
+        if torch.is_autocast_enabled(self.device.type):
+            self.dtype = torch.get_autocast_dtype(self.device.type)  # what attention casts them to
+        self.is_initialized = True
+        self.buffers = [self.with_room(layer.keys, room), self.with_room(layer.values, room)]
+        self.use(layer.keys.shape[0], layer.keys.shape[2])
+
+    def with_room(self, states, room):
+        """A buffer (B, heads, T + room, size) that begins with states."""
+        rows, heads, length, size = states.shape
+        buffer = torch.empty(rows, heads, length + room, size, dtype=self.dtype, device=self.device)
+        buffer[:, :, :length] = states
+        return buffer
+
+    def use(self, rows, length):
+        """Sets the part of the buffers that is used, and returns it."""
+        self.keys, self.values = (buffer[:rows, :, :length] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def update(self, key_states, value_states, *args, **options):
+        rows, _, begin, _ = self.keys.shape
+        end = begin + key_states.shape[2]
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:rows, :, begin:end] = states
+        return self.use(rows, end)
+
+    def reorder_cache(self, rows):
+        places = torch.arange(len(rows), device=self.device)
+        moving = (rows != places).nonzero()[:, 0]
+        for states in (self.keys, self.values):
+            states[moving] = states[rows[moving]]
+        self.use(len(rows), self.keys.shape[2])
+
+
+def write_in_place(cache, room):
+    """Lets plain layers of a cache have room for so many more tokens. Others (windows, convolutions, recurrent states,
+    what an encoder said) stay as they are."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    for place, layer in enumerate(getattr(cache, "layers", ())):
+        if type(layer) is DynamicLayer:
+            cache.layers[place] = WrittenLayer(layer, room)
+
+
+def closed_ranks(staying):
+    """The places (N,) of the rows that stay, True in staying (B,), in an order that moves few of them: the last ones
+    fill the gaps among the first N."""
+    places = staying.nonzero()[:, 0]
+    first = torch.arange(len(places), device=staying.device)
+    gaps = ~staying[: len(places)]
+    first[gaps] = places[-int(gaps.sum()) :] if gaps.any() else places[:0]
+    return first

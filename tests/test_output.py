@@ -1,0 +1,328 @@
+"""The output layer in chunks is the output layer: `python -m pytest tests/test_output.py`
+
+Values and gradients against whole logits in float64, for models whose logits are a plain product and for those that
+change them; and what is in memory meanwhile, counted in tensors.
+"""
+
+import weakref
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from common import output
+from common.models import as_decoder
+from common.output import call_with_output, describe_output, has_plain_output, in_chunks
+
+V, H, N = 25, 12, 7  # words as of build_model, width, rows
+SIZES = {"vocab_size": V, "hidden_size": H, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 32, "initializer_range": 0.3, "pad_token_id": 23}
+SIZES |= {"bos_token_id": 21, "eos_token_id": 22}
+CHANGED = {  # families that change the logits of their output layer
+    "cohere": CohereConfig(**SIZES, logit_scale=0.3),
+    "gemma2": Gemma2Config(**SIZES, head_dim=6, final_logit_softcapping=5.0, attn_logit_softcapping=4.0),
+    "granite": GraniteConfig(**SIZES, logits_scaling=1.3),
+}
+IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0, 11], [1, 2, 11, 20, 6, 22, 13, 3], [5, 5, 1, 0, 9, 14, 7, 2]])
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def nll(logits, ids):
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, ids, reduction="none")
+
+
+def nll_and_entropy(logits, ids):
+    return torch.stack([nll(logits, ids), logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)])
+
+
+def close(a, b):
+    assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# ---- Chunks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [nll, nll_and_entropy])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 11])
+def test_chunks_are_the_whole(monkeypatch, function, size):
+    """Values and gradients of states, weights and bias, whatever the weights of the tokens in the loss."""
+    monkeypatch.setattr(output, "CHUNK", size * V + V - 1)  # rounded down to whole rows
+    layer = nn.Linear(H, V).double()
+    states = random(N, H).requires_grad_()
+    ids = torch.tensor([0, 3, 3, 24, 5, 9, 1])
+    weighed = random(N, seed=1)
+
+    def terms(states, ids, factors):
+        return function(layer(states), ids) * factors
+
+    whole = terms(states, ids, weighed)
+    rows = []
+    hook = layer.register_forward_hook(lambda module, inputs, logits: rows.append(len(logits)))
+    chunked = in_chunks(terms, V, states, ids, weighed)
+    assert rows == [min(size, N - i) for i in range(0, N, size)]
+    hook.remove()
+    assert chunked.shape == whole.shape == ((N,) if function is nll else (2, N))
+    close(chunked.data, whole.data)
+    factors = random(*whole.shape, seed=2)
+    inputs = [states, layer.weight, layer.bias]
+    for a, b in zip(*(torch.autograd.grad((x * factors).sum(), inputs) for x in (chunked, whole)), strict=True):
+        assert b.any()
+        close(a, b)
+
+
+def test_no_rows_and_no_gradients(monkeypatch):
+    """No row gives no term, of which gradients are zero; under no_grad nothing is kept for a backward pass."""
+    monkeypatch.setattr(output, "CHUNK", 2 * V)
+    layer = nn.Linear(H, V).double()
+    ids = torch.zeros(N, dtype=torch.long)
+
+    def terms(states, ids):
+        return nll_and_entropy(layer(states), ids)
+
+    empty = in_chunks(terms, V, random(0, H).requires_grad_(), ids[:0])
+    assert empty.shape == (2, 0)
+    empty.sum().backward()
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+    with torch.no_grad():
+        chunked = in_chunks(terms, V, random(N, H), ids)
+    assert not chunked.requires_grad
+    close(chunked, terms(random(N, H), ids).data)
+
+
+class Memory(TorchDispatchMode):
+    """Counts the elements of all tensors that are made within it and still alive: the most at a time, and the largest
+    tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+        self.most = 0
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.add((args, kwargs), made_here=False)  # the result may be a view of them
+        result = function(*args, **(kwargs or {}))
+        self.add(result, made_here=True)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return result
+
+    def add(self, tensors, made_here):
+        for tensor in tree_leaves(tensors):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes() // tensor.element_size() if made_here else 0
+                self.largest = max(self.largest, self.sizes[storage._cdata])
+                weakref.finalize(storage, self.sizes.pop, storage._cdata)
+
+
+def test_memory_of_a_loss(monkeypatch):
+    """With 101 words and 53 rows of which 5 are computed at a time: no tensor is larger than 5 x 101, forward and
+    backward, and of such there are never more than four."""
+    words, rows = 101, 53
+    chunk = 5 * words
+    layer = nn.Linear(3, words, bias=False)
+    states = torch.randn(rows, 3, requires_grad=True)
+    ids = torch.arange(rows)
+
+    def memory(limit):
+        monkeypatch.setattr(output, "CHUNK", limit)
+        with Memory() as seen:
+            in_chunks(lambda states, ids: nll(layer(states), ids), words, states, ids).sum().backward()
+        layer.weight.grad = None
+        states.grad = None
+        return seen
+
+    whole = memory(rows * words)
+    assert whole.largest == rows * words and whole.most > 3 * rows * words
+    seen = memory(chunk)
+    others = 2 * layer.weight.numel() + 8 * states.numel() + 8 * rows  # gradients, terms and their weights
+    assert seen.largest == chunk
+    assert seen.most <= 4 * chunk + others < whole.most / 2
+
+
+# ---- In place of the output layer ------------------------------------------------------------------------------------
+
+
+def inputs_of(lm):
+    if not lm.config.is_encoder_decoder:
+        return {"input_ids": IDS}
+    prompts = IDS[:, :5]
+    mask = torch.ones(len(IDS), 5 + IDS.shape[1] - 1)
+    return {"input_ids": torch.cat([prompts, IDS[:, :-1]], 1), "attention_mask": mask, "logits_to_keep": IDS.shape[1]}
+
+
+def terms_of(model, places, targets, seen, **inputs):
+    """What a script does: the terms of some places."""
+
+    def compute(layer, states):
+        seen.append(tuple(states.shape))
+        return in_chunks(lambda states, ids: nll_and_entropy(layer(states), ids), V, states[places], targets[places])
+
+    return call_with_output(model, compute, **inputs)
+
+
+def check(model, lm, plain, tolerance=1e-12):
+    """Terms, and gradients of all weights, against those of the logits that the model returns."""
+    places = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.6
+    targets = IDS.roll(-1, 1)
+    lm.plain_output = has_plain_output(lm)
+    assert lm.plain_output == plain
+    assert ("chunks" in describe_output(lm)) == plain
+    seen = []
+    terms = terms_of(model, places, targets, seen, **inputs_of(lm))
+    assert seen == [(*IDS.shape, H if plain else V)]
+    assert "forward" not in vars(lm.get_output_embeddings())
+    whole = nll_and_entropy(lm(**inputs_of(lm), use_cache=False).logits[places], targets[places])
+    assert terms.shape == whole.shape == (2, int(places.sum()))
+    assert_close(terms, whole, rtol=tolerance, atol=tolerance)
+    weights = [weight for weight in lm.parameters() if weight.requires_grad]
+    gradients = []
+    for found in (terms, whole):
+        weighed = (found * random(*found.shape)).sum()
+        gradients.append(torch.autograd.grad(weighed, weights, allow_unused=True))
+    for a, b in zip(*gradients, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(a, b, rtol=tolerance, atol=tolerance)
+    assert any(gradient is not None and gradient.any() for gradient in gradients[0])
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Two rows at a time, where a test does not say otherwise."""
+    monkeypatch.setattr(output, "CHUNK", 2 * V)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+def test_plain_products(build_model, kind):
+    """Of GPT-2 and Qwen3 the output layer is that of the embeddings, of Llama it is not."""
+    lm = build_model(kind, torch.float64)
+    check(lm, lm, plain=True)
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_changed_logits_stay_whole(kind):
+    """Scaled or capped logits are taken as the model returns them."""
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(CHANGED[kind], dtype=torch.float64, attn_implementation="eager").eval()
+    check(lm, lm, plain=False)
+
+
+def test_bias_of_bart_stays():
+    """It is added to the logits behind the output layer."""
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes |= {"d_model": H, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "init_std": 0.3, "vocab_size": V}
+    ids = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23, "decoder_start_token_id": 22}
+    lm = BartForConditionalGeneration(BartConfig(**sizes, **ids)).double().eval()
+    lm.final_logits_bias.normal_()
+    check(lm, as_decoder(lm), plain=False)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_t5_is_a_plain_product(tied):
+    """It scales what its output layer reads, not the logits."""
+    torch.manual_seed(0)
+    sizes = {"d_model": H, "d_kv": 6, "d_ff": 20, "num_layers": 1, "num_heads": 2, "vocab_size": V}
+    ids = {"eos_token_id": 22, "pad_token_id": 23, "decoder_start_token_id": 23}
+    lm = T5ForConditionalGeneration(T5Config(**sizes, **ids, tie_word_embeddings=tied, dropout_rate=0.0))
+    lm = as_decoder(lm.double())
+    check(lm, lm, plain=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_adapter_on_the_output_layer(build_model, kind):
+    """Counts, and is trained."""
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+    lm = peft.get_peft_model(build_model(kind, torch.float64), config).base_model.model.double()
+    assert any("lm_head.lora_A" in name for name, weight in lm.named_parameters() if weight.requires_grad)
+    check(lm, lm, plain=True)
+
+
+def test_autocast(build_model):
+    """Logits have the type of autocast; terms and gradients are float32, and equal to rounding in bfloat16."""
+    lm = build_model("qwen3", torch.float32, initializer_range=0.05)
+    types = []
+
+    def compute(layer, states):
+        types.append(layer(states).dtype)
+        return states[..., 0]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        check(lm, lm, plain=True, tolerance=0.02)
+        call_with_output(lm, compute, input_ids=IDS)
+    assert types == [torch.bfloat16]
+
+
+class Wrapped(nn.Module):
+    """As DistributedDataParallel wraps a model."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.calls = 0
+
+    def forward(self, **inputs):
+        self.calls += 1
+        return self.module(**inputs)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "granite"])
+def test_wrapper_of_several_processes_is_called(build_model, kind):
+    """Else gradients would not be averaged."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        lm = build_model("gpt2", torch.float64)
+    else:
+        lm = AutoModelForCausalLM.from_config(CHANGED[kind], dtype=torch.float64).eval()
+    wrapper = Wrapped(lm)
+    check(wrapper, lm, plain=kind == "gpt2")
+    assert wrapper.calls == 1
+
+
+def test_output_layer_is_back_after_an_error(build_model):
+    lm = build_model("gpt2", torch.float64)
+    logits = lm(IDS).logits
+    lm.plain_output = has_plain_output(lm)
+
+    def compute(layer, states):
+        raise KeyError("in the loss")
+
+    with pytest.raises(KeyError, match="in the loss"):
+        call_with_output(lm, compute, input_ids=IDS)
+    assert torch.equal(lm(IDS).logits, logits)
+
+
+def test_nobody_has_asked(build_model):
+    """Without has_plain_output all logits are there, as the model returns them."""
+    lm = build_model("gpt2", torch.float64)
+    seen = []
+
+    def compute(layer, states):
+        seen.append(states.shape)
+        return layer(states)
+
+    logits = call_with_output(lm, compute, input_ids=IDS)
+    assert torch.equal(logits, lm(IDS).logits)
+    assert seen == [(*IDS.shape, V)]

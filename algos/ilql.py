@@ -737,19 +737,15 @@ def ilql_losses(policy, batch, args):
     loss_v = expectile_loss(target_q - v, args.tau)
     # the products with the vocabulary are most of the work: under autocast they have its type
     vocabulary = policy.q_heads[0][-1].out_features
-
-    def regularize(head, states, actions):
-        return cql_loss(head(states), actions)
-
-    def imitate(states, actions, advantages):
-        return awac_loss(output_layer(states), actions, advantages, args.awac_beta, args.awac_clip)
-
-    loss_cql = sum(in_chunks(partial(regularize, head), vocabulary, states, actions) for head in policy.q_heads)
+    loss_cql = 0.0
+    for head in policy.q_heads:
+        loss_cql = loss_cql + in_chunks(cql_loss, head[-1], vocabulary, head[:-1](states), actions)
+    imitation_loss = partial(awac_loss, beta=args.awac_beta, clip=args.awac_clip)
     output_layer = policy.lm.get_output_embeddings()
     if logits is not None:
         hidden = logits[rows, batch.states]
         output_layer = nn.Identity()
-    loss_awac = in_chunks(imitate, vocabulary, hidden[at], actions, advantages)
+    loss_awac = in_chunks(imitation_loss, output_layer, vocabulary, hidden[at], actions, advantages)
     with torch.no_grad():
         error = td_errors.abs().mean(0)
         ends = ~not_done

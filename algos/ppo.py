@@ -484,19 +484,19 @@ def score_tokens(lm, query, query_mask, response, response_mask, temperature=1.0
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
 
-    def compute(layer, states):
-        def chunk(states, ids):
-            logits = layer(states)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            if temperature != 1:
-                logits = logits / temperature
-            terms = [token_logprobs(logits, ids)]
-            if entropy:
-                terms.append(logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1))
-            return torch.stack(terms)
+    vocabulary = lm.config.get_text_config().vocab_size
 
-        vocabulary = lm.config.get_text_config().vocab_size
-        return in_chunks(chunk, vocabulary, states[response_mask], response[response_mask])
+    def terms_of(logits, ids):
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if temperature != 1:
+            logits = logits / temperature
+        terms = [token_logprobs(logits, ids)]
+        if entropy:
+            terms.append(logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1))
+        return torch.stack(terms)
+
+    def compute(layer, states):
+        return in_chunks(terms_of, layer, vocabulary, states[response_mask], response[response_mask])
 
     states = []
     hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))

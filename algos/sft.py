@@ -402,10 +402,7 @@ def at_labels(function, model, labels, **inputs):
     vocabulary = getattr(model, "module", model).config.get_text_config().vocab_size
 
     def compute(layer, states):
-        def chunk(states, labels):
-            return function(layer(states), labels)
-
-        return in_chunks(chunk, vocabulary, states[places], labels[places])
+        return in_chunks(function, layer, vocabulary, states[places], labels[places])
 
     return call_with_output(model, compute, logits_to_keep=labels.shape[1], **inputs)
 

@@ -7,11 +7,13 @@ batch, of which a loss holds several copies, exceed the rest of an update.
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common.structure import routers
 
-CHUNK = 2**23  # logits that are computed at a time: 32 MB in float32, of which a loss holds up to four copies
+CHUNK = 2**24  # logits that are computed at a time: 64 MB in float32, of which a loss holds three copies
 
 
 def call_with_output(model, compute, **inputs):
@@ -23,7 +25,7 @@ def call_with_output(model, compute, **inputs):
     """
     lm = getattr(model, "module", model)
     if not getattr(lm, "plain_output", False):
-        return compute(torch.nn.Identity(), model(**inputs, use_cache=False).logits)
+        return compute(nn.Identity(), model(**inputs, use_cache=False).logits)
     with output_replaced(lm, compute):
         return model(**inputs, use_cache=False).logits
 
@@ -33,11 +35,14 @@ def output_replaced(lm, compute):
     """Within it the output layer of lm returns compute(layer, states)."""
     module = lm.get_output_embeddings()
     layer = module.forward
+    own = vars(module).get("forward")  # one that a library has put there
     module.forward = lambda states: compute(layer, states)
     try:
         yield
     finally:
         del module.forward  # that of its class is back
+        if own is not None:
+            module.forward = own
 
 
 @torch.no_grad()
@@ -66,13 +71,73 @@ def one_token(lm):
         return lm(input_ids=ids, use_cache=False, logits_to_keep=1)
 
 
-def in_chunks(function, vocabulary, states, *columns):
-    """function(states, *columns) (..., N) of states (N, H) and columns (N,), for as many rows at a time as have CHUNK
-    logits. What function computes is computed again in the backward pass, so that only one chunk is in memory."""
+def in_chunks(function, layer, vocabulary, states, *columns):
+    """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), for as many rows at a time as have
+    CHUNK logits. A chunk is computed again in the backward pass, so that only one is in memory."""
     size = max(1, CHUNK // vocabulary)
     if len(states) <= size:
-        return function(states, *columns)
+        return function(layer(states), *columns)
+    module = getattr(layer, "__self__", layer)  # of a forward method
+    if type(module) is nn.Linear:
+        dtype = states.dtype
+        if torch.is_autocast_enabled(states.device.type):
+            dtype = torch.get_autocast_dtype(states.device.type)
+        return ChunkedLinear.apply(function, size, dtype, module.weight, module.bias, states, *columns)
+
+    def of_chunk(states, *columns):
+        return function(layer(states), *columns)
+
     parts = []
     for chunk in zip(*(column.split(size) for column in (states, *columns)), strict=True):
-        parts.append(checkpoint(function, *chunk, use_reentrant=False, preserve_rng_state=False))
+        parts.append(checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts, -1)
+
+
+class ChunkedLinear(torch.autograd.Function):
+    """function(linear(states), *columns), `size` rows at a time. The gradient of the weight is added up in one tensor,
+    at least in float32: autograd would hold three of its size at once, and add them up in the type of an autocast."""
+
+    @staticmethod
+    def forward(ctx, function, size, dtype, weight, bias, states, *columns):
+        ctx.function = function
+        ctx.size = size
+        ctx.dtype = dtype
+        ctx.save_for_backward(weight, bias, states, *columns)
+        parts = []
+        for logits, _, columns_of_chunk in chunks(size, dtype, weight, bias, states, *columns):
+            parts.append(function(logits, *columns_of_chunk))
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight, bias, states, *columns = ctx.saved_tensors
+        _, _, _, trains_weight, trains_bias, *_ = ctx.needs_input_grad
+        precise = torch.promote_types(weight.dtype, torch.float32)
+        weight_gradient = torch.zeros_like(weight, dtype=precise) if trains_weight else None
+        bias_gradient = torch.zeros_like(bias, dtype=precise) if trains_bias else None
+        weight_of_products = weight.to(ctx.dtype)
+        state_gradients = []
+        again = chunks(ctx.size, ctx.dtype, weight, bias, states, *columns)
+        for outer, (logits, chunk, columns_of_chunk) in zip(gradient.split(ctx.size, -1), again, strict=True):
+            with torch.enable_grad():
+                terms = ctx.function(logits.requires_grad_(), *columns_of_chunk)
+            (inner,) = torch.autograd.grad(terms, logits, outer)  # (n, V)
+            state_gradients.append((inner @ weight_of_products).to(states.dtype))
+            if trains_weight and inner.dtype == precise:
+                weight_gradient.addmm_(inner.T, chunk)
+            elif trains_weight:
+                weight_gradient += inner.T @ chunk
+            if trains_bias:
+                bias_gradient += inner.sum(0)
+            del logits, terms, inner  # before those of the next chunk
+        return None, None, None, weight_gradient, bias_gradient, torch.cat(state_gradients), *[None] * len(columns)
+
+
+def chunks(size, dtype, weight, bias, states, *columns):
+    """Yields logits (n, V), states (n, H) and columns of `size` rows at a time, in the type of the products."""
+    weight = weight.to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
+    for part, *columns_of_chunk in zip(*(column.split(size) for column in (states, *columns)), strict=True):
+        part = part.to(dtype)
+        yield F.linear(part, weight, bias), part, columns_of_chunk

@@ -214,13 +214,15 @@ def test_chunks_change_nothing(monkeypatch, size, bias):
     head, states = nn.Linear(3, V, bias=bias).double(), random(7, 3, seed=2).requires_grad_()
     advantages, actions = random(7, seed=1), torch.tensor([0, 3, 3, 10, 5, 9, 0])
 
-    def loss(states, actions, advantages):
-        return ilql.awac_loss(head(states), actions, advantages, beta=0.5, clip=1.1)
-
-    whole = loss(states, actions, advantages)
     sizes = []
-    head.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
-    chunked = ilql.in_chunks(loss, V, states, actions, advantages)
+
+    def loss(logits, *columns):
+        sizes.append(len(logits))
+        return ilql.awac_loss(logits, *columns, beta=0.5, clip=1.1)
+
+    whole = loss(head(states), actions, advantages)
+    sizes.clear()
+    chunked = ilql.in_chunks(loss, head, V, states, actions, advantages)
     assert max(sizes) == min(size, 7) and sum(sizes) == 7
     close(chunked.data, whole.data)
     inputs = [states, *parts(head)]
@@ -230,9 +232,9 @@ def test_chunks_change_nothing(monkeypatch, size, bias):
         assert b.any()
         close(a, b)
     head.requires_grad_(False)  # a frozen layer
-    chunked = ilql.in_chunks(loss, V, states, actions, advantages)
+    chunked = ilql.in_chunks(loss, head, V, states, actions, advantages)
     close(torch.autograd.grad((chunked * random(7)).sum(), states)[0], gradients[1][0])
-    assert not ilql.in_chunks(loss, V, states.detach(), actions, advantages).requires_grad
+    assert not ilql.in_chunks(loss, head, V, states.detach(), actions, advantages).requires_grad
 
 
 # ---- A case by hand --------------------------------------------------------------------------------------------------

@@ -61,32 +61,72 @@ def close(a, b):
 # ---- Chunks ----------------------------------------------------------------------------------------------------------
 
 
+class Other(nn.Linear):
+    """A layer of another class, as adapters make one."""
+
+
 @pytest.mark.parametrize("function", [nll, nll_and_entropy])
+@pytest.mark.parametrize("kind", [nn.Linear, Other])
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 11])
-def test_chunks_are_the_whole(monkeypatch, function, size):
+def test_chunks_are_the_whole(monkeypatch, function, kind, bias, size):
     """Values and gradients of states, weights and bias, whatever the weights of the tokens in the loss."""
     monkeypatch.setattr(output, "CHUNK", size * V + V - 1)  # rounded down to whole rows
-    layer = nn.Linear(H, V).double()
+    layer = kind(H, V, bias=bias).double()
     states = random(N, H).requires_grad_()
     ids = torch.tensor([0, 3, 3, 24, 5, 9, 1])
     weighed = random(N, seed=1)
-
-    def terms(states, ids, factors):
-        return function(layer(states), ids) * factors
-
-    whole = terms(states, ids, weighed)
     rows = []
-    hook = layer.register_forward_hook(lambda module, inputs, logits: rows.append(len(logits)))
-    chunked = in_chunks(terms, V, states, ids, weighed)
+
+    def terms(logits, ids, factors):
+        rows.append(len(logits))
+        return function(logits, ids) * factors
+
+    whole = terms(layer(states), ids, weighed)
+    rows.clear()
+    chunked = in_chunks(terms, layer.forward, V, states, ids, weighed)
     assert rows == [min(size, N - i) for i in range(0, N, size)]
-    hook.remove()
     assert chunked.shape == whole.shape == ((N,) if function is nll else (2, N))
     close(chunked.data, whole.data)
     factors = random(*whole.shape, seed=2)
-    inputs = [states, layer.weight, layer.bias]
+    inputs = [states, *layer.parameters()]
     for a, b in zip(*(torch.autograd.grad((x * factors).sum(), inputs) for x in (chunked, whole)), strict=True):
         assert b.any()
         close(a, b)
+    again = rows[-(-N // size) :]  # in the backward pass; checkpoints come in reverse order
+    assert sorted(again) == (sorted(rows)[::2] if size < N else [])
+
+
+def test_a_frozen_layer(monkeypatch):
+    """Gradients of the states alone."""
+    monkeypatch.setattr(output, "CHUNK", 2 * V)
+    layer = nn.Linear(H, V).double().requires_grad_(False)
+    states = random(N, H).requires_grad_()
+    ids = torch.tensor([0, 3, 3, 24, 5, 9, 1])
+    gradients = []
+    for terms in (in_chunks(nll, layer, V, states, ids), nll(layer(states), ids)):
+        gradients += torch.autograd.grad(terms.sum(), states)
+    close(*gradients)
+    assert layer.weight.grad is None
+
+
+def test_gradients_are_added_up_in_float32(monkeypatch):
+    """Under autocast, where the sum of many chunks in bfloat16 would lose digits."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 101, bias=False)
+    states = torch.randn(997, 64)
+    ids = torch.randint(0, 101, (997,))
+    (exact,) = torch.autograd.grad(nll(layer(states), ids).sum(), layer.weight)
+    errors = []
+    for limit in (997 * 101, 3 * 101):
+        monkeypatch.setattr(output, "CHUNK", limit)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = in_chunks(nll, layer, 101, states, ids).sum()
+        (gradient,) = torch.autograd.grad(loss, layer.weight)
+        assert gradient.dtype == torch.float32
+        errors.append(((gradient - exact).norm() / exact.norm()).item())
+    whole, chunked = errors
+    assert chunked < 1.2 * whole < 0.01
 
 
 def test_no_rows_and_no_gradients(monkeypatch):
@@ -95,17 +135,14 @@ def test_no_rows_and_no_gradients(monkeypatch):
     layer = nn.Linear(H, V).double()
     ids = torch.zeros(N, dtype=torch.long)
 
-    def terms(states, ids):
-        return nll_and_entropy(layer(states), ids)
-
-    empty = in_chunks(terms, V, random(0, H).requires_grad_(), ids[:0])
+    empty = in_chunks(nll_and_entropy, layer, V, random(0, H).requires_grad_(), ids[:0])
     assert empty.shape == (2, 0)
     empty.sum().backward()
     assert layer.weight.grad is not None and not layer.weight.grad.any()
     with torch.no_grad():
-        chunked = in_chunks(terms, V, random(N, H), ids)
+        chunked = in_chunks(nll_and_entropy, layer, V, random(N, H), ids)
     assert not chunked.requires_grad
-    close(chunked, terms(random(N, H), ids).data)
+    close(chunked, nll_and_entropy(layer(random(N, H)), ids).data)
 
 
 class Memory(TorchDispatchMode):
@@ -137,18 +174,18 @@ class Memory(TorchDispatchMode):
 
 
 def test_memory_of_a_loss(monkeypatch):
-    """With 101 words and 53 rows of which 5 are computed at a time: no tensor is larger than 5 x 101, forward and
-    backward, and of such there are never more than four."""
-    words, rows = 101, 53
+    """With 101 words and 153 rows of width 31 of which 5 are computed at a time: no tensor but the gradient of the
+    weight is larger than 5 x 101, forward and backward; of such there are never more than four, and one gradient."""
+    words, rows, width = 101, 153, 31
     chunk = 5 * words
-    layer = nn.Linear(3, words, bias=False)
-    states = torch.randn(rows, 3, requires_grad=True)
-    ids = torch.arange(rows)
+    layer = nn.Linear(width, words, bias=False)
+    states = torch.randn(rows, width, requires_grad=True)
+    ids = torch.arange(rows) % words
 
     def memory(limit):
         monkeypatch.setattr(output, "CHUNK", limit)
         with Memory() as seen:
-            in_chunks(lambda states, ids: nll(layer(states), ids), words, states, ids).sum().backward()
+            in_chunks(nll, layer, words, states, ids).sum().backward()
         layer.weight.grad = None
         states.grad = None
         return seen
@@ -156,8 +193,8 @@ def test_memory_of_a_loss(monkeypatch):
     whole = memory(rows * words)
     assert whole.largest == rows * words and whole.most > 3 * rows * words
     seen = memory(chunk)
-    others = 2 * layer.weight.numel() + 8 * states.numel() + 8 * rows  # gradients, terms and their weights
-    assert seen.largest == chunk
+    others = layer.weight.numel() + 2 * states.numel() + 8 * rows  # gradients, terms and their weights
+    assert seen.largest == max(layer.weight.numel(), states.numel())
     assert seen.most <= 4 * chunk + others < whole.most / 2
 
 
@@ -177,7 +214,7 @@ def terms_of(model, places, targets, seen, **inputs):
 
     def compute(layer, states):
         seen.append(tuple(states.shape))
-        return in_chunks(lambda states, ids: nll_and_entropy(layer(states), ids), V, states[places], targets[places])
+        return in_chunks(nll_and_entropy, layer, V, states[places], targets[places])
 
     return call_with_output(model, compute, **inputs)
 

@@ -267,11 +267,10 @@ def ways(vocabulary):
 
     def chunks(limit):
         def losses(states, weight, ids):
-            def chunk(states, ids):
-                return nll(F.linear(states, weight), ids)
-
+            layer = nn.Linear(1, 1, bias=False)
+            layer.weight = weight
             with patch.object(output, "CHUNK", limit):
-                return output.in_chunks(chunk, vocabulary, states, ids)
+                return output.in_chunks(nll, layer, vocabulary, states, ids)
 
         return losses
 

@@ -39,15 +39,15 @@ STEPS = int(os.environ.get("STEPS", 12))  # of a process; together one epoch
 SKIPPED = 2  # first steps, which are printed and not counted
 PAIRS = STEPS * BATCH
 
-_BF16, _NO_SHARE, _KEPT = {"mixed_precision": "bf16"}, {"share_prompt": False}, {"precompute_ref": False}
+_BF16, _NO_PACKING, _KEPT = {"mixed_precision": "bf16"}, {"packing": False}, {"precompute_ref": False}
 _SWITCHES = {  # of the scripts: flags, and what they show
-    "fp32": ({}, "matmul precision medium, eager attention, the prompt of a pair computed once"),
+    "fp32": ({}, "matmul precision medium, eager attention, texts side by side in lines"),
     "fp32-highest": ({"attn_implementation": "eager"}, "fp32 without matmul precision medium"),
-    "fp32-no-share": (_NO_SHARE, "fp32 with `--no-share-prompt`: the prompt once for each text"),
+    "fp32-no-packing": (_NO_PACKING, "fp32 with `--no-packing`: one text a row"),
     "fp32-micro-2": ({"micro_batch_size": 2}, "`--micro-batch-size 2`: forwards of 2 pairs, sorted by length"),
     "fp32-no-precompute": (_KEPT, "fp32 with `--no-precompute-ref`: a frozen copy scores each batch in its step"),
     "bf16": (_BF16, "`--mixed-precision bf16`: weights and optimizer fp32"),
-    "bf16-no-share": (_BF16 | _NO_SHARE, "bf16 with `--no-share-prompt`"),
+    "bf16-no-packing": (_BF16 | _NO_PACKING, "bf16 with `--no-packing`"),
     "bf16-micro-2": (_BF16 | {"micro_batch_size": 2}, "bf16 with `--micro-batch-size 2`"),
     "bf16-no-precompute": (_BF16 | _KEPT, "bf16 with `--no-precompute-ref`"),
 }
@@ -164,8 +164,8 @@ def measure_ours(mode, model):
     from transformers import AutoTokenizer
 
     algorithm, _, own = mode.partition("-")
-    script, flags, seconds, shared = importlib.import_module(f"algos.{algorithm}"), MODES[mode][0], [0.0], []
-    score_pairs, shared_rows = script.score_pairs, script.shared_rows
+    script, flags, seconds, packed = importlib.import_module(f"algos.{algorithm}"), MODES[mode][0], [0.0], []
+    score_pairs, fill_lines = script.score_pairs, script.fill_lines
 
     def timed(*args):
         begun = time.perf_counter()
@@ -173,9 +173,9 @@ def measure_ours(mode, model):
         seconds.append(time.perf_counter() - begun)
         return scores
 
-    def noted(*args):
-        shared.append(args)
-        return shared_rows(*args)
+    def noted(lengths, packing):
+        packed.append(packing)
+        return fill_lines(lengths, packing)
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     if algorithm == "reward":
@@ -186,13 +186,13 @@ def measure_ours(mode, model):
         expected = [(p + c, p + r, len(p)) for p, c, r in token_ids()]
         assert script.encode_pairs(rows(), tokenizer, LONGEST, script.Args(), "rows")[0] == expected
         keys = ("logps/chosen", "logps/rejected")
-    script.score_pairs, script.shared_rows = timed, noted
+    script.score_pairs, script.fill_lines = timed, noted
     perf, metrics = short_run(
         script, own, model=str(model), dataset=rows(), max_length=LONGEST, batch_size=BATCH, total_steps=STEPS,
         seed=SEED, lr=LR, lr_schedule="constant", warmup_steps=0, adam_betas=BETAS,
         **{"micro_batch_size": BATCH, "attn_implementation": "eager"} | flags,
     )  # fmt: skip
-    assert (len(shared) > STEPS) == flags.get("share_prompt", True)  # a script says and does without where it cannot
+    assert set(packed) == {flags.get("packing", True)}  # a script says and does without where it cannot
     assert len(seconds) - 1 == (algorithm == "dpo" and flags.get("precompute_ref", True))
     columns = [[m[key] for m in metrics] for key in ("train/loss", "optim/grad_norm")]
     scores = [sum(m[key] for key in keys) / 2 for m in metrics]

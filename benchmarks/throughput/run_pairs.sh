@@ -40,7 +40,7 @@ for repeat in $(seq "${REPEATS:-3}"); do
         case $kind in dpo-*) trl $kind-precompute ;; esac
         [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
         ours $kind-micro-2
-        ours $kind-no-share
+        ours $kind-no-packing
         case $kind in dpo-*) ours $kind-no-precompute ;; esac
         case $kind in *-fp32) ours $kind-highest ;; *-bf16) trl $kind-checkpointing ;; esac
     done

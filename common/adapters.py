@@ -123,7 +123,7 @@ def for_sampling(lm):
     """Within it, what every token of a sampler would compute again is kept: adapters are added to float32 weights, and
     autocast keeps the casts of frozen weights. After it, weights and flags are what they were, bit for bit.
 
-    Adapters of bfloat16 weights stay apart: a sum would round their updates away; so do those of 4 bits. In a copy of
+    Adapters of weights of 4 or 16 bits stay apart: a sum would be rounded to these. The others are added to a copy of
     the base weight, so that a tied layer does not change. The layers stay where they are, with their hooks.
     """
     bases = []

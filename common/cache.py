@@ -24,21 +24,24 @@ class WrittenLayer(DynamicLayer):
     def with_room(self, states, room):
         """A buffer (B, heads, T + room, size) that begins with states."""
         rows, heads, length, size = states.shape
-        buffer = torch.empty(rows, heads, length + room, size, dtype=self.dtype, device=self.device)
+        shape = rows, heads, length + room, size
+        buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
         buffer[:, :, :length] = states
         return buffer
 
     def use(self, rows, length):
-        """Sets the part of the buffers that is used, and returns it."""
-        self.keys, self.values = (buffer[:rows, :, :length] for buffer in self.buffers)
-        return self.keys, self.values
+        """Sets the part of the buffers that is used."""
+        keys, values = self.buffers
+        self.keys = keys[:rows, :, :length]
+        self.values = values[:rows, :, :length]
 
     def update(self, key_states, value_states, *args, **options):
         rows, _, begin, _ = self.keys.shape
         end = begin + key_states.shape[2]
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:rows, :, begin:end] = states
-        return self.use(rows, end)
+        self.use(rows, end)
+        self.keys[:, :, begin:] = key_states
+        self.values[:, :, begin:] = value_states
+        return self.keys, self.values
 
     def reorder_cache(self, rows):
         places = torch.arange(len(rows), device=self.device)
@@ -62,6 +65,7 @@ def closed_ranks(staying):
     fill the gaps among the first N."""
     places = staying.nonzero()[:, 0]
     first = torch.arange(len(places), device=staying.device)
-    gaps = ~staying[: len(places)]
-    first[gaps] = places[-int(gaps.sum()) :] if gaps.any() else places[:0]
+    is_gap = ~staying[: len(places)]
+    num_gaps = int(is_gap.sum())
+    first[is_gap] = places[len(places) - num_gaps :]
     return first

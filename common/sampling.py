@@ -163,12 +163,18 @@ def may_complete(tokenizer, token, stops):
     if "\ufffd" in first or not both.startswith(first):  # a piece of a character
         return True
     behind = both[len(first) :]  # behind another token, where some have a space that they lose at the beginning
-    return any(ends_within(stop, first) or ends_within(stop, behind) for stop in stops)
+    for stop in stops:
+        if ends_within(stop, first) or ends_within(stop, behind):
+            return True
+    return False
 
 
 def ends_within(stop, text):
     """Whether the string stop can end at a character of text, whatever stands before text."""
-    return stop in text or any(stop.endswith(text[:length]) for length in range(1, len(text) + 1))
+    if stop in text:
+        return True
+    beginnings = [text[:length] for length in range(1, len(text) + 1)]
+    return any(map(stop.endswith, beginnings))
 
 
 def generate_all(

@@ -503,10 +503,9 @@ def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
 
 @SCRIPTS
 def test_bfloat16(gpt2_dir, tmp_path, script):
-    """Adapters and heads stay in float32, what a classifier saves beside them has the type of the weights."""
+    """Adapters and heads stay in float32, that of a classifier too."""
     _, run_dir = run(script, gpt2_dir, tmp_path / "run", lora_r=3, dtype="bfloat16")
-    types = {name: weight.dtype for name, weight in weights(run_dir).items()}
-    assert all(kind == (torch.bfloat16 if "score" in name else torch.float32) for name, kind in types.items())
+    assert {weight.dtype for weight in weights(run_dir).values()} == {torch.float32}
 
 
 def test_scores_of_the_reference_are_kept_by_the_size_of_the_adapter(gpt2_dir, lora, tmp_path):
@@ -606,6 +605,9 @@ def test_micro_batches_and_recomputed_activations_change_nothing(gpt2_dir, tmp_p
             for size, more in ((8, {}), (1, {"gradient_checkpointing": True}))
         ]
         for one, other in zip(*runs, strict=True):
+            if one["step"] == 1:  # whose rewards are zero to rounding
+                one.pop("rewards/accuracies", None)
+                other.pop("rewards/accuracies", None)
             assert one == pytest.approx(other, rel=1e-9, abs=1e-9)
 
 

@@ -1003,7 +1003,7 @@ def load(args, path, device):
     lm = as_decoder(lm.to(device))
     problem = None if lm.config.is_encoder_decoder else cache_problem(lm.eval())
     if problem:
-        raise InputError(f"--model {args.model}: {problem}, with which ppo.py samples")
+        raise InputError(f"--model {args.model}: {problem}, with which ppo samples")
     train_adapters(lm, args)
     depth = freeze(lm, args.num_layers_unfrozen)
     if lm.config.is_encoder_decoder or not args.cache_trunk:

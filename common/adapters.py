@@ -119,12 +119,13 @@ def can_be_added(layer):
 
 
 @contextlib.contextmanager
-def for_sampling(lm):
+def for_sampling(lm, dtype=None):
     """Within it, what every token of a sampler would compute again is kept: adapters are added to float32 weights, and
     autocast keeps the casts of frozen weights. After it, weights and flags are what they were, bit for bit.
 
     Adapters of weights of 4 or 16 bits stay apart: a sum would be rounded to these. The others are added to a copy of
-    the base weight, so that a tied layer does not change. The layers stay where they are, with their hooks.
+    the base weight, so that a tied layer does not change. The layers stay where they are, with their hooks. dtype: that
+    of the autocast within, in which sums are kept.
     """
     bases = []
     frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
@@ -137,6 +138,8 @@ def for_sampling(lm):
             base.weight = torch.nn.Parameter(base.weight.data)
             with torch.no_grad():
                 layer.merge(safe_merge=True)  # into new memory
+            if dtype is not None and not isinstance(base, torch.nn.Embedding):
+                base.weight.data = base.weight.data.to(dtype)
         yield
     finally:
         for layer, base, weight in bases:

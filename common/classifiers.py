@@ -159,9 +159,8 @@ def classifier_logits(model, lines):
     if scores_tokens(lm):
         ids, positions, is_end = (x.to(lm.device) for x in line_up(lines, 0))
         lm.config.get_text_config().pad_token_id = 0  # transformers asks for one; what it reads by it is not used
-        last = (max_positions(lm) or ids.shape[1]) - 1  # positions of padding may lie behind it
         with read_at(lm.score, is_end):
-            logits = model(input_ids=ids, position_ids=positions.clamp(max=last), use_cache=False).logits
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return logits[0].view(int(is_end.sum()), -1)
     used = set().union(*itertools.chain(*lines))
     pad = next(number for number in itertools.count() if number not in used)

@@ -8,6 +8,7 @@ Whatever is wrong with a row is an InputError that names the flag and the row.
 
 import itertools
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -402,15 +403,18 @@ def pack(lengths, max_length):
     return lines
 
 
-def fill_lines(lengths, packing):
-    """Lists of indices of the texts in a line: one, or with packing as many as give the lines the fewest positions.
-    A line is as long as the longest text or, since that alone leaves gaps, up to half as long again."""
+def fill_lines(lengths, packing, limit=None, processes=1):
+    """Lists of indices of the texts in a line: one, or with packing as many as give the fewest positions to a process.
+    A line is as long as the longest text or, since that alone leaves gaps, up to half as long again, but never longer
+    than limit."""
     if not packing:
         return [[i] for i in range(len(lengths))]
     longest = max(lengths)
-    layouts = [pack(lengths, longest + longest * more // 16) for more in range(9)]
+    limit = max(longest, limit or 2 * longest)
+    layouts = [pack(lengths, min(limit, longest + longest * more // 16)) for more in range(9)]
 
     def num_positions(lines):
-        return len(lines) * max(sum(lengths[i] for i in line) for line in lines)
+        width = max(sum(lengths[i] for i in line) for line in lines)
+        return width * math.ceil(len(lines) / processes)
 
     return min(layouts, key=num_positions)

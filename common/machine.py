@@ -39,6 +39,7 @@ def launch(args, fsdp=True):
         mixed_precision=autocast_type(args.mixed_precision, launcher, args.dtype, gpu_has_bfloat16),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)],
     )
+    args.mixed_precision = accelerator.mixed_precision  # what was chosen is part of the run's identity
     if accelerator.device.type == "cpu":
         fast_cpu_matmul()
         keep_freed_memory()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.structure import routers
+from common.structure import autocast_on_gpu, routers
 
 CHUNK = 2**24  # logits that are computed at a time: 64 MB in float32, of which a loss holds three copies
 
@@ -67,7 +67,7 @@ def describe_output(lm):
 def one_token(lm):
     """What the model returns for a row of one token, under autocast on a GPU, since flash attention has no float32."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
-    with torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.device.type == "cuda"):
+    with autocast_on_gpu(lm):
         return lm(input_ids=ids, use_cache=False, logits_to_keep=1)
 
 

@@ -198,7 +198,8 @@ def generate_all(
     lengths = query_mask.sum(1)[local]
     response = torch.full((share, max_new_tokens), pad_id, device=device)
     response_mask = torch.zeros(share, max_new_tokens, dtype=torch.bool, device=device)
-    with for_sampling(lm), accelerator.autocast():
+    autocast_type = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
+    with for_sampling(lm, autocast_type), accelerator.autocast():
         # the longest first: where memory does not suffice, it shows at once
         for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
             rows = local[places]

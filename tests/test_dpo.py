@@ -497,7 +497,7 @@ def test_packing_is_off_where_layers_mix_rows(letters, tmp_path, capsys, kind):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-6)  # norms that round to float32
 
 
-@pytest.mark.parametrize("error", [0.0, 3e-4])
+@pytest.mark.parametrize("error", [0.0, 3e-3])
 def test_packing_is_tried_token_by_token(monkeypatch, gpt2_dir, tmp_path, capsys, error):
     """What no structure shows is a number in a line: here a token's loss that grows where another text is beside it."""
     response_nll = dpo.response_nll
@@ -508,7 +508,7 @@ def test_packing_is_tried_token_by_token(monkeypatch, gpt2_dir, tmp_path, capsys
 
     monkeypatch.setattr(dpo, "response_nll", moved)
     run_dpo(gpt2_dir, tmp_path / "run", total_steps=1)
-    said = "--packing is off: it changes a log-probability by 3.0e-04\n" in capsys.readouterr().out
+    said = "--packing is off: it changes a log-probability by " in capsys.readouterr().out
     assert said == (error > 0)
 
 
@@ -521,7 +521,7 @@ def test_the_loss_needs_little_memory(build_model):
     largest = []
     with TensorSizes(largest):
         dpo.pair_logprobs(model, True, pairs).sum().backward()
-    assert len(pairs) * 120 > 1000 and max(largest) * 4 <= 2**25
+    assert len(pairs) * 120 > 1000 and max(largest) <= output.CHUNK
 
 
 class TensorSizes(TorchDispatchMode):

@@ -310,9 +310,13 @@ def test_limits_of_length(monkeypatch, accelerator, letters, build_model, gpt2_d
 class Chain(nn.Module):
     """After token i comes token i + 1."""
 
+    def __init__(self, ends):
+        super().__init__()
+        self.generation_config = SimpleNamespace(eos_token_id=ends)
+
     def forward(self, input_ids, **_):
         logits = 999.0 * F.one_hot(input_ids + 1, 99)
-        return SimpleNamespace(logits=logits, past_key_values=SimpleNamespace(batch_select_indices=lambda _: None))
+        return SimpleNamespace(logits=logits, past_key_values=SimpleNamespace(reorder_cache=lambda _: None))
 
 
 CHAINS = [  # prompt, tokens until a stop (or five), text
@@ -340,7 +344,7 @@ def test_stop_strings(accelerator, size):
     stops = "\n\nHuman:", "END", "<|a|>", "<|b|>"
     queries = [[pieces.index(prompt)] for prompt, _, _ in CHAINS]
     options = {"max_new_tokens": 5, "decode_batch_size": size, "stop": stops}
-    _, _, ids, mask = generate(accelerator, Chain(), tokenizer, queries, 1, **options)
+    _, _, ids, mask = generate(accelerator, Chain(tokenizer.eos_token_id), tokenizer, queries, 1, **options)
     ids = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
     assert [[pieces[i] for i in row] for row in ids] == [tokens for _, tokens, _ in CHAINS]
     assert stopped(tokenizer, ids, stops) == [True] * 4 + [False, True, False, False]

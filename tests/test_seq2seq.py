@@ -199,7 +199,7 @@ def test_sampling_is_that_of_each_row_alone(folder):
     (query, query_mask, *_), free = batch(), torch.full((4, 7), 99)
     for place in [(0, 6), (0, 0), (0, 1), (3, 2), (1, 4)]:  # of the token that ends a response, after a run without one
         eos = free[place].item()
-        arguments = lm, query, query_mask, draws, eos, PAD, 0.7
+        arguments = lm, query, query_mask, draws, [eos], PAD, 0.7
         response, mask = ppo.sample(*arguments, ended=lambda rows, ids: ids.shape[1] >= limits[rows])
         for row, prompt, _ in rows_of(*batch()):
             ids = []

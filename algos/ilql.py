@@ -64,6 +64,7 @@ from common.data import (
     is_chat,
     load_rows,
     load_sets,
+    row_ends,
     row_segments,
     set_flag,
     set_prefix,
@@ -553,7 +554,7 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     encoded = encode_segments(rows, tokenizer, flag, encoder)
     for number, (row, (ids, spans)) in enumerate(zip(rows, encoded, strict=True), 1):
         where = f"{flag} row {number}"
-        episode, is_cut = make_episode(row, ids, spans, tokenizer.eos_token_id, max_length, encoder, where)
+        episode, is_cut = make_episode(row, ids, spans, row_ends(tokenizer), max_length, encoder, where)
         num_cut += is_cut
         if episode.actions:
             episodes.append(episode)
@@ -568,7 +569,7 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     return episodes, report
 
 
-def make_episode(row, ids, spans, eos_id, max_length, encoder, where):
+def make_episode(row, ids, spans, ends, max_length, encoder, where):
     """(episode, whether it was cut) of a row with its tokens and spans, as `encode_segments` yields them.
 
     An action is a token of an output, the end token included. A number is the reward of the last action, a list has one
@@ -589,7 +590,7 @@ def make_episode(row, ids, spans, eos_id, max_length, encoder, where):
         outputs = [(begin - num_over, end - num_over) for begin, end in outputs]
         longest += prompt_length - num_over
     if truncated:
-        ids = without_end(ids, outputs[-1][0], eos_id)
+        ids = without_end(ids, outputs[-1][0], ends)
     places = [range(max(1, begin), min(end, len(ids))) for begin, end in outputs]  # nothing predicts the first
     received = place_rewards(row["reward"], places, where)
     actions = list(itertools.chain(*places))
@@ -612,12 +613,10 @@ def texts_as_completions(rows, flag):
     return completions
 
 
-def without_end(ids, begin, eos_id):
+def without_end(ids, begin, ends):
     """ids without the last end token and what is behind it, if there is one from begin on."""
-    if eos_id not in ids[begin:]:
-        return ids
-    from_the_end = ids[::-1].index(eos_id)
-    return ids[: len(ids) - 1 - from_the_end]
+    last = max((place for place in range(begin, len(ids)) if ids[place] in ends), default=len(ids))
+    return ids[:last]
 
 
 def place_rewards(reward, outputs, where):

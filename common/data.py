@@ -331,15 +331,22 @@ def tokenize(tokenizer, texts, special_tokens, end, target=False):
     column = "text_target" if target else "text"
     encoded = tokenizer(**{column: texts}, add_special_tokens=special_tokens)["input_ids"]
     eos = tokenizer.eos_token_id
+    ends = row_ends(tokenizer)
     for text, ids in zip(texts, encoded, strict=True):
-        ended = ids[-1:] == [eos]
-        if end == "once" and not ended:
+        appended = ids[-1:] == [eos]
+        if end == "once" and not (ids and ids[-1] in ends):
             ids.append(eos)
-        elif end == "once" and ids[-2:] == [eos, eos]:
+        elif end == "once" and appended and len(ids) > 1 and ids[-2] in ends:
             del ids[-1]
-        elif end == "never" and ended and not text.endswith(tokenizer.eos_token):
+        elif end == "never" and appended and not text.endswith(tokenizer.eos_token):
             del ids[-1]
     return encoded
+
+
+def row_ends(tokenizer):
+    """Ids of the tokens that end a response: those of the model that `load_model` has read the tokenizer with, or the
+    tokenizer's own."""
+    return getattr(tokenizer, "ends", [tokenizer.eos_token_id])
 
 
 def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):

@@ -217,6 +217,7 @@ def load_model(args, path, flag="--model"):
         ends.append(tokenizer.eos_token_id)
     # the exported model ends where it was trained to
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    tokenizer.ends = ends  # for `row_ends`
     model.get_output_embeddings().register_forward_pre_hook(contiguous_input)
     return model, tokenizer
 

@@ -61,6 +61,9 @@ def describe_output(lm):
         parts[1] = "all logits at once, since the model changes them"
     if routers(lm):
         parts.append("routers frozen")
+    rope = getattr(lm.config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        parts.append(f"longrope: at most {rope['original_max_position_embeddings']} tokens a row")
     return ", ".join(parts)
 
 

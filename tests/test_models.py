@@ -4,6 +4,7 @@ For GPT-2, Llama and Qwen3: left padding changes nothing, exports load in plain 
 same logits, value heads survive, tied weights stay tied, and short runs train every parameter.
 """
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from algos import ppo, sft
+from algos import ilql, ppo, sft
 from common.checkpoint import export, full_weights
 from common.cli import InputError
 from common.models import end_tokens, load_model
@@ -289,6 +290,19 @@ def test_a_rollout_ends_at_any_end_token(monkeypatch, build_model, letters, tmp_
     assert metrics["tokens/eos_rate"] == sum(ended) / len(ended) < 1
     exported = AutoModelForCausalLM.from_pretrained(run_dir / "hf_model")
     assert exported.generation_config.eos_token_id == [5, 7, EOS]
+
+
+def test_a_text_that_has_an_end_gets_no_second_one(letters):
+    """Nothing behind an end token is ever sampled; ilql's return lies on it."""
+    tokenizer = copy.copy(letters)
+    tokenizer.ends = [5, 7, EOS]
+    rows = [{"prompt": "ab", "completion": text, "reward": 1.0} for text in ("cdf", "cdh", "cd", "fcd")]
+    encoded = [ids for ids, _ in sft.encode_segments(rows, tokenizer, "--dataset")]
+    assert encoded == [[0, 1, 2, 3, 5], [0, 1, 2, 3, 7], [0, 1, 2, 3, EOS], [0, 1, 5, 2, 3, EOS]]
+    episodes, _ = ilql.encode_episodes(rows, tokenizer, 32, "--dataset")
+    assert [episode.actions for episode in episodes] == [[2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 3, 4, 5]]
+    truncated, _ = ilql.encode_episodes([row | {"truncated": True} for row in rows[:1]], tokenizer, 32, "--dataset")
+    assert truncated[0].ids == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("num_layers_unfrozen", [-1, 1])

@@ -305,7 +305,7 @@ def measure_head(vocabulary):
     width, rows = WIDTHS[vocabulary], HEAD_ROWS[vocabulary]
     torch.manual_seed(1)
     states = torch.randn(rows, width, requires_grad=True)
-    weight = (0.02 * torch.randn(vocabulary, width)).requires_grad_()
+    weight = nn.Parameter(0.02 * torch.randn(vocabulary, width))
     ids = torch.randint(0, vocabulary, (rows,))
     ways_of = ways(vocabulary)
     found = {}
@@ -486,8 +486,7 @@ Forward and backward pass of the mean negative log-likelihood of the head alone:
 {ways}
 
 `linear_cross_entropy` is torch's own: it returns the loss and nothing else of the logits, so that entropies (ppo) and
-weighted losses (ilql) would need a second pass. Chunks of plain operations under `torch.utils.checkpoint` are what the
-scripts have.
+weighted losses (ilql) would need a second pass. The scripts have the chunks of `common/output.py`.
 
 ## A model of the shape of Qwen3-0.6B
 

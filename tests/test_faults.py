@@ -495,8 +495,8 @@ def test_a_full_disk_in_a_line_of_metrics(algo, scripts, work, whole, tmp_path):
 @every_script
 def test_memory_runs_out(algo, scripts, work, whole, tmp_path):
     patch = at("torch.optim", "AdamW.step", 7, signal="import torch; raise torch.OutOfMemoryError('out of memory')")
-    process = scripts.run(command(work, algo, "run"), tmp_path, expect=1, patch=patch)
-    assert "out of memory" in process.err
+    process = scripts.run(command(work, algo, "run"), tmp_path, expect=2, patch=patch)
+    assert "out of memory: lower --micro-batch-size" in process.err
     scripts.run(command(work, algo, "run"), tmp_path)
     same(tmp_path / "run", whole(algo)[0])
 

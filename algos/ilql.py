@@ -124,7 +124,8 @@ class Args:
     awac_clip: Positive = 20.0
     """Largest such weight, at least 1."""
     two_qs: bool = True
-    """Two Q heads, of which the lower value counts; --no-two-qs: one. Losses are summed over the heads."""
+    """Two Q heads, of which the lower value counts; --no-two-qs: one. Losses are summed over the heads. With a target
+    each, gradients and moments they take 12.5 GB beside a model of width 1024 and 152k words."""
     polyak_alpha: Share = 0.005
     """Share of the online Q heads that their targets take over at a synchronisation (the authors: 0.005 at every step;
     trlX: 0.001 every 5). The summary says how far the targets will have come."""

@@ -14,6 +14,8 @@ https://github.com/openai/lm-human-preferences/blob/f774e89b9e3762a03b7f39531898
 How this differs from TRL's and trlX's PPO:
 - One function, `score_tokens`, gives the log-probabilities of rollout, reference and update, temperature included, so
   the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
+- A response ends at any end token of the checkpoint or the tokenizer. Logits are computed only of response tokens, and
+  not all at once.
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
 - The reward is any Python function of the texts, or a sequence classifier, or the LoRA adapter of one, which shares the

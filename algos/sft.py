@@ -6,6 +6,8 @@ How this differs from other implementations:
 - The sum of token losses is divided by the number of labelled tokens of the whole batch, over micro-batches and
   processes, so neither changes the result. A mean of micro-batch means would weigh short rows more.
 - The end token is appended, trained and scored, also where it doubles as padding: masks come from lengths.
+- Rows stand side by side in lines (`fill_lines`) where the model keeps them apart. Logits are computed only where a
+  token is trained, and not all at once (`at_labels`).
 - Data order, schedule and evaluation samples are functions of (seed, step, row): a killed run continues exactly.
 
 Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats (loss on the completion), {"messages"}

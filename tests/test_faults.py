@@ -185,8 +185,8 @@ def test_the_runs_are_worth_comparing(whole, work):
         before = load_file(work / ("pipeline" if algo == "ddpo" else "model") / f"{name}.safetensors")
         after = load_file(folder / f"hf_model/{name}.safetensors")
         stay = {key for key, weight in before.items() if key in after and torch.equal(weight, after[key])}
-        # a constant cancels in the difference of two scores
-        assert stay == ({"transformer.ln_f.bias"} if algo == "reward" else set()), algo
+        # a constant cancels in the difference of two scores, to rounding
+        assert stay <= ({"transformer.ln_f.bias"} if algo == "reward" else set()), algo
         assert len(before.keys() & after.keys()) > 20 and len(lines(folder / "samples.jsonl")) > 5
     metrics = lines(whole("ppo")[0] / "metrics.jsonl")
     assert len({line["objective/kl_coef"] for line in metrics[1:]}) > 3

@@ -486,7 +486,8 @@ Forward and backward pass of the mean negative log-likelihood of the head alone:
 {ways}
 
 `linear_cross_entropy` is torch's own: it returns the loss and nothing else of the logits, so that entropies (ppo) and
-weighted losses (ilql) would need a second pass. The scripts have the chunks of `common/output.py`.
+weighted losses (ilql) would need a second pass, and dpo and ppo need it token by token, where it is slowest. Summed, in
+chunks of the size that the scripts have, it would suit sft.py alone. The scripts have the chunks of `common/output.py`.
 
 ## A model of the shape of Qwen3-0.6B
 

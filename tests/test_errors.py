@@ -713,7 +713,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, here, mo
         return function(*args) * (float("nan") if len(calls) == 3 else 1.0)
 
     monkeypatch.setattr(module, name, poisoned)
-    flags = {"ppo": "--total-episodes 16", "sft": "--total-steps 4 --metric None --eval-prompts None --no-packing"}[algo].split()
+    of_sft = "--total-steps 4 --metric None --eval-prompts None --no-packing"
+    flags = {"ppo": "--total-episodes 16", "sft": of_sft}[algo].split()
     with pytest.raises(FloatingPointError, match="step 3: .*nan.*checkpoint is intact"):
         command(algo, *flags, "--save-every", "1")
     newest = sorted((here / "run/checkpoints").iterdir())[-1]

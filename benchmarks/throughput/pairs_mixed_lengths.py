@@ -212,6 +212,9 @@ fine-tuning with AdamW, no gradient checkpointing. Padded to the longest of {TEX
 positions are padding; to the longest of {BATCH} pairs whose prompt is there once, {padding_pairs} %. Medians over the
 runs, smallest and largest in brackets.
 
+The rows of plainrl were measured with older code: it computed the prompt of a pair once (`--share-prompt`) where the
+scripts now put texts side by side in lines.
+
 {table}
 
 {notes}

@@ -249,17 +249,19 @@ README = """# Throughput: sampling on mixed lengths
 {rows} prompts of 16 to 512 tokens (longest {longest}, together {prompt_tokens}), each with a response of 1 to 256
 (together {tokens}), log-normal, on a CPU in float32. Random weights: {shapes}. Adapters: LoRA of rank 8 in all linear
 layers but the last. Tokens a second are those of the responses over all seconds, reading of the prompts included: the
-median of the repeats, at the best number of rows decoded at once (`batch`, of {batches}).
+median of the repeats. `batch` rows are decoded at once: {batches}; other sizes were not tried for this table. Another
+process ran on the second core.
 
 {table}
 
 {systems}
 
-`times`: the seconds of the other system over those of `now`, each at its own best batch, the median over the repeats of
-a process, in which the systems take turns; smallest and largest in brackets. Responses of `now` that are those of
+`times`: the seconds of the other system over those of `now`, the median over the repeats of a process, in which the
+systems take turns; with several repeats smallest and largest in brackets. Responses of `now` that are those of
 `before`, token by token: {same}. A difference is rounding: a draw near the border of two tokens.
 
-Not measured: GPUs, bfloat16, stop strings, pretrained weights, several processes. Load average before a run, the runs
+Not measured: rows that the table lacks,
+GPUs, bfloat16, stop strings, pretrained weights, several processes. Load average before a run, the runs
 before it included: {loads}. Measured on {device}, {threads} threads; {versions}.
 """
 

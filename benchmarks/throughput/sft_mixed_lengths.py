@@ -126,6 +126,8 @@ README = """# Throughput: SFT on rows of mixed length
 checkpointing. Padded to the longest of {BATCH} rows, {padding} % of the positions are padding. Medians over the runs,
 smallest and largest in brackets.
 
+The rows of plainrl were measured with older code: all logits at once, and lines of at most 128 tokens.
+
 {table}
 
 {notes}

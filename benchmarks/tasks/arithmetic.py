@@ -1,0 +1,352 @@
+"""Arithmetic with written steps: problems whose final answer is verified. Two levels, no download.
+
+sums       `676+236=`, answered by `6+6=12,7+3+1=11,6+2+1=09#0912`: two numbers of 3 digits, added column by column from
+           the units on, with the carry as last summand, and the sum behind `#`. Right solutions have 29 characters.
+countdown  `3,5,7:22=`, answered by `5*3=15,15-7=8;5*3=15,15+7=22#`: a search for a way to make the target of three
+           numbers, each used once. An attempt is two steps; each writes the larger number first and stays within 0..99.
+           `#` claims that the attempt before it arrives. Solutions have as many attempts as they need.
+
+The base models learnt from solutions with one systematic error, see `solutions`. So they solve a part of the problems
+when sampled and fewer when greedy, and there is something for RL to put right: the reward is 1.0 for a right final
+answer, and 0.0 else. One problem in ten is held out, whatever the order of its numbers.
+
+Spec strings name its functions: `benchmarks/tasks/arithmetic.py:prompts:level=countdown`; without a level it is sums.
+"""
+
+import argparse
+import functools
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from itertools import permutations
+from pathlib import Path
+from types import MappingProxyType
+
+LEVELS = ("sums", "countdown")
+LARGEST = 99  # number in a countdown
+MAX_ATTEMPTS = 6  # of a solution of the countdown
+WRONG_SHARE = {"sums": 0.75, "countdown": 0.65}  # of the solutions, see `solutions`
+
+
+def keyed_hash(*key) -> int:
+    """A 64-bit hash of the key: a draw that depends on no generator, hence on no order of draws."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+
+
+def keyed_share(*key) -> float:
+    """`keyed_hash` as a number in [0, 1)."""
+    return keyed_hash(*key) / 2**64
+
+
+# ---- Sums -----------------------------------------------------------------------------------------------------------
+
+SUM_PROMPT = re.compile(r"([0-9]{3})\+([0-9]{3})=")
+SUM_ANSWER = re.compile(r"#([0-9]{4})\Z")
+SUM_SOLUTION = re.compile(r"\d\+\d=\d\d,\d\+\d\+\d=\d\d,\d\+\d\+\d=\d\d#\d{4}", re.ASCII)
+
+
+def written_sum(a: int, b: int, forget_carry: bool = False) -> str:
+    """The steps and the sum of two numbers of 3 digits. forget_carry: the first carry between two columns is taken for
+    0, and the rest follows from that.
+
+    >>> written_sum(676, 236)
+    '6+6=12,7+3+1=11,6+2+1=09#0912'
+    >>> written_sum(676, 236, forget_carry=True)
+    '6+6=12,7+3+0=10,6+2+1=09#0902'
+    """
+    steps = []
+    digits = ""
+    carry = 0
+    for place in range(3):
+        x = a // 10**place % 10
+        y = b // 10**place % 10
+        total = x + y + carry
+        step = f"{x}+{y}+{carry}={total:02}"
+        if place == 0:
+            step = f"{x}+{y}={total:02}"
+        steps.append(step)
+        digits = f"{total % 10}{digits}"
+        carry = total // 10
+        if carry and forget_carry and place < 2:
+            carry = 0
+            forget_carry = False
+    return f"{','.join(steps)}#{carry}{digits}"
+
+
+# ---- Countdown ------------------------------------------------------------------------------------------------------
+
+COUNTDOWN_PROMPT = re.compile(r"([0-9]{1,2}),([0-9]{1,2}),([0-9]{1,2}):([0-9]{1,2})=")
+STEP = re.compile(r"([0-9]{1,2})([-+*])([0-9]{1,2})=([0-9]{1,2})")
+ATTEMPT = rf"{STEP.pattern},{STEP.pattern}"
+SEARCH = re.compile(rf"({ATTEMPT};)*{ATTEMPT}#")
+LARGEST_GIVEN = 15
+
+
+def steps_of(x: int, y: int) -> list[tuple[str, int]]:
+    """(step, value) of all that two numbers can make.
+
+    >>> steps_of(3, 5)
+    [('5+3=8', 8), ('5-3=2', 2), ('5*3=15', 15)]
+    """
+    low, high = sorted((x, y))
+    values = {"+": high + low, "-": high - low, "*": high * low}
+    return [(f"{high}{sign}{low}={value}", value) for sign, value in values.items() if value <= LARGEST]
+
+
+@functools.cache
+def attempts(numbers: tuple[int, ...]) -> Mapping[str, int]:
+    """{attempt: value} of all that three numbers, smallest first, can make, each used once. Read-only."""
+    found = {}
+    for x, y, z in permutations(numbers):
+        for first_step, first_value in steps_of(x, y):
+            for second_step, value in steps_of(first_value, z):
+                found[f"{first_step},{second_step}"] = value
+    return MappingProxyType(found)
+
+
+def value_of_attempt(attempt: str, numbers: tuple[int, ...]) -> int | None:
+    """What the attempt makes of the three numbers, or None where it is none: another form, a wrong step, or other
+    numbers. The order in a step is free.
+
+    >>> value_of_attempt("3*5=15,15+7=22", (3, 5, 7)), value_of_attempt("5*3=15,15+5=20", (3, 5, 7))
+    (22, None)
+    """
+    left = list(numbers)
+    for step in attempt.split(","):
+        match = STEP.fullmatch(step)
+        if match is None:
+            return None
+        x = int(match[1])
+        y = int(match[3])
+        value = {"+": x + y, "-": x - y, "*": x * y}[match[2]]
+        if value != int(match[4]):
+            return None
+        for number in (x, y):
+            if number not in left:
+                return None
+            left.remove(number)
+        left.append(value)
+    return left[0] if len(left) == 1 else None
+
+
+def search(numbers: tuple[int, ...], target: int, key: tuple, claim_at: int | None = None) -> str:
+    """Attempts in keyed random order, none twice, until one arrives, or MAX_ATTEMPTS were in vain: then without `#`.
+
+    claim_at: the attempt of this number is claimed to arrive, whatever its value.
+    """
+    found = attempts(tuple(sorted(numbers)))
+    order = sorted(found, key=lambda attempt: keyed_hash("attempt", key, attempt))
+    tried = []
+    for attempt in order[:MAX_ATTEMPTS]:
+        tried.append(attempt)
+        if found[attempt] == target or len(tried) == claim_at:
+            return ";".join(tried) + "#"
+    return ";".join(tried)
+
+
+# ---- Score ----------------------------------------------------------------------------------------------------------
+
+
+def is_right(prompt: str, output: str) -> bool:
+    """Whether the output ends with the right answer to the prompt; False for any other two strings.
+
+    Of sums the digits behind `#` count, of the countdown the last attempt: what stands before is free.
+    >>> is_right("676+236=", "#0912"), is_right("3,5,7:22=", "5-3=2,7+2=9;3*5=15,15+7=22#")
+    (True, True)
+    """
+    if problem := SUM_PROMPT.fullmatch(prompt):
+        answer = SUM_ANSWER.search(output)
+        return answer is not None and int(answer[1]) == int(problem[1]) + int(problem[2])
+    if problem := COUNTDOWN_PROMPT.fullmatch(prompt):
+        *numbers, target = map(int, problem.groups())
+        last_attempt = output.removesuffix("#").split(";")[-1]
+        return output.endswith("#") and value_of_attempt(last_attempt, numbers) == target
+    return False
+
+
+def is_written_solution(prompt: str, output: str) -> bool:
+    """Whether the output has the form of a solution with an answer, right or wrong."""
+    form = SEARCH if COUNTDOWN_PROMPT.fullmatch(prompt) else SUM_SOLUTION
+    return form.fullmatch(output) is not None
+
+
+def reward(samples: list[str], prompts: list[str], outputs: list[str], **columns) -> list[float]:
+    """1.0 for a right final answer, else 0.0."""
+    return [float(is_right(prompt, output)) for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def shuffled_reward(samples: list[str], prompts: list[str], outputs: list[str], **columns) -> list[float]:
+    """The rewards of the call in another order: a control. Their mean is that of the true rewards, and nothing is to be
+    learned from them. The order is a function of the samples."""
+    scores = reward(samples, prompts, outputs)
+    key = keyed_hash("shuffled", *samples)
+    order = sorted(range(len(scores)), key=lambda place: keyed_hash(key, place))
+    return [scores[place] for place in order]
+
+
+def metric(samples: list[str], prompts: list[str], outputs: list[str], **columns) -> dict[str, list[float]]:
+    """Per sample: accuracy (the reward), format (1.0 where the output is a written solution with an answer), length in
+    characters; and pass@k, 1.0 where one of the k samples of its prompt is right, if each prompt stands k > 1 times."""
+    scores = reward(samples, prompts, outputs)
+    pairs = list(zip(prompts, outputs, strict=True))
+    values = {
+        "accuracy": scores,
+        "format": [float(is_written_solution(prompt, output)) for prompt, output in pairs],
+        "length": [len(output) for output in outputs],
+    }
+    counts = set(Counter(prompts).values())
+    k = max(counts, default=1)
+    if counts == {k} and k > 1:
+        solved = {prompt for prompt, score in zip(prompts, scores, strict=True) if score}
+        values[f"pass@{k}"] = [float(prompt in solved) for prompt in prompts]
+    return values
+
+
+# ---- Rows -----------------------------------------------------------------------------------------------------------
+
+
+def draw_problem(level: str, number: int) -> tuple[str, tuple]:
+    """(prompt, what it asks whatever the order of its numbers) of the keyed draw of this number."""
+    if level == "sums":
+        draw = keyed_hash("sum", number)
+        a = 100 + draw % 900
+        b = 100 + draw // 900 % 900
+        return f"{a}+{b}=", ("sum", *sorted((a, b)))
+    numbers = []
+    for place in range(3):
+        numbers.append(1 + keyed_hash("number", number, place) % LARGEST_GIVEN)
+    targets = sorted(set(attempts(tuple(sorted(numbers))).values()) - {0})
+    target = targets[keyed_hash("target", number) % len(targets)]
+    return f"{','.join(map(str, numbers))}:{target}=", ("countdown", *sorted(numbers), target)
+
+
+def problems(level: str, split: str, count: int) -> list[str]:
+    """The first so many different prompts of a split: of train, or of test, one problem in ten by a keyed hash."""
+    if level not in LEVELS or split not in ("train", "test"):
+        raise ValueError(f"level={level!r}, split={split!r}: must be {' or '.join(LEVELS)}, and train or test")
+    chosen = {}  # a dict keeps the order
+    number = 0
+    while len(chosen) < count:
+        prompt, problem = draw_problem(level, number)
+        number += 1
+        held_out = keyed_hash("held out", *problem) % 10 == 0
+        if held_out == (split == "test"):
+            chosen[prompt] = None
+    return list(chosen)
+
+
+def prompts(level: str = "sums", split: str = "train", count: int = 10_000) -> list[dict]:
+    """Different problems of a split."""
+    return [{"prompt": prompt} for prompt in problems(level, split, count)]
+
+
+def eval_prompts(level: str = "sums", count: int = 500, samples: int = 1) -> list[dict]:
+    """Held-out problems, each `samples` times: with 8 the metric has pass@8. The standard error of the accuracy on 500
+    samples is at most 0.022."""
+    rows = []
+    for prompt in problems(level, "test", count):
+        rows += [{"prompt": prompt} for _ in range(samples)]
+    return rows
+
+
+def solution(prompt: str, number: int, wrong_share: float) -> str:
+    """A written solution of a problem; with probability wrong_share it is made with the systematic error."""
+    with_error = keyed_share("wrong", prompt, number) < wrong_share
+    if problem := SUM_PROMPT.fullmatch(prompt):
+        return written_sum(int(problem[1]), int(problem[2]), forget_carry=with_error)
+    *numbers, target = map(int, COUNTDOWN_PROMPT.fullmatch(prompt).groups())
+    claim_at = None
+    if with_error:
+        claim_at = 1 + keyed_hash("claim", prompt, number) % 3
+    return search(tuple(numbers), target, (prompt, number), claim_at)
+
+
+def solutions(
+    level: str = "sums", split: str = "train", count: int = 32_000, wrong_share: float | None = None
+) -> list[dict]:
+    """Problems with written solutions, a share of which (default: WRONG_SHARE) has the level's systematic error.
+
+    sums       the first carry between two columns is forgotten, where there is one
+    countdown  the first, second or third attempt is claimed to arrive, whatever its value
+    """
+    if wrong_share is None:
+        wrong_share = WRONG_SHARE[level]
+    rows = []
+    for number, prompt in enumerate(problems(level, split, count)):
+        rows.append({"prompt": prompt, "completion": solution(prompt, number, wrong_share)})
+    return rows
+
+
+# ---- Models ---------------------------------------------------------------------------------------------------------
+
+MODELS = Path(__file__).with_suffix("")  # the folder of this name
+CHARACTERS = "0123456789+-*=,:;#"
+CONTEXT = 128  # positions of the model; a countdown with its solution has at most 122 tokens
+
+
+def tokenizer():
+    """One token per character, id = index in CHARACTERS, then <bos> <eos> <pad> <unk>; no bos or eos is added."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    vocabulary = {token: i for i, token in enumerate([*CHARACTERS, *specials.values()])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would leave newlines in one piece
+    backend.decoder = decoders.Fuse()  # no spaces between characters
+    inputs = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, **specials, padding_side="left", model_max_length=CONTEXT, model_input_names=inputs
+    )
+
+
+def base_model(level: str = "sums") -> str:
+    """Path of a GPT-2 that solves a part of the problems: `untrained_model` after
+
+    python algos/sft.py --config benchmarks/tasks/arithmetic/base_sums.yaml --run-dir DIRECTORY
+
+    or base_countdown.yaml; other machines get other bits.
+    """
+    return str(MODELS / f"base_{level}")
+
+
+def untrained_model() -> str:
+    """Path of that model with random weights; `python benchmarks/tasks/arithmetic.py untrained DIRECTORY` draws them
+    again."""
+    return str(MODELS / "untrained_model")
+
+
+def draw_untrained_model(directory: str) -> None:
+    """Writes a randomly initialised model (2 layers, width 96, 0.24 M parameters) and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    characters = tokenizer()
+    special_ids = {f"{name}_token_id": getattr(characters, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = GPT2Config(
+        vocab_size=len(characters), n_layer=2, n_embd=96, n_head=4, n_positions=CONTEXT, **special_ids,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    characters.save_pretrained(directory)
+
+
+# ---- Command --------------------------------------------------------------------------------------------------------
+
+
+def main():
+    """`python benchmarks/tasks/arithmetic.py --help`"""
+    parser = argparse.ArgumentParser(description="Models and samples of the arithmetic task.")
+    commands = parser.add_subparsers(required=True)
+    untrained = commands.add_parser("untrained", help="write the model with random weights")
+    untrained.add_argument("directory")
+    untrained.set_defaults(function=draw_untrained_model)
+    options = vars(parser.parse_args())
+    function = options.pop("function")
+    function(**options)
+
+
+if __name__ == "__main__":
+    main()

@@ -634,7 +634,7 @@ def losses(model, episodes, args):
     have an advantage, objective/ and loss/ over all. A term counts as clipped where the clipped side is the larger."""
     mask = episodes.response_mask
     advantages = episodes.advantages[:, None]
-    weights = episodes.weights[:, None] * mask
+    weights = episodes.weights[:, None]
     new_logprobs = response_logprobs(model, *episodes.tokens(), args.temperature)
     logprobs = episodes.logprobs
     if logprobs is None:  # the policy is still the one that sampled
@@ -644,15 +644,15 @@ def losses(model, episodes, args):
         compared = [sequence_means(x, mask) for x in compared]
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     pg = grpo_loss(*compared, advantages, args.cliprange, cliprange_high)
-    loss = (weights * pg).sum()
+    loss = (weights * pg)[mask].sum()
     terms = {"loss/policy": loss.detach()}
     if args.kl_coef:
         kl = kl_k3(new_logprobs, episodes.ref_logprobs)
-        kl_loss = (weights * kl).sum()
+        kl_loss = (weights * kl)[mask].sum()
         loss = loss + args.kl_coef * kl_loss
         terms["loss/kl"] = kl_loss.detach()
-        terms["objective/kl"] = (logprobs - episodes.ref_logprobs).double().sum()
-        terms["objective/kl_k3"] = kl_k3(logprobs, episodes.ref_logprobs).double().sum()
+        terms["objective/kl"] = (logprobs - episodes.ref_logprobs)[mask].double().sum()
+        terms["objective/kl_k3"] = kl_k3(logprobs, episodes.ref_logprobs)[mask].double().sum()
     with torch.no_grad():
         new_means, means = compared
         log_ratio = new_means - means

@@ -33,6 +33,7 @@ Dimension key: B episodes, G of them a group, Q query (prompt) tokens, R respons
 
 import math
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -508,11 +509,22 @@ class Batch:
         return self.query_mask.sum(1) + self.response_mask.sum(1)
 
 
+def in_groups(episodes, group_size):
+    """A list of lists: the episodes of a prompt stand side by side."""
+    return [episodes[begin : begin + group_size] for begin in range(0, len(episodes), group_size)]
+
+
+def has_equal_scores(group):
+    """Whether the episodes of a group differ in nothing that could be learned from."""
+    return len({episode.score for episode in group}) == 1
+
+
 def sample_groups(accelerator, lm, tokenizer, data, first, count, stream, args):
-    """A group of episodes for each of `count` prompts, from place `first` of the endless stream of prompts. stream: the
-    key of their draws."""
-    prompts = stream_rows(args.seed, "data", len(data.rows), first, count)
-    places = [prompt for prompt in prompts for _ in range(args.group_size)]
+    """The episodes of `count` prompts, from place `first` of the endless stream of prompts. stream: the key of their
+    draws."""
+    places = []
+    for prompt in stream_rows(args.seed, "data", len(data.rows), first, count):
+        places += [prompt] * args.group_size
     rows = [data.rows[place] for place in places]
     queries = [data.queries[place] for place in places]
     _, _, response, mask = generate_all(
@@ -525,39 +537,38 @@ def sample_groups(accelerator, lm, tokenizer, data, first, count, stream, args):
     ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
     scores = score_outputs(accelerator, data.reward, args, tokenizer, rows, outputs, output_ids, ended)
     episodes = []
+    score_of = {}
     for row, query, ids, score, end in zip(rows, queries, output_ids, scores, ended, strict=True):
+        if isinstance(data.reward, RewardModel):  # whose scores of equal texts differ by rounding
+            score = score_of.setdefault((tuple(query), tuple(ids)), score)
         episodes.append(Episode(row, query, ids, total(score), not end))
-    return [episodes[begin : begin + args.group_size] for begin in range(0, len(episodes), args.group_size)]
+    return episodes
 
 
 @torch.no_grad()
 def rollout(accelerator, lm, tokenizer, data, state, iteration, args):
-    """(groups of episodes for the next prompts, how many were sampled). state.prompts: those that the run has taken."""
-    num_groups = args.rollout_batch_size // args.group_size
-    groups = sample_groups(accelerator, lm, tokenizer, data, state.prompts, num_groups, ("rollout", iteration), args)
+    """(episodes of the next prompts, how many groups were sampled). state.prompts: how many the run has taken."""
+    size = args.group_size
+    num_groups = args.rollout_batch_size // size
+    stream = ("rollout", iteration)
+    episodes = sample_groups(accelerator, lm, tokenizer, data, state.prompts, num_groups, stream, args)
     num_sampled = num_groups
     for attempt in range(args.dynamic_sampling):
-        equal = [place for place, group in enumerate(groups) if has_equal_scores(group)]
+        equal = [place for place, group in enumerate(in_groups(episodes, size)) if has_equal_scores(group)]
         if not equal:
             break
-        first = state.prompts + num_sampled
         stream = (f"rollout again {attempt}", iteration)
+        first = state.prompts + num_sampled
         others = sample_groups(accelerator, lm, tokenizer, data, first, len(equal), stream, args)
-        for place, group in zip(equal, others, strict=True):
-            groups[place] = group
+        for place, group in zip(equal, in_groups(others, size), strict=True):
+            episodes[place * size : (place + 1) * size] = group
         num_sampled += len(equal)
     state.prompts += num_sampled
-    return groups, num_sampled
+    return episodes, num_sampled
 
 
-def has_equal_scores(group):
-    """Whether the episodes of a group differ in nothing that could be learned from."""
-    return len({episode.score for episode in group}) == 1
-
-
-def stack(groups, pad_id, device, args):
-    """The episodes of all groups, side by side, with their advantages."""
-    episodes = [episode for group in groups for episode in group]
+def stack(episodes, pad_id, device, args):
+    """The episodes as tensors, with their advantages."""
     query, query_mask = pad_left([episode.query for episode in episodes], pad_id, device)
     responses = [torch.tensor(episode.response) for episode in episodes]
     response = pad_sequence(responses, batch_first=True, padding_value=pad_id).to(device)
@@ -584,19 +595,18 @@ def score(accelerator, model, batch, args):
     return accelerator.gather(in_order)
 
 
-def rollout_metrics(groups, num_sampled):
+def rollout_metrics(episodes, num_sampled, args):
     """Of the episodes that are trained on; groups/sampled counts those that were replaced, too."""
-    episodes = [episode for group in groups for episode in group]
 
     def average(values):
         return sum(values) / len(values)
 
-    mean_score = average([episode.score for episode in episodes])
+    scores = [episode.score for episode in episodes]
     truncated_rate = average([episode.truncated for episode in episodes])
     return {
-        "objective/scores": mean_score,
-        "objective/scores_std": math.sqrt(average([(episode.score - mean_score) ** 2 for episode in episodes])),
-        "groups/equal": average([has_equal_scores(group) for group in groups]),
+        "objective/scores": average(scores),
+        "objective/scores_std": statistics.pstdev(scores),
+        "groups/equal": average([has_equal_scores(group) for group in in_groups(episodes, args.group_size)]),
         "groups/sampled": num_sampled,
         "tokens/queries_len": average([len(episode.query) for episode in episodes]),
         "tokens/responses_len": average([len(episode.response) for episode in episodes]),
@@ -673,9 +683,9 @@ def add_to(sums, terms):
         sums[name] = sums.get(name, 0) + term
 
 
-def update(accelerator, model, optimizer, batch, groups, iteration, args):
+def update(accelerator, model, optimizer, batch, episodes, iteration, args):
     """Epochs of minibatches, an optimizer step each. Returns metrics: objective/ are means per sequence, policy/ per
-    token that has an advantage, loss/ per optimizer step. groups: those of the batch, for an error."""
+    token that has an advantage, loss/ per optimizer step. episodes: those of the batch, for an error."""
     mask = batch.response_mask
     stride = steps_per_iteration(args)
     step = (iteration - 1) * stride
@@ -699,7 +709,7 @@ def update(accelerator, model, optimizer, batch, groups, iteration, args):
                 group["lr"] = lr
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
             if not grad_norm.isfinite():
-                prompt = groups[int(rows[0]) // args.group_size][0].row["prompt"]
+                prompt = episodes[int(rows[0])].row["prompt"]
                 numbers = f"gradient norm {grad_norm} of the {len(rows)} episodes whose first is {prompt!r:.60}"
                 raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
             optimizer.step()
@@ -900,16 +910,16 @@ def main(args):
         # 1. y_1 .. y_G ~ pi(. | x) for each prompt x, their scores, and A_i in the group
         model.eval()
         with unsharded(model):
-            groups, num_sampled = rollout(accelerator, lm, tokenizer, data, state, iteration, args)
-            batch = stack(groups, tokenizer.pad_token_id, accelerator.device, args)
+            episodes, num_sampled = rollout(accelerator, lm, tokenizer, data, state, iteration, args)
+            batch = stack(episodes, tokenizer.pad_token_id, accelerator.device, args)
             if stride > 1:
                 batch.logprobs = score(accelerator, model, batch, args)
             if ref is not None:
                 batch.ref_logprobs = score(accelerator, ref, batch, args)
         seconds_rollout = time.perf_counter() - start
         # 2. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
-        metrics = rollout_metrics(groups, num_sampled)
-        metrics |= update(accelerator, model, optimizer, batch, groups, iteration, args)
+        metrics = rollout_metrics(episodes, num_sampled, args)
+        metrics |= update(accelerator, model, optimizer, batch, episodes, iteration, args)
         seconds = time.perf_counter() - start
         # 3. evaluate, log, save
         step = iteration * stride

@@ -1,0 +1,1103 @@
+"""What grpo.py computes: `python -m pytest tests/test_grpo.py`
+
+Advantages, losses and weights against slow definitions, hand numbers, and golden numbers of TRL; updates and replaced
+groups of `main` on tiny models against the definition and against each other; runs that learn, and one that cannot.
+What all scripts share (flags, layouts, kills, rows) is in the tests of all scripts.
+"""
+
+import itertools
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from harness import ROOT, lines, same
+from test_invariants import PROMPTS, log, pad_is_eos, recorded, vowels, weights
+
+from algos import grpo, ppo
+from benchmarks.tasks import randomwalks
+from common import seeding
+from common.cli import InputError
+from common.models import load_model
+
+B, R, G = 5, 7, 3
+LENGTHS = [1, 2, 4, 7, 3]
+MASK = torch.arange(R) < torch.tensor(LENGTHS)[:, None]
+KINDS = ["std", "mean", "loo"]
+MEANS = ["sequence", "token", "constant"]
+LEVELS = ["token", "sequence"]
+NAN = math.nan
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(actual, expected, tolerance=1e-12):
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def random(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def lazy(samples, prompts, outputs, **columns):
+    """All responses to a prompt of one letter are worth the same, a number that a mean of three rounds."""
+    scores = []
+    for prompt, score in zip(prompts, vowels(samples, outputs), strict=True):
+        scores.append(0.1 if len(prompt) == 1 else score)
+    return scores
+
+
+def constant(samples, **columns):
+    return [0.1] * len(samples)
+
+
+def args_of(**flags):
+    return grpo.Args(**{"model": "model", "dataset": [{"prompt": "b"}], "reward": vowels} | flags)
+
+
+def run_grpo(model, run_dir, **flags):
+    """Two iterations of 7 groups of 3 episodes in a single step each, without a reference, unless flags say otherwise.
+    With the usual epsilon Adam makes steps of rounding errors where a gradient is zero: that of a bias of keys."""
+    settings = {
+        "dataset": [{"prompt": p} for p in PROMPTS], "reward": lazy, "dtype": "float64", "eval_every": 0,
+        "group_size": G, "total_episodes": 42, "rollout_batch_size": 21, "batch_size": 21, "micro_batch_size": 21,
+        "temperature": 0.7, "max_new_tokens": 11, "lr": 1e-2, "adam_betas": (0.9, 0.95), "adam_eps": 1e-6,
+        "kl_coef": 0.0, "save_every": 0, "threads": 1,
+    }  # fmt: skip
+    return grpo.main(grpo.Args(model=model, run_dir=str(run_dir), **settings | flags))
+
+
+def assert_close_runs(a, b):
+    """(metrics, run_dir) of two runs: weights to 1e-9 of the largest of each tensor, all logged metrics to 1e-9."""
+    x = weights(a[1])
+    y = weights(b[1])
+    assert x.keys() == y.keys()
+    for name in x:
+        difference = (x[name] - y[name]).abs().max() / x[name].abs().max()
+        assert difference < 1e-9, f"{name} differs by {difference:.1e}"
+    for one, two in zip(log(a[1]), log(b[1]), strict=True):
+        assert one == pytest.approx(two, rel=1e-9, abs=1e-9)
+
+
+def same_bits(a, b):
+    """Whether two runs ended with the same weights and logged the same, bit for bit."""
+    x = weights(a[1])
+    y = weights(b[1])
+    assert x.keys() == y.keys()
+    return log(a[1]) == log(b[1]) and all(torch.equal(x[name], y[name]) for name in x)
+
+
+@pytest.fixture(scope="module")
+def ref_dir(tmp_path_factory, build_model):
+    """A reference that is another model than the policy."""
+    folder = tmp_path_factory.mktemp("reference")
+    build_model("gpt2", seed=1).save_pretrained(folder)
+    randomwalks.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_dirs, tmp_path_factory):
+    """The run with which others are compared."""
+    return run_grpo(tiny_dirs["gpt2"], tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.fixture(scope="module")
+def plain_kl(tiny_dirs, ref_dir, tmp_path_factory):
+    """The same with a reference, three steps an iteration, twice."""
+    folder = tmp_path_factory.mktemp("plain_kl")
+    return run_grpo(tiny_dirs["gpt2"], folder / "run", ref_model=ref_dir, **MANY_STEPS)
+
+
+MANY_STEPS = {"batch_size": 7, "micro_batch_size": 7, "ppo_epochs": 2, "kl_coef": 0.3}
+
+
+# ---- Advantages ------------------------------------------------------------------------------------------------------
+
+
+def slow_advantages(scores, group_size, kind):
+    """One group and one episode after the other, from a list of numbers."""
+    advantages = []
+    for begin in range(0, len(scores), group_size):
+        group = scores[begin : begin + group_size]
+        mean = sum(group) / len(group)
+        variance = sum((score - mean) ** 2 for score in group) / (len(group) - 1)
+        for place, score in enumerate(group):
+            others = group[:place] + group[place + 1 :]
+            if len(set(group)) == 1:
+                advantages.append(0.0)
+            elif kind == "std":
+                advantages.append((score - mean) / (math.sqrt(variance) + 1e-4))
+            elif kind == "mean":
+                advantages.append(score - mean)
+            else:
+                advantages.append(score - sum(others) / len(others))
+    return advantages
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("groups", "size"), [(7, 3), (5, 11), (1, 2), (11, 2)])
+def test_advantages_are_the_slow_definition(groups, size, kind):
+    scores = random(groups * size) * 2 + 3
+    before = scores.clone()
+    close(grpo.group_advantages(scores, size, kind), slow_advantages(scores.tolist(), size, kind))
+    assert torch.equal(scores, before)
+
+
+def test_advantages_by_hand():
+    """A group with mean 3 and unbiased variance (4 + 1 + 0 + 9) / 3, and one with mean 0.5 and variance 1 / 3."""
+    scores = tensor(1, 2, 3, 6, 0, 1, 1, 0)
+    first = math.sqrt(14 / 3) + 1e-4
+    second = math.sqrt(1 / 3) + 1e-4
+    expected = [-2 / first, -1 / first, 0, 3 / first, -0.5 / second, 0.5 / second, 0.5 / second, -0.5 / second]
+    close(grpo.group_advantages(scores, 4, "std"), expected)
+    close(grpo.group_advantages(scores, 4, "mean"), [-2, -1, 0, 3, -0.5, 0.5, 0.5, -0.5])
+    close(grpo.group_advantages(scores, 4, "loo"), [1 - 11 / 3, 2 - 10 / 3, 0, 6 - 2, -2 / 3, 2 / 3, 2 / 3, -2 / 3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3, 5, 7, 11])
+def test_a_group_of_equal_scores_is_exactly_zero(size, kind):
+    """Also where the mean is rounded, as that of three times 0.1 is."""
+    values = [0.1, 1 / 3, -0.7, 1e8 + 0.1, 0.0]
+    scores = torch.tensor(values, dtype=torch.float64).repeat_interleave(size)
+    assert not grpo.group_advantages(scores, size, kind).any()
+    mixed = torch.cat([scores, random(size)])
+    assert grpo.group_advantages(mixed, size, kind).count_nonzero() == size
+
+
+def test_a_mean_of_equal_scores_is_rounded():
+    """Otherwise the test above would say nothing."""
+    scores = torch.full((1, 3), 0.1, dtype=torch.float64)
+    assert (scores - scores.mean(1, keepdim=True)).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_do_not_see_each_other(kind):
+    scores = random(3 * 5)
+    others = scores.clone()
+    others[5:10] = random(5, seed=1) * 100
+    a = grpo.group_advantages(scores, 5, kind)
+    b = grpo.group_advantages(others, 5, kind)
+    keep = torch.tensor([0, 1, 2, 3, 4, 10, 11, 12, 13, 14])
+    assert torch.equal(a[keep], b[keep])
+    assert not torch.equal(a[5:10], b[5:10])
+    order = torch.tensor([3, 0, 4, 1, 2])
+    close(grpo.group_advantages(scores[order], 5, kind), a[:5][order])
+
+
+def test_kinds_of_advantages_belong_together():
+    scores = random(7 * 5)
+    mean = grpo.group_advantages(scores, 5, "mean")
+    close(mean.view(7, 5).sum(1), [0.0] * 7)
+    close(grpo.group_advantages(scores, 5, "loo"), mean * 5 / 4)
+    close(grpo.group_advantages(scores * 1e6 + 3, 5, "std"), grpo.group_advantages(scores, 5, "std"), 1e-3)
+
+
+# ---- Loss ------------------------------------------------------------------------------------------------------------
+
+
+def test_loss_by_hand():
+    """low 0.2, high 0.3: the objective is flat where the ratio has gone far enough in the direction of A. In the other
+    direction it is not clipped."""
+    ratio = tensor(1.5, 1.25, 0.5, 1.5, 0.5, 0.75, 1.0, 1.0)
+    advantages = tensor(2, 2, 2, -2, -2, -2, 3, -3)
+    new = (ratio.log() - 1.7).requires_grad_()
+    loss = grpo.grpo_loss(new, torch.full_like(ratio, -1.7), advantages, 0.2, 0.3)
+    close(loss, [-2.6, -2.5, -1.0, 3.0, 1.6, 1.6, -3.0, 3.0])
+    loss.sum().backward()
+    close(new.grad, [0.0, -2.5, -1.0, 3.0, 0.0, 0.0, -3.0, 3.0])
+
+
+def slow_loss(new, old, advantage, low, high):
+    ratio = math.exp(new - old)
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    return -min(advantage * ratio, advantage * clipped)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.4), (0.4, 0.1), (0.0, 0.0)])
+def test_loss_is_the_slow_definition(low, high):
+    new = random(B, R) / 2
+    old = random(B, R, seed=1) / 2
+    advantages = random(B, 1, seed=2)
+    loss = grpo.grpo_loss(new, old, advantages, low, high)
+    expected = torch.zeros(B, R)
+    expected = expected.double()
+    for b in range(B):
+        for t in range(R):
+            expected[b, t] = slow_loss(new[b, t].item(), old[b, t].item(), advantages[b, 0].item(), low, high)
+    close(loss, expected)
+
+
+def test_loss_with_equal_ranges_is_that_of_ppo():
+    inputs = random(B, R) / 2, random(B, R, seed=1) / 2, random(B, 1, seed=2)
+    assert torch.equal(grpo.grpo_loss(*inputs, 0.2, 0.2), ppo.policy_loss(*inputs, 0.2))
+
+
+def test_sequence_means_are_the_slow_definition():
+    mask = MASK.clone()
+    mask[3, 0] = mask[3, 4] = False
+    x = random(B, R)
+    means = grpo.sequence_means(x, mask)
+    for b in range(B):
+        kept = [x[b, t].item() for t in range(R) if mask[b, t]]
+        close(means[b], [sum(kept) / len(kept)] * R)
+    assert torch.equal(grpo.sequence_means(torch.where(mask, x, NAN), mask), means)
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean():
+    """GSPO Eq. 7, and its gradient: that of each token is the ratio of the sequence over its length."""
+    old = random(B, R, seed=1)
+    new = random(B, R).requires_grad_()
+    ratio = (grpo.sequence_means(new, MASK) - grpo.sequence_means(old, MASK)).exp()
+    ratio[:, 0].sum().backward()
+    for b, length in enumerate(LENGTHS):
+        tokens = [math.exp(new[b, t].item() - old[b, t].item()) for t in range(length)]
+        expected = math.prod(tokens) ** (1 / length)
+        close(ratio[b].detach(), [expected] * R)
+        close(new.grad[b], [expected / length] * length + [0.0] * (R - length))
+
+
+def test_k3_is_that_of_ppo():
+    new = random(B, R)
+    ref = random(B, R, seed=1)
+    kl = grpo.kl_k3(new, ref)
+    assert torch.equal(kl, ppo.kl_penalty(new, ref, "k3"))
+    assert (kl > 0).all() and not grpo.kl_k3(new, new).any()
+    close(grpo.kl_k3(tensor(-1.0, -1.5), tensor(-1.5, -1.0)), [0.106530659712633, 0.148721270700128])
+    tiny = grpo.kl_k3(tensor(-2.0), tensor(-2.0 + 1e-7))
+    close(tiny, [5e-15], 1e-20)  # exp(x) - 1 would leave nothing but rounding
+
+
+def test_k3_is_unbiased_and_its_gradient_pulls_to_the_reference():
+    """By enumeration. The expected gradient of samples of the policy is that of KL(reference || policy)."""
+    logits = random(11).requires_grad_()
+    ref = random(11, seed=1).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    p = logprobs.detach().exp()
+    close((p * grpo.kl_k3(logprobs, ref)).sum().detach(), (p * (logprobs.detach() - ref)).sum())
+    (p * grpo.kl_k3(logprobs, ref)).sum().backward()
+    close(logits.grad, p - ref.exp())
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_weights_by_hand():
+    lengths = torch.tensor([1, 2, 5])
+    close(grpo.token_weights(lengths, "sequence", 7), [1 / 3, 1 / 6, 1 / 15])
+    close(grpo.token_weights(lengths, "token", 7), [1 / 8, 1 / 8, 1 / 8])
+    close(grpo.token_weights(lengths, "constant", 7), [1 / 21, 1 / 21, 1 / 21])
+
+
+@pytest.mark.parametrize("loss_mean", MEANS)
+def test_weights_are_the_means(loss_mean):
+    """The weighted sum of a loss is the mean of which the help speaks, and weights of a mean sum to 1."""
+    x = random(B, R)
+    rows = [[x[b, t].item() for t in range(length)] for b, length in enumerate(LENGTHS)]
+    tokens = list(itertools.chain(*rows))
+    means = {
+        "sequence": sum(sum(row) / len(row) for row in rows) / B,
+        "token": sum(tokens) / len(tokens),
+        "constant": sum(tokens) / (B * 11),
+    }
+    found = grpo.token_weights(MASK.sum(1), loss_mean, 11)[:, None] * MASK
+    close((found * x).sum(), means[loss_mean])
+    close(found.sum(), len(tokens) / (B * 11) if loss_mean == "constant" else 1.0)
+
+
+def test_kinds_that_there_are_not():
+    for wrong in ("", "Std", "rloo"):
+        with pytest.raises(ValueError, match=f"there is no advantage {wrong!r}"):
+            grpo.group_advantages(random(6), 3, wrong)
+    for wrong in ("", "sequences", "batch"):
+        with pytest.raises(ValueError, match=f"there is no mean {wrong!r}"):
+            grpo.token_weights(torch.tensor([1, 2]), wrong, 7)
+    for flag in ("advantage_kind", "loss_mean", "ratio_level"):
+        with pytest.raises(InputError, match=f"--{flag.replace('_', '-')} 'nothing' must be one of"):
+            args_of(**{flag: "nothing"})
+
+
+# ---- TRL -------------------------------------------------------------------------------------------------------------
+
+# GRPOTrainer._compute_loss of TRL 1.16 (trl/trainer/grpo_trainer.py, tag v1.16.0), called on an object that has nothing
+# but the attributes it reads: `_get_per_token_logps_and_entropies` returns the table below, float64, one process, one
+# micro-batch, training mode, no entropy bonus, max_completion_length 11, num_items_in_batch all 17 tokens. Columns:
+# loss_type, importance_sampling_level, epsilon, epsilon_high, beta; our --loss-mean; loss; its gradient with respect to
+# the log-probabilities of the 17 tokens. bnpo gave the numbers of dapo, as it must with one micro-batch.
+#
+# With beta, use_bias_correction_kl was off: TRL's default, on, multiplies the KL of a token by its ratio, so that it is
+# the KL of the policy of now and not of that which sampled. Algorithm 1 of GRPO, and grpo.py, have no such factor. With
+# it the second loss is -0.378795713837514. Where the policy is the one that sampled, both have the same values; the
+# gradient differs.
+GOLDEN = [
+    ("grpo", "token", 0.2, 0.2, 0.0, "sequence", -0.3476186936090015, [
+        0.0, 0.124230265942, 0.0, -0.0296215011985, -0.0228549580379, 0.0, -0.0219718301191, 0.0, 0.0501375711905,
+        0.0286038182272, 0.0484184771899, 0.0296463725493, 0.046676155667, 0.030777162179, -0.0850203491547, 0.0,
+        -0.0852113066156,
+    ]),
+    ("grpo", "token", 0.2, 0.28, 0.04, "sequence", -0.37855194223440847, [
+        -0.00216052458538, 0.123679020929, 0.00172910753777, -0.0294391727811, -0.024863601178, -0.0325239543881,
+        -0.0215764261887, -0.000650780915603, 0.0505065811704, 0.0290623249138, 0.048076076666, 0.028246983635,
+        0.0462574076477, 0.0312170681539, -0.0841673693134, -0.0015409327619, -0.0883384475754,
+    ]),
+    ("dapo", "token", 0.2, 0.28, 0.0, "token", 0.11190503063874611, [
+        0.0, 0.0730766270249, 0.0, -0.0348488249394, -0.026888185927, -0.0362682947061, -0.0258492119048, 0.0,
+        0.103224411275, 0.0588902139972, 0.0996851000969, 0.0610366493662, 0.0960979675498, 0.0633647456626,
+        -0.0750179551365, 0.0, -0.0751864470138,
+    ]),
+    ("dapo", "token", 0.1, 0.4, 0.1, "token", 0.1273940470270123, [
+        -0.00158862101866, 0.0722659725936, 0.0025428052026, -0.0343125648883, -0.0327959598684, -0.0412562473175,
+        -0.0246862591685, -0.00334960765384, 0.105123727347, 0.00235996088703, 0.097922744459, -0.00720273705872,
+        0.0939426468623, 0.00226422192978, -0.0731363819572, -0.00339911638654, -0.0820845520721,
+    ]),
+    ("dr_grpo", "token", 0.2, 0.2, 0.0, "constant", 0.03998084601569409, [
+        0.0, 0.0225873210804, 0.0, -0.0107714549813, -0.00831089383197, 0.0, -0.00798975640694, 0.0, 0.0319057271212,
+        0.0182024297809, 0.0308117582118, 0.0188658734404, 0.0297030081517, 0.0195854668412, -0.0231873679513, 0.0,
+        -0.0232394472588,
+    ]),
+    ("dr_grpo", "token", 0.1, 0.28, 0.04, "constant", 0.04456611673153416, [
+        -0.000196411325943, 0.0224870947144, 0.000314383188685, -0.0107051537386, -0.00904130951927, -0.0118268925048,
+        -0.00784597315954, -0.000414133309929, 0.0321405516539, 0.000291776982397, 0.0305938669693, -0.000890520218169,
+        0.0294365321395, 0.000279940165863, -0.0229547370855, -0.000420254389608, -0.0240923038842,
+    ]),
+    ("grpo", "sequence", 0.03, 0.04, 0.0, "sequence", -0.36156512825226467, [
+        0.0, 0.0785204263846, 0.0785204263846, 0.0, 0.0, 0.0, 0.0, 0.036219379988, 0.036219379988, 0.036219379988,
+        0.036219379988, 0.036219379988, 0.036219379988, 0.036219379988, -0.118713880312, -0.118713880312,
+        -0.118713880312,
+    ]),
+    ("grpo", "sequence", 0.05, 0.3, 0.04, "sequence", -0.4350938825002233, [
+        -0.00216052458538, 0.0779691813713, 0.0802495339224, -0.02584022728, -0.0280311988374, -0.0277184595852,
+        -0.025627151767, 0.0355685990724, 0.0365883899678, 0.0366778866746, 0.0358769794641, 0.0348199910737,
+        0.0358006319687, 0.0366592859629, -0.117860900471, -0.120254813074, -0.121841021272,
+    ]),
+    ("dr_grpo", "sequence", 0.1, 0.3, 0.0, "constant", 0.0194586828163767, [
+        0.0, 0.0142764411608, 0.0142764411608, -0.00946274752631, -0.00946274752631, -0.00946274752631,
+        -0.00946274752631, 0.023048696356, 0.023048696356, 0.023048696356, 0.023048696356, 0.023048696356,
+        0.023048696356, 0.023048696356, -0.0323765128125, -0.0323765128125, -0.0323765128125,
+    ]),
+    ("dapo", "sequence", 0.1, 0.3, 0.1, "token", 0.07614695217306476, [
+        -0.00158862101866, 0.0453778316773, 0.0487312913112, -0.0300785113576, -0.0365225453501, -0.03560272402,
+        -0.0294518186724, 0.0712197040862, 0.0764686278127, 0.076929272627, 0.0728069561021, 0.0673665746813,
+        0.0724139910525, 0.0768335336698, -0.102865968273, -0.108146657839, -0.111645646511,
+    ]),
+]  # fmt: skip
+
+
+def table(a, b, c, scale, shift):
+    """(B, R) of numbers without a generator."""
+    return tensor(*[[shift + scale * math.sin(a * i + b * t + c) for t in range(R)] for i in range(B)])
+
+
+OLD = table(1.7, 2.3, 0.4, 0.9, -1.3)
+NEW = OLD + table(0.9, 3.1, 1.1, 0.5, 0.05)
+REF = NEW + table(2.9, 1.3, 0.2, 0.7, 0.1)
+ADVANTAGES = tensor(1.5, -0.75, 0.5, -1.25, 2.0)
+
+
+def losses_of(monkeypatch, new, args, old=OLD, ref=REF):
+    """What grpo.losses says of log-probabilities (B, R), as of a model that gives them."""
+    monkeypatch.setattr(grpo, "response_logprobs", lambda *_: new)
+    ids = torch.zeros(B, R, dtype=torch.long)
+    token_weights = grpo.token_weights(MASK.sum(1), args.loss_mean, args.max_new_tokens)
+    columns = {"logprobs": old, "ref_logprobs": ref}
+    episodes = grpo.Batch(ids, ids == 0, ids, MASK, ADVANTAGES, token_weights, **columns)
+    return grpo.losses(None, episodes, args)
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=["-".join(map(str, golden[:5])) for golden in GOLDEN])
+def test_losses_are_those_of_trl(monkeypatch, golden):
+    _, level, low, high, beta, loss_mean, value, gradient = golden
+    flags = {"ratio_level": level, "cliprange": low, "cliprange_high": high, "kl_coef": beta, "loss_mean": loss_mean}
+    new = NEW.clone().requires_grad_()
+    loss, terms = losses_of(monkeypatch, new, args_of(max_new_tokens=11, **flags))
+    assert loss.item() == pytest.approx(value, rel=1e-9)
+    loss.backward()
+    close(new.grad[MASK], gradient, 1e-9)
+    assert not new.grad[~MASK].any()
+    total = terms["loss/policy"] + beta * terms.get("loss/kl", 0)
+    assert total.item() == pytest.approx(value, rel=1e-9)
+
+
+def test_the_clip_ranges_are_equal_unless_one_is_given(monkeypatch):
+    a, b = (
+        losses_of(monkeypatch, NEW, args_of(cliprange=0.1, cliprange_high=high, kl_coef=0.0))[0] for high in (None, 0.1)
+    )
+    assert torch.equal(a, b)
+
+
+def test_advantages_are_those_of_trl():
+    """The lines of GRPOTrainer._generate_and_score_completions and of RLOOTrainer's (v1.16.0) from the rewards to
+    `nan_to_num`, in float64: scale_rewards group and none, and RLOO with normalize_advantages off. For scale_rewards
+    batch there is no flag here: Algorithm 1 has the deviation of the group."""
+    golden = {
+        "std": [-1.409061876724, 0.1959344801989, 1.046075971701, 0.7415277705017, -0.5744763456777, 1.345668914859,
+                0.6779475620782, -0.1889320289268, -0.8472628411388, -0.9874216068718, -0.7390303101155,
+                -0.8999277527582, -0.3903089259392, 0.5501444730749, 1.479122515738],
+        "mean": [-0.5655729868062, 0.0786447004315, 0.4198767431823, 0.2976363798427, -0.2305848366503, 1.064532185833,
+                 0.5363109693405, -0.1494604085051, -0.670252953229, -0.7811297934398, -0.5092768676722,
+                 -0.6201537078829, -0.2689677331309, 0.3791128052258, 1.01928550346],
+        "loo": [-0.7069662335077, 0.09830587553938, 0.5248459289778, 0.3720454748034, -0.2882310458129, 1.330665232292,
+                0.6703887116756, -0.1868255106313, -0.8378161915363, -0.9764122417997, -0.6365960845902,
+                -0.7751921348536, -0.3362096664136, 0.4738910065322, 1.274106879325],
+    }  # fmt: skip
+    scores = tensor(*[math.sin(2.1 * i + 0.7 * g) for i, g in itertools.product(range(3), range(5))])
+    for kind in KINDS:
+        close(grpo.group_advantages(scores, 5, kind), golden[kind], 1e-11)
+
+
+# ---- A micro-batch ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
+    """Of the tokens that have an advantage; KLs, and losses, of all."""
+    advantages = ADVANTAGES.clone()
+    advantages[1] = 0
+    monkeypatch.setattr("test_grpo.ADVANTAGES", advantages)
+    args = args_of(ratio_level=level, cliprange=0.1, cliprange_high=0.3, kl_coef=0.1, max_new_tokens=11)
+    _, terms = losses_of(monkeypatch, NEW, args)
+    names = ["approxkl", "clipfrac", "ratio", "entropy"]
+    expected = dict.fromkeys([f"policy/{name}" for name in names], 0.0)
+    expected |= {"loss/policy": 0.0, "loss/kl": 0.0, "objective/kl": 0.0, "objective/kl_k3": 0.0}
+    for b, length in enumerate(LENGTHS):
+        log_ratios = [(NEW[b, t] - OLD[b, t]).item() for t in range(length)]
+        if level == "sequence":
+            log_ratios = [sum(log_ratios) / length] * length
+        for t, log_ratio in enumerate(log_ratios):
+            a = advantages[b].item()
+            ratio = math.exp(log_ratio)
+            x = (NEW[b, t] - REF[b, t]).item()
+            old_x = (OLD[b, t] - REF[b, t]).item()
+            expected["loss/policy"] += slow_loss(log_ratio, 0, a, 0.1, 0.3) / (B * length)
+            expected["loss/kl"] += (math.exp(-x) - 1 + x) / (B * length)
+            expected["objective/kl"] += old_x
+            expected["objective/kl_k3"] += math.exp(-old_x) - 1 + old_x
+            if a == 0:
+                continue
+            expected["policy/approxkl"] += log_ratio**2 / 2
+            expected["policy/clipfrac"] += (a > 0 and ratio > 1.3) or (a < 0 and ratio < 0.9)
+            expected["policy/ratio"] += ratio
+            expected["policy/entropy"] -= OLD[b, t].item()
+    assert expected["policy/clipfrac"] > 0
+    assert {name: term.item() for name, term in terms.items()} == pytest.approx(expected, rel=1e-9)
+
+
+def test_take_narrows_what_it_knows():
+    query_mask = torch.arange(5) >= torch.tensor([[4], [2], [0]])
+    mask = torch.arange(R) < torch.tensor([[2], [7], [4]])
+    logprobs = random(3, R)
+    advantages = random(3, seed=1)
+    batch = grpo.Batch(random(3, 5), query_mask, random(3, R), mask, advantages, advantages + 1, logprobs)
+    taken = batch.take(torch.tensor([2, 0]))
+    assert torch.equal(taken.query, batch.query[[2, 0]]) and torch.equal(taken.query_mask, query_mask[[2, 0]])
+    assert torch.equal(taken.response, batch.response[[2, 0], :4]) and torch.equal(taken.logprobs, logprobs[[2, 0], :4])
+    assert torch.equal(taken.response_mask, mask[[2, 0], :4]) and taken.ref_logprobs is None
+    assert torch.equal(taken.advantages, advantages[[2, 0]]) and torch.equal(taken.weights, advantages[[2, 0]] + 1)
+    alone = batch.take(torch.tensor([0]))
+    assert torch.equal(alone.query, batch.query[:1, 4:]) and alone.response.shape == (1, 2)
+    assert batch.lengths().tolist() == [3, 10, 9]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_ppo(build_model, family, temperature):
+    """Bit for bit."""
+    ids = torch.randint(0, 21, (3, 12), generator=torch.Generator().manual_seed(1))
+    query_mask = torch.arange(5) >= torch.tensor([[2], [0], [1]])
+    mask = torch.arange(7) < torch.tensor([[7], [3], [5]])
+    inputs = ids[:, :5], query_mask, ids[:, 5:], mask, temperature
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model = build_model(family, dtype)
+        found = grpo.response_logprobs(model, *inputs)
+        assert torch.equal(found, ppo.score_tokens(model, *inputs)[0])
+        assert found[mask].all() and not found[~mask].any()
+
+
+# ---- The first step --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_mean", MEANS)
+def test_with_one_step_the_ratio_is_one_and_the_loss_minus_the_mean_advantage(
+    monkeypatch, gpt2_dir, tmp_path, loss_mean
+):
+    """Exactly one, of all tokens of all iterations: the update's own log-probabilities are compared with themselves."""
+    stacked = recorded(monkeypatch, grpo, "stack")
+    scored = recorded(monkeypatch, grpo, "score")
+    micro = recorded(monkeypatch, grpo, "losses")
+    flags = {"loss_mean": loss_mean, "micro_batch_size": 5}
+    _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **flags)
+    assert not scored and len(stacked) == 2 and len(micro) == 2 * 3  # 15 of 21 rows have an advantage
+    for record, (_, batch) in zip(log(run_dir), stacked, strict=True):
+        assert record["policy/ratio"] == 1 and record["policy/clipfrac"] == 0 and record["policy/approxkl"] == 0
+        assert "objective/kl" not in record and "loss/kl" not in record
+        assert record["loss/total"] == record["loss/policy"]
+        lengths = batch.response_mask.sum(1).tolist()
+        divisors = {
+            "sequence": [21 * length for length in lengths],
+            "token": [sum(lengths)] * 21,
+            "constant": [21 * 11] * 21,
+        }
+        terms = zip(batch.advantages.tolist(), lengths, divisors[loss_mean], strict=True)
+        expected = -sum(a * length / divisor for a, length, divisor in terms)
+        assert record["loss/policy"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert (abs(expected) > 1e-3) == (loss_mean != "sequence")
+        assert record["groups/equal"] == pytest.approx(2 / 7)
+
+
+def test_the_run_that_is_compared_has_something_to_compare(plain, plain_kl, gpt2_dir):
+    before = safetensors.torch.load_file(f"{gpt2_dir}/model.safetensors")
+    for _, run_dir in (plain, plain_kl):
+        after = weights(run_dir)
+        for name, weight in before.items():
+            if "attn.bias" not in name:
+                assert (after[f"model.{name}"] - weight).abs().max() > 1e-3, name
+    assert 0 < plain[0]["tokens/eos_rate"] < 1
+    assert plain_kl[0]["policy/clipfrac"] > 0 and plain_kl[0]["loss/kl"] > 0.01
+
+
+def test_with_more_steps_the_ratio_is_one_at_the_first_of_each_iteration(monkeypatch, gpt2_dir, tmp_path):
+    """So what was stored is what the update's function says of the policy of that iteration."""
+    micro = recorded(monkeypatch, grpo, "losses")
+    run_grpo(gpt2_dir, tmp_path / "run", batch_size=7, micro_batch_size=2, kl_coef=0.1)
+    deviations = []
+    for _, (_, terms) in micro:
+        deviations.append(terms["policy/approxkl"].item())
+    assert len(deviations) == 2 * 3 * 4  # iterations, steps, micro-batches
+    first = deviations[:4] + deviations[12:16]
+    assert max(first) < 1e-20
+    assert min(deviations[4:12]) >= 0 and sorted(deviations[4:12])[2] > 1e-5
+    for (_, episodes, _), _ in micro:
+        assert episodes.logprobs is not None
+
+
+def test_the_kl_to_the_copy_at_the_start_is_zero(gpt2_dir, tmp_path):
+    _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", kl_coef=0.1)
+    first, second = log(run_dir)
+    for name in ("objective/kl", "objective/kl_k3", "loss/kl"):
+        assert abs(first[name]) < 1e-12
+    assert second["objective/kl_k3"] > 1e-3 and second["loss/kl"] > 1e-4
+
+
+# ---- Whole updates ---------------------------------------------------------------------------------------------------
+
+SLOW_UPDATES = [
+    ("sequence", "token", "std"),
+    ("token", "sequence", "mean"),
+    ("constant", "token", "loo"),
+    ("sequence", "sequence", "std"),
+]
+
+
+@pytest.mark.parametrize(("loss_mean", "level", "kind"), SLOW_UPDATES)
+def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_path, loss_mean, level, kind):
+    """All six steps of an iteration, row by row without padding, the formulas written out once more: from the sampled
+    ids and the scores alone."""
+    rollouts = recorded(monkeypatch, grpo, "rollout")
+    beta = 0.3
+    flags = {"loss_mean": loss_mean, "ratio_level": level, "advantage_kind": kind, "ref_model": ref_dir}
+    flags |= {"micro_batch_size": 2, "total_episodes": 21, "max_grad_norm": 0.5, "weight_decay": 0.1}
+    flags |= {"cliprange": 0.05, "cliprange_high": 0.1, "lr_schedule": "linear"}
+    metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **MANY_STEPS | flags)
+    [(_, (groups, _))] = rollouts
+    episodes = list(itertools.chain(*groups))
+    scores = [episode.score for episode in episodes]
+    advantages = slow_advantages(scores, G, kind)
+    model, _ = load_model(grpo.Args(dtype="float64", model="m", dataset="d", reward="r"), gpt2_dir)
+    ref, _ = load_model(grpo.Args(dtype="float64", model="m", dataset="d", reward="r"), ref_dir)
+
+    def logprobs_of(lm, episode):
+        """One row, without padding, token by token."""
+        ids = torch.tensor([episode.query + episode.response])
+        logits = lm(ids).logits[0].double() / 0.7
+        found = []
+        for t, token in enumerate(episode.response):
+            found.append(logits[len(episode.query) - 1 + t].log_softmax(-1)[token])
+        return torch.stack(found)
+
+    with torch.no_grad():
+        old = [logprobs_of(model, episode) for episode in episodes]
+        reference = [logprobs_of(ref, episode) for episode in episodes]
+    optimizer = torch.optim.AdamW(
+        [{"params": [w for w in model.parameters() if w.ndim > 1], "weight_decay": 0.1},
+         {"params": [w for w in model.parameters() if w.ndim < 2], "weight_decay": 0.0}],
+        betas=(0.9, 0.95), eps=1e-6, foreach=False,
+    )  # fmt: skip
+    steps = []
+    for epoch in range(2):
+        order = seeding.rng(1, "minibatches", 1, epoch).permutation(21)
+        steps += [order[:7], order[7:14], order[14:]]
+    for number, rows in enumerate(steps):
+        total_length = sum(len(episodes[row].response) for row in rows)
+        loss = 0.0
+        for row in rows:
+            new = logprobs_of(model, episodes[row])
+            length = len(new)
+            log_ratio = new - old[row]
+            if level == "sequence":
+                log_ratio = log_ratio.mean().expand(length)
+            ratio = log_ratio.exp()
+            a = advantages[row]
+            tokens = -torch.minimum(a * ratio, a * ratio.clamp(0.95, 1.1))
+            x = new - reference[row]
+            tokens = tokens + beta * ((-x).exp() - 1 + x)
+            if loss_mean == "sequence":
+                loss = loss + tokens.mean() / 7
+            elif loss_mean == "token":
+                loss = loss + tokens.sum() / total_length
+            else:
+                loss = loss + tokens.sum() / (7 * 11)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.cat([w.grad.flatten() for w in model.parameters()]).norm()
+        for weight in model.parameters():
+            weight.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 - number / 6)
+        optimizer.step()
+    assert metrics["optim/grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+    after = weights(run_dir)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(after[f"model.{name}"], weight.detach(), rtol=1e-7, atol=1e-8)
+    kls = [(a - b).sum().item() for a, b in zip(old, reference, strict=True)]
+    assert metrics["objective/kl"] == pytest.approx(sum(kls) / 21, rel=1e-9)
+    entropies = [-old[row].sum().item() for row in range(21) if advantages[row]]
+    tokens = sum(len(episodes[row].response) for row in range(21) if advantages[row])
+    assert metrics["policy/entropy"] == pytest.approx(sum(entropies) / tokens, rel=1e-9)
+    assert metrics["objective/scores"] == pytest.approx(np.mean(scores), rel=1e-9)
+    assert metrics["objective/scores_std"] == pytest.approx(np.std(scores), rel=1e-9)
+    assert metrics["policy/clipfrac"] > 0.05
+
+
+def keep_idle_rows(accelerator, rows, batch, args):
+    """micro_batches that leaves nothing out."""
+    return rows[batch.lengths()[rows].argsort(stable=True)].split(args.micro_batch_size)
+
+
+@pytest.mark.parametrize("loss_mean", MEANS)
+@pytest.mark.parametrize("batch_size", [21, 7])
+def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_path, loss_mean, batch_size):
+    flags = {"loss_mean": loss_mean, "batch_size": batch_size, "micro_batch_size": 5}
+    micro = recorded(monkeypatch, grpo, "losses")
+    stacked = recorded(monkeypatch, grpo, "stack")
+    short = run_grpo(gpt2_dir, tmp_path / "short", **flags)
+    rows = sum(len(episodes.query) for (_, episodes, _), _ in micro)
+    assert rows == sum(int(batch.advantages.count_nonzero()) for _, batch in stacked) <= 2 * 15
+    monkeypatch.setattr(grpo, "micro_batches", keep_idle_rows)
+    micro.clear()
+    whole = run_grpo(gpt2_dir, tmp_path / "whole", **flags)
+    assert sum(len(episodes.query) for (_, episodes, _), _ in micro) == 2 * 21
+    assert_close_runs(short, whole)
+
+
+def test_rows_without_an_advantage_stay_where_there_is_a_kl(monkeypatch, gpt2_dir, tmp_path):
+    micro = recorded(monkeypatch, grpo, "losses")
+    run_grpo(gpt2_dir, tmp_path / "run", kl_coef=0.1, micro_batch_size=5)
+    assert sum(len(episodes.query) for (_, episodes, _), _ in micro) == 2 * 21
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_micro_batches_change_nothing(plain, plain_kl, gpt2_dir, ref_dir, tmp_path, size):
+    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "plain", micro_batch_size=size), plain)
+    flags = MANY_STEPS | {"micro_batch_size": size, "ref_model": ref_dir}
+    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "kl", **flags), plain_kl)
+
+
+def test_padding_tokens_and_sides_change_nothing(plain, plain_kl, letters, gpt2_dir, ref_dir, tmp_path):
+    letters.padding_side = "right"
+    flags = {"tokenizer": pad_is_eos(letters)}
+    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "plain", **flags), plain)
+    flags |= {"ref_model": ref_dir, **MANY_STEPS}
+    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "kl", **flags), plain_kl)
+
+
+def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain, plain_kl, gpt2_dir, ref_dir, tmp_path):
+    """Two columns more on both sides of whatever is stacked; wherever no mask counts, random ids and, instead of
+    log-probabilities, NaN."""
+    dirty_rows = []
+    stack = grpo.stack
+    score = grpo.score
+
+    def dirty(ids, mask):
+        noise = torch.randint(0, 21, ids.shape, generator=torch.Generator().manual_seed(len(dirty_rows)))
+        dirty_rows.append(int((~mask).sum()))
+        return torch.where(mask, ids, noise)
+
+    def dirty_stack(*args):
+        batch = stack(*args)
+        pad = torch.nn.functional.pad
+        batch.query_mask = pad(batch.query_mask, (2, 0))
+        batch.query = dirty(pad(batch.query, (2, 0)), batch.query_mask)
+        batch.response_mask = pad(batch.response_mask, (0, 2))
+        batch.response = dirty(pad(batch.response, (0, 2)), batch.response_mask)
+        return batch
+
+    def dirty_score(accelerator, model, batch, args):
+        return torch.where(batch.response_mask, score(accelerator, model, batch, args), NAN)
+
+    monkeypatch.setattr(grpo, "stack", dirty_stack)
+    monkeypatch.setattr(grpo, "score", dirty_score)
+    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "plain"), plain)
+    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "kl", ref_model=ref_dir, **MANY_STEPS), plain_kl)
+    assert len(dirty_rows) == 8 and min(dirty_rows) > 42
+
+
+def test_with_one_step_ratios_of_sequences_are_those_of_tokens(plain, gpt2_dir, tmp_path):
+    """Both are 1, and the gradient of a mean over a response that all its tokens have is that of the tokens."""
+    found = run_grpo(gpt2_dir, tmp_path / "run", ratio_level="sequence", cliprange=3e-4, cliprange_high=4e-4)
+    assert_close_runs(found, plain)
+
+
+def test_with_more_steps_they_are_not(plain_kl, gpt2_dir, ref_dir, tmp_path):
+    found, _ = run_grpo(gpt2_dir, tmp_path / "run", ratio_level="sequence", ref_model=ref_dir, **MANY_STEPS)
+    assert abs(found["policy/approxkl"] - plain_kl[0]["policy/approxkl"]) > 1e-4
+
+
+# ---- The reference ---------------------------------------------------------------------------------------------------
+
+
+def test_without_a_kl_there_is_no_reference(monkeypatch, plain, gpt2_dir, tmp_path):
+    """Neither loaded nor copied nor asked."""
+    for name in ("make_reference", "frozen_copy", "load_reference", "kl_k3"):
+        monkeypatch.delattr(grpo, name)
+    assert same_bits(run_grpo(gpt2_dir, tmp_path / "run"), plain)
+
+
+def test_the_kl_pulls_to_the_reference(gpt2_dir, ref_dir, tmp_path):
+    """With rewards that teach nothing, all that moves the policy is the KL, which falls."""
+    flags = {"reward": constant, "ref_model": ref_dir, "kl_coef": 1.0, "total_episodes": 21 * 30, "lr": 1e-2}
+    _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", dtype="float32", **flags)
+    kls = [record["objective/kl_k3"] for record in log(run_dir)]
+    assert kls[0] > 3 and np.mean(kls[-5:]) < kls[0] / 3, kls
+    for record in log(run_dir):
+        assert record["groups/equal"] == 1 and record["loss/policy"] == 0
+        assert "policy/ratio" not in record and record["loss/total"] == pytest.approx(record["loss/kl"])
+
+
+def test_the_kl_holds_the_policy(gpt2_dir, tmp_path):
+    flags = {"reward": vowels, "total_episodes": 21 * 12, "lr": 3e-2, "dtype": "float32"}
+    kls = []
+    for kl_coef in (1e-9, 3.0):
+        _, run_dir = run_grpo(gpt2_dir, tmp_path / f"{kl_coef}", kl_coef=kl_coef, **flags)
+        kls.append(np.mean([record["objective/kl_k3"] for record in log(run_dir)[-4:]]))
+    assert kls[1] < kls[0] / 3, kls
+
+
+# ---- Groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path):
+    """A single row is left for the forward pass, and the weights stay as they are, bit for bit."""
+    micro = recorded(monkeypatch, grpo, "losses")
+    metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", reward=constant)
+    assert [len(episodes.query) for (_, episodes, _), _ in micro] == [1, 1]
+    before = safetensors.torch.load_file(f"{gpt2_dir}/model.safetensors")
+    after = weights(run_dir)
+    assert all(torch.equal(after[f"model.{name}"], weight.double()) for name, weight in before.items())
+    assert metrics["groups/equal"] == 1 and metrics["groups/sampled"] == 7 and metrics["optim/grad_norm"] == 0
+    assert metrics["loss/total"] == 0 and "policy/ratio" not in metrics
+
+
+def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
+    """Of different responses, which the reward sees with the columns of their row."""
+    rows = [{"prompt": p, "number": n} for n, p in enumerate(PROMPTS)]
+    seen = []
+
+    def reward(prompts, outputs, number, **columns):
+        seen.append((prompts, number))
+        return [float(n) + 0.01 * len(o) for n, o in zip(number, outputs, strict=True)]
+
+    rollouts = recorded(monkeypatch, grpo, "rollout")
+    run_grpo(gpt2_dir, tmp_path / "run", dataset=rows, reward=reward)
+    for iteration, (_, (groups, num_sampled)) in enumerate(rollouts):
+        places = seeding.stream_rows(1, "data", 7, 7 * iteration, 7)
+        assert num_sampled == 7 and sorted(places) == list(range(7))
+        for place, group in zip(places, groups, strict=True):
+            assert [episode.row for episode in group] == [rows[place]] * G
+            assert [math.floor(episode.score) for episode in group] == [place] * G
+            assert len({tuple(episode.query) for episode in group}) == 1
+        texts = {(tuple(episode.query), tuple(episode.response)) for episode in itertools.chain(*groups)}
+        assert len(texts) > 7 + 4
+        prompts, numbers = seen[iteration]
+        assert prompts == [PROMPTS[n] for n in numbers] and numbers == np.repeat(places, G).tolist()
+
+
+def test_lists_of_a_number_per_token_are_summed(monkeypatch, gpt2_dir, tmp_path):
+    def mixed(output_ids, **columns):
+        scores = []
+        for row, ids in enumerate(output_ids):
+            scores.append([i + 0.5 for i in ids] if row % 2 else 7)
+        return scores
+
+    rollouts = recorded(monkeypatch, grpo, "rollout")
+    run_grpo(gpt2_dir, tmp_path / "run", reward=mixed, total_episodes=21)
+    [(_, (groups, _))] = rollouts
+    episodes = list(itertools.chain(*groups))
+    for row, episode in enumerate(episodes):
+        expected = sum(episode.response) + 0.5 * len(episode.response) if row % 2 else 7
+        assert episode.score == pytest.approx(expected)
+    assert any(len(episode.response) > 1 for episode in episodes)
+
+
+# ---- Dynamic sampling ------------------------------------------------------------------------------------------------
+
+
+def fake_rollout(monkeypatch, equal, rounds, prompts=0, num_groups=7):
+    """grpo.rollout, of which the groups at the places `equal` of the stream of prompts have equal scores. Returns the
+    places of the groups that it returns, how many were sampled, state.prompts behind it, and (first, count, stream) of
+    every call of sample_groups."""
+    calls = []
+
+    def sample_groups(accelerator, lm, tokenizer, data, first, count, stream, args):
+        calls.append((first, count, stream))
+        groups = []
+        for place in range(first, first + count):
+            scores = [0.1, 0.1, 0.1] if place in equal else [0.1, 0.1, 0.2]
+            groups.append([SimpleNamespace(score=score, place=place) for score in scores])
+        return groups
+
+    monkeypatch.setattr(grpo, "sample_groups", sample_groups)
+    args = args_of(group_size=G, rollout_batch_size=G * num_groups, batch_size=G, total_episodes=G * num_groups,
+                   dynamic_sampling=rounds)  # fmt: skip
+    state = SimpleNamespace(prompts=prompts)
+    groups, num_sampled = grpo.rollout(None, None, None, None, state, 5, args)
+    for group in groups:
+        assert len({episode.place for episode in group}) == 1
+    return [group[0].place for group in groups], num_sampled, state.prompts, calls
+
+
+def test_groups_of_equal_scores_are_replaced_in_place(monkeypatch):
+    """By those of the next prompts; of these, again, those that are equal."""
+    found = fake_rollout(monkeypatch, {11, 13, 18, 19}, rounds=5, prompts=11)
+    places, num_sampled, prompts, calls = found
+    assert places == [20, 12, 21, 14, 15, 16, 17]
+    assert num_sampled == 11 and prompts == 22
+    assert [(first, count) for first, count, _ in calls] == [(11, 7), (18, 2), (20, 2)]
+    assert fake_rollout(monkeypatch, {11, 13, 18, 19}, rounds=5, prompts=11) == found
+
+
+def test_groups_are_replaced_at_most_so_often(monkeypatch):
+    equal = {0, 2, 7, 8, 9, 10}
+    assert fake_rollout(monkeypatch, equal, rounds=0)[:3] == ([0, 1, 2, 3, 4, 5, 6], 7, 7)
+    assert fake_rollout(monkeypatch, equal, rounds=1)[:3] == ([7, 1, 8, 3, 4, 5, 6], 9, 9)
+    assert fake_rollout(monkeypatch, equal, rounds=2)[:3] == ([9, 1, 10, 3, 4, 5, 6], 11, 11)
+    assert fake_rollout(monkeypatch, equal, rounds=3)[:3] == ([11, 1, 12, 3, 4, 5, 6], 13, 13)
+    assert fake_rollout(monkeypatch, equal, rounds=9)[:3] == ([11, 1, 12, 3, 4, 5, 6], 13, 13)
+    everything = set(range(999))
+    places, num_sampled, prompts, calls = fake_rollout(monkeypatch, everything, rounds=3)
+    assert places == [21, 22, 23, 24, 25, 26, 27] and num_sampled == prompts == 28 and len(calls) == 4
+    assert len({stream for *_, stream in calls}) == 4
+
+
+def dynamic_run(monkeypatch, model, run_dir, **flags):
+    """(metrics, run_dir), the arguments first and count of sample_groups with the groups that it returned, and the
+    streams of its draws."""
+    calls = []
+    streams = []
+    sample_groups = grpo.sample_groups
+
+    def sample_and_keep(*args):
+        groups = sample_groups(*args)
+        calls.append((args[4], args[5], list(groups)))  # the list itself is changed where groups are replaced
+        streams.append(args[6])
+        return groups
+
+    with monkeypatch.context() as patched:
+        patched.setattr(grpo, "sample_groups", sample_and_keep)
+        result = run_grpo(model, run_dir, total_episodes=63, **flags)
+    return result, calls, streams
+
+
+def test_a_run_takes_each_prompt_of_the_stream_once(monkeypatch, gpt2_dir, tmp_path):
+    rows = [{"prompt": p} for p in PROMPTS]
+    flags = {"dynamic_sampling": 2, "dataset": rows}
+    result, calls, streams = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "run", **flags)
+    place = 0
+    for first, count, groups in calls:
+        assert first == place
+        place += count
+        expected = [rows[n] for n in seeding.stream_rows(1, "data", 7, first, count)]
+        assert [group[0].row for group in groups] == expected
+    assert len(set(streams)) == len(streams) > 3 + 2
+    assert sum(record["groups/sampled"] for record in log(result[1])) == place
+    assert min(record["groups/sampled"] for record in log(result[1])) >= 9  # two of seven prompts teach nothing
+    checkpoint = max((result[1] / "checkpoints").iterdir())
+    assert json.loads((checkpoint / "state.json").read_text())["prompts"] == place
+    again, _, _ = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "again", **flags)
+    assert same_bits(result, again)
+    other, _, _ = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "other", **flags | {"dynamic_sampling": 0})
+    assert not same_bits(result, other)
+
+
+def test_a_prompt_that_comes_again_gets_other_responses(monkeypatch, gpt2_dir, tmp_path):
+    """One prompt, no learning: what differs between two groups is their draws."""
+    flags = {"dataset": [{"prompt": "cde"}], "reward": constant, "dynamic_sampling": 2}
+    result, calls, _ = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "run", **flags)
+    assert [count for _, count, _ in calls] == [7] * 9
+    texts = []
+    for _, _, groups in calls:
+        texts.append([episode.response for episode in itertools.chain(*groups)])
+    for one, two in itertools.combinations(texts, 2):
+        equal = sum(a == b for a, b in zip(one, two, strict=True))
+        assert equal < 7
+    for record in log(result[1]):
+        assert record["groups/equal"] == 1 and record["groups/sampled"] == 21 and record["optim/grad_norm"] == 0
+
+
+def test_scores_are_those_of_the_groups_that_were_kept(monkeypatch, gpt2_dir, tmp_path):
+    """Whatever was sampled besides: its mean would be another one."""
+    stacked = recorded(monkeypatch, grpo, "stack")
+    result, calls, _ = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "run", dynamic_sampling=9)
+    for record, ((groups, *_), _) in zip(log(result[1]), stacked, strict=True):
+        scores = [episode.score for episode in itertools.chain(*groups)]
+        assert len(scores) == 21 and record["objective/scores"] == pytest.approx(np.mean(scores), rel=1e-12)
+        assert record["groups/equal"] == 0 and all(len({e.score for e in group}) > 1 for group in groups)
+    everything = []
+    for _, _, groups in calls:
+        everything += [episode.score for episode in itertools.chain(*groups)]
+    kept = np.mean([record["objective/scores"] for record in log(result[1])])
+    assert abs(np.mean(everything) - kept) > 0.01
+
+
+USER = '''
+"""SIGNAL_AT=5: this process is killed at its fifth call of the reward."""
+import os, signal
+
+calls = 0
+
+
+def reward(samples, prompts, outputs, **columns):
+    global calls
+    calls += 1
+    print(f"call of {len(samples)} rows", flush=True)
+    if calls == int(os.environ.get("SIGNAL_AT", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    scores = [float("a" in output) for output in outputs]
+    return [0.1 if len(p) == 1 else score for p, score in zip(prompts, scores, strict=True)]
+'''
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_were_not(scripts, work, tmp_path):
+    """Also while groups are replaced. An iteration calls the reward at most 3 times, so each start gets further."""
+    (tmp_path / "user.py").write_text(USER)
+    prompts = "".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS)
+    (tmp_path / "prompts.jsonl").write_text(prompts)
+    text = "--dataset prompts.jsonl --reward user.py:reward --dynamic-sampling 2 --save-every 1 --eval-every 0 "
+    text += "--group-size 3 --rollout-batch-size 15 --batch-size 15 --total-episodes 45 --max-new-tokens 7 --lr 1e-2 "
+    text += "--lr-schedule cosine --threads 1"
+    argv = [ROOT / "algos/grpo.py", "--model", work / "model", *text.split(), "--run-dir"]
+    scripts.run([*argv, "whole"], tmp_path)
+    sizes = []
+    while len(sizes) < 9:
+        process = scripts.start([*argv, "run"], tmp_path, SIGNAL_AT="5")
+        code = process.wait()
+        assert code in (0, -9), process.err
+        if code == 0:
+            break
+        sizes.append(int(process.out.rsplit("call of ")[-1].split()[0]))
+    assert len(sizes) > 1 and min(sizes) < 15, sizes
+    same(tmp_path / "run", tmp_path / "whole")
+    sampled = [line["groups/sampled"] for line in lines(tmp_path / "whole/metrics.jsonl")]
+    assert len(sampled) == 3 and max(sampled) > 5
+
+
+def test_a_run_that_is_made_longer_goes_on_in_the_stream(monkeypatch, gpt2_dir, tmp_path):
+    """From the checkpoint of a shorter one, to the prompts, weights and metrics of a run that was as long at once."""
+    flags = {"dynamic_sampling": 2, "save_every": 1}
+    whole = run_grpo(gpt2_dir, tmp_path / "whole", total_episodes=84, **flags)
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    [checkpoint] = (tmp_path / "part/checkpoints").glob("step_*3")
+    part = run_grpo(gpt2_dir, tmp_path / "new", total_episodes=84, resume=str(checkpoint), **flags)
+    assert log(part[1]) == log(whole[1])[3:]
+    x = weights(part[1])
+    assert all(torch.equal(weight, x[name]) for name, weight in weights(whole[1]).items())
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"group_size": 1}, "--group-size 1 must be at least 2"),
+        ({"group_size": 3}, "--rollout-batch-size 512 must be a multiple of --group-size 3"),
+        ({"batch_size": 7}, "--rollout-batch-size 512 must be a multiple of --batch-size 7"),
+        ({"batch_size": 1024}, "--rollout-batch-size 512 must be a multiple of --batch-size 1024"),
+        ({"total_episodes": 513}, "--total-episodes 513 must be a multiple of --rollout-batch-size 512"),
+        ({"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
+        ({"num_layers_unfrozen": 0}, "--num-layers-unfrozen 0 leaves nothing to train"),
+        ({"cliprange": -0.1}, "--cliprange -0.1"),
+        ({"kl_coef": -0.1}, "--kl-coef -0.1"),
+        ({"dynamic_sampling": -1}, "--dynamic-sampling -1"),
+        ({"temperature": 0.0}, "--temperature 0"),
+        ({"reward": None}, "--reward"),
+    ],
+    ids=str,
+)
+def test_flags_that_do_not_fit(flags, message):
+    with pytest.raises(InputError, match=message.replace(".", "[.]")):
+        args_of(**flags)
+
+
+def test_all_flags_that_do_not_fit_are_named_at_once():
+    with pytest.raises(InputError) as error:
+        args_of(group_size=1, batch_size=7, num_layers_unfrozen=0)
+    for flag in ("--group-size 1", "--batch-size 7", "--num-layers-unfrozen 0"):
+        assert flag in str(error.value)
+
+
+def test_rewards_of_a_wrong_length(gpt2_dir, tmp_path):
+    def short(samples, **columns):
+        return [1.0] * (len(samples) - 1)
+
+    def ragged(output_ids, **columns):
+        return [[1.0] * (len(ids) + 1) for ids in output_ids]
+
+    with pytest.raises(InputError, match="returned 20 values, expected a list of 21 numbers"):
+        run_grpo(gpt2_dir, tmp_path / "short", reward=short)
+    with pytest.raises(InputError, match="expected a finite number, or one for each of the"):
+        run_grpo(gpt2_dir, tmp_path / "ragged", reward=ragged)
+
+
+# ---- Learning --------------------------------------------------------------------------------------------------------
+
+WALKS = "benchmarks/tasks/randomwalks.py"
+DATA_LEVEL = 0.33
+
+
+def learn(run_dir, reward=f"{WALKS}:reward", **flags):
+    """Mean optimality of walks before and after 10 steps of 256 episodes, unless flags say otherwise."""
+    settings = {
+        "model": f"{WALKS}:base_model", "dataset": f"{WALKS}:prompts", "eval_dataset": f"{WALKS}:eval_prompts",
+        "metric": f"{WALKS}:metric", "total_episodes": 2560, "batch_size": 256, "rollout_batch_size": 256,
+        "micro_batch_size": 128, "decode_batch_size": 1024, "max_new_tokens": 9, "lr": 6e-4, "kl_coef": 0.0,
+        "adam_betas": (0.9, 0.95), "attn_implementation": "eager", "eval_every": 1000, "save_every": 0, "threads": 1,
+    }  # fmt: skip
+    grpo.main(grpo.Args(reward=reward, run_dir=str(run_dir), **settings | flags))
+    return [record["eval/optimality"] for record in log(run_dir) if "eval/optimality" in record]
+
+
+def test_it_learns(tmp_path):
+    before, after = learn(tmp_path / "run")
+    assert abs(before - DATA_LEVEL) < 0.05 and after > 0.8
+
+
+def test_it_learns_from_the_rewards_alone(tmp_path):
+    """Scores that belong to other samples teach nothing."""
+    calls = []
+
+    def shuffled(samples, prompts, outputs, **columns):
+        calls.append(len(samples))
+        scores = randomwalks.reward(samples, prompts, outputs)
+        order = np.random.default_rng(len(calls)).permutation(len(scores))
+        return [scores[place] for place in order]
+
+    before, after = learn(tmp_path / "run", shuffled)
+    assert after < before + 0.1

@@ -197,7 +197,7 @@ def pytest_runtest_logreport(report):
 
 def case_table(tests):
     """{number: (scripts, number of tests)} of what `collected` holds."""
-    order = ["ppo", "ilql", "sft", "reward", "dpo", "ddpo"]
+    order = ["ppo", "grpo", "ilql", "sft", "reward", "dpo", "ddpo"]
     found = {
         number: [names.split() for cases in tests.values() for n, names in cases if n == number] for number in CASES
     }

@@ -40,6 +40,12 @@ def reward(samples, prompts, outputs, shift, **columns):
     return [(sum(map(ord, sample)) + s) % 11 / 11 for sample, s in zip(samples, shift)]
 
 
+def coarse_reward(samples, prompts, outputs, shift, **columns):
+    """Every other pair of responses has equal ones."""
+    count("reward")
+    return [(sum(map(ord, sample)) + s) % 2 / 2 for sample, s in zip(samples, shift)]
+
+
 def metric(samples, prompts, outputs, **columns):
     count("metric")
     return {"vowels": [sum(c in "aeiou" for c in output) for output in outputs]}
@@ -257,6 +263,10 @@ SETTINGS = {  # runs of a second or two in which all that a checkpoint must hold
     "ppo": "--dataset prompts.jsonl --eval-dataset eval.jsonl --reward user.py:reward --metric user.py:metric "
     "--total-episodes 48 --rollout-batch-size 8 --batch-size 4 --ppo-epochs 2 --kl-target 0.5 --kl-horizon 16 "
     "--temperature 0.7 --max-new-tokens 6 --save-every 4 --eval-every 8 --lr 1e-2 --score-scaling running",
+    "grpo": "--dataset prompts.jsonl --eval-dataset eval.jsonl --reward user.py:coarse_reward --metric user.py:metric "
+    "--total-episodes 48 --rollout-batch-size 8 --group-size 2 --batch-size 4 --ppo-epochs 2 --kl-coef 0.05 "
+    "--dynamic-sampling 1 --cliprange-high 0.28 --temperature 0.7 --max-new-tokens 6 --save-every 4 --eval-every 8 "
+    "--lr 1e-2",
     "ilql": "--dataset rewarded.jsonl --eval-dataset held_out_rewarded.jsonl --eval-prompts eval.jsonl --betas 0 4 "
     "--metric user.py:metric --total-steps 12 --batch-size 8 --max-new-tokens 6 --save-every 2 --eval-every 4 "
     "--steps-for-target-q-sync 3 --polyak-alpha 0.5 --lr 1e-2",
@@ -306,7 +316,7 @@ def ended(scripts, work):
     def get(algo, target):
         if algo not in found:
             found[algo] = work / f"ended-{algo}"
-            place = ("common.logging", "Run.stop_requested", 5 if algo in ("ppo", "ddpo") else 9)
+            place = ("common.logging", "Run.stop_requested", 5 if algo in ("ppo", "grpo", "ddpo") else 9)
             scripts.run(command(work, algo, found[algo]), work, expect=-9, patch=at(*place))
         run = Path(shutil.copytree(found[algo], target))
         steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir())

@@ -20,7 +20,7 @@ import transformers
 from test_models import more_vowels
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from algos import dpo, ilql, ppo, reward, sft
+from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common import logging
 from common.adapters import for_sampling, train_adapters
@@ -36,13 +36,19 @@ IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
 PAIRS = [{"prompt": p, "chosen": p[::-1] + "a", "rejected": "u" * len(p) + "e"} for p in PROMPTS]
 DATA = {
     ppo: [{"prompt": p} for p in PROMPTS],
+    grpo: [{"prompt": p} for p in PROMPTS],
     sft: [{"prompt": p, "completion": p[::-1] + "a"} for p in PROMPTS],
     ilql: [{"prompt": p, "completion": p[::-1] + "a", "reward": len(p)} for p in PROMPTS],
     reward: PAIRS,
     dpo: PAIRS,
 }
 SCRIPTS = pytest.mark.parametrize("script", DATA, ids=lambda script: script.__name__[6:])
-LM_SCRIPTS = pytest.mark.parametrize("script", [ppo, sft, ilql, dpo], ids=lambda script: script.__name__[6:])
+QUICK = pytest.mark.parametrize(
+    "script",
+    [pytest.param(script, marks=[pytest.mark.slow] * (script is grpo)) for script in DATA],
+    ids=lambda script: script.__name__[6:],
+)  # grpo samples, scores and loads as ppo does
+LM_SCRIPTS = pytest.mark.parametrize("script", [ppo, grpo, sft, ilql, dpo], ids=lambda script: script.__name__[6:])
 
 
 def run(script, model, run_dir, **flags):
@@ -52,6 +58,9 @@ def run(script, model, run_dir, **flags):
     if script is ppo:
         sizes = {"total_episodes": 16, "rollout_batch_size": 8, "batch_size": 8, "ppo_epochs": 2, "max_new_tokens": 5}
         settings |= sizes | {"reward": more_vowels}
+    elif script is grpo:
+        sizes = {"total_episodes": 16, "rollout_batch_size": 8, "batch_size": 8, "ppo_epochs": 2, "max_new_tokens": 5}
+        settings |= sizes | {"reward": more_vowels, "group_size": 4}
     else:
         settings |= {"total_steps": 4, "eval_dataset": DATA[script]}
     return script.main(script.Args(**settings | flags))
@@ -71,7 +80,7 @@ def logits(model, ids=IDS):
 
 
 def flags_of(script=sft, **flags):
-    own = {"reward": more_vowels} if script is ppo else {}
+    own = {"reward": more_vowels} if script in (ppo, grpo) else {}
     return script.Args(model="none", dataset=[{"text": "b"}], **own, **flags)
 
 
@@ -329,6 +338,23 @@ def test_the_reference_of_ppo_is_the_adapter_that_it_continues(gpt2_dir, lora, t
 
 
 @pytest.mark.parametrize("further", [False, True])
+def test_the_reference_of_grpo(gpt2_dir, lora, tmp_path, monkeypatch, further):
+    """The model without the new adapter, or the one that is trained further as it came."""
+    model, scored, score = lora(grpo) / "hf_model" if further else gpt2_dir, [], grpo.score
+    monkeypatch.setattr(grpo, "score", lambda *args: scored.append((args[2], score(*args))) or scored[-1][1])
+    _, run_dir = run(grpo, model, tmp_path / "run", lora_r=0 if further else 3)
+    (_, first), (_, first_ref), (batch, second), (_, second_ref) = scored  # by the policy and the reference in turn
+    assert torch.equal(first, first_ref) and log(run_dir)[1]["objective/kl"] == 0
+    mask, expected = batch.response_mask, logprobs(model, batch)
+    torch.testing.assert_close(second_ref[mask], expected[mask], rtol=1e-5, atol=1e-5)
+    assert (second - second_ref)[mask].abs().max() > 1e-3  # the policy has moved
+    if further:
+        assert (logprobs(gpt2_dir, batch) - expected)[mask].abs().max() > 1e-3
+        old, new = weights(lora(grpo)), weights(run_dir)
+        assert old.keys() == new.keys() and all(not torch.equal(old[name], new[name]) for name in old)
+
+
+@pytest.mark.parametrize("further", [False, True])
 def test_the_first_ratio_is_one(gpt2_dir, lora, tmp_path, further):
     flags = {"dtype": "float64", "attn_implementation": "sdpa", "ppo_epochs": 1, "total_episodes": 8, "eval_every": 0}
     model = lora(ppo) / "hf_model" if further else gpt2_dir
@@ -501,7 +527,7 @@ def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
         run(sft, tmp_path / "theirs", tmp_path / "run")
 
 
-@SCRIPTS
+@QUICK
 def test_bfloat16(gpt2_dir, tmp_path, script):
     """Adapters and heads stay in float32, that of a classifier too."""
     _, run_dir = run(script, gpt2_dir, tmp_path / "run", lora_r=3, dtype="bfloat16")
@@ -599,7 +625,7 @@ def test_a_checkpoint_without_the_sum_of_frozen_weights(gpt2_dir, tmp_path):
 
 def test_micro_batches_and_recomputed_activations_change_nothing(gpt2_dir, tmp_path):
     flags = {"lora_r": 3, "dtype": "float64", "attn_implementation": "sdpa"}
-    for script in (sft, ppo, dpo):
+    for script in (sft, ppo, grpo, dpo):
         runs = [
             log(run(script, gpt2_dir, tmp_path / f"{script.__name__}{size}", micro_batch_size=size, **flags, **more)[1])
             for size, more in ((8, {}), (1, {"gradient_checkpointing": True}))
@@ -690,11 +716,12 @@ def test_only_equal_frozen_weights_are_shared(judge, gpt2_dir, build_model):
     assert scores(judge / "hf_model", half)[0].shared == 0
 
 
-def test_ppo_with_a_reward_adapter(judge, gpt2_dir, tmp_path, capsys):
+@pytest.mark.parametrize("script", [ppo, pytest.param(grpo, marks=pytest.mark.slow)])
+def test_a_run_with_a_reward_adapter(judge, gpt2_dir, tmp_path, capsys, script):
     """The first evaluation has the same scores, whether nothing, all, or half of the base is shared."""
     found = []
     for i, flags in enumerate(({}, {"lora_r": 3}, {"num_layers_unfrozen": 1})):
-        _, run_dir = run(ppo, gpt2_dir, tmp_path / str(i), reward=str(judge / "hf_model"), **flags)
+        _, run_dir = run(script, gpt2_dir, tmp_path / str(i), reward=str(judge / "hf_model"), **flags)
         samples = [json.loads(line) for line in open(run_dir / "samples.jsonl")]
         found.append([row["reward"] for row in samples if row["step"] == 0])
         assert ("reward: 0 parameters of the policy's" in capsys.readouterr().out) == (not flags)
@@ -717,7 +744,7 @@ def wide_dir(tmp_path_factory):
     return folder
 
 
-@SCRIPTS
+@QUICK
 def test_four_bits(wide_dir, script, tmp_path, monkeypatch):
     """The frozen layers are quantised, the start is near that of the whole model, the adapter fits the whole model."""
     seen, adapt = [], script.train_adapters
@@ -733,7 +760,7 @@ def test_four_bits(wide_dir, script, tmp_path, monkeypatch):
         whole = log(run(script, wide_dir, tmp_path / "whole", **flags)[1])
         assert found[0]["eval/loss"] != whole[0]["eval/loss"]
         assert found[0]["eval/loss"] == pytest.approx(whole[0]["eval/loss"], rel=0.2)
-    if script is ppo:
+    if script in (ppo, grpo):
         assert found[1]["objective/kl"] == 0
     kind, options = AutoModelForCausalLM, {}
     if script is reward:
@@ -760,14 +787,22 @@ def test_four_bits_need_adapters_and_a_package(wide_dir, tmp_path, monkeypatch):
 
 RANKS = f"""import json, sys; sys.path.insert(0, {str(ROOT)!r})
 import accelerate
-from algos import dpo, ilql, ppo, reward, sft
+from algos import dpo, grpo, ilql, ppo, reward, sft
 accelerate.Accelerator.end_training = lambda accelerator: None  # the next run needs the process group
 def more_vowels(outputs, **columns):
     return [float(sum(c in "aeiou" for c in output)) for output in outputs]
+def sums(outputs, **columns):
+    return [float(sum(map(ord, output)) % 7) for output in outputs]
+rewards = {{"ppo": more_vowels, "grpo": sums}}
 for name, flags in json.load(open("runs.json")):
-    script = {{"dpo": dpo, "ilql": ilql, "ppo": ppo, "reward": reward, "sft": sft}}[name]
-    script.main(script.Args(**flags | ({{"reward": more_vowels}} if script is ppo else {{}})))
+    script = {{"dpo": dpo, "grpo": grpo, "ilql": ilql, "ppo": ppo, "reward": reward, "sft": sft}}[name]
+    script.main(script.Args(**flags | ({{"reward": rewards[name]}} if name in rewards else {{}})))
 """
+
+
+def sums(outputs, **columns):
+    """Seldom equal: a run on nothing but groups of equal rewards would make steps of rounding errors."""
+    return [float(sum(map(ord, output)) % 7) for output in outputs]
 
 
 @pytest.fixture
@@ -793,11 +828,13 @@ def test_two_processes_equal_one(monkeypatch, gpt2_dir, t5_dir, tmp_path):
         "adam_eps": 1e-6,  # with the usual one Adam makes steps of rounding errors where a gradient is zero
     }
     cases = [(script, gpt2_dir, {"lora_r": 3}) for script in DATA]
-    cases += [(script, str(t5_dir), {}) for script in (sft, ilql, ppo)]
+    cases += [(script, str(t5_dir), {}) for script in (sft, ilql, ppo, grpo)]
     runs = []
     for i, (script, model, flags) in enumerate(cases):
-        more = {"rollout_batch_size": 12, "total_episodes": 24} if script is ppo else {}
-        flags = {k: v for k, v in (sizes | flags | more).items() if script is not ppo or k != "total_steps"}
+        more = {"rollout_batch_size": 12, "total_episodes": 24} if script in (ppo, grpo) else {}
+        more |= {"reward": sums} if script is grpo else {}
+        settings = sizes | flags | more
+        flags = {k: v for k, v in settings.items() if k != "total_steps" or script not in (ppo, grpo)}
         seen = []
         monkeypatch.setattr(script, "main", lambda args, seen=seen: seen.append(vars(args)) or (None, None))
         run(script, model, tmp_path / f"one{i}", **flags)

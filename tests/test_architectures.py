@@ -19,7 +19,7 @@ from test_models import IDS, more_vowels, reload
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from algos import dpo, ilql, ppo, reward, sft
+from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common.classifiers import classifier_logits
 from common.cli import InputError
@@ -127,7 +127,7 @@ def run(monkeypatch, capsys, folder, tmp_path):
     def main(script, **flags):
         made, number = recorded(monkeypatch, script, "make_optimizer"), len(list(tmp_path.iterdir()))
         settings = {"lr": 1e-2, "eval_every": 0, "save_every": 0, "threads": 1, "batch_size": 5, "micro_batch_size": 3}
-        settings |= {"warmup_steps": 0} | ({} if script is ppo else {"total_steps": 1})
+        settings |= {"warmup_steps": 0} | ({} if script in (ppo, grpo) else {"total_steps": 1})
         settings |= {"run_dir": str(tmp_path / f"{number}"), "model": folder}
         metrics, run_dir = script.main(script.Args(**settings | flags))
         assert all(value is not None and math.isfinite(value) for record in log(run_dir) for value in record.values())
@@ -306,6 +306,28 @@ def test_ppo(monkeypatch, attempt):
     assert_exported(model.lm, run_dir)
     back = ppo.PolicyWithValue.load(run_dir / "hf_model").value_head
     assert_close(back.state_dict(), model.value_head.state_dict(), rtol=0, atol=0)
+
+
+def digits(outputs, **columns):
+    return [float(sum(map(ord, output)) % 7) for output in outputs]
+
+
+@pytest.mark.slow
+def test_grpo(monkeypatch, run, family):
+    """It takes and refuses what the column ppo of the table says: both sample and score in the same way. The first of
+    two updates starts at ratio 1."""
+    flags = {"dataset": PPO["dataset"], "reward": digits, "max_new_tokens": 6, "total_episodes": 10, "batch_size": 10}
+    flags |= {"rollout_batch_size": 10, "group_size": 5, "ppo_epochs": 2, "kl_coef": 0.1, "temperature": 0.7}
+    if read_table()[family]["ppo"] != "yes":
+        with pytest.raises(InputError, match="with which grpo samples"):
+            run(grpo, **flags)
+        return
+    calls = recorded(monkeypatch, grpo, "grpo_loss")
+    metrics, run_dir, model, _ = run(grpo, **flags)
+    first = [(new - old).exp() for (new, old, *_), _ in calls[:4]]  # micro-batches of 3, 3, 3 and 1 rows
+    assert len(calls) == 8 and max((ratio - 1).abs().max() for ratio in first) < 3e-5
+    assert abs(metrics["objective/kl"]) < 1e-5 and metrics["optim/grad_norm"] > 0.01
+    assert_exported(model, run_dir)
 
 
 def test_ppo_with_a_frozen_trunk(monkeypatch, run, folder, cell):

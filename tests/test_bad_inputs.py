@@ -29,15 +29,16 @@ from accelerate.state import AcceleratorState
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
-from algos import ddpo, dpo, ilql, ppo, reward, sft
+from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import shapes
 from common import checkpoint, logging
 from common.cli import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"ppo": ppo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql, "ddpo": ddpo}
-EVERY, TEXT, PAIRS = "sft ppo reward dpo ilql ddpo", "sft ppo reward dpo ilql", "reward dpo"
-SCORED, MEASURED, SAMPLED = "ppo ddpo", "sft ppo dpo ilql ddpo", "sft ppo dpo ilql"
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql, "ddpo": ddpo}
+EVERY, TEXT, PAIRS = "sft ppo grpo reward dpo ilql ddpo", "sft ppo grpo reward dpo ilql", "reward dpo"
+SCORED, MEASURED = "ppo grpo ddpo", "sft ppo grpo dpo ilql ddpo"
+SAMPLED, ROLLED = "sft ppo grpo dpo ilql", "ppo grpo"
 NAN, INF = math.nan, math.inf
 
 # ---- Commands, rows and functions ------------------------------------------------------------------------------------
@@ -45,6 +46,7 @@ NAN, INF = math.nan, math.inf
 COMMON = "--model model --dataset rows.jsonl --batch-size 4 --save-every 0 --threads 1 --run-dir run --warmup-steps 0"
 OWN = {
     "ppo": "--reward user.py:reward --total-episodes 8 --rollout-batch-size 4 --ppo-epochs 1 --max-new-tokens 4",
+    "grpo": "--reward user.py:reward --total-episodes 8 --rollout-batch-size 4 --group-size 2 --max-new-tokens 4",
     "sft": "--total-steps 2 --eval-dataset rows.jsonl --max-new-tokens 4",
     "reward": "--total-steps 2 --eval-dataset rows.jsonl",
     "dpo": "--total-steps 2 --eval-dataset rows.jsonl --max-new-tokens 4",
@@ -56,14 +58,21 @@ BASE = {algo: f"{COMMON} {flags}".split() for algo, flags in OWN.items()}
 LETTERS = "bcde"
 PAIR = [{"prompt": p, "chosen": p + "fg", "rejected": "h" + p} for p in LETTERS]
 ROWS = {
-    "ppo": [{"prompt": p} for p in LETTERS],
+    **dict.fromkeys(("ppo", "grpo"), [{"prompt": p} for p in LETTERS]),
     "sft": [{"prompt": p, "completion": p + "fg"} for p in LETTERS],
     "reward": PAIR,
     "dpo": PAIR,
     "ilql": [{"prompt": p, "completion": p + "fg", "reward": i / 2} for i, p in enumerate(LETTERS)],
     "ddpo": [{"prompt": caption} for caption in shapes.CAPTIONS[:4]],
 }
-COLUMN = {"ppo": "prompt", "sft": "completion", "reward": "chosen", "dpo": "chosen", "ilql": "completion"}
+COLUMN = {
+    "ppo": "prompt",
+    "grpo": "prompt",
+    "sft": "completion",
+    "reward": "chosen",
+    "dpo": "chosen",
+    "ilql": "completion",
+}
 COLUMN["ddpo"] = "prompt"
 USER_FILE = '''
 """Functions of texts and of images: both get the prompts."""
@@ -178,6 +187,7 @@ def no_rows():
 '''
 MEASURE = {  # what makes a script call --metric
     "ppo": "--metric user.py:{}",
+    "grpo": "--metric user.py:{}",
     "ddpo": "--metric user.py:{}",
     **dict.fromkeys(("sft", "dpo", "ilql"), "--eval-prompts prompts.jsonl --metric user.py:{}"),
 }
@@ -431,12 +441,14 @@ tried = set()  # (case, script) of which the default run has a row
 
 def rows_of(table):
     """The parameters of a table: each script of each row, marked with the case. The scripts that share what a row is
-    about are slow but for the first of them, and but for the first row of a (case, script)."""
+    about are slow but for the first of them, and but for the first row of a (case, script). grpo reads and samples as
+    ppo does: it shares all of their rows."""
     parameters = []
     for row in table:
         shared = row.shared.split()
         for algo in row.algos.split():
-            repeated = algo in shared[1:] and (row.case, algo) in tried
+            as_ppo = algo == "grpo" and "ppo" in row.algos.split()
+            repeated = (as_ppo or algo in shared[1:]) and (row.case, algo) in tried
             marks = [pytest.mark.case(case) for case in (row.case, *row.also)]
             if row.slow or repeated:
                 marks.append(pytest.mark.slow)
@@ -500,6 +512,7 @@ CHAT = 'a chat is a list of {"role": one of '
 USER, ANSWER = {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}
 CHATS = {  # rows of a chat
     "ppo": lambda chat: {"prompt": chat},
+    "grpo": lambda chat: {"prompt": chat},
     "sft": lambda chat: {"messages": chat},
     "ilql": lambda chat: {"messages": chat, "reward": 1},
     "reward": lambda chat: {"chosen": chat, "rejected": [USER, {"role": "assistant", "content": "d"}]},
@@ -517,7 +530,7 @@ def talk(name, chat, says, algos=TEXT):
 
 
 LONG = {  # rows of which one is too long for 32 positions, and cannot be cut
-    "ppo": [{"prompt": "b"}, {"prompt": "b" * 29}],
+    **dict.fromkeys(("ppo", "grpo"), [{"prompt": "b"}, {"prompt": "b" * 29}]),
     **dict.fromkeys(("reward", "dpo"), [{"prompt": "b", "chosen": "c" * 40, "rejected": "d" * 50}]),
 }
 
@@ -569,7 +582,8 @@ REFUSED = [
         29, MEASURED, "metric raises", ["prompt.index", "error: user.py:raises raised ValueError: substring not found"],
         measure("raises"), user_code=True, shared=MEASURED,
     ),
-    entry(29, "ppo", "reward column", "'answer'", check("--reward user.py:no_such_column"), user_code=True),
+    entry(29, ROLLED, "reward column", "'answer'", check("--reward user.py:no_such_column"), user_code=True,
+          shared=ROLLED),
     entry(29, "ddpo", "reward column", "takes 'answer'; there are ", check("--reward user.py:no_such_column")),
     entry(29, SCORED, "no reward", "user.py has no function 'nope' (it has ", check("--reward user.py:nope"),
           shared=SCORED),
@@ -602,7 +616,7 @@ REFUSED = [
     entry(36, EVERY, "no config", "--model model cannot be loaded: ", model="no_config", shared=TEXT),
     # 37, 38: too long
     entry(
-        37, "ppo", "long prompt", ["--dataset row 2: a prompt of 29 tokens", "--max-new-tokens 4", "32 positions"],
+        37, ROLLED, "long prompt", ["--dataset row 2: a prompt of 29 tokens", "--max-new-tokens 4", "32 positions"],
         rows=LONG["ppo"],
     ),
     entry(
@@ -625,13 +639,13 @@ REFUSED = [
     ),
     # 39: nothing to begin with
     entry(
-        39, "ppo dpo", "empty, no bos", "--dataset row 3: the prompt is empty and the tokenizer has no beginning token",
+        39, "ppo grpo dpo", "empty, no bos", "--dataset row 3: the prompt is empty and the tokenizer has no beginning token",
         model="no_bos", rows=spoilt(3, prompt=""),
     ),
     # 43: what is no text
     *(
         entry(43, algos, f"surrogate {end}", says, rows=lambda algo, end=end: jsonl(spoilt(3, TEXT="b")(algo)).replace(
-            f'"{COLUMN[algo]}": "b"', f'"{COLUMN[algo]}": "b{end}"') if algo != "ppo" else jsonl(
+            f'"{COLUMN[algo]}": "b"', f'"{COLUMN[algo]}": "b{end}"') if algo not in ("ppo", "grpo") else jsonl(
             [*ROWS["ppo"][:2], {"prompt": "QQ"}]).replace("QQ", f"b{end}"), shared=EVERY)
         for end in ("\\ud800", "\\udc00c")
         for algos, says in ((EVERY, "--dataset row 3: 'TEXT' holds half a surrogate pair, which is no text"),)
@@ -647,10 +661,10 @@ REFUSED = [
               rows=spoilt(3, TEXT=value))
         for value in (None, 5, 1.5, True, {"role": "user"}, ["b"])
     ),
-    entry(45, "ppo sft ilql", "list", "--dataset row 3: ", rows=spoilt(3, TEXT=["b"])),
+    entry(45, "ppo grpo sft ilql", "list", "--dataset row 3: ", rows=spoilt(3, TEXT=["b"])),
     entry(45, PAIRS, "list", "--dataset row 3: 'chosen' must be a string, it is ['b']", rows=spoilt(3, TEXT=["b"])),
     # 46: names of columns
-    entry(46, "ppo", "misspelt", "row 1: 'prompt' must be a string, it is missing among ['Prompt']",
+    entry(46, ROLLED, "misspelt", "row 1: 'prompt' must be a string, it is missing among ['Prompt']",
           rows=[{"Prompt": "b"}]),
     entry(46, "sft", "misspelt", "row 1: 'text' must be a string, it is missing among ['body']", rows=[{"body": "b"}]),
     entry(46, "sft", "no prompt", "row 1: 'prompt' must be a string, it is missing among", rows=[{"completion": "b"}]),
@@ -679,7 +693,7 @@ REFUSED = [
     talk("content", [USER, {"role": "assistant", "content": 5}], "5"),
     talk("no keys", [{"role": "user"}, ANSWER], CHAT),
     talk("no mapping", ["b", "c"], CHAT),
-    talk("empty", [], CHAT, "ppo sft ilql"),
+    talk("empty", [], CHAT, "ppo grpo sft ilql"),
     talk("empty", [], "chosen must be a list of messages|" + CHAT, PAIRS),
     talk("none", None, CHAT, "sft ilql"),
     talk("user", [USER], "the last message must be the assistant's, it is by 'user'", "sft ilql"),
@@ -696,9 +710,9 @@ REFUSED = [
     entry(51, TEXT, "no tokenizer", "--model model holds no tokenizer: name one with --token", model="no_tokenizer",
           shared=TEXT),
     entry(51, "ddpo", "no tokenizer", "--model model", model="no_tokenizer"),
-    entry(51, "ppo dpo", "reference", "--ref-model reference is of another kind or has another vocabulary than --model",
+    entry(51, "ppo grpo dpo", "reference", "--ref-model reference is of another kind or has another vocabulary than --model",
           "--ref-model reference"),
-    entry(51, "ppo", "judge", ["--reward judge", "the model has embeddings for fewer than the 25 tokens"],
+    entry(51, ROLLED, "judge", ["--reward judge", "the model has embeddings for fewer than the 25 tokens"],
           "--reward judge"),
     # 52: files
     entry(52, EVERY, "empty", "--dataset rows.jsonl holds no rows", shared=EVERY, rows=""),
@@ -743,7 +757,7 @@ REFUSED = [
         for flags in all_flags
     ),
     entry(57, EVERY, "betas", "--adam-betas (1.5, 0.9) must be in [0, 1)", "--adam-betas 1.5 0.9"),
-    entry(57, "ppo", "not divisible", "--rollout-batch-size 4 must be a multiple of --batch-size 3", "--batch-size 3"),
+    entry(57, ROLLED, "not divisible", "--rollout-batch-size 4 must be a multiple of --batch-size 3", "--batch-size 3"),
     entry(57, "ddpo", "not divisible", "--rollout-batch-size 4 must be a multiple of --batch-size 3", "--batch-size 3"),
     entry(57, EVERY, "unknown", ["Unrecognized", "--learn-rate"], "--learn-rate 1", shared=EVERY),
     entry(57, EVERY, "word", ["--lr", "'fast'"], "--lr fast", shared=EVERY),
@@ -799,6 +813,10 @@ REFUSED = [
     *(rewarded(73, value, f"{value!r}") for value in ("bad", {"x": 1})),
     entry(73, "ilql", "no action", "--dataset: no row has an action left",
           rows=[{"prompt": "b", "completion": "", "reward": 1, "truncated": True}]),
+    # grpo
+    entry(57, "grpo", "one response", "--group-size 1 must be at least 2: a response is compared", "--group-size 1"),
+    entry(57, "grpo", "groups", "--rollout-batch-size 4 must be a multiple of --group-size 3", "--group-size 3"),
+    entry(57, "grpo", "no reference", "--ref-model needs a --kl-coef above 0", "--kl-coef 0 --ref-model model"),
     # 75: the coefficient of the KL penalty
     entry(75, "ppo", "target 0", "--kl-target 0.0 must be a positive number", "--kl-target 0"),
     entry(75, "ppo", "horizon", "--kl-horizon 3 must be at least --rollout-batch-size 4",
@@ -875,6 +893,7 @@ def text_rows(change):
     return lambda algo: change(jsonl(ROWS[algo]))
 
 
+SHORT = "--max-prompt-length 9"
 ODD_NAME = "runs/x/../../two\nlines \U0001f600 it's"
 ODD_LETTERS = (
     "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467",
@@ -900,10 +919,11 @@ WORKS = [
     accepted(32, "equal"),
     accepted(32, "zero"),
     works(32, "ppo", "whitened", "--reward user.py:result:kind=equal --score-scaling running-norm --whiten-rewards"),
+    works(32, "grpo", "replaced", "--reward user.py:result:kind=equal --dynamic-sampling 3 --kl-coef 0"),
     works(32, "ddpo", "all prompts", "--reward user.py:result:kind=equal --no-per-prompt-stats"),
     # 37: too long, and cut or dropped
-    works(37, "ppo", "dropped", "--check --max-prompt-length 28", "2 prompts, 1 dropped as too long", rows=LONG["ppo"]),
-    works(37, "ppo", "fits", "--max-new-tokens 3", "2 prompts, 0 dropped as too long", rows=LONG["ppo"]),
+    works(37, ROLLED, "dropped", "--check --max-prompt-length 28", "2 prompts, 1 dropped as too long", rows=LONG["ppo"]),
+    works(37, ROLLED, "fits", "--max-new-tokens 3", "2 prompts, 0 dropped as too long", rows=LONG["ppo"]),
     works(37, "sft ilql", "cut", "", "1 cut", rows=spoilt(3, TEXT="b" * 40)),
     works(37, "dpo", "cut", "", "the responses of 1 cut, 0 dropped", rows=spoilt(3, TEXT="b" * 40)),
     works(37, "reward", "dropped", "", "4 pairs, 1 dropped as longer than 32", rows=spoilt(3, TEXT="b" * 40)),
@@ -912,12 +932,12 @@ WORKS = [
     works(39, EVERY, "empty", "", rows=every_row(prompt="")),
     works(39, "sft", "empty text", "", "1 dropped", rows=[{"text": ""}, {"text": "bc"}]),
     works(40, EVERY, "white and letters", EVALUATED, rows=different((" \t\n", "b", " ", "c"))),
-    works(40, "ppo", "megabyte", "--max-prompt-length 9", "1 dropped", slow=True, rows=spoilt(3, TEXT="b" * 2**20)),
+    works(40, ROLLED, "megabyte", "--max-prompt-length 9", "1 dropped", slow=True, rows=spoilt(3, TEXT="b" * 2**20)),
     works(40, "sft ilql", "megabyte", "", "1 cut", slow=True, rows=spoilt(3, TEXT="b" * 2**20)),
     works(40, "dpo", "megabyte", "", "the responses of 1 cut", slow=True, rows=spoilt(3, TEXT="b" * 2**20)),
     works(40, "reward", "megabyte", "", "1 dropped as longer", slow=True, rows=spoilt(3, TEXT="b" * 2**20)),
     works(40, "ddpo", "megabyte", "", "1 of them cut to 8 tokens", slow=True, rows=spoilt(3, TEXT="b" * 2**20)),
-    works(40, EVERY, "20 kilobytes", {**dict.fromkeys(EVERY.split(), ""), "ppo": "--max-prompt-length 9"},
+    works(40, EVERY, "20 kilobytes", {**dict.fromkeys(EVERY.split(), ""), **dict.fromkeys(ROLLED.split(), SHORT)},
           shared=EVERY, rows=spoilt(3, TEXT="b" * 20000)),
     # 41, 42: only an end, or none
     works(41, "sft ilql", "empty", EVALUATED, rows=every_row(TEXT="")),
@@ -938,11 +958,11 @@ WORKS = [
     works(48, "reward", "no prompt", "", "4 without a prompt", rows=[{"chosen": x, "rejected": "d"} for x in "efgh"]),
     # 49: chats
     works(49, TEXT, "chats", model="chats", rows=chatting([USER, ANSWER], [USER, ANSWER])),
-    works(49, "ppo", "prompt", model="chats", rows=chatting([USER])),
+    works(49, ROLLED, "prompt", model="chats", rows=chatting([USER])),
     # 51: tokenizers
     works(51, TEXT, "no pad", EVALUATED, model="no_pad", shared=TEXT),  # then it is eos
     works(51, TEXT, "pad is eos", EVALUATED, model="pad_is_eos"),
-    works(51, "ppo", "judge of other words", "--reward judge"),
+    works(51, ROLLED, "judge of other words", "--reward judge"),
     # 52: files
     works(52, EVERY, "bom", CHECKED, shared=EVERY, rows=text_rows(lambda text: "\ufeff" + text)),
     works(52, EVERY, "crlf", CHECKED, shared=EVERY, rows=text_rows(lambda text: text.replace("\n", "\r\n"))),
@@ -1154,7 +1174,7 @@ def test_an_upload_that_fails(algo, at, command, here, monkeypatch):
     assert code == 0 and len(calls) == 2 and finished(), err
 
 
-@each(28, MEASURED, slow="dpo ilql ddpo")  # sft: in the metric; ppo: in the reward
+@each(28, MEASURED, slow="grpo dpo ilql ddpo")  # sft: in the metric; ppo: in the reward
 def test_after_a_bad_result_the_mended_command_runs(algo, command, here):
     """Without --check a function is first called when the run directory is there: it does not keep it."""
     name = (

@@ -18,7 +18,7 @@ from test_sft_modes import answer, turn, user
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from algos import dpo, ilql, ppo, reward, sft
+from algos import dpo, grpo, ilql, ppo, reward, sft
 from common.cli import InputError
 from common.data import encode_prompts
 
@@ -267,14 +267,14 @@ def test_queries_end_where_the_assistant_answers(template, kind, bos):
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
-SCRIPTS = {"sft": sft, "ilql": ilql, "reward": reward, "dpo": dpo, "ppo": ppo}
+SCRIPTS = {"sft": sft, "ilql": ilql, "reward": reward, "dpo": dpo, "ppo": ppo, "grpo": grpo}
 GOOD, LONG, ASKED = [user("Hi"), answer("Yes")], ROWS["system"][0], [{"prompt": CHAT[:3]}]
 RUNS = {  # two rows, and what is evaluated
     "sft": ([LONG, {"messages": GOOD}], {"eval_dataset": [ROWS["last turn"][0]]}),
     "ilql": ([LONG | {"reward": 1}, {"messages": GOOD, "reward": 0}], {"eval_prompts": ASKED}),
     "reward": ([WHOLE, WHOLE], {"eval_dataset": [PAIR]}),
     "dpo": ([WHOLE, WHOLE], {"eval_dataset": [PAIR]}),
-    "ppo": ([{"prompt": CHAT[:3]}, {"prompt": GOOD[:1]}], {"eval_dataset": ASKED}),
+    **dict.fromkeys(("ppo", "grpo"), ([{"prompt": CHAT[:3]}, {"prompt": GOOD[:1]}], {"eval_dataset": ASKED})),
 }
 
 
@@ -291,6 +291,8 @@ def run(name, model, run_dir, **flags):
     options = {"batch_size": 2, "micro_batch_size": 2, "eval_every": 1, "save_every": 0, "threads": 1}
     if name == "ppo":
         options |= {"reward": scores, "total_episodes": 4, "rollout_batch_size": 2, "ppo_epochs": 1}
+    elif name == "grpo":
+        options |= {"reward": scores, "total_episodes": 4, "rollout_batch_size": 2, "group_size": 2}
     else:
         options |= {"total_steps": 2} | ({} if name == "reward" else {"metric": lambda **x: {"length": scores(**x)}})
     options |= {} if name == "reward" else {"max_new_tokens": 4}
@@ -360,21 +362,23 @@ FORMS = {  # a row of a chat
     "sides": lambda chat: {"prompt": chat[:-1] or GOOD[:1], "chosen": chat[-1:], "rejected": chat[-1:]},
     "prompt": lambda chat: {"prompt": chat},
 }
-READ = {"sft": ["messages", "pair"], "ilql": ["messages", "pair"], "ppo": ["prompt"]}
+READ = {"sft": ["messages", "pair"], "ilql": ["messages", "pair"], "ppo": ["prompt"], "grpo": ["prompt"]}
 READ |= {"reward": ["whole", "sides"], "dpo": ["whole", "sides"]}
+READERS = [(name, form) for name in READ for form in READ[name] if name != "grpo"]
+READERS.append(pytest.param("grpo", "prompt", marks=pytest.mark.slow))  # reads as ppo does
 
 
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
 @pytest.mark.parametrize("defect", DEFECTS)
-@pytest.mark.parametrize(("name", "form"), [(name, form) for name in READ for form in READ[name]])
-@pytest.mark.case(49, "ppo sft reward dpo ilql")
+@pytest.mark.parametrize(("name", "form"), READERS)
+@pytest.mark.case(49, "ppo grpo sft reward dpo ilql")
 def test_what_is_no_chat_is_one_sentence(name, form, defect, flag, model_dir, tmp_path):
     """It names flag and row, and nothing is written."""
     (chat, sentence), row = DEFECTS[defect], FORMS[form]
     model, options = model_dir(OTHERS.get(defect, LLAMA)), {} if name == "reward" else {"metric": None}
     options |= {"dataset": RUNS[name][0]} | {flag: [row(GOOD), row(chat)]}
     where = "--dataset row 1" if defect in OTHERS else f"--{flag.replace('_', '-')} row 2"
-    if name == "ppo" and defect in ("user", "changes"):  # such is a prompt
+    if name in ("ppo", "grpo") and defect in ("user", "changes"):  # such is a prompt
         options |= {"reward": lambda outputs: [0.0] * len(outputs), "check": True}
         run(name, model, tmp_path / "run", **options)
     else:

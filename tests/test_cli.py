@@ -10,7 +10,7 @@ import pytest
 import tyro
 import yaml
 
-from algos import ddpo, dpo, ilql, ppo, reward, sft
+from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from common import cli
 from common.cli import (
     OTHER_NAMES,
@@ -37,7 +37,7 @@ from common.ranges import (
     out_of_range,
 )
 
-SCRIPTS = {"ppo": ppo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
 NAN, INF = float("nan"), float("inf")
 
 
@@ -174,7 +174,7 @@ def test_learning_rates_are_those_for_pretrained_models():
     rates = {
         name: field.default for name, script in SCRIPTS.items() for field in fields_of(script) if field.name == "lr"
     }
-    assert rates == {"ppo": 1e-5, "ilql": 5e-5, "sft": 2e-5, "reward": 1e-5, "dpo": 1e-6, "ddpo": 1e-5}
+    assert rates == {"ppo": 1e-5, "grpo": 1e-6, "ilql": 5e-5, "sft": 2e-5, "reward": 1e-5, "dpo": 1e-6, "ddpo": 1e-5}
 
 
 def fields_of(script):
@@ -288,7 +288,7 @@ def test_a_name_without_a_counterpart_here_is_left_to_tyro():
 
 
 def test_the_length_of_a_run_has_the_name_of_the_script():
-    for script, flag in (sft, "--epochs"), (ppo, "--total-episodes"):
+    for script, flag in (sft, "--epochs"), (ppo, "--total-episodes"), (grpo, "--total-episodes"):
         with pytest.raises(InputError, match=f"there is no --num-train-epochs here: use {flag}"):
             refuse_other_names(["--num-train-epochs"], script.Args)
 

@@ -15,14 +15,22 @@ import pytest
 import tyro
 from cases import CASES
 
-from algos import ddpo, dpo, ilql, ppo, reward, sft
+from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks import check
 from benchmarks.tasks import randomwalks, shapes
 from common import logging as run_logging
 from common.cli import expand_config, refuse_other_names, with_embedded_task
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"ddpo.py": ddpo, "dpo.py": dpo, "ilql.py": ilql, "ppo.py": ppo, "reward.py": reward, "sft.py": sft}
+SCRIPTS = {
+    "ddpo.py": ddpo,
+    "dpo.py": dpo,
+    "grpo.py": grpo,
+    "ilql.py": ilql,
+    "ppo.py": ppo,
+    "reward.py": reward,
+    "sft.py": sft,
+}
 DOCUMENTS = [ROOT / "README.md", ROOT / "algos/README.md", *(ROOT / "algos" / name for name in SCRIPTS)]
 COMMAND = re.compile(
     r"^ *(?:\w.*&& )?((?:python|accelerate launch|torchrun --nproc_per_node \d+) algos/(\w+\.py)[^#`\n]*)", re.M
@@ -95,7 +103,7 @@ def test_help_shows_every_flag(name):
         assert f"--{field.name.replace('_', '-')}" in text
 
 
-MODULES = [randomwalks, shapes, ddpo, dpo, ilql, ppo, reward, sft, check, run_logging]
+MODULES = [randomwalks, shapes, ddpo, dpo, grpo, ilql, ppo, reward, sft, check, run_logging]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

@@ -15,18 +15,21 @@ import torch
 from harness import ROOT, files, flags
 from matplotlib.figure import Figure
 
-from algos import ppo, sft
+from algos import grpo, ppo, sft
 from common import checkpoint
 from common.cli import InputError, cli
 from common.functions import call_reward, load_function
 
-SCRIPTS = {"ppo": ppo, "sft": sft}
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "sft": sft}
 ROWS = [{"prompt": letter, "shift": i} for i, letter in enumerate("bcde")]
 BASE = {
     "ppo": """--model model --dataset rows.jsonl --eval-dataset rows.jsonl --reward user.py:reward
     --metric user.py:metric --total-episodes 4 --rollout-batch-size 4 --batch-size 4 --ppo-epochs 1
     --eval-every 0 --save-every 0
     --max-new-tokens 4 --threads 1 --run-dir run""".split(),
+    "grpo": """--model model --dataset rows.jsonl --eval-dataset rows.jsonl --reward user.py:reward
+    --metric user.py:metric --total-episodes 4 --rollout-batch-size 4 --batch-size 4 --group-size 2 --eval-every 0
+    --save-every 0 --max-new-tokens 4 --threads 1 --run-dir run""".split(),
     "sft": """--model model --dataset texts.jsonl --eval-dataset None --eval-prompts rows.jsonl --metric user.py:metric
     --total-steps 1 --batch-size 4 --eval-every 0 --save-every 0 --max-new-tokens 4 --threads 1
     --run-dir run""".split(),
@@ -171,7 +174,7 @@ def one_sentence(err):
 
 def test_the_good_commands_run(command, here):
     """Otherwise the tables below could be right by accident."""
-    for algo in "ppo", "sft":
+    for algo in SCRIPTS:
         code, out, err = command(algo)
         assert code == 0 and (here / "run/README.md").exists(), err
         shutil.rmtree(here / "run")
@@ -225,6 +228,24 @@ FLAGS = [
     ("ppo", "--ratio-threshold inf", "--ratio-threshold inf must be"),
     ("ppo", "--min-length-limit 0", "--min-length-limit 0 must be at least 1"),
     ("ppo", "--min-length-limit 5", "--min-length-limit 5 must be at most --max-new-tokens"),
+    (
+        "grpo",
+        "--group-size 1",
+        "--group-size 1 must be at least 2: a response is compared with the others of its group",
+    ),
+    ("grpo", "--group-size 0", "--group-size 0 must be at least 1"),
+    ("grpo", "--group-size 3", "--rollout-batch-size 4 must be a multiple of --group-size 3"),
+    ("grpo", "--batch-size 3", "--rollout-batch-size 4 must be a multiple of --batch-size 3"),
+    ("grpo", "--total-episodes 6", "--total-episodes 6 must be a multiple of --rollout-batch-size 4"),
+    ("grpo", "--ppo-epochs 0", "--ppo-epochs 0 must be at least 1"),
+    ("grpo", "--dynamic-sampling -1", "--dynamic-sampling -1 must be at least 0"),
+    ("grpo", "--cliprange nan", "--cliprange nan must be"),
+    ("grpo", "--cliprange-high -0.28", "--cliprange-high -0.28 must be 0 or a positive number"),
+    ("grpo", "--kl-coef -0.1", "--kl-coef -0.1 must be 0 or a positive number"),
+    ("grpo", "--kl-coef 0 --ref-model model", "--ref-model needs a --kl-coef above 0"),
+    ("grpo", "--temperature 0", "--temperature 0.0 must be a positive number"),
+    ("grpo", "--num-layers-unfrozen 0", "--num-layers-unfrozen 0 leaves nothing to train"),
+    ("grpo", "--num-layers-unfrozen 3", "--num-layers-unfrozen 3: the model has 2 layers"),
 ]
 
 
@@ -253,6 +274,10 @@ TYPED = [
     ("sft", "--deterministic True", ["Unrecognized", "True"]),
     ("ppo", "--kl-kind k9", ["'k9'", "--kl-kind", "'k3'"]),
     ("ppo", "--adam-betas 0.9", ["--adam-betas", "2"]),
+    ("grpo", "--advantage-kind median", ["'median'", "--advantage-kind", "'loo'"]),
+    ("grpo", "--ratio-level word", ["'word'", "--ratio-level", "'sequence'"]),
+    ("grpo", "--loss-mean none", ["'none'", "--loss-mean", "'constant'"]),
+    ("grpo", "--vf-coef 0.1", ["Unrecognized", "--vf-coef"]),
 ]
 
 
@@ -701,11 +726,11 @@ def test_responses_that_end_at_once_or_never(end, rate, variant, command, here):
 
 
 @pytest.mark.case(33)
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
+@pytest.mark.parametrize("algo", ["ppo", "grpo", "sft"])
 def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, here, monkeypatch):
     """At the third step; the checkpoint of the second one is finite, and the rows are named."""
     module, calls = SCRIPTS[algo], []
-    name = {"ppo": "policy_loss", "sft": "token_nll"}[algo]
+    name = {"ppo": "policy_loss", "grpo": "grpo_loss", "sft": "token_nll"}[algo]
     function = getattr(module, name)
 
     def poisoned(*args):
@@ -714,7 +739,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, here, mo
 
     monkeypatch.setattr(module, name, poisoned)
     of_sft = "--total-steps 4 --metric None --eval-prompts None --no-packing"
-    flags = {"ppo": "--total-episodes 16", "sft": of_sft}[algo].split()
+    flags = {"ppo": "--total-episodes 16", "grpo": "--total-episodes 16", "sft": of_sft}[algo].split()
     with pytest.raises(FloatingPointError, match="step 3: .*nan.*checkpoint is intact"):
         command(algo, *flags, "--save-every", "1")
     newest = sorted((here / "run/checkpoints").iterdir())[-1]

@@ -175,7 +175,7 @@ def test_killed_while_a_checkpoint_is_written(algo, states, scripts, work, whole
         continued(state, algo, scripts, work, whole, tmp_path / state.name)
 
 
-@pytest.mark.case(76, "ppo ilql sft reward dpo ddpo")
+@pytest.mark.case(76, "ppo grpo ilql sft reward dpo ddpo")
 @pytest.mark.slow
 def test_the_runs_are_worth_comparing(whole, work):
     """Otherwise equality would say nothing: all weights move, and so does what else checkpoints hold."""
@@ -190,6 +190,9 @@ def test_the_runs_are_worth_comparing(whole, work):
         assert len(before.keys() & after.keys()) > 20 and len(lines(folder / "samples.jsonl")) > 5
     metrics = lines(whole("ppo")[0] / "metrics.jsonl")
     assert len({line["objective/kl_coef"] for line in metrics[1:]}) > 3
+    metrics = lines(whole("grpo")[0] / "metrics.jsonl")
+    assert sum(line["groups/sampled"] > 4 for line in metrics[1:]) > 2, "groups are replaced"
+    assert len({line["groups/equal"] for line in metrics[1:]}) > 1
     newest = max((whole("ilql")[0] / "checkpoints").iterdir())
     weights = load_file(newest / "model.safetensors")
     targets = {name: weights[name.replace("target_", "")] for name in weights if "target_" in name}
@@ -237,6 +240,7 @@ PLACES = {
 SAMPLING = ("torch", "searchsorted", 15)
 OWN_PLACES = {
     "ppo": {"sampling": SAMPLING, "reward": "reward:5", "evaluation": "metric:2"},
+    "grpo": {"sampling": SAMPLING, "reward": "reward:5", "evaluation": "metric:2", "replaced groups": "reward:9"},
     "ilql": {"sampling": SAMPLING, "evaluation": "metric:3"},
     "sft": {"sampling": SAMPLING, "evaluation": "metric:2"},
     "reward": {"evaluation": ("common.logging", "Run.samples", 2)},
@@ -244,7 +248,7 @@ OWN_PLACES = {
     "ddpo": {"sampling": ("diffusers", "AutoencoderKL.decode", 3), "reward": "reward:4", "evaluation": "metric:2"},
 }
 DEFAULT = {("ppo", "reward"), ("ilql", "optimizer step"), ("sft", "sampling"), ("reward", "between steps")}
-DEFAULT |= {("dpo", "logging")}
+DEFAULT |= {("dpo", "logging"), ("grpo", "replaced groups")}
 
 
 def kill_at(place):
@@ -292,7 +296,7 @@ def found(*args):
 s.stream_rows, c.newest_checkpoint = shifted, found""",
     "the lines of lost steps": "import common.logging\ncommon.logging.keep_lines = lambda path, step: None",
 }
-OWN_STATE = {"ppo": {"kl_coef": 0.05, "moments": [0, 0.0, 0.0]}, "ddpo": {"rewards": {}}}
+OWN_STATE = {"ppo": {"kl_coef": 0.05, "moments": [0, 0.0, 0.0]}, "grpo": {"prompts": 0}, "ddpo": {"rewards": {}}}
 for algo, scalars in OWN_STATE.items():
     for key, value in scalars.items():
         FORGET[f"{key} of {algo}"] = f"""
@@ -626,7 +630,7 @@ def test_the_launcher_dies_and_its_child_lives_on(algo, scripts, work, whole, tm
 
 # ---- The same command, another command -------------------------------------------------------------------------------
 
-LONGER = {"ppo": ["--total-episodes", "64"], "ddpo": ["--num-epochs", "8"]}
+LONGER = {"ppo": ["--total-episodes", "64"], "grpo": ["--total-episodes", "64"], "ddpo": ["--num-epochs", "8"]}
 
 
 @pytest.mark.case(13)

@@ -21,11 +21,12 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from test_adapters import DATA, log, run
 
-from algos import ddpo, dpo, ilql, ppo, reward, sft
+from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from common.cli import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"ppo": ppo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql}
+ROLLED = "ppo", "grpo"
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql}
 # what `accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP` sets
 LAUNCH = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 LAUNCH |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
@@ -36,10 +37,10 @@ def vowels(outputs, **columns):
 
 
 def go(name, model, run_dir, **flags):
-    """Five optimizer steps (eight of ppo) of six rows in float64: three a process, in micro-batches of two and one."""
+    """Five optimizer steps (eight of ppo and grpo) of six rows in float64: three a process, in micro-batches of two and one."""
     settings = {"dtype": "float64", "attn_implementation": "sdpa", "batch_size": 6, "micro_batch_size": 2}
     settings |= {"max_grad_norm": 0.1, "adam_eps": 1e-5, "keep_checkpoints": 9, "weight_decay": 0.1}
-    settings |= {"rollout_batch_size": 12, "total_episodes": 24} if name == "ppo" else {"total_steps": 5}
+    settings |= {"rollout_batch_size": 12, "total_episodes": 24} if name in ROLLED else {"total_steps": 5}
     settings |= {"max_new_tokens": 5} | ({"norm_prompts": DATA[ppo]} if name == "reward" else {"metric": vowels})
     return run(SCRIPTS[name], model, run_dir, **settings | flags)[1]
 
@@ -163,18 +164,18 @@ def compare(tmp_path, model, cases, sharded=True):
     return seen
 
 
-@pytest.mark.case(91, "ppo sft reward dpo ilql")
-@pytest.mark.parametrize("names", ["ppo", pytest.param("sft reward dpo ilql", marks=pytest.mark.slow)])
+@pytest.mark.case(91, "ppo grpo sft reward dpo ilql")
+@pytest.mark.parametrize("names", ["ppo", pytest.param("grpo sft reward dpo ilql", marks=pytest.mark.slow)])
 def test_shards_equal_one_process(gpt2_dir, tmp_path, names):
     for name, seen in zip(names.split(), compare(tmp_path, gpt2_dir, [(n, {}) for n in names.split()]), strict=True):
         # two blocks and the rest; where the language model is the whole, what is tied and the positions; the score head
-        groups = {"ppo": 3, "ilql": 3, "sft": 4, "dpo": 4, "reward": 5}[name]
+        groups = {"ppo": 3, "ilql": 3, "grpo": 4, "sft": 4, "dpo": 4, "reward": 5}[name]
         assert seen["groups"] == groups, name
-        assert seen["reduces"] == [groups] * (8 if name == "ppo" else 5), name  # once a step, not a micro-batch
+        assert seen["reduces"] == [groups] * (8 if name in ROLLED else 5), name  # once a step, not a micro-batch
 
 
 @pytest.mark.slow
-@pytest.mark.case(94, "ppo sft reward dpo ilql")
+@pytest.mark.case(94, "ppo grpo sft reward dpo ilql")
 @pytest.mark.parametrize("flags", [{"lora_r": 3}, {"num_layers_unfrozen": 1}], ids=["lora", "frozen"])
 def test_shards_with_frozen_weights(gpt2_dir, tmp_path, flags):
     seen = compare(tmp_path, gpt2_dir, [(name, flags) for name in SCRIPTS])
@@ -182,7 +183,7 @@ def test_shards_with_frozen_weights(gpt2_dir, tmp_path, flags):
 
 
 @pytest.mark.slow
-@pytest.mark.case(90, "ppo sft reward dpo ilql")
+@pytest.mark.case(90, "ppo grpo sft reward dpo ilql")
 @pytest.mark.parametrize("flags", [{}, {"num_layers_unfrozen": 1}], ids=["all", "frozen"])
 def test_whole_weights_reduce_once_a_step(gpt2_dir, tmp_path, flags):
     """The gradients of a tiny model are one bucket: it is reduced for the last micro-batch of a step alone. Frozen
@@ -192,21 +193,21 @@ def test_whole_weights_reduce_once_a_step(gpt2_dir, tmp_path, flags):
         cases += [(name, {"num_layers_unfrozen": 0}) for name in ("ppo", "ilql", "reward")]
         cases += [("ppo", {"detach_value_trunk": True, "vf_coef": 0.0}), ("ilql", {"cql_scale": 0.0, "two_qs": False})]
     for (name, _), seen in zip(cases, compare(tmp_path, gpt2_dir, cases, sharded=False), strict=True):
-        assert seen["reduces"] == [1] * (8 if name == "ppo" else 5), name
+        assert seen["reduces"] == [1] * (8 if name in ROLLED else 5), name
 
 
 @pytest.mark.slow
-@pytest.mark.case(92, "ppo sft reward dpo ilql")
+@pytest.mark.case(92, "ppo grpo sft reward dpo ilql")
 def test_checkpoints_across_layouts(gpt2_dir, tmp_path, capsys):
     """Written by two processes that shard and continued by one, and the other way round."""
     cases = [("ppo", {"num_layers_unfrozen": 1}), ("ppo", {}), ("sft", {"lora_r": 3}), ("sft", {}), ("reward", {})]
-    cases += [("dpo", {}), ("ilql", {}), ("ilql", {"num_layers_unfrozen": 1})]
+    cases += [("dpo", {}), ("ilql", {}), ("ilql", {"num_layers_unfrozen": 1}), ("grpo", {"dynamic_sampling": 1})]
 
     def cut(kind, i):
-        """A copy of a run directory as it was after four steps of ppo, else three."""
+        """A copy of a run directory as it was after four steps of ppo and grpo, else three."""
         folder = shutil.copytree(tmp_path / f"{kind}-{i}", tmp_path / f"after-{kind}-{i}")
         (folder / "README.md").unlink()
-        kept = "step_00000004" if cases[i][0] == "ppo" else "step_00000003"
+        kept = "step_00000004" if cases[i][0] in ROLLED else "step_00000003"
         for path in (folder / "checkpoints").iterdir():
             if path.name > kept:
                 shutil.rmtree(path)
@@ -219,27 +220,27 @@ def test_checkpoints_across_layouts(gpt2_dir, tmp_path, capsys):
         one, other = map(safetensors.torch.load_file, files)
         assert one.keys() == other.keys(), (name, flags)
     _, output = two(tmp_path, [(name, gpt2_dir, cut("one", i), flags) for i, (name, flags) in enumerate(cases)])
-    assert output.count("from step 3") == 6 and output.count("from step 4") == 2
+    assert output.count("from step 3") == 6 and output.count("from step 4") == 3
     for i, (name, flags) in enumerate(cases):
         assert_equal_runs(tmp_path / f"one-{i}", tmp_path / f"after-one-{i}", (name, flags))
         capsys.readouterr()
         go(name, gpt2_dir, cut("two", i), **flags)
-        assert f"from step {4 if name == 'ppo' else 3}" in capsys.readouterr().out
+        assert f"from step {4 if name in ROLLED else 3}" in capsys.readouterr().out
         assert_equal_runs(tmp_path / f"one-{i}", tmp_path / f"after-two-{i}", (name, flags))
 
 
 @pytest.mark.slow
-@pytest.mark.case(93, "ppo sft dpo ilql")
+@pytest.mark.case(93, "ppo grpo sft dpo ilql")
 def test_sampling_gathers_once(gpt2_dir, tmp_path):
     """As many gathers as groups, for every evaluation and rollout, however long the responses are."""
-    cases = [(name, n) for name in ("ppo", "sft", "dpo", "ilql") for n in (2, 7)]
+    cases = [(name, n) for name in ("ppo", "grpo", "sft", "dpo", "ilql") for n in (2, 7)]
     flags = {"eval_every": 1, "total_steps": 1}, {"eval_every": 1, "total_episodes": 12, "ppo_epochs": 1}
-    jobs = [(x, gpt2_dir, tmp_path / f"{x}{n}", flags[x == "ppo"] | {"max_new_tokens": n}) for x, n in cases]
+    jobs = [(x, gpt2_dir, tmp_path / f"{x}{n}", flags[x in ROLLED] | {"max_new_tokens": n}) for x, n in cases]
     for (name, length), seen in zip(cases, two(tmp_path, jobs)[0], strict=True):
         samples = [json.loads(line) for line in open(tmp_path / f"{name}{length}/samples.jsonl")]
         assert max(len(sample["output"]) for sample in samples) == length
         # evaluations before and after, and a rollout
-        assert seen["gathers"] == [seen["groups"]] * (3 if name == "ppo" else 2), (name, length)
+        assert seen["gathers"] == [seen["groups"]] * (3 if name in ROLLED else 2), (name, length)
 
 
 def test_shards_are_refused_where_they_cannot_be(gpt2_dir, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from test_models import short_ppo, short_sft
+from test_models import short_grpo, short_ppo, short_sft
 from transformers import GPT2ForSequenceClassification
 
 from benchmarks.tasks import randomwalks
@@ -275,7 +275,7 @@ def client(monkeypatch):
     return Client
 
 
-@pytest.mark.parametrize("short", [short_sft, short_ppo])
+@pytest.mark.parametrize("short", [short_sft, short_ppo, pytest.param(short_grpo, marks=pytest.mark.slow)])
 def test_an_upload_holds_the_export_alone(short, gpt2_dir, client, tmp_path):
     short(gpt2_dir, tmp_path / "without")
     assert client.calls == []

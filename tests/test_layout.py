@@ -27,13 +27,13 @@ import torch
 import transformers
 from test_runs import launch, torchrun
 
-from algos import ddpo, dpo, ilql, ppo, reward, sft
+from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
 from common import checkpoint, classifiers, sampling
 from common.logging import Run
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"ppo": ppo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
 ALGOS = pytest.mark.parametrize("algo", SCRIPTS)
 
 
@@ -66,6 +66,12 @@ def vowels(samples, outputs, **columns):
     return [0.3 * sum(c in "aeiou" for c in o) + 0.1 * (len(s) % 4) for s, o in zip(samples, outputs, strict=True)]
 
 
+def short(outputs, **columns):
+    """Few values, so that groups of equal ones happen."""
+    called()
+    return [float(len(output) % 3 == 0) for output in outputs]
+
+
 def length(outputs, **columns):
     called()
     return {"length": [len(output) for output in outputs]}
@@ -96,6 +102,11 @@ PPO = COMMON | {
     "total_episodes": 36, "rollout_batch_size": 12, "ppo_epochs": 2, "max_new_tokens": 6, "temperature": 0.7,
     "kl_coef": 0.1, "kl_target": 0.5, "kl_horizon": 30, "value_head": "linear", "value_head_init": "normal",
 }  # fmt: skip
+GRPO = COMMON | {
+    "model": "gpt2", "dataset": ROWS, "eval_dataset": {"x": ROWS[:5], "y": ROWS[5:6]}, "metric": "length",
+    "total_episodes": 36, "rollout_batch_size": 12, "group_size": 3, "max_new_tokens": 6, "temperature": 0.7,
+    "max_grad_norm": 0.1,
+}  # fmt: skip
 PAIRED = {"dataset": PAIRS, "eval_dataset": {"x": PAIRS[:5], "y": PAIRS[5:6]}}
 DDPO = COMMON | {
     "model": "pipeline", "dataset": CAPTIONS, "eval_dataset": {"x": CAPTIONS, "y": CAPTIONS[1:2]}, "reward": "redness",
@@ -110,6 +121,17 @@ CASES = {
         "early_stop_kl": 0.01, "ratio_threshold": 1.01,
     },
     "ppo-classifier": PPO | {"reward": "classifier", "score_scaling": "running", "total_episodes": 24},
+    "grpo": GRPO | {
+        "reward": "short", "ppo_epochs": 2, "kl_coef": 0.1, "dynamic_sampling": 2, "num_layers_unfrozen": 1,
+        "stop": ["ab", "ki"], "loss_mean": "token", "cliprange_high": 0.28,
+    },
+    "grpo-idle": GRPO | {  # rows without an advantage are left out of the forward passes
+        "reward": "short", "ppo_epochs": 2, "kl_coef": 0.0, "ratio_level": "sequence", "advantage_kind": "mean",
+        "cliprange": 1e-2, "loss_mean": "constant",
+    },
+    "grpo-classifier": GRPO | {
+        "reward": "classifier", "batch_size": 12, "kl_coef": 0.1, "advantage_kind": "loo", "total_episodes": 72,
+    },
     "sft": STEPS | SAMPLED | {"dataset": ROWS, "eval_dataset": {"x": ROWS[:5], "y": ROWS[5:6]}},
     "sft-packed": STEPS | SAMPLED | {
         "dataset": ROWS, "eval_dataset": {"x": ROWS[:5]}, "packing": True, "max_length": 16,
@@ -128,6 +150,10 @@ CASES = {
     "ddpo": DDPO,
     "ddpo-lora": DDPO | {"lora_r": 2, "num_epochs": 2, "ppo_epochs": 3, "rollout_batch_size": 6},
 }  # fmt: skip
+
+
+SLOW = {"grpo-idle", "grpo-classifier"}
+EVERY_CASE = [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 
 
 def algo_of(case):
@@ -227,15 +253,17 @@ def wide(script, job):
                 part.query, part.query_mask = widen(part.query, 2, 0), widen(part.query_mask, 2, 0, False)
                 part.response_mask = widen(part.response_mask, 0, 2, False)
                 part.response = widen(part.response, 0, 2)
-                for name in ("logprobs", "values", "advantages", "returns"):
-                    if getattr(part, name) is not None:
-                        setattr(part, name, widen(getattr(part, name), 0, 2, float("nan")))
+                for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns"):
+                    field = getattr(part, name, None)
+                    if field is not None and field.ndim == 2:  # in grpo an advantage is that of a row
+                        setattr(part, name, widen(field, 0, 2, float("nan")))
             return part
 
         return call
 
     rows = {
         ppo: (ppo.Rollout, "take", wide_rollout),
+        grpo: (grpo.Batch, "take", wide_rollout),
         ilql: (ilql.Batch, "of", wide_episodes),
         sft: (sft, "collate", wide_collate),
         reward: (classifiers, "line_up", wide_lines),
@@ -248,8 +276,8 @@ def wide(script, job):
 
 @contextmanager
 def shuffled(script, job):
-    """The rows of each global batch in another order: where these are a set. Rollouts draw by row, so in ppo and ddpo
-    it is the episodes of a minibatch that come in another order."""
+    """The rows of each global batch in another order: where these are a set. Rollouts draw by row, so in ppo, grpo and
+    ddpo it is the episodes of a minibatch that come in another order."""
     orders = []
 
     def reorder(rows):
@@ -274,9 +302,15 @@ def shuffled(script, job):
 
         return generator
 
-    name, make = {ppo: ("minibatches", minibatches_reordered), ddpo: ("pair_minibatches", pairs_reordered)}.get(
-        script, ("stream_rows", rows_reordered)
-    )
+    def episodes_reordered(minibatches):
+        return lambda *args: [torch.stack(reorder(rows)) for rows in minibatches(*args)]
+
+    own = {
+        ppo: ("minibatches", minibatches_reordered),
+        grpo: ("minibatches", episodes_reordered),
+        ddpo: ("pair_minibatches", pairs_reordered),
+    }
+    name, make = own.get(script, ("stream_rows", rows_reordered))
     with replaced(script, name, make):
         yield
     assert len(orders) >= 5
@@ -479,7 +513,7 @@ def base(job, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVERY_CASE)
 def test_the_plain_runs_are_worth_comparing(base, places, case):
     """All that is trained moves, what is summed over rows matters, texts differ, and skips and early ends happen."""
     records = lines(base(case) / "metrics.jsonl")
@@ -502,6 +536,11 @@ def test_the_plain_runs_are_worth_comparing(base, places, case):
         assert {line["policy/epochs"] for line in records[1:]} == {1, 2}
         assert len({line["objective/kl_coef"] for line in records[1:]}) > 2
         assert len({row["output"] for row in lines(base(case) / "samples.jsonl")}) > 5
+    if algo_of(case) == "grpo":
+        assert all(line["groups/equal"] < 1 for line in records[1:])
+        assert sum(line["groups/equal"] for line in records[1:]) > 0
+        assert case != "grpo" or max(line["groups/sampled"] for line in records[1:]) > 4
+        assert records[-1]["policy/ratio"] == 1 or "classifier" not in case
 
 
 # Which rows share a forward pass, and other flags that say how and not what.
@@ -527,31 +566,31 @@ def micro_table():
     table = []
     for case in CASES:
         for number, flags in enumerate(MICRO + OTHER.get(case, [])):
-            marks = [] if number == 0 and case != "ddpo-lora" else [pytest.mark.slow]
+            marks = [] if number == 0 and case not in SLOW | {"ddpo-lora"} else [pytest.mark.slow]
             table.append(pytest.param(case, flags, marks=marks, id=f"{case}-{flags}"))
     return table
 
 
-@pytest.mark.case(80, "ppo ilql sft reward dpo ddpo")
+@pytest.mark.case(80, "ppo grpo ilql sft reward dpo ddpo")
 @pytest.mark.parametrize(("case", "flags"), micro_table())
 def test_micro_batches_change_nothing(base, job, tmp_path, case, flags):
     play(job(case, tmp_path / "run", **flags))
     same_result(tmp_path / "run", base(case))
 
 
-TEXT_CASES = [case for case in CASES if algo_of(case) != "ddpo"]  # prompts of pictures all have the same length
+TEXT_CASES = [case for case in EVERY_CASE if "ddpo" not in str(case)]  # prompts of pictures all have the same length
 
 
-@pytest.mark.case(82, "ppo ilql sft reward dpo")
+@pytest.mark.case(82, "ppo grpo ilql sft reward dpo")
 @pytest.mark.parametrize("case", TEXT_CASES)
 def test_the_padding_side_of_a_tokenizer_changes_nothing(base, job, tmp_path, case):
     """Right; it is left in the others."""
-    more = {"reward": "classifier-right"} if case == "ppo-classifier" else {}
+    more = {"reward": "classifier-right"} if "classifier" in case else {}
     play(job(case, tmp_path / "run", tokenizer="right", micro_batch_size=4, **more))
     same_result(tmp_path / "run", base(case))
 
 
-@pytest.mark.case(82, "ppo ilql sft reward dpo")
+@pytest.mark.case(82, "ppo grpo ilql sft reward dpo")
 @pytest.mark.parametrize("case", [case for case in TEXT_CASES if case not in ("sft-packed", "dpo-kept")])
 def test_more_padding_changes_nothing(base, job, tmp_path, case):
     flags = {"cache_trunk": False} if algo_of(case) == "ppo" else {}
@@ -559,10 +598,10 @@ def test_more_padding_changes_nothing(base, job, tmp_path, case):
     same_result(tmp_path / "run", base(case))
 
 
-@pytest.mark.case(83, "ppo ilql sft reward dpo ddpo")
+@pytest.mark.case(83, "ppo grpo ilql sft reward dpo ddpo")
 @pytest.mark.parametrize(
     "case",
-    [x for x in CASES if x not in ("sft-packed", "ddpo-lora")]  # noise is drawn by the place in the batch
+    [x for x in EVERY_CASE if x not in ("sft-packed", "ddpo-lora")]  # noise is drawn by the place in the batch
     + [pytest.param("ddpo-lora", marks=pytest.mark.slow)],
 )
 def test_the_order_of_rows_in_a_batch_changes_nothing(base, job, tmp_path, case):
@@ -598,19 +637,29 @@ def broken(job, case, run_dir, how, rank=1, after=1, module="GPT2Model"):
     return job(case, run_dir, "fault", **SHARES) | {"how": how, "rank": rank, "after": after, "module": module}
 
 
-RESUMED = {"ppo": "ppo", "ilql": "ilql", "sft": "sft-packed", "reward": "reward", "dpo": "dpo", "ddpo": "ddpo"}
+RESUMED = {
+    "ppo": "ppo",
+    "grpo": "grpo",
+    "ilql": "ilql",
+    "sft": "sft-packed",
+    "reward": "reward",
+    "dpo": "dpo",
+    "ddpo": "ddpo",
+}
 
 
 @pytest.fixture(scope="module")
-def two(job, start, tmp_path_factory):
-    """Runs of two processes: every case, micro-batches of 2 and 1 rows a process; a ppo run one process of which is
+def two(job, start, tmp_path_factory, request):
+    """Runs of two processes: every case that is asked for, micro-batches of 2 and 1 rows a process; a ppo run one process of which is
     killed, then started again; runs with a slow process; and the middle part of runs that one process begins."""
     folder = tmp_path_factory.mktemp("two")
     killed = start(2, [broken(job, "ppo", folder / "killed", "kill")], folder)
     left = checkpoint.newest_checkpoint(folder / "killed", "ppo", lambda text: pytest.fail(text))
     for algo, case in RESUMED.items():
         play(job(case, folder / "parts" / algo, "stopping") | {"stop": 1})
-    jobs = [job(case, folder / case, "witness", **SHARES) for case in CASES]
+    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    cases = [case for case in CASES if case not in SLOW or case in asked]
+    jobs = [job(case, folder / case, "witness", **SHARES) for case in cases]
     jobs.append(job("ppo", folder / "killed", **SHARES))
     jobs += [broken(job, case, folder / f"slow-{case}", "sleep", after=0) for case in ("ppo", "sft")]
     jobs += [job(case, folder / "parts" / algo, "stopping") | {"stop": 1} for algo, case in RESUMED.items()]
@@ -619,8 +668,8 @@ def two(job, start, tmp_path_factory):
     return folder, killed, left, done
 
 
-@pytest.mark.case(81, "ppo ilql sft reward dpo ddpo")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.case(81, "ppo grpo ilql sft reward dpo ddpo")
+@pytest.mark.parametrize("case", EVERY_CASE)
 def test_two_processes_equal_one(base, two, case):
     same_result(two[0] / case, base(case))
     if case == "dpo":  # the log-probabilities of the reference are kept: another layout has other last bits
@@ -638,8 +687,8 @@ def three(job, start, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.case(81, "ppo ilql sft reward dpo ddpo")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.case(81, "ppo grpo ilql sft reward dpo ddpo")
+@pytest.mark.parametrize("case", EVERY_CASE)
 def test_three_processes_equal_one(base, three, case):
     same_result(three / case, base(case))
 
@@ -649,8 +698,8 @@ def known(folder, case, processes):
     return [json.loads((folder / f"{case}.rank{rank}").read_text()) for rank in range(processes)]
 
 
-@pytest.mark.case(84, "ppo ilql sft reward dpo ddpo")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.case(84, "ppo grpo ilql sft reward dpo ddpo")
+@pytest.mark.parametrize("case", EVERY_CASE)
 def test_all_processes_know_the_same(two, case):
     """Every metric (learning rate, KL coefficient, epochs until an early end, skips), what checkpoints hold (moments,
     statistics of prompts, the best step), weights and moments of Adam: bit for bit."""
@@ -667,8 +716,8 @@ def test_all_processes_know_the_same(two, case):
 
 
 @pytest.mark.slow
-@pytest.mark.case(84, "ppo ilql sft reward dpo ddpo")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.case(84, "ppo grpo ilql sft reward dpo ddpo")
+@pytest.mark.parametrize("case", EVERY_CASE)
 def test_all_three_processes_know_the_same(three, case):
     first, *others = known(three, case, 3)
     assert others == [first, first] and len(first["log"]) > 2
@@ -732,12 +781,13 @@ def test_a_process_that_fails_ends_the_others_and_the_run_goes_on(two, job, star
 
 
 @pytest.mark.slow
-@pytest.mark.case(29, "ppo")
-def test_a_reward_model_that_fails_in_one_process_ends_all(two, job, start, tmp_path):
-    run, case = tmp_path / "run", "ppo-classifier"
+@pytest.mark.case(29, "ppo grpo")
+@pytest.mark.parametrize("case", ["ppo-classifier", "grpo-classifier"])
+def test_a_reward_model_that_fails_in_one_process_ends_all(two, job, start, tmp_path, case):
+    run = tmp_path / "run"
     failed = start(2, [broken(job, case, run, "raise", module="GPT2ForSequenceClassification")], tmp_path)
     assert failed.returncode != 0 and "RuntimeError: this process has had enough" in failed.stderr
-    assert checkpoint.newest_checkpoint(run, "ppo", lambda text: pytest.fail(text))[1]["step"] > 0
+    assert checkpoint.newest_checkpoint(run, algo_of(case), lambda text: pytest.fail(text))[1]["step"] > 0
     done = start(2, [job(case, run, **SHARES)], tmp_path)
     assert done.returncode == 0, done.stderr
     same_bytes(run, two[0] / case)

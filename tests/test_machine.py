@@ -17,7 +17,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from algos import ddpo, ppo, sft
+from algos import ddpo, grpo, ppo, sft
 from common import logging, machine
 from common.cli import cli
 from common.logging import closes_run, describe_layout
@@ -313,10 +313,11 @@ def test_advice():
     smaller = "lower --micro-batch-size (now 8), lower --decode-batch-size (now 256), add --gradient-checkpointing"
     same = "the same command then continues from the last checkpoint, if there is one"
     fields = {"model": "m", "dataset": "d", "reward": "r.py:f"}
-    assert memory_advice(ppo.Args(**fields)) == (
-        f"out of memory: {smaller}: {same}; other flags that lower it, for a new run: "
-        "--max-prompt-length, --max-new-tokens, --lora-r"
-    )
+    for script in ppo, grpo:
+        assert memory_advice(script.Args(**fields)) == (
+            f"out of memory: {smaller}: {same}; other flags that lower it, for a new run: "
+            "--max-prompt-length, --max-new-tokens, --lora-r"
+        )
     lowest = {"micro_batch_size": 1, "gradient_checkpointing": True, "lora_r": 4, "mixed_precision": "no"}
     assert memory_advice(ddpo.Args(**fields, **lowest)) == (
         f"out of memory: lower --decode-batch-size (now 8): {same}; other flags that lower it, for a new run: "

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from algos import ilql, ppo, sft
+from algos import grpo, ilql, ppo, sft
 from common.checkpoint import export, full_weights
 from common.cli import InputError
 from common.models import end_tokens, load_model
@@ -34,6 +34,14 @@ def short_ppo(model, run_dir, **flags):
     settings = {"total_episodes": 16, "rollout_batch_size": 8, "batch_size": 8, "micro_batch_size": 3, "ppo_epochs": 2}
     settings |= {"dataset": [{"prompt": p} for p in PROMPTS], "reward": more_vowels, "lr": 1e-2, "max_new_tokens": 5}
     return ppo.main(ppo.Args(model=model, run_dir=str(run_dir), **settings | {"eval_every": 2, "threads": 1} | flags))
+
+
+def short_grpo(model, run_dir, **flags):
+    """Two iterations of two steps."""
+    settings = {"total_episodes": 16, "rollout_batch_size": 8, "batch_size": 8, "micro_batch_size": 3, "ppo_epochs": 2}
+    settings |= {"dataset": [{"prompt": p} for p in PROMPTS], "reward": more_vowels, "lr": 1e-2, "max_new_tokens": 5}
+    settings |= {"group_size": 4, "eval_every": 2, "threads": 1}
+    return grpo.main(grpo.Args(model=model, run_dir=str(run_dir), **settings | flags))
 
 
 def short_sft(model, run_dir, **flags):
@@ -207,11 +215,15 @@ def test_the_value_head_keeps_float32_under_bf16(build_model):
 # ---- Short runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[f"{script} {family}" for family in FAMILIES for script in ("ppo", "sft")])
+SHORT_RUNS = [f"{script} {family}" for family in FAMILIES for script in ("ppo", "sft")]
+SHORT_RUNS += [pytest.param(f"grpo {family}", marks=pytest.mark.slow) for family in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=SHORT_RUNS)
 def short_run(request, tiny_dirs, tmp_path_factory):
     """A run from an object: the script, the family, the weights before, the model, the metrics, the run directory."""
     name, family = request.param.split()
-    script, short = {"ppo": (ppo, short_ppo), "sft": (sft, short_sft)}[name]
+    script, short = {"ppo": (ppo, short_ppo), "grpo": (grpo, short_grpo), "sft": (sft, short_sft)}[name]
     lm, tokenizer = load_model(sft.Args(), tiny_dirs[family])
     before = {name: weight.clone() for name, weight in lm.named_parameters()}
     metrics, run_dir = short(lm, tmp_path_factory.mktemp(family) / "run", tokenizer=tokenizer)
@@ -227,7 +239,7 @@ def test_short_run(short_run):
     after = dict(back.named_parameters())
     assert after.keys() == before.keys()
     assert all((after[name] - before[name]).abs().max() > 1e-5 for name in before)
-    steps = 4 if script is ppo else 3
+    steps = 3 if script is sft else 4
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert records[0]["step"] == 0 and records[-1]["step"] == short_run.metrics["step"] == steps
     assert all(value is not None for record in records for value in record.values())
@@ -235,7 +247,7 @@ def test_short_run(short_run):
     for name, weight in saved.items():
         name = name.removeprefix("lm.")
         assert name.startswith("value_head") or torch.equal(weight, back.state_dict()[name])
-    best = "eval/reward" if script is ppo else "eval/loss"
+    best = "eval/loss" if script is sft else "eval/reward"
     assert (run_dir / "hf_model_best").exists() and best in short_run.metrics
     reload(run_dir / "hf_model_best")
 
@@ -269,7 +281,8 @@ def test_end_tokens(build_model, letters, tmp_path, own, union):
     assert reload(tmp_path / "export").generation_config.eos_token_id == (union if len(union) > 1 else EOS)
 
 
-def test_a_rollout_ends_at_any_end_token(monkeypatch, build_model, letters, tmp_path):
+@pytest.mark.parametrize("short", [short_ppo, short_grpo])
+def test_a_rollout_ends_at_any_end_token(monkeypatch, build_model, letters, tmp_path, short):
     """Tokens behind the end of a turn would be trained: real checkpoints end turns and documents with two tokens."""
     model = build_model("gpt2")
     model.generation_config.eos_token_id = [5, 7]
@@ -281,7 +294,7 @@ def test_a_rollout_ends_at_any_end_token(monkeypatch, build_model, letters, tmp_
         seen.extend(output_ids)
         return [0.1 * len(ids) for ids in output_ids]
 
-    metrics, run_dir = short_ppo(
+    metrics, run_dir = short(
         str(tmp_path / "model"), tmp_path / "run", reward=reward, max_new_tokens=11, total_episodes=8, eval_every=0
     )
     ended = [ids[-1] in (5, 7, EOS) for ids in seen]
@@ -306,10 +319,10 @@ def test_a_text_that_has_an_end_gets_no_second_one(letters):
 
 
 @pytest.mark.parametrize("num_layers_unfrozen", [-1, 1])
-@pytest.mark.parametrize("script", [ppo, sft])
+@pytest.mark.parametrize("script", [ppo, grpo, sft])
 def test_weights_of_16_bits_are_not_trained(build_model, letters, tmp_path, script, num_layers_unfrozen):
     """An object of this type is refused as the flag is."""
-    short = {ppo: short_ppo, sft: short_sft}[script]
+    short = {ppo: short_ppo, grpo: short_grpo, sft: short_sft}[script]
     flags = {"num_layers_unfrozen": num_layers_unfrozen, "tokenizer": letters}
     with pytest.raises(InputError, match="--dtype bfloat16: most updates of such weights would round to nothing"):
         short(build_model(dtype=torch.bfloat16), tmp_path / "run", **flags)
@@ -322,7 +335,7 @@ def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):
         setattr(model.config, dropout, 0.5)
         model.save_pretrained(tmp_path / family)
         letters.save_pretrained(tmp_path / family)
-        for script in (ppo, sft):
+        for script in (ppo, grpo, sft):
             loaded, _ = load_model(script.Args(), str(tmp_path / family))
             assert torch.equal(logits(loaded.train()), logits(loaded.eval())), family
 
@@ -344,3 +357,19 @@ def test_the_reference_is_another_model(monkeypatch, tiny_dirs, build_model, let
         assert (batch.logprobs - expected)[keep].abs().max() > 0.5
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
     assert Path(tmp_path / "run/hf_model").exists()
+
+
+def test_the_reference_of_grpo_is_another_model(monkeypatch, tiny_dirs, build_model, letters, tmp_path):
+    build_model(seed=7).save_pretrained(tmp_path / "ref")
+    letters.save_pretrained(tmp_path / "ref")
+    scored, score = [], grpo.score
+    monkeypatch.setattr(grpo, "score", lambda *args: scored.append((args[1:3], score(*args))) or scored[-1][1])
+    short_grpo(tiny_dirs["gpt2"], tmp_path / "run", ref_model=str(tmp_path / "ref"), temperature=0.7)
+    reference = reload(tmp_path / "ref")
+    for ((_, batch), logprobs), ((model, _), ref_logprobs) in zip(scored[::2], scored[1::2], strict=True):
+        with torch.no_grad():
+            expected = grpo.response_logprobs(reference, *batch.tokens(), temperature=0.7)
+        keep = batch.response_mask
+        torch.testing.assert_close(ref_logprobs[keep], expected[keep], rtol=1e-4, atol=1e-4)
+        assert (logprobs - expected)[keep].abs().max() > 0.5
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))

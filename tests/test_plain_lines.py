@@ -18,7 +18,7 @@ FILES = [
     *sorted((ROOT / "benchmarks/tasks").glob("*.py")),
     ROOT / "benchmarks/check.py",
 ]
-SHIPPED = "ppo ilql sft reward dpo ddpo".split()
+SHIPPED = "ppo grpo ilql sft reward dpo ddpo".split()
 FILES = [path for path in FILES if path.parent.name != "algos" or path.stem in SHIPPED]
 MOST_PLACES = 0
 MOST_TOKENS = 7.3

@@ -14,7 +14,7 @@ from harness import ALGOS, command
 from safetensors import SafetensorError
 from test_adapters import DATA, SCRIPTS, run
 
-from algos import ddpo, ppo, sft
+from algos import ddpo, grpo, ppo, sft
 from common.checkpoint import sha256
 from common.cli import InputError
 
@@ -47,7 +47,7 @@ def plant(path, marker, zipped=True):
 @pytest.mark.case(59)
 @pytest.mark.parametrize("zipped", [True, False])
 @SCRIPTS
-@pytest.mark.case(59, "ppo sft reward dpo ilql")
+@pytest.mark.case(59, "ppo grpo sft reward dpo ilql")
 def test_a_model_of_pickles(script, zipped, gpt2_dir, marker, tmp_path):
     shutil.copytree(gpt2_dir, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -65,17 +65,17 @@ def lora(tiny_dirs, tmp_path_factory):
 
 @pytest.mark.case(59)
 @SCRIPTS
-@pytest.mark.case(59, "ppo sft reward dpo ilql")
+@pytest.mark.case(59, "ppo grpo sft reward dpo ilql")
 def test_an_adapter_of_pickles(script, lora, gpt2_dir, marker, tmp_path):
-    """As --model and, in ppo, as --reward."""
+    """As --model and, in ppo and grpo, as --reward."""
     adapter = shutil.copytree(lora, tmp_path / "adapter")
     (adapter / "adapter_model.safetensors").unlink()
     plant(adapter / "adapter_model.bin", marker)
     with pytest.raises(InputError, match="--model .*cannot be loaded"):
         run(script, adapter, tmp_path / "run")
-    if script is ppo:
+    if script in (ppo, grpo):
         with pytest.raises(InputError, match="--reward .*cannot be loaded"):
-            run(ppo, gpt2_dir, tmp_path / "run", reward=str(adapter))
+            run(script, gpt2_dir, tmp_path / "run", reward=str(adapter))
     assert not marker.exists()
 
 

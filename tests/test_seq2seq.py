@@ -1,4 +1,4 @@
-"""Encoder-decoders in sft, ppo and ilql: `python -m pytest tests/test_seq2seq.py`
+"""Encoder-decoders in sft, ppo, grpo and ilql: `python -m pytest tests/test_seq2seq.py`
 
 Tiny random T5 (tied; gated and untied) and BART, each with a tokenizer that ends texts in its own way. Everything is
 held against plain transformers on one row at a time: the query into the encoder, the start token and the response into
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from algos import dpo, ilql, ppo, reward, sft
+from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common import sampling
 from common.cli import InputError
@@ -91,7 +91,7 @@ def run(monkeypatch, capsys, folder, tmp_path):
         made, number = recorded(monkeypatch, script, "make_optimizer"), len(list(tmp_path.iterdir()))
         settings = {"model": folder, "run_dir": str(tmp_path / f"{number}"), "threads": 1, "save_every": 0, "lr": 1e-2}
         settings |= {"eval_every": 0, "warmup_steps": 0, "batch_size": 6, "micro_batch_size": 4, "dtype": "float64"}
-        settings |= {} if script is ppo else {"total_steps": 1}
+        settings |= {} if script in (ppo, grpo) else {"total_steps": 1}
         metrics, run_dir = script.main(script.Args(**settings | flags))
         assert all(value is not None and math.isfinite(value) for record in log(run_dir) for value in record.values())
         return metrics, run_dir, made[0][0][0].eval(), capsys.readouterr().out
@@ -240,6 +240,35 @@ def test_ppo(monkeypatch, run, folder, pairs):
     back, inputs = ppo.PolicyWithValue.load(run_dir / "hf_model").eval(), batch()
     with torch.no_grad():
         assert_close(back(*inputs)[:2], model(*inputs)[:2], rtol=1e-9, atol=1e-9)
+
+
+GRPO = {"dataset": PROMPTS, "reward": more_vowels, "max_new_tokens": 6, "rollout_batch_size": 12, "batch_size": 12}
+GRPO |= {"total_episodes": 24, "group_size": 4, "ppo_epochs": 2, "kl_coef": 0.1, "temperature": 0.7}
+
+
+def test_grpo(monkeypatch, run, folder, pairs):
+    """Log-probabilities of policy and reference are those of plain forwards, the reference is the initial model also
+    after the first update, the first token is trained, and batch sizes change nothing."""
+    seen, initial = recorded(monkeypatch, grpo, "score"), reload(folder)
+    queries = [query for query, _ in pairs]
+    metrics, run_dir, model, _ = run(grpo, decode_batch_size=5, **GRPO)
+    assert log(run_dir)[0]["objective/kl"] == pytest.approx(0, abs=1e-9) and abs(metrics["objective/kl"]) > 1e-3
+    assert len(seen) == 4  # by the policy and by the reference, twice
+    for number, ((*_, found, _), logprobs) in enumerate(seen):
+        for row, query, response in rows_of(*found.tokens()):
+            assert query in queries
+            expected = alone_logprobs(initial, query, response, 0.7)
+            if number != 2:  # the policy has moved on
+                assert_close(logprobs[row, : len(response)], expected, rtol=1e-9, atol=1e-9)
+    assert run(grpo, **GRPO | {"micro_batch_size": 12})[0] == pytest.approx(metrics, rel=1e-9, abs=1e-9)
+    flags = GRPO | {"max_new_tokens": 1, "kl_coef": 0.0, "total_episodes": 12, "reward": letter}
+    alone_trained = run(grpo, **flags)[0]
+    assert alone_trained["optim/grad_norm"] > 1e-3 and alone_trained["tokens/responses_len"] == 1
+    assert_close(model.state_dict(), reload(run_dir / "hf_model").state_dict(), rtol=0, atol=0)
+
+
+def letter(outputs, **columns):
+    return [float(sum(map(ord, output)) % 5) for output in outputs]
 
 
 def test_ppo_of_the_top_block(monkeypatch, run, folder):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tasks import randomwalks
+from common.functions import build
 
 ROW_COLUMNS = {
     "prompts": {"prompt", "shortest"},
@@ -242,9 +243,18 @@ def test_pairs_sizes_and_bad_arguments():
     assert {kind: len(rows) for kind, rows in randomwalks.eval_pairs().items()} == {
         "all": 1300, "natural": 650, "illegal": 650,
     }  # fmt: skip
-    for bad in ({"split": "dev"}, {"kind": "length"}, {"by": "start"}):
+    for bad in ({"split": "dev"}, {"kind": "length"}, {"by": "start"}, {"count": 0}, {"count": 2745}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             randomwalks.pairs(**bad)
+
+
+def test_count_takes_the_first_pairs():
+    every_pair = randomwalks.pairs()
+    assert randomwalks.pairs(count=2744) == every_pair
+    assert randomwalks.pairs(count=100) == every_pair[:100]
+    assert randomwalks.pairs(kind="illegal", count=10) == randomwalks.pairs(kind="illegal")[:10]
+    spec = "benchmarks/tasks/randomwalks.py:pairs:split=train,count=3"  # as --dataset takes it
+    assert build(spec, "--dataset") == every_pair[:3]
 
 
 # ---- Tokenizer ------------------------------------------------------------------------------------------------------

@@ -215,7 +215,9 @@ def keyed_hash(*key) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
-def pairs(graph_seed: int = 1000, split: str = "train", kind: str = "all", by: str = "pair") -> list[dict]:
+def pairs(
+    graph_seed: int = 1000, split: str = "train", kind: str = "all", by: str = "pair", count: int | None = None
+) -> list[dict]:
     """Preference pairs from four sources in equal numbers; the chosen walk always has the higher optimality.
 
     natural  two walks of the data from one start that arrive, the rejected one later (before the 10th node)
@@ -230,10 +232,14 @@ def pairs(graph_seed: int = 1000, split: str = "train", kind: str = "all", by: s
     A hash puts each pair into train (2 of 3) or test. by="walk" does so with each walk, the illegal ones included, and
     keeps the pairs with both walks on one side. That is harder than it looks: 28 walks arrive within four nodes (graph
     seed 1000), and those held out are never chosen in training, while illegal walks like them are rejected.
+
+    count: only so many, the first in their shuffled order, so that a larger count holds the pairs of a smaller one.
     """
     if split not in ("train", "test") or kind not in ("all", "natural", "illegal") or by not in ("pair", "walk"):
         options = "train or test; all, natural or illegal; pair or walk"
         raise ValueError(f"split={split!r}, kind={kind!r}, by={by!r}: must be {options}")
+    if count is not None and count < 1:
+        raise ValueError(f"count={count} must be at least 1")
     sources = pair_sources(graph_seed)
 
     def in_split(pair: tuple) -> bool:
@@ -247,17 +253,19 @@ def pairs(graph_seed: int = 1000, split: str = "train", kind: str = "all", by: s
         return keyed_hash("shuffle", graph_seed, *pair)
 
     sources = [sorted(filter(in_split, source), key=draw) for source in sources]
-    count = min(map(len, sources))
-    if count == 0:
+    share = min(map(len, sources))
+    if share == 0:
         raise ValueError(f"graph_seed={graph_seed}: the {split} split has no walks for one source of pairs")
     mixed = []
     for source in sources:
-        mixed += source[:count]
+        mixed += source[:share]
     rows = []
     for chosen, rejected, pair_kind in sorted(mixed, key=shuffle):
         if kind in ("all", pair_kind):
             rows.append({"prompt": chosen[0], "chosen": chosen[1:], "rejected": rejected[1:], "kind": pair_kind})
-    return rows
+    if count is not None and count > len(rows):
+        raise ValueError(f"count={count}: there are only {len(rows)} such pairs")
+    return rows[:count]
 
 
 def pair_sources(graph_seed: int) -> list[set[tuple[str, str, str]]]:

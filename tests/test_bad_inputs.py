@@ -639,7 +639,8 @@ REFUSED = [
     ),
     # 39: nothing to begin with
     entry(
-        39, "ppo grpo dpo", "empty, no bos", "--dataset row 3: the prompt is empty and the tokenizer has no beginning token",
+        39, "ppo grpo dpo", "empty, no bos",
+        "--dataset row 3: the prompt is empty and the tokenizer has no beginning token",
         model="no_bos", rows=spoilt(3, prompt=""),
     ),
     # 43: what is no text
@@ -710,7 +711,8 @@ REFUSED = [
     entry(51, TEXT, "no tokenizer", "--model model holds no tokenizer: name one with --token", model="no_tokenizer",
           shared=TEXT),
     entry(51, "ddpo", "no tokenizer", "--model model", model="no_tokenizer"),
-    entry(51, "ppo grpo dpo", "reference", "--ref-model reference is of another kind or has another vocabulary than --model",
+    entry(51, "ppo grpo dpo", "reference",
+          "--ref-model reference is of another kind or has another vocabulary than --model",
           "--ref-model reference"),
     entry(51, ROLLED, "judge", ["--reward judge", "the model has embeddings for fewer than the 25 tokens"],
           "--reward judge"),
@@ -922,7 +924,8 @@ WORKS = [
     works(32, "grpo", "replaced", "--reward user.py:result:kind=equal --dynamic-sampling 3 --kl-coef 0"),
     works(32, "ddpo", "all prompts", "--reward user.py:result:kind=equal --no-per-prompt-stats"),
     # 37: too long, and cut or dropped
-    works(37, ROLLED, "dropped", "--check --max-prompt-length 28", "2 prompts, 1 dropped as too long", rows=LONG["ppo"]),
+    works(37, ROLLED, "dropped", "--check --max-prompt-length 28", "2 prompts, 1 dropped as too long",
+          rows=LONG["ppo"]),
     works(37, ROLLED, "fits", "--max-new-tokens 3", "2 prompts, 0 dropped as too long", rows=LONG["ppo"]),
     works(37, "sft ilql", "cut", "", "1 cut", rows=spoilt(3, TEXT="b" * 40)),
     works(37, "dpo", "cut", "", "the responses of 1 cut, 0 dropped", rows=spoilt(3, TEXT="b" * 40)),

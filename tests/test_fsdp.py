@@ -37,7 +37,8 @@ def vowels(outputs, **columns):
 
 
 def go(name, model, run_dir, **flags):
-    """Five optimizer steps (eight of ppo and grpo) of six rows in float64: three a process, in micro-batches of two and one."""
+    """Five optimizer steps (eight of ppo and grpo) of six rows in float64: three a process, in micro-batches of two and
+    one."""
     settings = {"dtype": "float64", "attn_implementation": "sdpa", "batch_size": 6, "micro_batch_size": 2}
     settings |= {"max_grad_norm": 0.1, "adam_eps": 1e-5, "keep_checkpoints": 9, "weight_decay": 0.1}
     settings |= {"rollout_batch_size": 12, "total_episodes": 24} if name in ROLLED else {"total_steps": 5}

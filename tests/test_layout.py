@@ -650,8 +650,9 @@ RESUMED = {
 
 @pytest.fixture(scope="module")
 def two(job, start, tmp_path_factory, request):
-    """Runs of two processes: every case that is asked for, micro-batches of 2 and 1 rows a process; a ppo run one process of which is
-    killed, then started again; runs with a slow process; and the middle part of runs that one process begins."""
+    """Runs of two processes: every case that is asked for, micro-batches of 2 and 1 rows a process; a ppo run one
+    process of which is killed, then started again; runs with a slow process; and the middle part of runs that one
+    process begins."""
     folder = tmp_path_factory.mktemp("two")
     killed = start(2, [broken(job, "ppo", folder / "killed", "kill")], folder)
     left = checkpoint.newest_checkpoint(folder / "killed", "ppo", lambda text: pytest.fail(text))

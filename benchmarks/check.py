@@ -34,12 +34,14 @@ class Claim:
     title: str
     score: str  # the metric of figure and table
     lines: dict  # reference levels in the figure: label -> value
-    bars: list  # (variant, metric, "last", "best" or "gain", ">=" or "<=", bar, at least so many seeds)
+    bars: list  # (variant, metric, one of the names in `measured`, ">=" or "<=", bar, at least so many seeds)
     table: dict = field(default_factory=dict)  # further columns of the table: metric -> heading
     text: str = ""
     scores: dict = field(default_factory=dict)  # variants with another score
     panels: list = field(default_factory=list)  # of the figure, a metric each; default: the score
     images: dict = field(default_factory=dict)  # below the curves: title -> file in images/
+    over: str = ""  # the x axis is the square root of this metric, and each of the groups has a panel
+    groups: dict = field(default_factory=dict)  # title of a panel -> {label: variant}, equal labels in all
 
     def score_of(self, variant):
         return self.scores.get(variant, self.score)
@@ -199,6 +201,14 @@ CLAIMS = {
 }
 
 
+PLAIN_NAMES = {  # of metrics, in figures over a KL
+    "eval/optimality": "true reward",
+    "eval/reward": "learned reward",
+    "objective/kl": "KL to the start",
+}
+LINE_STYLES = ["-", "--"]
+
+
 SUMMARY = {  # script: paper, claim, variant, name of the score
     "sft.py": ("maximum likelihood", "sft-randomwalks", "default", "optimality"),
     "ppo.py": ("Schulman et al. 2017", "ppo-randomwalks", "default", "optimality"),
@@ -252,11 +262,33 @@ def history(path, key):
     return [value for _, value in points(path, key)]
 
 
+def points_over(path, key, over):
+    """[(square root of a second metric, value)] of a metric in a curve file, without values that nothing follows.
+
+    A script measures the KL of the samples that it is going to train on, so the first KL after an evaluation is that of
+    the policy that was evaluated."""
+    distances = points(path, over)
+    pairs = []
+    for step, value in points(path, key):
+        later = [distance for other, distance in distances if other > step]
+        if later:
+            pairs.append((math.sqrt(max(later[0], 0.0)), value))
+    return pairs
+
+
 def gain(path, key):
     """Last minus first value of a metric, in standard deviations over the samples of the first evaluation."""
     values = history(path, key)
     deviations = history(path, f"{key}_std")
     return (values[-1] - values[0]) / deviations[0]
+
+
+def rise(path, key, score):
+    """Last value of a metric minus the one at the step where the score was best."""
+    values = dict(points(path, key))
+    scores = dict(points(path, score))
+    best_step = max(scores, key=scores.get)
+    return list(values.values())[-1] - values[best_step]
 
 
 def spread(values):
@@ -339,7 +371,10 @@ def figure_data(name):
     for key in claim.panels or [claim.score]:
         panels[key] = {}
         for variant, paths in curves(name).items():
-            lines = {seed: points(path, key) for seed, path in paths.items()}
+            if claim.over:
+                lines = {seed: points_over(path, key, claim.over) for seed, path in paths.items()}
+            else:
+                lines = {seed: points(path, key) for seed, path in paths.items()}
             if any(len(line) > 2 for line in lines.values()):
                 panels[key][variant] = lines
     return panels
@@ -354,6 +389,8 @@ def data_digest(name):
     if claim.images:
         files = [claim_path(name) / "images" / file for file in claim.images.values()]
         data = [data, [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]]
+    if claim.over:
+        data = [data, claim.over, claim.groups]
     text = json.dumps([data, claim.lines])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -362,6 +399,10 @@ def draw_figure(name):
     from matplotlib.figure import Figure
 
     claim = CLAIMS[name]
+    if claim.over:
+        figure = draw_over(name)
+        figure.savefig(claim_path(name) / "curve.png", dpi=110, metadata={"data": data_digest(name)})
+        return
     panels = figure_data(name)
     width = 7 if len(panels) == 1 else 4 * len(panels)
     if claim.images:
@@ -376,6 +417,70 @@ def draw_figure(name):
         draw_panel(name, axes, key, variants=panels[key])
     figure.suptitle(claim.title, fontsize=10)
     figure.savefig(claim_path(name) / "curve.png", dpi=110, metadata={"data": data_digest(name)})
+
+
+def draw_over(name):
+    """The figure of a claim with groups: a panel a group, the last values of all, and the legend in a panel's place."""
+    from matplotlib.figure import Figure
+
+    claim = CLAIMS[name]
+    figure = Figure(figsize=(12, 6.8), layout="constrained")
+    panels = list(figure.subplots(2, 3).flat)
+    *group_panels, end_panel, legend_panel = panels
+    for axes, title in zip(group_panels, claim.groups, strict=True):
+        draw_group(name, axes, title)
+        axes.sharex(group_panels[0])
+        axes.sharey(group_panels[0])
+    draw_ends(name, end_panel)
+    handles = end_panel.get_legend_handles_labels()[0]
+    for key, style in zip(claim.panels, LINE_STYLES, strict=True):
+        handles += legend_panel.plot([], [], color="black", linestyle=style, label=PLAIN_NAMES[key])
+    handles += legend_panel.plot([], [], color="black", alpha=0.3, linewidth=1, label="a seed")
+    legend_panel.axis("off")
+    legend_panel.legend(handles=handles, loc="center left", fontsize=10)
+    figure.suptitle(claim.title, fontsize=11)
+    return figure
+
+
+def draw_group(name, axes, title):
+    """The curves of a group's variants, and their means over seeds."""
+    claim = CLAIMS[name]
+    data = figure_data(name)
+    for number, variant in enumerate(claim.groups[title].values()):
+        for key, style in zip(claim.panels, LINE_STYLES, strict=True):
+            lines = list(data[key][variant].values())
+            for line in lines:
+                axes.plot(*zip(*line, strict=True), color=f"C{number}", alpha=0.3, linewidth=0.8, linestyle=style)
+            evaluations = list(zip(*lines, strict=True))
+            distances = [mean(distance for distance, _ in points) for points in evaluations]
+            values = [mean(value for _, value in points) for points in evaluations]
+            axes.plot(distances, values, color=f"C{number}", marker=".", linestyle=style)
+    axes.set_title(title, fontsize=10)
+    axes.set(xlabel=f"square root of the {PLAIN_NAMES[claim.over]}", ylabel="reward")
+
+
+def draw_ends(name, axes):
+    """The last score of every variant, a line a label over the groups."""
+    claim = CLAIMS[name]
+    titles = list(claim.groups)
+    for number, label in enumerate(claim.groups[titles[0]]):
+        ends = []
+        for title in titles:
+            paths = curves(name)[claim.groups[title][label]].values()
+            ends.append([history(path, claim.score)[-1] for path in paths])
+        for position, values in enumerate(ends):
+            axes.plot([position] * len(values), values, ".", color=f"C{number}", alpha=0.3)
+        axes.plot(range(len(ends)), [mean(values) for values in ends], color=f"C{number}", marker="o", label=label)
+    draw_levels(claim, axes)
+    axes.set_xticks(range(len(titles)), titles, fontsize=9)
+    axes.set_title(f"{PLAIN_NAMES[claim.score]} at the end", fontsize=10)
+
+
+def draw_levels(claim, axes):
+    """The claim's reference levels."""
+    for label, level in claim.lines.items():
+        axes.axhline(level, color="gray", linestyle=":", linewidth=1)
+        axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
 
 
 def draw_images(name, figure):
@@ -403,9 +508,7 @@ def draw_panel(name, axes, key, variants):
         means = [mean(line[i][1] for line in lines) for i in range(len(steps))]
         axes.plot(steps, means, color=color, marker=".", label=f"{variant}, mean of {len(lines)} seeds")
     if key == claim.score:
-        for label, level in claim.lines.items():
-            axes.axhline(level, color="gray", linestyle=":", linewidth=1)
-            axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
+        draw_levels(claim, axes)
     axes.set(xlabel="optimizer step", ylabel=key)
     axes.legend(loc="best" if claim.images else "center right", fontsize=8)
 
@@ -416,18 +519,24 @@ def reaches(value, sign, bar):
     return value <= bar
 
 
-def measured(path, key, which):
-    """The number of a curve that a bar is about: its last or best value, or its gain."""
+def measured(path, key, which, score):
+    """The number of a curve that a bar is about: its last or best value, its gain, its fall from the best to the last
+    value, or its rise since the score was best."""
     if which == "gain":
         return gain(path, key)
+    if which == "rise":
+        return rise(path, key, score)
     values = history(path, key)
+    if which == "fall":
+        return max(values) - values[-1]
     return values[-1] if which == "last" else max(values)
 
 
 def missed_bars(name):
     for variant, key, which, sign, bar, count in CLAIMS[name].bars:
         paths = curves(name).get(variant, {})
-        values = [measured(path, key, which) for path in paths.values()]
+        score = CLAIMS[name].score_of(variant)
+        values = [measured(path, key, which, score) for path in paths.values()]
         if sum(reaches(value, sign, bar) for value in values) < count:
             listed = ", ".join(f"{value:.3f}" for value in values)
             yield f"{name}: {which} {key} of {variant} is {listed}: not {sign} {bar} in {count} seeds"
@@ -697,6 +806,8 @@ def collect_run(name, run_dir):
 def kept_records(claim, run_dir):
     """The records of a run's metrics with the metrics that the claim uses."""
     keys = ["step", claim.score, *claim.scores.values(), *claim.table, *claim.panels]
+    if claim.over:
+        keys.append(claim.over)
     keys += [key for _, key, *_ in claim.bars]
     if claim.images:
         keys.append(f"{claim.score}_std")

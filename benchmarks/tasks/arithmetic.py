@@ -2,9 +2,9 @@
 
 sums       `676+236=`, answered by `6+6=12,7+3+1=11,6+2+1=09#0912`: two numbers of 3 digits, added column by column from
            the units on, with the carry as last summand, and the sum behind `#`. Right solutions have 29 characters.
-countdown  `3,5,7:22=`, answered by `5*3=15,15-7=8;5*3=15,15+7=22#`: a search for a way to make the target of three
-           numbers, each used once. An attempt is two steps; each writes the larger number first and stays within 0..99.
-           `#` claims that the attempt before it arrives. Solutions have as many attempts as they need.
+countdown  `3,5,7:22=`, answered by `5*3=15,15-7=08;5*3=15,15+7=22#`: a search for a way to make the target of three
+           numbers, each used once. An attempt is two steps that stay within 0..99. `#` claims that the attempt before
+           it arrives. Solutions have as many attempts as they need.
 
 The base models learnt from solutions with one systematic error, see `solutions`. So they solve a part of the problems
 when sampled and fewer when greedy, and there is something for RL to put right: the reward is 1.0 for a right final
@@ -16,17 +16,19 @@ Spec strings name its functions: `benchmarks/tasks/arithmetic.py:prompts:level=c
 import argparse
 import functools
 import hashlib
+import itertools
+import json
 import re
+import sys
 from collections import Counter
-from collections.abc import Mapping
-from itertools import permutations
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 LEVELS = ("sums", "countdown")
 LARGEST = 99  # number in a countdown
-MAX_ATTEMPTS = 6  # of a solution of the countdown
-WRONG_SHARE = {"sums": 0.75, "countdown": 0.65}  # of the solutions, see `solutions`
+MAX_ATTEMPTS = 7  # of a solution of the countdown
+WRONG_SHARE = {"sums": 0.75, "countdown": 0.55}  # of the solutions, see `solutions`
 
 
 def keyed_hash(*key) -> int:
@@ -76,31 +78,31 @@ def written_sum(a: int, b: int, forget_carry: bool = False) -> str:
 
 # ---- Countdown ------------------------------------------------------------------------------------------------------
 
-COUNTDOWN_PROMPT = re.compile(r"([0-9]{1,2}),([0-9]{1,2}),([0-9]{1,2}):([0-9]{1,2})=")
+COUNTDOWN_PROMPT = re.compile(r"([1-9]),([1-9]),([1-9]):([0-9]{2})=")
 STEP = re.compile(r"([0-9]{1,2})([-+*])([0-9]{1,2})=([0-9]{1,2})")
 ATTEMPT = rf"{STEP.pattern},{STEP.pattern}"
 SEARCH = re.compile(rf"({ATTEMPT};)*{ATTEMPT}#")
-LARGEST_GIVEN = 15
 
 
-def steps_of(x: int, y: int) -> list[tuple[str, int]]:
-    """(step, value) of all that two numbers can make.
+def steps_of(x: int, y: int, width: int) -> list[tuple[str, int]]:
+    """(step, value) of what two numbers, the larger or equal one first, can make within 0..99. width: digits of x.
 
-    >>> steps_of(3, 5)
-    [('5+3=8', 8), ('5-3=2', 2), ('5*3=15', 15)]
+    >>> steps_of(5, 3, width=1)
+    [('5+3=08', 8), ('5-3=02', 2), ('5*3=15', 15)]
     """
-    low, high = sorted((x, y))
-    values = {"+": high + low, "-": high - low, "*": high * low}
-    return [(f"{high}{sign}{low}={value}", value) for sign, value in values.items() if value <= LARGEST]
+    values = {"+": x + y, "-": x - y, "*": x * y}
+    return [(f"{x:0{width}}{sign}{y}={value:02}", value) for sign, value in values.items() if 0 <= value <= LARGEST]
 
 
 @functools.cache
 def attempts(numbers: tuple[int, ...]) -> Mapping[str, int]:
-    """{attempt: value} of all that three numbers, smallest first, can make, each used once. Read-only."""
+    """{attempt: value} of all that solutions make of three numbers, smallest first, each used once. Read-only."""
     found = {}
-    for x, y, z in permutations(numbers):
-        for first_step, first_value in steps_of(x, y):
-            for second_step, value in steps_of(first_value, z):
+    for x, y, z in itertools.permutations(numbers):
+        if x < y:
+            continue
+        for first_step, first_value in steps_of(x, y, width=1):
+            for second_step, value in steps_of(first_value, z, width=2):
                 found[f"{first_step},{second_step}"] = value
     return MappingProxyType(found)
 
@@ -130,17 +132,16 @@ def value_of_attempt(attempt: str, numbers: tuple[int, ...]) -> int | None:
     return left[0] if len(left) == 1 else None
 
 
-def search(numbers: tuple[int, ...], target: int, key: tuple, claim_at: int | None = None) -> str:
-    """Attempts in keyed random order, none twice, until one arrives, or MAX_ATTEMPTS were in vain: then without `#`.
-
-    claim_at: the attempt of this number is claimed to arrive, whatever its value.
-    """
-    found = attempts(tuple(sorted(numbers)))
-    order = sorted(found, key=lambda attempt: keyed_hash("attempt", key, attempt))
+def written_search(prompt: str, number: int, claim_first: bool = False) -> str:
+    """Attempts in an order drawn by (prompt, number), none twice, until one arrives; without `#` where
+    MAX_ATTEMPTS were in vain. claim_first: the first attempt is claimed to arrive, whatever its value."""
+    *numbers, target = map(int, COUNTDOWN_PROMPT.fullmatch(prompt).groups())
+    values = attempts(tuple(sorted(numbers)))
+    order = sorted(values, key=lambda attempt: keyed_hash("attempt", prompt, number, attempt))
     tried = []
     for attempt in order[:MAX_ATTEMPTS]:
         tried.append(attempt)
-        if found[attempt] == target or len(tried) == claim_at:
+        if values[attempt] == target or claim_first:
             return ";".join(tried) + "#"
     return ";".join(tried)
 
@@ -152,7 +153,7 @@ def is_right(prompt: str, output: str) -> bool:
     """Whether the output ends with the right answer to the prompt; False for any other two strings.
 
     Of sums the digits behind `#` count, of the countdown the last attempt: what stands before is free.
-    >>> is_right("676+236=", "#0912"), is_right("3,5,7:22=", "5-3=2,7+2=9;3*5=15,15+7=22#")
+    >>> is_right("676+236=", "#0912"), is_right("3,5,7:22=", "5-3=02,02+7=09;3*5=15,15+7=22#")
     (True, True)
     """
     if problem := SUM_PROMPT.fullmatch(prompt):
@@ -213,39 +214,44 @@ def draw_problem(level: str, number: int) -> tuple[str, tuple]:
         a = 100 + draw % 900
         b = 100 + draw // 900 % 900
         return f"{a}+{b}=", ("sum", *sorted((a, b)))
-    numbers = []
-    for place in range(3):
-        numbers.append(1 + keyed_hash("number", number, place) % LARGEST_GIVEN)
-    targets = sorted(set(attempts(tuple(sorted(numbers))).values()) - {0})
+    numbers = [1 + keyed_hash("number", number, place) % 9 for place in range(3)]
+    values = attempts(tuple(sorted(numbers))).values()
+    targets = [value for value in values if value]
     target = targets[keyed_hash("target", number) % len(targets)]
-    return f"{','.join(map(str, numbers))}:{target}=", ("countdown", *sorted(numbers), target)
+    return f"{','.join(map(str, numbers))}:{target:02}=", ("countdown", *sorted(numbers), target)
 
 
-def problems(level: str, split: str, count: int) -> list[str]:
-    """The first so many different prompts of a split: of train, or of test, one problem in ten by a keyed hash."""
+def draw_problems(level: str, split: str) -> Iterator[str]:
+    """Endless keyed draws of prompts of a split: train, or test, which is one problem in ten. They come again."""
     if level not in LEVELS or split not in ("train", "test"):
         raise ValueError(f"level={level!r}, split={split!r}: must be {' or '.join(LEVELS)}, and train or test")
-    chosen = {}  # a dict keeps the order
-    number = 0
-    while len(chosen) < count:
+    for number in itertools.count():
         prompt, problem = draw_problem(level, number)
-        number += 1
         held_out = keyed_hash("held out", *problem) % 10 == 0
         if held_out == (split == "test"):
-            chosen[prompt] = None
-    return list(chosen)
+            yield prompt
 
 
-def prompts(level: str = "sums", split: str = "train", count: int = 10_000) -> list[dict]:
+def different_problems(level: str, split: str, count: int) -> list[str]:
+    """The first so many different prompts of a split."""
+    different = {}  # a dict keeps the order
+    for prompt in itertools.islice(draw_problems(level, split), 100 * count):
+        different[prompt] = None
+        if len(different) == count:
+            return list(different)
+    raise ValueError(f"count={count}: level {level!r} has too few problems in {split}, {len(different)} were found")
+
+
+def prompts(level: str = "sums", split: str = "train", count: int = 5000) -> list[dict]:
     """Different problems of a split."""
-    return [{"prompt": prompt} for prompt in problems(level, split, count)]
+    return [{"prompt": prompt} for prompt in different_problems(level, split, count)]
 
 
 def eval_prompts(level: str = "sums", count: int = 500, samples: int = 1) -> list[dict]:
     """Held-out problems, each `samples` times: with 8 the metric has pass@8. The standard error of the accuracy on 500
     samples is at most 0.022."""
     rows = []
-    for prompt in problems(level, "test", count):
+    for prompt in different_problems(level, "test", count):
         rows += [{"prompt": prompt} for _ in range(samples)]
     return rows
 
@@ -255,11 +261,7 @@ def solution(prompt: str, number: int, wrong_share: float) -> str:
     with_error = keyed_share("wrong", prompt, number) < wrong_share
     if problem := SUM_PROMPT.fullmatch(prompt):
         return written_sum(int(problem[1]), int(problem[2]), forget_carry=with_error)
-    *numbers, target = map(int, COUNTDOWN_PROMPT.fullmatch(prompt).groups())
-    claim_at = None
-    if with_error:
-        claim_at = 1 + keyed_hash("claim", prompt, number) % 3
-    return search(tuple(numbers), target, (prompt, number), claim_at)
+    return written_search(prompt, number, claim_first=with_error)
 
 
 def solutions(
@@ -268,12 +270,12 @@ def solutions(
     """Problems with written solutions, a share of which (default: WRONG_SHARE) has the level's systematic error.
 
     sums       the first carry between two columns is forgotten, where there is one
-    countdown  the first, second or third attempt is claimed to arrive, whatever its value
+    countdown  the first attempt is claimed to arrive, whatever its value
     """
     if wrong_share is None:
         wrong_share = WRONG_SHARE[level]
     rows = []
-    for number, prompt in enumerate(problems(level, split, count)):
+    for number, prompt in enumerate(itertools.islice(draw_problems(level, split), count)):
         rows.append({"prompt": prompt, "completion": solution(prompt, number, wrong_share)})
     return rows
 
@@ -282,7 +284,8 @@ def solutions(
 
 MODELS = Path(__file__).with_suffix("")  # the folder of this name
 CHARACTERS = "0123456789+-*=,:;#"
-CONTEXT = 128  # positions of the model; a countdown with its solution has at most 122 tokens
+CONTEXT = 128  # positions of the model; a countdown with its solution and its end has at most 115 tokens
+MAX_NEW_TOKENS = {"sums": 36, "countdown": 112}  # solutions and their ends have at most 30 and 106
 
 
 def tokenizer():
@@ -333,16 +336,58 @@ def draw_untrained_model(directory: str) -> None:
     characters.save_pretrained(directory)
 
 
-# ---- Command --------------------------------------------------------------------------------------------------------
+# ---- Commands -------------------------------------------------------------------------------------------------------
+
+
+def sample_right(model: str, output: str, level: str, problems: int, samples: int, seed: int) -> None:
+    """Samples solutions of training problems and writes the right ones as rows of prompt and completion: one round of
+    expert iteration is this and algos/sft.py on the rows. Of equal solutions of a problem one is kept, as in rejection
+    sampling fine-tuning (Yuan et al. 2023, arXiv 2308.01825). seed: of the choice of problems and of the samples.
+    """
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from common.sampling import decode, generate_all, kept_ids
+    from common.seeding import stream_rows
+
+    accelerator = Accelerator()
+    lm = AutoModelForCausalLM.from_pretrained(model).to(accelerator.device).eval()
+    characters = AutoTokenizer.from_pretrained(model)
+    candidates = prompts(level)
+    chosen = stream_rows(seed, "problems", len(candidates), 0, problems)
+    texts = [candidates[row]["prompt"] for row in chosen for _ in range(samples)]
+    queries = characters(texts)["input_ids"]
+    _, _, response, mask = generate_all(
+        accelerator, lm, characters, queries, ("expert iteration", 0), seed=seed, max_new_tokens=MAX_NEW_TOKENS[level]
+    )
+    outputs = decode(characters, queries, kept_ids(response, mask), ())
+    scores = reward(texts, texts, outputs)
+    right = {}  # a dict keeps the order
+    for prompt, completion, score in zip(texts, outputs, scores, strict=True):
+        if score:
+            right[prompt, completion] = None
+    if accelerator.is_main_process:
+        rows = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in right]
+        Path(output).write_text("".join(f"{row}\n" for row in rows))
+        print(f"{output}: {sum(scores):.0f} of {len(scores)} samples are right, {len(rows)} of these differ")
 
 
 def main():
-    """`python benchmarks/tasks/arithmetic.py --help`"""
+    """The commands, see `python benchmarks/tasks/arithmetic.py --help`."""
     parser = argparse.ArgumentParser(description="Models and samples of the arithmetic task.")
     commands = parser.add_subparsers(required=True)
     untrained = commands.add_parser("untrained", help="write the model with random weights")
     untrained.add_argument("directory")
     untrained.set_defaults(function=draw_untrained_model)
+    sample = commands.add_parser("sample", help="write right samples of a model, for SFT")
+    sample.add_argument("model", help="directory of a model")
+    sample.add_argument("output", help="file for the rows, .jsonl")
+    sample.add_argument("--level", choices=LEVELS, default="sums")
+    sample.add_argument("--problems", type=int, default=512, help="training problems")
+    sample.add_argument("--samples", type=int, default=8, help="samples of each problem")
+    sample.add_argument("--seed", type=int, default=1, help="of the choice of problems and of the samples")
+    sample.set_defaults(function=sample_right)
     options = vars(parser.parse_args())
     function = options.pop("function")
     function(**options)

@@ -40,6 +40,7 @@ class Claim:
     scores: dict = field(default_factory=dict)  # variants with another score
     panels: list = field(default_factory=list)  # of the figure, a metric each; default: the score
     images: dict = field(default_factory=dict)  # below the curves: title -> file in images/
+    axis: str = "step"  # the x axis: what counts the progress of a run, 0 where a record lacks it
     over: str = ""  # the x axis is the square root of this metric, and each of the groups has a panel
     groups: dict = field(default_factory=dict)  # title of a panel -> {label: variant}, equal labels in all
 
@@ -207,6 +208,7 @@ PLAIN_NAMES = {  # of metrics, in figures over a KL
     "objective/kl": "KL to the start",
 }
 LINE_STYLES = ["-", "--"]
+AXES = {"step": "optimizer step", "episode": "episodes"}
 
 
 SUMMARY = {  # script: paper, claim, variant, name of the score
@@ -252,9 +254,9 @@ def curves(name):
     return paths
 
 
-def points(path, key):
-    """[(step, value)] of a metric in a curve file."""
-    return [(record["step"], record[key]) for record in read_jsonl(path) if record.get(key) is not None]
+def points(path, key, axis="step"):
+    """[(step, value)] of a metric in a curve file, or with another axis."""
+    return [(record.get(axis, 0), record[key]) for record in read_jsonl(path) if record.get(key) is not None]
 
 
 def history(path, key):
@@ -374,7 +376,7 @@ def figure_data(name):
             if claim.over:
                 lines = {seed: points_over(path, key, claim.over) for seed, path in paths.items()}
             else:
-                lines = {seed: points(path, key) for seed, path in paths.items()}
+                lines = {seed: points(path, key, claim.axis) for seed, path in paths.items()}
             if any(len(line) > 2 for line in lines.values()):
                 panels[key][variant] = lines
     return panels
@@ -509,7 +511,7 @@ def draw_panel(name, axes, key, variants):
         axes.plot(steps, means, color=color, marker=".", label=f"{variant}, mean of {len(lines)} seeds")
     if key == claim.score:
         draw_levels(claim, axes)
-    axes.set(xlabel="optimizer step", ylabel=key)
+    axes.set(xlabel=AXES[claim.axis], ylabel=key)
     axes.legend(loc="best" if claim.images else "center right", fontsize=8)
 
 
@@ -805,7 +807,7 @@ def collect_run(name, run_dir):
 
 def kept_records(claim, run_dir):
     """The records of a run's metrics with the metrics that the claim uses."""
-    keys = ["step", claim.score, *claim.scores.values(), *claim.table, *claim.panels]
+    keys = ["step", claim.axis, claim.score, *claim.scores.values(), *claim.table, *claim.panels]
     if claim.over:
         keys.append(claim.over)
     keys += [key for _, key, *_ in claim.bars]

@@ -1,0 +1,82 @@
+"""Expert iteration on the arithmetic task: sample, keep the right answers, fine-tune on them by sft.py, again and again.
+
+    python benchmarks/expert_iteration.py --level sums --rounds 6 --run-dir runs/expert-seed1
+
+Source: Anthony et al. 2017 (arXiv 1705.08439), for language models Zelikman et al. 2022 (STaR, arXiv 2203.14465); trlX's
+rejection fine-tuning (RFT) is of this kind. Each round continues the model of the round before. The run directory gets
+metrics.jsonl with a line a round, as `check.py --collect` reads it, and a folder a round.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TASK = "benchmarks/tasks/arithmetic.py"
+SAMPLES = 8  # of each problem
+
+
+def run(*command):
+    """Runs a script of the repository there."""
+    subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
+
+
+def read_jsonl(path):
+    """The records of a file, a mapping each."""
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+def main(level, rounds, problems, seed, run_dir):
+    folder = Path(run_dir).resolve()
+    folder.mkdir(parents=True)
+    model = ROOT / f"benchmarks/tasks/arithmetic/base_{level}"
+    records = []
+    times = [time.time()]
+    steps = 0
+    for number in range(1, rounds + 1):
+        part = folder / f"round_{number}"
+        right = folder / f"right_{number}.jsonl"
+        draws = seed * 1000 + number  # other problems and samples in each round
+        options = ["--level", level, "--problems", problems, "--samples", SAMPLES, "--seed", draws]
+        run(TASK, "sample", model, right, *options)
+        settings = f"benchmarks/tasks/arithmetic/sft_{level}.yaml"
+        run(
+            "algos/sft.py",
+            "--config",
+            settings,
+            "--model",
+            model,
+            "--dataset",
+            right,
+            "--seed",
+            seed,
+            "--run-dir",
+            part,
+        )
+        evaluations = [record for record in read_jsonl(part / "metrics.jsonl") if "eval/accuracy" in record]
+        if number == 1:
+            records.append(evaluations[0] | {"step": 0, "episode": 0})
+        steps += evaluations[-1]["step"]
+        records.append(evaluations[-1] | {"step": steps, "episode": number * problems * SAMPLES})
+        times.append(time.time())
+        model = part / "hf_model"
+    env = json.loads((part / "env.json").read_text())
+    command = f"python benchmarks/expert_iteration.py --level {level} --rounds {rounds} --problems {problems}"
+    env["command"] = f"{command} --seed {seed} --run-dir {run_dir}"
+    (folder / "env.json").write_text(json.dumps(env, indent=2))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    (folder / "perf.jsonl").write_text("".join(f'{{"time": {moment}}}\n' for moment in times))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--level", choices=["sums", "countdown"], default="sums")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--problems", type=int, default=512, help="of a round, with 8 samples each")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--run-dir", required=True, help="a new directory")
+    main(**vars(parser.parse_args()))

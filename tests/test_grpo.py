@@ -606,8 +606,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
     flags |= {"micro_batch_size": 2, "total_episodes": 21, "max_grad_norm": 0.5, "weight_decay": 0.1}
     flags |= {"cliprange": 0.05, "cliprange_high": 0.1, "lr_schedule": "linear"}
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **MANY_STEPS | flags)
-    [(_, (groups, _))] = rollouts
-    episodes = list(itertools.chain(*groups))
+    [(_, (episodes, _))] = rollouts
     scores = [episode.score for episode in episodes]
     advantages = slow_advantages(scores, G, kind)
     model, _ = load_model(grpo.Args(dtype="float64", model="m", dataset="d", reward="r"), gpt2_dir)
@@ -816,14 +815,15 @@ def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
 
     rollouts = recorded(monkeypatch, grpo, "rollout")
     run_grpo(gpt2_dir, tmp_path / "run", dataset=rows, reward=reward)
-    for iteration, (_, (groups, num_sampled)) in enumerate(rollouts):
+    for iteration, (_, (episodes, num_sampled)) in enumerate(rollouts):
         places = seeding.stream_rows(1, "data", 7, 7 * iteration, 7)
         assert num_sampled == 7 and sorted(places) == list(range(7))
-        for place, group in zip(places, groups, strict=True):
-            assert [episode.row for episode in group] == [rows[place]] * G
-            assert [math.floor(episode.score) for episode in group] == [place] * G
-            assert len({tuple(episode.query) for episode in group}) == 1
-        texts = {(tuple(episode.query), tuple(episode.response)) for episode in itertools.chain(*groups)}
+        assert len(episodes) == 7 * G
+        for number, episode in enumerate(episodes):
+            place = places[number // G]
+            assert episode.row == rows[place] and math.floor(episode.score) == place
+            assert episode.query == episodes[number - number % G].query
+        texts = {(tuple(episode.query), tuple(episode.response)) for episode in episodes}
         assert len(texts) > 7 + 4
         prompts, numbers = seen[iteration]
         assert prompts == [PROMPTS[n] for n in numbers] and numbers == np.repeat(places, G).tolist()
@@ -838,8 +838,7 @@ def test_lists_of_a_number_per_token_are_summed(monkeypatch, gpt2_dir, tmp_path)
 
     rollouts = recorded(monkeypatch, grpo, "rollout")
     run_grpo(gpt2_dir, tmp_path / "run", reward=mixed, total_episodes=21)
-    [(_, (groups, _))] = rollouts
-    episodes = list(itertools.chain(*groups))
+    [(_, (episodes, _))] = rollouts
     for row, episode in enumerate(episodes):
         expected = sum(episode.response) + 0.5 * len(episode.response) if row % 2 else 7
         assert episode.score == pytest.approx(expected)
@@ -851,26 +850,26 @@ def test_lists_of_a_number_per_token_are_summed(monkeypatch, gpt2_dir, tmp_path)
 
 def fake_rollout(monkeypatch, equal, rounds, prompts=0, num_groups=7):
     """grpo.rollout, of which the groups at the places `equal` of the stream of prompts have equal scores. Returns the
-    places of the groups that it returns, how many were sampled, state.prompts behind it, and (first, count, stream) of
-    every call of sample_groups."""
+    places of the groups of the episodes that it returns, how many were sampled, state.prompts behind it, and (first,
+    count, stream) of every call of sample_groups."""
     calls = []
 
     def sample_groups(accelerator, lm, tokenizer, data, first, count, stream, args):
         calls.append((first, count, stream))
-        groups = []
+        episodes = []
         for place in range(first, first + count):
             scores = [0.1, 0.1, 0.1] if place in equal else [0.1, 0.1, 0.2]
-            groups.append([SimpleNamespace(score=score, place=place) for score in scores])
-        return groups
+            episodes += [SimpleNamespace(score=score, place=place) for score in scores]
+        return episodes
 
     monkeypatch.setattr(grpo, "sample_groups", sample_groups)
     args = args_of(group_size=G, rollout_batch_size=G * num_groups, batch_size=G, total_episodes=G * num_groups,
                    dynamic_sampling=rounds)  # fmt: skip
     state = SimpleNamespace(prompts=prompts)
-    groups, num_sampled = grpo.rollout(None, None, None, None, state, 5, args)
-    for group in groups:
-        assert len({episode.place for episode in group}) == 1
-    return [group[0].place for group in groups], num_sampled, state.prompts, calls
+    episodes, num_sampled = grpo.rollout(None, None, None, None, state, 5, args)
+    places = [episode.place for episode in episodes]
+    assert places == np.repeat(places[::G], G).tolist()
+    return places[::G], num_sampled, state.prompts, calls
 
 
 def test_groups_of_equal_scores_are_replaced_in_place(monkeypatch):
@@ -897,17 +896,17 @@ def test_groups_are_replaced_at_most_so_often(monkeypatch):
 
 
 def dynamic_run(monkeypatch, model, run_dir, **flags):
-    """(metrics, run_dir), the arguments first and count of sample_groups with the groups that it returned, and the
+    """(metrics, run_dir), the arguments first and count of sample_groups with the episodes that it returned, and the
     streams of its draws."""
     calls = []
     streams = []
     sample_groups = grpo.sample_groups
 
     def sample_and_keep(*args):
-        groups = sample_groups(*args)
-        calls.append((args[4], args[5], list(groups)))  # the list itself is changed where groups are replaced
+        episodes = sample_groups(*args)
+        calls.append((args[4], args[5], list(episodes)))  # the list itself is changed where groups are replaced
         streams.append(args[6])
-        return groups
+        return episodes
 
     with monkeypatch.context() as patched:
         patched.setattr(grpo, "sample_groups", sample_and_keep)
@@ -920,11 +919,11 @@ def test_a_run_takes_each_prompt_of_the_stream_once(monkeypatch, gpt2_dir, tmp_p
     flags = {"dynamic_sampling": 2, "dataset": rows}
     result, calls, streams = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "run", **flags)
     place = 0
-    for first, count, groups in calls:
+    for first, count, episodes in calls:
         assert first == place
         place += count
         expected = [rows[n] for n in seeding.stream_rows(1, "data", 7, first, count)]
-        assert [group[0].row for group in groups] == expected
+        assert [episode.row for episode in episodes[::G]] == expected
     assert len(set(streams)) == len(streams) > 3 + 2
     assert sum(record["groups/sampled"] for record in log(result[1])) == place
     assert min(record["groups/sampled"] for record in log(result[1])) >= 9  # two of seven prompts teach nothing
@@ -942,8 +941,8 @@ def test_a_prompt_that_comes_again_gets_other_responses(monkeypatch, gpt2_dir, t
     result, calls, _ = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "run", **flags)
     assert [count for _, count, _ in calls] == [7] * 9
     texts = []
-    for _, _, groups in calls:
-        texts.append([episode.response for episode in itertools.chain(*groups)])
+    for _, _, episodes in calls:
+        texts.append([episode.response for episode in episodes])
     for one, two in itertools.combinations(texts, 2):
         equal = sum(a == b for a, b in zip(one, two, strict=True))
         assert equal < 7
@@ -955,13 +954,14 @@ def test_scores_are_those_of_the_groups_that_were_kept(monkeypatch, gpt2_dir, tm
     """Whatever was sampled besides: its mean would be another one."""
     stacked = recorded(monkeypatch, grpo, "stack")
     result, calls, _ = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "run", dynamic_sampling=9)
-    for record, ((groups, *_), _) in zip(log(result[1]), stacked, strict=True):
-        scores = [episode.score for episode in itertools.chain(*groups)]
+    for record, ((episodes, *_), _) in zip(log(result[1]), stacked, strict=True):
+        scores = [episode.score for episode in episodes]
         assert len(scores) == 21 and record["objective/scores"] == pytest.approx(np.mean(scores), rel=1e-12)
-        assert record["groups/equal"] == 0 and all(len({e.score for e in group}) > 1 for group in groups)
+        assert record["groups/equal"] == 0
+        assert all(len(set(scores[begin : begin + G])) > 1 for begin in range(0, 21, G))
     everything = []
-    for _, _, groups in calls:
-        everything += [episode.score for episode in itertools.chain(*groups)]
+    for _, _, episodes in calls:
+        everything += [episode.score for episode in episodes]
     kept = np.mean([record["objective/scores"] for record in log(result[1])])
     assert abs(np.mean(everything) - kept) > 0.01
 

@@ -761,7 +761,7 @@ def load(args, path, device):
     if lm.config.is_encoder_decoder:
         raise InputError(
             f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; "
-            "sft.py, ppo.py and ilql.py take both"
+            "sft.py, ppo.py, grpo.py and ilql.py take both"
         )
     lm = as_decoder(lm.to(device))
     train_adapters(lm, args)

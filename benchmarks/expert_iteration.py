@@ -1,10 +1,10 @@
-"""Expert iteration on the arithmetic task: sample, keep the right answers, fine-tune on them by sft.py, again and again.
+"""Expert iteration on the arithmetic task: sample, keep what is right, fine-tune on it by sft.py, again and again.
 
     python benchmarks/expert_iteration.py --level sums --rounds 6 --run-dir runs/expert-seed1
 
-Source: Anthony et al. 2017 (arXiv 1705.08439), for language models Zelikman et al. 2022 (STaR, arXiv 2203.14465); trlX's
-rejection fine-tuning (RFT) is of this kind. Each round continues the model of the round before. The run directory gets
-metrics.jsonl with a line a round, as `check.py --collect` reads it, and a folder a round.
+Source: Anthony et al. 2017 (arXiv 1705.08439), for language models Zelikman et al. 2022 (STaR, arXiv 2203.14465);
+trlX's rejection fine-tuning (RFT) is of this kind. Each round continues the model of the round before. The directory
+of the run gets metrics.jsonl with a line a round, as `check.py --collect` reads it, and a folder a round.
 """
 
 import argparse

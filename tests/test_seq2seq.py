@@ -433,7 +433,7 @@ def test_refusals(run):
     mask = torch.zeros(25, 25, dtype=torch.bool)
     refused += [(ilql, "--logit-mask is not for encoder-decoders", {"dataset": REWARDED, "logit_mask": mask})]
     compared = {"dataset": [{"prompt": "a", "chosen": "b", "rejected": "c"}]}
-    refused += [(dpo, "--model is an encoder-decoder: dpo.py trains decoders; sft.py, ppo.py and ilql.py", compared)]
+    refused += [(dpo, "--model is an encoder-decoder: dpo.py trains decoders; sft.py, ppo.py, grpo.py and", compared)]
     refused += [(reward, "--model is an encoder-decoder: reward.py reads the scores of decoders and of en", compared)]
     for script, sentence, flags in refused:
         with pytest.raises(InputError, match=sentence):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Over-optimisation on random walks, three seeds: reward models from 100, 300, 1000 and all 2744 pairs, 40 epochs of
+# Over-optimisation on random walks, three seeds: reward models from 100, 300, 1000 and all 2744 pairs, 25 epochs of
 # them and at least 400 steps, and PPO against each with several KL coefficients.
 # DRY=1 prints the commands.
 set -euo pipefail
@@ -14,15 +14,15 @@ reward() {  # pairs, seed, flags
 ppo() {  # pairs, KL coefficient, seed
     run python algos/ppo.py --config benchmarks/tasks/randomwalks/ppo.yaml --seed "$3" --threads 1 \
         --run-dir "$out/pairs-$1-kl-$2-seed$3" --reward "$out/reward-$1-seed$3/hf_model" --kl-coef "$2" \
-        --total-episodes 6144 --rollout-batch-size 128 --batch-size 128 --eval-every 12 \
+        --total-episodes 5120 --rollout-batch-size 128 --batch-size 128 --eval-every 16 \
         --eval-dataset $task:eval_prompts:samples=25
 }
 for seed in 1 2 3; do
     reward 300 $seed --dataset $task:pairs:split=train,count=300 --total-steps 400
     ppo 300 0 $seed
-    reward all $seed --dataset $task:pairs:split=train
+    reward all $seed --dataset $task:pairs:split=train --epochs 25
     ppo all 0 $seed
-    reward 1000 $seed --dataset $task:pairs:split=train,count=1000
+    reward 1000 $seed --dataset $task:pairs:split=train,count=1000 --total-steps 400
     ppo 1000 0 $seed
     reward 100 $seed --dataset $task:pairs:split=train,count=100 --total-steps 400
     ppo 100 0 $seed

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
@@ -64,8 +65,8 @@ def plain(tmp_path_factory, build_model):
     return run(source, tmp_path_factory.mktemp("plain"), build_model, randomwalks.tokenizer())
 
 
-def test_there_are_five_recipes():
-    assert len(RECIPES) == 5
+def test_there_are_six_recipes():
+    assert len(RECIPES) == 6
 
 
 def test_an_entropy_bonus_changes_the_loss(plain, tmp_path, build_model, letters):
@@ -154,3 +155,13 @@ def test_noise_on_the_embeddings_is_in_training_alone(tmp_path, build_model, let
     assert not drawn[1, 49:].any()
     assert drawn[1, 30:49].equal(module.noise([lines[1][1:]], (1, 19, 40), seed=1, step=2)[0])
     assert not drawn[:1].equal(module.noise(lines[:1], (1, 50, 40), seed=1, step=3))
+
+
+def test_truncated_responses_have_no_advantage(tmp_path):
+    module = load(changed(RECIPES[5], "grpo"), tmp_path)
+    truncated = [True, False, False, True]
+    episodes = []
+    for score, cut in zip([1.0, 3.0, 7.0, 5.0], truncated, strict=True):
+        episodes.append(module.Episode({"prompt": "b"}, [1], [2, 3], score, cut))
+    batch = module.stack(episodes, 0, "cpu", SimpleNamespace(group_size=4, advantage_kind="mean"))
+    assert batch.advantages.tolist() == [0.0, -1.0, 3.0, 0.0]

@@ -319,7 +319,7 @@ def test_grpo(monkeypatch, run, family):
     flags = {"dataset": PPO["dataset"], "reward": digits, "max_new_tokens": 6, "total_episodes": 10, "batch_size": 10}
     flags |= {"rollout_batch_size": 10, "group_size": 5, "ppo_epochs": 2, "kl_coef": 0.1, "temperature": 0.7}
     if read_table()[family]["ppo"] != "yes":
-        with pytest.raises(InputError, match="with which grpo samples"):
+        with pytest.raises(InputError, match="with which grpo samples|cannot be sampled"):
             run(grpo, **flags)
         return
     calls = recorded(monkeypatch, grpo, "grpo_loss")

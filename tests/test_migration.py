@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("ppo", "ilql", "sft", "reward", "dpo", "ddpo")
+SCRIPTS = ("ppo", "grpo", "ilql", "sft", "reward", "dpo", "ddpo")
 FINISHED = [script for script in SCRIPTS if (ROOT / f"algos/{script}.py").exists()]
 FLAG = re.compile(r"--[a-z][a-z0-9-]*\*?")
 

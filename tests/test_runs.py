@@ -90,7 +90,7 @@ def test_resume_path_into_the_directory_of_another_run_leaves_no_mixture(scripts
         assert a.read_bytes() == b.read_bytes()
 
 
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
+@pytest.mark.parametrize("algo", ["ppo", pytest.param("grpo", marks=pytest.mark.slow), "sft"])
 def test_config_yaml_repeats_the_run(algo, scripts, work, whole, tmp_path):
     folder = whole(algo)[0]
     argv = [ROOT / f"algos/{algo}.py", "--config", folder / "config.yaml", "--threads", "1", "--run-dir", "again"]
@@ -105,7 +105,7 @@ def test_config_yaml_repeats_the_run(algo, scripts, work, whole, tmp_path):
     assert yaml.safe_load((tmp_path / "other/config.yaml").read_text())["seed"] == 3
 
 
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
+@pytest.mark.parametrize("algo", ["ppo", "grpo", "sft"])
 def test_check_prints_the_summary_and_writes_nothing(algo, scripts, work, tmp_path):
     process = scripts.run(command(work, algo, "run", "--check"), tmp_path)
     assert "check passed" in process.out
@@ -114,7 +114,7 @@ def test_check_prints_the_summary_and_writes_nothing(algo, scripts, work, tmp_pa
         "parameters",
         "samples at step 0",
         "vowels",
-        "7 prompts" if algo == "ppo" else "23 rows",
+        "23 rows" if algo == "sft" else "7 prompts",
     ):
         assert fragment in process.out, fragment
     assert list(tmp_path.iterdir()) == []
@@ -151,6 +151,25 @@ def test_metrics_of_ppo(whole):
     assert [name for name in PERF if name not in perf[0]] == []
 
 
+METRICS_OF_GRPO = """objective/scores objective/scores_std objective/kl objective/kl_k3 policy/approxkl policy/clipfrac
+policy/ratio policy/entropy loss/policy loss/kl loss/total groups/equal tokens/queries_len tokens/responses_len
+tokens/eos_rate tokens/truncated_rate optim/lr optim/grad_norm""".split()
+
+
+def test_metrics_of_grpo(whole):
+    folder, _ = whole("grpo")
+    metrics, perf = lines(folder / "metrics.jsonl"), lines(folder / "perf.jsonl")
+    assert [line["step"] for line in metrics] == [0, 4, 8, 12, 16, 20, 24]
+    assert [line["episode"] for line in metrics[1:]] == [8, 16, 24, 32, 40, 48]
+    for line in metrics[1:]:
+        assert [name for name in METRICS_OF_GRPO if not isinstance(line.get(name), float)] == []
+        assert 4 <= line["groups/sampled"] <= 8
+    for line in metrics:
+        assert ("eval/reward" in line and "eval/vowels" in line) == (line["step"] % 8 == 0)
+    assert [line["step"] for line in perf] == [4, 8, 12, 16, 20, 24]
+    assert [name for name in PERF if name not in perf[0]] == []
+
+
 def test_metrics_of_sft(whole):
     folder, _ = whole("sft")
     metrics = lines(folder / "metrics.jsonl")
@@ -177,7 +196,7 @@ def test_the_best_checkpoint_is_kept_and_exported(whole):
     assert all(torch.equal(tensor, found[f"value_head.{name}"]) for name, tensor in head.items())
 
 
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
+@pytest.mark.parametrize("algo", ["ppo", "grpo", "sft"])
 def test_the_run_directory_and_the_last_lines(algo, scripts, work, whole):
     folder, process = whole(algo)
     expected = "config.yaml env.json metrics.jsonl perf.jsonl samples.jsonl checkpoints hf_model README.md curve.png"
@@ -253,6 +272,12 @@ print("all is well")
     ("algo", "step", "more"),
     [
         ("ppo", 8, "options |= dict(reward=lengths, total_episodes=8, rollout_batch_size=4)"),
+        pytest.param(
+            "grpo",
+            2,
+            "options |= dict(reward=lengths, total_episodes=8, rollout_batch_size=4, group_size=2)",
+            marks=pytest.mark.slow,
+        ),
         ("sft", 5, "options |= dict(eval_prompts=None, total_steps=5)"),
     ],
 )
@@ -273,7 +298,7 @@ def test_plain_python_from_the_root_directory(work, whole, tmp_path):
     same(tmp_path / "run", whole("ppo")[0])
 
 
-@pytest.mark.parametrize("algo", [pytest.param("ppo", marks=pytest.mark.slow), "sft"])
+@pytest.mark.parametrize("algo", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("ppo", "grpo")), "sft"])
 def test_accelerate_launch(algo, work, whole, tmp_path):
     """ppo: test_learning.py, too."""
     launcher = [BIN / "accelerate", "launch"]
@@ -300,12 +325,12 @@ def close(a, b):
     return a == b or abs(a - b) <= 1e-9 * max(abs(a), abs(b)) + 1e-12
 
 
-@pytest.mark.parametrize("algo", ["ppo", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algo", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("grpo", "sft"))])
 def test_two_processes_equal_one(algo, scripts, work, tmp_path):
     """In float64: same samples and learning rates, and to 1e-9 metrics and weights. Stopped once, under torchrun."""
     more = ["--dtype", "float64", "--attn-implementation", "sdpa"]
     scripts.run(command(work, algo, "one", *more), tmp_path)
-    at = "reward:5:15" if algo == "ppo" else "metric:2:15"  # to one rank; both stop
+    at = "metric:2:15" if algo == "sft" else "reward:5:15"  # to one rank; both stop
     stopped = launch(torchrun(2), command(work, algo, "two", *more), tmp_path, work, SIGNAL_AT=at)
     assert stopped.returncode != 0 and "stopped after step" in stopped.stdout, stopped.stderr
     (first, second), codes = two_ranks(scripts, command(work, algo, "two", *more), tmp_path)

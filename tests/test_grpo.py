@@ -589,20 +589,20 @@ def test_the_kl_to_the_copy_at_the_start_is_zero(gpt2_dir, tmp_path):
 # ---- Whole updates ---------------------------------------------------------------------------------------------------
 
 SLOW_UPDATES = [
-    ("sequence", "token", "std"),
-    ("token", "sequence", "mean"),
-    ("constant", "token", "loo"),
-    ("sequence", "sequence", "std"),
+    ("sequence", "token", "std", 0.0),
+    ("token", "sequence", "mean", 0.3),
+    ("constant", "token", "loo", 0.3),
+    ("sequence", "sequence", "std", 0.3),
 ]
 
 
-@pytest.mark.parametrize(("loss_mean", "level", "kind"), SLOW_UPDATES)
-def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_path, loss_mean, level, kind):
+@pytest.mark.parametrize(("loss_mean", "level", "kind", "beta"), SLOW_UPDATES)
+def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_path, loss_mean, level, kind, beta):
     """All six steps of an iteration, row by row without padding, the formulas written out once more: from the sampled
     ids and the scores alone."""
     rollouts = recorded(monkeypatch, grpo, "rollout")
-    beta = 0.3
-    flags = {"loss_mean": loss_mean, "ratio_level": level, "advantage_kind": kind, "ref_model": ref_dir}
+    flags = {"loss_mean": loss_mean, "ratio_level": level, "advantage_kind": kind, "kl_coef": beta}
+    flags |= {"ref_model": ref_dir if beta else None}
     flags |= {"micro_batch_size": 2, "total_episodes": 21, "max_grad_norm": 0.5, "weight_decay": 0.1}
     flags |= {"cliprange": 0.05, "cliprange_high": 0.1, "lr_schedule": "linear"}
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **MANY_STEPS | flags)
@@ -666,7 +666,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
     for name, weight in model.named_parameters():
         torch.testing.assert_close(after[f"model.{name}"], weight.detach(), rtol=1e-7, atol=1e-8)
     kls = [(a - b).sum().item() for a, b in zip(old, reference, strict=True)]
-    assert metrics["objective/kl"] == pytest.approx(sum(kls) / 21, rel=1e-9)
+    assert metrics.get("objective/kl", 0) == pytest.approx(sum(kls) / 21 if beta else 0, rel=1e-9)
     entropies = [-old[row].sum().item() for row in range(21) if advantages[row]]
     tokens = sum(len(episodes[row].response) for row in range(21) if advantages[row])
     assert metrics["policy/entropy"] == pytest.approx(sum(entropies) / tokens, rel=1e-9)
@@ -1073,10 +1073,10 @@ DATA_LEVEL = 0.33
 
 
 def learn(run_dir, reward=f"{WALKS}:reward", **flags):
-    """Mean optimality of walks before and after 10 steps of 256 episodes, unless flags say otherwise."""
+    """Mean optimality of walks before and after 6 steps of 256 episodes, unless flags say otherwise."""
     settings = {
         "model": f"{WALKS}:base_model", "dataset": f"{WALKS}:prompts", "eval_dataset": f"{WALKS}:eval_prompts",
-        "metric": f"{WALKS}:metric", "total_episodes": 2560, "batch_size": 256, "rollout_batch_size": 256,
+        "metric": f"{WALKS}:metric", "total_episodes": 1536, "batch_size": 256, "rollout_batch_size": 256,
         "micro_batch_size": 128, "decode_batch_size": 1024, "max_new_tokens": 9, "lr": 6e-4, "kl_coef": 0.0,
         "adam_betas": (0.9, 0.95), "attn_implementation": "eager", "eval_every": 1000, "save_every": 0, "threads": 1,
     }  # fmt: skip

@@ -43,7 +43,7 @@ CASES = {
     34: ("fp16", "error: bf16 or no"),
     35: ("logits or images are not finite while sampling", "stops, names the row"),
     36: ("weights of the model are not finite", "error that names the tensor"),
-    37: ("a prompt or row is longer than the model", "cut or dropped, and counted; in ppo an error without a flag"),
+    37: ("a prompt or row is longer than the model", "cut or dropped, and counted; ppo, grpo: an error without a flag"),
     38: ("prompt and --max-new-tokens exceed the model", "error that names row and flag"),
     39: ("an empty prompt", "the beginning token, or an error that names the row"),
     40: ("blanks, one character, a megabyte", "works, or refused with its length"),

@@ -1,7 +1,7 @@
 """python -m pytest tests/test_learning.py
 
-The scripts learn. The first test is README's first command as a user types it; the others show that the curve comes
-from the advantages and that the KL penalty holds the policy.
+The scripts learn. The first tests are the commands without flags as a user types them; the others show that the curve
+of ppo comes from the advantages and that the KL penalty holds the policy. More of grpo: test_grpo.py.
 """
 
 import json
@@ -49,6 +49,22 @@ def test_first_command(more, scripts, tmp_path):
     assert "generated_text" in scripts.run([tmp_path / "use.py"], tmp_path).out
     again = scripts.run(command[2:], tmp_path)
     assert "is finished" in again.out
+
+
+@pytest.mark.slow
+def test_first_command_of_grpo(scripts, tmp_path):
+    """`accelerate launch algos/grpo.py` learns sums with written steps, of which the base model gets about half."""
+    command = [Path(sys.executable).parent / "accelerate", "launch", str(ROOT / "algos/grpo.py")]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "env": os.environ, "preexec_fn": on_one_core}
+    result = subprocess.run(command, timeout=1500, **options)
+    assert result.returncode == 0, result.stderr[-2000:]
+    (run_dir,) = (tmp_path / "runs").glob("grpo-*")
+    rewards = records(run_dir, "eval/reward")
+    assert 0.4 < rewards[0] < 0.6 and rewards[-1] > 0.9
+    assert re.search(r"eval/reward [▁▂▃▄▅▆▇█]+ 0\.\d+ -> (0\.9|1)", result.stdout)
+    (tmp_path / "use.py").write_text(re.findall(r"^from transformers import pipeline.*\n.*$", result.stdout, re.M)[-1])
+    assert "generated_text" in scripts.run([tmp_path / "use.py"], tmp_path).out
+    assert "is finished" in scripts.run(command[2:], tmp_path).out
 
 
 def train(run_dir, **flags):

@@ -429,10 +429,11 @@ def draw_over(name):
     figure = Figure(figsize=(12, 6.8), layout="constrained")
     panels = list(figure.subplots(2, 3).flat)
     *group_panels, end_panel, legend_panel = panels
-    for axes, title in zip(group_panels, claim.groups, strict=True):
-        draw_group(name, axes, title)
+    for axes in group_panels[1:]:
         axes.sharex(group_panels[0])
         axes.sharey(group_panels[0])
+    for axes, title in zip(group_panels, claim.groups, strict=True):
+        draw_group(name, axes, title)
     draw_ends(name, end_panel)
     handles = end_panel.get_legend_handles_labels()[0]
     for key, style in zip(claim.panels, LINE_STYLES, strict=True):
@@ -458,7 +459,7 @@ def draw_group(name, axes, title):
             values = [mean(value for _, value in points) for points in evaluations]
             axes.plot(distances, values, color=f"C{number}", marker=".", linestyle=style)
     axes.set_title(title, fontsize=10)
-    axes.set(xlabel=f"square root of the {PLAIN_NAMES[claim.over]}", ylabel="reward")
+    axes.set(xlabel=f"square root of the {PLAIN_NAMES[claim.over]} (nats)", ylabel="reward")
 
 
 def draw_ends(name, axes):

@@ -1,30 +1,40 @@
 """Group relative policy optimisation (GRPO) of a language model against a reward.
 
 Paper: Shao et al. 2024 (arXiv 2402.03300), Algorithm 1. Each prompt gets a group of responses, and the mean score of
-the group takes the place of a value function. By flags, Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), RLOO (Ahmadian et
-al. 2024, arXiv 2402.14740), DAPO (Yu et al. 2025, arXiv 2503.14476) and GSPO (Zheng et al. 2025, arXiv 2507.18071).
+the group takes the place of a value function.
 
     A_i = (r_i - mean(r)) / std(r)                         GRPO Sec. 4.1.2    group_advantages
     max(-A ratio, -A clip(ratio, 1 - low, 1 + high))       GRPO Eq. 3         grpo_loss
-    ratio of a token, or the mean one of its response      GSPO Eq. 7         sequence_means
     exp(-x) - 1 + x, x = log pi - log pi_ref               GRPO Eq. 4         kl_k3
     mean over responses of means over their tokens         GRPO Eq. 3         token_weights
+    geometric mean of the ratios of a response             GSPO Eq. 7         sequence_means
     other prompts for groups of equal scores               DAPO Sec. 3.2      rollout
 
+By flags:
+
+    Dr. GRPO  Liu et al. 2025, arXiv 2503.20783      --advantage-kind mean --loss-mean constant --kl-coef 0
+    RLOO      Ahmadian et al. 2024, arXiv 2402.14740 --advantage-kind loo --loss-mean constant --kl-coef 0
+    DAPO      Yu et al. 2025, arXiv 2503.14476       --loss-mean token --cliprange-high 0.28 --dynamic-sampling 8
+                                                     --kl-coef 0 --batch-size 64
+    GSPO      Zheng et al. 2025, arXiv 2507.18071    --ratio-level sequence --cliprange 3e-4 --cliprange-high 4e-4
+                                                     --kl-coef 0 --batch-size 64
+
+Clip ranges and --ratio-level change something only with several optimizer steps an iteration: with one, the ratio is 1.
+DAPO's penalty on long responses is left to the reward. RLOO's KL, a part of the score, is not offered.
+
+How this differs from the paper: reference and reward model stay, and a response has one score (Sec. 4.1.2).
+
 How this differs from TRL's GRPO:
-- Micro-batches, processes and padding do not change the result: losses are divided by what the optimizer step holds in
-  all processes.
-- Sampled ids are kept, never decoded and tokenised again. A response ends at any end token of the checkpoint or the
-  tokenizer. Logits are computed only of response tokens, and not all at once.
-- Groups of equal scores, which have no gradient, are counted, and with --dynamic-sampling replaced.
-- With one optimizer step an iteration the ratio is 1, and its log-probabilities are computed once; with more, by the
-  function that the update uses.
+- The defaults are the paper's: TRL takes the mean over tokens, no KL, and if one, times the ratio.
+- Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
+  what the optimizer step holds in all processes. Each epoch has minibatches of its own.
+- Groups of equal scores have no gradient: without a KL they are left out of the update. --dynamic-sampling replaces
+  them.
 - A run that is killed continues to the same weights, replaced groups included.
 
     accelerate launch algos/grpo.py                                # sums with written steps, on a CPU about a minute
     accelerate launch algos/grpo.py --model my_model/ --dataset problems.jsonl --reward my_reward.py:score \
         --max-new-tokens 256 --kl-coef 0
-    accelerate launch algos/grpo.py --advantage-kind mean --loss-mean constant --kl-coef 0               # Dr. GRPO
     torchrun --nproc_per_node 8 algos/grpo.py --model Qwen/Qwen3-0.6B --dataset org/problems:train \
         --reward my_reward.py:score
 
@@ -33,13 +43,13 @@ Dimension key: B episodes, G of them a group, Q query (prompt) tokens, R respons
 
 import math
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -116,25 +126,27 @@ class Args:
     """Advantage of a score in its group: less the mean, over the standard deviation (GRPO); less the mean (Dr. GRPO);
     less the mean of the others (RLOO), which is G / (G - 1) times as large."""
     ratio_level: Literal["token", "sequence"] = "token"
-    """Ratio to the policy that sampled: of each token, or for all tokens of a response their geometric mean (GSPO Eq.
-    7; clip ranges are much smaller there: 3e-4 and 4e-4)."""
+    """Ratio to the policy that sampled: of each token, or their geometric mean over a response (GSPO Eq. 7), with far
+    smaller clip ranges (GSPO Sec. 5.1: 3e-4 and 4e-4). No effect with one optimizer step an iteration."""
     loss_mean: Literal["sequence", "token", "constant"] = "sequence"
-    """Mean of the loss: over responses, of their means over tokens (GRPO Eq. 3); over all tokens (DAPO Sec. 3.3); the
-    sum over --batch-size times --max-new-tokens (Dr. GRPO)."""
+    """Mean of the loss over an optimizer step: of each response's mean over its tokens (GRPO Eq. 3); over all tokens
+    (DAPO Sec. 3.3); or the sum divided by --batch-size times --max-new-tokens (Dr. GRPO)."""
     cliprange: NonNegative = 0.2
-    """How far the ratio may fall below 1 before it is clipped. No effect with one optimizer step an iteration."""
+    """How far the ratio may fall below 1 before it is clipped (epsilon of GRPO Eq. 3). No effect with one optimizer
+    step an iteration."""
     cliprange_high: NonNegative | None = None
-    """How far the ratio may rise above 1 (DAPO Sec. 3.1: 0.28); default: as --cliprange."""
+    """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: as --cliprange. No
+    effect with one optimizer step an iteration."""
     kl_coef: NonNegative = 0.04
     """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04); with 0 there is no
-    reference, and its KL is not known."""
+    reference, and no KL is logged."""
     dynamic_sampling: Natural = 0
-    """Replace groups of equal scores by groups of the next prompts, at most so many times an iteration (DAPO Sec. 3.2);
-    scores of training are then those of the groups that were kept."""
+    """Sample again in place of groups of equal scores, for the next prompts, at most so many times an iteration (DAPO
+    Sec. 3.2). Groups that are still equal then stay. --total-episodes and the metrics count those that stay."""
 
     # ---- sampling
     max_new_tokens: Count = 512
-    """Longest response, in tokens (TRL: 512)."""
+    """Longest response, in tokens (Shao et al. 2024: 1024; TRL: 512)."""
     stop: tuple[Text, ...] = ()
     """Strings that end a response, which keeps and trains the tokens through the one that completes the string. Reward
     and metric see the text before it, without trailing space."""
@@ -151,7 +163,7 @@ class Args:
 
     # ---- optimizer
     lr: Positive = 1e-6
-    """Peak learning rate of AdamW (Shao et al. 2024: 1e-6; adapters of --lora-r take ten times as much)."""
+    """Peak learning rate of AdamW (Shao et al. 2024: 1e-6; adapters of --lora-r need about ten times as much)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up."""
     lr_final: NonNegative = 0.0
@@ -169,7 +181,7 @@ class Args:
     max_grad_norm: NonNegative = 1.0
     """Clip the global gradient norm to this; 0: never."""
     batch_size: Count = 512
-    """Rows per optimizer step, all processes together (Shao et al. 2024: all episodes of an iteration)."""
+    """Rows per optimizer step, all processes together (Shao et al. 2024: 1024, all episodes of an iteration)."""
     micro_batch_size: Count = 8
     """Rows per process and forward pass; changes memory and speed, never the result."""
 
@@ -284,9 +296,9 @@ class Args:
 def group_advantages(scores, group_size, kind):
     """(B,) what each score has over those of its group: scores (B,), the rows of a group side by side.
 
-    std: (r - mean) / (std + 1e-4), with the unbiased deviation (GRPO, Shao et al. 2024, Sec. 4.1.2; the constant is
+    std: (r - mean) / (std + 1e-4) (GRPO, Shao et al. 2024, Sec. 4.1.2; the constant and the unbiased deviation are
     TRL's); mean: r - mean (Dr. GRPO, Liu et al. 2025, Sec. 3.2); loo: r - mean of the others (RLOO, Ahmadian et al.
-    2024, Sec. 3.4). Zero in a group of equal scores.
+    2024). Zero in a group of equal scores.
     """
     groups = scores.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
@@ -308,8 +320,8 @@ def grpo_loss(new_logprobs, logprobs, advantages, cliprange, cliprange_high):
 
 
 def sequence_means(x, mask):
-    """(B, R) the mean of each row of x (B, R) where mask is True, at all of its tokens. Of log-probabilities, it makes
-    of ratios of tokens those of sequences: GSPO, Zheng et al. 2025, Eq. 7."""
+    """(B, R): in each row the mean of x (B, R) where mask is True. Of log-probabilities: the exponential of their
+    difference is then the geometric mean of the ratios of a response. Source: GSPO, Zheng et al. 2025, Eq. 7."""
     means = torch.where(mask, x, 0.0).sum(1) / mask.sum(1)
     return means[:, None].expand_as(x)
 
@@ -323,8 +335,8 @@ def kl_k3(logprobs, ref_logprobs):
 def token_weights(lengths, loss_mean, max_new_tokens):
     """(B,) the weight of each token of a row in the loss of an optimizer step, whose rows have lengths (B,) tokens.
 
-    sequence: 1 / (B length), GRPO Eq. 3; token: 1 / all tokens, DAPO Sec. 3.3; constant: 1 / (B max_new_tokens),
-    Dr. GRPO, Liu et al. 2025, Sec. 3.2.
+    sequence: 1 / (B length), GRPO Eq. 3; token: 1 / all tokens of the step, DAPO Sec. 3.3 (there of a group); constant:
+    1 / (B max_new_tokens), Dr. GRPO, Liu et al. 2025, Sec. 3.2.
     """
     lengths = lengths.double()
     if loss_mean == "sequence":
@@ -481,7 +493,7 @@ class Batch:
     response_mask: torch.Tensor  # (B, R) bool, the end token counts
     advantages: torch.Tensor  # (B,) float64
     weights: torch.Tensor  # (B,) float64, of each token in the loss of its optimizer step: token_weights
-    logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled; None: that of the only update
+    logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled; None: the only step computes them
     ref_logprobs: torch.Tensor | None = None  # (B, R)
 
     # What `take` narrows. Any other field has no columns.
@@ -539,7 +551,7 @@ def sample_groups(accelerator, lm, tokenizer, data, first, count, stream, args):
     episodes = []
     score_of = {}
     for row, query, ids, score, end in zip(rows, queries, output_ids, scores, ended, strict=True):
-        if isinstance(data.reward, RewardModel):  # whose scores of equal texts differ by rounding
+        if isinstance(data.reward, RewardModel):  # rounding would give equal responses different scores
             score = score_of.setdefault((tuple(query), tuple(ids)), score)
         episodes.append(Episode(row, query, ids, total(score), not end))
     return episodes
@@ -580,8 +592,8 @@ def stack(episodes, pad_id, device, args):
 
 
 @torch.no_grad()
-def score(accelerator, model, batch, args):
-    """(B, R) log-probabilities of the responses, on every process. Each computes those of its share of the rows."""
+def all_logprobs(accelerator, model, batch, args):
+    """(B, R) log-probabilities of all responses, on every process. Each computes those of its share of the rows."""
     share = len(batch.query) // accelerator.num_processes
     local = torch.arange(share, device=accelerator.device) + accelerator.process_index * share
     by_length = local[batch.lengths()[local].argsort(stable=True)]
@@ -598,18 +610,15 @@ def score(accelerator, model, batch, args):
 def rollout_metrics(episodes, num_sampled, args):
     """Of the episodes that are trained on; groups/sampled counts those that were replaced, too."""
 
-    def average(values):
-        return sum(values) / len(values)
-
     scores = [episode.score for episode in episodes]
-    truncated_rate = average([episode.truncated for episode in episodes])
+    truncated_rate = fmean([episode.truncated for episode in episodes])
     return {
-        "objective/scores": average(scores),
-        "objective/scores_std": statistics.pstdev(scores),
-        "groups/equal": average([has_equal_scores(group) for group in in_groups(episodes, args.group_size)]),
+        "objective/scores": fmean(scores),
+        "objective/scores_std": pstdev(scores),
+        "groups/equal": fmean([has_equal_scores(group) for group in in_groups(episodes, args.group_size)]),
         "groups/sampled": num_sampled,
-        "tokens/queries_len": average([len(episode.query) for episode in episodes]),
-        "tokens/responses_len": average([len(episode.response) for episode in episodes]),
+        "tokens/queries_len": fmean([len(episode.query) for episode in episodes]),
+        "tokens/responses_len": fmean([len(episode.response) for episode in episodes]),
         "tokens/eos_rate": 1 - truncated_rate,  # stop strings included
         "tokens/truncated_rate": truncated_rate,
     }
@@ -627,8 +636,8 @@ def minibatches(args, iteration, epoch):
 def micro_batches(accelerator, rows, batch, args):
     """This process's share of the rows of an optimizer step, in pieces of --micro-batch-size by length.
 
-    Without a KL, what has no advantage has no gradient: such rows are left out, but for those that give every process
-    as many as the others."""
+    Without a KL, rows without an advantage have no gradient and are left out, but for as many as give every process the
+    same number of rows, so of forward passes."""
     processes = accelerator.num_processes
     if args.kl_coef == 0:
         is_idle = batch.advantages[rows] == 0
@@ -640,8 +649,8 @@ def micro_batches(accelerator, rows, batch, args):
 
 
 def losses(model, episodes, args):
-    """The loss of a micro-batch, its part of that of an optimizer step, and {metric: sum}: policy/ over the tokens that
-    have an advantage, objective/ and loss/ over all. A term counts as clipped where the clipped side is the larger."""
+    """(loss, {metric: sum}): a micro-batch's part of the loss of its optimizer step. policy/ sums are over the tokens
+    that have an advantage, objective/ over all. A term counts as clipped where the clipped side is the larger."""
     mask = episodes.response_mask
     advantages = episodes.advantages[:, None]
     weights = episodes.weights[:, None]
@@ -649,11 +658,13 @@ def losses(model, episodes, args):
     logprobs = episodes.logprobs
     if logprobs is None:  # the policy is still the one that sampled
         logprobs = new_logprobs.detach()
-    compared = new_logprobs, logprobs
+    new_compared = new_logprobs  # the ratios are of tokens
+    compared = logprobs
     if args.ratio_level == "sequence":
-        compared = [sequence_means(x, mask) for x in compared]
+        new_compared = sequence_means(new_logprobs, mask)
+        compared = sequence_means(logprobs, mask)
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
-    pg = grpo_loss(*compared, advantages, args.cliprange, cliprange_high)
+    pg = grpo_loss(new_compared, compared, advantages, args.cliprange, cliprange_high)
     loss = (weights * pg)[mask].sum()
     terms = {"loss/policy": loss.detach()}
     if args.kl_coef:
@@ -664,23 +675,16 @@ def losses(model, episodes, args):
         terms["objective/kl"] = (logprobs - episodes.ref_logprobs)[mask].double().sum()
         terms["objective/kl_k3"] = kl_k3(logprobs, episodes.ref_logprobs)[mask].double().sum()
     with torch.no_grad():
-        new_means, means = compared
-        log_ratio = new_means - means
+        log_ratio = new_compared - compared
         ratio = log_ratio.exp()
         of_tokens = {
             "policy/approxkl": log_ratio.square() / 2,
             "policy/clipfrac": pg > -advantages * ratio,
             "policy/ratio": ratio,
-            "policy/entropy": -logprobs,  # its expectation, since the tokens are sampled
+            "policy/nll": -logprobs,
         }
     trained = mask & (advantages != 0)
     return loss, terms | {name: term[trained].double().sum() for name, term in of_tokens.items()}
-
-
-def add_to(sums, terms):
-    """Adds terms {name: number} to sums {name: number}, which may be empty."""
-    for name, term in terms.items():
-        sums[name] = sums.get(name, 0) + term
 
 
 def update(accelerator, model, optimizer, batch, episodes, iteration, args):
@@ -702,7 +706,8 @@ def update(accelerator, model, optimizer, batch, episodes, iteration, args):
                     loss, terms = losses(model, batch.take(places), args)
                     # data-parallel training averages gradients over the processes, hence the factor
                     accelerator.backward(loss * accelerator.num_processes)
-                add_to(sums, terms)
+                for name, term in terms.items():
+                    sums[name] = sums.get(name, 0) + term
             lr = learning_rate(args, step, total_steps)
             step += 1
             for group in optimizer.param_groups:
@@ -716,6 +721,7 @@ def update(accelerator, model, optimizer, batch, episodes, iteration, args):
             optimizer.zero_grad()
     sums = accelerator.reduce(sums)
     trained = int((mask & (batch.advantages != 0)[:, None]).sum())
+    # what the sums of each kind are divided by
     counts = {"objective": len(mask) * args.ppo_epochs, "policy": trained * args.ppo_epochs, "loss": stride}
     metrics = {"episode": iteration * args.rollout_batch_size}
     for name, value in sums.items():
@@ -913,9 +919,9 @@ def main(args):
             episodes, num_sampled = rollout(accelerator, lm, tokenizer, data, state, iteration, args)
             batch = stack(episodes, tokenizer.pad_token_id, accelerator.device, args)
             if stride > 1:
-                batch.logprobs = score(accelerator, model, batch, args)
+                batch.logprobs = all_logprobs(accelerator, model, batch, args)
             if ref is not None:
-                batch.ref_logprobs = score(accelerator, ref, batch, args)
+                batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)
         seconds_rollout = time.perf_counter() - start
         # 2. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = rollout_metrics(episodes, num_sampled, args)

@@ -340,8 +340,8 @@ def test_the_reference_of_ppo_is_the_adapter_that_it_continues(gpt2_dir, lora, t
 @pytest.mark.parametrize("further", [False, True])
 def test_the_reference_of_grpo(gpt2_dir, lora, tmp_path, monkeypatch, further):
     """The model without the new adapter, or the one that is trained further as it came."""
-    model, scored, score = lora(grpo) / "hf_model" if further else gpt2_dir, [], grpo.score
-    monkeypatch.setattr(grpo, "score", lambda *args: scored.append((args[2], score(*args))) or scored[-1][1])
+    model, scored, score = lora(grpo) / "hf_model" if further else gpt2_dir, [], grpo.all_logprobs
+    monkeypatch.setattr(grpo, "all_logprobs", lambda *args: scored.append((args[2], score(*args))) or scored[-1][1])
     _, run_dir = run(grpo, model, tmp_path / "run", lora_r=0 if further else 3)
     (_, first), (_, first_ref), (batch, second), (_, second_ref) = scored  # by the policy and the reference in turn
     assert torch.equal(first, first_ref) and log(run_dir)[1]["objective/kl"] == 0

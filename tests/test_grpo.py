@@ -465,7 +465,7 @@ def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
     monkeypatch.setattr("test_grpo.ADVANTAGES", advantages)
     args = args_of(ratio_level=level, cliprange=0.1, cliprange_high=0.3, kl_coef=0.1, max_new_tokens=11)
     _, terms = losses_of(monkeypatch, NEW, args)
-    names = ["approxkl", "clipfrac", "ratio", "entropy"]
+    names = ["approxkl", "clipfrac", "ratio", "nll"]
     expected = dict.fromkeys([f"policy/{name}" for name in names], 0.0)
     expected |= {"loss/policy": 0.0, "loss/kl": 0.0, "objective/kl": 0.0, "objective/kl_k3": 0.0}
     for b, length in enumerate(LENGTHS):
@@ -486,7 +486,7 @@ def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
             expected["policy/approxkl"] += log_ratio**2 / 2
             expected["policy/clipfrac"] += (a > 0 and ratio > 1.3) or (a < 0 and ratio < 0.9)
             expected["policy/ratio"] += ratio
-            expected["policy/entropy"] -= OLD[b, t].item()
+            expected["policy/nll"] -= OLD[b, t].item()
     assert expected["policy/clipfrac"] > 0
     assert {name: term.item() for name, term in terms.items()} == pytest.approx(expected, rel=1e-9)
 
@@ -530,7 +530,7 @@ def test_with_one_step_the_ratio_is_one_and_the_loss_minus_the_mean_advantage(
 ):
     """Exactly one, of all tokens of all iterations: the update's own log-probabilities are compared with themselves."""
     stacked = recorded(monkeypatch, grpo, "stack")
-    scored = recorded(monkeypatch, grpo, "score")
+    scored = recorded(monkeypatch, grpo, "all_logprobs")
     micro = recorded(monkeypatch, grpo, "losses")
     flags = {"loss_mean": loss_mean, "micro_batch_size": 5}
     _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **flags)
@@ -669,7 +669,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
     assert metrics.get("objective/kl", 0) == pytest.approx(sum(kls) / 21 if beta else 0, rel=1e-9)
     entropies = [-old[row].sum().item() for row in range(21) if advantages[row]]
     tokens = sum(len(episodes[row].response) for row in range(21) if advantages[row])
-    assert metrics["policy/entropy"] == pytest.approx(sum(entropies) / tokens, rel=1e-9)
+    assert metrics["policy/nll"] == pytest.approx(sum(entropies) / tokens, rel=1e-9)
     assert metrics["objective/scores"] == pytest.approx(np.mean(scores), rel=1e-9)
     assert metrics["objective/scores_std"] == pytest.approx(np.std(scores), rel=1e-9)
     assert metrics["policy/clipfrac"] > 0.05
@@ -722,7 +722,7 @@ def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain, plain_k
     log-probabilities, NaN."""
     dirty_rows = []
     stack = grpo.stack
-    score = grpo.score
+    score = grpo.all_logprobs
 
     def dirty(ids, mask):
         noise = torch.randint(0, 21, ids.shape, generator=torch.Generator().manual_seed(len(dirty_rows)))
@@ -742,7 +742,7 @@ def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain, plain_k
         return torch.where(batch.response_mask, score(accelerator, model, batch, args), NAN)
 
     monkeypatch.setattr(grpo, "stack", dirty_stack)
-    monkeypatch.setattr(grpo, "score", dirty_score)
+    monkeypatch.setattr(grpo, "all_logprobs", dirty_score)
     assert_close_runs(run_grpo(gpt2_dir, tmp_path / "plain"), plain)
     assert_close_runs(run_grpo(gpt2_dir, tmp_path / "kl", ref_model=ref_dir, **MANY_STEPS), plain_kl)
     assert len(dirty_rows) == 8 and min(dirty_rows) > 42

@@ -362,8 +362,8 @@ def test_the_reference_is_another_model(monkeypatch, tiny_dirs, build_model, let
 def test_the_reference_of_grpo_is_another_model(monkeypatch, tiny_dirs, build_model, letters, tmp_path):
     build_model(seed=7).save_pretrained(tmp_path / "ref")
     letters.save_pretrained(tmp_path / "ref")
-    scored, score = [], grpo.score
-    monkeypatch.setattr(grpo, "score", lambda *args: scored.append((args[1:3], score(*args))) or scored[-1][1])
+    scored, score = [], grpo.all_logprobs
+    monkeypatch.setattr(grpo, "all_logprobs", lambda *args: scored.append((args[1:3], score(*args))) or scored[-1][1])
     short_grpo(tiny_dirs["gpt2"], tmp_path / "run", ref_model=str(tmp_path / "ref"), temperature=0.7)
     reference = reload(tmp_path / "ref")
     for ((_, batch), logprobs), ((model, _), ref_logprobs) in zip(scored[::2], scored[1::2], strict=True):

@@ -166,6 +166,46 @@ CLAIMS = {
             "after, shuffled rewards": "shuffled-last.png",
         },
     ),
+    "grpo-sums": Claim(
+        title="GRPO on sums with written steps: from answers that are verified, beside PPO and expert iteration",
+        score="eval/accuracy",
+        lines={"all right 1.0": 1.0},
+        bars=[
+            ("default", "eval/accuracy", "last", ">=", 0.95, 4),
+            ("ppo", "eval/accuracy", "last", ">=", 0.95, 3),
+            ("expert-iteration", "eval/accuracy", "best", ">=", 0.9, 3),
+            ("shuffled", "eval/accuracy", "last", "<=", 0.1, 3),
+        ],
+        table={"eval/format": "written as asked", "eval/length": "characters"},
+        text=(
+            "Two numbers of three digits are added column by column. The base model learnt from solutions of which a "
+            "part forgets the first carry; it solves about half of the problems when sampled. The reward is 1 for a "
+            "right sum, else 0; nothing looks at the steps. 500 held-out problems an evaluation, sampled once. "
+            "shuffled: the same rewards, shuffled among the prompts. ppo: with a value head, without a KL, four PPO "
+            "epochs. expert-iteration: 512 problems, 8 samples each, sft.py on those that are right, and again; it "
+            "stands for trlX's RFT. Its solutions depart from the written form, since only the sum is looked at. "
+            "Episodes count responses that were sampled for training."
+        ),
+        axis="episode",
+        panels=["eval/accuracy", "eval/format"],
+    ),
+    "grpo-countdown": Claim(
+        title="GRPO on the countdown: kinds of advantage, of loss mean and of ratio",
+        score="eval/accuracy",
+        lines={},
+        bars=[
+            ("default", "eval/accuracy", "last", ">=", 0.5, 3),
+            ("shuffled", "eval/accuracy", "last", "<=", 0.2, 3),
+        ],
+        table={
+            "eval/format": "written as asked",
+            "eval/length": "characters",
+            "tokens/responses_len": "tokens sampled",
+        },
+        text="",
+        axis="episode",
+        panels=["eval/accuracy", "eval/length", "groups/equal"],
+    ),
     "ppo-randomwalks": Claim(
         title="PPO on random walks reaches the optimum; a strong KL penalty holds the data's level",
         score="eval/optimality",
@@ -214,6 +254,7 @@ AXES = {"step": "optimizer step", "episode": "episodes"}
 SUMMARY = {  # script: paper, claim, variant, name of the score
     "sft.py": ("maximum likelihood", "sft-randomwalks", "default", "optimality"),
     "ppo.py": ("Schulman et al. 2017", "ppo-randomwalks", "default", "optimality"),
+    "grpo.py": ("Shao et al. 2024", "grpo-sums", "default", "accuracy"),
     "ilql.py": ("Snell et al. 2022", "ilql-randomwalks", "default", "optimality at beta 64"),
     "reward.py": ("Ouyang et al. 2022", "chain-randomwalks", "reward", "accuracy"),
     "dpo.py": ("Rafailov et al. 2023", "chain-randomwalks", "dpo", "optimality"),

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The countdown, three seeds each: GRPO, advantages without deviation, means of the loss, groups sampled again, four optimizer steps
-# an iteration with two clip ranges and ratios of sequences, rewards shuffled among the prompts, PPO, expert iteration.
+# The countdown, three seeds each: GRPO, advantages without deviation, means of the loss, groups sampled again, four
+# optimizer steps an iteration with two clip ranges and ratios of sequences, rewards shuffled among the prompts, PPO,
+# expert iteration.
 # DRY=1 prints the commands.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."

@@ -124,7 +124,7 @@ class Args:
     """Passes over the episodes of an iteration (mu of Algorithm 1; Shao et al. 2024: 1)."""
     advantage_kind: Literal["std", "mean", "loo"] = "std"
     """Advantage of a score in its group: less the mean, over the standard deviation (GRPO); less the mean (Dr. GRPO);
-    less the mean of the others (RLOO). The last is G / (G - 1) times the second: no difference to AdamW without a KL."""
+    less the mean of the others (RLOO), G / (G - 1) times the second, no difference to AdamW without a KL."""
     ratio_level: Literal["token", "sequence"] = "token"
     """Ratio to the policy that sampled: of each token, or their geometric mean over a response (GSPO Eq. 7), with far
     smaller clip ranges (GSPO Sec. 5.1: 3e-4 and 4e-4). No effect with one optimizer step an iteration."""

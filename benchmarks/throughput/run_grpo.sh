@@ -3,6 +3,7 @@
 # commands.
 #   REPEATS        rounds over the main modes (3)
 #   EXTRA_REPEATS  of these, so many with one technique switched off and with gradient checkpointing in TRL (1)
+#   PRECISIONS     (fp32 bf16)
 #   ITERATIONS     of a run, the first not counted (2)
 #   THREADS        (2)
 #   FORCE=1        measure although the machine is busy
@@ -33,17 +34,15 @@ model=$work/model
 common=(--model "$model" --results "$work/results.csv")
 run python $here/grpo_gpt2_small.py --prepare "$model"
 for repeat in $(seq "${REPEATS:-3}"); do
-    for precision in fp32 bf16; do
+    for precision in ${PRECISIONS:-fp32 bf16}; do
         ours $precision-plain
         trl $precision-plain-defaults
         trl $precision-plain-same-flags
-        for kind in kl epochs; do
+        for kind in kl epochs equal; do
             ours $precision-$kind
             trl $precision-$kind-same-flags
         done
         [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
-        ours $precision-equal
-        trl $precision-equal-same-flags
         ours $precision-plain-generate
         ours $precision-plain-micro-32
         trl $precision-plain-micro-32

@@ -303,7 +303,7 @@ def measure_ours(mode, model):
     flags, _ = MODES[mode]
     scoring = []
     grad_norms = []
-    plain_score = grpo.score
+    plain_score = grpo.all_logprobs
     plain_clip = Accelerator.clip_grad_norm_
 
     def timed_score(*args):
@@ -325,7 +325,7 @@ def measure_ours(mode, model):
         stack.enter_context(patch.object(sampling, "uniforms", given_ids))
         stack.enter_context(patch.object(sampling, "draw", draw_given))
         stack.enter_context(patch.object(grpo, "draw", draw_given))
-        stack.enter_context(patch.object(grpo, "score", timed_score))
+        stack.enter_context(patch.object(grpo, "all_logprobs", timed_score))
         stack.enter_context(patch.object(Accelerator, "clip_grad_norm_", noted_clip))
         if mode.endswith("-generate"):
             stack.enter_context(patch.object(grpo, "sample", sampling.sample_by_generate))
@@ -351,7 +351,7 @@ def measure_ours(mode, model):
     sampling_seconds = [both - own for both, own in zip(rollout_seconds, scoring_seconds, strict=True)]
     update_seconds = [line["perf/seconds_update"] for line in perf]
     losses = [line["loss/total"] for line in metrics]
-    logprob = -metrics[0]["policy/entropy"]
+    logprob = -metrics[0]["policy/nll"]
     return figures(mode, sampling_seconds, scoring_seconds, update_seconds, losses, grad_norms, logprob)
 
 

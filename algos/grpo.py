@@ -251,11 +251,11 @@ class Args:
     mixed_precision: Literal["no", "bf16"] | None = None
     """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
     it. Weights and optimizer keep --dtype."""
-    save_every: Natural = 100
+    save_every: Natural = 20
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
     keep_checkpoints: Count = 2
     """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: Natural = 100
+    eval_every: Natural = 20
     """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
     track: Literal["off", "wandb", "tensorboard"] = "off"
     """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
@@ -878,7 +878,11 @@ def summary(args, accelerator, lm, data):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
-IN_STATUS = "objective/scores groups/equal tokens/responses_len optim/grad_norm".split()
+IN_STATUS = "objective/scores groups/equal tokens/responses_len tokens/truncated_rate optim/grad_norm".split()
+ALL_EQUAL = (
+    "no group of the first iteration has two different scores, so nothing but a KL was learned from it: see what "
+    "--reward returns for the samples, or raise --group-size or --temperature"
+)
 
 
 @closes_run
@@ -926,6 +930,8 @@ def main(args):
         # 2. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = rollout_metrics(episodes, num_sampled, args)
         metrics |= update(accelerator, model, optimizer, batch, episodes, iteration, args)
+        if iteration == 1 and metrics["groups/equal"] == 1:
+            run.say(ALL_EQUAL)
         seconds = time.perf_counter() - start
         # 3. evaluate, log, save
         step = iteration * stride

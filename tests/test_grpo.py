@@ -792,7 +792,7 @@ def test_the_kl_holds_the_policy(gpt2_dir, tmp_path):
 # ---- Groups ----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path):
+def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
     """A single row is left for the forward pass, and the weights stay as they are, bit for bit."""
     micro = recorded(monkeypatch, grpo, "losses")
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", reward=constant)
@@ -802,6 +802,7 @@ def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path):
     assert all(torch.equal(after[f"model.{name}"], weight.double()) for name, weight in before.items())
     assert metrics["groups/equal"] == 1 and metrics["groups/sampled"] == 7 and metrics["optim/grad_norm"] == 0
     assert metrics["loss/total"] == 0 and "policy/ratio" not in metrics
+    assert capsys.readouterr().out.count(grpo.ALL_EQUAL) == 1
 
 
 def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):

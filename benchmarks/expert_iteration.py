@@ -1,6 +1,6 @@
-"""Expert iteration on the arithmetic task: sample, keep what is right, fine-tune on it by sft.py, again and again.
+"""Expert iteration on sums: sample, keep what is right, fine-tune on it by sft.py, again and again.
 
-    python benchmarks/expert_iteration.py --level sums --rounds 6 --run-dir runs/expert-seed1
+    python benchmarks/expert_iteration.py --rounds 5 --run-dir runs/expert-seed1
 
 Source: Anthony et al. 2017 (arXiv 1705.08439), for language models Zelikman et al. 2022 (STaR, arXiv 2203.14465);
 trlX's rejection fine-tuning (RFT) is of this kind. Each round continues the model of the round before. The directory
@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = "benchmarks/tasks/arithmetic.py"
+SETTINGS = "benchmarks/tasks/arithmetic/sft_sums.yaml"
 SAMPLES = 8  # of each problem
 
 
@@ -30,10 +31,10 @@ def read_jsonl(path):
         return [json.loads(line) for line in file]
 
 
-def main(level, rounds, problems, seed, run_dir):
+def main(rounds, problems, seed, run_dir):
     folder = Path(run_dir).resolve()
     folder.mkdir(parents=True)
-    model = ROOT / f"benchmarks/tasks/arithmetic/base_{level}"
+    model = ROOT / "benchmarks/tasks/arithmetic/base_sums"
     records = []
     times = [time.time()]
     steps = 0
@@ -41,22 +42,9 @@ def main(level, rounds, problems, seed, run_dir):
         part = folder / f"round_{number}"
         right = folder / f"right_{number}.jsonl"
         draws = seed * 1000 + number  # other problems and samples in each round
-        options = ["--level", level, "--problems", problems, "--samples", SAMPLES, "--seed", draws]
-        run(TASK, "sample", model, right, *options)
-        settings = f"benchmarks/tasks/arithmetic/sft_{level}.yaml"
-        run(
-            "algos/sft.py",
-            "--config",
-            settings,
-            "--model",
-            model,
-            "--dataset",
-            right,
-            "--seed",
-            seed,
-            "--run-dir",
-            part,
-        )
+        run(TASK, "sample", model, right, "--problems", problems, "--samples", SAMPLES, "--seed", draws)
+        files = ["--model", model, "--dataset", right, "--run-dir", part]
+        run("algos/sft.py", "--config", SETTINGS, "--seed", seed, *files)
         evaluations = [record for record in read_jsonl(part / "metrics.jsonl") if "eval/accuracy" in record]
         if number == 1:
             records.append(evaluations[0] | {"step": 0, "episode": 0})
@@ -65,7 +53,7 @@ def main(level, rounds, problems, seed, run_dir):
         times.append(time.time())
         model = part / "hf_model"
     env = json.loads((part / "env.json").read_text())
-    command = f"python benchmarks/expert_iteration.py --level {level} --rounds {rounds} --problems {problems}"
+    command = f"python benchmarks/expert_iteration.py --rounds {rounds} --problems {problems}"
     env["command"] = f"{command} --seed {seed} --run-dir {run_dir}"
     (folder / "env.json").write_text(json.dumps(env, indent=2))
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
@@ -74,8 +62,7 @@ def main(level, rounds, problems, seed, run_dir):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--level", choices=["sums", "countdown"], default="sums")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--problems", type=int, default=512, help="of a round, with 8 samples each")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", required=True, help="a new directory")

@@ -48,6 +48,9 @@ class Claim:
         return self.scores.get(variant, self.score)
 
 
+PAIRS = {"100": "100 pairs", "300": "300 pairs", "1000": "1000 pairs", "all": "all 2744 pairs"}
+KLS = ["0", "0.05", "0.2", "1"]
+
 CLAIMS = {
     "sft-randomwalks": Claim(
         title="Supervised fine-tuning on random walks imitates the data",
@@ -183,8 +186,10 @@ CLAIMS = {
             "right sum, else 0; nothing looks at the steps. 500 held-out problems an evaluation, sampled once. "
             "shuffled: the same rewards, shuffled among the prompts. ppo: with a value head, without a KL, four PPO "
             "epochs. expert-iteration: 512 problems, 8 samples each, sft.py on those that are right, and again; it "
-            "stands for trlX's RFT. Its solutions depart from the written form, since only the sum is looked at. "
-            "Episodes count responses that were sampled for training."
+            "stands for trlX's RFT. It is best after one or two rounds: since the sum alone is looked at and of equal "
+            "solutions one is kept, odd ones that are right by luck gain weight, and the written form is lost. "
+            "Episodes count responses that were sampled for training. Up to six runs shared the two cores, so the "
+            "seconds are too many."
         ),
         axis="episode",
         panels=["eval/accuracy", "eval/format"],
@@ -195,48 +200,45 @@ CLAIMS = {
         lines={},
         bars=[
             ("default", "eval/accuracy", "last", ">=", 0.5, 3),
-            ("shuffled", "eval/accuracy", "last", "<=", 0.2, 3),
         ],
-        table={
-            "eval/format": "written as asked",
-            "eval/length": "characters",
-            "tokens/responses_len": "tokens sampled",
-        },
-        text="",
+        table={"eval/format": "written as asked", "eval/length": "characters", "groups/equal": "equal groups"},
+        text=("x"),
         axis="episode",
         panels=["eval/accuracy", "eval/length", "groups/equal"],
     ),
-    "ppo-randomwalks": Claim(
-        title="PPO on random walks reaches the optimum; a strong KL penalty holds the data's level",
+    "overoptimisation-randomwalks": Claim(
+        title="Over-optimisation on random walks: a reward learned from too few pairs, followed too far",
         score="eval/optimality",
-        lines={"optimum 1.0": 1.0, "data 0.3515": 0.3515},
+        lines={},
         bars=[
-            ("default", "eval/optimality", "best", ">=", 0.98, 4),
-            ("default", "val/explained_variance", "last", ">=", 0.5, 4),
-            ("kl-coef-10", "eval/optimality", "last", "<=", 0.45, 3),
-            ("two-layers", "eval/optimality", "best", ">=", 0.98, 4),
-            ("two-layers", "val/explained_variance", "last", ">=", 0.5, 4),
-            ("lora", "eval/optimality", "best", ">=", 0.98, 4),
-            ("lora-all-linear", "eval/optimality", "best", ">=", 0.94, 3),
-            ("reward-model", "eval/optimality", "best", ">=", 0.98, 4),
-            ("reward-model", "val/explained_variance", "last", ">=", 0.5, 4),
+            ("pairs-100-kl-0", "eval/optimality", "fall", ">=", 0.05, 3),
+            ("pairs-100-kl-0", "eval/reward", "rise", ">=", 0.5, 3),
+            ("pairs-300-kl-0", "eval/optimality", "last", "<=", 0.2, 2),
+            ("pairs-100-kl-0.2", "eval/optimality", "last", ">=", 0.45, 3),
+            ("pairs-all-kl-0", "eval/optimality", "last", ">=", 0.85, 3),
+            ("pairs-all-kl-0", "eval/optimality", "fall", "<=", 0.05, 3),
         ],
         table={
+            "eval/reward": "learned reward",
             "eval/illegal": "illegal walks",
-            "objective/kl": "KL to the SFT model",
-            "val/explained_variance": "explained variance",
+            "objective/kl": "KL to the start",
         },
         text=(
-            "From the SFT model. 1000 sampled walks an evaluation, 50 from each start. "
-            "kl-coef-10: with --kl-coef 10 the penalty outweighs the reward; after a first step towards it the policy "
-            "returns to where it was. It needs --vf-coef 0.1: the values are then of the size of the penalty, and at "
-            "the default weight of 10 the value loss takes over the shared trunk. two-layers: --num-layers-unfrozen 2 "
-            "--lr 5e-3, 2 of 6 blocks and the norm after them. lora: --lora-r 8 --lr 5e-3 --lora-targets c_attn c_proj "
-            "c_fc lm_head, 7 % of the weights; lora-all-linear: --lora-r 8 --lr 5e-3, without an adapter at the output "
-            "layer: frozen, that and the last norm bound how sure the policy can be of a step. reward-model: the "
-            "reward is a classifier that benchmarks/tasks/randomwalks_reward.py trained to predict the optimality; the "
-            "figures are the true optimality. Other work shared the machine during the runs of two-layers and "
-            "reward-model, so their seconds are too many; lora and lora-all-linear ran on one thread, two at a time."
+            "After Gao et al. 2022 (arXiv 2210.10760). Reward models learn from the first 100, 300, 1000 or all of the"
+            " training pairs; PPO follows each with four KL coefficients, 40 iterations of 128 episodes. The learned "
+            "reward has mean 0 and deviation 1 over samples of the start (`--norm-prompts`); the true one is the "
+            "optimality. Without a KL and with 100 pairs the learned reward rises to the end in all seeds while the "
+            "true one falls below where it began: nine of ten walks then leave the edges of the graph. With 300 pairs "
+            "that is so in two of three seeds. With all pairs the true reward does not turn. A coefficient of 0.2 "
+            "gives the best true reward with 100, 300 and 1000 pairs, although the learned one ends lower than "
+            "without: the two orders differ. A coefficient of 1 is worse again: the penalty is then as large as the "
+            "reward, and the values, whose loss has the weight 10 of the task, follow it badly; smaller weights were "
+            "not tried. What to do in a run of one's own, where the truth is not known: look at samples and at the KL "
+            "beside the reward, and keep back a second judge that nothing is trained on (a reward model of other "
+            "pairs, or people on a few dozen samples an evaluation); stop where it turns, not where the reward is "
+            "highest; compare a few KL coefficients by that judge. A reward that still rises while the KL passes "
+            "several times its first values is not progress until the judge says so. More pairs did more than any "
+            "coefficient. Other work shared the two cores, so the seconds are too many."
         ),
     ),
 }

@@ -236,9 +236,9 @@ CLAIMS = {
             "not tried. What to do in a run of one's own, where the truth is not known: look at samples and at the KL "
             "beside the reward, and keep back a second judge that nothing is trained on (a reward model of other "
             "pairs, or people on a few dozen samples an evaluation); stop where it turns, not where the reward is "
-            "highest; compare a few KL coefficients by that judge. A reward that still rises while the KL passes "
-            "several times its first values is not progress until the judge says so. More pairs did more than any "
-            "coefficient. Other work shared the two cores, so the seconds are too many."
+            "highest; compare a few KL coefficients by that judge. A learned reward that rises together with the KL is"
+            " not progress until the judge says so. More pairs did more than any coefficient. Other work shared the "
+            "two cores, so the seconds are too many."
         ),
     ),
 }

@@ -195,16 +195,36 @@ CLAIMS = {
         panels=["eval/accuracy", "eval/format"],
     ),
     "grpo-countdown": Claim(
-        title="GRPO on the countdown: kinds of advantage, of loss mean and of ratio",
+        title="GRPO on the countdown: means of the loss, steps an iteration, clip ranges, ratios, groups sampled again",
         score="eval/accuracy",
         lines={},
         bars=[
             ("default", "eval/accuracy", "last", ">=", 0.5, 3),
+            ("four-steps", "eval/accuracy", "last", ">=", 0.55, 3),
         ],
-        table={"eval/format": "written as asked", "eval/length": "characters", "groups/equal": "equal groups"},
-        text=("x"),
+        table={
+            "eval/format": "written as asked",
+            "eval/length": "characters",
+            "groups/equal": "equal groups",
+            "policy/clipfrac": "clipped",
+        },
+        text=(
+            "Three digits and a target; the answer is a search, attempt by attempt, that ends where it claims to "
+            "arrive. The base model claims too early; it solves a quarter of the problems when sampled. 30 iterations "
+            "of 32 groups of 8 responses, which have 10 to 112 tokens; 300 held-out problems an evaluation, sampled "
+            "once, so that the standard error of one score is 0.03, and differences of a few hundredths between the "
+            "variants say nothing. default: one optimizer step an iteration, advantages over the standard deviation, "
+            "the mean over responses. What made a difference: four-steps (--batch-size 64) learns faster; loss-token, "
+            "in which long responses weigh more, ends lower, and loss-constant by less than the spread. What made none"
+            " that three seeds could show: advantage-mean, which leaves the deviation out; dynamic-sampling, which "
+            "sampled a quarter more groups; four-steps-clip-high (--cliprange-high 0.28), since a clip at 0.2 meets "
+            "0.3 % of the tokens. four-steps-sequence-ratio (--ratio-level sequence, ranges 3e-4 and 4e-4) clips a "
+            "third of the tokens and is slower than four-steps. Leave-one-out is advantage-mean times 8/7, which AdamW"
+            " does not see, and was not run. ppo: four PPO epochs, so four steps. Up to six runs shared the two cores,"
+            " so the seconds are too many."
+        ),
         axis="episode",
-        panels=["eval/accuracy", "eval/length", "groups/equal"],
+        panels=["eval/accuracy", "eval/length"],
     ),
     "overoptimisation-randomwalks": Claim(
         title="Over-optimisation on random walks: a reward learned from too few pairs, followed too far",
@@ -489,6 +509,8 @@ def draw_figure(name):
         return
     panels = figure_data(name)
     width = 7 if len(panels) == 1 else 4 * len(panels)
+    if claim.axis != "step":
+        width += 2.5
     if claim.images:
         figure = Figure(figsize=(width, 8), layout="constrained")
         top, bottom = figure.subfigures(2, 1, height_ratios=[3.6, 4.4])
@@ -499,6 +521,9 @@ def draw_figure(name):
     row = top.subplots(1, len(panels), squeeze=False)[0]
     for axes, key in zip(row, panels, strict=True):
         draw_panel(name, axes, key, variants=panels[key])
+    if claim.axis != "step":  # many variants: one legend beside the panels
+        handles, labels = row[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right center", fontsize=8)
     figure.suptitle(claim.title, fontsize=10)
     figure.savefig(claim_path(name) / "curve.png", dpi=110, metadata={"data": data_digest(name)})
 
@@ -595,7 +620,8 @@ def draw_panel(name, axes, key, variants):
     if key == claim.score:
         draw_levels(claim, axes)
     axes.set(xlabel=AXES[claim.axis], ylabel=key)
-    axes.legend(loc="best" if claim.images or claim.axis == "episode" else "center right", fontsize=8)
+    if claim.axis == "step":
+        axes.legend(loc="best" if claim.images else "center right", fontsize=8)
 
 
 def reaches(value, sign, bar):

@@ -152,7 +152,7 @@ def test_metrics_of_ppo(whole):
 
 
 METRICS_OF_GRPO = """objective/scores objective/scores_std objective/kl objective/kl_k3 policy/approxkl policy/clipfrac
-policy/ratio policy/entropy loss/policy loss/kl loss/total groups/equal tokens/queries_len tokens/responses_len
+policy/ratio policy/nll loss/policy loss/kl loss/total groups/equal tokens/queries_len tokens/responses_len
 tokens/eos_rate tokens/truncated_rate optim/lr optim/grad_norm""".split()
 
 

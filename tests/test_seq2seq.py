@@ -249,7 +249,7 @@ GRPO |= {"total_episodes": 24, "group_size": 4, "ppo_epochs": 2, "kl_coef": 0.1,
 def test_grpo(monkeypatch, run, folder, pairs):
     """Log-probabilities of policy and reference are those of plain forwards, the reference is the initial model also
     after the first update, the first token is trained, and batch sizes change nothing."""
-    seen, initial = recorded(monkeypatch, grpo, "score"), reload(folder)
+    seen, initial = recorded(monkeypatch, grpo, "all_logprobs"), reload(folder)
     queries = [query for query, _ in pairs]
     metrics, run_dir, model, _ = run(grpo, decode_batch_size=5, **GRPO)
     assert log(run_dir)[0]["objective/kl"] == pytest.approx(0, abs=1e-9) and abs(metrics["objective/kl"]) > 1e-3

@@ -188,8 +188,8 @@ CLAIMS = {
             "epochs. expert-iteration: 512 problems, 8 samples each, sft.py on those that are right, and again; it "
             "stands for trlX's RFT. It is best after one or two rounds: since the sum alone is looked at and of equal "
             "solutions one is kept, odd ones that are right by luck gain weight, and the written form is lost. "
-            "Episodes count responses that were sampled for training. Up to six runs shared the two cores, so the "
-            "seconds are too many."
+            "Episodes count responses that were sampled for training. The runs of default had the machine to "
+            "themselves; up to six of the others shared the two cores, so their seconds are too many."
         ),
         axis="episode",
         panels=["eval/accuracy", "eval/format"],

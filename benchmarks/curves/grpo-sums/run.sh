@@ -8,7 +8,7 @@ run() { echo "$@"; [ -n "${DRY:-}" ] || "$@"; }
 out=runs/curves/grpo-sums
 tasks=benchmarks/tasks/arithmetic
 for seed in 1 2 3 4 5; do
-    run python algos/grpo.py --seed "$seed" --threads 1 --run-dir "$out/default-seed$seed" --eval-every 5
+    run python algos/grpo.py --seed "$seed" --threads 2 --run-dir "$out/default-seed$seed" --eval-every 5
 done
 for seed in 1 2 3; do
     run python algos/grpo.py --seed "$seed" --threads 1 --run-dir "$out/shuffled-seed$seed" --eval-every 5 \

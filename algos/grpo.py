@@ -25,14 +25,14 @@ DAPO's penalty on long responses is left to the reward. RLOO's KL, a part of the
 How this differs from the paper: reference and reward model stay, and a response has one score (Sec. 4.1.2).
 
 How this differs from TRL's GRPO:
-- The defaults are the paper's: TRL takes the mean over tokens, no KL, and if one, times the ratio.
+- The defaults are the paper's. TRL's are the mean over tokens and no KL; a KL it multiplies by the ratio.
 - Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
   what the optimizer step holds in all processes. Each epoch has minibatches of its own.
 - Groups of equal scores have no gradient: without a KL they are left out of the update. --dynamic-sampling replaces
   them.
 - A run that is killed continues to the same weights, replaced groups included.
 
-    accelerate launch algos/grpo.py                                # sums with written steps, on a CPU about a minute
+    accelerate launch algos/grpo.py                                # sums with written steps, on a CPU under a minute
     accelerate launch algos/grpo.py --model my_model/ --dataset problems.jsonl --reward my_reward.py:score \
         --max-new-tokens 256 --kl-coef 0
     torchrun --nproc_per_node 8 algos/grpo.py --model Qwen/Qwen3-0.6B --dataset org/problems:train \
@@ -610,7 +610,6 @@ def all_logprobs(accelerator, model, batch, args):
 
 def rollout_metrics(episodes, num_sampled, args):
     """Of the episodes that are trained on; groups/sampled counts those that were replaced, too."""
-
     scores = [episode.score for episode in episodes]
     truncated_rate = fmean([episode.truncated for episode in episodes])
     return {
@@ -682,7 +681,7 @@ def losses(model, episodes, args):
             "policy/approxkl": log_ratio.square() / 2,
             "policy/clipfrac": pg > -advantages * ratio,
             "policy/ratio": ratio,
-            "policy/nll": -logprobs,
+            "policy/nll": -logprobs,  # of sampled tokens: it falls with the entropy
         }
     trained = mask & (advantages != 0)
     return loss, terms | {name: term[trained].double().sum() for name, term in of_tokens.items()}

@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from check import ROOT, read_jsonl
+
 TASK = "benchmarks/tasks/arithmetic.py"
 SETTINGS = "benchmarks/tasks/arithmetic/sft_sums.yaml"
 SAMPLES = 8  # of each problem
@@ -23,12 +24,6 @@ SAMPLES = 8  # of each problem
 def run(*command):
     """Runs a script of the repository there."""
     subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
-
-
-def read_jsonl(path):
-    """The records of a file, a mapping each."""
-    with open(path) as file:
-        return [json.loads(line) for line in file]
 
 
 def main(rounds, problems, seed, run_dir):

@@ -62,8 +62,8 @@ from common.data import (
     tokenize,
 )
 from common.functions import build, load_function
-from common.logging import Run, closes_run, describe_layout, on_main, visible
-from common.machine import launch, longest_micro_batch, try_update
+from common.logging import Run, closes_run, on_main
+from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import (
     as_decoder,
     end_tokens,
@@ -89,6 +89,7 @@ from common.ranges import (
     out_of_range,
 )
 from common.sampling import evaluate_samples
+from common.screen import visible
 from common.seeding import seed_libraries, stream_rows
 from common.structure import packing_problem
 

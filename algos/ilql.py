@@ -72,8 +72,8 @@ from common.data import (
     tokenize,
 )
 from common.functions import build, load_function, spec_path
-from common.logging import Run, closes_run, describe_layout, visible
-from common.machine import launch, longest_micro_batch, try_update
+from common.logging import Run, closes_run
+from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import as_decoder, freeze, lm_class, load_model, max_positions, unsharded
 from common.output import describe_output, has_plain_output, in_chunks
 from common.ranges import (
@@ -90,6 +90,7 @@ from common.ranges import (
     out_of_range,
 )
 from common.sampling import evaluate_samples
+from common.screen import visible
 from common.seeding import rng, seed_libraries, stream_rows
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model

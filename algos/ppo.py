@@ -54,12 +54,13 @@ from torch.nn import functional as F
 
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.cache import closed_ranks, write_in_place
+from common.card import SEQ2SEQ_USAGE, USAGE
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import encode_prompts, load_rows, load_sets, set_flag, set_prefix
 from common.functions import build, load_function, spec_path
-from common.logging import SEQ2SEQ_USAGE, USAGE, Run, closes_run, describe_layout, visible
-from common.machine import launch, longest_micro_batch, try_update
+from common.logging import Run, closes_run
+from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import (
     as_decoder,
     blocks,
@@ -96,6 +97,7 @@ from common.sampling import (
     pad_left,
     score_outputs,
 )
+from common.screen import visible
 from common.seeding import draw, rng, seed_libraries, stream_rows
 from common.structure import cache_problem
 

@@ -47,11 +47,12 @@ from common.classifiers import classifier_ids, classifier_logits, raise_heads, s
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import encode_prompts, fill_lines, is_chat, load_rows, load_sets, pair_texts, set_flag, set_prefix
 from common.functions import build
-from common.logging import Run, closes_run, describe_layout, visible
-from common.machine import launch, longest_micro_batch, try_update
+from common.logging import Run, closes_run
+from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import end_tokens, freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
 from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, out_of_range
 from common.sampling import decode, generate_all, kept_ids
+from common.screen import visible
 from common.seeding import rng, seed_libraries, stream_rows
 from common.structure import packing_problem
 

@@ -39,6 +39,7 @@ import torch
 from torch.nn import functional as F
 
 from common.adapters import adapter_problems, to_export, train_adapters
+from common.card import SEQ2SEQ_USAGE, USAGE
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
     encode_prompts,
@@ -53,12 +54,13 @@ from common.data import (
     tokenize,
 )
 from common.functions import build, load_function
-from common.logging import SEQ2SEQ_USAGE, USAGE, Run, closes_run, describe_layout, visible
-from common.machine import launch, try_update
+from common.logging import Run, closes_run
+from common.machine import describe_layout, launch, try_update
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
 from common.output import call_with_output, describe_output, in_chunks
 from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, Share, Text, out_of_range
 from common.sampling import evaluate_samples
+from common.screen import visible
 from common.seeding import seed_libraries, stream_rows
 from common.structure import packing_problem
 

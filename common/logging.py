@@ -1,9 +1,8 @@
-"""Run directory, metrics, progress, model card. Only rank 0 writes; the directory is the truth, trackers mirror it."""
+"""Run directory, metrics, progress. Only rank 0 writes; the directory is the truth, trackers mirror it."""
 
 import contextlib
 import fcntl
 import functools
-import io
 import json
 import math
 import os
@@ -23,17 +22,12 @@ from accelerate.tracking import filter_trackers
 from accelerate.utils import broadcast_object_list
 
 from common import checkpoint as ckpt
+from common.card import USAGE, draw_curve, model_card, newest_values, sparkline
 from common.cli import InputError
 from common.identity import SIZES, describe, differences, environment, identity
-from common.machine import describe_precision, is_out_of_memory, memory_advice, peak_memory_mb, set_threads
+from common.machine import is_out_of_memory, memory_advice, peak_memory_mb, set_threads
+from common.screen import table_of, visible
 
-# Last lines of a run, and of its card: how the model is loaded and sampled from.
-USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
-print(model({prompt!r}, max_new_tokens=20))"""
-SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-tokenizer, model = AutoTokenizer.from_pretrained({folder!r}), AutoModelForSeq2SeqLM.from_pretrained({folder!r})
-ids = model.generate(**tokenizer({prompt!r}, return_tensors='pt'), max_new_tokens=20)
-print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
 _open = []  # runs of this process that are not closed
 
 
@@ -78,30 +72,6 @@ def closes_run(main):
                 run.close()
 
     return wrapped
-
-
-def visible(text):
-    """text with control characters, escape sequences and lone surrogates written out, safe to print."""
-    characters = []
-    for character in text:
-        if not character.isprintable():
-            character = character.encode("unicode_escape").decode()
-        characters.append(character)
-    return "".join(characters)
-
-
-def describe_layout(args, accelerator):
-    """Types, device and processes, for the summary at the start of a run."""
-    processes = f"{accelerator.num_processes} processes x {torch.get_num_threads()} threads"
-    return f"{describe_precision(args, accelerator)}, {accelerator.device}, {processes}"
-
-
-def sparkline(values, width=40):
-    """The values as a line of eight block heights, thinned to at most `width`."""
-    values = values[:: math.ceil(len(values) / width) or 1]
-    low = min(values, default=0)
-    span = max(values, default=0) - low or 1
-    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (value - low) / span)] for value in values)
 
 
 class Run:
@@ -376,17 +346,9 @@ class Run:
         """Generated samples, dicts of equal keys: all to samples.jsonl, the first few as a table on the terminal."""
         if not self.main or not rows:
             return
-        from rich import box, console, table, text
-
         if self.dir:
             self.append("samples.jsonl", *({"step": step, **row} for row in rows))
-        grid = table.Table(*rows[0], box=box.SIMPLE_HEAD, title=f"samples at step {step}", title_justify="left")
-        for row in rows[:show]:
-            grid.add_row(*(text.Text(cell_text(value)) for value in row.values()))
-        # not to stdout, since rich ends the process where that is closed
-        screen = console.Console(file=io.StringIO(), width=min(120, shutil.get_terminal_size().columns))
-        screen.print(grid)
-        self.say(screen.file.getvalue().rstrip())
+        self.say(table_of(rows[:show], f"samples at step {step}"))
 
     def status(self, step, text):
         """A bar on a terminal; elsewhere a line at most every 5 s, and one for the last step."""
@@ -443,44 +405,6 @@ class Run:
         env = json.loads((self.dir / "env.json").read_text())
         ckpt.write_text(self.dir / "README.md", model_card(env, title, usage, library, pictures, metrics))
         return metrics
-
-
-def cell_text(value):
-    """A cell of the table of samples."""
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    value = visible(str(value))
-    return value if len(value) < 200 else value[:200] + "..."
-
-
-def newest_values(records):
-    metrics = {}
-    for record in records:
-        metrics |= record
-    return metrics
-
-
-def draw_curve(curve, name, path):
-    """The points (step, value) as a picture, where matplotlib is installed."""
-    with contextlib.suppress(ImportError):
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 3), layout="constrained")
-        axes = figure.subplots()
-        axes.plot([step for step, _ in curve], [value for _, value in curve], marker=".")
-        axes.set(xlabel="optimizer step", ylabel=name)
-        figure.savefig(path, dpi=100)
-
-
-def model_card(env, title, usage, library, pictures, metrics):
-    rows = "\n".join(f"| {name} | {value} |" for name, value in sorted(metrics.items()))
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    return (
-        f"---\nlibrary_name: {library}\ntags: [plainrl, {env['algo']}]\n---\n# {title}\n\n"
-        f"![learning curve](curve.png)\n\n{pictures}"
-        f"```python\n{usage}\n```\n\n| metric | last value |\n|---|---|\n{rows}\n\n```\n{env['command']}\n```\n\n"
-        f"Commit {env['commit']}; {versions}; {env['device']}.\n"
-    )
 
 
 def keep_lines(path, step):

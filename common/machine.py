@@ -88,6 +88,12 @@ def describe_precision(args, accelerator):
     return text
 
 
+def describe_layout(args, accelerator):
+    """Types, device and processes, for the summary at the start of a run."""
+    processes = f"{accelerator.num_processes} processes x {torch.get_num_threads()} threads"
+    return f"{describe_precision(args, accelerator)}, {accelerator.device}, {processes}"
+
+
 def bfloat16_slowdown():
     """Seconds of a small matrix product in bfloat16 on this CPU over those in float32, in a few milliseconds."""
     seconds = {}

@@ -20,8 +20,8 @@ from torch import nn
 from algos import ddpo, grpo, ppo, sft
 from common import logging, machine
 from common.cli import cli
-from common.logging import closes_run, describe_layout
-from common.machine import autocast_type, cpu_quota, is_out_of_memory, memory_advice, set_threads
+from common.logging import closes_run
+from common.machine import autocast_type, cpu_quota, describe_layout, is_out_of_memory, memory_advice, set_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent

@@ -14,22 +14,18 @@ reward() {  # pairs, seed, flags
 ppo() {  # pairs, KL coefficient, seed
     run python algos/ppo.py --config benchmarks/tasks/randomwalks/ppo.yaml --seed "$3" --threads 1 \
         --run-dir "$out/pairs-$1-kl-$2-seed$3" --reward "$out/reward-$1-seed$3/hf_model" --kl-coef "$2" \
-        --total-episodes 5120 --rollout-batch-size 128 --batch-size 128 --eval-every 16 \
+        --vf-coef 0.1 --total-episodes 5120 --rollout-batch-size 128 --batch-size 128 --eval-every 8 \
         --eval-dataset $task:eval_prompts:samples=25
 }
 for seed in 1 2 3; do
-    reward 300 $seed --dataset $task:pairs:split=train,count=300 --total-steps 400
-    ppo 300 0 $seed
-    reward all $seed --dataset $task:pairs:split=train --epochs 25
-    ppo all 0 $seed
-    reward 1000 $seed --dataset $task:pairs:split=train,count=1000 --total-steps 400
-    ppo 1000 0 $seed
     reward 100 $seed --dataset $task:pairs:split=train,count=100 --total-steps 400
-    ppo 100 0 $seed
+    reward 300 $seed --dataset $task:pairs:split=train,count=300 --total-steps 400
+    reward 1000 $seed --dataset $task:pairs:split=train,count=1000 --total-steps 400
+    reward all $seed --dataset $task:pairs:split=train --epochs 25
 done
-for kl in 0.2 1 0.05; do
+for kl in 0 0.2 1 0.05; do
     for seed in 1 2 3; do
-        for pairs in 300 all 1000 100; do
+        for pairs in 100 300 1000 all; do
             ppo $pairs $kl $seed
         done
     done

@@ -33,21 +33,29 @@ Dimension key: B images, N denoising steps, C h w latents, H W pixels, L text to
 
 import copy
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while libraries load
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if find_spec("common") is None:
+    sys.exit(
+        "error: a script needs common/: put it into algos/, set PYTHONPATH to the repository, or give it all that "
+        "it needs with benchmarks/single_file.py"
+    )
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import nn
-from tqdm import tqdm
 
 from common.checkpoint import replacing
 from common.cli import InputError, cli, embedded_task, missing, stop_if
@@ -57,7 +65,7 @@ from common.logging import Run, closes_run, on_main
 from common.machine import describe_layout, launch, try_update
 from common.models import check_directory, quiet_libraries
 from common.ranges import Count, Decay, Natural, NonNegative, Positive, Range, Repository, Share, out_of_range
-from common.screen import visible
+from common.screen import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
@@ -415,9 +423,9 @@ def sample_images(accelerator, policy, prompts, stream, args, trajectories):
     begin = accelerator.process_index * share
     # the last processes repeat the last prompt where they do not divide
     local = [min(row, len(prompts) - 1) for row in range(begin, begin + share)]
-    silent = None if accelerator.is_main_process else True  # None: only where there is no terminal
+    screen.show("drawing", share, "images")
     batches = []
-    for i in tqdm(range(0, share, args.decode_batch_size), "sampling", leave=False, disable=silent, delay=5):
+    for i in range(0, share, args.decode_batch_size):
         rows = local[i : i + args.decode_batch_size]
         noise = np.stack([rng(args.seed, *stream, row).standard_normal(noise_shape) for row in rows])
         noise = torch.from_numpy(noise).to(accelerator.device, dtype)
@@ -429,6 +437,7 @@ def sample_images(accelerator, policy, prompts, stream, args, trajectories):
         if trajectories:
             batch |= {"latents": latents, "logprobs": logprobs}
         batches.append(batch)
+        screen.advance(len(rows))
     sampled = {}
     for name in batches[0]:
         whole_share = torch.cat([batch[name] for batch in batches])

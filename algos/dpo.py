@@ -30,21 +30,29 @@ import hashlib
 import itertools
 import math
 import os
+import signal
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while libraries load
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if find_spec("common") is None:
+    sys.exit(
+        "error: a script needs common/: put it into algos/, set PYTHONPATH to the repository, or give it all that "
+        "it needs with benchmarks/single_file.py"
+    )
 
 import safetensors.torch
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
@@ -89,7 +97,7 @@ from common.ranges import (
     out_of_range,
 )
 from common.sampling import evaluate_samples
-from common.screen import visible
+from common.screen import screen, visible
 from common.seeding import seed_libraries, stream_rows
 from common.structure import packing_problem
 
@@ -681,10 +689,11 @@ def score_pairs(accelerator, score, pairs, batch_size):
     local = [pairs[min(place, len(pairs) - 1)] for place in range(begin, begin + share)]
     longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
     scores = torch.empty(share, 2, dtype=torch.float64, device=device)
-    silent = not accelerator.is_main_process or None  # and where there is no terminal
-    for places in tqdm(longest_first.split(batch_size), "scoring pairs", leave=False, disable=silent, delay=5):
+    screen.show("scoring pairs", share)
+    for places in longest_first.split(batch_size):
         with torch.no_grad(), accelerator.autocast():
             scores[places.to(device)] = score([local[place] for place in places]).T.double()
+        screen.advance(len(places))
     return accelerator.gather(scores)[: len(pairs)].T
 
 

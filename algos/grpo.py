@@ -43,16 +43,25 @@ Dimension key: B episodes, G of them a group, Q query (prompt) tokens, R respons
 
 import math
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Literal
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while libraries load
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if find_spec("common") is None:
+    sys.exit(
+        "error: a script needs common/: put it into algos/, set PYTHONPATH to the repository, or give it all that "
+        "it needs with benchmarks/single_file.py"
+    )
 
 import torch
 from torch.nn import functional as F

@@ -27,20 +27,27 @@ Dimension key: B pairs (N in a set), T tokens of a row.
 import functools
 import itertools
 import math
+import signal
 import sys
 import time
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while libraries load
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if find_spec("common") is None:
+    sys.exit(
+        "error: a script needs common/: put it into algos/, set PYTHONPATH to the repository, or give it all that "
+        "it needs with benchmarks/single_file.py"
+    )
 
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification
 
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
@@ -52,7 +59,7 @@ from common.machine import describe_layout, launch, longest_micro_batch, try_upd
 from common.models import end_tokens, freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
 from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, out_of_range
 from common.sampling import decode, generate_all, kept_ids
-from common.screen import visible
+from common.screen import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
 from common.structure import packing_problem
 
@@ -242,7 +249,7 @@ def learning_rate(args, step, total_steps):
 def load_classifier(args, path):
     """The sequence classifier with one label, its tokenizer, and whether its head is new. A new one is drawn from
     N(0, 1 / (width + 1)), so that scores are of size 1 (Huang et al. 2024, arXiv 2403.17031), keyed by the seed."""
-    auto_class = AutoModelForSequenceClassification
+    auto_class = "AutoModelForSequenceClassification"
     model, tokenizer, missing = load_pretrained(auto_class, args, path, "--model", num_labels=1)
     if model.config.num_labels != 1:
         raise InputError(f"--model has {model.config.num_labels} labels, a reward model has one")
@@ -409,10 +416,11 @@ def score_pairs(accelerator, score, pairs, batch_size):
     local = [pairs[min(place, len(pairs) - 1)] for place in range(begin, begin + share)]
     longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
     scores = torch.empty(share, 2, dtype=torch.float64, device=device)
-    silent = not accelerator.is_main_process or None  # and where there is no terminal
-    for places in tqdm(longest_first.split(batch_size), "scoring pairs", leave=False, disable=silent, delay=5):
+    screen.show("scoring pairs", share)
+    for places in longest_first.split(batch_size):
         with torch.no_grad(), accelerator.autocast():
             scores[places.to(device)] = score([local[place] for place in places]).T.double()
+        screen.advance(len(places))
     return accelerator.gather(scores)[: len(pairs)].T
 
 

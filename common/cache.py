@@ -1,59 +1,15 @@
 """The key-value cache of sampling: written in place, and narrowed as rows end."""
 
 import torch
-from transformers.cache_utils import DynamicLayer
-
-
-class WrittenLayer(DynamicLayer):
-    """The layer of a cache with room for more tokens: keys and values of a new one are written behind those that are
-    there, where the library copies all of them. Rows that move are copied, those that stay are not.
-
-    keys, values (B, heads, T, size) are the used part of the buffers.
-    """
-
-    def __init__(self, layer, room):
-        super().__init__()
-        self.dtype = layer.keys.dtype
-        self.device = layer.keys.device
-        if torch.is_autocast_enabled(self.device.type):
-            self.dtype = torch.get_autocast_dtype(self.device.type)  # what attention casts them to
-        self.is_initialized = True
-        self.buffers = [self.with_room(layer.keys, room), self.with_room(layer.values, room)]
-        self.use(layer.keys.shape[0], layer.keys.shape[2])
-
-    def with_room(self, states, room):
-        """A buffer (B, heads, T + room, size) that begins with states."""
-        rows, heads, length, size = states.shape
-        shape = rows, heads, length + room, size
-        buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
-        buffer[:, :, :length] = states
-        return buffer
-
-    def use(self, rows, length):
-        """Sets the part of the buffers that is used."""
-        keys, values = self.buffers
-        self.keys = keys[:rows, :, :length]
-        self.values = values[:rows, :, :length]
-
-    def update(self, key_states, value_states, *args, **options):
-        rows, _, begin, _ = self.keys.shape
-        end = begin + key_states.shape[2]
-        self.use(rows, end)
-        self.keys[:, :, begin:] = key_states
-        self.values[:, :, begin:] = value_states
-        return self.keys, self.values
-
-    def reorder_cache(self, rows):
-        places = torch.arange(len(rows), device=self.device)
-        moving = (rows != places).nonzero()[:, 0]
-        for states in (self.keys, self.values):
-            states[moving] = states[rows[moving]]
-        self.use(len(rows), self.keys.shape[2])
 
 
 def write_in_place(cache, room):
     """Lets plain layers of a cache have room for so many more tokens. Others (windows, convolutions, recurrent states,
     what an encoder said) stay as they are."""
+    from transformers.cache_utils import DynamicLayer
+
+    from common.written_layer import WrittenLayer
+
     cache = getattr(cache, "self_attention_cache", cache)
     for place, layer in enumerate(getattr(cache, "layers", ())):
         if type(layer) is DynamicLayer:

@@ -11,7 +11,6 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp
 
 from common.cli import InputError
 
@@ -50,6 +49,8 @@ def pack_state(model, optimizer, frozen, **state):
     stored once. An optimizer that has not stepped is left out: reading its state would take a hidden step.
     frozen: the `frozen_weights` of --model, which are left out; others without gradient (target networks) are not.
     """
+    from torch.distributed.checkpoint import state_dict as dcp
+
     frozen_sum, frozen_ids = frozen
     kept = nn.ParameterList(w for w in model.parameters() if not w.requires_grad and id(w) not in frozen_ids)
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -72,6 +73,8 @@ def pack_state(model, optimizer, frozen, **state):
 
 def unpack_state(path, state, model, optimizer, frozen):
     """Loads what `pack_state` packed into model and optimizer. Collective."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     weights = safetensors.torch.load_file(path / "model.safetensors")
     weights |= {name: weights[first_name] for name, first_name in state["tied"].items()}
@@ -193,6 +196,8 @@ def replacing(directory):
 
 def full_weights(lm):
     """The state dict of a model, or of its adapters, on the CPU of rank 0. Collective."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
     options = dcp.StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=lm._hf_peft_config_loaded
     )

@@ -6,8 +6,6 @@ import itertools
 
 import safetensors.torch
 import torch
-from transformers import AutoModelForSequenceClassification
-from transformers.utils import cached_file
 
 from common.cli import InputError
 from common.functions import spec_path
@@ -58,7 +56,7 @@ def load_scorer(args, name, is_adapter):
     keywords = {}
     if is_adapter:
         keywords["num_labels"] = 1
-    auto_class = AutoModelForSequenceClassification
+    auto_class = "AutoModelForSequenceClassification"
     model, tokenizer, missing = load_pretrained(auto_class, own_args, path=name, flag="--reward", **keywords)
     if missing:
         raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
@@ -81,6 +79,8 @@ def label_number(model, label, reward):
 def stored_norm(model, path, is_adapter):
     """{"gain", "bias"} that reward.py has written: the reward is gain * score + bias. An adapter has it in a file."""
     if is_adapter:
+        from transformers.utils import cached_file
+
         quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         file = cached_file(path, "reward_norm.safetensors", **quiet)
         if file:

@@ -5,12 +5,17 @@ import difflib
 import functools
 import os
 import re
+import shutil
+import signal
 import sys
 import textwrap
 import traceback
 from pathlib import Path
 
 import yaml
+
+from common.help import help_text
+from common.screen import screen
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,21 +54,38 @@ def missing(args, *names):
 
 def cli(args_class, main):
     """Parses sys.argv into args_class (tyro; YAML files are expanded first) and calls main with it."""
-    import tyro
-
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the script's beginning had none
     try:
         argv = sys.argv[1:]
-        refuse_other_names([word for word in argv if word.startswith("--")], args_class)
-        with_task = with_embedded_task(argv, args_class)
-        args = tyro.cli(args_class, args=expand_config(with_task, args_class))
-        if with_task != argv and os.environ.get("RANK", "0") == "0":
-            print(describe_task(args_class.task_file), flush=True)
+        if not {"-h", "--help"}.isdisjoint(argv):
+            screen.say(help_text(args_class).rstrip())
+            return
+        args = parse(argv, args_class)
+        screen.start()
+        screen.show("loading libraries")
         main(args)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except InputError as error:
+        screen.stop()
         if error.__cause__ is not None:  # the user's own code failed: where
             traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        screen.stop()
+
+
+def parse(argv, args_class):
+    """args_class, filled by the words of a command line and by the YAML files that these name."""
+    import tyro
+
+    refuse_other_names([word for word in argv if word.startswith("--")], args_class)
+    with_task = with_embedded_task(argv, args_class)
+    args = tyro.cli(args_class, args=expand_config(with_task, args_class))
+    if with_task != argv and os.environ.get("RANK", "0") == "0":
+        screen.say(describe_task(args_class.task_file))
+    return args
 
 
 # ---- Files of flags --------------------------------------------------------------------------------------------------
@@ -102,7 +124,7 @@ def task_fields(path):
 def with_embedded_task(argv, args_class):
     """argv, behind --config and the YAML file of the embedded task where it names no model, data or file of flags."""
     given = {word.partition("=")[0] for word in argv}
-    if not given.isdisjoint(("--model", "--dataset", "--config", "--help", "-h")):
+    if not given.isdisjoint(("--model", "--dataset", "--config")):
         return argv
     return ["--config", str(ROOT / args_class.task_file), *argv]
 
@@ -110,7 +132,7 @@ def with_embedded_task(argv, args_class):
 def describe_task(path):
     """What the command line says where it takes the settings of an embedded task."""
     settings = [f"{name} {value}" for name, value in task_fields(path).items()]
-    text = textwrap.indent(textwrap.fill(", ".join(settings), 110), "  ")
+    text = textwrap.indent(textwrap.fill(", ".join(settings), min(110, shutil.get_terminal_size().columns - 2)), "  ")
     return f"no --model, --dataset or --config: the embedded task, by --config {path}; own flags win\n{text}"
 
 

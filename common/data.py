@@ -13,10 +13,9 @@ import os
 import re
 from pathlib import Path
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from common.cli import InputError
 from common.functions import build, spec_path
+from common.screen import screen
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -29,6 +28,7 @@ SIDES = ("chosen", "rejected")
 def load_rows(data, flag):
     """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
     rows = data
+    screen.show(f"reading {flag}")
     path = spec_path(data)
     if path and path.suffix == ".jsonl":
         rows = read_jsonl(path, f"{flag} {data}")
@@ -188,6 +188,8 @@ def chat_segments(tokenizer, messages, prompt_length, tools, where):
 
 def marked_spans(tokenizer, messages, tools):
     """(text, spans) of a chat; a span is (begin, end) of characters that the template marks as generated."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     template = tokenizer.get_chat_template(tools=tools)
     # as in apply_chat_template, which gives masks of tokens
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]

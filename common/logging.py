@@ -18,15 +18,13 @@ from types import SimpleNamespace
 
 import torch
 import yaml
-from accelerate.tracking import filter_trackers
-from accelerate.utils import broadcast_object_list
 
 from common import checkpoint as ckpt
 from common.card import USAGE, draw_curve, model_card, newest_values, sparkline
 from common.cli import InputError
 from common.identity import SIZES, describe, differences, environment, identity
 from common.machine import is_out_of_memory, memory_advice, peak_memory_mb, set_threads
-from common.screen import table_of, visible
+from common.screen import screen, table_of, visible
 
 _open = []  # runs of this process that are not closed
 
@@ -35,6 +33,8 @@ def on_main(accelerator, function, *args):
     """function(*args) on rank 0; its result, or its error, on every rank, so that no rank waits for a failed one."""
     if accelerator.num_processes == 1:
         return function(*args)
+    from accelerate.utils import broadcast_object_list
+
     result = None
     failure = None
     error_class = None
@@ -87,8 +87,8 @@ class Run:
         self.main = accelerator.is_main_process
         set_threads(args.threads)  # again: accelerate may have set them
         self.identity = identity(algo, args, script)
-        self.bar = None
         self.signal = None
+        self.stepped = False  # since the start of this process
         self.mirror = None
         self.lock = None
         self.handlers = {}
@@ -211,6 +211,7 @@ class Run:
         self.frozen = ckpt.frozen_weights(pretrained)
         stored = {name: self.state[name] for name in quantities if name in self.state}
         self.quantities = SimpleNamespace(**quantities | stored)
+        optimizer.register_step_post_hook(self._on_step)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
         if self.begun >= total_steps and not (self.dir / "metrics.jsonl").exists():
@@ -249,6 +250,7 @@ class Run:
 
     def _save(self, step, files, state):
         """Writes a checkpoint. A full disk is a warning: older checkpoints are intact, the next save tries again."""
+        screen.show("saving")
         full = {"algo": self.identity["algo"], "threads": torch.get_num_threads(), **state}
 
         def write():
@@ -261,9 +263,18 @@ class Run:
 
     # -- signals
 
+    def _on_step(self, *_):
+        """After every optimizer step."""
+        self.stepped = True
+        screen.step(self.stride)
+
     def _on_signal(self, number, frame):
+        """Ends at once where nothing is lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
         self.signal = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not self.stepped:
+            raise SystemExit(128 + number)
+        self.say("stopping after this iteration, whose end is saved; Ctrl-C again stops at once")
 
     def stop_requested(self):
         """Whether any rank has had SIGTERM or SIGINT. Collective; asked where the state is whole."""
@@ -274,7 +285,12 @@ class Run:
         return stop
 
     def close(self):
-        self._close_bar()
+        screen.stop()
+        if self.signal and not self.stepped and self.main and not self.state:  # nothing but the beginning is there
+            shutil.rmtree(self.dir, ignore_errors=True)
+            if not self.args.run_dir:
+                with contextlib.suppress(OSError):  # other runs are there
+                    self.dir.parent.rmdir()
         while self.handlers:
             signal.signal(*self.handlers.popitem())
         if self in _open and self.accelerator.num_processes > 1:
@@ -285,21 +301,11 @@ class Run:
         if self in _open:
             _open.remove(self)
 
-    def _close_bar(self):
-        if self.bar:
-            self.bar.close()
-            self.bar = None
-
     # -- output
 
     def say(self, text):
-        if not self.main:
-            return
-        with contextlib.suppress(BrokenPipeError):  # `| head`
-            if self.bar:
-                self.bar.write(text)
-            else:
-                print(text, flush=True)
+        if self.main:
+            screen.say(text)
 
     def append(self, name, *records):
         lines = [json.dumps(record, allow_nan=False) + "\n" for record in records]
@@ -332,6 +338,8 @@ class Run:
             self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
 
     def _open_mirror(self):
+        from accelerate.tracking import filter_trackers
+
         name = f"{self.dir.resolve().name}-{self.identity['hash']}"
         wandb = {"id": name, "name": self.dir.name, "resume": "allow", "dir": str(self.dir)}
         flags = {}
@@ -351,23 +359,22 @@ class Run:
         self.say(table_of(rows[:show], f"samples at step {step}"))
 
     def status(self, step, text):
-        """A bar on a terminal; elsewhere a line at most every 5 s, and one for the last step."""
-        if self.main and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self.bar = self.bar or tqdm(total=self.total_steps, initial=self.begun, dynamic_ncols=True)
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(step - self.bar.n)
-        elif time.monotonic() - self.last_line > 5 or step >= self.total_steps:
-            self.last_line = time.monotonic()
-            seconds_per_step = (self.last_line - self.start) / max(1, step - self.begun)
-            eta = seconds_per_step * (self.total_steps - step)
-            self.say(f"{step}/{self.total_steps} | {text} | eta {eta:.0f} s")
+        """For the live line of a terminal; elsewhere a line at most every 5 s, and one for the last step."""
+        now = time.monotonic()
+        seconds_per_step = (now - self.start) / max(1, step - self.begun)
+        eta = f"eta {seconds_per_step * (self.total_steps - step):.0f} s"
+        screen.headline = f"{step}/{self.total_steps}, {eta}"
+        screen.metrics = text
+        screen.show("training")
+        if not screen.live and (now - self.last_line > 5 or step >= self.total_steps):
+            self.last_line = now
+            self.say(f"{step}/{self.total_steps} | {text} | {eta}")
 
     # -- the end
 
     def export(self, lm, tokenizer, name, heads=None):
         """Writes the model, and heads {file: {name: tensor}} beside it, to a directory of the run. Collective."""
+        screen.show(f"writing {name}")
         weights = ckpt.full_weights(lm)
         whole = {}
         for file, tensors in (heads or {}).items():  # gathered where FSDP2 has sharded them
@@ -395,7 +402,6 @@ class Run:
         draw_curve(curve, headline, self.dir / "curve.png")
         folder = str(self.dir / "hf_model")
         usage = usage.format(folder=folder, prompt=prompt)
-        self._close_bar()
         if curve:
             values = [value for _, value in curve]
             self.say(f"\n{headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}")

@@ -9,8 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from torch.nn import functional
 
 from common.cli import InputError, flag_of
@@ -28,6 +26,9 @@ def launch(args, fsdp=True):
 
     fsdp: whether the script can shard its model.
     """
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
     cuda = torch.cuda.is_available()
     gpu_has_bfloat16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)

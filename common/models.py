@@ -11,21 +11,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-)
-from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import logging as transformers_logging
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from common.cli import InputError, stop_if
 from common.functions import spec_path
 from common.output import has_plain_output, one_token
+from common.screen import screen
 from common.structure import padding_problem, routers
 
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken")
@@ -36,14 +26,17 @@ UNUSED = ("none", None, False)  # values of these that ask for nothing
 
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
-    """(model, tokenizer, names of the weights that the files lack), by a class such as AutoModelForCausalLM.
+    """(model, tokenizer, names of the weights that the files lack), by a class of transformers that auto_class names.
 
     path: a directory, a hub id, a LoRA adapter in one of these, or a model. All weights are finite and dropout is off.
     An encoder-decoder is loaded as one. flag names the path in errors; --revision counts for --model alone, since other
     flags name other repositories. keywords go to from_pretrained. Raises InputError.
     """
+    from transformers import AutoTokenizer
+
     quiet_libraries()
     path = spec_path(path) or path
+    screen.show(f"loading {'/'.join(Path(path).parts[-2:]) if isinstance(path, str | Path) else flag}")
     if isinstance(path, Path):
         path = str(path)
     revision = args.revision if flag == "--model" else None
@@ -65,13 +58,15 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         where = describe_source(args, path, flag, base, revision)
         raise InputError(f"{where} cannot be loaded: {' '.join(str(error).split())}") from None
     model = repaired(model, args)
-    problems = model_problems(model, tokenizer, mismatched, is_classifier="Sequence" in auto_class.__name__)
+    problems = model_problems(model, tokenizer, mismatched, is_classifier="Sequence" in auto_class)
     stop_if([f"{flag} {path}: {problem}" for problem in problems[:1]])
     return model, tokenizer, sorted(missing)
 
 
 def quiet_libraries():
     """Errors only, and no bars."""
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     transformers_logging.get_logger("bitsandbytes").setLevel("ERROR")  # it complains where nobody asks for 4 bits
@@ -102,6 +97,8 @@ def tokenizer_source(source, path, base, flag):
 
 def four_bits(dtype):
     """What from_pretrained is told to load weights in 4 bits (NF4; arXiv 2305.14314)."""
+    from transformers import BitsAndBytesConfig
+
     config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     config = BitsAndBytesConfig(**config, bnb_4bit_compute_dtype=dtype)
@@ -116,10 +113,14 @@ def load_weights(auto_class, path, base, revision, keywords):
     """
     if not isinstance(path, str):
         return path, set(), []
-    if auto_class is AutoModelForCausalLM:
-        auto_class = lm_class(path, revision=revision, trust_remote_code=keywords["trust_remote_code"])
+    import transformers
+
+    if auto_class == "AutoModelForCausalLM":
+        model_class = lm_class(path, revision=revision, trust_remote_code=keywords["trust_remote_code"])
+    else:
+        model_class = getattr(transformers, auto_class)
     keywords = keywords | {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, report = auto_class.from_pretrained(base or path, revision=None if base else revision, **keywords)
+    model, report = model_class.from_pretrained(base or path, revision=None if base else revision, **keywords)
     missing = {*report["missing_keys"]}
     mismatched = {*report["mismatched_keys"]}
     if base:
@@ -185,6 +186,8 @@ def adapter_base(path, revision=None):
     """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
     if not isinstance(path, str):
         return None
+    from transformers.utils.peft_utils import find_adapter_config_file
+
     with contextlib.suppress(OSError, ValueError, KeyError):
         config = find_adapter_config_file(path, revision=revision)
         return config and json.loads(Path(config).read_text())["base_model_name_or_path"]
@@ -192,6 +195,8 @@ def adapter_base(path, revision=None):
 
 def lm_class(path, revision=None, **keywords):
     """The AutoModel class of a language model, or of the base of a LoRA adapter: of an encoder-decoder or a decoder."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
     base = adapter_base(path, revision)
     config = AutoConfig.from_pretrained(base or path, revision=None if base else revision, **keywords)
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -199,7 +204,7 @@ def lm_class(path, revision=None, **keywords):
 
 def load_model(args, path, flag="--model"):
     """The language model and its tokenizer, with a padding token."""
-    model, tokenizer, missing = load_pretrained(AutoModelForCausalLM, args, path, flag)
+    model, tokenizer, missing = load_pretrained("AutoModelForCausalLM", args, path, flag)
     stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
     if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
         raise InputError(f"{flag} {path} is a classifier: name a language model")
@@ -349,6 +354,8 @@ def share_frozen(model, lm):
 def unsharded(model):
     """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token, also for calls of
     parts of the model; after it they are shards, where forward passes alone would leave some of them whole."""
+    from torch.distributed.fsdp import FSDPModule
+
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:  # the whole model comes first
         module._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for it
@@ -386,6 +393,8 @@ class Seq2Seq:
             ids = torch.cat([start, ids[:, width:]], 1)
         else:  # the cache holds what the decoder has read of it
             states = cache.encoded.expand(len(ids), -1, -1)
+        from transformers.modeling_outputs import BaseModelOutput
+
         inputs = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask, "decoder_input_ids": ids}
         output = super().forward(**inputs, past_key_values=cache, use_cache=options["use_cache"])
         if cache is None and options["use_cache"]:

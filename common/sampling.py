@@ -9,20 +9,19 @@ import json
 import math
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
-from transformers.utils import logging as transformers_logging
 
 from common.adapters import for_sampling
 from common.classifiers import RewardModel
 from common.functions import call_metric, call_reward
 from common.logging import on_main
 from common.models import end_tokens
+from common.screen import screen
 from common.seeding import draw, uniforms
 
 # ---- Ids -------------------------------------------------------------------------------------------------------------
 
 
-class KeyedDraws(LogitsProcessor):
+class KeyedDraws:
     """Draws the next token of each row that goes on, and leaves it as the only one that `generate` can take.
 
     Arguments are those of `sample_by_generate`. Fills ids (B, R) and mask (B, R); going (B,): rows that have not ended.
@@ -75,6 +74,9 @@ def sample_by_generate(lm, query, query_mask, uniforms, ends, pad_id, temperatur
     (b, t)) -> (b,) bool ends some without one. The model's generation_config is set aside meanwhile. Raises
     FloatingPointError for logits that are not finite, except of rows that have ended.
     """
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers.utils import logging as transformers_logging
+
     start = None
     if lm.config.is_encoder_decoder:  # some encoders count padding as positions: it goes to the right
         order = (query_mask == 0).byte().argsort(dim=1, stable=True)
@@ -198,8 +200,9 @@ def generate_all(
     lengths = query_mask.sum(1)[local]
     response = torch.full((share, max_new_tokens), pad_id, device=device)
     response_mask = torch.zeros(share, max_new_tokens, dtype=torch.bool, device=device)
+    screen.show("sampling" if stream[0] == "rollout" else "evaluating", share)
     autocast_type = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    with for_sampling(lm, autocast_type), accelerator.autocast():
+    with for_sampling(lm, autocast_type), accelerator.autocast(), screen.counts_tokens(lm):
         # the longest first: where memory does not suffice, it shows at once
         for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
             rows = local[places]
@@ -218,6 +221,8 @@ def generate_all(
                 ended=end_of_rows(tokenizer, stop, row_limits),
                 **filters,
             )
+            screen.advance(len(places))
+    screen.show("scoring")
     response = accelerator.gather(response)[: len(queries)]
     response_mask = accelerator.gather(response_mask)[: len(queries)]
     return query, query_mask, response, response_mask
@@ -319,10 +324,13 @@ def total(score):
 def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended):
     """Scores of the global batch, on every process: a reward function runs once, a classifier on shares of the rows.
     ended: as `has_ended` returns it; a classifier sees an end token there."""
+    screen.show("scoring")
     given = text_arguments(tokenizer, rows, outputs, output_ids)
     if not isinstance(reward, RewardModel):
         lengths = [len(ids) for ids in output_ids]
-        return on_main(accelerator, call_reward, reward, args.reward, rows, given, lengths)
+        scores = on_main(accelerator, call_reward, reward, args.reward, rows, given, lengths)
+        screen.show("training")
+        return scores
     share = math.ceil(len(rows) / accelerator.num_processes)
     begin = accelerator.process_index * share
     local = [min(row, len(rows) - 1) for row in range(begin, begin + share)]
@@ -334,4 +342,5 @@ def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_id
         if not math.isfinite(score):
             where = f"{rows[row]['prompt']!r:.60} and {outputs[row]!r:.60}"
             raise FloatingPointError(f"{args.reward}: {score} for {where}")
+    screen.show("training")
     return scores

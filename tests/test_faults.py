@@ -511,9 +511,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 SIGNALS = {
     "a step": (6, PLACES["optimizer step"], TERM, 143),
     "a step, interrupt": (7, PLACES["optimizer step"], INT, 130),
-    "the first evaluation": (8, ("common.logging", "Run.samples", 1), TERM, 143),
     "the export of the best": (8, ("common.checkpoint", "replacing", 1), TERM, 143),
-    "loading": (8, ("common.logging", "Run.__init__", 1), TERM, -15),  # before there is anything to save
     "the end": (8, ("common.logging", "Run.finish", 1), TERM, 0),  # after the last step, it ends as without
 }
 
@@ -539,11 +537,32 @@ def test_a_signal_saves_and_names_the_command(algo, place, which, code, scripts,
         assert (run / f"checkpoints/step_{step:08d}/MANIFEST.json").exists()
         assert lines(run / "metrics.jsonl")[-1]["step"] == step
         argv = shlex.split(text.partition("to continue: ")[2])[1:]
-    elif code < 0:
-        assert not run.exists()
     scripts.run(argv, tmp_path)
     same(run, whole(algo)[0])
     ends_clean(run)
+
+
+@pytest.mark.case(8)
+@pytest.mark.parametrize("which", [TERM, INT])
+@pytest.mark.parametrize("place", ["Run.__init__", "Run.samples"])  # while loading, and at the first evaluation
+@every_script
+def test_a_signal_before_the_first_step_leaves_nothing(algo, place, which, scripts, work, tmp_path):
+    code = -TERM if (place, which) == ("Run.__init__", TERM) else 128 + which
+    patch = at("common.logging", place, 1, signal=which)
+    process = scripts.run(command(work, algo, "run"), tmp_path, expect=code, patch=patch)
+    assert process.err == "" and "stopp" not in process.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.case(8)
+@every_script
+def test_a_signal_before_the_first_step_of_a_continued_run_keeps_it(algo, scripts, work, ended, tmp_path):
+    run, _ = ended(algo, tmp_path / "run")
+    before = files(run)
+    patch = at("common.logging", "Run.evaluation_due", 1, signal=TERM)
+    scripts.run(command(work, algo, "run"), tmp_path, expect=143, patch=patch)
+    checkpoints = {path for path in before if "checkpoints" in path.parts}
+    assert checkpoints and checkpoints <= files(run).keys()
 
 
 @pytest.mark.case(7)

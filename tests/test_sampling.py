@@ -12,10 +12,11 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from algos import ppo
-from common.cache import WrittenLayer, closed_ranks, write_in_place
+from common.cache import closed_ranks, write_in_place
 from common.models import load_model
 from common.sampling import decode, generate_all
 from common.seeding import draw
+from common.written_layer import WrittenLayer
 
 EOS, PAD = 22, 23
 GRID = 4001

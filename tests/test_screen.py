@@ -1,0 +1,182 @@
+"""python -m pytest tests/test_screen.py
+
+What a user sees: the live line in a pseudo-terminal, --help, a quick start, copies of scripts, Ctrl-C.
+"""
+
+import dataclasses
+import fcntl
+import importlib
+import io
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from harness import ALGOS, command, environment
+
+from common.help import help_text
+from common.screen import Screen
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def in_terminal(argv, columns, cwd, env, seconds=120):
+    """(what a command writes to a terminal of so many columns, its exit code)."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execve(sys.executable, [sys.executable, *map(str, argv)], env)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    text = b""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            piece = os.read(terminal, 65536)
+        except OSError:  # the other side is closed
+            break
+        if not piece:
+            break
+        text += piece
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    return text.decode(), os.waitstatus_to_exitcode(status)
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_live_line_says_what_happens(columns, work, tmp_path):
+    env = environment(work)
+    env.pop("COLUMNS")
+    text, code = in_terminal(command(work, "ppo", "run"), columns, tmp_path, env)
+    assert code == 0 and "Traceback" not in text
+    pictures = re.findall(r"\r\x1b\[2K([^\r\n]*)\r(?!\n)", text)
+    assert max(map(len, pictures)) <= columns - 1
+    assert text.index("loading libraries") < text.index("parameters")
+    activities = []
+    for picture in pictures:
+        for part in picture.split(" | "):
+            if match := re.match(r"[a-z][a-z_ -]*", part):
+                activities.append(match[0].strip())
+    order = [activities.index(name) for name in ("loading libraries", "evaluating", "sampling", "training", "saving")]
+    assert order == sorted(order)
+    assert {"reading --dataset", "scoring", "writing hf_model"} <= {*activities}
+    assert re.search(r"\| training 3/4 steps, 0 s", text)
+    while_sampling = [picture for picture in pictures if re.match(r"8/24, eta \d+ s \| sampling 0/8 rows", picture)]
+    assert while_sampling and "scores -" in while_sampling[0]  # the metrics of the iteration before
+    shown = max(picture.count(" | ") for picture in pictures)
+    assert shown == {80: 4, 140: 7}[columns]
+    assert text.rstrip().endswith("hf_model")  # nothing of the line is left
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 7
+
+
+def test_whole_parts_fit_into_the_line(monkeypatch):
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((51, 24)))
+    screen = Screen()
+    screen.stream = Terminal()
+    screen.live = True
+    screen.headline = "8/24, eta 5 s"
+    screen.metrics = "scores 0.123 | a_long_name_of_a_metric 0.123 | kl 1.5"
+    screen.show("sampling", 1234)
+    line = screen.stream.getvalue().strip("\r").removeprefix("\x1b[2K")
+    assert line == "8/24, eta 5 s | sampling 0/1,234 rows, 0 s"
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((53, 24)))
+    screen.draw()
+    assert screen.stream.getvalue().endswith("\x1b[2K8/24, eta 5 s | sampling 0/1,234 rows, 0 s | kl 1.5\r")
+
+
+def test_long_activities_are_reported_without_a_terminal(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    screen = Screen()
+    screen.start()
+    assert not screen.live  # under pytest there is no terminal
+    screen.show("scoring pairs", 700, "pairs")
+    for now[0] in (110.0, 131.0, 140.0, 163.0):
+        screen.advance(100)
+    assert capsys.readouterr().out == "scoring pairs 200/700 pairs, 31 s\nscoring pairs 400/700 pairs, 63 s\n"
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize("algo", ALGOS)
+def test_help_has_every_flag_in_its_group(algo, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    module = importlib.import_module(f"algos.{algo}")
+    text = help_text(module.Args)
+    assert max(map(len, text.splitlines())) < columns
+    groups = re.findall(r"^(\w+):$", text, re.M)
+    assert groups[0] == "algorithm" and {"data", "optimizer", "model", "run"} <= {*groups}
+    for field in dataclasses.fields(module.Args):
+        flag = "--" + field.name.replace("_", "-")
+        if field.default is True:
+            flag = flag.replace("--", "--no-", 1)
+        assert len(re.findall(rf"^  {flag}(?= |$)", text, re.M)) == 1, flag
+    assert re.search(r"^  --lr FLOAT", text, re.M)
+    assert text.index("\nrun:") < text.index("\n  --seed INT") < text.index("Seed of every random draw. [1]")
+
+
+HEAVY = "torch transformers accelerate diffusers peft datasets torch.distributed.fsdp matplotlib.figure".split()
+LOADED = """import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print([name for name in {heavy} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("algo, words", [*((algo, ["--help"]) for algo in ALGOS), ("ppo", ["--lrr", "1"])])
+def test_help_and_mistyped_flags_wait_for_torch_alone(algo, words):
+    argv = [sys.executable, "-c", LOADED.format(heavy=HEAVY), ROOT / f"algos/{algo}.py", *words]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.stdout.endswith("['torch']\n"), done.stdout + done.stderr
+    if words == ["--help"]:
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: {algo}.py")
+    else:
+        assert done.returncode == 2 and "--lr " in done.stderr
+
+
+def test_help_into_a_closed_pipe():
+    done = subprocess.run(
+        f"{sys.executable} {ROOT}/algos/sft.py --help | head -n 1", shell=True, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("usage: sft.py [flags]\n", "")
+
+
+def test_a_copy_elsewhere_says_what_it_needs(tmp_path):
+    copy = shutil.copy(ROOT / "algos/sft.py", tmp_path / "my_sft.py")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, copy], capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: a script needs common/: put it into algos/, set PYTHONPATH to the repository")
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run(
+        [sys.executable, copy, "--help"], capture_output=True, text=True, env=env | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0 and "usage: my_sft.py" in done.stdout
+
+
+def test_an_interrupt_while_libraries_load_is_quiet(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "algos/ppo.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == -signal.SIGINT
+    assert not [*tmp_path.iterdir()]

@@ -71,6 +71,7 @@ class Screen:
 
     def advance(self, count):
         self.done += count
+        self.draw()
         now = time.monotonic()
         if not self.live and self.main and now - self.reported > REPORT:
             self.reported = now
@@ -109,9 +110,10 @@ class Screen:
             width = os.get_terminal_size(self.stream.fileno()).columns - 1
             text = ""
             for part in [self.headline, self.progress(), *self.metrics.split(" | ")]:
-                longer = f"{text} | {part}".removeprefix(" | ")
-                if part and len(longer) <= width:
-                    text = longer
+                longer = f"{text} | {part}" if text else part
+                if len(longer) > width:
+                    break
+                text = longer
             # the cursor goes back, so that what other code prints replaces the line
             self.stream.write(f"\r\x1b[2K{text[:width]}\r")
             self.stream.flush()

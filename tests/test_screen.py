@@ -64,14 +64,14 @@ def test_the_live_line_says_what_happens(columns, work, tmp_path):
         for part in picture.split(" | "):
             if match := re.match(r"[a-z][a-z_ -]*", part):
                 activities.append(match[0].strip())
-    order = [activities.index(name) for name in ("loading libraries", "evaluating", "sampling", "training", "saving")]
+    order = [activities.index(name) for name in ("loading libraries", "evaluating", "sampling", "saving")]
     assert order == sorted(order)
     assert {"reading --dataset", "scoring", "writing hf_model"} <= {*activities}
     assert re.search(r"\| training 3/4 steps, 0 s", text)
     while_sampling = [picture for picture in pictures if re.match(r"8/24, eta \d+ s \| sampling 0/8 rows", picture)]
     assert while_sampling and "scores -" in while_sampling[0]  # the metrics of the iteration before
     shown = max(picture.count(" | ") for picture in pictures)
-    assert shown == {80: 4, 140: 7}[columns]
+    assert shown == {80: 4, 140: 6}[columns]
     assert text.rstrip().endswith("hf_model")  # nothing of the line is left
 
 
@@ -89,7 +89,7 @@ def test_whole_parts_fit_into_the_line(monkeypatch):
     screen.stream = Terminal()
     screen.live = True
     screen.headline = "8/24, eta 5 s"
-    screen.metrics = "scores 0.123 | a_long_name_of_a_metric 0.123 | kl 1.5"
+    screen.metrics = "kl 1.5 | scores 0.123 | x 1"
     screen.show("sampling", 1234)
     line = screen.stream.getvalue().strip("\r").removeprefix("\x1b[2K")
     assert line == "8/24, eta 5 s | sampling 0/1,234 rows, 0 s"

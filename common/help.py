@@ -46,8 +46,10 @@ def help_text(args_class):
             if default:
                 flag = "--no-" + flag[2:]
                 text = f"Switches off: {text}"
+        elif isinstance(default, tuple) and default:
+            text += f" [{' '.join(map(str, default))}]"
         elif default not in (None, ()):
-            text += f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
+            text += f" [{default}]"
         group.add_argument(flag, help=text.replace("%", "%%"), **options)
     return parser.format_help()
 
@@ -70,5 +72,7 @@ def values_of(hint):
     if origin in (typing.Union, types.UnionType):
         return "|".join(map(values_of, members))
     if origin is tuple:
-        return " ".join("..." if member is Ellipsis else values_of(member) for member in members)
+        return " ".join(map(values_of, members))
+    if hint is Ellipsis:
+        return "..."
     return {int: "INT", float: "FLOAT", str: "TEXT"}.get(hint, getattr(hint, "__name__", "VALUE").upper())

@@ -83,7 +83,8 @@ class Screen:
 
         def count(module, inputs, options):
             ids = options.get("decoder_input_ids", options.get("input_ids"))
-            self.tokens += 0 if ids is None else len(ids)
+            if ids is not None:
+                self.tokens += len(ids)
 
         hook = model.register_forward_pre_hook(count, with_kwargs=True)
         try:
@@ -109,7 +110,7 @@ class Screen:
         with self.lock, contextlib.suppress(OSError, ValueError):  # the terminal may be gone
             width = os.get_terminal_size(self.stream.fileno()).columns - 1
             text = ""
-            for part in [self.headline, self.progress(), *self.metrics.split(" | ")]:
+            for part in filter(None, [self.headline, self.progress(), *self.metrics.split(" | ")]):
                 longer = f"{text} | {part}" if text else part
                 if len(longer) > width:
                     break

@@ -18,13 +18,17 @@ class WrittenLayer(DynamicLayer):
         if torch.is_autocast_enabled(self.device.type):
             self.dtype = torch.get_autocast_dtype(self.device.type)  # what attention casts them to
         self.is_initialized = True
-        self.buffers = [self.with_room(layer.keys, room), self.with_room(layer.values, room)]
-        self.use(layer.keys.shape[0], layer.keys.shape[2])
+        keys = self.with_room(layer.keys, room)
+        values = self.with_room(layer.values, room)
+        self.buffers = [keys, values]
+        rows, _, length, _ = layer.keys.shape
+        self.use(rows, length)
 
     def with_room(self, states, room):
         """A buffer (B, heads, T + room, size) that begins with states."""
         rows, heads, length, size = states.shape
-        shape = rows, heads, length + room, size
+        longer = length + room
+        shape = rows, heads, longer, size
         buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
         buffer[:, :, :length] = states
         return buffer

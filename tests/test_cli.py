@@ -191,7 +191,7 @@ def test_own_data_take_nothing_from_the_embedded_task(name):
     for field in dataclasses.fields(args_class):
         if field.name not in named:
             assert getattr(args, field.name) == field.default, field.name
-    for words in (["--model", "x"], ["--dataset=x"], ["--config", "x"], ["--help"]):
+    for words in (["--model", "x"], ["--dataset=x"], ["--config", "x"]):
         assert with_embedded_task(words, args_class) == words
     with pytest.raises(InputError, match="--dataset is missing"):
         args_class(model="my_model")

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -89,7 +90,7 @@ def test_bf16_is_the_default_of_a_gpu_that_has_it(fresh_accelerator, monkeypatch
         asked.update(options)
         return SimpleNamespace(device=torch.device("cpu"), num_processes=1, mixed_precision="", distributed_type="NO")
 
-    monkeypatch.setattr(machine, "Accelerator", accelerator)
+    monkeypatch.setattr(accelerate, "Accelerator", accelerator)
     machine.launch(run_args())
     assert not asked["cpu"] and asked["mixed_precision"] == ("no" if use_cpu == "true" else "bf16")
 

@@ -360,6 +360,7 @@ class Run:
 
     def status(self, step, text):
         """For the live line of a terminal; elsewhere a line at most every 5 s, and one for the last step."""
+        self.stepped = True  # also where an iteration took no optimizer step
         now = time.monotonic()
         seconds_per_step = (now - self.start) / max(1, step - self.begun)
         eta = f"eta {seconds_per_step * (self.total_steps - step):.0f} s"

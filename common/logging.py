@@ -274,7 +274,7 @@ class Run:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not self.stepped:
             raise SystemExit(128 + number)
-        self.say("stopping after this iteration, whose end is saved; Ctrl-C again stops at once")
+        screen.headline = "stopping after this iteration (Ctrl-C again: at once)"  # to print is not safe here
 
     def stop_requested(self):
         """Whether any rank has had SIGTERM or SIGINT. Collective; asked where the state is whole."""

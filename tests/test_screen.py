@@ -4,57 +4,34 @@ What a user sees: the live line in a pseudo-terminal, --help, a quick start, cop
 """
 
 import dataclasses
-import fcntl
 import importlib
 import io
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
 import pytest
 from harness import ALGOS, command, environment
 
+from benchmarks.recording import in_terminal, transcript
 from common.help import help_text
 from common.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def in_terminal(argv, columns, cwd, env, seconds=120):
-    """(what a command writes to a terminal of so many columns, its exit code)."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(cwd)
-        os.execve(sys.executable, [sys.executable, *map(str, argv)], env)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    text = b""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            piece = os.read(terminal, 65536)
-        except OSError:  # the other side is closed
-            break
-        if not piece:
-            break
-        text += piece
-    os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    return text.decode(), os.waitstatus_to_exitcode(status)
-
-
 @pytest.mark.parametrize("columns", [80, 140])
 def test_the_live_line_says_what_happens(columns, work, tmp_path):
     env = environment(work)
     env.pop("COLUMNS")
-    text, code = in_terminal(command(work, "ppo", "run"), columns, tmp_path, env)
+    argv = [sys.executable, *map(str, command(work, "ppo", "run"))]
+    pieces, code = in_terminal(argv, columns, tmp_path, env)
+    text = "".join(piece for _, piece in pieces)
     assert code == 0 and "Traceback" not in text
     pictures = re.findall(r"\r\x1b\[2K([^\r\n]*)\r(?!\n)", text)
     assert max(map(len, pictures)) <= columns - 1
@@ -73,6 +50,18 @@ def test_the_live_line_says_what_happens(columns, work, tmp_path):
     shown = max(picture.count(" | ") for picture in pictures)
     assert shown >= {80: 3, 140: 6}[columns]
     assert text.endswith("\r\x1b[2K")  # nothing of the line is left
+
+
+def test_transcript():
+    pieces = [
+        (0.1, "first\r\n\r\x1b[2Kloading, 0 s\r"),
+        (0.3, "\r\x1b[2Kreading, 0 s\r"),
+        (1.2, "\r\x1b[2Kreading, 1 s\r"),
+        (2.4, "\r\x1b[2Kreading, 2 s\r\r\x1b[2Ksec"),
+        (2.5, "ond\r\n"),
+    ]
+    lines = ["   5.1   first", "   5.1 > loading, 0 s", "   6.2 > reading, 1 s", "   7.5   second"]
+    assert transcript(pieces, 5.0) == lines
 
 
 class Terminal(io.StringIO):

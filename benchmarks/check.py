@@ -1,7 +1,7 @@
 """Evidence: collects runs into benchmarks/curves/<claim>/, rebuilds tables and figures, and fails where they disagree.
 
     python benchmarks/check.py                          # verify offline: exit 1 and a list if something is off
-    python benchmarks/check.py --write                  # rebuild tables, figures and the blocks in README.md
+    python benchmarks/check.py --write                  # rebuild tables, figures and the blocks in documents
     python benchmarks/check.py --collect ppo-randomwalks RUN_DIR ...   # take the curves of finished runs, then rebuild
     python benchmarks/check.py --new ppo-randomwalks RUN_DIR   # does a new run leave the band of the stored seeds?
 
@@ -783,7 +783,7 @@ def cases():
 
 
 def tried_cases():
-    """What README.md says of the table of faults."""
+    """What tests/README.md says of the table of faults."""
     rows = stored_cases()
     passed = sum(row["result"] == "passed" for row in rows)
     pairs = sum(len(row["scripts"].split()) for row in rows)
@@ -795,7 +795,7 @@ def tried_cases():
 
 BLOCKS = [  # document, name in its markers, function -> lines between them
     ("README.md", "summary", summary),
-    ("README.md", "faults", tried_cases),
+    ("tests/README.md", "faults", tried_cases),
     ("benchmarks/curves/ddpo-shapes/LOG.md", "tried", tried),
     ("benchmarks/faults/README.md", "cases", cases),
     ("benchmarks/scaling/README.md", "predictions", predictions),

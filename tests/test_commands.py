@@ -1,7 +1,7 @@
-"""Commands of README and docstrings on own models and data, as they stand: `python -m pytest tests/test_commands.py`
+"""Commands of README, guide and docstrings as they stand, on own models: `python -m pytest tests/test_commands.py`
 
 Their models and files lie in a directory under the names that the command gives them: the base model of the random
-walks with room for longer texts in place of a pretrained one, rows of its task, README's own functions. Only hub
+walks with room for longer texts in place of a pretrained one, rows of its task, the documents' functions. Only hub
 datasets are named otherwise, torchrun becomes one process, and long runs are shortened. Nothing may have become worse.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.tasks import randomwalks, shapes
 from common.sampling import decode, generate_all
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "algos/README.md"]
 COMMAND = re.compile(
     r"(?:python|accelerate launch|torchrun --nproc_per_node \d+) (algos/(\w+)\.py [^#`\n]*--model[^#`\n]*)"
 )
@@ -30,25 +30,25 @@ SHORTER = {
     "grpo": "--total-episodes 1536",
     "ddpo": "--num-epochs 1 --rollout-batch-size 8 --batch-size 8 --num-inference-steps 3",
 }
-QUICK = ["README.md sft 1", "dpo.py dpo 1"]  # the others are in the slow suite
+QUICK = ["README.md sft 1", "algos/dpo.py dpo 1"]  # the others are in the slow suite
 
 
 def commands():
     """(document, script, words) of each command."""
-    for document in [ROOT / "README.md", *sorted((ROOT / "algos").glob("*.py"))]:
+    for document in [*PAGES, *sorted((ROOT / "algos").glob("*.py"))]:
         text = document.read_text().replace("\\\n", " ")
         counts = {}
         for command, script in COMMAND.findall(text):
             counts[script] = counts.get(script, 0) + 1
-            name = f"{document.name} {script} {counts[script]}"
+            name = f"{document.relative_to(ROOT)} {script} {counts[script]}"
             marks = [] if name in QUICK else [pytest.mark.slow]
             yield pytest.param(script, shlex.split(command), id=name, marks=marks)
 
 
 def code_block(name):
-    """The file of this name in README."""
-    [block] = re.findall(rf"```python\n# {name}\n(.*?)```", README, re.S)
-    return block
+    """The file of this name in the documents, the first one."""
+    text = "".join(page.read_text() for page in PAGES)
+    return re.findall(rf"```python\n# {name}\n(.*?)```", text, re.S)[0]
 
 
 def lengthen(path, num_positions):

@@ -1,9 +1,11 @@
 """python -m pytest tests/test_docs.py
 
-README, docstrings and evidence are true: commands parse, named files exist, tables and figures follow from the curves.
+Documents, docstrings and evidence are true: commands parse, links lead somewhere, rows are read, metrics are those of
+runs, tables and figures follow from the curves.
 """
 
 import doctest
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,12 +13,15 @@ from pathlib import Path
 import pytest
 import tyro
 from cases import CASES
+from harness import ALGOS
+from test_chats import TOOLS, build_tokenizer
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks import check
 from benchmarks.tasks import randomwalks, shapes
 from common import logging as run_logging
 from common.cli import expand_config, refuse_other_names, with_embedded_task
+from common.data import encode_prompts, pair_texts, row_segments
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
@@ -28,7 +33,9 @@ SCRIPTS = {
     "reward.py": reward,
     "sft.py": sft,
 }
-DOCUMENTS = [ROOT / "README.md", ROOT / "algos/README.md", *(ROOT / "algos" / name for name in SCRIPTS)]
+GUIDE = ROOT / "algos/README.md"
+PAGES = [ROOT / "README.md", ROOT / "tests/README.md", *sorted(ROOT.glob("algos/*.md"))]
+DOCUMENTS = [*PAGES, *(ROOT / "algos" / name for name in SCRIPTS)]
 COMMAND = re.compile(
     r"^ *(?:\w.*&& )?((?:python|accelerate launch|torchrun --nproc_per_node \d+) algos/(\w+\.py)[^#`\n]*)", re.M
 )
@@ -49,10 +56,85 @@ def test_documented_command_parses(script, command):
     assert tyro.cli(args_class, args=expand_config(with_embedded_task(words, args_class), args_class))
 
 
-def test_named_files_exist():
-    for path in DOCUMENTS[:2]:
-        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-            assert target.startswith("http") or (path.parent / target).exists(), f"{path.name} links to {target}"
+def anchors(page):
+    """What the headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+def section(title):
+    """The text of a section of the guide."""
+    [text] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", GUIDE.read_text(), re.M | re.S)
+    return text
+
+
+def read_row(row):
+    """What the scripts make of a row, by its columns."""
+    tokenizer = build_tokenizer(TOOLS.replace("tool.name", "tool.function.name"))
+    if "reward" in row:
+        return ilql.encode_episodes([row], tokenizer, 999, "--dataset")[0]
+    if "chosen" in row:
+        return pair_texts([row], tokenizer, "--dataset")
+    if row.keys() & {"text", "completion", "messages", "dialogue"}:
+        return row_segments([row], tokenizer, "--dataset")
+    return encode_prompts([row], tokenizer, 9, 999, "--dataset")[1]
+
+
+def test_the_rows_of_the_guide_are_read():
+    rows = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", section("Rows"), re.S)]
+    for row in rows:
+        assert read_row(row)
+    assert len(rows) == 14
+    [calls] = [row for row in rows if "tools" in row]
+    trained = [text for text, is_trained in read_row(calls)[0] if is_trained]
+    assert trained == ["call add<|im_end|>\n", "It is 5.<|im_end|>\n"]
+
+
+def documented_metrics():
+    """[(pattern of a name, scripts that log it)] of the guide's tables."""
+    pairs = []
+    for names, scripts in re.findall(r"^\| (`[^|]*) \| ([\w ]+) \| .* \|$", section("Metrics"), re.M):
+        for name in re.findall(r"`([^`]+)`", names):
+            pairs.append((name, set(ALGOS if scripts == "all" else scripts.split())))
+    return pairs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ALGOS)
+def test_the_metrics_of_the_guide_are_those_of_runs(algo, whole):
+    folder, _ = whole(algo)
+    logged = set()
+    for file in ("metrics.jsonl", "perf.jsonl"):
+        for line in (folder / file).read_text().splitlines():
+            logged |= json.loads(line).keys()
+    patterns = [name for name, scripts in documented_metrics() if algo in scripts]
+    patterns = [name.replace("<name>", NAMES).replace("<beta>", r"\d+") for name in patterns]
+    for name in logged:
+        assert any(re.fullmatch(pattern, name) for pattern in patterns), f"{algo}.py logs {name}"
+    for pattern in patterns:
+        assert any(re.fullmatch(pattern, name) for name in logged), f"{algo}.py does not log {pattern}"
+
+
+# What <name> stands for in these runs: the columns of their metric, and what dpo logs of pairs.
+NAMES = "(vowels|red|chosen|rejected|margins|accuracies)"
+
+
+def test_the_pasted_end_of_a_run_is_that_of_the_stored_curves():
+    """README's first command: its reward, within what another machine may change."""
+    first, last = re.findall(r"^eval/reward \S+ (\S+) -> (\S+)$", PAGES[0].read_text(), re.M)[0]
+    curve = check.history(ROOT / "benchmarks/curves/ppo-randomwalks/curves/default-seed1.jsonl", "eval/optimality")
+    assert [float(first), float(last)] == pytest.approx([curve[0], curve[-1]], abs=0.02)
 
 
 def test_evidence_agrees():
@@ -66,6 +148,8 @@ def test_check_sees_a_changed_number(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
     shutil.copytree(ROOT / "algos", tmp_path / "algos")
     shutil.copy(ROOT / "README.md", tmp_path)
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests/README.md", tmp_path / "tests")
     monkeypatch.setattr(check, "ROOT", tmp_path)
     assert check.verify() == []
     curve = tmp_path / "benchmarks/curves/ppo-randomwalks/curves/default-seed1.jsonl"

@@ -1,17 +1,32 @@
 """python -m pytest tests/test_migration.py
 
-algos/README.md ("Coming from TRL or trlX") has a row for every name of tests/seed_names.txt, and its rows are true of
+algos/MIGRATION.md has a row for every name of tests/seed_names.txt, and its rows are true of
 the scripts that exist: the flags are fields of Args, the functions are there, and what it announces is still missing.
+Our halves of its worked examples run.
 """
 
 import ast
+import dataclasses
 import functools
+import json
 import re
+import runpy
+import shlex
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+import torch
+import tyro
+import yaml
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from algos import grpo, ppo
+from benchmarks.tasks import randomwalks
+
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "algos/MIGRATION.md"
 SCRIPTS = ("ppo", "grpo", "ilql", "sft", "reward", "dpo", "ddpo")
 FINISHED = [script for script in SCRIPTS if (ROOT / f"algos/{script}.py").exists()]
 FLAG = re.compile(r"--[a-z][a-z0-9-]*\*?")
@@ -33,9 +48,9 @@ def seed_names() -> dict[str, list[str]]:
     return {name: scripts.split(",") for name, scripts in pairs}
 
 
-def readme_rows() -> list[Row]:
+def page_rows() -> list[Row]:
     section, owner, rows = "", "", []
-    for number, line in enumerate((ROOT / "algos/README.md").read_text().splitlines(), 1):
+    for number, line in enumerate(PAGE.read_text().splitlines(), 1):
         if line.startswith("## "):
             title, owner = line[3:].strip(), ""
             section = {"Every script": "every", "Still to come": "later"}.get(title, title.removesuffix(".py"))
@@ -102,29 +117,29 @@ def test_seed_names_belong_to_known_scripts():
 
 
 def test_rows_have_three_cells_in_known_sections():
-    rows = readme_rows()
+    rows = page_rows()
     assert rows
     for row in rows:
-        assert len(row.cells) == 3, f"algos/README.md:{row.line}: {len(row.cells)} cells"
-        assert row.names, f"algos/README.md:{row.line}: no name in backticks"
-        assert row.section in {*SCRIPTS, "every", "later"}, f"algos/README.md:{row.line}: in section {row.section!r}"
+        assert len(row.cells) == 3, f"algos/MIGRATION.md:{row.line}: {len(row.cells)} cells"
+        assert row.names, f"algos/MIGRATION.md:{row.line}: no name in backticks"
+        assert row.section in {*SCRIPTS, "every", "later"}, f"algos/MIGRATION.md:{row.line}: in section {row.section!r}"
 
 
 def test_every_seed_name_has_a_row():
     sections: dict[str, set[str]] = {}
-    for row in readme_rows():
+    for row in page_rows():
         for name in row.names:
             sections.setdefault(name, set()).add(row.section)
     missing = [name for name in seed_names() if name not in sections]
-    assert not missing, f"without a row in algos/README.md: {missing}"
+    assert not missing, f"without a row in algos/MIGRATION.md: {missing}"
     for name, scripts in seed_names().items():
         for script in set(scripts) & set(FINISHED):
             assert sections[name] & {script, "every"}, f"{name}: no row under {script}.py, which exists"
 
 
 def test_rows_say_where_to_go():
-    for row in readme_rows():
-        where, (theirs, here, note) = f"algos/README.md:{row.line}", row.cells
+    for row in page_rows():
+        where, (theirs, here, note) = f"algos/MIGRATION.md:{row.line}", row.cells
         assert here.startswith("planned: ") == (row.section == "later"), f"{where}: `planned:` is for 'Still to come'"
         target = here.removeprefix("planned: ").removeprefix("next issue: ")
         assert target == "gone" or re.fullmatch(r"`[^`]+`(, `[^`]+`)*", target), f"{where}: {here!r}"
@@ -135,8 +150,8 @@ def test_rows_say_where_to_go():
 
 
 def test_rows_are_true_of_the_scripts():
-    for row in readme_rows():
-        where, (_, here, note) = f"algos/README.md:{row.line}", row.cells
+    for row in page_rows():
+        where, (_, here, note) = f"algos/MIGRATION.md:{row.line}", row.cells
         for script in scripts_of(row):
             fields, names = definitions(script)
             fields = fields | {"config"}  # --config FILE is expanded into argv before Args is read
@@ -152,3 +167,76 @@ def test_rows_are_true_of_the_scripts():
                     assert (ROOT / path).exists(), f"{where}: no {path}"
             for flag in FLAG.findall(note):
                 assert field(flag) in fields, f"{where}: {script}.py has no flag {flag}"
+
+
+# ---- Worked examples -------------------------------------------------------------------------------------------------
+
+
+def example(title):
+    """(their script, {name: text} of our files, our command or None) of the example under a heading."""
+    [text] = re.findall(rf"^### {re.escape(title)}\n(.*?)(?=^##)", PAGE.read_text(), re.M | re.S)
+    [theirs] = re.findall(r"```python\n# theirs\n(.*?)```", text, re.S)
+    files = dict(re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", text, re.S))
+    commands = re.findall(r"```\n(python algos/.*?)```", text, re.S)
+    return theirs, files, commands[0].replace("\\\n", " ") if commands else None
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory with prompts and a tiny model under the names of the examples."""
+    tokenizer = randomwalks.tokenizer()
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = GPT2Config(vocab_size=len(tokenizer), n_layer=3, n_embd=12, n_head=2, n_positions=300, **special)
+    torch.manual_seed(0)
+    for name in ("gpt2", "Qwen/Qwen3-0.6B"):
+        GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip("bcdefghijk", "abcdeabcde", strict=True)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, files, _ = example(TITLES[0])
+    (tmp_path / "my_reward.py").write_text(files["my_reward.py"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TITLES = ["A loop around PPOTrainer.step (TRL 0.7)", "A config and trlx.train", "GRPOTrainer.train (TRL 1.16)"]
+
+
+def finished(run_dir, episodes):
+    """The flags of a run that sampled so many episodes and exported a model."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["episode"] == episodes and records[-1]["objective/scores"] > 0
+    AutoModelForCausalLM.from_pretrained(run_dir / "hf_model")
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
+@pytest.mark.parametrize(("title", "script", "episodes"), [(TITLES[0], ppo, 128), (TITLES[2], grpo, 64)])
+def test_our_command_of_an_example_runs(title, script, episodes, folder):
+    """One iteration of it, and the numbers of their script."""
+    theirs, _, command = example(title)
+    ast.parse(theirs)
+    words = shlex.split(command)[2:]
+    args = tyro.cli(script.Args, args=words)
+    assert args.total_episodes == 12800
+    _, run_dir = script.main(dataclasses.replace(args, total_episodes=episodes, threads=1))
+    flags = finished(run_dir, episodes)
+    if script is ppo:
+        assert {"learning_rate=1.41e-5", "batch_size=128", "mini_batch_size=16"} <= set(
+            re.findall(r"\w+=[^,\s]+", theirs)
+        )
+        assert (flags["lr"], flags["rollout_batch_size"], flags["batch_size"]) == (1.41e-5, 128, 16)
+    else:
+        assert {"num_generations=8", "max_steps=200", "beta=0.0"} <= set(re.findall(r"\w+=[^,\s]+", theirs))
+        assert (flags["group_size"], flags["kl_coef"], run_dir) == (8, 0.0, Path("runs/my_grpo"))
+
+
+def test_our_script_of_an_example_runs(folder):
+    theirs, files, _ = example(TITLES[1])
+    ast.parse(theirs)
+    (folder / "my_ppo.py").write_text(
+        files["my_ppo.py"].replace("total_episodes=12800", "total_episodes=128, threads=1")
+    )
+    names = runpy.run_path("my_ppo.py")
+    flags = finished(names["run_dir"], 128)
+    assert (flags["num_layers_unfrozen"], flags["batch_size"], flags["vf_coef"]) == (2, 32, 1.0)
+    assert dataclasses.replace(names["args"], lr=1e-5) == ppo.Args(**vars(names["args"]) | {"lr": 1e-5})

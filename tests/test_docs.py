@@ -4,6 +4,7 @@ Documents, docstrings and evidence are true: commands parse, links lead somewher
 runs, tables and figures follow from the curves.
 """
 
+import dataclasses
 import doctest
 import json
 import re
@@ -20,7 +21,7 @@ from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks import check
 from benchmarks.tasks import randomwalks, shapes
 from common import logging as run_logging
-from common.cli import expand_config, refuse_other_names, with_embedded_task
+from common.cli import InputError, expand_config, refuse_other_names, with_embedded_task
 from common.data import encode_prompts, pair_texts, row_segments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,6 +80,15 @@ def section(title):
     return text
 
 
+def test_the_guide_says_what_a_script_must_have():
+    rows = re.findall(r"^\| \[(\w+\.py)\].*?\| `(--model[^`]*)` \|", section("The scripts"), re.M)
+    for name, flags in rows:
+        with pytest.raises(InputError) as error:
+            SCRIPTS[name].Args(model="gpt2")
+        assert {"--model", *re.findall(r"(--\w+) is missing", str(error.value))} == set(flags.split()), name
+    assert dict(rows).keys() == SCRIPTS.keys()
+
+
 def read_row(row):
     """What the scripts make of a row, by its columns."""
     tokenizer = build_tokenizer(TOOLS.replace("tool.name", "tool.function.name"))
@@ -99,6 +109,18 @@ def test_the_rows_of_the_guide_are_read():
     [calls] = [row for row in rows if "tools" in row]
     trained = [text for text, is_trained in read_row(calls)[0] if is_trained]
     assert trained == ["call add<|im_end|>\n", "It is 5.<|im_end|>\n"]
+
+
+# of launchers, pytest and benchmarks
+OTHER_FLAGS = "nproc_per_node cpu num_processes config_file help config list out dist table name".split()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_exist(page):
+    known = {field.name for script in SCRIPTS.values() for field in dataclasses.fields(script.Args)} | {*OTHER_FLAGS}
+    for flag in re.findall(r"(?<![\w-])--([a-z]\w[\w-]*)", page.read_text()):
+        name = flag.replace("-", "_")
+        assert name in known or name.removeprefix("no_") in known, f"{page.name} names --{flag}"
 
 
 def documented_metrics():

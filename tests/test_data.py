@@ -65,8 +65,14 @@ def test_segments_that_the_template_marks(letters):
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        ([{"other": "a"}], "row 1: 'text' must be a string, it is missing among .'other'."),
-        ([{"completion": "a"}], "row 1: 'prompt' must be a string, it is missing"),
+        (
+            [{"other": "a"}],
+            "has the columns other; expected text, prompt and completion, messages, or dialogue, ",
+        ),
+        (
+            [{"completion": "a", "text": "b"}],
+            'has the columns completion, text; .*, such as {"prompt": .*, "completion": .*}$',
+        ),
         ([{"text": "a"}, {"text": "\ud800"}], "row 2: 'text' holds half a surrogate pair"),
         ([{"dialogue": ["a", "b"]}, {"dialogue": ["a"]}], "row 2: 'dialogue' must be a list prompt, output"),
         ([{"prompt": CHAT[:1], "completion": "a"}], "row 1: prompt and completion must be two lists of messages"),

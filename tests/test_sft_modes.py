@@ -820,7 +820,7 @@ def test_named_prompts_must_have_room(gpt2_dir, tmp_path):
     for flags in ({"eval_prompts": TOO_LONG}, {"eval_dataset": TOO_LONG, "metric": lambda **columns: {}}):
         with pytest.raises(InputError, match="--eval-prompts row 1: a prompt of 27 tokens and --max-new-tokens 6"):
             run_sft(gpt2_dir, tmp_path / "run", ROWS, max_new_tokens=6, eval_every=1, **flags)
-    with pytest.raises(InputError, match="--eval-prompts row 1: 'prompt' must be a string, it is missing"):
+    with pytest.raises(InputError, match="--eval-prompts has the columns text; expected prompt, a text or a chat"):
         run_sft(gpt2_dir, tmp_path / "run", ROWS, eval_prompts=TEXTS)
     with pytest.raises(InputError, match="--metric needs rows with a prompt to sample from: name --eval-prompts"):
         run_sft(gpt2_dir, tmp_path / "run", ROWS, metric=lambda **columns: {})

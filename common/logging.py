@@ -88,6 +88,7 @@ class Run:
         self.main = accelerator.is_main_process
         set_threads(args.threads)  # again: accelerate may have set them
         self.identity = identity(algo, args, script)
+        self.dir = None
         self.signal = None
         self.stepped = False  # since the start of this process
         self.mirror = None
@@ -296,7 +297,7 @@ class Run:
 
     def close(self):
         screen.stop()
-        if self.signal and not self.stepped and self.main and not self.state:  # nothing but the beginning is there
+        if self.dir and self.main and self._holds_nothing():
             shutil.rmtree(self.dir, ignore_errors=True)
             if not self.args.run_dir:
                 with contextlib.suppress(OSError):  # other runs are there
@@ -310,6 +311,11 @@ class Run:
             self.lock = None
         if self in _open:
             _open.remove(self)
+
+    def _holds_nothing(self):
+        """Whether the directory has no run yet, or by a signal no more than its beginning."""
+        begun = (self.dir / "env.json").exists()
+        return not begun or (self.signal and not self.stepped and not self.state)
 
     # -- output
 

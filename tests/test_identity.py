@@ -426,7 +426,9 @@ def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
     for total in (1, 2):
         with pytest.raises(InputError, match="--resume .*step_00000002: nothing is left to train; raise --total-steps"):
             run(sft, gpt2_dir, folder, total_steps=total, resume=str(folder / "checkpoints/step_00000002"))
-        assert snapshot(folder) == before
+        with pytest.raises(InputError, match="--resume .*run: nothing is left to train; raise --total-steps"):
+            run(sft, gpt2_dir, tmp_path / "new", total_steps=total, resume=str(folder))
+        assert snapshot(folder) == before and not (tmp_path / "new").exists()
     run(sft, gpt2_dir, folder, total_steps=3, resume=str(folder / "checkpoints/step_00000002"))
     steps = [json.loads(line)["step"] for line in open(folder / "metrics.jsonl")]
     assert steps[-1] == 3 and not (folder / "checkpoints/step_00000004").exists()

@@ -655,8 +655,9 @@ def test_bad_evaluation_sets(files, spec, sentence):
 
 
 def test_a_bad_row_of_one_of_several_sets_names_the_set(gpt2_dir, tmp_path):
-    with pytest.raises(InputError, match="--eval-dataset.* y.* row 1"):
-        run_sft(gpt2_dir, tmp_path / "run", ROWS, eval_dataset={"x": ROWS, "y": [{"body": "a"}]}, eval_every=1)
+    with pytest.raises(InputError, match="--eval-dataset y row 2: 'text' must be a string, it is 5"):
+        sets = {"x": ROWS, "y": [{"text": "a"}, {"text": 5}]}
+        run_sft(gpt2_dir, tmp_path / "run", ROWS, eval_dataset=sets, eval_every=1)
 
 
 SETS_OF_TWO = {"x": [{"text": "abcdefg"}] * 3, "y": [{"text": "nmlkj"}] * 2}

@@ -49,13 +49,15 @@ USER_TREE = {
     "package/sibling.py": "from .inner.weights import W\n",
     "package/middle.py": "class Unused: pass\n",
     "package/inner/__init__.py": "",
-    "package/inner/weights.py": "import reward\nW = 3\n",
+    "package/inner/weights.py": "import reward\nfrom ..deep import D\nW = 3\n",
+    "package/deep.py": "D = 1\n",
     "package/other.py": "",
     "other.py": "",
     "random.py": "",
     "notes.txt": "",
 }
 IMPORTED = "reward beside package/__init__ package/sibling package/middle package/inner/__init__ package/inner/weights"
+IMPORTED += " package/deep"
 
 
 @pytest.fixture

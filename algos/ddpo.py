@@ -69,6 +69,9 @@ from common.screen import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
+NO_REWARD = """--reward is missing: file.py:function. --reward my.py:score calls this:
+  def score(images, **columns):
+      return images.mean((1, 2, 3)).tolist()  # a number for each image"""
 
 
 @embedded_task("benchmarks/tasks/shapes/ddpo.yaml")
@@ -203,7 +206,7 @@ class Args:
     def __post_init__(self):
         problems = missing(self, "model", "dataset") + out_of_range(self)
         if self.reward is None:
-            problems.append("--reward is missing: file.py:function")
+            problems.append(NO_REWARD)
         if self.rollout_batch_size % max(1, self.batch_size):
             problems.append(
                 f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --batch-size {self.batch_size}"

@@ -73,7 +73,7 @@ from common.card import SEQ2SEQ_USAGE, USAGE
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import encode_prompts, load_rows, load_sets, set_flag, set_prefix
-from common.functions import build, load_function
+from common.functions import build, load_function, refuse_mistyped
 from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import (
@@ -803,6 +803,8 @@ def read(args):
     reward = None
     if not isinstance(args.reward, str) or re.search(r"\.py(:|$)", args.reward):
         reward = load_function(args.reward, "--reward")
+    else:
+        refuse_mistyped(args.reward, "--reward")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     return Data(rows, eval_sets, reward, metric)

@@ -68,6 +68,7 @@ from torch.nn import functional as F
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
+    check_text_columns,
     encode_prompts,
     have_bos,
     is_chat,
@@ -556,8 +557,7 @@ class Episode:
 
 def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     """(episodes of the rows that hold an action, report). See the top of this file for the forms of a row."""
-    if "reward" not in rows[0]:
-        raise InputError(f"{flag} row 1: 'reward' is missing among {list(rows[0])}")
+    check_text_columns(rows, flag, reward=1.0)
     if rows[0].keys().isdisjoint(("messages", "prompt", "completion", "dialogue")):
         rows = texts_as_completions(rows, flag)
     episodes = []

@@ -40,7 +40,9 @@ def flag_of(name):
 EXPECTED = {
     "model": "a directory or hub id",
     "dataset": "rows from a file (.jsonl .json .csv .parquet .txt), hub id:split or file.py:function",
-    "reward": "file.py:function, or a sequence classifier's directory or hub id",
+    "reward": """file.py:function, or a sequence classifier's directory or hub id. --reward my.py:score calls this:
+  def score(outputs, **columns):
+      return [float("4" in output) for output in outputs]  # a number for each output""",
 }
 
 

@@ -14,12 +14,21 @@ import re
 from pathlib import Path
 
 from common.cli import InputError
-from common.functions import build, spec_path
+from common.functions import build, refuse_mistyped, spec_path
 from common.screen import screen
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SIDES = ("chosen", "rejected")
+ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
+TEXT_FORMS = "text, prompt and completion, messages, or dialogue"
+PROMPT_FORM = 'prompt, a text or a chat, such as {"prompt": "2 + 2 ="}'
+CAPTION_FORM = 'prompt, a text, such as {"prompt": "a red circle"}'
+PAIR_FORM = """chosen and rejected (and prompt), each a text or a chat, such as {"prompt": "2 + 2 =", "chosen": " 4", \
+"rejected": " 5"}"""
+# what reward and metric functions of texts get by these names (`sampling.text_arguments`)
+TEXT_ARGUMENTS = ("samples", "prompts", "outputs", "output_ids", "tokenizer")
+IMAGE_ARGUMENTS = ("images", "prompts")  # and those of images
 
 
 # ---- Rows ------------------------------------------------------------------------------------------------------------
@@ -64,9 +73,12 @@ def read_jsonl(path, where):
 
 def read_dataset(name, path, flag):
     """What the library datasets reads: a saved directory or a file at path, else a file elsewhere or a hub data set."""
+    refuse_mistyped(name, flag)
+    file_kind = FILE_KINDS.get(Path(name.removesuffix(".gz")).suffix)
+    if file_kind and not path and "://" not in name and "*" not in name:
+        raise InputError(f"{flag} {name} cannot be loaded: there is no such file")
     import datasets
 
-    file_kind = FILE_KINDS.get(Path(name.removesuffix(".gz")).suffix)
     try:
         if path and path.is_dir():
             return datasets.load_from_disk(str(path))
@@ -123,17 +135,30 @@ def texts(rows, column, flag):
     return [row[column] for row in rows]
 
 
+def other_columns(rows, flag, expected):
+    """An InputError that names the columns that there are and those that were expected."""
+    return InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {expected}")
+
+
+def refuse_names(rows, flag, names):
+    """InputError at a column that an argument of the same name, which functions get from the script, would hide."""
+    for name in names:
+        if name in rows[0]:
+            raise InputError(f"{flag}: rename the column {name!r}, which functions get from the script")
+
+
 def with_prompts(rows, flag):
     """The rows; their prompt is a string, in the column `prompt`, or `text` as a file of lines has it."""
     column = "prompt" if "prompt" in rows[0] else "text"
+    if column not in rows[0]:
+        raise other_columns(rows, flag, CAPTION_FORM)
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get(column), str):
             raise InputError(f"{flag} row {number} needs a string as 'prompt'; its columns: {', '.join(row)}")
     names = {column: "prompt"}
     rows = [{names.get(name, name): value for name, value in row.items()} for row in rows]
     texts(rows, "prompt", flag)
-    if taken := {"images", "prompts"} & rows[0].keys():
-        raise InputError(f"{flag}: rename the column {min(taken)!r}, which reward functions get from the script")
+    refuse_names(rows, flag, IMAGE_ARGUMENTS)
     if column == "text":
         rows = [row for row in rows if row["prompt"].strip()]  # a file of lines may have blank ones
     if not rows:
@@ -222,17 +247,33 @@ def turn_segments(tokenizer, messages, answers, tools, where):
 def row_segments(rows, tokenizer, flag):
     """Segments [(text, trained), ...] of each row, alternately not trained and trained; the first one may be empty.
     Trained are a text, a completion, the outputs of a dialogue, and the answers of a chat, or of its completion."""
+    check_text_columns(rows, flag)
     wheres = [f"{flag} row {number}" for number in range(1, len(rows) + 1)]
     if "messages" in rows[0] or is_chat(rows, ["prompt"]):
         chats = [whole_chat(row, where) for row, where in zip(rows, wheres, strict=True)]
         return [chat_segments(tokenizer, *chat, where) for chat, where in zip(chats, wheres, strict=True)]
     if "dialogue" in rows[0]:
         turns = [dialogue(row, where) for row, where in zip(rows, wheres, strict=True)]
-    elif "prompt" in rows[0] or "completion" in rows[0]:
+    elif "prompt" in rows[0]:
         turns = zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True)
     else:
         turns = [("", text) for text in texts(rows, "text", flag)]
     return [alternating(turns_of_row) for turns_of_row in turns]
+
+
+def check_text_columns(rows, flag, **more):
+    """InputError unless the rows have one of the forms that `row_segments` takes, and the columns of more, which holds
+    an example of each."""
+    columns = rows[0].keys()
+    known = "messages" in columns or "dialogue" in columns
+    if "prompt" in columns or "completion" in columns:
+        known = known or {"prompt", "completion"} <= columns
+    elif "text" in columns:
+        known = True
+    if not known or not more.keys() <= columns:
+        example = json.dumps({"prompt": "2 + 2 =", "completion": " 4"} | more)
+        forms = "".join([TEXT_FORMS, *(f", and {name}" for name in more)])
+        raise other_columns(rows, flag, f"{forms}, such as {example}")
 
 
 def alternating(turns):
@@ -266,10 +307,9 @@ def dialogue(row, where):
 def pair_texts(rows, tokenizer, flag):
     """[(prompt, chosen, rejected)] as texts; a chat template wrote those of `is_chat(rows, ["chosen"])`.
     Without a prompt column, or with a text there beside chats, the prompt is what chosen and rejected have in common:
-    messages, or whole words. Nothing in common gives ""."""
+    messages; of texts what `shared_prompt` says. Nothing in common gives ""."""
     if not rows[0].keys() >= set(SIDES):
-        expected = "chosen and rejected (and prompt), each a text or a chat"
-        raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {expected}")
+        raise other_columns(rows, flag, PAIR_FORM)
     if is_chat(rows, ["chosen"]):
         return [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
     pairs = list(zip(texts(rows, "chosen", flag), texts(rows, "rejected", flag), strict=True))
@@ -278,10 +318,20 @@ def pair_texts(rows, tokenizer, flag):
         return [(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
     triples = []
     for chosen, rejected in pairs:
-        common = os.path.commonprefix([chosen, rejected])
-        prompt = re.match(r"(.*\S(?=\s))?", common, re.DOTALL)[0]  # the space goes with the next word
+        prompt = shared_prompt(chosen, rejected)
         triples.append((prompt, chosen[len(prompt) :], rejected[len(prompt) :]))
     return triples
+
+
+def shared_prompt(chosen, rejected):
+    """What two texts begin with, up to the last place at which both have the assistant answer, so that no beginning
+    that two answers share is part of it: behind "Assistant:" or "### Response:" at the start of a line, in any case.
+    Without such a marker whole words; the space goes with the next word."""
+    common = os.path.commonprefix([chosen, rejected])
+    markers = list(ANSWER_MARKER.finditer(common))
+    if markers:
+        return common[: markers[-1].end()]
+    return re.match(r"(.*\S(?=\s))?", common, re.DOTALL)[0]
 
 
 def chat_pair(tokenizer, row, where):
@@ -358,6 +408,9 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     the beginning token. limit: the positions that the model has, or None; a prompt whose response would not fit is an
     error. encoder: the model has one, which reads the prompt as the tokenizer ends it.
     """
+    if "prompt" not in rows[0]:
+        raise other_columns(rows, flag, PROMPT_FORM)
+    refuse_names(rows, flag, TEXT_ARGUMENTS)
     chat = is_chat(rows, ["prompt"])
     if chat:
         written = []
@@ -366,12 +419,9 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
             written.append(row | {"prompt": text, "messages": row["prompt"]})
         rows = written
     prompts = texts(rows, "prompt", flag)
-    longest_response = limit if encoder or not limit else limit - 1
-    if limit and max_new_tokens > longest_response:
-        size = f"--max-new-tokens {max_new_tokens} leaves no room in the model's {limit} positions"
-        raise InputError(f"{size}: give at most {longest_response}")
     special_tokens = not chat and not have_bos(tokenizer, prompts)
     queries = tokenize(tokenizer, prompts, special_tokens, end="template" if encoder else "never")
+    check_room(queries, max_new_tokens, limit, max_length, encoder)
     kept = []
     for place, ids in enumerate(queries):
         where = f"{flag} row {place + 1}"
@@ -390,6 +440,21 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     if not kept:
         raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
     return [rows[place] for place in kept], [queries[place] for place in kept]
+
+
+def check_room(queries, max_new_tokens, limit, max_length, encoder):
+    """InputError where no prompt leaves room for a response of max_new_tokens, with the number that suits all prompts.
+    Arguments are those of `encode_prompts`."""
+    if not limit or max_new_tokens < limit or (encoder and max_new_tokens == limit):
+        return
+    lengths = [max(1, len(ids)) for ids in queries if max_length is None or len(ids) <= max_length]
+    longest = max(lengths, default=1)
+    problem = f"--max-new-tokens {max_new_tokens} leaves no room in the model's {limit} positions"
+    if encoder:
+        raise InputError(f"{problem}: give at most {limit}")
+    if longest < limit:
+        raise InputError(f"{problem}: give at most {limit - longest} (the longest prompt takes {longest})")
+    raise InputError(f"{problem}, which a prompt of {longest} tokens fills alone")
 
 
 # ---- Tokens -> lines -------------------------------------------------------------------------------------------------

@@ -32,12 +32,15 @@ def spec_path(spec):
 
 
 def load_function(spec, flag):
-    """`path/to/file.py:function[:key=value,...]` -> the function with those keyword arguments. An object is returned as
-    it is, None too."""
+    """`path/to/file.py:function[:key=value,...]` -> the function with those keyword arguments. A function is returned
+    as it is, None too."""
     if not isinstance(spec, str):
+        if spec is not None and not callable(spec):
+            raise InputError(f"{flag} must be a function, it is a {type(spec).__name__}: several can be called by one")
         return spec
     match = SPEC.fullmatch(spec)
     if not match:
+        refuse_mistyped(spec, flag)
         raise InputError(f"{flag} {spec}: expected path/to/file.py:function")
     path = spec_path(spec).resolve()
     if not path.is_file():
@@ -75,21 +78,36 @@ def import_file(path, where):
 
 
 def build(spec, flag):
-    """What a spec string stands for where a value and not a function is wanted: `file.py:function` is called, anything
-    else is returned as it is. Call it before Accelerator(): a function of
-    the user may start processes."""
-    if not (isinstance(spec, str) and SPEC.fullmatch(spec)):
+    """What a spec string stands for where a value and not a function is wanted: `file.py:function` is called, and so is
+    a function; anything else is returned as it is. Call it before Accelerator(): a function of the user may start
+    processes."""
+    function = spec
+    name = getattr(spec, "__name__", spec)
+    if isinstance(spec, str) and SPEC.fullmatch(spec):
+        function = load_function(spec, flag)
+    elif not (inspect.isroutine(spec) or isinstance(spec, functools.partial)):
         return spec
-    function = load_function(spec, flag)
     try:
         value = function()
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{flag} {spec}: {type(error).__name__}: {error}") from error
+        raise InputError(f"{flag} {name}: {type(error).__name__}: {error}") from error
     if value is None:
-        raise InputError(f"{flag} {spec} returned None")
+        raise InputError(f"{flag} {name} returned None")
     return value
+
+
+def refuse_mistyped(name, flag):
+    """InputError for a name that no data set or model on the hub has, where asking would take minutes: a function's,
+    without the .py of its file, or a path to nothing."""
+    file, _, function = name.partition(":")
+    if spec_path(name) or spec_path(file) or "://" in name or "*" in name:  # addresses and patterns are datasets' own
+        return
+    if function and Path(f"{file}.py").is_file():
+        raise InputError(f"{flag} {name}: did you mean {file}.py:{function}?")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"{flag} {name}: there is no such directory or file")
 
 
 # ---- Functions of the user -------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """The identity of a run: all that decides its result, and a hash of it, which names its directory."""
 
 import contextlib
-import functools
 import hashlib
 import importlib.metadata
-import inspect
 import json
 import platform
 import shlex
@@ -12,25 +10,40 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from common.checkpoint import sha256
-from common.cli import ROOT
+from common.cli import ROOT, flag_of
+from common.contents import describe, hash_of_files, with_imports
 from common.functions import spec_path
 
 # Flags that change memory, and so stand in config.yaml, but not the result (to rounding).
 SIZES = """micro_batch_size decode_batch_size packing cache_trunk gradient_checkpointing""".split()
 # Flags that may differ when a run is continued.
 NEUTRAL = [*"run_dir resume threads save_every keep_checkpoints track wandb_project push_to_hub check".split(), *SIZES]
+# Flags of how long a run is.
+LENGTHS = "epochs num_epochs total_steps total_episodes".split()
 # Flags that may name files.
 SPECS = """model tokenizer ref_model dataset eval_dataset eval_prompts norm_prompts norm_policy reward metric
 logit_mask""".split()
 
 
 def identity(algo, args, script):
-    """What decides the result (flags, the bytes of the code, the files that spec strings name) and a hash of it."""
-    flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
+    """What decides the result (flags, the bytes of the code, the files that spec strings name, with the user's files
+    that these import) and a hash of it.
+
+    not_compared {flag: types}: objects of which nothing can be known, so that the hash does not cover them. Neither
+    does it cover what functions read from other files while they run.
+    """
+    flags = {}
+    not_compared = {}
+    for name, value in vars(args).items():
+        if name in NEUTRAL:
+            continue
+        unknown = set()
+        flags[name] = describe(value, unknown)
+        if unknown:
+            not_compared[name] = sorted(unknown)
     files = code_hashes(script)
     for name in SPECS:
         value = getattr(args, name, None)
@@ -39,12 +52,16 @@ def identity(algo, args, script):
     if args.resume not in ("auto", "never"):
         files["resume"] = str(Path(args.resume).resolve())
     digest = hashlib.sha256(json.dumps([algo, flags, files], sort_keys=True).encode()).hexdigest()[:8]
-    return {"algo": algo, "hash": digest, "flags": flags, "files": files}
+    return {"algo": algo, "hash": digest, "flags": flags, "files": files, "not_compared": not_compared}
 
 
 def code_hashes(script):
-    """{"script": sha256, "common/....py": sha256} of a script and of what all scripts share."""
+    """{"script": sha256, "common/....py": sha256} of a script and of what all scripts share, "imports" of other files
+    of the user that the script imports."""
     hashes = {"script": sha256(script)}
+    imported = with_imports(Path(script))[1:]
+    if imported:
+        hashes["imports"] = hash_of_files(imported)
     for path in sorted((ROOT / "common").glob("*.py")):
         hashes[f"common/{path.name}"] = sha256(path)
     return hashes
@@ -57,66 +74,16 @@ def files_hash(spec):
     files = []
     for path in filter(None, map(spec_path, filter(None, specs))):
         files += [file for file in [path, *sorted(path.rglob("*"))] if file.is_file()]
-        if path.suffix == ".py":  # and the models of an embedded task, in a folder of the same name
-            files += sorted(path.with_suffix("").rglob("*.safetensors"))
-    return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest() if files else None
+        if path.suffix == ".py" and path.is_file():
+            files += with_imports(path)[1:]
+            files += sorted(path.with_suffix("").rglob("*.safetensors"))  # the models of an embedded task
+    return hash_of_files(files) if files else None
 
 
-def describe(value):
-    """A JSON value that is equal for two flags that mean the same: the value itself, or a digest of an object."""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if is_plain(value):
-        return value
-    if isinstance(value, list | tuple) and all(is_plain(item) and item is not None for item in value):
-        return list(value)
-    type_name = type(value).__name__
-    path = str(getattr(value, "name_or_path", ""))
-    if models := [x for x in getattr(value, "components", {0: value}).values() if isinstance(x, torch.nn.Module)]:
-        text = str([weight_sums(model) for model in models])
-    elif isinstance(value, torch.Tensor):
-        text = str([value.shape, hashlib.sha256(value.cpu().numpy().tobytes()).digest()])
-    elif isinstance(value, functools.partial):
-        text = str([describe(value.func), value.args, value.keywords])
-    elif path:
-        text = path
-    elif callable(value):
-        function = value if hasattr(value, "__qualname__") else type(value)
-        type_name = f"{function.__module__}.{function.__qualname__}"
-        text = source(function, value)
-    else:
-        rows = value if isinstance(value, dict) else list(value)
-        text = json.dumps(rows, default=as_json)
-    return f"<{type_name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-
-
-def as_json(value):
-    """What json.dumps writes for a value that it does not know."""
-    return list(value) if hasattr(value, "__iter__") else str(value)
-
-
-def is_plain(value):
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def weight_sums(model):
-    """[(name, sum, norm)] of the weights."""
-    sums = []
-    for name, weight in model.state_dict().items():
-        weight = weight.double()
-        sums.append((name, weight.sum().item(), weight.norm().item()))
-    return sums
-
-
-def source(function, value):
-    """The source of a function with what it closes over, or that of an object's class with its fields."""
-    text = f"{function.__module__}.{function.__qualname__}"
-    with contextlib.suppress(OSError, TypeError):
-        text = inspect.getsource(function)
-    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-    return text + str([cells, getattr(value, "__defaults__", None), vars(value)])
+def blind_spots(identity):
+    """In words, what the hash of an identity does not cover; "" where there is no such object."""
+    parts = [f"{', '.join(types)} of {flag_of(name)}" for name, types in identity["not_compared"].items()]
+    return f"; not compared: {'; '.join(parts)}" if parts else ""
 
 
 def differences(old, new):
@@ -134,9 +101,25 @@ def differences(old, new):
     return lines
 
 
+def other_length(folder, new):
+    """A directory beside folder with checkpoints of a run that differs from the identity `new` in its length alone;
+    None without one."""
+    for path in sorted(folder.parent.glob("*/env.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a file of something else
+            old = json.loads(path.read_text())
+            lengths = {name: new["flags"][name] for name in LENGTHS if name in new["flags"]}
+            same_code = (old["algo"], old["files"]) == (new["algo"], new["files"])
+            if same_code and old["flags"] != new["flags"] and old["flags"] | lengths == new["flags"]:
+                if any(path.parent.glob("checkpoints/step_????????")):
+                    return path.parent
+    return None
+
+
 def file_name(key):
     if key == "script":
         return "the script"
+    if key == "imports":
+        return "a file that the script imports"
     return key if key.startswith("common/") else f"the file of --{key}"
 
 

@@ -22,10 +22,11 @@ import yaml
 from common import checkpoint as ckpt
 from common.card import USAGE, draw_curve, model_card, newest_values, sparkline
 from common.cli import InputError
-from common.identity import SIZES, describe, differences, environment, identity
+from common.identity import SIZES, blind_spots, describe, differences, environment, identity, other_length
 from common.machine import is_out_of_memory, memory_advice, peak_memory_mb, set_threads
 from common.screen import screen, table_of, visible
 
+CHECKPOINTS = "a run directory with checkpoints, or one of these (checkpoints/step_00000100)"
 _open = []  # runs of this process that are not closed
 
 
@@ -78,7 +79,7 @@ class Run:
     """One run directory, and what every loop asks of it.
 
     dir: its path (None with --check). checkpoint, state: what to continue from, or None and {}. begun: optimizer steps
-    done before. finished: it is complete and there is nothing to do.
+    done before. finished: it is complete and there is nothing to do. same: the directory holds a part of this very run.
     """
 
     def __init__(self, algo, args, script, accelerator):
@@ -87,6 +88,7 @@ class Run:
         self.main = accelerator.is_main_process
         set_threads(args.threads)  # again: accelerate may have set them
         self.identity = identity(algo, args, script)
+        self.dir = None
         self.signal = None
         self.stepped = False  # since the start of this process
         self.mirror = None
@@ -95,8 +97,8 @@ class Run:
         self.start = time.monotonic()
         self.last_line = 0.0
         _open.append(self)
-        claimed = (None, None, {}, False) if args.check else on_main(accelerator, self._claim)
-        self.dir, self.checkpoint, self.state, self.finished = claimed
+        claim = self._named_checkpoint if args.check else self._claim
+        self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(accelerator, claim)
         self.begun = self.state.get("step", 0)
         if self.state:  # another number of threads gives other bits
             set_threads(args.threads or self.state["threads"])
@@ -106,20 +108,23 @@ class Run:
 
     # -- the directory
 
-    def _claim(self):
-        """(directory, checkpoint or None, its state or {}, whether the run is finished), on rank 0."""
-        args = self.args
-        new = self.identity
+    def _named_checkpoint(self):
+        """What `_claim` returns of the checkpoint that --resume names, and no directory."""
         path = None
         state = {}
-        explicit = args.resume not in ("auto", "never")
-        if explicit:
-            path = Path(args.resume)
+        if self.args.resume not in ("auto", "never"):
+            path = Path(self.args.resume)
+            path = max(path.glob("checkpoints/step_????????"), default=path)
             if not (path / "state.json").is_file():
-                raise InputError(
-                    f"--resume {args.resume} must be auto, never or a checkpoint (checkpoints/step_00000100)"
-                )
-            state = ckpt.read_checkpoint(path, new["algo"])
+                raise InputError(f"--resume {self.args.resume} must be auto, never, {CHECKPOINTS}")
+            state = ckpt.read_checkpoint(path, self.identity["algo"])
+        return None, path, state, False, False
+
+    def _claim(self):
+        """(directory, checkpoint or None, its state or {}, whether the run is finished, whether the directory held this
+        very run), on rank 0. What it holds of another run, or of later steps, is still there."""
+        new = self.identity
+        _, path, state, _, _ = self._named_checkpoint()
         folder = self._make_folder()
         self._lock(folder)
         for stale in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # of a run that was killed
@@ -131,27 +136,40 @@ class Run:
         if any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):  # else it failed
             old = json.loads((folder / "env.json").read_text())
         same = old is not None and old["hash"] == new["hash"]
-        own = explicit and path.resolve().parent == (folder / "checkpoints").resolve()
+        own = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
         if old and not same and not own:
-            hint = f"choose another --run-dir, or continue it as it now is with --resume {folder}/checkpoints/step_..."
+            hint = f"choose another --run-dir, or continue it as it now is with --resume {folder}"
             lines = "\n  ".join(differences(old, new))
             raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists():
-            self.say(f"{folder} is finished, its model is in {folder}/hf_model; --resume never repeats the run")
-            return folder, None, {}, True
-        if explicit and not (same and any((folder / "checkpoints").glob("step_????????"))):
-            self._go_back(folder, path, state)
-        elif same:
+            text = f"{folder} is finished, its model is in {folder}/hf_model; --resume never repeats the run"
+            self.say(text + blind_spots(new))
+            return folder, None, {}, True, True
+        same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
+        if same:
             path, state = ckpt.newest_checkpoint(folder, new["algo"], self.say)
-            self.say(f"continuing {folder} from step {state.get('step', 0)}")
-        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # what came after the checkpoint comes again
-            keep_lines(folder / name, state.get("step", -1))
-        if not same:
-            (folder / "README.md").unlink(missing_ok=True)
-            sizes = {name: describe(value) for name, value in vars(args).items() if name in SIZES}
-            ckpt.write_text(folder / "config.yaml", yaml.safe_dump(new["flags"] | sizes, sort_keys=False))
-            ckpt.write_text(folder / "env.json", json.dumps(new | environment(self.accelerator), indent=1))
-        return folder, path, state, False
+            self.say(f"continuing {folder} from step {state.get('step', 0)}{blind_spots(new)}")
+        elif path:
+            origin = path.resolve().parents[1] / "env.json"
+            lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
+            self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
+        elif self.args.resume == "auto" and (shorter := other_length(folder, new)):
+            self.say(f"{shorter} holds this run with another length; to continue that one: --resume {shorter}")
+        return folder, path, state, False, same
+
+    def _begin(self):
+        """Makes the directory that of this run: what came after the checkpoint that it goes on from is removed."""
+        if not self.same:
+            (self.dir / "README.md").unlink(missing_ok=True)
+            for later in (self.dir / "checkpoints").glob("step_????????"):
+                if later.name > self.checkpoint.name:
+                    shutil.rmtree(later)
+        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # these steps come again
+            keep_lines(self.dir / name, self.state.get("step", -1))
+        if not self.same:
+            sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
+            ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
+            ckpt.write_text(self.dir / "env.json", json.dumps(self.identity | environment(self.accelerator), indent=1))
 
     def _make_folder(self):
         folder = Path(self.args.run_dir or f"runs/{self.identity['algo']}-{self.identity['hash']}")
@@ -182,15 +200,6 @@ class Run:
         self.lock.write(f"{os.getpid()} on {platform.node()}")
         self.lock.flush()
 
-    def _go_back(self, folder, path, state):
-        """This directory goes on from the checkpoint at path, which --resume names, whatever it held."""
-        origin = path.resolve().parents[1] / "env.json"
-        lines = differences(json.loads(origin.read_text()), self.identity) if origin.exists() else []
-        self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
-        for later in (folder / "checkpoints").glob("step_????????"):
-            if later.name > path.name:
-                shutil.rmtree(later)
-
     # -- the loop
 
     def restore(self, model, optimizer, pretrained, total_steps, longer, stride=1, evaluates=True, **quantities):
@@ -214,8 +223,10 @@ class Run:
         optimizer.register_step_post_hook(self._on_step)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
-        if self.begun >= total_steps and not (self.dir / "metrics.jsonl").exists():
+        if self.checkpoint and self.begun >= total_steps and not self.same:
             raise InputError(f"--resume {self.args.resume}: nothing is left to train; raise {longer}")
+        if self.dir:
+            on_main(self.accelerator, self._begin)
         return self.quantities
 
     def evaluation_due(self, step):
@@ -286,7 +297,7 @@ class Run:
 
     def close(self):
         screen.stop()
-        if self.signal and not self.stepped and self.main and not self.state:  # nothing but the beginning is there
+        if self.dir and self.main and self._holds_nothing():
             shutil.rmtree(self.dir, ignore_errors=True)
             if not self.args.run_dir:
                 with contextlib.suppress(OSError):  # other runs are there
@@ -300,6 +311,11 @@ class Run:
             self.lock = None
         if self in _open:
             _open.remove(self)
+
+    def _holds_nothing(self):
+        """Whether the directory has no run yet, or by a signal no more than its beginning."""
+        begun = (self.dir / "env.json").exists()
+        return not begun or (self.signal and not self.stepped and not self.state)
 
     # -- output
 

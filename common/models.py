@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from common.cli import InputError, stop_if
-from common.functions import spec_path
+from common.functions import refuse_mistyped, spec_path
 from common.output import has_plain_output, one_token
 from common.screen import screen
 from common.structure import padding_problem, routers
@@ -76,9 +76,7 @@ def check_directory(flag, path):
     """InputError for a path to nothing, or to a run in place of its model. Hub ids and objects pass."""
     if not isinstance(path, str):
         return
-    is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if is_local and not Path(path).exists():
-        raise InputError(f"{flag} {path}: there is no such directory")
+    refuse_mistyped(path, flag)
     if Path(path, "hf_model").is_dir():
         raise InputError(f"{flag} {path} is a run directory: name {path}/hf_model")
 

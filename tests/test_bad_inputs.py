@@ -539,7 +539,8 @@ def margins(value):
     return [row | {"margin": margin} for row, margin in zip(PAIR, (1.0, value, 0.5, 0.0), strict=True)]
 
 
-RESUME = "must be auto, never or a checkpoint (checkpoints/step_00000100)"
+RESUME = "must be auto, never, a run directory with checkpoints, or one of these (checkpoints/step_00000100)"
+FORMS = "expected text, prompt and completion, messages, or dialogue"
 REFUSED = [
     # 25, 26: not finite
     result(25, "a_nan", "nan for row 2, prompt ", "expected a finite number"),
@@ -665,20 +666,20 @@ REFUSED = [
     entry(45, "ppo grpo sft ilql", "list", "--dataset row 3: ", rows=spoilt(3, TEXT=["b"])),
     entry(45, PAIRS, "list", "--dataset row 3: 'chosen' must be a string, it is ['b']", rows=spoilt(3, TEXT=["b"])),
     # 46: names of columns
-    entry(46, ROLLED, "misspelt", "row 1: 'prompt' must be a string, it is missing among ['Prompt']",
+    entry(46, ROLLED, "misspelt", "--dataset has the columns Prompt; expected prompt, a text or a chat, such as {",
           rows=[{"Prompt": "b"}]),
-    entry(46, "sft", "misspelt", "row 1: 'text' must be a string, it is missing among ['body']", rows=[{"body": "b"}]),
-    entry(46, "sft", "no prompt", "row 1: 'prompt' must be a string, it is missing among", rows=[{"completion": "b"}]),
-    entry(46, "sft", "no completion", "row 1: 'completion' must be a string, it is missing", rows=[{"prompt": "b"}]),
-    entry(46, "ilql", "misspelt", "row 1: 'reward' is missing among ['prompt', 'completion', 'rewards']",
+    entry(46, "sft", "misspelt", f"--dataset has the columns body; {FORMS}, such as {{", rows=[{"body": "b"}]),
+    entry(46, "sft", "no prompt", f"--dataset has the columns completion; {FORMS}", rows=[{"completion": "b"}]),
+    entry(46, "sft", "no completion", f"--dataset has the columns prompt; {FORMS}", rows=[{"prompt": "b"}]),
+    entry(46, "ilql", "misspelt", f"the columns prompt, completion, rewards; {FORMS}, and reward, such as",
           rows=[{"prompt": "b", "completion": "c", "rewards": 1}]),
-    entry(46, "ilql", "no completion", "row 1: 'completion' must be a string, it is missing among",
+    entry(46, "ilql", "no completion", f"the columns prompt, reward; {FORMS}, and reward, such as",
           rows=[{"prompt": "b", "reward": 1}]),
     entry(46, PAIRS, "misspelt", ["the columns prompt, chosen_response, rejected", "expected chosen and rejected"],
           rows=[{"prompt": "b", "chosen_response": "c", "rejected": "d"}]),
     entry(46, PAIRS, "one side", ["the columns prompt, chosen; expected chosen and rejected (and prompt)"],
           rows=[{"prompt": "b", "chosen": "c"}]),
-    entry(46, "ddpo", "misspelt", "--dataset row 1 needs a string as 'prompt'; its columns: caption",
+    entry(46, "ddpo", "misspelt", "--dataset has the columns caption; expected prompt, a text, such as {",
           rows=[{"caption": "a red circle"}]),
     entry(46, EVERY, "extra", "--dataset row 3 is ", shared=EVERY, rows=spoilt(3, extra=1)),
     # 47, 48: pairs

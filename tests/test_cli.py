@@ -77,7 +77,10 @@ def test_all_fields_are_told_at_once():
         ppo.Args(model="x", dataset="y", lr=-1.0, batch_size=0, adam_betas=(0.9, 1.0), top_p=0.0, lora_alpha=2.0)
     assert str(told.value).splitlines() == [
         "6 problems:",
-        "  - --reward is missing: file.py:function, or a sequence classifier's directory or hub id",
+        "  - --reward is missing: file.py:function, or a sequence classifier's directory or hub id. --reward "
+        "my.py:score calls this:",
+        "  def score(outputs, **columns):",
+        '      return [float("4" in output) for output in outputs]  # a number for each output',
         "  - --top-p 0.0 must be in (0, 1]",
         "  - --lr -1.0 must be a positive number",
         "  - --adam-betas (0.9, 1.0) must be in [0, 1)",

@@ -4,11 +4,19 @@ Hand results for what the tests of the scripts do not see: the segments of each 
 what happens to the ends of tokenized texts.
 """
 
+import functools
+import json
+import re
+
 import pytest
+import torch
 from tokenizers import processors
 
+from algos import ddpo
 from common import data
 from common.cli import InputError
+from common.functions import build, load_function, refuse_mistyped
+from common.sampling import text_arguments
 
 BOS, EOS = 21, 22
 
@@ -65,8 +73,14 @@ def test_segments_that_the_template_marks(letters):
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        ([{"other": "a"}], "row 1: 'text' must be a string, it is missing among .'other'."),
-        ([{"completion": "a"}], "row 1: 'prompt' must be a string, it is missing"),
+        (
+            [{"other": "a"}],
+            "has the columns other; expected text, prompt and completion, messages, or dialogue, ",
+        ),
+        (
+            [{"completion": "a", "text": "b"}],
+            'has the columns completion, text; .*, such as {"prompt": .*, "completion": .*}$',
+        ),
         ([{"text": "a"}, {"text": "\ud800"}], "row 2: 'text' holds half a surrogate pair"),
         ([{"dialogue": ["a", "b"]}, {"dialogue": ["a"]}], "row 2: 'dialogue' must be a list prompt, output"),
         ([{"prompt": CHAT[:1], "completion": "a"}], "row 1: prompt and completion must be two lists of messages"),
@@ -86,8 +100,33 @@ def test_pairs_of_texts_and_of_chats(letters):
     chats = [{"chosen": CHAT[:2], "rejected": [user("b"), answer("d")]}]
     assert data.pair_texts(texts, letters, "--dataset") == [("ab", " cd", " ce")]
     assert data.pair_texts(chats, letters, "--dataset") == [("<bos>ub<eos>s", "c<eos>", "d<eos>")]
-    with pytest.raises(InputError, match="^--dataset has the columns chosen; expected chosen and rejected"):
+    columns = "^--dataset has the columns chosen; expected chosen and rejected .and prompt., each a text or a chat, "
+    with pytest.raises(InputError, match=columns) as told:
         data.pair_texts([{"chosen": "a"}], letters, "--dataset")
+    example = json.loads(str(told.value).partition("such as ")[2])
+    assert data.pair_texts([example], letters, "--dataset") == [("2 + 2 =", " 4", " 5")]
+
+
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+SHARED = [  # prompt, chosen, rejected, and how the texts begin with it
+    (f"{HUMAN} Hi{ASSISTANT}", " Yes, of course", " Yes, maybe"),  # "Yes," is half an answer
+    (f"{HUMAN} a{ASSISTANT} b{HUMAN} c{ASSISTANT}", " I am", " I can"),
+    (f"{HUMAN} a{ASSISTANT}", f" b{HUMAN} c{ASSISTANT} d", f" b{HUMAN} e"),  # they part in the user's second turn
+    (f"{HUMAN} a{ASSISTANT}", "", " b"),
+    ("### Instruction:\nAdd.\n\n### Response:", "\nIt is 3", "\nIt is 4"),
+    ("USER: a\nASSISTANT:", " b c", " b d"),
+    ("Ask the Assistant: now", " or", " then"),  # no turn: words
+    ("TL;DR:", " a b", " c b"),
+    ("", "ab", "ac"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "chosen", "rejected"), SHARED, ids=repr)
+def test_the_prompt_of_two_texts_ends_where_both_answer(letters, prompt, chosen, rejected):
+    rows = [{"chosen": prompt + chosen, "rejected": prompt + rejected}]
+    assert data.pair_texts(rows, letters, "--dataset") == [(prompt, chosen, rejected)]
+    given = [{"prompt": "", "chosen": prompt + chosen, "rejected": prompt + rejected}]
+    assert data.pair_texts(given, letters, "--dataset") == [("", prompt + chosen, prompt + rejected)]
 
 
 def test_the_prompt_of_two_chats_ends_where_both_answer():
@@ -131,6 +170,99 @@ def test_an_empty_prompt_needs_a_beginning_token(letters):
     tokenizer.bos_token = None
     with pytest.raises(InputError, match="^--dataset row 1: the prompt is empty and the tokenizer has no beginning"):
         data.encode_prompts([{"prompt": ""}], tokenizer, 5, 32, "--dataset")
+
+
+def test_the_forms_that_are_named_are_those_that_are_taken(letters):
+    """The example row of an error is one that works."""
+    with pytest.raises(
+        InputError, match="^--dataset has the columns x; expected text, .*, and reward, such as"
+    ) as told:
+        data.check_text_columns([{"x": 1}], "--dataset", reward=1.0)
+    example = json.loads(str(told.value).partition("such as ")[2])
+    assert example == {"prompt": "2 + 2 =", "completion": " 4", "reward": 1.0}
+    data.check_text_columns([example], "--dataset", reward=1.0)
+    for columns in (["text"], ["messages"], ["dialogue", "prompt"], ["prompt", "completion", "text"]):
+        data.check_text_columns([dict.fromkeys(columns)], "--dataset")
+    with pytest.raises(InputError, match='^--dataset has the columns x, y; expected prompt, .*, such as {"prompt": "'):
+        data.encode_prompts([{"x": 1, "y": 2}], letters, 5, 32, "--dataset")
+    with pytest.raises(InputError, match='^--dataset has the columns x; expected prompt, a text, such as {"prompt": "'):
+        data.with_prompts([{"x": 1}], "--dataset")
+
+
+def test_columns_that_arguments_of_functions_would_hide(letters):
+    arguments = text_arguments(letters, [{"prompt": "a"}], ["b"], [[1]])
+    assert tuple(arguments) == data.TEXT_ARGUMENTS
+    for name in arguments:
+        with pytest.raises(InputError, match=f"^--dataset: rename the column '{name}', which functions get from"):
+            data.encode_prompts([{"prompt": "a", name: "b"}], letters, 5, 32, "--dataset")
+    assert tuple(ddpo.image_arguments([{"prompt": "a"}], torch.zeros(1, 3, 2, 2))) == data.IMAGE_ARGUMENTS
+    for name in data.IMAGE_ARGUMENTS:
+        with pytest.raises(InputError, match=f"^--dataset: rename the column '{name}', which functions get from"):
+            data.with_prompts([{"prompt": "a", name: "b"}], "--dataset")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new_tokens", "options", "sentence"),
+    [
+        (["a", "abc"], 32, {}, "give at most 29 .the longest prompt takes 3.$"),
+        (["a", "abc"], 40, {"max_length": 2}, "give at most 31 .the longest prompt takes 1.$"),
+        (["a", "a" * 40], 32, {}, "which a prompt of 40 tokens fills alone$"),
+        (["a", "abc"], 33, {"encoder": True}, "give at most 32$"),
+    ],
+)
+def test_how_many_new_tokens_there_is_room_for(letters, prompts, new_tokens, options, sentence):
+    """The number that is named does."""
+    rows = [{"prompt": prompt} for prompt in prompts]
+    start = f"^--max-new-tokens {new_tokens} leaves no room in the model's 32 positions"
+    with pytest.raises(InputError, match=f"{start}(: |, ){sentence}") as told:
+        data.encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
+    if number := re.search(r"at most (\d+)", str(told.value)):
+        room = int(number[1])
+        assert data.encode_prompts(rows, letters, room, 32, "--dataset", **options)
+        with pytest.raises(InputError):
+            data.encode_prompts(rows, letters, room + 1, 32, "--dataset", **options)
+
+
+def some_rows(n=2):
+    return [{"text": "a"}] * n
+
+
+def test_a_function_from_python_is_called_as_one_of_a_file_is():
+    assert data.load_rows(build(some_rows, "--dataset"), "--dataset") == some_rows()
+    assert data.load_sets(functools.partial(some_rows, n=3), "--eval-dataset") == {"": some_rows(3)}
+    with pytest.raises(InputError, match="^--dataset pop: IndexError: pop from empty list"):
+        build([].pop, "--dataset")
+    with pytest.raises(InputError, match="^--reward must be a function, it is a list: several can be called by one$"):
+        load_function([len, len], "--reward")
+    assert load_function(len, "--reward") is len and load_function(None, "--metric") is None
+
+
+MISTYPED = [  # what is typed where rw.py and rows/x.jsonl are, what is said
+    ("rw:length", "did you mean rw.py:length?"),
+    ("sub/rw:length:n=2", "did you mean sub/rw.py:length:n=2?"),
+    ("./none", "there is no such directory or file"),
+    ("~/none", "there is no such directory or file"),
+    ("a/b/none", "there is no such directory or file"),
+]
+
+
+@pytest.mark.parametrize(("typed", "sentence"), MISTYPED)
+def test_what_cannot_be_a_name_of_the_hub_is_not_asked_for(tmp_path, monkeypatch, typed, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("rw.py", "sub/rw.py"):
+        (tmp_path / name).write_text("")
+    for load in (refuse_mistyped, data.load_rows):
+        with pytest.raises(InputError, match=f"^--dataset {re.escape(f'{typed}: {sentence}')}$"):
+            load(typed, "--dataset")
+    with pytest.raises(InputError, match="^--metric rw:length: did you mean rw.py:length.$"):
+        load_function("rw:length", "--metric")
+    for name in ("org/name:train", "name", "https://x.org/a/b.jsonl", "a/b/*.jsonl", "sub", "./sub", "sub:POSITIVE"):
+        refuse_mistyped(name, "--dataset")
+    with pytest.raises(InputError, match="^--dataset none.csv.gz cannot be loaded: there is no such file$"):
+        data.load_rows("none.csv.gz", "--dataset")
+    (tmp_path / "sub/x.jsonl").write_text('{"text": "a"}\n')
+    assert data.load_rows("sub/*.jsonl", "--dataset") == [{"text": "a"}]
 
 
 def test_names_of_evaluation_sets(tmp_path, monkeypatch):

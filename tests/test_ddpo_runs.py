@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from collections import Counter, deque
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -1027,14 +1028,14 @@ BAD_COMMANDS = [
     ("--clip-range 1e-3", "there is no --clip-range here: use --cliprange"),
     ("--inner-epochs 2", "there is no --inner-epochs here: use --ppo-epochs"),
     ("--sample-batch-size 8", "there is no --sample-batch-size here: use --rollout-batch-size"),
-    ("--dataset other.jsonl", "--dataset row 1 needs a string as 'prompt'; its columns: caption, target"),
+    ("--dataset other.jsonl", "--dataset has the columns caption, target; expected prompt, a text, such as {"),
     ("--dataset number.jsonl", "--dataset row 2 needs a string as 'prompt'; its columns: prompt"),
     ("--dataset empty.jsonl", "--dataset empty.jsonl holds no rows"),
     ("--dataset user.py:no_rows", "--dataset [] holds no rows"),
     ("--dataset torn.jsonl", "--dataset torn.jsonl:2 is not valid JSON: "),
     ("--dataset none.jsonl", "--dataset none.jsonl cannot be loaded: "),
     ("--dataset nobody/no-such-rows:train", "--dataset nobody/no-such-rows:train cannot be loaded: "),
-    ("--eval-dataset rows.jsonl,other.jsonl", "--eval-dataset other row 1 needs a string as 'prompt'"),
+    ("--eval-dataset rows.jsonl,other.jsonl", "--eval-dataset other has the columns caption, target; expected prompt"),
     ("--eval-dataset rows.jsonl,rows.jsonl", "--eval-dataset rows.jsonl,rows.jsonl: two sets have the same name"),
     ("--reward user.py:none", "--reward user.py:none: user.py has no function 'none'"),
     ("--reward nowhere.py:reward", "--reward nowhere.py:reward: there is no file nowhere.py"),
@@ -1042,7 +1043,7 @@ BAD_COMMANDS = [
     ("--metric user.py:none", "--metric user.py:none: user.py has no function 'none'"),
     (
         "--resume nowhere/checkpoints/step_00000002",
-        "--resume nowhere/checkpoints/step_00000002 must be auto, never or a checkpoint",
+        "--resume nowhere/checkpoints/step_00000002 must be auto, never, a run directory",
     ),
 ]
 
@@ -1065,7 +1066,12 @@ def test_bad_commands(command, here, flags, sentence):
 def test_your_own_dataset_needs_your_own_reward(command, here):
     base = [word for word in BASE if word not in ("--reward", "user.py:reward")]
     code, _, err = command(base=base)
-    assert code == 2 and err == "error: --reward is missing: file.py:function\n"
+    assert code == 2 and err.startswith(
+        "error: --reward is missing: file.py:function. --reward my.py:score calls this:\n"
+    )
+    score = {}
+    exec(textwrap.dedent(err.partition("\n")[2]), score)
+    assert score["score"](torch.full((3, 2, 4, 5), 0.25)) == [0.25] * 3
     assert not Path("run").exists()
 
 

@@ -600,7 +600,7 @@ IMPLICIT = [  # chosen, rejected, what they share in whole words, the rest
     (
         "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d e",
         "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d f",
-        "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d", " e", " f",
+        "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d e", " d f",
     ),
 ]  # fmt: skip
 

@@ -338,8 +338,8 @@ def test_a_configuration_file_means_what_the_flags_mean(command, here):
 # ---- Rows ------------------------------------------------------------------------------------------------------------
 
 FILES = [
-    ("ppo", None, ["--dataset bad.jsonl", "find"]),
-    ("sft", None, ["--dataset bad.jsonl", "find"]),
+    ("ppo", None, ["--dataset bad.jsonl cannot be loaded: there is no such file"]),
+    ("sft", None, ["--dataset bad.jsonl cannot be loaded: there is no such file"]),
     ("ppo", "", ["--dataset bad.jsonl holds no rows"]),
     ("sft", "\n  \n", ["--dataset bad.jsonl holds no rows"]),
     ("ppo", '{"prompt": "b"}\n\n{"prompt": "c"\n', ["bad.jsonl:3", "not valid JSON"]),
@@ -347,11 +347,11 @@ FILES = [
     ("ppo", b'{"prompt": "b"}\n{"prompt": "caf\xe9"}\n', ["bad.jsonl", "UTF-8"]),
     ("ppo", "5\n", ["row 1", "5"]),
     ("ppo", '{"prompt": "b"}\n{"prompt": "b", "x": 1}\n', ["row 2", "'x'"]),
-    ("ppo", '{"text": "b"}\n', ["row 1", "'prompt'", "['text']"]),
-    ("ppo", '{"Prompt": "b"}\n', ["row 1", "'prompt'", "['Prompt']"]),
-    ("sft", '{"prompt": "b"}\n', ["row 1", "'completion'", "['prompt']"]),
-    ("sft", '{"completion": "b"}\n', ["row 1", "'prompt'", "['completion']"]),
-    ("sft", '{"body": "b"}\n', ["row 1", "'text'", "['body']"]),
+    ("ppo", '{"text": "b"}\n', ["has the columns text; expected prompt, a text or a chat"]),
+    ("ppo", '{"Prompt": "b"}\n', ["has the columns Prompt; expected prompt, a text or a chat"]),
+    ("sft", '{"prompt": "b"}\n', ["has the columns prompt; expected text, prompt and completion"]),
+    ("sft", '{"completion": "b"}\n', ["has the columns completion; expected text, prompt and completion"]),
+    ("sft", '{"body": "b"}\n', ["has the columns body; expected text, prompt and completion"]),
     ("sft", '{"text": ""}\n', ["no row has a label"]),
 ]
 for value in (None, 5, 1.5, True, {"role": "user"}, ["b"]):

@@ -715,11 +715,11 @@ def test_a_bad_truncated_names_its_row(bad):
 
 
 BAD_ROWS = [
-    ({"prompt": "a", "completion": "b"}, "row 1: 'reward' is missing among .*completion"),
-    ({"text": "a"}, "row 1: 'reward' is missing"),
-    ({"reward": 1}, "row 1: 'text' must be a string, it is missing among"),
+    ({"prompt": "a", "completion": "b"}, "has the columns prompt, completion; expected .*, and reward, such as"),
+    ({"text": "a"}, "has the columns text; expected .*, and reward, such as"),
+    ({"reward": 1}, "has the columns reward; expected text, prompt and completion, "),
     ({"text": 5, "reward": 1}, "row 1: 'text' must be a string, it is 5"),
-    ({"prompt": "a", "reward": 1}, "row 1: 'completion' must be a string, it is missing"),
+    ({"prompt": "a", "reward": 1}, "has the columns prompt, reward; expected text, prompt and completion, "),
     ({"dialogue": ["a", "b", "c"], "reward": 1}, "row 1: 'dialogue' must be a list prompt, output"),
     ({"dialogue": [], "reward": 1}, "row 1: 'dialogue' must be a list prompt, output"),
     ({"dialogue": ["ab", "", "c", "d"], "reward": [1, 2]}, "row 1: an output without tokens has a reward"),

@@ -1257,7 +1257,7 @@ def test_the_attention_is_that_of_the_flag(gpt2_dir, attention):
 
 
 BAD_PROMPTS = [
-    ([{"text": "a"}], "--norm-prompts row 1: 'prompt' must be a string, it is missing"),
+    ([{"text": "a"}], "--norm-prompts has the columns text; expected prompt, a text or a chat"),
     ([{"prompt": "a"}, {"prompt": None}], "--norm-prompts row 2: 'prompt' must be a string, it is None"),
     ([{"prompt": [user("a")]}], "--norm-prompts row 1: the tokenizer has no chat template"),
 ]

@@ -655,8 +655,9 @@ def test_bad_evaluation_sets(files, spec, sentence):
 
 
 def test_a_bad_row_of_one_of_several_sets_names_the_set(gpt2_dir, tmp_path):
-    with pytest.raises(InputError, match="--eval-dataset.* y.* row 1"):
-        run_sft(gpt2_dir, tmp_path / "run", ROWS, eval_dataset={"x": ROWS, "y": [{"body": "a"}]}, eval_every=1)
+    with pytest.raises(InputError, match="--eval-dataset y row 2: 'text' must be a string, it is 5"):
+        sets = {"x": ROWS, "y": [{"text": "a"}, {"text": 5}]}
+        run_sft(gpt2_dir, tmp_path / "run", ROWS, eval_dataset=sets, eval_every=1)
 
 
 SETS_OF_TWO = {"x": [{"text": "abcdefg"}] * 3, "y": [{"text": "nmlkj"}] * 2}
@@ -820,7 +821,7 @@ def test_named_prompts_must_have_room(gpt2_dir, tmp_path):
     for flags in ({"eval_prompts": TOO_LONG}, {"eval_dataset": TOO_LONG, "metric": lambda **columns: {}}):
         with pytest.raises(InputError, match="--eval-prompts row 1: a prompt of 27 tokens and --max-new-tokens 6"):
             run_sft(gpt2_dir, tmp_path / "run", ROWS, max_new_tokens=6, eval_every=1, **flags)
-    with pytest.raises(InputError, match="--eval-prompts row 1: 'prompt' must be a string, it is missing"):
+    with pytest.raises(InputError, match="--eval-prompts has the columns text; expected prompt, a text or a chat"):
         run_sft(gpt2_dir, tmp_path / "run", ROWS, eval_prompts=TEXTS)
     with pytest.raises(InputError, match="--metric needs rows with a prompt to sample from: name --eval-prompts"):
         run_sft(gpt2_dir, tmp_path / "run", ROWS, metric=lambda **columns: {})

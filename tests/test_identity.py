@@ -1,0 +1,460 @@
+"""When a run is taken for the same: `python -m pytest tests/test_identity.py`
+
+Each change of a user's file or object that can change the result gives another hash, and what does not change it gives
+the same, in another process, too.
+"""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from harness import ROOT
+from test_adapters import run
+
+from algos import ppo, sft
+from benchmarks.tasks import randomwalks
+from common.cli import InputError
+from common.contents import describe, with_imports
+from common.identity import blind_spots, identity
+
+
+def hash_of(**flags):
+    flags = {"model": "gpt2", "dataset": [{"prompt": "a"}], "reward": len} | flags
+    return identity("ppo", ppo.Args(**flags), ppo.__file__)["hash"]
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+USER_TREE = {
+    "reward.py": """
+        import random
+        import numpy
+        from common.data import texts
+        import beside as b
+        def score(outputs, **columns):
+            from package.inner import weights
+            return [b.count(output) for output in outputs]
+        """,
+    "beside.py": "from package import middle\ndef count(text):\n    return len(text)\n",
+    "package/__init__.py": "from . import sibling\n",
+    "package/sibling.py": "from .inner.weights import W\n",
+    "package/middle.py": "class Unused: pass\n",
+    "package/inner/__init__.py": "",
+    "package/inner/weights.py": "import reward\nfrom ..deep import D\nW = 3\n",
+    "package/deep.py": "D = 1\n",
+    "package/other.py": "",
+    "other.py": "",
+    "random.py": "",
+    "notes.txt": "",
+}
+IMPORTED = "reward beside package/__init__ package/sibling package/middle package/inner/__init__ package/inner/weights"
+IMPORTED += " package/deep"
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in USER_TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    yield tmp_path
+    for name in ("reward", "beside", "package"):
+        for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
+            del sys.modules[module]
+
+
+def test_the_files_that_a_file_imports(tree):
+    """In functions, relative, and through others and back; not Python's, installed ones, common/ or what is beside."""
+    expected = {tree / f"{name}.py" for name in IMPORTED.split()}
+    assert set(with_imports(tree / "reward.py")) == expected
+    assert with_imports(tree / "reward.py")[0] == tree / "reward.py"
+    assert set(with_imports(ROOT / "benchmarks/tasks/randomwalks_reward.py")) == {
+        ROOT / f"benchmarks/tasks/{name}.py" for name in ("randomwalks_reward", "randomwalks")
+    }
+
+
+@pytest.mark.parametrize("name", USER_TREE)
+def test_a_changed_import_is_another_run(tree, name):
+    before = hash_of(reward="reward.py:score")
+    assert hash_of(reward="reward.py:score") == before
+    (tree / name).write_text((tree / name).read_text() + "\nnew = 1\n")
+    changed = hash_of(reward="reward.py:score") != before
+    assert changed == (name.removesuffix(".py") in IMPORTED.split())
+
+
+def test_a_changed_import_of_a_copied_script_is_another_run(tree):
+    script = tree / "my_ppo.py"
+    script.write_text((ROOT / "algos/ppo.py").read_text() + "\nfrom beside import count\n")
+    args = ppo.Args(model="gpt2", dataset=[{"prompt": "a"}], reward=len)
+    before = identity("ppo", args, script)
+    (tree / "package/middle.py").write_text("W = 4\n")
+    after = identity("ppo", args, script)
+    assert before["hash"] != after["hash"] and before["files"]["script"] == after["files"]["script"]
+    (tree / "other.py").write_text("W = 4\n")
+    assert identity("ppo", args, script) == after
+
+
+# ---- Functions -------------------------------------------------------------------------------------------------------
+
+REWARD = """
+import functools
+import re
+import numpy as np
+import torch
+import beside
+
+WORDS = {"good", "fine", "nice"}
+PATTERN = re.compile("a+")
+TABLE = {("a", 1): [0.5, None]}
+ARRAY = np.arange(4.0)
+TENSOR = torch.ones(2, dtype=torch.bfloat16)
+UNUSED = 1
+
+
+def inner(text):
+    return len(text) + 1
+
+
+@functools.cache
+def helper(text):
+    if text in ("x", "y"):
+        return 0
+    return inner(text) if PATTERN.match(text) else TABLE
+
+
+def recursive(n):
+    return recursive(n - 1) if n else ARRAY.sum() + TENSOR.sum()
+
+
+class Base:
+    scale = 2
+
+    @property
+    def bonus(self):
+        return 1
+
+    def method(self, text):
+        return helper(text)
+
+
+class Scorer(Base):
+    def __init__(self, weight):
+        self.weight = weight
+
+    @staticmethod
+    def clip(x):
+        return min(x, 5)
+
+    def __call__(self, outputs, **columns):
+        return [self.clip(self.weight * self.method(output)) for output in outputs]
+
+
+def adding(bonus):
+    def add(outputs, **columns):
+        # a comment
+        return [bonus + len(output) for output in outputs]
+
+    return add
+
+
+def score(outputs, factor=1, *, shift=0, **columns):
+    return [helper(output) + recursive(2) for output in outputs if output not in WORDS]
+
+
+def lazy(outputs, **columns):
+    from beside import count
+
+    return [count(output) for output in outputs]
+
+
+def by_module(outputs, **columns):
+    return [beside.count(output) for output in outputs]
+
+
+pair = {"first": lambda outputs: [1.0], "second": lambda outputs: [2.0]}
+made = {}
+exec("def length(x): return 2 * len(x)\\ndef of(outputs): return [length(x) for x in outputs]", made)
+"""
+
+CHANGES = [  # what is given, what is changed in the file, whether that is another run
+    ("score", "\n\nWORDS", "\n\n# why\nWORDS", False),
+    ("score", "UNUSED = 1", "UNUSED = 2", False),
+    ("score", "# a comment", "# another", False),
+    ("score", '"good", "fine", "nice"', '"nice", "good", "fine"', False),
+    ("score", "return min(x, 5)", "return min(x, 6)", False),  # of a class that it does not read
+    ("score", '"fine"', '"poor"', True),
+    ("score", 're.compile("a+")', 're.compile("b+")', True),
+    ("score", "0.5", "0.6", True),
+    ("score", "arange(4.0)", "arange(5.0)", True),
+    ("score", "torch.ones(2", "torch.ones(3", True),
+    ("score", "bfloat16", "float16", True),
+    ("score", "len(text) + 1", "len(text) + 2", True),  # a helper's helper, behind functools.cache
+    ("score", '"x", "y"', '"x", "z"', True),
+    ("score", "if n else ARRAY", "if n > 1 else ARRAY", True),
+    ("score", "factor=1", "factor=2", True),
+    ("score", "shift=0", "shift=1", True),
+    ("score", "output not in", "output in", True),
+    ("functools.partial(score, factor=3)", "UNUSED = 1", "UNUSED = 2", False),
+    ("functools.partial(score, factor=3)", "len(text) + 1", "len(text) + 2", True),
+    ("adding(1)", "bonus + len", "bonus - len", True),
+    ("adding(1)", "len(text) + 1", "len(text) + 2", False),
+    ("Scorer(1)", "min(x, 5)", "min(x, 6)", True),
+    ("Scorer(1)", "scale = 2", "scale = 3", True),
+    ("Scorer(1)", "        return 1\n", "        return 2\n", True),
+    ("Scorer(1)", "len(text) + 1", "len(text) + 2", True),
+    ("Scorer(1)", "arange(4.0)", "arange(5.0)", False),
+    ("Scorer(1).__call__", "min(x, 5)", "min(x, 6)", True),
+    ('pair["second"]', "[2.0]", "[3.0]", True),
+    ('pair["second"]', "[1.0]", "[3.0]", False),
+    ('made["of"]', "2 * len", "3 * len", True),
+    ("lazy", "len(text) + 1", "len(text) + 2", False),
+]
+
+
+def given_by(tree, text, expression):
+    """The value of an expression in a module of this text."""
+    path = tree / "rewards.py"
+    path.write_text(text)
+    module = {"__name__": "__main__"}
+    exec(compile(text, str(path), "exec"), module)
+    return eval(expression, module)
+
+
+@pytest.mark.parametrize(("given", "old", "new", "differs"), CHANGES, ids=lambda x: repr(x)[:30])
+def test_what_a_function_reads(tree, monkeypatch, given, old, new, differs):
+    monkeypatch.syspath_prepend(tree)
+    assert REWARD.count(old) == 1
+    before = hash_of(reward=given_by(tree, REWARD, given))
+    assert before == hash_of(reward=given_by(tree, REWARD, given))
+    after = hash_of(reward=given_by(tree, REWARD.replace(old, new), given))
+    assert (before != after) == differs
+
+
+def test_two_lambdas_of_a_line_two_closures_two_objects(tree, monkeypatch):
+    monkeypatch.syspath_prepend(tree)
+    given = ['pair["first"]', 'pair["second"]', "adding(1)", "adding(2)", "Scorer(1)", "Scorer(2)", "score"]
+    given += ["functools.partial(score, factor=2)", "functools.partial(score, factor=3)", "Scorer(1).method", "helper"]
+    hashes = {expression: hash_of(reward=given_by(tree, REWARD, expression)) for expression in given}
+    assert len(set(hashes.values())) == len(given), hashes
+
+
+@pytest.mark.parametrize("given", ["lazy", "by_module"])
+@pytest.mark.parametrize("file", ["beside.py", "package/inner/weights.py", "other.py"])
+def test_files_of_modules_that_a_function_imports(tree, monkeypatch, given, file):
+    monkeypatch.syspath_prepend(tree)
+    before = hash_of(reward=given_by(tree, REWARD, given))
+    (tree / file).write_text((tree / file).read_text() + "\nnew = 1\n")
+    assert (hash_of(reward=given_by(tree, REWARD, given)) != before) == (file != "other.py")
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = [{root!r}, {tree!r}]
+import rewards
+from common.contents import describe
+for given in {given!r}:
+    print(describe(eval(given, vars(rewards))))
+"""
+
+
+def test_another_process_finds_the_same(tree):
+    """With other addresses and another order of sets."""
+    (tree / "rewards.py").write_text(REWARD)
+    (tree / "random.py").unlink()
+    given = sorted({row[0] for row in CHANGES})
+    program = PROGRAM.format(root=str(ROOT), tree=str(tree), given=given)
+    outputs = set()
+    for seed in "12":
+        env = {"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"}
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        outputs.add(done.stdout)
+    (output,) = outputs
+    assert len(set(output.split("\n"))) == len(given) + 1
+
+
+# ---- Other objects ---------------------------------------------------------------------------------------------------
+
+
+def described(value):
+    unknown = set()
+    text = describe(value, unknown)
+    assert unknown == set()
+    return text
+
+
+def generator_of(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+ALIKE = [  # a value, an equal one, another
+    lambda x: [{"prompt": "a", "n": x}],
+    lambda x: {"set": [{"a": (1, x)}], "other": None},
+    lambda x: datasets.Dataset.from_list([{"a": x}, {"a": 5}]),
+    lambda x: {"a": datasets.Dataset.from_list([{"a": x}])},
+    lambda x: datasets.DatasetDict({"a": datasets.Dataset.from_list([{"a": x}])}),
+    lambda x: np.array([0.0, x]),
+    lambda x: np.array([x, None, "a"], dtype=object),
+    lambda x: torch.tensor([[0.0, x]], requires_grad=True),
+    lambda x: torch.tensor(x, dtype=torch.bfloat16),
+    lambda x: [torch.zeros(x, 2), np.float32(x)],
+    lambda x: SimpleNamespace(field=[x]),
+    lambda x: re.compile("a" * x),
+    lambda x: functools.partial(max, x),
+    lambda x: [b"ab" * x, 3j * x, range(x), {x: {1, 2, x}}],
+    lambda x: [generator_of(x)],
+]
+
+
+@pytest.mark.parametrize("make", ALIKE)
+def test_equal_and_other_objects(make):
+    assert described(make(3)) == described(make(3)) != described(make(4))
+
+
+def test_tokenizers_are_their_vocabulary_and_template():
+    first, second = randomwalks.tokenizer(), randomwalks.tokenizer()
+    assert described(first) == described(second)
+    second(["abc"], padding=True, truncation=True, max_length=2)
+    assert described(first) == described(second), "what a call leaves behind does not count"
+    second.chat_template = "{{ messages }}"
+    assert described(first) != described(second)
+
+
+def test_models_are_their_weights_configuration_and_own_code(build_model):
+    first, second = build_model(), build_model()
+    assert described(first) == described(second)
+    weight = second.transformer.wte.weight.data
+    weight[[0, 1]] = weight[[1, 0]]  # of equal sum and norm
+    assert described(first) != described(second)
+    assert described(first) != described(build_model(layer_norm_epsilon=0.1))
+
+    class Judge(torch.nn.Linear):
+        def __init__(self, gain):
+            super().__init__(2, 1)
+            self.gain = gain
+            torch.nn.init.ones_(self.weight)
+            torch.nn.init.zeros_(self.bias)
+
+    assert described(Judge(1.0)) == described(Judge(1.0)) != described(Judge(2.0))
+    assert described(Judge(1.0)) == described(Judge(1.0).eval())
+
+
+# ---- What cannot be known --------------------------------------------------------------------------------------------
+
+
+class Locked:
+    def __init__(self, scale):
+        self.lock = threading.Lock()
+        self.scale = scale
+
+    def __call__(self, outputs, **columns):
+        return [self.scale * len(output) for output in outputs]
+
+
+def test_what_cannot_be_known_is_named():
+    rows = ({"prompt": letter} for letter in "ab")
+    args = ppo.Args(model="gpt2", dataset=rows, reward=Locked(1))
+    found = identity("ppo", args, ppo.__file__)
+    assert found["not_compared"] == {"reward": ["_thread.lock"], "dataset": ["generator"]}
+    assert blind_spots(found) == "; not compared: generator of --dataset; _thread.lock of --reward"
+    assert json.loads(json.dumps(found)) == found
+    assert hash_of(reward=Locked(1)) == hash_of(reward=Locked(1)) != hash_of(reward=Locked(2))
+    assert blind_spots(identity("ppo", ppo.Args(model="gpt2", dataset=[], reward=len), ppo.__file__)) == ""
+    endless = []
+    endless.append(endless)
+    unknown = set()
+    describe([endless, object()], unknown)
+    assert unknown == {"list"}
+
+
+def test_a_finished_run_says_what_was_not_compared(gpt2_dir, tmp_path, capsys):
+    lock = threading.Lock()
+
+    def metric(outputs, **columns):
+        with lock:
+            return {"length": [len(output) + bonus for output in outputs]}
+
+    bonus = 0
+    flags = {"metric": metric, "eval_prompts": [{"prompt": "a"}], "max_new_tokens": 3}
+    run(sft, gpt2_dir, tmp_path / "run", **flags)
+    again = f"{tmp_path}/run is finished, its model is in {tmp_path}/run/hf_model; --resume never repeats the run"
+    capsys.readouterr()
+    run(sft, gpt2_dir, tmp_path / "run", **flags)
+    assert f"{again}; not compared: _thread.lock of --metric\n" in capsys.readouterr().out
+    bonus = 1
+    with pytest.raises(InputError, match=r"holds a run with another configuration(.|\n)*--metric: was "):
+        run(sft, gpt2_dir, tmp_path / "run", **flags)
+
+
+# ---- Another length --------------------------------------------------------------------------------------------------
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_a_longer_run_names_the_shorter_one(gpt2_dir, tmp_path, capsys):
+    """And a run directory is taken as its newest checkpoint, by --check, too."""
+    run(sft, gpt2_dir, tmp_path / "short", total_steps=2)
+    capsys.readouterr()
+    run(sft, gpt2_dir, tmp_path / "long", total_steps=3)
+    line = f"{tmp_path}/short holds this run with another length; to continue that one: --resume {tmp_path}/short\n"
+    assert line in capsys.readouterr().out
+    run(sft, gpt2_dir, tmp_path / "checked", total_steps=3, resume=str(tmp_path / "short"), check=True)
+    assert not (tmp_path / "checked").exists()
+    run(sft, gpt2_dir, tmp_path / "more", total_steps=3, resume=str(tmp_path / "short"))
+    out = capsys.readouterr().out
+    assert f"continuing from {tmp_path}/short/checkpoints/step_00000002 (step 2); what differs:\n" in out
+    assert "--total-steps: was 2, is 3" in out and "another length" not in out
+    steps = [json.loads(line)["step"] for line in open(tmp_path / "more/metrics.jsonl")]
+    assert steps == [3]
+    run(sft, gpt2_dir, tmp_path / "other", total_steps=3, seed=2)
+    assert "another length" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
+    """Nothing is left to train: an error, and what the directory holds of later steps is still there."""
+    folder = tmp_path / "run"
+    run(sft, gpt2_dir, folder, total_steps=4, save_every=1, keep_checkpoints=4)
+    before = snapshot(folder)
+    for total in (1, 2):
+        with pytest.raises(InputError, match="--resume .*step_00000002: nothing is left to train; raise --total-steps"):
+            run(sft, gpt2_dir, folder, total_steps=total, resume=str(folder / "checkpoints/step_00000002"))
+        with pytest.raises(InputError, match="--resume .*run: nothing is left to train; raise --total-steps"):
+            run(sft, gpt2_dir, tmp_path / "new", total_steps=total, resume=str(folder))
+        assert snapshot(folder) == before and not (tmp_path / "new").exists()
+    run(sft, gpt2_dir, folder, total_steps=3, resume=str(folder / "checkpoints/step_00000002"))
+    steps = [json.loads(line)["step"] for line in open(folder / "metrics.jsonl")]
+    assert steps[-1] == 3 and not (folder / "checkpoints/step_00000004").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            {"resume": "runs/x"},
+            "--resume runs/x must be auto, never, a run directory with checkpoints, or one of these",
+        ),
+        ({"resume": "{}/ppo"}, "is of ppo.py, this is sft.py"),
+        ({"resume": "{}/sft", "lora_r": 2}, "--resume .* trained other weights"),
+        ({"resume": "{}/sft", "total_steps": 1}, "nothing is left to train"),
+    ],
+    ids=["nothing", "another script", "other shapes", "too short"],
+)
+def test_check_looks_at_the_checkpoint(gpt2_dir, tmp_path, flags, sentence):
+    if "{}" in flags["resume"]:
+        script = ppo if "ppo" in flags["resume"] else sft
+        run(script, gpt2_dir, tmp_path / script.__name__.rpartition(".")[2])
+    flags = flags | {"resume": flags["resume"].format(tmp_path)}
+    before = snapshot(tmp_path)
+    with pytest.raises(InputError, match=sentence):
+        run(sft, gpt2_dir, tmp_path / "new", check=True, **flags)
+    assert snapshot(tmp_path) == before and not (tmp_path / "new").exists()

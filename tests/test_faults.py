@@ -284,7 +284,10 @@ def test_killed_three_times(algo, scripts, work, whole, tmp_path):
 
 
 FORGET = {
-    "the optimizer": "from torch.distributed.checkpoint import state_dict\nstate_dict.set_optimizer_state_dict = lambda *args, **options: None",
+    "the optimizer": """
+from torch.distributed.checkpoint import state_dict
+state_dict.set_optimizer_state_dict = lambda *args, **options: None
+""",
     "one row of the data": """
 import common.seeding as s
 rows, newest, shift = s.stream_rows, c.newest_checkpoint, [0]

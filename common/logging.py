@@ -220,9 +220,9 @@ class Run:
         self.frozen = ckpt.frozen_weights(pretrained)
         stored = {name: self.state[name] for name in quantities if name in self.state}
         self.quantities = SimpleNamespace(**quantities | stored)
-        optimizer.register_step_post_hook(self._on_step)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
+        optimizer.register_step_post_hook(self._on_step)  # behind a step that torch takes to fill the moments
         if self.checkpoint and self.begun >= total_steps and not self.same:
             raise InputError(f"--resume {self.args.resume}: nothing is left to train; raise {longer}")
         if self.dir:

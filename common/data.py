@@ -366,6 +366,29 @@ def prompt_messages(row):
     return row["chosen"][:shared]
 
 
+def asked_messages(row):
+    """The chat of a row up to where the assistant answers what is trained or sampled; [] for a row of texts.
+
+    Beside a prompt that `encode_prompts` has written as text, the chat is in the column `messages`.
+    """
+    if isinstance(row.get("prompt"), list):
+        return row["prompt"]
+    if isinstance(row.get("chosen"), list):
+        return prompt_messages(row)
+    chat = messages_in(row, "messages")
+    if not all(isinstance(message, dict) and "role" in message for message in chat):  # another column of that name
+        return []
+    if "prompt" in row:
+        return chat
+    answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
+    return chat[: min(answers, default=0)]
+
+
+def plain_messages(messages):
+    """Who says what in a chat, without the other fields of its messages."""
+    return [{"role": message["role"], "content": message.get("content")} for message in messages]
+
+
 # ---- Texts -> tokens -------------------------------------------------------------------------------------------------
 
 

@@ -590,8 +590,12 @@ def encode(data, lm, tokenizer, args):
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
         )
     elif (args.eval_every or args.check) and not first_rows[0].keys().isdisjoint(WITH_PROMPT):
-        data.queries = queries_of_rows(first_rows, tokenizer, args.max_new_tokens, limit, encoder)
-        data.prompts = [{"prompt": tokenizer.decode(ids, skip_special_tokens=True)} for ids in data.queries]
+        data.queries = []
+        for row in first_rows:
+            for ids in queries_of_rows([row], tokenizer, args.max_new_tokens, limit, encoder):
+                data.queries.append(ids)
+                prompt = tokenizer.decode(ids, skip_special_tokens=True)
+                data.prompts.append({"prompt": prompt, "messages": asked_messages(row)})
         if not data.queries:
             data.report += f"\nno samples: no prompt leaves room for --max-new-tokens {args.max_new_tokens}"
     return max_length

@@ -164,12 +164,12 @@ def draw_panel(axes, records, label, names):
         else:
             style = {"marker": "." if len(curve) < 3 else None, "linewidth": 0.8}
         (line,) = axes.plot(steps, values, label=visible(name), **style)
-        band = [record for record in records if record.get(deviation_of(name)) is not None]
+        band = [record for record in records if None not in (record.get(name), record.get(deviation_of(name)))]
+        means = np.array([record[name] for record in band])
+        deviations = np.array([record[deviation_of(name)] for record in band])
         if band:
-            values = np.array([record[name] for record in band])
-            deviations = np.array([record[deviation_of(name)] for record in band])
             steps = [record["step"] for record in band]
-            edges = values - deviations, values + deviations
+            edges = means - deviations, means + deviations
             axes.fill_between(steps, *edges, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set_ylabel(visible(label), fontsize=9)
     axes.yaxis.set_label_coords(-0.155, 0.5)

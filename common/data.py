@@ -371,17 +371,15 @@ def asked_messages(row):
 
     Beside a prompt that `encode_prompts` has written as text, the chat is in the column `messages`.
     """
-    if isinstance(row.get("prompt"), list):
-        return row["prompt"]
-    if isinstance(row.get("chosen"), list):
-        return prompt_messages(row)
     chat = messages_in(row, "messages")
     if not all(isinstance(message, dict) and "role" in message for message in chat):  # another column of that name
-        return []
-    if "prompt" in row:
+        chat = []
+    if chat and "prompt" in row:
         return chat
+    if isinstance(row.get("chosen"), list):
+        return prompt_messages(row)
     answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
-    return chat[: min(answers, default=0)]
+    return messages_in(row, "prompt") or chat[: min(answers, default=0)]
 
 
 def plain_messages(messages):

@@ -922,8 +922,7 @@ def main(args):
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     evaluates = bool(data.eval_sets or data.prompts)
     headline = functools.partial(headline_metric, data=data)
-    options = {"longer": "--total-steps", "headline": headline, "evaluates": evaluates}
-    run.restore(model, optimizer, lm, total_steps, **options)
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=headline, evaluates=evaluates)
     score = functools.partial(pair_logprobs, model, packing)
     if args.check:
         check(run, model, optimizer, score, losses_of, tokenizer, data, args)

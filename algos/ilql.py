@@ -1069,8 +1069,7 @@ def main(args):
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.episodes) / args.batch_size)
     evaluates = bool(data.eval_sets or data.metric)
     by_beta = partial(headline, data=data, args=args)
-    options = {"longer": "--total-steps", "headline": by_beta, "evaluates": evaluates}
-    run.restore(model, optimizer, lm, total_steps, **options)
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=by_beta, evaluates=evaluates)
     run.say(summary(args, accelerator, policy, tokenizer, data, total_steps))
     if args.check:
         check(run, model, optimizer, tokenizer, data, args)

@@ -74,12 +74,11 @@ from common.seeding import rng, seed_libraries, stream_rows
 from common.structure import packing_problem
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
-USAGE = """from transformers import pipeline; model = pipeline('text-classification', {folder!r})
-print(model({prompt!r}, function_to_apply='none'))"""
-ADAPTER_USAGE = """from transformers import pipeline
-model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels': 1}})
-print(model({prompt!r}, function_to_apply='none'))"""
-CHAT_TEXT = """text = model.tokenizer.apply_chat_template({prompt!r}, tokenize=False)
+LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
+LOADING_ADAPTER = """from transformers import pipeline
+model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels': 1}})"""
+SCORING = "print(model({prompt!r}, function_to_apply='none'))"
+SCORING_CHAT = """text = model.tokenizer.apply_chat_template({prompt!r}, tokenize=False)
 print(model(text.rstrip(), add_special_tokens=False, function_to_apply='none'))"""
 
 
@@ -611,6 +610,15 @@ def summary(args, accelerator, lm, new_head, data, max_length, total_steps):
     return "\n".join(lines)
 
 
+def example_of_use(args, lm, tokenizer, data):
+    """A text or chat to score, and the lines that load the exported model and score it."""
+    loading = LOADING_ADAPTER if exports_adapter(lm, args) else LOADING
+    if is_chat(data.rows, ["chosen"]):
+        chat = messages_in(data.rows[0], "prompt") + data.rows[0]["chosen"]
+        return chat, f"{loading}\n{SCORING_CHAT}"
+    return tokenizer.decode(data.pairs[0][0]), f"{loading}\n{SCORING}"
+
+
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
 
@@ -639,8 +647,8 @@ def main(args):
     headline = "rewards/accuracies"
     if data.eval_sets and args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}accuracy"
-    options = {"longer": "--total-steps", "headline": headline, "evaluates": bool(data.eval_sets)}
-    run.restore(model, optimizer, lm, total_steps, **options)
+    evaluates = bool(data.eval_sets)
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=headline, evaluates=evaluates)
     score = functools.partial(pair_scores, model, packing)
     run.say(summary(args, accelerator, lm, new_head, data, max_length, total_steps))
     if args.check:
@@ -698,13 +706,7 @@ def main(args):
 
     export_classifier(run, "hf_model", lm, model, tokenizer, data, args)
     title = f"{run.identity['flags']['model']} as a reward model of {run.identity['flags']['dataset']}"
-    usage = ADAPTER_USAGE if exports_adapter(lm, args) else USAGE
-    prompt = tokenizer.decode(data.pairs[0][0])
-    if is_chat(data.rows, ["chosen"]):
-        prompt = messages_in(data.rows[0], "prompt") + data.rows[0]["chosen"]
-        *loading, _ = usage.splitlines()
-        usage = "\n".join([*loading, CHAT_TEXT])
-    metrics = run.finish(title, prompt, usage)
+    metrics = run.finish(title, *example_of_use(args, lm, tokenizer, data))
     accelerator.end_training()
     return metrics, run.dir
 

@@ -702,8 +702,7 @@ def main(args):
     headline = "train/loss"
     if data.eval_sets and args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}loss"
-    options = {"longer": "--total-steps", "headline": headline, "evaluates": evaluates}
-    run.restore(model, optimizer, lm, total_steps, **options)
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=headline, evaluates=evaluates)
     run.say(summary(args, accelerator, lm, tokenizer, data, max_length, total_steps))
     if args.check:
         check(run, model, optimizer, tokenizer, data, packing, args)

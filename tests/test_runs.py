@@ -226,6 +226,13 @@ def test_track_wandb_offline(scripts, work, whole, tmp_path):
     process = scripts.run(command(work, "ppo", "run", "--track", "wandb"), tmp_path, **env)
     assert "warning" not in process.out
     assert list((tmp_path / "run").rglob("*.wandb")), "the run was recorded"
+    tables = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.table.json")]
+    rows = lines(tmp_path / "run/samples.jsonl")
+    for step in (0, 8, 16, 24):
+        expected = [[row[name] for name in ("prompt", "output", "vowels", "reward")] for row in rows if row["step"] == step]
+        assert {"columns": ["prompt", "output", "vowels", "reward"], "data": expected} in [
+            {name: table[name] for name in ("columns", "data")} for table in tables
+        ]
     assert [p for p in (tmp_path / "run").rglob("*") if p.is_file() and b"CANARY" in p.read_bytes()] == []
     same(tmp_path / "run", whole("ppo")[0])
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "no wandb directory elsewhere"
@@ -242,7 +249,6 @@ def test_a_tracker_that_fails_is_a_warning(scripts, work, whole, tmp_path):
 
 
 @pytest.mark.parametrize("algo", ["ppo", "sft"])
-@pytest.mark.case(61)
 def test_a_tracker_that_is_not_installed_stops_a_run_before_it_begins(algo, scripts, work, tmp_path):
     """requirements.txt does not ask for tensorboard."""
     if importlib.util.find_spec("tensorboard") or importlib.util.find_spec("tensorboardX"):

@@ -239,24 +239,25 @@ def before_and_after(samples, headline):
         samples = [sample for sample in samples if f"{sample['beta']:g}" == beta]
     if not samples:
         return ""
-    steps = [samples[0]["step"], samples[-1]["step"]]
-    first, last = ([readable(sample) for sample in samples if sample["step"] == step] for step in steps)
-    numbers = [name for name in first[0] if name not in ("step", "beta") and not isinstance(first[0][name], str)]
+    steps = list(dict.fromkeys([samples[0]["step"], samples[-1]["step"]]))
+    evaluations = [[readable(sample) for sample in samples if sample["step"] == step] for step in steps]
+    places = list(zip(*evaluations, strict=False))
+    of_each_prompt = {versions[0]["prompt"]: versions for versions in reversed(places)}
+    if len(of_each_prompt) >= NUM_SAMPLES:
+        places = list(reversed(of_each_prompt.values()))
+    first, *_ = places[0]
+    numbers = [name for name in first if name not in ("step", "beta") and not isinstance(first[name], str)]
     if quantity in numbers:
         numbers = [quantity]
-    changing = [name for name in first[0] if name == "output"] + numbers[:2]
-    fixed = [name for name in first[0] if isinstance(first[0][name], str) and name != "output"]
+    changing = [name for name in first if name == "output"] + numbers[:2]
+    fixed = [name for name in first if isinstance(first[name], str) and name != "output"]
     columns = list(fixed)
     for step in steps:
         columns += [f"{name}, step {step}" for name in changing]
-    pairs = list(zip(first, last, strict=False))
-    of_each_prompt = {before["prompt"]: (before, after) for before, after in reversed(pairs)}
-    if len(of_each_prompt) >= NUM_SAMPLES:
-        pairs = list(reversed(of_each_prompt.values()))
     rows = []
-    for before, after in pairs[:NUM_SAMPLES]:
-        cells = [before[name] for name in fixed]
-        for sample in (before, after):
+    for versions in places[:NUM_SAMPLES]:
+        cells = [versions[0][name] for name in fixed]
+        for sample in versions:
             cells += [sample[name] for name in changing]
         rows.append(cells)
     return markdown_table(columns, rows)
@@ -268,8 +269,10 @@ def model_card(env, title, headline, records, samples, usage, library, pictures,
     curve = points(records, headline)
     result = ""
     if curve:
-        (first_step, first), (last_step, last) = curve[0], curve[-1]
-        result = f"{headline}: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}.\n\n"
+        first_step, first = curve[0]
+        last_step, last = curve[-1]
+        before = f"{first:.3g} at step {first_step}, " if len(curve) > 1 else ""
+        result = f"{headline}: {before}**{last:.3g}** at step {last_step}.\n\n"
     table = before_and_after(samples, headline)
     if table:
         table = f"## Samples\n\n{table}\n\n"

@@ -372,8 +372,10 @@ def asked_messages(row):
     Beside a prompt that `encode_prompts` has written as text, the chat is in the column `messages`.
     """
     chat = messages_in(row, "messages")
-    if not all(isinstance(message, dict) and "role" in message for message in chat):  # another column of that name
-        chat = []
+    for message in chat:
+        known = isinstance(message, dict) and "role" in message
+        if not known or not isinstance(message.get("content"), str | None):
+            return []  # another column of that name
     if chat and "prompt" in row:
         return chat
     if isinstance(row.get("chosen"), list):

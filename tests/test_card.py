@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from algos import sft
-from common import card, logging, trackers
+from common import card, data, logging, trackers
 from common.cli import InputError
 
 PPO = [
@@ -356,6 +356,9 @@ def test_a_card():
     two = card.model_card(ENV | {"processes": 2}, "x", "eval/reward", PPO[1:2], [], **options)
     assert "\ntorchrun --nproc_per_node 2 algos/ppo.py --lr 1e-5\n" in two
     assert "## Samples" not in two and "eval/reward" not in two  # which were not evaluated
+    once = card.model_card(ENV, "x", "eval/reward", PPO[:1], SAMPLES[:5], **options)
+    assert "\neval/reward: **0.25** at step 0.\n" in once
+    assert "\n| prompt | output, step 0 | reward, step 0 |\n| --- | --- | --- |\n| ` a ` | ` a0 ` | 0 |\n" in once
 
 
 def cells(table):
@@ -389,7 +392,7 @@ def test_long_and_empty_samples():
     samples = [{"step": 0, "prompt": "p" * 1000, "output": " \n", "reward": None} for _ in range(2)]
     (_, first, second), _ = cells(card.before_and_after(samples, "eval/reward"))
     assert first == second and len(first[0]) == 303 and first[0].endswith("p...")
-    assert first[1:] == [" \\n", "not finite", " \\n", "not finite"]
+    assert first[1:] == [" \\n", "not finite"]
     assert card.markdown_cell("") == ""
 
 
@@ -423,6 +426,22 @@ def test_samples_of_chats():
     header, row = cells(card.before_and_after(samples, "eval/r"))[0]
     assert row[0] == "user: What?\\nassistant: Yes\\nuser: A|B" and header[0] == "prompt" and len(row) == 5
     assert card.readable({"prompt": "x"}) == {"prompt": "x"}
+
+
+OTHERS = [1, "x", ["x"], [{"content": "x"}], [{"role": "user", "content": [{"type": "image"}]}]]
+
+
+def test_asked_messages():
+    """What is trained or sampled is the answer to them; a column of that name that is no chat is let alone."""
+    assert data.asked_messages({"messages": CHAT}) == CHAT[:1] and data.asked_messages({"messages": CHAT[:1]}) == []
+    assert data.asked_messages({"prompt": CHAT, "completion": CHAT[1:2]}) == CHAT
+    assert data.asked_messages({"prompt": "<|user|>", "messages": CHAT}) == CHAT
+    pair = {"chosen": CHAT[:2], "rejected": [CHAT[0], {"role": "assistant", "content": "No"}]}
+    assert data.asked_messages(pair) == CHAT[:1]
+    assert data.asked_messages(pair | {"prompt": CHAT[2:]}) == CHAT[2:]
+    assert data.asked_messages({"prompt": "x", "completion": "y"}) == data.asked_messages({"text": "x"}) == []
+    for other in OTHERS:
+        assert data.asked_messages({"prompt": "x", "messages": other}) == []
 
 
 def test_lines_of_use_for_chats():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from accelerate import tracking
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
@@ -473,7 +474,7 @@ def test_how_it_is_continued(gpt2_dir, tmp_path, monkeypatch):
 
 def test_a_tracker_must_be_installed(monkeypatch, gpt2_dir, tmp_path):
     trackers.check_tracker("off")
-    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["wandb"])
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["wandb"])
     trackers.check_tracker("wandb")
     sentence = r"^--track tensorboard is not installed: pip install tensorboard, or leave --track out$"
     with pytest.raises(InputError, match=sentence):

@@ -24,14 +24,14 @@ import safetensors.torch
 import torch
 import tyro
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator, tracking
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 
 from algos import ddpo
 from benchmarks.tasks import shapes
-from common import identity, logging, trackers
+from common import identity, logging
 from common.cli import InputError, cli, expand_config
 from common.seeding import rng, stream_rows
 
@@ -894,8 +894,8 @@ class Recorder(GeneralTracker):
 @pytest.mark.parametrize("track", ["wandb", "tensorboard"])
 def test_trackers_get_metrics_and_grids(monkeypatch, tiny, tmp_path, track):
     recorder = Recorder(track)
-    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [track])
-    monkeypatch.setattr(trackers, "filter_trackers", lambda names, folder: [recorder] if names == [track] else [])
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [track])
+    monkeypatch.setattr(tracking, "filter_trackers", lambda names, folder: [recorder] if names == [track] else [])
     sets = {"x": ROWS, "y": ROWS[:2]}
     _, run = run_ddpo(tiny, tmp_path / "run", track=track, eval_dataset=sets, eval_every=4, num_epochs=3)
     assert [*recorder.metrics] == [0, 2, 4, 6] and [*recorder.images] == [0, 4, 6]
@@ -923,7 +923,7 @@ def test_trackers_get_metrics_and_grids(monkeypatch, tiny, tmp_path, track):
 @pytest.mark.case(61, "ddpo")
 def test_a_tracker_that_fails_stops_nothing(monkeypatch, tiny, tmp_path, capfd, fails):
     recorder = Recorder("wandb", fails)
-    monkeypatch.setattr(trackers, "filter_trackers", lambda names, folder: [recorder])
+    monkeypatch.setattr(tracking, "filter_trackers", lambda names, folder: [recorder])
     _, run = run_ddpo(tiny, tmp_path / "run", track="wandb", eval_every=2)
     assert capfd.readouterr().out.count("warning: --track wandb is off") == (fails in ("init", "log"))
     assert [record["step"] for record in log(run)] == [0, 2, 4] and (run / "README.md").exists()

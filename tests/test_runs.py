@@ -227,12 +227,11 @@ def test_track_wandb_offline(scripts, work, whole, tmp_path):
     assert "warning" not in process.out
     assert list((tmp_path / "run").rglob("*.wandb")), "the run was recorded"
     tables = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.table.json")]
-    rows = lines(tmp_path / "run/samples.jsonl")
+    columns = ["prompt", "output", "vowels", "reward"]
+    assert len(tables) == 4 and all(table["columns"] == columns for table in tables)
     for step in (0, 8, 16, 24):
-        expected = [[row[name] for name in ("prompt", "output", "vowels", "reward")] for row in rows if row["step"] == step]
-        assert {"columns": ["prompt", "output", "vowels", "reward"], "data": expected} in [
-            {name: table[name] for name in ("columns", "data")} for table in tables
-        ]
+        rows = [row for row in lines(tmp_path / "run/samples.jsonl") if row["step"] == step]
+        assert [[row[name] for name in columns] for row in rows] in [table["data"] for table in tables]
     assert [p for p in (tmp_path / "run").rglob("*") if p.is_file() and b"CANARY" in p.read_bytes()] == []
     same(tmp_path / "run", whole("ppo")[0])
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "no wandb directory elsewhere"

@@ -54,7 +54,7 @@ if find_spec("common") is None:
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 from common.checkpoint import replacing
@@ -568,6 +568,7 @@ def update(run, policy, optimizer, batch, epoch, step, args):
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 GRID = "images/step_{:08d}{}.png"
+TEXT_HEIGHT = 13  # pixels of a line below an image
 TAKEN = ("prompt", "set", "reward", "reward_std", "diversity")  # what a metric function may not call its columns
 
 
@@ -595,7 +596,7 @@ def evaluate(run, step, policy, data, args):
             samples.append(sample)
         if run.dir and run.main:
             suffix = f"_{name.replace('/', '_')}" if name else ""
-            grid(images, run.dir / GRID.format(step, suffix))
+            grid(images, prompts, columns["reward"], run.dir / GRID.format(step, suffix))
     run.samples(step, samples)
     return metrics
 
@@ -645,18 +646,39 @@ def diversity(images):
     return torch.stack(rows).mean().item() / 255
 
 
-def grid(images, path):
-    """Writes uint8 images (B, 3, H, W) to a PNG file, eight a row, at most 96, each at most 128 pixels wide."""
+def grid(images, prompts, rewards, path):
+    """Writes uint8 images (B, 3, H, W) to a PNG file, eight a row, at most 96, with prompt and reward below each.
+
+    Images are at most 128 pixels wide; smaller ones are enlarged, each pixel to a square.
+    """
     images = images[:96].permute(0, 2, 3, 1).cpu().numpy()
     full_height, full_width = images.shape[1:3]
-    width = min(128, full_width)
+    width = min(128, full_width * max(1, 128 // full_width))
     height = max(1, full_height * width // full_width)
-    sheet = Image.new("RGB", (8 * width, math.ceil(len(images) / 8) * height), "white")
-    for i, image in enumerate(images):
-        tile = Image.fromarray(image).resize((width, height))
-        sheet.paste(tile, (i % 8 * width, i // 8 * height))
+    tile_height = height + 2 * TEXT_HEIGHT
+    sheet = Image.new("RGB", (8 * width, math.ceil(len(images) / 8) * tile_height), "white")
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(size=10)
+    resampling = Image.Resampling.NEAREST if full_width <= width else Image.Resampling.BICUBIC
+    for i, (image, prompt, reward) in enumerate(zip(images, prompts, rewards, strict=False)):
+        left = i % 8 * width
+        top = i // 8 * tile_height
+        sheet.paste(Image.fromarray(image).resize((width, height), resampling), (left, top))
+        for line, text in enumerate([visible(prompt), f"{reward:.3g}"], 1):
+            place = left + 2, top + height + line * TEXT_HEIGHT - 3
+            draw.text(place, fitting(text, font, width - 4), "black", font, anchor="ls")
     path.parent.mkdir(exist_ok=True)
     sheet.save(path)
+
+
+def fitting(text, font, width):
+    """The text, cut at its end where it is wider than so many pixels."""
+    text = text[:width]
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "...") > width:
+        text = text[:-1]
+    return text + "..."
 
 
 def mirror_grid(run, step):
@@ -967,7 +989,11 @@ def main(args):
     stride = updates_per_epoch(args)
     total_steps = run.begun + stride * max(0, args.num_epochs - run.state.get("epoch", 0))
     quantities = {"epoch": 0, "rewards": {}}
-    state = run.restore(unet, optimizer, pipeline.unet, total_steps, longer="--num-epochs", stride=stride, **quantities)
+    headline = "objective/scores"
+    if args.eval_every:
+        headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
+    options = {"longer": "--num-epochs", "headline": headline, "stride": stride}
+    state = run.restore(unet, optimizer, pipeline.unet, total_steps, **options, **quantities)
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
     stats.rewards = state.rewards  # the same mapping, so checkpoints have what `update` adds
     run.say(summary(args, accelerator, policy, data))
@@ -977,7 +1003,6 @@ def main(args):
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, policy, data, args))
         mirror_grid(run, 0)
-    headline = f"{set_prefix(next(iter(data.eval_sets)))}reward" if args.eval_every else "objective/scores"
 
     step = run.begun
     for epoch in range(state.epoch + 1, args.num_epochs + 1):
@@ -1032,7 +1057,7 @@ def main(args):
     title = f"{run.identity['flags']['model']} after DDPO on {run.identity['flags']['reward']}"
     prompt = data.rows[0]["prompt"]
     code = sampling_code(args, pipeline.unet)
-    metrics = run.finish(headline, title, prompt, code, "diffusers", pictures(run))
+    metrics = run.finish(title, prompt, code, "diffusers", pictures(run))
     accelerator.end_training()
     return metrics, run.dir
 

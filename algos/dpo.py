@@ -57,6 +57,7 @@ from torch.nn import functional as F
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
+    asked_messages,
     encode_prompts,
     fill_lines,
     have_bos,
@@ -920,7 +921,8 @@ def main(args):
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     evaluates = bool(data.eval_sets or data.prompts)
-    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
+    headline = functools.partial(headline_metric, data=data)
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=headline, evaluates=evaluates)
     score = functools.partial(pair_logprobs, model, packing)
     if args.check:
         check(run, model, optimizer, score, losses_of, tokenizer, data, args)
@@ -984,8 +986,8 @@ def main(args):
     run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after DPO on {run.identity['flags']['dataset']}"
     chosen, _, prompt_length = data.pairs[0]
-    headline = headline_metric(run.newest_metrics(), data)
-    metrics = run.finish(headline, title, tokenizer.decode(chosen[:prompt_length]))
+    prompt = asked_messages(data.rows[0]) or tokenizer.decode(chosen[:prompt_length])
+    metrics = run.finish(title, prompt)
     accelerator.end_training()
     return metrics, run.dir
 

@@ -72,7 +72,7 @@ from common.cache import closed_ranks, write_in_place
 from common.card import SEQ2SEQ_USAGE, USAGE
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import encode_prompts, load_rows, load_sets, set_flag, set_prefix
+from common.data import asked_messages, encode_prompts, load_rows, load_sets, set_flag, set_prefix
 from common.functions import build, load_function, refuse_mistyped
 from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, longest_micro_batch, try_update
@@ -919,14 +919,17 @@ def main(args):
     stride = steps_per_iteration(args)
     total_steps = num_iterations(args) * stride
     quantities = {"iteration": 0, "prompts": 0}
-    state = run.restore(model, optimizer, lm, total_steps, longer="--total-episodes", stride=stride, **quantities)
+    headline = "objective/scores"
+    if args.eval_every:
+        headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
+    options = {"longer": "--total-episodes", "headline": headline, "stride": stride}
+    state = run.restore(model, optimizer, lm, total_steps, **options, **quantities)
     run.say(summary(args, accelerator, lm, data))
     if args.check:
         check(run, model, optimizer, tokenizer, data, args)
         return {}, None
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))
-    headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
 
     for iteration in range(state.iteration + 1, num_iterations(args) + 1):
         start = time.perf_counter()
@@ -966,10 +969,8 @@ def main(args):
 
     run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after GRPO on {run.identity['flags']['reward']}"
-    if not args.eval_every:
-        headline = "objective/scores"
     usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
-    metrics = run.finish(headline, title, data.rows[0]["prompt"], usage)
+    metrics = run.finish(title, asked_messages(data.rows[0]) or data.rows[0]["prompt"], usage)
     accelerator.end_training()
     return metrics, run.dir
 

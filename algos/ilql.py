@@ -68,6 +68,7 @@ from torch.nn import functional as F
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
+    asked_messages,
     check_text_columns,
     encode_prompts,
     have_bos,
@@ -1040,7 +1041,7 @@ USAGE = """from transformers import AutoTokenizer; from algos.ilql import Policy
 tokenizer, policy = AutoTokenizer.from_pretrained({folder!r}), PolicyWithQ.load({folder!r})
 inputs = tokenizer({prompt!r}, add_special_tokens=False, return_tensors='pt')
 with policy.guided(OPTIONS):  # REASON
-    ids = policy.lm.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=20)
+    ids = policy.lm.generate(**inputs, do_sample=True, top_k=0, max_new_tokens={max_new_tokens})
 print(tokenizer.decode(ids[0]))"""
 
 
@@ -1067,7 +1068,8 @@ def main(args):
     model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.episodes) / args.batch_size)
     evaluates = bool(data.eval_sets or data.metric)
-    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
+    by_beta = partial(headline, data=data, args=args)
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=by_beta, evaluates=evaluates)
     run.say(summary(args, accelerator, policy, tokenizer, data, total_steps))
     if args.check:
         check(run, model, optimizer, tokenizer, data, args)
@@ -1131,9 +1133,9 @@ def main(args):
 
     run.export(to_export(lm, args), tokenizer, "hf_model", {HEADS_FILE: policy.head_weights()})
     title = f"{run.identity['flags']['model']} after ILQL on {run.identity['flags']['dataset']}"
-    prompt = tokenizer.decode(data.episodes[0].ids[: data.episodes[0].actions[0]])
-    best = headline(run.newest_metrics(), data, args)
-    metrics = run.finish(best, title, prompt, usage(best, args))
+    first = data.episodes[0]
+    prompt = asked_messages(data.rows[0]) or tokenizer.decode(first.ids[: first.actions[0]])
+    metrics = run.finish(title, prompt, usage(by_beta(run.newest_metrics()), args))
     accelerator.end_training()
     return metrics, run.dir
 

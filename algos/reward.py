@@ -52,7 +52,17 @@ from torch.nn import functional as F
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import encode_prompts, fill_lines, is_chat, load_rows, load_sets, pair_texts, set_flag, set_prefix
+from common.data import (
+    encode_prompts,
+    fill_lines,
+    is_chat,
+    load_rows,
+    load_sets,
+    messages_in,
+    pair_texts,
+    set_flag,
+    set_prefix,
+)
 from common.functions import build
 from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, longest_micro_batch, try_update
@@ -64,11 +74,12 @@ from common.seeding import rng, seed_libraries, stream_rows
 from common.structure import packing_problem
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
-USAGE = """from transformers import pipeline; model = pipeline('text-classification', {folder!r})
-print(model({prompt!r}, function_to_apply='none'))"""
-ADAPTER_USAGE = """from transformers import pipeline
-model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels': 1}})
-print(model({prompt!r}, function_to_apply='none'))"""
+LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
+LOADING_ADAPTER = """from transformers import pipeline
+model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels': 1}})"""
+SCORING = "print(model({prompt!r}, function_to_apply='none'))"
+SCORING_CHAT = """text = model.tokenizer.apply_chat_template({prompt!r}, tokenize=False)
+print(model(text.rstrip(), add_special_tokens=False, function_to_apply='none'))"""
 
 
 @embedded_task("benchmarks/tasks/randomwalks/reward.yaml")
@@ -599,6 +610,15 @@ def summary(args, accelerator, lm, new_head, data, max_length, total_steps):
     return "\n".join(lines)
 
 
+def example_of_use(args, lm, tokenizer, data):
+    """A text or chat to score, and the lines that load the exported model and score it."""
+    loading = LOADING_ADAPTER if exports_adapter(lm, args) else LOADING
+    if is_chat(data.rows, ["chosen"]):
+        chat = messages_in(data.rows[0], "prompt") + data.rows[0]["chosen"]
+        return chat, f"{loading}\n{SCORING_CHAT}"
+    return tokenizer.decode(data.pairs[0][0]), f"{loading}\n{SCORING}"
+
+
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
 
@@ -624,7 +644,11 @@ def main(args):
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.pairs) / args.batch_size)
-    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=bool(data.eval_sets))
+    headline = "rewards/accuracies"
+    if data.eval_sets and args.eval_every:
+        headline = f"{set_prefix(next(iter(data.eval_sets)))}accuracy"
+    evaluates = bool(data.eval_sets)
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=headline, evaluates=evaluates)
     score = functools.partial(pair_scores, model, packing)
     run.say(summary(args, accelerator, lm, new_head, data, max_length, total_steps))
     if args.check:
@@ -632,9 +656,6 @@ def main(args):
         return {}, None
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, score, data, args))
-    headline = "rewards/accuracies"
-    if data.eval_sets and args.eval_every:
-        headline = f"{set_prefix(next(iter(data.eval_sets)))}accuracy"
 
     for step in range(run.begun + 1, total_steps + 1):
         start = time.perf_counter()
@@ -685,8 +706,7 @@ def main(args):
 
     export_classifier(run, "hf_model", lm, model, tokenizer, data, args)
     title = f"{run.identity['flags']['model']} as a reward model of {run.identity['flags']['dataset']}"
-    usage = ADAPTER_USAGE if exports_adapter(lm, args) else USAGE
-    metrics = run.finish(headline, title, tokenizer.decode(data.pairs[0][0]), usage)
+    metrics = run.finish(title, *example_of_use(args, lm, tokenizer, data))
     accelerator.end_training()
     return metrics, run.dir
 

@@ -51,6 +51,7 @@ from common.adapters import adapter_problems, to_export, train_adapters
 from common.card import SEQ2SEQ_USAGE, USAGE
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
+    asked_messages,
     encode_prompts,
     fill_lines,
     have_bos,
@@ -589,8 +590,12 @@ def encode(data, lm, tokenizer, args):
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
         )
     elif (args.eval_every or args.check) and not first_rows[0].keys().isdisjoint(WITH_PROMPT):
-        data.queries = queries_of_rows(first_rows, tokenizer, args.max_new_tokens, limit, encoder)
-        data.prompts = [{"prompt": tokenizer.decode(ids, skip_special_tokens=True)} for ids in data.queries]
+        data.queries = []
+        for row in first_rows:
+            for ids in queries_of_rows([row], tokenizer, args.max_new_tokens, limit, encoder):
+                data.queries.append(ids)
+                prompt = tokenizer.decode(ids, skip_special_tokens=True)
+                data.prompts.append({"prompt": prompt, "messages": asked_messages(row)})
         if not data.queries:
             data.report += f"\nno samples: no prompt leaves room for --max-new-tokens {args.max_new_tokens}"
     return max_length
@@ -694,16 +699,16 @@ def main(args):
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.examples) / args.batch_size)
     evaluates = bool(data.eval_sets or data.prompts)
-    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", evaluates=evaluates)
+    headline = "train/loss"
+    if data.eval_sets and args.eval_every:
+        headline = f"{set_prefix(next(iter(data.eval_sets)))}loss"
+    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=headline, evaluates=evaluates)
     run.say(summary(args, accelerator, lm, tokenizer, data, max_length, total_steps))
     if args.check:
         check(run, model, optimizer, tokenizer, data, packing, args)
         return {}, None
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))
-    headline = "train/loss"
-    if data.eval_sets and args.eval_every:
-        headline = f"{set_prefix(next(iter(data.eval_sets)))}loss"
 
     for step in range(run.begun + 1, total_steps + 1):
         start = time.perf_counter()
@@ -756,8 +761,9 @@ def main(args):
     title = f"{run.identity['flags']['model']} after SFT on {run.identity['flags']['dataset']}"
     ids, labels = data.examples[0]
     encoder = lm.config.is_encoder_decoder
-    prompt = tokenizer.decode(ids[: first_label(labels)], skip_special_tokens=encoder)
-    metrics = run.finish(headline, title, prompt, SEQ2SEQ_USAGE if encoder else USAGE)
+    prompt = asked_messages(data.rows[0])
+    prompt = prompt or tokenizer.decode(ids[: first_label(labels)], skip_special_tokens=encoder)
+    metrics = run.finish(title, prompt, SEQ2SEQ_USAGE if encoder else USAGE)
     accelerator.end_training()
     return metrics, run.dir
 

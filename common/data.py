@@ -366,6 +366,29 @@ def prompt_messages(row):
     return row["chosen"][:shared]
 
 
+def asked_messages(row):
+    """The chat of a row up to where the assistant answers what is trained or sampled; [] for a row of texts.
+
+    Beside a prompt that `encode_prompts` has written as text, the chat is in the column `messages`.
+    """
+    chat = messages_in(row, "messages")
+    for message in chat:
+        known = isinstance(message, dict) and "role" in message
+        if not known or not isinstance(message.get("content"), str | None):
+            return []  # another column of that name
+    if chat and "prompt" in row:
+        return chat
+    if isinstance(row.get("chosen"), list):
+        return prompt_messages(row)
+    answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
+    return messages_in(row, "prompt") or chat[: min(answers, default=0)]
+
+
+def plain_messages(messages):
+    """Who says what in a chat, without the other fields of its messages."""
+    return [{"role": message["role"], "content": message.get("content")} for message in messages]
+
+
 # ---- Texts -> tokens -------------------------------------------------------------------------------------------------
 
 

@@ -20,11 +20,22 @@ import torch
 import yaml
 
 from common import checkpoint as ckpt
-from common.card import USAGE, draw_curve, model_card, newest_values, sparkline
+from common.card import (
+    USAGE,
+    draw_curves,
+    how_to_continue,
+    model_card,
+    newest_values,
+    points,
+    readable,
+    sparkline,
+    usage_lines,
+)
 from common.cli import InputError
 from common.identity import SIZES, blind_spots, describe, differences, environment, identity, other_length
 from common.machine import is_out_of_memory, memory_advice, peak_memory_mb, set_threads
 from common.screen import screen, table_of, visible
+from common.trackers import check_tracker, log_samples, open_tracker
 
 CHECKPOINTS = "a run directory with checkpoints, or one of these (checkpoints/step_00000100)"
 _open = []  # runs of this process that are not closed
@@ -63,6 +74,7 @@ def closes_run(main):
     def wrapped(args):
         set_threads(args.threads)  # before functions of the user run
         try:
+            check_tracker(getattr(args, "track", "off"))
             return main(args)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
@@ -202,18 +214,24 @@ class Run:
 
     # -- the loop
 
-    def restore(self, model, optimizer, pretrained, total_steps, longer, stride=1, evaluates=True, **quantities):
+    def restore(
+        self, model, optimizer, pretrained, total_steps, longer, headline, stride=1, evaluates=True, **quantities
+    ):
         """The running quantities of the algorithm as attributes: those given, or those of the checkpoint, which also
         fills model and optimizer. `save_if_due` saves them as they are then. Collective.
 
         pretrained: the model of --model, of which checkpoints leave out what is frozen. total_steps: optimizer steps of
-        the whole run, stride: of an iteration. longer: the flag that makes the run longer. evaluates: whether there is
-        anything to evaluate.
+        the whole run, stride: of an iteration. longer: the flag that makes the run longer. headline: the metric that
+        the picture and the card begin with, or a function of the newest metrics that names it. evaluates: whether there
+        is anything to evaluate.
         """
         self.model = model
         self.optimizer = optimizer
         self.total_steps = total_steps
         self.stride = stride
+        self.longer = longer
+        self.headline = headline
+        self.next_picture = 0.0
         self.eval_every = self.args.eval_every if evaluates else 0
         self.best_score = self.state.get("best_score")
         self.best_step = self.state.get("best_step")
@@ -255,6 +273,8 @@ class Run:
             best = {"best_score": self.best_score, "best_step": self.best_step}
             self._save(step, *ckpt.pack_state(self.model, self.optimizer, self.frozen, **vars(self.quantities), **best))
         if stop:
+            if self.main:
+                self._draw()
             self.close()
             self.say(f"stopped after step {step}; to continue: {shlex.join([sys.executable, *sys.argv])}")
             raise SystemExit(128 + self.signal)
@@ -337,34 +357,24 @@ class Run:
         if perf:
             perf = perf | {"perf/peak_memory_mb": peak_memory_mb(self.accelerator.device)}
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
-        self._mirror(step, finite | (perf or {}))
+        self._mirror(self.accelerator.log, finite | (perf or {}), step=step)
+        evaluated = not self.eval_every or self.evaluation_due(step)
+        if 0 < step < self.total_steps and evaluated and time.monotonic() >= self.next_picture:
+            self._draw()
 
-    def _mirror(self, step, metrics):
-        """To wandb or tensorboard through accelerate. They may fail; training goes on."""
+    def _mirror(self, log, *values, step):
+        """log(*values, step=step) to wandb or tensorboard, through accelerate. It may fail; training goes on."""
         if self.args.track == "off" or self.mirror is False:
             return
         try:
             if self.mirror is None:
-                self._open_mirror()
+                open_tracker(self.accelerator, self.args.track, self.args.wandb_project, self.dir, self.identity)
                 self.mirror = True
-            self.accelerator.log(metrics, step=step)
+            log(*values, step=step)
         except Exception as error:
             self.mirror = False
             self.accelerator.trackers = []
             self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
-
-    def _open_mirror(self):
-        from accelerate.tracking import filter_trackers
-
-        name = f"{self.dir.resolve().name}-{self.identity['hash']}"
-        wandb = {"id": name, "name": self.dir.name, "resume": "allow", "dir": str(self.dir)}
-        flags = {}
-        for flag, value in self.identity["flags"].items():
-            flags[flag] = value if isinstance(value, int | float) else str(value)
-        self.accelerator.log_with = filter_trackers([self.args.track], self.dir)
-        if not self.accelerator.log_with:
-            raise ImportError(f"{self.args.track} is not installed")
-        self.accelerator.init_trackers(self.args.wandb_project, flags, {"wandb": wandb})
 
     def samples(self, step, rows, show=3):
         """Generated samples, dicts of equal keys: all to samples.jsonl, the first few as a table on the terminal."""
@@ -372,7 +382,8 @@ class Run:
             return
         if self.dir:
             self.append("samples.jsonl", *({"step": step, **row} for row in rows))
-        self.say(table_of(rows[:show], f"samples at step {step}"))
+            self._mirror(log_samples, self.accelerator, rows, step=step)
+        self.say(table_of([readable(row) for row in rows[:show]], f"samples at step {step}"))
 
     def status(self, step, text):
         """For the live line of a terminal; elsewhere a line at most every 5 s, and one for the last step."""
@@ -398,10 +409,10 @@ class Run:
             whole[file] = {key: getattr(x, "full_tensor", x.detach)() for key, x in tensors.items()}
         on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, whole)
 
-    def finish(self, headline, title, prompt, usage=USAGE, library="transformers", pictures=""):
-        """Prints the last lines and writes the model card with the curve of the headline metric, which marks the run as
-        finished. prompt: for the example of use. Returns the newest value of every metric."""
-        metrics = on_main(self.accelerator, self._finish, headline, title, prompt, usage, library, pictures)
+    def finish(self, title, prompt, usage=USAGE, library="transformers", pictures=""):
+        """Prints the last lines and writes the model card, which marks the run as finished. prompt: a text or messages,
+        for the example of use. Returns the newest value of every metric."""
+        metrics = on_main(self.accelerator, self._finish, title, prompt, usage, library, pictures)
         self.close()
         return metrics
 
@@ -409,24 +420,50 @@ class Run:
         """The newest value of every metric in metrics.jsonl, on every process."""
         return on_main(self.accelerator, lambda: newest_values(self._records()))
 
-    def _records(self):
-        return [json.loads(line) for line in open(self.dir / "metrics.jsonl")]
+    def _records(self, name="metrics.jsonl"):
+        path = self.dir / name
+        return [json.loads(line) for line in open(path, encoding="utf-8")] if path.exists() else []
 
-    def _finish(self, headline, title, prompt, usage, library, pictures):
+    def _headline(self, records):
+        """The name of the headline metric."""
+        return self.headline(newest_values(records)) if callable(self.headline) else self.headline
+
+    def _draw(self):
+        """Draws curve.png, where matplotlib is installed. It may fail; training goes on. Evaluations leave it out until
+        what it took is a fiftieth of the time since."""
+        try:
+            import matplotlib.figure  # noqa: F401, which takes a second once
+
+            start = time.monotonic()
+            records = self._records()
+            title = f"{self.dir.resolve().name}: {self.identity['flags']['model']}"
+            draw_curves(records, self._headline(records), title, self.dir / "curve.png")
+            end = time.monotonic()
+            self.next_picture = end + 50 * (end - start)
+        except ImportError:
+            self.next_picture = math.inf
+        except Exception as error:
+            self.next_picture = math.inf
+            self.say(f"warning: curve.png is not drawn: {' '.join(str(error).split())}")
+
+    def _finish(self, title, prompt, usage, library, pictures):
         records = self._records()
         metrics = newest_values(records)
-        curve = [(record["step"], record[headline]) for record in records if record.get(headline) is not None]
-        draw_curve(curve, headline, self.dir / "curve.png")
+        headline = self._headline(records)
+        values = [value for _, value in points(records, headline)]
+        self._draw()
         folder = str(self.dir / "hf_model")
-        usage = usage.format(folder=folder, prompt=prompt)
-        if curve:
-            values = [value for _, value in curve]
+        usage = usage_lines(usage, folder, prompt, getattr(self.args, "max_new_tokens", None))
+        if values:
             self.say(f"\n{headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}")
         self.say(f"\n{usage}\n\ncard {self.dir}/README.md | picture {self.dir}/curve.png | model {self.dir}/hf_model")
         if self.args.push_to_hub:
             ckpt.push(folder, self.args.push_to_hub)
         env = json.loads((self.dir / "env.json").read_text())
-        ckpt.write_text(self.dir / "README.md", model_card(env, title, usage, library, pictures, metrics))
+        samples = self._records("samples.jsonl")
+        continuing = how_to_continue(self.dir, self.total_steps, self.longer, self.best_step)
+        card = model_card(env, title, headline, records, samples, usage, library, pictures, continuing)
+        ckpt.write_text(self.dir / "README.md", card)
         return metrics
 
 

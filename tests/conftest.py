@@ -10,7 +10,6 @@ epsilon, times sizes and the number of roundings. .ci/run repeats the numerical 
 
 import csv
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -24,7 +23,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from cases import CASES
-from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from benchmarks.tasks import randomwalks, shapes
@@ -38,14 +36,12 @@ POSITIONS = 32
 @pytest.fixture(scope="session", autouse=True)
 def quick_ends():
     """Runs in the process of the tests leave an empty curve.png and wait for no disk: both took half of their time. The
-    processes that `harness` starts draw the curve."""
-    draw_curve = logging.draw_curve
+    processes that `harness` starts draw the curves, and test_card.py does."""
 
-    def undrawn(curve, name, path):
-        with patch.object(Figure, "savefig", lambda figure, file, **options: Path(file).touch()):
-            draw_curve(curve, name, path)
+    def undrawn(records, headline, title, path):
+        path.touch()
 
-    with patch.object(logging, "draw_curve", undrawn), patch.object(os, "fsync", lambda descriptor: None):
+    with patch.object(logging, "draw_curves", undrawn), patch.object(os, "fsync", lambda descriptor: None):
         yield
 
 

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import shapes
-from common import checkpoint, logging
+from common import checkpoint
 from common.cli import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -1147,7 +1147,7 @@ def test_a_tracker_that_fails(algo, at, command, here, monkeypatch):
         if at == "start" or len(calls) == 2:
             raise ConnectionError("no network")
 
-    monkeypatch.setattr(logging, "filter_trackers", lambda names, folder: names)
+    monkeypatch.setattr(accelerate.tracking, "filter_trackers", lambda names, folder: names)
     monkeypatch.setattr(accelerate.Accelerator, "init_trackers", fail if at == "start" else lambda *a, **o: None)
     monkeypatch.setattr(accelerate.Accelerator, "log", fail)
     assert command(algo)[0] == 0

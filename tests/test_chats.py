@@ -315,7 +315,7 @@ def model_dir(build_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_on_chats(name, model_dir, tmp_path):
+def test_a_run_on_chats(name, model_dir, tmp_path, capsys):
     rows, flags = RUNS[name]
     metrics, run_dir = run(name, model_dir(LLAMA), tmp_path / "run", dataset=rows, **flags)
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf_model")
@@ -323,6 +323,14 @@ def test_a_run_on_chats(name, model_dir, tmp_path):
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     asked = tokenizer.apply_chat_template(CHAT[:3], add_generation_prompt=True, tokenize=False)
     assert {row["prompt"] for row in samples} == {asked} and {row["step"] for row in samples} >= {0, 2}
+    card = (run_dir / "README.md").read_text()
+    usage = re.search(r"```python\n(.*?)\n```", card, re.S)[1]
+    assert "'role': 'user'" in usage and "<|start_header_id|>" not in usage
+    exec(usage, {})
+    assert capsys.readouterr().out.splitlines()[-1] != ""
+    if name != "reward":
+        assert [message["content"] for message in samples[0]["messages"]] == [m["content"] for m in CHAT[:3]]
+        assert "<|start_header_id|>" not in card and "user: " in card
     if name == "reward":  # the scores are those of plain transformers
         lm = AutoModelForSequenceClassification.from_pretrained(run_dir / "hf_model").eval()
         for side, chat in WHOLE.items():

@@ -23,7 +23,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline
 from diffusers.schedulers import scheduling_ddim
-from PIL import Image
+from PIL import Image, ImageFont
 from test_maths import close, random, tensor
 from torch.nn import functional as F
 
@@ -1209,16 +1209,24 @@ def test_export_of_adapters(build_pipeline, tmp_path):
 
 
 def test_grid(tmp_path):
-    """Eight a row, at most 96, in the order of the images; pixels as they are."""
+    """Eight a row, at most 96, in the order of the images; each pixel is a square, and text stands below."""
     draws = np.random.default_rng(0).integers(0, 256, (99, 3, 5, 11), dtype=np.uint8)
     for count, rows in ((1, 1), (8, 1), (9, 2), (96, 12), (99, 12)):
-        ddpo.grid(torch.from_numpy(draws[:count]), tmp_path / "new" / f"{count}.png")
-        sheet = Image.open(tmp_path / "new" / f"{count}.png")
-        assert sheet.size == (8 * 11, rows * 5) and sheet.format == "PNG" and sheet.mode == "RGB"
+        path = tmp_path / "new" / f"{count}.png"
+        ddpo.grid(torch.from_numpy(draws[:count]), ["a red circle"] * count, [0.25] * count, path)
+        sheet = Image.open(path)
+        height = 5 * 11 + 2 * ddpo.TEXT_HEIGHT
+        assert sheet.size == (8 * 11 * 11, rows * height) and sheet.format == "PNG" and sheet.mode == "RGB"
         pixels = np.asarray(sheet)
+        below = pixels[55:height, :121]
         for i in range(8 * rows):
-            tile = pixels[i // 8 * 5 :][:5, i % 8 * 11 :][:, :11]
-            assert (tile == (draws[i].transpose(1, 2, 0) if i < min(count, 96) else 255)).all()
+            tile = pixels[i // 8 * height :][:height, i % 8 * 121 :][:, :121]
+            if i < min(count, 96):
+                assert (tile[:55] == draws[i].transpose(1, 2, 0).repeat(11, 0).repeat(11, 1)).all()
+                assert (tile[55:] == below).all()
+            else:
+                assert (tile == 255).all()
+        assert below.min() < 100
 
 
 @pytest.mark.parametrize(
@@ -1229,10 +1237,33 @@ def test_grid_of_large_images(tmp_path, shape, tile):
     height, width = tile
     images = torch.zeros(2, 3, *shape, dtype=torch.uint8)
     images[0, 0], images[1, 2] = 200, 90
-    ddpo.grid(images, tmp_path / "grid.png")
+    ddpo.grid(images, ["", ""], [0.0, 1.0], tmp_path / "grid.png")
     sheet = np.asarray(Image.open(tmp_path / "grid.png"))
-    assert sheet.shape == (height, 8 * width, 3)
-    assert (sheet[:, :width] == (200, 0, 0)).all() and (sheet[:, width : 2 * width] == (0, 0, 90)).all()
+    assert sheet.shape == (height + 2 * ddpo.TEXT_HEIGHT, 8 * width, 3)
+    assert (sheet[:height, :width] == (200, 0, 0)).all()
+    assert (sheet[:height, width : 2 * width] == (0, 0, 90)).all()
+
+
+def test_text_of_a_grid(tmp_path):
+    """It differs where prompt or reward do, stays within its tile, and what is too long for it is cut."""
+    prompts = ["a red circle", "a red circle", "ÄÉ gjpqy|" * 40, "x" * 10_000, "two\nlines"]
+    rewards = [0.25, -1234.5678, 0.25, 0.25, 0.25]
+    black = torch.zeros(5, 3, 64, 64, dtype=torch.uint8)
+    ddpo.grid(black, prompts, rewards, tmp_path / "grid.png")
+    sheet = np.asarray(Image.open(tmp_path / "grid.png"))
+    assert (sheet[:128, : 5 * 128] == 0).all()
+    text = [sheet[128:, i * 128 : (i + 1) * 128] for i in range(5)]
+    caption = [tile[: ddpo.TEXT_HEIGHT] for tile in text]
+    reward = [tile[ddpo.TEXT_HEIGHT :] for tile in text]
+    assert (caption[0] == caption[1]).all() and (caption[0] != caption[2]).any()
+    assert (reward[0] == reward[2]).all() and (reward[0] != reward[1]).any()
+    assert all((tile[:, -2:] == 255).all() and (tile[:, :2] == 255).all() for tile in text)
+    font = ImageFont.load_default(size=10)
+    assert ddpo.fitting("a red circle", font, 124) == "a red circle"
+    long = "a photograph of a llama that rides a bicycle"
+    cut = ddpo.fitting(long, font, 124)
+    assert cut.endswith("...") and long.startswith(cut[:-3])
+    assert 100 < font.getlength(cut) <= 124
 
 
 def test_diversity():
@@ -1261,10 +1292,10 @@ def test_grids_are_mirrored(tmp_path):
         return SimpleNamespace(name=name, log_images=log_images)
 
     for step, prefix in ((7, ""), (7, "_hard"), (8, "")):
-        ddpo.grid(PIXELS, tmp_path / ddpo.GRID.format(step, prefix))
+        ddpo.grid(PIXELS, [""] * len(PIXELS), [0.0] * len(PIXELS), tmp_path / ddpo.GRID.format(step, prefix))
     trackers = [tracker("wandb", fails=True), tracker("tensorboard")]
     ddpo.mirror_grid(run(trackers), 7)
-    size = (1, 5, 8 * 7, 3)
+    size = (1, 5 * 18 + 2 * ddpo.TEXT_HEIGHT, 8 * 7 * 18, 3)
     assert sorted(shown, key=str) == [
         (name, 7, options, {f"eval/images{prefix}": size})
         for name, options in (("tensorboard", {"dataformats": "NHWC"}), ("wandb", {}))

@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 import tyro
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator, tracking
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from PIL import Image
@@ -166,12 +166,20 @@ def recorded(monkeypatch, name):
 
 
 def pixels(path, count, height, width):
-    """The images (count, 3, height, width), uint8, of a grid of eight a row; what is behind them must be white."""
+    """The images (count, 3, height, width), uint8, of a grid of eight a row: enlarged, with text below each; what is
+    behind the last one must be white."""
+    scale = 128 // width
+    tile_height, tile_width = height * scale + 2 * ddpo.TEXT_HEIGHT, width * scale
     sheet = np.asarray(Image.open(path))
-    assert sheet.shape == (math.ceil(count / 8) * height, 8 * width, 3) and sheet.dtype == np.uint8
-    cells = sheet.reshape(-1, height, 8, width, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, height, width)
+    assert sheet.shape == (math.ceil(count / 8) * tile_height, 8 * tile_width, 3) and sheet.dtype == np.uint8
+    cells = sheet.reshape(-1, tile_height, 8, tile_width, 3).transpose(0, 2, 4, 1, 3)
+    cells = cells.reshape(-1, 3, tile_height, tile_width)
     assert (cells[count:] == 255).all()
-    return cells[:count]
+    enlarged, text = np.split(cells[:count], [height * scale], axis=2)
+    images = enlarged[:, :, ::scale, ::scale]
+    assert np.array_equal(enlarged, images.repeat(scale, axis=2).repeat(scale, axis=3))
+    assert (text.min(axis=(1, 2, 3)) < 100).all()
+    return images
 
 
 def jsonl(path, rows):
@@ -257,8 +265,14 @@ def test_the_last_lines_and_the_card(typed):
     assert pictures == ["curve.png", "images/step_00000000.png", "images/step_00000004.png"]
     assert all((run / picture).is_file() for picture in pictures)
     assert "shapes.py:base_model after DDPO on benchmarks/tasks/shapes.py:compressibility\n" in card
-    for name, value in log(run)[-1].items():
-        assert f"| {name} | {value} |" in card
+    first, *_, last = log(run)
+    for name in first.keys() - {"step"}:
+        assert f"| {name} | {first[name]:.3g} | {last[name]:.3g} |" in card
+    assert f"eval/reward: {first['eval/reward']:.3g} at step 0, **{last['eval/reward']:.3g}** at step 4." in card
+    rows = samples(run)
+    prompt, before = rows[0]["prompt"], rows[0]["reward"]
+    after = next(row["reward"] for row in rows if (row["step"], row["prompt"]) == (4, prompt))
+    assert f"| ` {prompt} ` | {before:.3g} | {after:.3g} |" in card
     place = f"runs/{run.name}"
     assert re.search(r"^eval/reward [▁▂▃▄▅▆▇█]{3} -1\.\d+ -> -1\.\d+$", out, re.M)
     last = f"card {place}/README.md | picture {place}/curve.png | model {place}/hf_model"
@@ -849,7 +863,7 @@ class Recorder(GeneralTracker):
     requires_logging_directory = False
 
     def __init__(self, name, fails=None):
-        self.name, self.fails, self.metrics, self.images = name, fails, {}, {}
+        self.name, self.fails, self.metrics, self.images, self.tables = name, fails, {}, {}, {}
         super().__init__()
 
     @property
@@ -863,6 +877,14 @@ class Recorder(GeneralTracker):
         assert self.fails != "log", "no network"
         self.metrics[step] = values
 
+    def log_table(self, name, columns, data, step):
+        assert self.name == "wandb" and name == "eval/samples"
+        self.tables[step] = (columns, data)
+
+    def add_text(self, name, text, global_step):
+        assert self.name == "tensorboard" and name == "eval/samples"
+        self.tables[global_step] = text
+
     def log_images(self, values, step=None, **options):
         assert self.fails != "log_images", "no space"
         assert options == ({"dataformats": "NHWC"} if self.name == "tensorboard" else {})
@@ -872,25 +894,36 @@ class Recorder(GeneralTracker):
 @pytest.mark.parametrize("track", ["wandb", "tensorboard"])
 def test_trackers_get_metrics_and_grids(monkeypatch, tiny, tmp_path, track):
     recorder = Recorder(track)
-    monkeypatch.setattr(logging, "filter_trackers", lambda names, folder: [recorder] if names == [track] else [])
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [track])
+    monkeypatch.setattr(tracking, "filter_trackers", lambda names, folder: [recorder] if names == [track] else [])
     sets = {"x": ROWS, "y": ROWS[:2]}
     _, run = run_ddpo(tiny, tmp_path / "run", track=track, eval_dataset=sets, eval_every=4, num_epochs=3)
     assert [*recorder.metrics] == [0, 2, 4, 6] and [*recorder.images] == [0, 4, 6]
     for record in log(run):
         assert record.items() - {("step", record["step"])} <= recorder.metrics[record["step"]].items()
     assert "perf/images_per_sec" in recorder.metrics[2]
+    assert [*recorder.tables] == [0, 4, 6]
+    for step, table in recorder.tables.items():
+        rows = [row for row in samples(run) if row["step"] == step]
+        cells = [[row["set"], row["prompt"], row["reward"]] for row in rows]
+        if track == "wandb":
+            assert table == (["set", "prompt", "reward"], cells)
+        else:
+            lines = [f"| ` {name} ` | ` {prompt} ` | {reward:.3g} |" for name, prompt, reward in cells]
+            assert table.splitlines() == ["| set | prompt | reward |", "| --- | --- | --- |", *lines]
     for step, found in recorder.images.items():
         assert found.keys() == {"eval/images_x", "eval/images_y"}
         for name, images in found.items():
             file = run / f"images/step_{step:08d}_{name[-1]}.png"
-            assert images.shape == (1, 8, 8 * 24, 3) and np.array_equal(images[0], np.asarray(Image.open(file)))
+            assert images.shape == (1, 5 * 8 + 2 * ddpo.TEXT_HEIGHT, 8 * 24 * 5, 3)
+            assert np.array_equal(images[0], np.asarray(Image.open(file)))
 
 
 @pytest.mark.parametrize("fails", [None, "init", "log", "log_images"])
 @pytest.mark.case(61, "ddpo")
 def test_a_tracker_that_fails_stops_nothing(monkeypatch, tiny, tmp_path, capfd, fails):
     recorder = Recorder("wandb", fails)
-    monkeypatch.setattr(logging, "filter_trackers", lambda names, folder: [recorder])
+    monkeypatch.setattr(tracking, "filter_trackers", lambda names, folder: [recorder])
     _, run = run_ddpo(tiny, tmp_path / "run", track="wandb", eval_every=2)
     assert capfd.readouterr().out.count("warning: --track wandb is off") == (fails in ("init", "log"))
     assert [record["step"] for record in log(run)] == [0, 2, 4] and (run / "README.md").exists()

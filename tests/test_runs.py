@@ -226,22 +226,69 @@ def test_track_wandb_offline(scripts, work, whole, tmp_path):
     process = scripts.run(command(work, "ppo", "run", "--track", "wandb"), tmp_path, **env)
     assert "warning" not in process.out
     assert list((tmp_path / "run").rglob("*.wandb")), "the run was recorded"
+    tables = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.table.json")]
+    columns = ["prompt", "output", "vowels", "reward"]
+    assert len(tables) == 4 and all(table["columns"] == columns for table in tables)
+    for step in (0, 8, 16, 24):
+        rows = [row for row in lines(tmp_path / "run/samples.jsonl") if row["step"] == step]
+        assert [[row[name] for name in columns] for row in rows] in [table["data"] for table in tables]
     assert [p for p in (tmp_path / "run").rglob("*") if p.is_file() and b"CANARY" in p.read_bytes()] == []
     same(tmp_path / "run", whole("ppo")[0])
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "no wandb directory elsewhere"
 
 
-@pytest.mark.parametrize("track", ["wandb", "tensorboard"])
 @pytest.mark.case(61, "ppo")
-def test_a_tracker_that_fails_is_a_warning(track, scripts, work, whole, tmp_path):
-    """wandb has neither key nor network; tensorboard is not installed (requirements.txt does not ask for it)."""
-    if track == "tensorboard" and importlib.util.find_spec("tensorboard"):
-        pytest.skip("tensorboard is installed")
+def test_a_tracker_that_fails_is_a_warning(scripts, work, whole, tmp_path):
+    """wandb has neither key nor network."""
     (tmp_path / "home").mkdir()
     env = {"HOME": str(tmp_path / "home"), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    process = scripts.run(command(work, "ppo", "run", "--track", track), tmp_path, **env)
-    assert len([line for line in process.out.splitlines() if f"warning: --track {track} is off" in line]) == 1
+    process = scripts.run(command(work, "ppo", "run", "--track", "wandb"), tmp_path, **env)
+    assert len([line for line in process.out.splitlines() if "warning: --track wandb is off" in line]) == 1
     same(tmp_path / "run", whole("ppo")[0])
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sft"])
+def test_a_tracker_that_is_not_installed_stops_a_run_before_it_begins(algo, scripts, work, tmp_path):
+    """requirements.txt does not ask for tensorboard."""
+    if importlib.util.find_spec("tensorboard") or importlib.util.find_spec("tensorboardX"):
+        pytest.skip("tensorboard is installed")
+    process = scripts.run(command(work, algo, "run", "--track", "tensorboard"), tmp_path, expect=2)
+    sentence = "error: --track tensorboard is not installed: pip install tensorboard, or leave --track out\n"
+    assert process.err == sentence and process.out == "" and list(tmp_path.iterdir()) == []
+
+
+TENSORBOARD = """
+import json, pathlib
+class SummaryWriter:
+    def __init__(self, folder):
+        self.path = pathlib.Path(folder, "events.jsonl")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def __getattr__(self, method):
+        def call(*values, **options):
+            with open(self.path, "a") as file:
+                file.write(json.dumps([method, values, options]) + "\\n")
+        return call
+"""
+
+
+@pytest.mark.slow
+def test_track_tensorboard(work, whole, tmp_path):
+    """A stand-in for the package gets metrics and samples, below the run directory."""
+    (tmp_path / "stub/tensorboardX-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / "stub/tensorboardX-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: tensorboardX\n")
+    (tmp_path / "stub/tensorboardX.py").write_text(TENSORBOARD)
+    argv = command(work, "ppo", "run", "--track", "tensorboard")
+    done = launch([sys.executable], argv, tmp_path, work, PYTHONPATH=str(tmp_path / "stub"))
+    assert done.returncode == 0 and "warning" not in done.stdout, done.stdout + done.stderr
+    same(tmp_path / "run", whole("ppo")[0])
+    events = lines(tmp_path / "run/plainrl/events.jsonl")
+    scalars = [(name, value) for method, (name, value, *_), _ in (e for e in events if e[0] == "add_scalar")]
+    for name in ("eval/reward", "objective/kl"):
+        expected = [line[name] for line in lines(tmp_path / "run/metrics.jsonl") if name in line]
+        assert [value for found, value in scalars if found == name] == expected
+    tables = [(values, options) for method, values, options in events if method == "add_text"]
+    assert [options["global_step"] for _, options in tables] == [0, 8, 16, 24]
+    assert all(name == "eval/samples" and len(text.splitlines()) == 2 + 5 for (name, text), _ in tables)
 
 
 # ---- From Python -----------------------------------------------------------------------------------------------------

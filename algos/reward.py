@@ -57,14 +57,14 @@ from common.functions import build
 from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import end_tokens, freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
-from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, out_of_range
+from common.ranges import Count, Decay, Layers, Name, Natural, NonNegative, Positive, Repository, out_of_range
 from common.sampling import decode, generate_all, kept_ids
 from common.screen import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
 from common.structure import packing_problem
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
-USAGE = """from transformers import pipeline; model = pipeline('text-classification', {folder!r})
+SCORING_USAGE = """from transformers import pipeline; model = pipeline('text-classification', {folder!r})
 print(model({prompt!r}, function_to_apply='none'))"""
 ADAPTER_USAGE = """from transformers import pipeline
 model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels': 1}})
@@ -170,6 +170,8 @@ class Args:
     # ---- run
     run_dir: str | None = None
     """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    name: Name | None = None
+    """In place of <algo> in the default of --run-dir, so that you know the run again."""
     resume: str = "auto"
     """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
     seed: int = 1
@@ -203,6 +205,8 @@ class Args:
             problems.append("--norm-policy is given without --norm-prompts")
         if self.norm_prompts is not None and self.norm_policy is None and not isinstance(self.model, str):
             problems.append("--norm-prompts needs --norm-policy where --model is an object")
+        if self.name and self.run_dir:
+            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 
@@ -685,7 +689,7 @@ def main(args):
 
     export_classifier(run, "hf_model", lm, model, tokenizer, data, args)
     title = f"{run.identity['flags']['model']} as a reward model of {run.identity['flags']['dataset']}"
-    usage = ADAPTER_USAGE if exports_adapter(lm, args) else USAGE
+    usage = ADAPTER_USAGE if exports_adapter(lm, args) else SCORING_USAGE
     metrics = run.finish(headline, title, tokenizer.decode(data.pairs[0][0]), usage)
     accelerator.end_training()
     return metrics, run.dir

@@ -172,7 +172,8 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(self.identity | environment(self.accelerator), indent=1))
 
     def _make_folder(self):
-        folder = Path(self.args.run_dir or f"runs/{self.identity['algo']}-{self.identity['hash']}")
+        name = self.args.name or self.identity["algo"]
+        folder = Path(self.args.run_dir or f"runs/{name}-{self.identity['hash']}")
         try:
             if self.args.resume == "never" and folder.exists():
                 number = 2

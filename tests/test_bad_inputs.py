@@ -794,6 +794,13 @@ REFUSED = [
           shared=EVERY),
     entry(58, EVERY, "photos", "--run-dir photos holds files but no run: choose another name", "--run-dir photos",
           shared=EVERY),
+    *(
+        entry(58, EVERY, f"name {said}", f"--name {said} must be letters, digits, dots, dashes and underscores, with",
+              f"--name {shlex.quote(name)}", shared=EVERY)
+        for name, said in (("a/b", "a/b"), ("", ""), (".", "."), ("..", ".."), ("=-x", "=-x"), ("a\x1b", "a\\x1b"))
+    ),
+    entry(58, EVERY, "name and directory", "--name is a part of the default --run-dir: leave out one of them",
+          "--name mine", shared=EVERY),
     entry(58, EVERY, "resume word", f"--resume nevr {RESUME}", "--resume nevr", shared=EVERY),
     entry(58, EVERY, "resume run", f"--resume runs/x {RESUME}", "--resume runs/x", shared=EVERY),
     entry(58, EVERY, "model run", "--model runs/x is a run directory: name runs/x/hf_model", "--model runs/x",

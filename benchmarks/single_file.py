@@ -54,25 +54,35 @@ class Part:
 # ---- A file ----------------------------------------------------------------------------------------------------------
 
 
+IMPORTS = ast.Import | ast.ImportFrom
+
+
 def take_apart(name):
     """The Source of a file of the repository."""
-    shared, text = without_shared_imports(name, (ROOT / name).read_text())
+    whole_text = (ROOT / name).read_text()
+    shared, text = without_shared_imports(name, whole_text)
     body = ast.parse(text).body
+    whole_body = ast.parse(whole_text).body
+    last_import = max((node.lineno for node in whole_body if isinstance(node, IMPORTS)), default=0)
+    before_imports = [node.lineno < last_import for node in whole_body if not is_shared_import(node)]
     lines = text.splitlines(keepends=True)
     source = Source(name, shared=shared)
-    last_import = max((node.lineno for node in body if isinstance(node, ast.Import | ast.ImportFrom)), default=0)
     end = 0
-    for node in body:
+    for node, is_before in zip(body, before_imports, strict=True):
         begin = end
         end = node.end_lineno
         statement = "".join(lines[begin:end])
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, IMPORTS):
             add_imports(source, node)
         elif node is body[0] and isinstance(node, ast.Expr):
             source.docstring = statement
         else:
-            source.parts.append(Part(statement, *names_of(statement), before_imports=end < last_import))
+            source.parts.append(Part(statement, *names_of(statement), is_before))
     return source
+
+
+def is_shared_import(node):
+    return isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "common"
 
 
 def without_shared_imports(name, text):
@@ -84,7 +94,7 @@ def without_shared_imports(name, text):
     starts = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or node.module.partition(".")[0] != "common":
+        if not is_shared_import(node):
             continue
         edits.append((starts[node.lineno - 1], starts[node.end_lineno]))
         for alias in node.names:

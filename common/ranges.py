@@ -32,8 +32,8 @@ Text = Annotated[str, Range("a text that is not empty", bool)]
 Name = Annotated[
     str,
     Range(
-        "letters, digits, dots, dashes and underscores, with no dot or dash in front",
-        lambda value: re.fullmatch(r"\w[\w.-]*", str(value)),
+        "letters, digits, dots, dashes and underscores, with a letter or digit in front",
+        lambda value: re.fullmatch(r"[^\W_][\w.-]*", str(value)),
     ),
 ]
 Repository = Annotated[str, Range("org/name", lambda value: "/" in value)]

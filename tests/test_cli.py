@@ -58,7 +58,7 @@ NAN, INF = float("nan"), float("inf")
         (Share, [0.1, 1], [0, 1.1, NAN]),
         (Decay, [0, 0.99], [1, -0.1, NAN]),
         (Text, ["a"], [""]),
-        (Name, ["a", "lr-1e-3", "my_run.2", "_"], ["", "a/b", ".a", "..", "-a", "a b", "a\n"]),
+        (Name, ["a", "lr-1e-3", "my_run.2", "ß"], ["", "_", "a/b", ".a", "..", "-a", "a b", "a\n"]),
         (Repository, ["org/name"], ["name"]),
         (Count | None, [None, 1], [0]),
         (tuple[Decay, Decay], [(0.0, 0.9)], [(0.0, 1.0), (-1.0, 0.5)]),

@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.screen import table_of, visible
+from common.screen import visible
 
 
 @dataclass
@@ -73,8 +73,8 @@ def read_run(folder):
         last_step = records[-1]["step"] if records else None
         state = state_of(folder, last_step, env.get("total_steps"))
         return Run(folder, env["algo"], dict(env["flags"]), dict(env["files"]), env.get("headline"), state, records)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"its files are not those of a run, or damaged ({type(error).__name__}: {error})") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("its env.json or metrics.jsonl is damaged, or not of a run") from None
 
 
 def read_records(path):
@@ -93,10 +93,10 @@ def state_of(folder, last_step, total_steps):
         return "finished"
     state = "running" if is_locked(folder / ".lock") else "stopped"
     if last_step is None:
-        return f"{state} before a step"
+        return f"{state}, no step"
     if total_steps is None:
-        return f"{state} at step {last_step}"
-    return f"{state} at step {last_step} of {total_steps}"
+        return f"{state} at {last_step}"
+    return f"{state} at {last_step} of {total_steps}"
 
 
 def is_locked(path):
@@ -153,7 +153,7 @@ def differing(mappings):
 
 
 def describe(runs):
-    """{directory: its algorithm and flags, as far as other runs have others; without flags that some runs lack}."""
+    """{directory: its algorithm and flags, as far as those of other runs differ}; without flags that some runs lack."""
     one_algo = len({run.algo for run in runs}) == 1
     in_all = set.intersection(*(set(run.flags) for run in runs)) - {"seed"}
     names = [name for name in differing([run.flags for run in runs]) if name in in_all]
@@ -171,30 +171,24 @@ def best_point(curve, metric):
     return min(points) if lowest else max(points, key=lambda point: point[0])
 
 
-def table_rows(groups, metric, texts):
+def table_rows(groups, metric):
     """A row for each run, and one for each group of several."""
     rows = []
-    for group in groups:
+    for number, group in enumerate(groups, 1):
         lasts = []
         bests = []
-        text = texts[group[0].folder]
         for run in group:
-            row = {
-                "run": run.folder.name,
-                "seed": run.flags.get("seed", ""),
-                "state": run.state,
-                "last": "",
-                "best": "",
-            }
+            row = {"": number, "run": run.folder.name, "seed": run.flags.get("seed", ""), "state": run.state}
+            row |= {"last": "", "best": ""}
             if curve := run.curve(metric):
                 value, step = best_point(curve, metric)
                 lasts.append(curve[-1][1])
                 bests.append(value)
                 row |= {"last": f"{lasts[-1]:.3g}", "best": f"{value:.3g} at {step}"}
-            rows.append(row | {"differs in": text})
+            rows.append(row)
         if len(lasts) > 1:
-            row = {"run": f"mean of {len(lasts)}", "seed": "", "state": "", "last": mean_and_std(lasts)}
-            rows.append(row | {"best": mean_and_std(bests), "differs in": text})
+            row = {"": number, "run": f"mean ± std of {len(lasts)}", "seed": "", "state": ""}
+            rows.append(row | {"last": mean_and_std(lasts), "best": mean_and_std(bests)})
     return rows
 
 
@@ -210,13 +204,15 @@ def draw(groups, metric, texts, path):
     with matplotlib.rc_context({"text.parse_math": False}):
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
-        for group in groups:
+        for number, group in enumerate(groups, 1):
             values = {}
             for run in group:
                 for step, value in run.curve(metric):
                     values.setdefault(step, []).append(value)
+            if not values:
+                continue
             steps = sorted(values)
-            label = f"{group[0].folder.name} {texts[group[0].folder]}"
+            label = f"{number}: {texts[group[0].folder] or group[0].folder.name}"
             if len(group) > 1:
                 label += f" ({len(group)} seeds)"
             label = textwrap.fill(visible(label), 60)
@@ -230,7 +226,20 @@ def draw(groups, metric, texts, path):
         figure.savefig(path, dpi=120)
 
 
-# ---- Commands --------------------------------------------------------------------------------------------------------
+# ---- Terminal --------------------------------------------------------------------------------------------------------
+
+
+def print_table(rows):
+    """At the width of the terminal. Names of runs stay whole, other columns wrap."""
+    from rich import box, console, table, text
+
+    grid = table.Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    longest_name = max(len(row["run"]) for row in rows)
+    for name in rows[0]:
+        grid.add_column(name, overflow="fold", min_width=min(longest_name, 40) if name == "run" else None)
+    for row in rows:
+        grid.add_row(*(text.Text(visible(str(value))) for value in row.values()))
+    console.Console().print(grid)
 
 
 def list_rows(runs):
@@ -239,10 +248,10 @@ def list_rows(runs):
         curve = run.curve(run.headline)
         changed = max(path.stat().st_mtime for path in run.folder.glob("*.json*"))
         row = {"run": run.folder.name, "algo": run.algo}
-        row["model"] = str(run.flags.get("model")).rstrip("/").rpartition("/")[2]
+        row["model"] = str(run.flags.get("model")).rstrip("/").rpartition("/")[2].partition(":")[0]
         row["state"] = run.state
         row["headline"] = f"{run.headline} {curve[-1][1]:.3g}" if curve else ""
-        row["date"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(changed))
+        row["date"] = time.strftime("%Y-%m-%d", time.localtime(changed))
         rows.append(row)
     return rows
 
@@ -254,16 +263,19 @@ def main(paths, lists, metric, out):
     if not runs:
         raise SystemExit(f"error: there is no run in {', '.join(paths)}")
     if lists:
-        print(table_of(list_rows(runs), f"runs in {', '.join(paths)}"))
+        print_table(list_rows(runs))
         return
     metric = choose_metric(runs, metric)
     groups = grouped(runs)
     texts = describe(runs)
-    print(table_of(table_rows(groups, metric, texts), metric or "no run has a step"))
+    print(f"\n{metric or 'no run has a step'}")
+    print_table(table_rows(groups, metric))
+    for number, group in enumerate(groups, 1):
+        print(f"{number}: {visible(texts[group[0].folder]) or 'as all others'}")
     if other_files := differing([run.files for run in runs]):
         print(f"files that differ: {', '.join(other_files)}")
     if metric:
-        draw([group for group in groups if any(run.curve(metric) for run in group)], metric, texts, out)
+        draw(groups, metric, texts, out)
         print(f"picture {out}")
 
 

@@ -12,6 +12,7 @@ with, or --metric. The best value of a loss or a perplexity is the lowest, of al
 import argparse
 import fcntl
 import json
+import shutil
 import sys
 import textwrap
 import time
@@ -88,15 +89,15 @@ def read_records(path):
 
 
 def state_of(folder, last_step, total_steps):
-    """Whether a run is finished, running (its lock is held) or stopped, and where."""
+    """Whether a run is finished, running (its lock is held) or stopped, and after which step of how many."""
     if (folder / "README.md").exists():
         return "finished"
     state = "running" if is_locked(folder / ".lock") else "stopped"
     if last_step is None:
         return f"{state}, no step"
     if total_steps is None:
-        return f"{state} at {last_step}"
-    return f"{state} at {last_step} of {total_steps}"
+        return f"{state} {last_step}"
+    return f"{state} {last_step}/{total_steps}"
 
 
 def is_locked(path):
@@ -178,8 +179,8 @@ def table_rows(groups, metric):
         lasts = []
         bests = []
         for run in group:
-            row = {"": number, "run": run.folder.name, "seed": run.flags.get("seed", ""), "state": run.state}
-            row |= {"last": "", "best": ""}
+            row = {"group": number, "run": run.folder.name, "last": "", "best": ""}
+            row |= {"state": run.state, "seed": run.flags.get("seed", "")}
             if curve := run.curve(metric):
                 value, step = best_point(curve, metric)
                 lasts.append(curve[-1][1])
@@ -187,8 +188,9 @@ def table_rows(groups, metric):
                 row |= {"last": f"{lasts[-1]:.3g}", "best": f"{value:.3g} at {step}"}
             rows.append(row)
         if len(lasts) > 1:
-            row = {"": number, "run": f"mean ± std of {len(lasts)}", "seed": "", "state": ""}
-            rows.append(row | {"last": mean_and_std(lasts), "best": mean_and_std(bests)})
+            row = {"group": number, "run": f"mean ± std of {len(lasts)}"}
+            row |= {"last": mean_and_std(lasts), "best": mean_and_std(bests)}
+            rows.append(row | {"state": "", "seed": ""})
     return rows
 
 
@@ -230,28 +232,34 @@ def draw(groups, metric, texts, path):
 
 
 def print_table(rows):
-    """At the width of the terminal. Names of runs stay whole, other columns wrap."""
-    from rich import box, console, table, text
+    """With as many of the columns, from the left, as the terminal has room for."""
+    cells = [[visible(str(cell)) for cell in row] for row in ([*rows[0]], *(row.values() for row in rows))]
+    room = shutil.get_terminal_size().columns
+    lines = [""] * len(cells)
+    for column in zip(*cells, strict=True):
+        width = max(map(len, column)) + 2
+        if len(lines[0]) + width - 2 > room and lines[0]:
+            break
+        lines = [line + cell.ljust(width) for line, cell in zip(lines, column, strict=True)]
+    print("\n".join(line.rstrip() for line in lines))
 
-    grid = table.Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    longest_name = max(len(row["run"]) for row in rows)
-    for name in rows[0]:
-        grid.add_column(name, overflow="fold", min_width=min(longest_name, 40) if name == "run" else None)
-    for row in rows:
-        grid.add_row(*(text.Text(visible(str(value))) for value in row.values()))
-    console.Console().print(grid)
+
+def short_name(model):
+    """Without the folders or the organisation, and of `file.py:function` the file."""
+    return model.rstrip("/").rpartition("/")[2].partition(".py:")[0]
 
 
 def list_rows(runs):
+    """A row for each run."""
     rows = []
     for run in runs:
         curve = run.curve(run.headline)
         changed = max(path.stat().st_mtime for path in run.folder.glob("*.json*"))
-        row = {"run": run.folder.name, "algo": run.algo}
-        row["model"] = str(run.flags.get("model")).rstrip("/").rpartition("/")[2].partition(":")[0]
-        row["state"] = run.state
+        row = {"run": run.folder.name, "state": run.state}
         row["headline"] = f"{run.headline} {curve[-1][1]:.3g}" if curve else ""
+        row["algo"] = run.algo
         row["date"] = time.strftime("%Y-%m-%d", time.localtime(changed))
+        row["model"] = short_name(str(run.flags.get("model")))
         rows.append(row)
     return rows
 
@@ -271,7 +279,7 @@ def main(paths, lists, metric, out):
     print(f"\n{metric or 'no run has a step'}")
     print_table(table_rows(groups, metric))
     for number, group in enumerate(groups, 1):
-        print(f"{number}: {visible(texts[group[0].folder]) or 'as all others'}")
+        print(f"group {number}: {visible(texts[group[0].folder]) or 'as all others'}")
     if other_files := differing([run.files for run in runs]):
         print(f"files that differ: {', '.join(other_files)}")
     if metric:

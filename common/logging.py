@@ -92,6 +92,7 @@ class Run:
         self.signal = None
         self.stepped = False  # since the start of this process
         self.mirror = None
+        self.noted = None
         self.lock = None
         self.handlers = {}
         self.start = time.monotonic()
@@ -334,11 +335,28 @@ class Run:
         if not self.main:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self.append("metrics.jsonl", {"step": step, **dict.fromkeys(metrics), **finite})
+        record = {"step": step, **dict.fromkeys(metrics), **finite}
+        self.append("metrics.jsonl", record)
+        self._note(record)
         if perf:
             perf = perf | {"perf/peak_memory_mb": peak_memory_mb(self.accelerator.device)}
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
         self._mirror(step, finite | (perf or {}))
+
+    def _note(self, record):
+        """Keeps in env.json what benchmarks/compare.py shows of a run that is not finished: its length, and the name of
+        its headline metric, which an evaluation may change."""
+        evaluated = any(name.startswith("eval/") for name in record)
+        if self.noted and not evaluated:
+            return
+        headline = getattr(self, "headline", None)
+        if callable(headline):
+            headline = headline(record)
+        note = {"total_steps": self.total_steps, "headline": headline}
+        if note != self.noted:
+            path = self.dir / "env.json"
+            ckpt.write_text(path, json.dumps(json.loads(path.read_text()) | note, indent=1))
+            self.noted = note
 
     def _mirror(self, step, metrics):
         """To wandb or tensorboard through accelerate. They may fail; training goes on."""

@@ -5,8 +5,8 @@
     python benchmarks/compare.py --list                                       # what lies in runs/
 
 Runs that differ in --seed alone are a group: the table has mean and standard deviation over them, the picture their
-mean at each step and a band from the lowest to the highest. The metric is the one that the picture of a run begins
-with, or --metric. The best value of a loss or a perplexity is the lowest, of all others the highest.
+mean at each step and a band from the lowest to the highest. The metric is --metric, or the one that the picture of the
+first run begins with, where all have it. The best value of a loss or a perplexity is the lowest, else the highest.
 """
 
 import argparse
@@ -115,25 +115,27 @@ def is_locked(path):
 
 
 def choose_metric(runs, metric):
-    """The metric of --metric, else the headline of all runs; None where no run has a step."""
+    """The metric of --metric, else the first headline of a run that all have; None where no run has a step."""
     started = [run for run in runs if run.records]
     if not started:
         return None
     names = set()
     for run in started:
         names.update(*run.records)
+    names = sorted(names - {"step"})
     if metric is not None:
         if not any(run.curve(metric) for run in started):
-            raise SystemExit(f"error: no run has --metric {metric}; there are {', '.join(sorted(names - {'step'}))}")
+            raise SystemExit(f"error: no run has --metric {metric}; there are {', '.join(names)}")
         return metric
-    headlines = {run.headline for run in started}
-    if len(headlines) > 1 or None in headlines:
-        shared = [name for name in sorted(names - {"step"}) if all(run.curve(name) for run in started)]
-        raise SystemExit(
-            f"error: the runs begin with different metrics ({', '.join(sorted(map(str, headlines)))}): choose one with "
-            f"--metric; they share {', '.join(shared) or 'none'}"
-        )
-    return headlines.pop()
+    shared = [name for name in names if all(run.curve(name) for run in started)]
+    headlines = [run.headline for run in started]
+    for headline in headlines:
+        if headline in shared:
+            return headline
+    raise SystemExit(
+        f"error: the runs begin with different metrics ({', '.join(sorted(set(map(str, headlines))))}): choose one "
+        f"with --metric; they share {', '.join(shared) or 'none'}"
+    )
 
 
 def grouped(runs):

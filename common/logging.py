@@ -330,19 +330,6 @@ class Run:
         with open(self.dir / name, "a", encoding="utf-8") as file:
             file.write("".join(lines))
 
-    def log(self, step, metrics, perf=None):
-        """One line of metrics.jsonl (bitwise reproducible; null for what is not finite) and one of perf.jsonl."""
-        if not self.main:
-            return
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        record = {"step": step, **dict.fromkeys(metrics), **finite}
-        self.append("metrics.jsonl", record)
-        self._note(record)
-        if perf:
-            perf = perf | {"perf/peak_memory_mb": peak_memory_mb(self.accelerator.device)}
-            self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
-        self._mirror(step, finite | (perf or {}))
-
     def _note(self, record):
         """Keeps in env.json what benchmarks/compare.py shows of a run that is not finished: its length, and the name of
         its headline metric, which an evaluation may change."""
@@ -357,6 +344,19 @@ class Run:
             path = self.dir / "env.json"
             ckpt.write_text(path, json.dumps(json.loads(path.read_text()) | note, indent=1))
             self.noted = note
+
+    def log(self, step, metrics, perf=None):
+        """One line of metrics.jsonl (bitwise reproducible; null for what is not finite) and one of perf.jsonl."""
+        if not self.main:
+            return
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        record = {"step": step, **dict.fromkeys(metrics), **finite}
+        self.append("metrics.jsonl", record)
+        self._note(record)
+        if perf:
+            perf = perf | {"perf/peak_memory_mb": peak_memory_mb(self.accelerator.device)}
+            self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
+        self._mirror(step, finite | (perf or {}))
 
     def _mirror(self, step, metrics):
         """To wandb or tensorboard through accelerate. They may fail; training goes on."""

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from harness import ROOT, command, launch
@@ -104,6 +105,9 @@ def test_algorithms_are_compared_by_a_metric_that_they_share(make, shown):
     )
     lines = shown("a", "b", metric="eval/length")
     assert lines[0] == "eval/length" and "group 1: ppo" in lines and "group 2: sft" in lines
+    make("c", [1.0], headline="eval/length@beta=4")
+    make("d", [1.0], headline="eval/length")
+    assert shown("c", "d")[0] == "eval/length"
     with pytest.raises(SystemExit, match="^error: no run has --metric lenght; there are eval/length, eval/loss, "):
         shown("a", "b", metric="lenght")
 
@@ -186,16 +190,20 @@ def test_runs_that_have_not_begun(make, shown, tmp_path):
     assert not (tmp_path / "compare.png").exists()
 
 
+CALLS = {"sft": "metric:2", "ppo": "reward:4", "ilql": "metric:3", "dpo": "metric:2"}  # in the second evaluation
+
+
 @pytest.mark.parametrize("algo", ["sft", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ppo", "ilql", "dpo"))])
 def test_runs_of_a_script(algo, scripts, work, whole, tmp_path):
     """A finished one, one that a signal stopped, and one that is running."""
     folder, process = whole(algo)
-    kill = {"SIGNAL_AT": "metric:2:15" if algo != "ppo" else "reward:4:15"}
-    scripts.run(command(work, algo, "stopped", "--seed", "2"), tmp_path, expect=143, **kill)
-    pause = {"SIGNAL_AT": "metric:2:19" if algo != "ppo" else "reward:4:19"}  # SIGSTOP
-    sleeping = scripts.start(command(work, algo, "running", "--seed", "3"), tmp_path, **pause)
-    while not (tmp_path / "running/samples.jsonl").exists() or "T" not in status_of(sleeping.pid):
-        pass
+    call = CALLS[algo]
+    scripts.run(command(work, algo, "stopped", "--seed", "2"), tmp_path, expect=143, SIGNAL_AT=f"{call}:15")
+    sleeping = scripts.start(command(work, algo, "running", "--seed", "3"), tmp_path, SIGNAL_AT=f"{call}:19")  # SIGSTOP
+    end = time.monotonic() + 60
+    while status_of(sleeping.pid) != "T":
+        assert time.monotonic() < end, sleeping.out + sleeping.err
+        time.sleep(0.05)
     argv = [ROOT / "benchmarks/compare.py", folder, "stopped", "running"]
     done = launch([sys.executable], argv, tmp_path, work, COLUMNS="80")
     os.kill(sleeping.pid, 9)
@@ -213,5 +221,5 @@ def test_runs_of_a_script(algo, scripts, work, whole, tmp_path):
 
 
 def status_of(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
+    """T: stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

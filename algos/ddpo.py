@@ -64,7 +64,7 @@ from common.functions import build, call_metric, call_reward, load_function, spe
 from common.logging import Run, closes_run, on_main
 from common.machine import describe_layout, launch, try_update
 from common.models import check_directory, quiet_libraries
-from common.ranges import Count, Decay, Natural, NonNegative, Positive, Range, Repository, Share, out_of_range
+from common.ranges import Count, Decay, Name, Natural, NonNegative, Positive, Range, Repository, Share, out_of_range
 from common.screen import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
 
@@ -176,6 +176,8 @@ class Args:
     # ---- run
     run_dir: str | None = None
     """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    name: Name | None = None
+    """In place of <algo> in the default of --run-dir, so that you know the run again."""
     resume: str = "auto"
     """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
     seed: int = 1
@@ -221,6 +223,8 @@ class Args:
             problems.append("--lora-alpha is given without --lora-r")
         if self.lora_r == 0 and tuple(self.lora_targets) != ATTENTION:
             problems.append("--lora-targets is given without --lora-r")
+        if self.name and self.run_dir:
+            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 

@@ -89,6 +89,7 @@ from common.ranges import (
     Decay,
     Fraction,
     Layers,
+    Name,
     Natural,
     NonNegative,
     Positive,
@@ -237,6 +238,8 @@ class Args:
     # ---- run
     run_dir: str | None = None
     """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    name: Name | None = None
+    """In place of <algo> in the default of --run-dir, so that you know the run again."""
     resume: str = "auto"
     """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
     seed: int = 1
@@ -276,6 +279,8 @@ class Args:
             problems.append("--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)")
         if self.reference_free and self.ref_model is not None:
             problems.append("--reference-free does not go with --ref-model")
+        if self.name and self.run_dir:
+            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 

@@ -92,6 +92,7 @@ from common.ranges import (
     Count,
     Decay,
     Layers,
+    Name,
     Natural,
     NonNegative,
     Positive,
@@ -251,6 +252,8 @@ class Args:
     # ---- run
     run_dir: str | None = None
     """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    name: Name | None = None
+    """In place of <algo> in the default of --run-dir, so that you know the run again."""
     resume: str = "auto"
     """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
     seed: int = 1
@@ -299,6 +302,8 @@ class Args:
             problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
         if self.ref_model is not None and self.kl_coef == 0:
             problems.append("--ref-model needs a --kl-coef above 0")
+        if self.name and self.run_dir:
+            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 

@@ -92,6 +92,7 @@ from common.ranges import (
     Decay,
     Fraction,
     Layers,
+    Name,
     Natural,
     NonNegative,
     Positive,
@@ -245,6 +246,8 @@ class Args:
     # ---- run
     run_dir: str | None = None
     """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    name: Name | None = None
+    """In place of <algo> in the default of --run-dir, so that you know the run again."""
     resume: str = "auto"
     """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
     seed: int = 1
@@ -284,6 +287,8 @@ class Args:
             problems.append(f"--betas {self.betas} must differ in their six digits, which name the metrics")
         if self.eval_prompts is not None and self.metric is None:
             problems.append("--eval-prompts is given without --metric, which scores what is sampled")
+        if self.name and self.run_dir:
+            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 
@@ -1034,10 +1039,10 @@ def usage(headline, args):
         beta = next((f"{beta:g}" for beta in args.betas if beta > 0), "0")
         reason = "no beta was evaluated"
     options = f"beta={beta}, top_k={args.top_k}, top_p={args.top_p:g}"
-    return USAGE.replace("OPTIONS", options).replace("REASON", reason)
+    return GUIDED_USAGE.replace("OPTIONS", options).replace("REASON", reason)
 
 
-USAGE = """from transformers import AutoTokenizer; from algos.ilql import PolicyWithQ  # of this repository
+GUIDED_USAGE = """from transformers import AutoTokenizer; from algos.ilql import PolicyWithQ  # of this repository
 tokenizer, policy = AutoTokenizer.from_pretrained({folder!r}), PolicyWithQ.load({folder!r})
 inputs = tokenizer({prompt!r}, add_special_tokens=False, return_tensors='pt')
 with policy.guided(OPTIONS):  # REASON

@@ -89,6 +89,7 @@ from common.ranges import (
     Decay,
     Fraction,
     Layers,
+    Name,
     Natural,
     NonNegative,
     Positive,
@@ -268,6 +269,8 @@ class Args:
     # ---- run
     run_dir: str | None = None
     """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    name: Name | None = None
+    """In place of <algo> in the default of --run-dir, so that you know the run again."""
     resume: str = "auto"
     """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
     seed: int = 1
@@ -319,6 +322,8 @@ class Args:
             )
         if 0 < self.ratio_threshold <= 1:
             problems.append(f"--ratio-threshold {self.ratio_threshold} must be 0 or more than 1")
+        if self.name and self.run_dir:
+            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 

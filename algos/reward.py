@@ -67,7 +67,7 @@ from common.functions import build
 from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import end_tokens, freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
-from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, out_of_range
+from common.ranges import Count, Decay, Layers, Name, Natural, NonNegative, Positive, Repository, out_of_range
 from common.sampling import decode, generate_all, kept_ids
 from common.screen import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
@@ -181,6 +181,8 @@ class Args:
     # ---- run
     run_dir: str | None = None
     """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    name: Name | None = None
+    """In place of <algo> in the default of --run-dir, so that you know the run again."""
     resume: str = "auto"
     """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
     seed: int = 1
@@ -214,6 +216,8 @@ class Args:
             problems.append("--norm-policy is given without --norm-prompts")
         if self.norm_prompts is not None and self.norm_policy is None and not isinstance(self.model, str):
             problems.append("--norm-prompts needs --norm-policy where --model is an object")
+        if self.name and self.run_dir:
+            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 

@@ -68,7 +68,19 @@ from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, try_update
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
 from common.output import call_with_output, describe_output, in_chunks
-from common.ranges import Count, Decay, Layers, Natural, NonNegative, Positive, Repository, Share, Text, out_of_range
+from common.ranges import (
+    Count,
+    Decay,
+    Layers,
+    Name,
+    Natural,
+    NonNegative,
+    Positive,
+    Repository,
+    Share,
+    Text,
+    out_of_range,
+)
 from common.sampling import evaluate_samples
 from common.screen import visible
 from common.seeding import seed_libraries, stream_rows
@@ -189,6 +201,8 @@ class Args:
     # ---- run
     run_dir: str | None = None
     """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    name: Name | None = None
+    """In place of <algo> in the default of --run-dir, so that you know the run again."""
     resume: str = "auto"
     """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
     seed: int = 1
@@ -220,6 +234,8 @@ class Args:
         problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
         if self.num_layers_unfrozen == 0:
             problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
+        if self.name and self.run_dir:
+            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 

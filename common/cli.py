@@ -114,9 +114,16 @@ def embedded_task(path):
     return decorate
 
 
+def find_task(path):
+    """A task's YAML file. The repository has it, a script in a single file does not."""
+    if not (ROOT / path).exists():
+        raise InputError(f"give --model and --dataset: the embedded task is not here, there is no {ROOT / path}")
+    return ROOT / path
+
+
 def task_fields(path):
     """{field: value} of a task's YAML file."""
-    fields = yaml.safe_load((ROOT / path).read_text())
+    fields = yaml.safe_load(find_task(path).read_text())
     for name, value in fields.items():
         if isinstance(value, list):
             fields[name] = tuple(value)
@@ -128,7 +135,7 @@ def with_embedded_task(argv, args_class):
     given = {word.partition("=")[0] for word in argv}
     if not given.isdisjoint(("--model", "--dataset", "--config")):
         return argv
-    return ["--config", str(ROOT / args_class.task_file), *argv]
+    return ["--config", str(find_task(args_class.task_file)), *argv]
 
 
 def describe_task(path):
@@ -253,7 +260,7 @@ OTHER_NAMES = {
     "eval_steps": ["use --eval-every"],
     "eval_strategy": ["use --eval-every"],
     "evaluation_strategy": ["use --eval-every"],
-    "exp_name": ["use --name", "use --run-dir"],
+    "exp_name": ["use --name"],
     "filter": ["it is gone; --top-k and --top-p filter what the base model proposes"],
     "formatting": ["it is gone; a --dataset file.py:function returns rows in any form"],
     "formatting_func": ["let --dataset file.py:function return the rows"],
@@ -332,7 +339,7 @@ OTHER_NAMES = {
     "reward_model": ["use --reward"],
     "reward_model_path": ["use --reward"],
     "rpo_alpha": ["use --sft-coef"],
-    "run_name": ["use --name", "use --run-dir"],
+    "run_name": ["use --name"],
     "sample_batch_size": ["use --rollout-batch-size for all images of an epoch, --decode-batch-size for those at once"],
     "sample_eta": ["use --eta"],
     "sample_guidance_scale": ["use --guidance-scale"],
@@ -352,7 +359,7 @@ OTHER_NAMES = {
     "stop_token_id": ["use --stop"],
     "target": ["use --kl-target"],
     "target_kl": ["use --early-stop-kl"],
-    "task_name": ["use --name", "use --run-dir"],
+    "task_name": ["use --name"],
     "tokenizer_path": ["use --tokenizer"],
     "torch_dtype": ["use --dtype"],
     "total_steps": ["use --total-episodes", "use --num-epochs"],

@@ -20,7 +20,8 @@ from common.functions import spec_path
 # Flags that change memory, and so stand in config.yaml, but not the result (to rounding).
 SIZES = """micro_batch_size decode_batch_size packing cache_trunk gradient_checkpointing""".split()
 # Flags that may differ when a run is continued.
-NEUTRAL = [*"run_dir resume threads save_every keep_checkpoints track wandb_project push_to_hub check".split(), *SIZES]
+NEUTRAL = """run_dir name resume threads save_every keep_checkpoints track wandb_project push_to_hub check""".split()
+NEUTRAL += SIZES
 # Flags of how long a run is.
 LENGTHS = "epochs num_epochs total_steps total_episodes".split()
 # Flags that may name files.

@@ -104,6 +104,7 @@ class Run:
         self.signal = None
         self.stepped = False  # since the start of this process
         self.mirror = None
+        self.noted = None
         self.lock = None
         self.handlers = {}
         self.start = time.monotonic()
@@ -184,7 +185,8 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(self.identity | environment(self.accelerator), indent=1))
 
     def _make_folder(self):
-        folder = Path(self.args.run_dir or f"runs/{self.identity['algo']}-{self.identity['hash']}")
+        name = self.args.name or self.identity["algo"]
+        folder = Path(self.args.run_dir or f"runs/{name}-{self.identity['hash']}")
         try:
             if self.args.resume == "never" and folder.exists():
                 number = 2
@@ -348,12 +350,26 @@ class Run:
         with open(self.dir / name, "a", encoding="utf-8") as file:
             file.write("".join(lines))
 
+    def _note(self, record):
+        """Keeps in env.json what benchmarks/compare.py shows of a run that is not finished: its length, and the name of
+        its headline metric, which an evaluation may change."""
+        evaluated = any(name.startswith("eval/") for name in record)
+        if self.noted and not evaluated:
+            return
+        note = {"total_steps": self.total_steps, "headline": self._headline([record])}
+        if note != self.noted:
+            path = self.dir / "env.json"
+            ckpt.write_text(path, json.dumps(json.loads(path.read_text()) | note, indent=1))
+            self.noted = note
+
     def log(self, step, metrics, perf=None):
         """One line of metrics.jsonl (bitwise reproducible; null for what is not finite) and one of perf.jsonl."""
         if not self.main:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self.append("metrics.jsonl", {"step": step, **dict.fromkeys(metrics), **finite})
+        record = {"step": step, **dict.fromkeys(metrics), **finite}
+        self.append("metrics.jsonl", record)
+        self._note(record)
         if perf:
             perf = perf | {"perf/peak_memory_mb": peak_memory_mb(self.accelerator.device)}
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})

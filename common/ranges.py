@@ -3,12 +3,14 @@
 import dataclasses
 import math
 import numbers
+import re
 import types
 import typing
 from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple, Union
 
 from common.cli import flag_of, stop_if
+from common.screen import visible
 
 
 class Range(NamedTuple):
@@ -27,6 +29,13 @@ Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
 Text = Annotated[str, Range("a text that is not empty", bool)]
+Name = Annotated[
+    str,
+    Range(
+        "letters, digits, dots, dashes and underscores, with a letter or digit in front",
+        lambda value: re.fullmatch(r"[^\W_][\w.-]*", str(value)),
+    ),
+]
 Repository = Annotated[str, Range("org/name", lambda value: "/" in value)]
 
 
@@ -36,19 +45,21 @@ def out_of_range(args):
     Raises InputError for values of another type than that of their fields, which only Python can give. Fields of texts
     take any object: a model, rows, a function.
     """
-    fields = [(field, getattr(args, field.name)) for field in dataclasses.fields(args)]
+    annotations = {field.name: field.type for field in dataclasses.fields(args)}
     wrong_types = []
-    for field, value in fields:
-        expected = expected_type(value, field.type)
+    for name, annotation in annotations.items():
+        value = getattr(args, name)
+        expected = expected_type(value, annotation)
         if expected is not None:
-            wrong_types.append(f"{flag_of(field.name)} {value!r:.60} must be {expected}")
+            wrong_types.append(f"{flag_of(name)} {value!r:.60} must be {expected}")
     stop_if(wrong_types)
     problems = []
-    for field, value in fields:
-        allowed = find_range(field.type)
+    for name, annotation in annotations.items():
+        value = getattr(args, name)
+        allowed = find_range(annotation)
         values = value if isinstance(value, list | tuple) else [value]
         if allowed is not None and value is not None and not all(map(allowed.holds, values)):
-            problems.append(f"{flag_of(field.name)} {value} must be {allowed.rule}")
+            problems.append(f"{flag_of(name)} {visible(str(value))} must be {allowed.rule}")
     return problems
 
 

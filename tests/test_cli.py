@@ -27,6 +27,7 @@ from common.ranges import (
     Decay,
     Fraction,
     Layers,
+    Name,
     Natural,
     NonNegative,
     Positive,
@@ -36,6 +37,7 @@ from common.ranges import (
     find_range,
     out_of_range,
 )
+from common.screen import visible
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
 NAN, INF = float("nan"), float("inf")
@@ -56,6 +58,7 @@ NAN, INF = float("nan"), float("inf")
         (Share, [0.1, 1], [0, 1.1, NAN]),
         (Decay, [0, 0.99], [1, -0.1, NAN]),
         (Text, ["a"], [""]),
+        (Name, ["a", "lr-1e-3", "my_run.2", "ß"], ["", "_", "a/b", ".a", "..", "-a", "a b", "a\n"]),
         (Repository, ["org/name"], ["name"]),
         (Count | None, [None, 1], [0]),
         (tuple[Decay, Decay], [(0.0, 0.9)], [(0.0, 1.0), (-1.0, 0.5)]),
@@ -69,7 +72,7 @@ def test_every_range_by_its_bounds(annotation, inside, outside):
         assert out_of_range(args_class(value)) == []
     for value in outside:
         rule = find_range(annotation).rule
-        assert out_of_range(args_class(value)) == [f"--some-field {value} must be {rule}"]
+        assert out_of_range(args_class(value)) == [f"--some-field {visible(str(value))} must be {rule}"]
 
 
 def test_all_fields_are_told_at_once():
@@ -87,6 +90,15 @@ def test_all_fields_are_told_at_once():
         "  - --batch-size 0 must be at least 1",
         "  - --lora-alpha is given without --lora-r",
     ]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_name_is_for_the_default_directory(name):
+    args_class = SCRIPTS[name].Args
+    assert args_class().name is None
+    assert args_class(name="mine").name == "mine"
+    with pytest.raises(InputError, match="^--name is a part of the default --run-dir: leave out one of them$"):
+        args_class(name="mine", run_dir="here")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,10 @@ def test_the_default_directory_is_a_function_of_what_decides_the_result(scripts,
     assert re.fullmatch(r"ppo-[0-9a-f]{8}", first[0]) and len(first) == 1
     assert directories_after("--save-every", "4", "--micro-batch-size", "2", "--track", "off") == first
     assert len(directories_after("--seed", "2")) == 2
-    for number, path in enumerate(["user.py", "prompts.jsonl", "tree/algos/ppo.py", "model/generation_config.json"], 3):
+    named = directories_after("--name", "mine")
+    assert len(named) == 3 and first[0].replace("ppo-", "mine-") in named
+    assert directories_after("--name", "mine", "--save-every", "4") == named
+    for number, path in enumerate(["user.py", "prompts.jsonl", "tree/algos/ppo.py", "model/generation_config.json"], 4):
         with open(tmp_path / path, "a") as file:
             file.write("\n")
         assert len(directories_after()) == number, path

@@ -1,0 +1,298 @@
+"""Compares runs: a table of what they have reached and of the flags that differ, and a picture of their curves.
+
+    python benchmarks/compare.py runs/ppo-1a2b3c4d runs/slow-5e6f7a8b         # the table, and compare.png
+    python benchmarks/compare.py runs --metric eval/optimality --out all.png  # all runs of a folder
+    python benchmarks/compare.py --list                                       # what lies in runs/
+
+Runs that differ in --seed alone are a group: the table has mean and standard deviation over them, the picture their
+mean at each step and a band from the lowest to the highest. The metric is --metric, or the one that the picture of the
+first run begins with, where all have it. The best value of a loss or a perplexity is the lowest, else the highest.
+"""
+
+import argparse
+import fcntl
+import json
+import shutil
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.screen import visible
+
+
+@dataclass
+class Run:
+    """What the directory of a run says."""
+
+    folder: Path
+    algo: str
+    flags: dict
+    files: dict  # {name: hash} of the code and of what flags name
+    headline: str | None  # None before the first step
+    state: str
+    records: list  # the lines of metrics.jsonl
+
+    def curve(self, metric):
+        """[(step, value)], without values that are not finite."""
+        pairs = [(record["step"], record.get(metric)) for record in self.records]
+        return [(step, value) for step, value in pairs if isinstance(value, int | float)]
+
+
+# ---- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_all(paths):
+    """(runs, a sentence for each directory that is left out). A path is a run, or a folder of runs."""
+    runs = []
+    left_out = []
+    for path in paths:
+        folders = [path]
+        if path.is_dir() and not (path / "env.json").exists():
+            folders = sorted(child for child in path.iterdir() if child.is_dir()) or [path]
+        for folder in folders:
+            try:
+                runs.append(read_run(folder))
+            except ValueError as error:
+                left_out.append(f"left out: {folder}: {error}")
+    return runs, left_out
+
+
+def read_run(folder):
+    """The run in a directory. ValueError says why there is none."""
+    if not folder.is_dir():
+        raise ValueError("there is no such directory")
+    if not (folder / "env.json").exists():
+        raise ValueError("it holds no run, there is no env.json")
+    try:
+        env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+        records = read_records(folder / "metrics.jsonl")
+        last_step = records[-1]["step"] if records else None
+        state = state_of(folder, last_step, env.get("total_steps"))
+        return Run(folder, env["algo"], dict(env["flags"]), dict(env["files"]), env.get("headline"), state, records)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("its env.json or metrics.jsonl is damaged, or not of a run") from None
+
+
+def read_records(path):
+    """The lines of metrics.jsonl that are whole: the last one may be half written."""
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    if not all(isinstance(record["step"], int) for record in records):
+        raise ValueError("a line of metrics.jsonl has no step")
+    return records
+
+
+def state_of(folder, last_step, total_steps):
+    """Whether a run is finished, running (its lock is held) or stopped, and after which step of how many."""
+    if (folder / "README.md").exists():
+        return "finished"
+    state = "running" if is_locked(folder / ".lock") else "stopped"
+    if last_step is None:
+        return f"{state}, no step"
+    if total_steps is None:
+        return f"{state} {last_step}"
+    return f"{state} {last_step}/{total_steps}"
+
+
+def is_locked(path):
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+# ---- Comparing -------------------------------------------------------------------------------------------------------
+
+
+def choose_metric(runs, metric):
+    """The metric of --metric, else the first headline of a run that all have; None where no run has a step."""
+    started = [run for run in runs if run.records]
+    if not started:
+        return None
+    names = set()
+    for run in started:
+        names.update(*run.records)
+    names = sorted(names - {"step"})
+    if metric is not None:
+        if not any(run.curve(metric) for run in started):
+            raise SystemExit(f"error: no run has --metric {metric}; there are {', '.join(names)}")
+        return metric
+    shared = [name for name in names if all(run.curve(name) for run in started)]
+    headlines = [run.headline for run in started]
+    for headline in headlines:
+        if headline in shared:
+            return headline
+    raise SystemExit(
+        f"error: the runs begin with different metrics ({', '.join(sorted(set(map(str, headlines))))}): choose one "
+        f"with --metric; they share {', '.join(shared) or 'none'}"
+    )
+
+
+def grouped(runs):
+    """Lists of the runs that differ in their seed alone."""
+    groups = {}
+    for run in runs:
+        flags = run.flags | {"seed": None}
+        groups.setdefault(json.dumps([run.algo, flags, run.files], sort_keys=True), []).append(run)
+    return list(groups.values())
+
+
+def differing(mappings):
+    """The names that have different values in some of these mappings; a name that is missing is a difference, too."""
+    names = {}
+    for mapping in mappings:
+        names |= mapping
+    return [name for name in names if len({json.dumps(mapping.get(name)) for mapping in mappings}) > 1]
+
+
+def describe(runs):
+    """{directory: its algorithm and flags, as far as those of other runs differ}; without flags that some runs lack."""
+    one_algo = len({run.algo for run in runs}) == 1
+    in_all = set.intersection(*(set(run.flags) for run in runs)) - {"seed"}
+    names = [name for name in differing([run.flags for run in runs]) if name in in_all]
+    texts = {}
+    for run in runs:
+        words = [f"--{name.replace('_', '-')} {run.flags[name]}" for name in names]
+        texts[run.folder] = ", ".join(words if one_algo else [run.algo, *words])
+    return texts
+
+
+def best_point(curve, metric):
+    """(value, step) of the best value."""
+    lowest = "loss" in metric or "perplexity" in metric
+    points = [(value, step) for step, value in curve]
+    return min(points) if lowest else max(points, key=lambda point: point[0])
+
+
+def table_rows(groups, metric):
+    """A row for each run, and one for each group of several."""
+    rows = []
+    for number, group in enumerate(groups, 1):
+        lasts = []
+        bests = []
+        for run in group:
+            row = {"group": number, "run": run.folder.name, "last": "", "best": ""}
+            row |= {"state": run.state, "seed": run.flags.get("seed", "")}
+            if curve := run.curve(metric):
+                value, step = best_point(curve, metric)
+                lasts.append(curve[-1][1])
+                bests.append(value)
+                row |= {"last": f"{lasts[-1]:.3g}", "best": f"{value:.3g} at {step}"}
+            rows.append(row)
+        if len(lasts) > 1:
+            row = {"group": number, "run": f"mean ± std of {len(lasts)}"}
+            row |= {"last": mean_and_std(lasts), "best": mean_and_std(bests)}
+            rows.append(row | {"state": "", "seed": ""})
+    return rows
+
+
+def mean_and_std(values):
+    return f"{fmean(values):.3g} ± {stdev(values):.2g}"
+
+
+def draw(groups, metric, texts, path):
+    """The mean of each group at each step over the seeds that have reached it, and a band from lowest to highest."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"text.parse_math": False}):
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        for number, group in enumerate(groups, 1):
+            values = {}
+            for run in group:
+                for step, value in run.curve(metric):
+                    values.setdefault(step, []).append(value)
+            if not values:
+                continue
+            steps = sorted(values)
+            label = f"{number}: {texts[group[0].folder] or group[0].folder.name}"
+            if len(group) > 1:
+                label += f" ({len(group)} seeds)"
+            label = textwrap.fill(visible(label), 60)
+            axes.plot(steps, [fmean(values[step]) for step in steps], marker=".", label=label)
+            lowest = [min(values[step]) for step in steps]
+            highest = [max(values[step]) for step in steps]
+            axes.fill_between(steps, lowest, highest, alpha=0.2, linewidth=0)
+        axes.set(xlabel="optimizer step", ylabel=metric)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        figure.savefig(path, dpi=120)
+
+
+# ---- Terminal --------------------------------------------------------------------------------------------------------
+
+
+def print_table(rows):
+    """With as many of the columns, from the left, as the terminal has room for."""
+    cells = [[visible(str(cell)) for cell in row] for row in ([*rows[0]], *(row.values() for row in rows))]
+    room = shutil.get_terminal_size().columns
+    lines = [""] * len(cells)
+    for column in zip(*cells, strict=True):
+        width = max(map(len, column)) + 2
+        if len(lines[0]) + width - 2 > room and lines[0]:
+            break
+        lines = [line + cell.ljust(width) for line, cell in zip(lines, column, strict=True)]
+    print("\n".join(line.rstrip() for line in lines))
+
+
+def short_name(model):
+    """Without the folders or the organisation, and of `file.py:function` the file."""
+    return model.rstrip("/").rpartition("/")[2].partition(".py:")[0]
+
+
+def list_rows(runs):
+    """A row for each run."""
+    rows = []
+    for run in runs:
+        curve = run.curve(run.headline)
+        changed = max(path.stat().st_mtime for path in run.folder.glob("*.json*"))
+        row = {"run": run.folder.name, "state": run.state}
+        row["headline"] = f"{run.headline} {curve[-1][1]:.3g}" if curve else ""
+        row["algo"] = run.algo
+        row["date"] = time.strftime("%Y-%m-%d", time.localtime(changed))
+        row["model"] = short_name(str(run.flags.get("model")))
+        rows.append(row)
+    return rows
+
+
+def main(paths, lists, metric, out):
+    runs, left_out = read_all([Path(path) for path in paths])
+    for sentence in left_out:
+        print(visible(sentence))
+    if not runs:
+        raise SystemExit(f"error: there is no run in {', '.join(paths)}")
+    if lists:
+        print_table(list_rows(runs))
+        return
+    metric = choose_metric(runs, metric)
+    groups = grouped(runs)
+    texts = describe(runs)
+    print(f"\n{metric or 'no run has a step'}")
+    print_table(table_rows(groups, metric))
+    for number, group in enumerate(groups, 1):
+        print(f"group {number}: {visible(texts[group[0].folder]) or 'as all others'}")
+    if other_files := differing([run.files for run in runs]):
+        print(f"files that differ: {', '.join(other_files)}")
+    if metric:
+        draw(groups, metric, texts, out)
+        print(f"picture {out}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("paths", nargs="*", default=["runs"], metavar="RUN", help="a run, or a folder of runs [runs]")
+    parser.add_argument("--list", action="store_true", dest="lists", help="only say what lies there")
+    parser.add_argument("--metric", help="a metric that the runs share")
+    parser.add_argument("--out", default="compare.png", help="the picture [compare.png]")
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,263 @@
+"""Writes a script with what it uses of common/ into one Python file, which runs anywhere:
+
+    python benchmarks/single_file.py algos/ppo.py my_ppo.py
+
+Definitions keep their text, with comments and docstrings; those that the script does not reach are left out. The file
+writes the same metrics.jsonl to the byte. It needs the packages of requirements.txt, but neither the repository nor the
+embedded tasks, which it does not hold.
+
+How: a name at the top of a file means a definition of that file, an import, or what `from common.x import name` brings.
+From the script on, all names that are read are followed. In one file each name can have only one meaning; two are an
+error.
+"""
+
+import argparse
+import ast
+import builtins
+import re
+import subprocess
+import symtable
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN_NAMES = {"__file__", "__name__"}  # of every file
+HEADER = """# {script} with what it uses of common/, in one file. Made by
+#     {command}
+# from plainrl, commit {commit}. License: at the end of this file.
+"""
+
+
+@dataclass
+class Source:
+    """A file taken apart."""
+
+    name: str  # common/cli.py
+    docstring: str = ""  # as it stands there, with its quotes
+    parts: list = field(default_factory=list)  # the statements at its top, without imports
+    imports: dict = field(default_factory=dict)  # {name: the import statements that bind it}, of other packages
+    shared: dict = field(default_factory=dict)  # {name: the file of common/ that it comes from}
+
+
+@dataclass
+class Part:
+    """A statement at the top of a file."""
+
+    text: str  # with the comments above it
+    defined: set  # the names that it binds
+    used: set  # the names of its file that it reads
+    before_imports: bool  # whether imports follow it
+
+
+# ---- A file ----------------------------------------------------------------------------------------------------------
+
+
+IMPORTS = ast.Import | ast.ImportFrom
+
+
+def take_apart(name):
+    """The Source of a file of the repository."""
+    whole_text = (ROOT / name).read_text()
+    shared, text = without_shared_imports(name, whole_text)
+    body = ast.parse(text).body
+    whole_body = ast.parse(whole_text).body
+    last_import = max((node.lineno for node in whole_body if isinstance(node, IMPORTS)), default=0)
+    before_imports = [node.lineno < last_import for node in whole_body if not is_shared_import(node)]
+    lines = text.splitlines(keepends=True)
+    source = Source(name, shared=shared)
+    end = 0
+    for node, is_before in zip(body, before_imports, strict=True):
+        begin = end
+        end = node.end_lineno
+        statement = "".join(lines[begin:end])
+        if isinstance(node, IMPORTS):
+            add_imports(source, node)
+        elif node is body[0] and isinstance(node, ast.Expr):
+            source.docstring = statement
+        else:
+            source.parts.append(Part(statement, *names_of(statement), is_before))
+    return source
+
+
+def is_shared_import(node):
+    return isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "common"
+
+
+def without_shared_imports(name, text):
+    """({name: file of common/}, the text without its imports from there, which may stand within functions)."""
+    shared = {}
+    modules = {}
+    edits = []  # (first byte, last byte) of what goes
+    lines = text.encode().splitlines(keepends=True)
+    starts = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if not is_shared_import(node):
+            continue
+        edits.append((starts[node.lineno - 1], starts[node.end_lineno]))
+        for alias in node.names:
+            if node.module == "common":
+                modules[alias.asname or alias.name] = f"common/{alias.name}.py"
+            elif alias.asname:
+                raise SystemExit(f"error: {name} imports {alias.name} as {alias.asname}: it needs one name")
+            else:
+                shared[alias.name] = f"{node.module.replace('.', '/')}.py"
+    variables = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    variables |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for node in ast.walk(tree):  # checkpoint.export becomes export
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            if node.attr in variables:
+                raise SystemExit(f"error: {name} has a variable {node.attr} and reads {ast.unparse(node)}. Rename one")
+            begin = starts[node.lineno - 1] + node.col_offset
+            edits.append((begin, begin + len(f"{node.value.id}.")))
+            shared[node.attr] = modules[node.value.id]
+    content = text.encode()
+    for begin, end in sorted(edits, reverse=True):
+        content = content[:begin] + content[end:]
+    return shared, content.decode()
+
+
+def add_imports(source, node):
+    for alias in node.names:
+        one = ast.Import([alias])
+        if isinstance(node, ast.ImportFrom):
+            one = ast.ImportFrom(node.module, [alias], 0)
+        bound = alias.asname or alias.name.partition(".")[0]
+        source.imports.setdefault(bound, set()).add(ast.unparse(one))
+
+
+def names_of(text):
+    """(names that a statement binds, names at the top of a file that it reads, also within functions)."""
+    table = symtable.symtable(text, "statement", "exec")
+    defined = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned()}
+    used = set()
+    scopes = [table]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        for symbol in scope.get_symbols():
+            if symbol.is_referenced() and (symbol.is_global() or scope is table):
+                used.add(symbol.get_name())
+    return defined, used
+
+
+# ---- All files -------------------------------------------------------------------------------------------------------
+
+
+class Collection:
+    """What a script reaches."""
+
+    def __init__(self, script):
+        self.sources = {}
+        self.kept = {}  # {file: places of its parts}
+        self.imports = set()
+        self.meanings = {}  # {name: what it stands for}
+        self.order = []  # files, each behind those that it needs
+        self.script = self.source(script)
+        for part in self.script.parts:
+            if not is_for_imports(part):
+                self.keep(self.script, part)
+
+    def source(self, name):
+        if name not in self.sources:
+            self.sources[name] = take_apart(name)
+            self.kept[name] = []
+            for needed in self.sources[name].shared.values():
+                self.source(needed)
+            self.order.append(name)
+        return self.sources[name]
+
+    def keep(self, source, part):
+        """Keeps a part, and all that it reads."""
+        if part in self.kept[source.name]:
+            return
+        self.kept[source.name].append(part)
+        for name in part.defined:
+            self.mean(name, source.name)
+        for name in part.used:
+            self.find(source, name)
+
+    def find(self, source, name):
+        """Keeps what a name of a file stands for."""
+        definitions = [part for part in source.parts if name in part.defined]
+        if definitions:
+            for part in definitions:
+                self.keep(source, part)
+        elif name in source.shared:
+            self.find(self.source(source.shared[name]), name)
+        elif name in source.imports:
+            statements = source.imports[name]
+            packages = {re.sub(r"^import (\w+)\.\S+$", r"import \1", statement) for statement in statements}
+            self.mean(name, ", ".join(sorted(packages)))
+            self.imports |= statements
+        elif hasattr(builtins, name):
+            self.mean(name, "the name of Python")
+        elif name not in OWN_NAMES:
+            raise SystemExit(f"error: {source.name} reads {name}, which it does not define")
+
+    def mean(self, name, meaning):
+        first = self.meanings.setdefault(name, meaning)
+        if first != meaning:
+            raise SystemExit(f"error: {name} would mean two things in one file: {first}; {meaning}. Rename one")
+
+
+def is_for_imports(part):
+    """Whether a statement of a script is there that `common` is found."""
+    return part.before_imports and ("sys.path" in part.text or '"common"' in part.text)
+
+
+def single_file(script, target, command):
+    """The text of the file."""
+    collection = Collection(script)
+    source = collection.script
+    own = [part for part in source.parts if part in collection.kept[script]]
+    sections = ["\n".join(sorted(filter(of_python, collection.imports)))]
+    sections += [part.text for part in own if part.before_imports]
+    sections.append("\n".join(sorted(collection.imports - set(filter(of_python, collection.imports)))))
+    for name in collection.order:
+        parts = [part for part in collection.sources[name].parts if part in collection.kept[name]]
+        if name == script:
+            sections.append(banner(name))
+            sections += [part.text for part in own if not part.before_imports]
+        elif parts:
+            sections.append(banner(name) + collection.sources[name].docstring)
+            sections += [re.sub(r"(?m)^# ---- .*\n", "", part.text) for part in parts]
+    text = "\n".join(sections)
+    text = text.replace("ROOT = Path(__file__).resolve().parents[1]", "ROOT = Path(__file__).resolve().parent")
+    text = text.replace(f"from {script[:-3].replace('/', '.')} import", f"from {Path(target).stem} import")
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+    header = HEADER.format(script=script, commit=commit, command=command)
+    license_text = textwrap.indent((ROOT / "LICENSE").read_text(), "# ", lambda line: True)
+    return f"{header}{source.docstring}\n\n{text}\n\n\n{banner('LICENSE')}{license_text}"
+
+
+def of_python(statement):
+    return statement.split()[1].partition(".")[0] in sys.stdlib_module_names
+
+
+def banner(name):
+    return f"\n\n# ==== {name} ".ljust(122, "=") + "\n"
+
+
+def formatted(text):
+    """The text as ruff sorts and formats files of this repository."""
+    for words in (["check", "--select", "I", "--fix"], ["format"]):
+        command = [sys.executable, "-m", "ruff", *words, "-q", "--stdin-filename", str(ROOT / "algos/one.py"), "-"]
+        text = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    return text
+
+
+def main(script, target):
+    name = str(Path(script).resolve().relative_to(ROOT))
+    command = f"python benchmarks/single_file.py {name} {Path(target).name}"
+    Path(target).write_text(formatted(single_file(name, target, command)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("script", help="of algos/")
+    parser.add_argument("target", help="the file to write")
+    main(**vars(parser.parse_args()))

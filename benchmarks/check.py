@@ -233,12 +233,15 @@ CLAIMS = {
         score="eval/optimality",
         lines={},
         bars=[
+            ("pairs-100-kl-0", "eval/optimality", "last", "<=", 0.3, 3),
             ("pairs-100-kl-0", "eval/optimality", "fall", ">=", 0.05, 3),
-            ("pairs-100-kl-0", "eval/reward", "rise", ">=", 0.5, 3),
-            ("pairs-300-kl-0", "eval/optimality", "last", "<=", 0.2, 2),
-            ("pairs-100-kl-0.2", "eval/optimality", "last", ">=", 0.45, 3),
+            ("pairs-100-kl-0", "eval/reward", "rise", ">=", 0.15, 3),
+            ("pairs-300-kl-0", "eval/optimality", "fall", ">=", 0.05, 3),
+            ("pairs-300-kl-0", "eval/reward", "rise", ">=", 0.25, 3),
+            ("pairs-100-kl-0.05", "eval/optimality", "last", ">=", 0.45, 3),
             ("pairs-all-kl-0", "eval/optimality", "last", ">=", 0.85, 3),
-            ("pairs-all-kl-0", "eval/optimality", "fall", "<=", 0.05, 3),
+            ("pairs-all-kl-0", "eval/optimality", "fall", "<=", 0.05, 2),
+            ("pairs-all-kl-0.2", "eval/optimality", "last", ">=", 0.93, 3),
         ],
         table={
             "eval/reward": "learned reward",
@@ -246,23 +249,24 @@ CLAIMS = {
             "objective/kl": "KL to the start",
         },
         text=(
-            "After Gao et al. 2022 (arXiv 2210.10760). Reward models learn from the first 100, 300, 1000 or all of the"
-            " training pairs; PPO follows each with four KL coefficients, 40 iterations of 128 episodes. The learned "
-            "reward has mean 0 and deviation 1 over samples of the start (`--norm-prompts`); the true one is the "
-            "optimality. Without a KL and with 100 pairs the learned reward rises to the end in all seeds while the "
-            "true one falls below where it began: nine of ten walks then leave the edges of the graph. With 300 pairs "
-            "that is so in two of three seeds. With all pairs the true reward does not turn. A coefficient of 0.2 "
-            "gives the best true reward with 100, 300 and 1000 pairs, although the learned one ends lower than "
-            "without: the two orders differ. A coefficient of 1 is worse again: the penalty is then as large as the "
-            "reward, and the values, whose loss has the weight 10 of the task, follow it badly. How much of the fall "
-            "without a KL is due to that weight was not measured. What to do in a run of one's own, where the truth is"
-            " not known: look at samples and at the KL beside the reward, and keep back a second judge that nothing is"
-            " trained on (a reward model of other pairs, or people on a few dozen samples an evaluation); stop where "
-            "it turns, not where the reward is highest; compare a few KL coefficients by that judge. Here the judge "
-            "was the truth itself; a learned one was not tried. A learned reward that rises together with the KL is "
-            "not progress until the judge says so. More pairs did more than any coefficient, though the model of all "
-            "pairs was also trained for 1072 steps, the others for 400. Other work shared the two cores, so the "
-            "seconds are too many."
+            "After Gao et al. 2022 (arXiv 2210.10760). Reward models learn from the first 100, 300, 1000 or all "
+            "of the training pairs; PPO follows each with four KL coefficients, 40 iterations of 128 episodes, a "
+            "value loss of weight 0.1 (the task's 10 is for rewards that stay below 1) and an evaluation every "
+            "other iteration. The learned reward has mean 0 and deviation 1 over samples of the start "
+            "(`--norm-prompts`); the true one is the optimality. Without a KL the learned reward rises to the "
+            "end, whatever it was learned from. With 100 pairs the true one falls from the beginning; with 300 "
+            "pairs it rises, turns and falls again, in all seeds, while most walks leave the edges of the graph. "
+            "With all pairs it reaches 0.86 to 0.92 and stays there in two seeds; in the third it loses 0.12 of "
+            "its 0.98 at the very end. A coefficient of 0.05 or 0.2 gives the best true reward at every number of "
+            "pairs, also with all of them, although the learned reward ends lower than without. A coefficient of "
+            "1 keeps the policy near the start, and most of what could be won is not. What to do in a run of "
+            "one's own, where the truth is not known: look at samples and at the KL beside the reward, and keep "
+            "back a second judge that nothing is trained on (a reward model of other pairs, or people on a few "
+            "dozen samples an evaluation); stop where it turns, not where the reward is highest; compare a few KL "
+            "coefficients by that judge. Here the judge was the truth itself; a learned one was not tried. A "
+            "learned reward that rises together with the KL is not progress until the judge says so. More pairs "
+            "did more than any coefficient, though the model of all pairs was also trained for 1072 steps, the "
+            "others for 400. Other work shared the two cores, so the seconds are too many."
         ),
         scores={f"reward-{pairs}": "eval/all/accuracy" for pairs in PAIRS},
         panels=["eval/optimality", "eval/reward"],

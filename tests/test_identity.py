@@ -4,8 +4,11 @@ Each change of a user's file or object that can change the result gives another 
 the same, in another process, too.
 """
 
+import cmath
 import functools
+import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -106,13 +109,18 @@ def test_a_changed_import_of_a_copied_script_is_another_run(tree):
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
 REWARD = """
+import enum
 import functools
+import pathlib
 import re
 import numpy as np
 import torch
 import beside
 
 WORDS = {"good", "fine", "nice"}
+KINDS = enum.Enum("Kinds", "A B C D")
+GOOD = {KINDS.A, KINDS.B, KINDS.C}  # whose order depends on the process
+PATHS = {pathlib.Path("a"), pathlib.Path("b"), pathlib.Path("c")}
 PATTERN = re.compile("a+")
 TABLE = {("a", 1): [0.5, None]}
 ARRAY = np.arange(4.0)
@@ -176,6 +184,10 @@ def lazy(outputs, **columns):
     return [count(output) for output in outputs]
 
 
+def of_sets(outputs, **columns):
+    return [output in GOOD or output in PATHS for output in outputs]
+
+
 def by_module(outputs, **columns):
     return [beside.count(output) for output in outputs]
 
@@ -217,6 +229,8 @@ CHANGES = [  # what is given, what is changed in the file, whether that is anoth
     ('pair["second"]', "[1.0]", "[3.0]", False),
     ('made["of"]', "2 * len", "3 * len", True),
     ("lazy", "len(text) + 1", "len(text) + 2", False),
+    ("of_sets", "KINDS.C}", "KINDS.D}", True),
+    ("of_sets", 'Path("c")', 'Path("d")', True),
 ]
 
 
@@ -345,6 +359,48 @@ def test_models_are_their_weights_configuration_and_own_code(build_model):
 
     assert described(Judge(1.0)) == described(Judge(1.0)) != described(Judge(2.0))
     assert described(Judge(1.0)) == described(Judge(1.0).eval())
+    assert described(Judge(["good"])) == described(Judge(["good"])) != described(Judge(["bad"]))
+    buffered = [Judge(1.0) for _ in range(2)]
+    for value, judge in enumerate(buffered):
+        judge.register_buffer("shift", torch.tensor(value), persistent=False)
+    assert described(buffered[0]) != described(buffered[1])
+
+
+class Lookup(dict):
+    def __call__(self, outputs, **columns):
+        return [self[output] for output in outputs]
+
+
+class Negative(Lookup):
+    def __call__(self, outputs, **columns):
+        return [-self[output] for output in outputs]
+
+
+def test_a_dict_that_is_a_function_is_its_methods_too(monkeypatch):
+    before = described(Lookup(a=1))
+    assert before == described(Lookup(a=1)) != described(Lookup(a=2))
+    monkeypatch.setattr(Lookup, "__call__", Negative.__call__)
+    assert described(Lookup(a=1)) != before
+
+
+def test_which_module_of_a_library_a_function_reads():
+    def scorer(library):
+        return lambda outputs, **columns: [library.sqrt(len(output)) for output in outputs]
+
+    assert described(scorer(math)) == described(scorer(math)) != described(scorer(cmath))
+
+
+def test_a_class_of_a_file_that_was_loaded_by_hand(tmp_path):
+    hashes = []
+    for gain in (1, 2):
+        path = tmp_path / f"{gain}/judge.py"
+        path.parent.mkdir()
+        path.write_text(f"class Judge:\n    def __call__(self, outputs): return [{gain}.0 for _ in outputs]\n")
+        spec = importlib.util.spec_from_file_location("judge", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        hashes.append(described(module.Judge()))
+    assert hashes[0] != hashes[1]
 
 
 # ---- What cannot be known --------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ class Screen:
     def start(self):
         """Draws from now on, if there is a terminal."""
         self.stream = sys.stderr
-        if self.live or not self.main or not self.stream.isatty():
+        # both: `| tee log` would print into the line, and the log would have no progress
+        if self.live or not self.main or not (os.isatty(1) and os.isatty(2)):
             return
         self.live = True
         self.ended.clear()
@@ -67,7 +68,7 @@ class Screen:
         if total > 1:
             self.total = total
             self.unit = "steps"
-        self.advance(1)
+            self.advance(1)
 
     def advance(self, count):
         self.done += count
@@ -75,7 +76,7 @@ class Screen:
         now = time.monotonic()
         if not self.live and self.main and now - self.reported > REPORT:
             self.reported = now
-            print(self.progress(), flush=True)
+            self.say(self.progress())
 
     @contextlib.contextmanager
     def counts_tokens(self, model):
@@ -108,7 +109,7 @@ class Screen:
         if not self.live:
             return
         with self.lock, contextlib.suppress(OSError, ValueError):  # the terminal may be gone
-            width = os.get_terminal_size(self.stream.fileno()).columns - 1
+            width = (os.get_terminal_size(self.stream.fileno()).columns or 80) - 1  # some have no size
             text = ""
             for part in filter(None, [self.headline, self.progress(), *self.metrics.split(" | ")]):
                 longer = f"{text} | {part}" if text else part

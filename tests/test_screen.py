@@ -85,6 +85,9 @@ def test_whole_parts_fit_into_the_line(monkeypatch):
     monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((53, 24)))
     screen.draw()
     assert screen.stream.getvalue().endswith("\x1b[2K8/24, eta 5 s | sampling 0/1,234 rows, 0 s | kl 1.5\r")
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((0, 0)))  # of some containers
+    screen.draw()
+    assert screen.stream.getvalue().endswith("rows, 0 s | kl 1.5 | scores 0.123 | x 1\r")
 
 
 def test_long_activities_are_reported_without_a_terminal(monkeypatch, capsys):
@@ -97,6 +100,45 @@ def test_long_activities_are_reported_without_a_terminal(monkeypatch, capsys):
     for now[0] in (110.0, 131.0, 140.0, 163.0):
         screen.advance(100)
     assert capsys.readouterr().out == "scoring pairs 200/700 pairs, 31 s\nscoring pairs 400/700 pairs, 63 s\n"
+    for now[0] in (200.0, 240.0):
+        screen.step(1)  # of an iteration of one step, which has its own line
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    screen.show("sampling", 8)
+    now[0] = 300.0
+    screen.advance(1)
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+SHOWN = """import sys
+sys.path.insert(0, {root!r})
+from common.screen import screen
+screen.start()
+screen.show("sampling", 8)
+screen.say("a line")
+screen.stop()
+"""
+
+
+@pytest.mark.parametrize(("shell", "is_live"), [("{}", True), ("{} | cat", False), ("{} 2> /dev/null", False)])
+def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(shell, is_live, tmp_path):
+    """`| tee log` would print into it, and the log would have no progress."""
+    (tmp_path / "shown.py").write_text(SHOWN.format(root=str(ROOT)))
+    pieces, code = in_terminal(["sh", "-c", shell.format(f"{sys.executable} shown.py")], 80, tmp_path, os.environ)
+    text = "".join(piece for _, piece in pieces)
+    picture = "\r\x1b[2Ksampling 0/8 rows, 0 s\r"
+    clear = "\r\x1b[2K"
+    assert (code, text) == (0, f"{picture}{clear}a line\r\n{picture}{clear}" if is_live else "a line\r\n")
+
+
+def test_without_an_output_for_errors(tmp_path):
+    (tmp_path / "shown.py").write_text(SHOWN.format(root=str(ROOT)))
+    done = subprocess.run(f"{sys.executable} {tmp_path}/shown.py 2>&-", shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "a line\n")
 
 
 @pytest.mark.parametrize("columns", [80, 140])

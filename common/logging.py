@@ -103,6 +103,7 @@ class Run:
         self.dir = None
         self.signal = None
         self.stepped = False  # since the start of this process
+        self.made = False  # whether this process has made the directory
         self.mirror = None
         self.noted = None
         self.lock = None
@@ -181,8 +182,9 @@ class Run:
             keep_lines(self.dir / name, self.state.get("step", -1))
         if not self.same:
             sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
-            ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
+            # first env.json, by which `_make_folder` knows the directory of a run
             ckpt.write_text(self.dir / "env.json", json.dumps(self.identity | environment(self.accelerator), indent=1))
+            ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
 
     def _make_folder(self):
         name = self.args.name or self.identity["algo"]
@@ -193,9 +195,10 @@ class Run:
                 while folder.with_name(f"{folder.name}-{number}").exists():
                     number += 1
                 folder = folder.with_name(f"{folder.name}-{number}")
+            self.made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             names = [path.name for path in folder.iterdir()]
-            foreign = [name for name in names if not name.startswith((".lock", ".tmp-", "config.yaml"))]
+            foreign = [name for name in names if not name.startswith((".lock", ".tmp-"))]
             if foreign and "env.json" not in names:
                 raise InputError(f"--run-dir {folder} holds files but no run: choose another name")
             self.lock = open(folder / ".lock", "a+")
@@ -319,7 +322,7 @@ class Run:
 
     def close(self):
         screen.stop()
-        if self.dir and self.main and self._holds_nothing():
+        if self.dir and self._holds_nothing():
             shutil.rmtree(self.dir, ignore_errors=True)
             if not self.args.run_dir:
                 with contextlib.suppress(OSError):  # other runs are there
@@ -335,9 +338,10 @@ class Run:
             _open.remove(self)
 
     def _holds_nothing(self):
-        """Whether the directory has no run yet, or by a signal no more than its beginning."""
+        """Whether this process has made the directory, and no run in it yet, or by a signal no more than its beginning.
+        One that was there before is never removed: it may hold another's files."""
         begun = (self.dir / "env.json").exists()
-        return not begun or (self.signal and not self.stepped and not self.state)
+        return self.made and not self.stepped and (self.signal or not begun)
 
     # -- output
 

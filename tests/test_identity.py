@@ -9,7 +9,9 @@ import functools
 import importlib.util
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -514,3 +516,29 @@ def test_check_looks_at_the_checkpoint(gpt2_dir, tmp_path, flags, sentence):
     with pytest.raises(InputError, match=sentence):
         run(sft, gpt2_dir, tmp_path / "new", check=True, **flags)
     assert snapshot(tmp_path) == before and not (tmp_path / "new").exists()
+
+
+# ---- Directories -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", [None, [], ["notes.txt"], ["config.yaml"], ["env.json", "notes.txt"]], ids=str)
+def test_a_directory_that_was_there_is_never_removed(gpt2_dir, tmp_path, there):
+    """A signal before the first step removes what the run has made, and no file of the user."""
+    folder = tmp_path / "run"
+    for name in there or []:
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("the user's")
+    if there == []:
+        folder.mkdir()
+
+    def metric(outputs, **columns):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    flags = {"metric": metric, "eval_prompts": [{"prompt": "a"}], "max_new_tokens": 3}
+    foreign = there in (["notes.txt"], ["config.yaml"])
+    with pytest.raises(InputError if foreign else SystemExit, match="holds files but no run" if foreign else "143"):
+        run(sft, gpt2_dir, folder, **flags)
+    assert folder.exists() == (there is not None)
+    for name in there or []:
+        if name != "env.json":  # of a run that failed before its first step, which begins again
+            assert (folder / name).read_text() == "the user's"

@@ -360,7 +360,8 @@ class Run:
         evaluated = any(name.startswith("eval/") for name in record)
         if self.noted and not evaluated:
             return
-        note = {"total_steps": self.total_steps, "headline": self._headline([record])}
+        records = [record] if self.noted else self._records()  # at first, also those before a restart
+        note = {"total_steps": self.total_steps, "headline": self._headline(records)}
         if note != self.noted:
             path = self.dir / "env.json"
             ckpt.write_text(path, json.dumps(json.loads(path.read_text()) | note, indent=1))

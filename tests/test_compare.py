@@ -5,14 +5,18 @@ What benchmarks/compare.py shows of directories that the test writes, and of run
 import json
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from harness import ROOT, command, launch
+from test_adapters import run
 
+from algos import dpo
 from benchmarks import compare
+from common import logging
 
 FLAGS = {"model": "org/tiny", "dataset": "rows.jsonl", "lr": 0.001, "kl_coef": 0.05, "seed": 1}
 
@@ -110,6 +114,22 @@ def test_algorithms_are_compared_by_a_metric_that_they_share(make, shown):
     assert shown("c", "d")[0] == "eval/length"
     with pytest.raises(SystemExit, match="^error: no run has --metric lenght; there are eval/length, eval/loss, "):
         shown("a", "b", metric="lenght")
+
+
+def test_a_run_keeps_its_headline_when_it_goes_on(gpt2_dir, tmp_path, monkeypatch):
+    """Between two evaluations, too, where the metrics of a step do not have it."""
+
+    def stop(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
+    monkeypatch.setattr(logging.Run, "stop_requested", stop)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            run(dpo, gpt2_dir, tmp_path / "run", eval_every=4)
+        env = json.loads((tmp_path / "run/env.json").read_text())
+        assert env["headline"] == "eval/rewards/accuracies" and env["total_steps"] == 4
+    assert [json.loads(line)["step"] for line in open(tmp_path / "run/metrics.jsonl")] == [0, 1, 2]
 
 
 def test_the_picture_has_a_band_over_seeds(make, shown, monkeypatch):

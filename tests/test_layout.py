@@ -52,7 +52,8 @@ CAPTIONS = [{"prompt": caption, "target": i / 4} for i, caption in enumerate(sha
 
 def called():
     """Functions of the user are called by the first process alone: what is wrong on the others does not matter."""
-    assert os.environ.get("RANK", "0") == "0"
+    if os.environ.get("RANK", "0") != "0":  # no assert, which pytest compiles to other code: another reward
+        raise RuntimeError("a function of the user is called on another rank")
     run_dir = os.environ.get("FAILS")  # set by a fault; a global of this module would be part of the run's identity
     if run_dir:
         Path(f"{run_dir}.fault").touch()

@@ -350,8 +350,8 @@ class Run:
             _open.remove(self)
 
     def _holds_nothing(self):
-        """Whether this process has made the directory, and a signal or an error ended it before the first step. One that
-        was there before is never removed: it may hold another's files."""
+        """Whether this process has made the directory, and a signal or an error ended the run before its first step.
+        One that was there before is never removed: it may hold another's files."""
         return self.made and not self.stepped
 
     # -- output

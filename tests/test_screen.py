@@ -95,6 +95,7 @@ def test_whole_parts_fit_into_the_line(monkeypatch):
 
 def test_a_run_from_python_has_the_line(monkeypatch):
     monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((80, 24)))
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
     monkeypatch.setattr(sys, "stderr", Terminal())
     live = closes_run(lambda args: screen.live)
     assert live(SimpleNamespace(threads=torch.get_num_threads())) and not screen.live

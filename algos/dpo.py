@@ -985,7 +985,7 @@ def main(args):
                 run.export(to_export(lm, args), tokenizer, "hf_model_best")
         run.log(step, metrics, perf)
         text = f"loss {loss:.4f} | accuracy {metrics['rewards/accuracies']:.3f}"
-        run.status(step, f"{text} | margin {metrics['rewards/margins']:.3f} | {seconds:.2f} s")
+        run.status(step, f"{text} | margin {metrics['rewards/margins']:.3g} | {seconds:.2f} s")
         run.save_if_due(step)
 
     run.export(to_export(lm, args), tokenizer, "hf_model")

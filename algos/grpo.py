@@ -967,7 +967,7 @@ def main(args):
             if run.is_best(step, metrics[headline]):
                 run.export(to_export(lm, args), tokenizer, "hf_model_best")
         run.log(step, metrics, perf)
-        text = " | ".join(f"{name.split('/')[1]} {metrics[name]:.3f}" for name in IN_STATUS)
+        text = " | ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in IN_STATUS)
         run.status(step, f"{text} | rollout {seconds_rollout:.2f} s + update {seconds - seconds_rollout:.2f} s")
         state.iteration = iteration
         run.save_if_due(step)

@@ -285,7 +285,10 @@ def main(paths, lists, metric, out):
     if other_files := differing([run.files for run in runs]):
         print(f"files that differ: {', '.join(other_files)}")
     if metric:
-        draw(groups, metric, texts, out)
+        try:
+            draw(groups, metric, texts, out)
+        except (OSError, ValueError) as error:  # ValueError: an ending that is no format of pictures
+            raise SystemExit(f"error: --out {out} cannot be written: {error}") from None
         print(f"picture {out}")
 
 

@@ -92,8 +92,8 @@ def draw_curves(records, headline, title, path):
         height = 0.8 + 1.8 * rows
         figure = Figure(figsize=(width, height))
         # by hand: matplotlib's own layouts take as long as the rest of the drawing
-        corners = 0.75 / width, 0.45 / height, 1 - 0.15 / width, 1 - 0.35 / height
-        figure.subplots_adjust(*corners, wspace=0.25, hspace=0.2)
+        corners = 0.9 / width, 0.45 / height, 1 - 0.15 / width, 1 - 0.35 / height
+        figure.subplots_adjust(*corners, wspace=0.3, hspace=0.2)
         figure.suptitle(shortened(title, 50 * columns), y=1 - 0.07 / height, va="top", fontsize=11)
         every_axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, panel in itertools.zip_longest(every_axes, panels.items()):
@@ -172,7 +172,7 @@ def draw_panel(axes, records, label, names):
             edges = means - deviations, means + deviations
             axes.fill_between(steps, *edges, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set_ylabel(visible(label), fontsize=9)
-    axes.yaxis.set_label_coords(-0.155, 0.5)
+    axes.yaxis.set_label_coords(-0.19, 0.5)
     axes.tick_params(labelsize=8)
     axes.yaxis.set_major_formatter("{x:.6g}")  # without a factor above the panel
     axes.grid(alpha=0.3)

@@ -63,8 +63,6 @@ def cli(args_class, main):
             screen.say(help_text(args_class).rstrip())
             return
         args = parse(argv, args_class)
-        screen.start()
-        screen.show("loading libraries")
         main(args)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

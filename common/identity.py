@@ -95,9 +95,11 @@ def differences(old, new):
         was = old["flags"].get(name)
         now = new["flags"].get(name)
         if was != now:
-            lines.append(f"--{name.replace('_', '-')}: was {was}, is {now}")
+            lines.append(f"{flag_of(name)}: was {was}, is {now}")
     for name in old["files"] | new["files"]:
-        if name != "resume" and old["files"].get(name) != new["files"].get(name):  # where it continues is no difference
+        same_flag = old["flags"].get(name) == new["flags"].get(name)  # else the line of the flag says it
+        changed = old["files"].get(name) != new["files"].get(name)
+        if changed and same_flag and name != "resume":  # where it continues is no difference
             lines.append(f"{file_name(name)} has changed")
     return lines
 
@@ -121,7 +123,7 @@ def file_name(key):
         return "the script"
     if key == "imports":
         return "a file that the script imports"
-    return key if key.startswith("common/") else f"the file of --{key}"
+    return key if key.startswith("common/") else f"the file of {flag_of(key)}"
 
 
 def environment(accelerator):

@@ -66,13 +66,24 @@ def on_main(accelerator, function, *args):
     return result
 
 
+def duration(seconds):
+    """In words, in seconds below two minutes and in minutes below two hours."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
 def closes_run(main):
-    """Decorator of main: whatever ends it, the run's lock is released and signals have their old handlers again. Where
-    memory runs out, InputError names the flags that lower it."""
+    """Decorator of main: on a terminal a line shows what it does, and whatever ends it, the run's lock is released and
+    signals have their old handlers again. Where memory runs out, InputError names the flags that lower it."""
 
     @functools.wraps(main)
     def wrapped(args):
         set_threads(args.threads)  # before functions of the user run
+        screen.start()
+        screen.show("loading libraries")
         try:
             check_tracker(getattr(args, "track", "off"))
             return main(args)
@@ -83,6 +94,7 @@ def closes_run(main):
         finally:
             for run in list(_open):
                 run.close()
+            screen.stop()
 
     return wrapped
 
@@ -338,10 +350,9 @@ class Run:
             _open.remove(self)
 
     def _holds_nothing(self):
-        """Whether this process has made the directory, and no run in it yet, or by a signal no more than its beginning.
+        """Whether this process has made the directory, and a signal or an error ended the run before its first step.
         One that was there before is never removed: it may hold another's files."""
-        begun = (self.dir / "env.json").exists()
-        return self.made and not self.stepped and (self.signal or not begun)
+        return self.made and not self.stepped
 
     # -- output
 
@@ -411,7 +422,7 @@ class Run:
         self.stepped = True  # also where an iteration took no optimizer step
         now = time.monotonic()
         seconds_per_step = (now - self.start) / max(1, step - self.begun)
-        eta = f"eta {seconds_per_step * (self.total_steps - step):.0f} s"
+        eta = f"eta {duration(seconds_per_step * (self.total_steps - step))}"
         screen.headline = f"{step}/{self.total_steps}, {eta}"
         screen.metrics = text
         screen.show("training")

@@ -210,6 +210,13 @@ def test_runs_that_have_not_begun(make, shown, tmp_path):
     assert not (tmp_path / "compare.png").exists()
 
 
+@pytest.mark.parametrize("name", ["nowhere/a.png", "a.nothing"])
+def test_a_picture_that_cannot_be_written_is_one_sentence(name, make, shown):
+    make("a", [0.0, 0.5])
+    with pytest.raises(SystemExit, match=f"^error: --out {name} cannot be written: "):
+        shown("a", out=name)
+
+
 CALLS = {"sft": "metric:2", "ppo": "reward:4", "ilql": "metric:3", "dpo": "metric:2"}  # in the second evaluation
 
 

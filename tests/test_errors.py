@@ -794,6 +794,14 @@ def test_a_directory_of_an_odd_name_works(name, command, here):
     assert command("sft", "--run-dir", f"below/{name}")[0] == 0
 
 
+def test_a_reward_that_fails_in_the_first_evaluation_leaves_nothing(refused, here):
+    (here / "mine.py").write_text("def score(outputs, answer):\n    return [0.0 for _ in outputs]\n")
+    err = refused(
+        "ppo", ["--reward", "mine.py:score", "--eval-every", "1"], "error: mine.py:score takes 'answer'; there are "
+    )
+    assert not (here / "run").exists() and one_sentence(err)
+
+
 def test_another_configuration_in_the_directory(command, here):
     assert command("sft")[0] == 0
     before = {p: p.read_bytes() for p in (here / "run").rglob("*") if p.is_file() and p.name != ".lock"}

@@ -29,7 +29,7 @@ from algos import ppo, sft
 from benchmarks.tasks import randomwalks
 from common.cli import InputError
 from common.contents import describe, with_imports
-from common.identity import blind_spots, identity
+from common.identity import blind_spots, differences, identity
 
 
 def hash_of(**flags):
@@ -450,6 +450,13 @@ def test_a_finished_run_says_what_was_not_compared(gpt2_dir, tmp_path, capsys):
     bonus = 1
     with pytest.raises(InputError, match=r"holds a run with another configuration(.|\n)*--metric: was "):
         run(sft, gpt2_dir, tmp_path / "run", **flags)
+
+
+def test_a_difference_is_said_once_and_names_the_flag():
+    old = {"flags": {"model": "m", "eval_dataset": "a"}, "files": {"model": "1", "eval_dataset": "1"}}
+    new = {"flags": {"model": "n", "eval_dataset": "a"}, "files": {"model": "2", "eval_dataset": "2"}}
+    expected = ["--model: was m, is n", "the file of --eval-dataset has changed"]
+    assert differences(old, new) == expected
 
 
 # ---- Another length --------------------------------------------------------------------------------------------------

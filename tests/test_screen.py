@@ -14,13 +14,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from harness import ALGOS, command, environment
 
 from benchmarks.recording import in_terminal, transcript
 from common.help import help_text
-from common.screen import Screen
+from common.logging import closes_run, duration
+from common.screen import Screen, screen
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,6 +93,15 @@ def test_whole_parts_fit_into_the_line(monkeypatch):
     assert screen.stream.getvalue().endswith("rows, 0 s | kl 1.5 | scores 0.123 | x 1\r")
 
 
+def test_a_run_from_python_has_the_line(monkeypatch):
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((80, 24)))
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    live = closes_run(lambda args: screen.live)
+    assert live(SimpleNamespace(threads=torch.get_num_threads())) and not screen.live
+    assert sys.stderr.getvalue() == "\r\x1b[2Kloading libraries, 0 s\r\r\x1b[2K"
+
+
 def test_long_activities_are_reported_without_a_terminal(monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -139,6 +151,14 @@ def test_without_an_output_for_errors(tmp_path):
     (tmp_path / "shown.py").write_text(SHOWN.format(root=str(ROOT)))
     done = subprocess.run(f"{sys.executable} {tmp_path}/shown.py 2>&-", shell=True, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "a line\n")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (3000, "50 min"), (7190, "120 min"), (9000, "2.5 h")],
+)
+def test_seconds_in_words(seconds, words):
+    assert duration(seconds) == words
 
 
 @pytest.mark.parametrize("columns", [80, 140])

@@ -224,3 +224,19 @@ def test_what_cannot_be_one_file_is_said(file, old, new, says, small):
     with pytest.raises(SystemExit) as told:
         small(file, old, new)
     assert says in str(told.value)
+
+
+def test_names_that_are_mistyped(small, tmp_path):
+    text = small()
+    script = tmp_path / "algos/x.py"
+    for name, target, says in [
+        (tmp_path / "algos/y.py", tmp_path / "my_y.py", "y.py is no script of this repository; there are algos/x.py"),
+        (tmp_path / "LICENSE", tmp_path / "my_y.py", "LICENSE is no script of this repository; there are algos/x.py"),
+        (script, tmp_path / "my_x.py", "my_x.py is there already: give another name, or remove it first"),
+        (script, script, "x.py is there already: give another name, or remove it first"),
+        (script, tmp_path / "nowhere/x.py", "x.py cannot be written: No such file or directory"),
+    ]:
+        with pytest.raises(SystemExit) as told:
+            single_file.main(name, target)
+        assert str(told.value).startswith("error: ") and str(told.value).endswith(says)
+    assert (tmp_path / "my_x.py").read_text() == text and script.read_text() == FILES["algos/x.py"]

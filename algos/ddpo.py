@@ -724,6 +724,7 @@ def read(args):
 
 def load(args, path, device):
     """The pipeline, with the UNet's weights or adapters to be trained as the flags say, and its denoising steps."""
+    screen.show("loading the pipeline")
     pipeline = load_pipeline(args, path)
     name = path if isinstance(path, str) else type(path).__name__
     schedule = checked_schedule(args, pipeline.scheduler, name, device)

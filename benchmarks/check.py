@@ -256,7 +256,7 @@ CLAIMS = {
             "(`--norm-prompts`); the true one is the optimality. Without a KL the learned reward rises to the "
             "end, whatever it was learned from. With 100 pairs the true one falls from the beginning; with 300 "
             "pairs it rises, turns and falls again, in all seeds, while most walks leave the edges of the graph. "
-            "With all pairs it reaches 0.86 to 0.92 and stays there in two seeds; in the third it loses 0.12 of "
+            "With all pairs it ends at 0.86 to 0.92, near its height in two seeds; in the third it loses 0.12 of "
             "its 0.98 at the very end. A coefficient of 0.05 or 0.2 gives the best true reward at every number of "
             "pairs, also with all of them, although the learned reward ends lower than without. A coefficient of "
             "1 keeps the policy near the start, and most of what could be won is not. What to do in a run of "

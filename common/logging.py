@@ -488,7 +488,8 @@ class Run:
         usage = usage_lines(usage, folder, prompt, getattr(self.args, "max_new_tokens", None))
         if values:
             self.say(f"\n{headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}")
-        self.say(f"\n{usage}\n\ncard {self.dir}/README.md | picture {self.dir}/curve.png | model {self.dir}/hf_model")
+        places = f"card: {self.dir}/README.md\npicture: {self.dir}/curve.png\nmodel: {self.dir}/hf_model"
+        self.say(f"\n{usage}\n\n{places}")
         if self.args.push_to_hub:
             ckpt.push(folder, self.args.push_to_hub)
         env = json.loads((self.dir / "env.json").read_text())

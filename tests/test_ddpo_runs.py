@@ -275,8 +275,8 @@ def test_the_last_lines_and_the_card(typed):
     assert f"| ` {prompt} ` | {before:.3g} | {after:.3g} |" in card
     place = f"runs/{run.name}"
     assert re.search(r"^eval/reward [▁▂▃▄▅▆▇█]{3} -1\.\d+ -> -1\.\d+$", out, re.M)
-    last = f"card {place}/README.md | picture {place}/curve.png | model {place}/hf_model"
-    assert out.rstrip().splitlines()[-1] == last
+    last = f"card: {place}/README.md\npicture: {place}/curve.png\nmodel: {place}/hf_model"
+    assert out.rstrip().endswith(last)
     usage = re.findall(r"```python\n(.*?)\n```", card, re.S)[0]
     assert usage in out and "num_inference_steps=3, eta=1.0, guidance_scale=1.0" in usage
 

@@ -210,9 +210,11 @@ def test_the_run_directory_and_the_last_lines(algo, scripts, work, whole):
     assert {"algo", "hash", "flags", "files", "command", "commit", "versions", "device"} <= set(env)
     card = (folder / "README.md").read_text()
     assert "![learning curve](curve.png)" in card and "hf_model" in card and env["commit"] in card
-    *_, curve, _, load, generate, _, last = process.out.rstrip().splitlines()
+    *_, curve, _, load, generate, _, to_card, to_picture, to_model = process.out.rstrip().splitlines()
     assert re.search(r"(eval/reward|eval/loss) [▁-█]+ \S+ -> \S+$", curve)
-    assert f"{folder}/README.md" in last and f"{folder}/curve.png" in last and f"{folder}/hf_model" in last
+    assert to_card == f"card: {folder}/README.md"
+    assert to_picture == f"picture: {folder}/curve.png"
+    assert to_model == f"model: {folder}/hf_model"
     assert ast.parse(f"{load}\n{generate}")
     (work / f"use_{algo}.py").write_text(f"{load}\n{generate}\n")
     assert "generated_text" in scripts.run([work / f"use_{algo}.py"], work).out

@@ -138,8 +138,9 @@ def with_embedded_task(argv, args_class):
 
 def describe_task(path):
     """What the command line says where it takes the settings of an embedded task."""
-    settings = [f"{name} {value}" for name, value in task_fields(path).items()]
-    text = textwrap.indent(textwrap.fill(", ".join(settings), min(110, shutil.get_terminal_size().columns - 2)), "  ")
+    settings = [f"{name} {value}".replace(" ", "\u00a0") for name, value in task_fields(path).items()]  # unbroken
+    width = min(110, shutil.get_terminal_size().columns - 2)
+    text = textwrap.indent(textwrap.fill(", ".join(settings), width), "  ").replace("\u00a0", " ")
     return f"no --model, --dataset or --config: the embedded task, by --config {path}; own flags win\n{text}"
 
 

@@ -293,7 +293,10 @@ class Run:
             if self.main:
                 self._draw()
             self.close()
-            self.say(f"stopped after step {step}; to continue: {shlex.join([sys.executable, *sys.argv])}")
+            launcher = [sys.executable]
+            if self.accelerator.num_processes > 1:
+                launcher = ["torchrun", "--nproc_per_node", str(self.accelerator.num_processes)]
+            self.say(f"stopped after step {step}; to continue: {shlex.join([*launcher, *sys.argv])}")
             raise SystemExit(128 + self.signal)
 
     def _save(self, step, files, state):

@@ -117,7 +117,7 @@ class Screen:
                     break
                 text = longer
             # the cursor goes back, so that what other code prints replaces the line
-            self.stream.write(f"\r\x1b[2K{text[:width]}\r")
+            self.stream.write(f"\r\x1b[2K{text}\r")
             self.stream.flush()
 
     def clear(self):

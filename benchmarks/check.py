@@ -878,12 +878,17 @@ def write():
 
 
 def collect(name, run_dirs):
-    """Stores the runs: a run directory's name is <variant>-seed<N>."""
-    rows = [collect_run(name, Path(run_dir)) for run_dir in run_dirs]
-    with open(claim_path(name) / "runs.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    """Stores the runs, in place of those of their variant and seed: a run directory's name is <variant>-seed<N>."""
+    file = claim_path(name) / "runs.csv"
+    stored = stored_runs(name) if file.exists() else []
+    rows = {(run["variant"], int(run["seed"])): run for run in stored}
+    for run_dir in run_dirs:
+        row = collect_run(name, Path(run_dir))
+        rows[row["variant"], int(row["seed"])] = row
+    with open(file, "w", newline="") as opened:
+        writer = csv.DictWriter(opened, list(row), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows[key] for key in sorted(rows))
 
 
 def collect_run(name, run_dir):

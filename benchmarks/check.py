@@ -19,6 +19,7 @@ import math
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, stdev
@@ -640,7 +641,7 @@ def collect_run(name, run_dir):
     return {
         "variant": variant,
         "seed": seed,
-        "commit": env["commit"],
+        "commit": commit_of(env),
         "device": env["device"],
         "threads": env["threads"],
         "processes": env["processes"],
@@ -651,6 +652,21 @@ def collect_run(name, run_dir):
         "best": max(values),
         "command": env["command"].replace(str(ROOT) + "/", ""),
     }
+
+
+def commit_of(env):
+    """The commit of a run, from its env.json. It is not called dirty where script and common/ are those of the commit:
+    the curves of the claim before may lie in the checkout."""
+    commit, dash, _ = env["commit"].partition("-dirty")
+    if not dash:
+        return commit
+    for name, digest in env["files"].items():
+        if name == "script" or name.startswith("common/"):
+            file = env["command"].split()[0] if name == "script" else name
+            shown = subprocess.run(["git", "-C", str(ROOT), "show", f"{commit}:{file}"], capture_output=True)
+            if hashlib.sha256(shown.stdout).hexdigest() != digest:
+                return env["commit"]
+    return commit
 
 
 def kept_records(claim, run_dir):

@@ -67,7 +67,7 @@ def measure(claim, model, seed):
     script = importlib.import_module(f"algos.{claim}")
     args = script.Args(seed=seed, threads=1)
     before = args.model
-    args.tokenizer = before
+    args.tokenizer = build(before, "--model")
     if claim == "dpo":
         args.ref_model = before
         args.precompute_ref = False  # of the training pairs

@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from algos import dpo, reward
 from common.functions import build
@@ -62,6 +61,10 @@ def measure_dpo(script, run, args):
 MEASURES = {"sft": measure_samples, "reward": measure_reward, "dpo": measure_dpo, "grpo": measure_samples}
 
 
+def ignore(*_):
+    """In place of what a run says and stores."""
+
+
 def measure(claim, model, seed):
     """{"eval/...": number} of a directory with a model; None: the model before training."""
     script = importlib.import_module(f"algos.{claim}")
@@ -77,7 +80,7 @@ def measure(claim, model, seed):
     set_threads(args.threads)
     accelerator = launch(args)
     set_threads(args.threads)  # accelerate may have set them
-    run = SimpleNamespace(accelerator=accelerator, dir=None, say=print, samples=lambda step, rows: None)
+    run = SimpleNamespace(accelerator=accelerator, dir=None, say=ignore, samples=ignore)
     return MEASURES[claim](script, run, args)
 
 

@@ -1,0 +1,40 @@
+"""Writes what a peer reads of a claim, which is what our script reads without flags: its embedded task.
+
+    python benchmarks/references/prepare.py --claim sft DIRECTORY
+
+DIRECTORY gets model/ (the model before training and its tokenizer), rows.jsonl (the rows of --dataset in their order)
+and settings.json (every flag of the script).
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from common.data import load_rows
+from common.functions import build
+
+CLAIMS = ("sft", "reward", "dpo", "ppo", "grpo", "ddpo")  # a claim is a script of algos/ with its embedded task
+
+
+def prepare(claim, directory):
+    """Writes the directory, which must be new."""
+    directory = Path(directory)
+    args = importlib.import_module(f"algos.{claim}").Args()
+    shutil.copytree(build(args.model, "--model"), directory / "model")
+    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
+    (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (directory / "settings.json").write_text(json.dumps(dataclasses.asdict(args), indent=2))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--claim", choices=CLAIMS, required=True)
+    parser.add_argument("directory")
+    prepare(**vars(parser.parse_args()))

@@ -3,7 +3,8 @@
     python benchmarks/references/prepare.py --claim sft DIRECTORY
 
 DIRECTORY gets model/ (the model before training and its tokenizer), rows.jsonl (the rows of --dataset in their order)
-and settings.json (every flag of the script).
+and settings.json (every flag of the script). The pipeline of ddpo gets its tokenizer and text encoder as files that the
+libraries of TRL 0.8.6 read.
 """
 
 import argparse
@@ -16,7 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "benchmarks" / "throughput"))
 
+from benchmarks.tasks import shapes
+from ddpo_small_unet import old_format
 from common.data import load_rows
 from common.functions import build
 
@@ -31,6 +35,8 @@ def prepare(claim, directory):
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (directory / "settings.json").write_text(json.dumps(dataclasses.asdict(args), indent=2))
+    if claim == "ddpo":
+        old_format(directory / "model", shapes.tokenizer())
 
 
 if __name__ == "__main__":

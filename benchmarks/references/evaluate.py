@@ -98,7 +98,7 @@ def measure(claim, model, seed):
     args = script.Args(seed=seed, threads=1)
     before = args.model
     if claim != "ddpo":
-        args.tokenizer = before
+        args.tokenizer = build(before, "--model")
     if claim == "dpo":
         args.ref_model = before
         args.precompute_ref = False  # of the training pairs

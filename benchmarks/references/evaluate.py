@@ -97,8 +97,7 @@ def measure(claim, model, seed):
     script = importlib.import_module(f"algos.{claim}")
     args = script.Args(seed=seed, threads=1)
     before = args.model
-    if claim != "ddpo":
-        args.tokenizer = build(before, "--model")
+    args.tokenizer = build(before, "--model")
     if claim == "dpo":
         args.ref_model = before
         args.precompute_ref = False  # of the training pairs

@@ -190,6 +190,9 @@ class WithoutGuidance(DefaultDDPOStableDiffusionPipeline):
         super().__init__(folder, use_lora=False)
         self.sd_pipeline._encode_prompt = lambda *args, prompt_embeds, **options: prompt_embeds
 
+    def set_progress_bar_config(self, *args, **options):
+        self.sd_pipeline.set_progress_bar_config(disable=True)
+
 
 class SavingTrainer(DDPOTrainer):
     """Tells the curve of each epoch."""

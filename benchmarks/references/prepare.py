@@ -15,9 +15,8 @@ import shutil
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "benchmarks" / "throughput"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "throughput"))
 
 from ddpo_small_unet import old_format
 from diffusers import AutoencoderKL
@@ -43,8 +42,8 @@ def prepare(claim, directory):
 
 
 def add_attention(folder):
-    """Rewrites a VAE with the attention that diffusers 0.27 always builds. Its output is zero, so the VAE stays the same
-    function."""
+    """Rewrites a VAE with the attention that diffusers 0.27 always builds. The output of the attention is zero, so that
+    the VAE stays the same function."""
     vae = AutoencoderKL.from_pretrained(folder)
     larger = AutoencoderKL.from_config(dict(vae.config) | {"mid_block_add_attention": True})
     larger.load_state_dict(vae.state_dict(), strict=False)

@@ -17,7 +17,9 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from algos import dpo, reward
+import safetensors.torch
+
+from algos import ddpo, dpo, ppo, reward
 from common.functions import build
 from common.machine import launch, set_threads
 from common.seeding import seed_libraries
@@ -58,7 +60,35 @@ def measure_dpo(script, run, args):
     return dpo.evaluate(run, 0, lm, score, losses_of, tokenizer, data, args)
 
 
-MEASURES = {"sft": measure_samples, "reward": measure_reward, "dpo": measure_dpo, "grpo": measure_samples}
+def measure_ppo(script, run, args):
+    """Metrics of a language model by the evaluation of ppo.py."""
+    data = ppo.read(args)
+    lm, tokenizer, _ = ppo.load(args, build(args.model, "--model"), run.accelerator.device)
+    ppo.encode(data, lm, tokenizer, args)
+    return ppo.evaluate(run, 0, ppo.make_policy(args, None, lm), tokenizer, data, args)
+
+
+def measure_ddpo(script, run, args):
+    """Metrics of a UNet by the evaluation of ddpo.py. A saved model is a UNet, all else is of the embedded task."""
+    device = run.accelerator.device
+    data = ddpo.read(args)
+    pipeline, schedule = ddpo.load(args, build(ddpo.Args().model, "--model"), device)
+    if args.model != ddpo.Args().model:
+        weights = safetensors.torch.load_file(Path(args.model) / "diffusion_pytorch_model.safetensors")
+        pipeline.unet.load_state_dict(weights)
+    embed = ddpo.Embeddings(pipeline, device, args.guidance_scale, args.negative_prompt)
+    policy = ddpo.Policy(pipeline, pipeline.unet, schedule, embed)
+    return ddpo.evaluate(run, 0, policy, data, args)
+
+
+MEASURES = {
+    "sft": measure_samples,
+    "reward": measure_reward,
+    "dpo": measure_dpo,
+    "ppo": measure_ppo,
+    "grpo": measure_samples,
+    "ddpo": measure_ddpo,
+}
 
 
 def ignore(*_):

@@ -41,7 +41,7 @@ CLAIMS = {
         text=(
             "The walks choose their edges at random, so a perfect imitation has the data's mean optimality, 0.3515. "
             "1000 sampled walks an evaluation, 50 from each start. Two runs shared the machine at a time, with other "
-            "work beside them, so the seconds are too many: about 50 on two quiet threads."
+            "work beside them, so the seconds are too many."
         ),
     ),
     "chain-randomwalks": Claim(
@@ -166,8 +166,8 @@ CLAIMS = {
             "epochs. expert-iteration: 512 problems, 8 samples each, sft.py on those that are right, and again; it "
             "stands for trlX's RFT. It is best after one or two rounds: since the sum alone is looked at and of equal "
             "solutions one is kept, odd ones that are right by luck gain weight, and the written form is lost. "
-            "Episodes count responses that were sampled for training. Two runs of default shared the machine at a time, up "
-            "to six of the others, with other work beside them, so the seconds are too many."
+            "Episodes count responses that were sampled for training. Two runs of default shared the machine at a time, "
+            "up to six of the others, with other work beside them, so the seconds are too many."
         ),
         axis="episode",
         panels=["eval/accuracy", "eval/format"],

@@ -166,8 +166,8 @@ CLAIMS = {
             "epochs. expert-iteration: 512 problems, 8 samples each, sft.py on those that are right, and again; it "
             "stands for trlX's RFT. It is best after one or two rounds: since the sum alone is looked at and of equal "
             "solutions one is kept, odd ones that are right by luck gain weight, and the written form is lost. "
-            "Episodes count responses that were sampled for training. Two runs of default shared the machine at a time, "
-            "up to six of the others, with other work beside them, so the seconds are too many."
+            "Episodes count responses that were sampled for training. Two runs of default shared the machine, up to "
+            "six of the others, with other work beside them, so the seconds are too many."
         ),
         axis="episode",
         panels=["eval/accuracy", "eval/format"],

@@ -1,6 +1,6 @@
 """Measures the models that a peer has saved as our script measures its own: same function, prompts, seed and sampling.
 
-    python benchmarks/references/evaluate.py runs/references/sft-seed1 --claim sft --seed 1
+    python benchmarks/references/evaluate.py runs/references/sft-trl-seed1 --claim sft --seed 1
 
 The run directory has train.jsonl with a record for every saved model; it gets metrics.jsonl with
 {"step", "episode", "seconds", "eval/..."} for each. The model before training is that of the embedded task, unless the

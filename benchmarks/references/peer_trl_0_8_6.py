@@ -2,7 +2,7 @@
 ../throughput/make_peer_env.sh.
 
     .peers/trl-0.8.6/bin/python peer_trl_0_8_6.py --claim ppo --inputs DIRECTORY --seed 1 \\
-        --run-dir runs/references/ppo-seed1
+        --run-dir runs/references/ppo-trl-seed1
 
 It reads what prepare.py has written and takes the settings of our scripts. What differs from ppo.py:
 

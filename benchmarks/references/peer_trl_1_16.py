@@ -1,7 +1,7 @@
 """Trains the embedded tasks of sft.py, reward.py, dpo.py and grpo.py by TRL 1.16.0, in the environment of
 ../throughput/make_peer_env_trl_1_16.sh.
 
-    .peers/trl-1.16/bin/python peer_trl_1_16.py --claim sft --inputs DIRECTORY --seed 1 --run-dir runs/references/sft-seed1
+    .peers/trl-1.16/bin/python peer_trl_1_16.py --claim sft --inputs DIRECTORY --seed 1 --run-dir DIRECTORY
 
 It reads what prepare.py has written and takes the settings of our scripts. What differs:
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The embedded tasks by TRL: 1.16.0 for sft, reward, dpo and grpo, 0.8.6 for ppo and ddpo. A run with metrics.jsonl is
-# not repeated, any other is begun anew. Runs are in runs/references/<claim>-seed<N>. In the environment:
+# not repeated, any other is begun anew. Runs are in runs/references/<claim>-seed<N>. Of reward and dpo there is also a
+# run of our own script from the same model, ours-<claim>-seed<N>. In the environment:
 #   CLAIMS      some of the claims
 #   SEEDS       (1 2 3)
 #   PEER_1_16   environment of benchmarks/throughput/make_peer_env_trl_1_16.sh (paths are relative to the repository)
@@ -27,5 +28,12 @@ for claim in ${CLAIMS:-sft reward dpo grpo ppo ddpo}; do
         run python $here/prepare.py --claim "$claim" "$folder/inputs"
         run "${peer[@]}" --claim "$claim" --inputs "$folder/inputs" --seed "$seed" --run-dir "$folder"
         run python $here/evaluate.py "$folder" --claim "$claim" --seed "$seed"
+    done
+    case $claim in  # whose curves of our own begin with another model
+        reward | dpo) ;;
+        *) continue ;;
+    esac
+    for seed in ${SEEDS:-1 2 3}; do
+        run python "algos/$claim.py" --seed "$seed" --threads 1 --run-dir "$out/ours-$claim-seed$seed" --resume auto
     done
 done

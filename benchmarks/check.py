@@ -20,295 +20,16 @@ import re
 import runpy
 import shutil
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.claims import CLAIMS, SUMMARY
+
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@dataclass
-class Claim:
-    """What a folder under benchmarks/curves shows."""
-
-    title: str
-    score: str  # the metric of figure and table
-    lines: dict  # reference levels in the figure: label -> value
-    bars: list  # (variant, metric, one of the names in `measured`, ">=" or "<=", bar, at least so many seeds)
-    table: dict = field(default_factory=dict)  # further columns of the table: metric -> heading
-    text: str = ""
-    scores: dict = field(default_factory=dict)  # variants with another score
-    panels: list = field(default_factory=list)  # of the figure, a metric each; default: the score
-    images: dict = field(default_factory=dict)  # below the curves: title -> file in images/
-    axis: str = "step"  # the x axis: what counts the progress of a run, 0 where a record lacks it
-    over: str = ""  # the x axis is the square root of this metric, and each of the groups has a panel
-    groups: dict = field(default_factory=dict)  # title of a panel -> {label: variant}, equal labels in all
-
-    def score_of(self, variant):
-        return self.scores.get(variant, self.score)
-
-
-PAIRS = {"100": "100 pairs", "300": "300 pairs", "1000": "1000 pairs", "all": "all 2744 pairs"}
-KLS = ["0", "0.05", "0.2", "1"]
-
-CLAIMS = {
-    "sft-randomwalks": Claim(
-        title="Supervised fine-tuning on random walks imitates the data",
-        score="eval/optimality",
-        lines={"data 0.3515": 0.3515},
-        bars=[
-            ("default", "eval/optimality", "last", ">=", 0.3215, 5),
-            ("default", "eval/optimality", "last", "<=", 0.3815, 5),
-            ("default", "eval/illegal", "last", "<=", 0.03, 5),
-        ],
-        table={"eval/illegal": "illegal walks", "eval/loss": "held-out loss", "eval/accuracy": "held-out accuracy"},
-        text=(
-            "The walks choose their edges at random, so a perfect imitation has the data's mean optimality, 0.3515. "
-            "1000 sampled walks an evaluation, 50 from each start."
-        ),
-    ),
-    "chain-randomwalks": Claim(
-        title="The chain on random walks: SFT, then a reward model and PPO with it, or DPO",
-        score="eval/optimality",
-        lines={"optimum 1.0": 1.0, "data 0.3515": 0.3515},
-        bars=[
-            ("reward", "eval/natural/accuracy", "last", ">=", 0.97, 4),
-            ("reward", "eval/illegal/accuracy", "last", ">=", 0.95, 3),
-            ("reward", "eval/illegal/accuracy", "last", ">=", 0.94, 5),
-            ("ppo", "eval/optimality", "last", ">=", 0.95, 5),
-            ("dpo", "eval/optimality", "last", ">=", 0.90, 4),
-            ("dpo", "eval/illegal", "last", "<=", 0.10, 5),
-        ],
-        table={
-            "eval/illegal": "illegal walks",
-            "eval/reward": "learned reward",
-            "objective/kl": "KL to the SFT model",
-            "eval/natural/accuracy": "natural pairs",
-            "eval/illegal/accuracy": "illegal-jump pairs",
-            "eval/all/shorter_wins": "the shorter wins",
-        },
-        text=(
-            "Each seed is a chain of its own, from an SFT model that `sft.py` trains with its default flags. Half of "
-            "the pairs are natural (the shorter way to the goal is chosen, over a longer one or none), half are a "
-            "legal walk against itself with an illegal jump, so that the rule that the shorter wins is right on half "
-            "of all pairs (on all natural and no illegal ones). The held-out pairs are never trained on, their walks "
-            "may be, in other pairs. The score of the reward model is normalised over samples of the SFT model "
-            "(`--norm-prompts`); PPO runs with its default flags on it. DPO runs with its defaults for the task: the "
-            "loss ipo with beta 0.3, and 0.02 of the chosen responses' token loss. 1000 sampled walks an evaluation. "
-            "Two runs shared the machine at a time, and tests ran beside them, so the seconds are too many. Since "
-            "these runs, `--norm-prompts` draws its samples by key, so the scores that PPO sees are scaled by other "
-            "samples; the PPO runs were not repeated."
-        ),
-        scores={"reward": "eval/all/accuracy"},
-        panels=["eval/optimality", "eval/reward", "eval/illegal"],
-    ),
-    "ilql-randomwalks": Claim(
-        title="ILQL on random walks: from walks of mean optimality 0.35 to the optimum, without a single new walk",
-        score="eval/optimality@beta=64",
-        lines={"optimum 1.0": 1.0, "data 0.3515": 0.3515},
-        bars=[
-            ("default", "eval/optimality@beta=0", "last", ">=", 0.29, 5),
-            ("default", "eval/optimality@beta=0", "last", "<=", 0.40, 5),
-            ("default", "eval/optimality@beta=64", "last", ">=", 0.998, 5),
-            ("sft-best-tenth", "eval/optimality", "last", "<=", 0.9985, 4),
-            ("graph-0", "eval/optimality@beta=64", "last", ">=", 0.97, 3),
-            ("graph-2", "eval/optimality@beta=64", "last", ">=", 0.97, 2),
-            ("greedy-m", "eval/optimality@beta=64", "last", ">=", 0.84, 4),
-        ],
-        table={
-            "eval/optimality@beta=0": "beta 0",
-            "eval/optimality@beta=4": "beta 4",
-            "eval/illegal@beta=64": "illegal walks",
-            "losses/loss_q": "Q loss",
-        },
-        text=(
-            "From random weights, on the 1000 walks of the data and their optimality; 167 steps of 96 walks. 1000 "
-            "sampled walks an evaluation and beta, 50 from each start. The best walk of the data from each start has a "
-            "mean of 0.9917, since start m has no optimal walk there (0.833 at best). greedy-m: the same runs with "
-            "--eval-temperature 0, from start m alone; 1.0 is a walk that no row holds, put together of parts. "
-            "sft-best-tenth: sft.py on the 100 best walks of the data. graph-0, graph-2: other graphs, same flags; in "
-            "one run of graph-2 all walks from one start are illegal: a token that the data never take scores best "
-            "there. Two runs shared the machine at a time, the first of them with other work."
-        ),
-        scores={"sft-best-tenth": "eval/optimality"},
-        panels=["eval/optimality@beta=64", "eval/optimality@beta=0"],
-    ),
-    "ddpo-shapes": Claim(
-        title="DDPO on coloured shapes: what is rewarded appears, on captions and noise that stay the same",
-        score="eval/reward",
-        lines={},
-        bars=[
-            ("default", "eval/reward", "gain", ">=", 1.0, 3),
-            ("default", "eval/agreement", "last", ">=", 0.5, 3),
-            ("shuffled", "eval/reward", "gain", "<=", 0.25, 3),
-            ("brightness", "eval/reward", "gain", ">=", 1.0, 3),
-            ("lora", "eval/reward", "gain", ">=", 0.5, 3),
-        ],
-        table={
-            "eval/agreement": "agreement",
-            "eval/kilobytes": "kB",
-            "eval/brightness": "brightness",
-            "eval/diversity": "diversity",
-            "policy/clipfrac": "clipped",
-        },
-        text=(
-            "From the committed base model. default: the reward is compressibility, minus the size of the JPEG file in "
-            "kB (Black et al. 2023, Sec. 5.1). shuffled: the same rewards, each given to a wrong image. brightness: "
-            "the mean of all pixels. lora: compressibility, --lora-r 8. An evaluation samples the 12 captions 8 times "
-            "each, with the same noise every time; a gain is counted in standard deviations over these 96 images "
-            "before training. agreement: images whose colour and shape are what the caption says; no reward asks for "
-            "it. The images are those of seed 1, a row a caption. Two runs shared the machine at a time, and tests ran "
-            "beside those of seeds 1 and 2, so their seconds are too many. LOG.md has the settings that were tried "
-            "before."
-        ),
-        panels=["eval/kilobytes", "eval/brightness", "eval/agreement"],
-        images={
-            "before": "default-first.png",
-            "after, compressibility": "default-last.png",
-            "after, brightness": "brightness-last.png",
-            "after, shuffled rewards": "shuffled-last.png",
-        },
-    ),
-    "grpo-sums": Claim(
-        title="GRPO on sums with written steps: from answers that are verified, beside PPO and expert iteration",
-        score="eval/accuracy",
-        lines={"all right 1.0": 1.0},
-        bars=[
-            ("default", "eval/accuracy", "last", ">=", 0.95, 4),
-            ("ppo", "eval/accuracy", "last", ">=", 0.95, 3),
-            ("expert-iteration", "eval/accuracy", "best", ">=", 0.9, 3),
-            ("shuffled", "eval/accuracy", "last", "<=", 0.1, 3),
-        ],
-        table={"eval/format": "written as asked", "eval/length": "characters"},
-        text=(
-            "Two numbers of three digits are added column by column. The base model learnt from solutions of which a "
-            "part forgets the first carry; it solves about half of the problems when sampled. The reward is 1 for a "
-            "right sum, else 0; nothing looks at the steps. 500 held-out problems an evaluation, sampled once. "
-            "shuffled: the same rewards, shuffled among the prompts. ppo: with a value head, without a KL, four PPO "
-            "epochs. expert-iteration: 512 problems, 8 samples each, sft.py on those that are right, and again; it "
-            "stands for trlX's RFT. It is best after one or two rounds: since the sum alone is looked at and of equal "
-            "solutions one is kept, odd ones that are right by luck gain weight, and the written form is lost. "
-            "Episodes count responses that were sampled for training. The runs of default had the machine to "
-            "themselves; up to six of the others shared the two cores, so their seconds are too many."
-        ),
-        axis="episode",
-        panels=["eval/accuracy", "eval/format"],
-    ),
-    "grpo-countdown": Claim(
-        title="GRPO on the countdown: means of the loss, steps an iteration, clip ranges, ratios, groups sampled again",
-        score="eval/accuracy",
-        lines={},
-        bars=[
-            ("default", "eval/accuracy", "last", ">=", 0.5, 3),
-            ("four-steps", "eval/accuracy", "last", ">=", 0.55, 3),
-        ],
-        table={
-            "eval/format": "written as asked",
-            "eval/length": "characters",
-            "groups/equal": "equal groups",
-            "groups/sampled": "groups sampled",
-            "policy/clipfrac": "clipped",
-        },
-        text=(
-            "Three digits and a target; the answer is a search, attempt by attempt, that ends where it claims to "
-            "arrive; only problems are asked in which one of 12 attempts does. The base model claims too early; it "
-            "solves a quarter of the problems when sampled. 30 iterations of 32 groups of 8 responses, which have 10 "
-            "to 112 tokens; 300 held-out problems an evaluation, sampled once, so that the standard error of one score"
-            " is 0.03, and differences of a few hundredths between the variants say nothing. default: one optimizer "
-            "step an iteration, advantages over the standard deviation, the mean over responses. What made a "
-            "difference: four-steps (--batch-size 64) learns faster; loss-token, in which long responses weigh more, "
-            "ends lower, and loss-constant by less than the spread. What made none that three seeds could show: "
-            "advantage-mean, which leaves the deviation out; dynamic-sampling, which sampled a quarter more groups; "
-            "four-steps-clip-high (--cliprange-high 0.28), since a clip at 0.2 meets 0.3 % of the tokens. "
-            "four-steps-sequence-ratio (--ratio-level sequence, ranges 3e-4 and 4e-4) clips a third of the tokens and "
-            "is slower than four-steps. Leave-one-out is advantage-mean times 8/7, which AdamW does not see, and was "
-            "not run. ppo: four PPO epochs, so four steps. Up to six runs shared the two cores, so the seconds are too"
-            " many."
-        ),
-        axis="episode",
-        panels=["eval/accuracy", "eval/length"],
-    ),
-    "overoptimisation-randomwalks": Claim(
-        title="Over-optimisation on random walks: a reward learned from too few pairs, followed too far",
-        score="eval/optimality",
-        lines={},
-        bars=[
-            ("pairs-100-kl-0", "eval/optimality", "last", "<=", 0.3, 3),
-            ("pairs-100-kl-0", "eval/optimality", "fall", ">=", 0.05, 3),
-            ("pairs-100-kl-0", "eval/reward", "rise", ">=", 0.15, 3),
-            ("pairs-300-kl-0", "eval/optimality", "fall", ">=", 0.05, 3),
-            ("pairs-300-kl-0", "eval/reward", "rise", ">=", 0.25, 3),
-            ("pairs-100-kl-0.05", "eval/optimality", "last", ">=", 0.45, 3),
-            ("pairs-all-kl-0", "eval/optimality", "last", ">=", 0.85, 3),
-            ("pairs-all-kl-0", "eval/optimality", "fall", "<=", 0.05, 2),
-            ("pairs-all-kl-0.2", "eval/optimality", "last", ">=", 0.93, 3),
-        ],
-        table={
-            "eval/reward": "learned reward",
-            "eval/illegal": "illegal walks",
-            "objective/kl": "KL to the start",
-        },
-        text=(
-            "After Gao et al. 2022 (arXiv 2210.10760). Reward models learn from the first 100, 300, 1000 or all "
-            "of the training pairs; PPO follows each with four KL coefficients, 40 iterations of 128 episodes, a "
-            "value loss of weight 0.1 (the task's 10 is for rewards that stay below 1) and an evaluation every "
-            "other iteration. The learned reward has mean 0 and deviation 1 over samples of the start "
-            "(`--norm-prompts`); the true one is the optimality. Without a KL the learned reward rises to the "
-            "end, whatever it was learned from. With 100 pairs the true one falls from the beginning; with 300 "
-            "pairs it rises, turns and falls again, in all seeds, while most walks leave the edges of the graph. "
-            "With all pairs it ends at 0.86 to 0.92, near its height in two seeds; in the third it loses 0.12 of "
-            "its 0.98 at the very end. A coefficient of 0.05 or 0.2 gives the best true reward at every number of "
-            "pairs, also with all of them, although the learned reward ends lower than without. A coefficient of "
-            "1 keeps the policy near the start, and most of what could be won is not. What to do in a run of "
-            "one's own, where the truth is not known: look at samples and at the KL beside the reward, and keep "
-            "back a second judge that nothing is trained on (a reward model of other pairs, or people on a few "
-            "dozen samples an evaluation); stop where it turns, not where the reward is highest; compare a few KL "
-            "coefficients by that judge. Here the judge was the truth itself; a learned one was not tried. A "
-            "learned reward that rises together with the KL is not progress until the judge says so. More pairs "
-            "did more than any coefficient, though the model of all pairs was also trained for 1072 steps, the "
-            "others for 400. Other work shared the two cores, so the seconds are too many."
-        ),
-        scores={f"reward-{pairs}": "eval/all/accuracy" for pairs in PAIRS},
-        panels=["eval/optimality", "eval/reward"],
-        over="objective/kl",
-        groups={
-            title: {f"KL coefficient {kl}": f"pairs-{pairs}-kl-{kl}" for kl in KLS} for pairs, title in PAIRS.items()
-        },
-    ),
-    "ppo-randomwalks": Claim(
-        title="PPO on random walks reaches the optimum; a strong KL penalty holds the data's level",
-        score="eval/optimality",
-        lines={"optimum 1.0": 1.0, "data 0.3515": 0.3515},
-        bars=[
-            ("default", "eval/optimality", "best", ">=", 0.98, 4),
-            ("default", "val/explained_variance", "last", ">=", 0.5, 4),
-            ("kl-coef-10", "eval/optimality", "last", "<=", 0.45, 3),
-            ("two-layers", "eval/optimality", "best", ">=", 0.98, 4),
-            ("two-layers", "val/explained_variance", "last", ">=", 0.5, 4),
-            ("lora", "eval/optimality", "best", ">=", 0.98, 4),
-            ("lora-all-linear", "eval/optimality", "best", ">=", 0.94, 3),
-            ("reward-model", "eval/optimality", "best", ">=", 0.98, 4),
-            ("reward-model", "val/explained_variance", "last", ">=", 0.5, 4),
-        ],
-        table={
-            "eval/illegal": "illegal walks",
-            "objective/kl": "KL to the SFT model",
-            "val/explained_variance": "explained variance",
-        },
-        text=(
-            "From the SFT model. 1000 sampled walks an evaluation, 50 from each start. "
-            "kl-coef-10: with --kl-coef 10 the penalty outweighs the reward; after a first step towards it the policy "
-            "returns to where it was. It needs --vf-coef 0.1: the values are then of the size of the penalty, and at "
-            "the default weight of 10 the value loss takes over the shared trunk. two-layers: --num-layers-unfrozen 2 "
-            "--lr 5e-3, 2 of 6 blocks and the norm after them. lora: --lora-r 8 --lr 5e-3 --lora-targets c_attn c_proj "
-            "c_fc lm_head, 7 % of the weights; lora-all-linear: --lora-r 8 --lr 5e-3, without an adapter at the output "
-            "layer: frozen, that and the last norm bound how sure the policy can be of a step. reward-model: the "
-            "reward is a classifier that benchmarks/tasks/randomwalks_reward.py trained to predict the optimality; the "
-            "figures are the true optimality. Other work shared the machine during the runs of two-layers and "
-            "reward-model, so their seconds are too many; lora and lora-all-linear ran on one thread, two at a time."
-        ),
-    ),
-}
 
 
 PLAIN_NAMES = {  # of metrics, in figures over a KL
@@ -318,17 +39,6 @@ PLAIN_NAMES = {  # of metrics, in figures over a KL
 }
 LINE_STYLES = ["-", "--"]
 AXES = {"step": "optimizer step", "episode": "episodes"}
-
-
-SUMMARY = {  # script: paper, claim, variant, name of the score
-    "sft.py": ("maximum likelihood", "sft-randomwalks", "default", "optimality"),
-    "ppo.py": ("Schulman et al. 2017", "ppo-randomwalks", "default", "optimality"),
-    "grpo.py": ("Shao et al. 2024", "grpo-sums", "default", "accuracy"),
-    "ilql.py": ("Snell et al. 2022", "ilql-randomwalks", "default", "optimality at beta 64"),
-    "reward.py": ("Ouyang et al. 2022", "chain-randomwalks", "reward", "accuracy"),
-    "dpo.py": ("Rafailov et al. 2023", "chain-randomwalks", "dpo", "optimality"),
-    "ddpo.py": ("Black et al. 2023", "ddpo-shapes", "default", "minus kB"),
-}
 
 
 # ---- Stored runs ----------------------------------------------------------------------------------------------------
@@ -403,11 +113,22 @@ def rise(path, key, score):
     return list(values.values())[-1] - values[best_step]
 
 
-def spread(values):
+def average(values):
+    """The mean with what is known of it: its interval from five values on, else the standard deviation of one value."""
     text = f"{mean(values):.3f}"
-    if len(values) > 1:
+    if len(values) >= 5:
+        low, high = interval(values)
+        text += f" ({low:.3f} to {high:.3f})"
+    elif len(values) > 1:
         text += f" ± {stdev(values):.3f}"
     return text
+
+
+def interval(values):
+    """The bounds between which 95 % of the means of resampled values lie: a percentile bootstrap."""
+    draws = np.random.default_rng(0).choice(values, size=(10_000, len(values)))
+    low, high = np.percentile(draws.mean(axis=1), [2.5, 97.5])
+    return low, high
 
 
 def markdown(heads, rows):
@@ -441,15 +162,15 @@ def table_row(name, variant, paths):
     cells = [variant, str(len(paths))]
     if claim.scores:
         cells.append(f"`{score}`")
-    cells.append(spread([values[0] for values in histories]))
-    cells.append(spread([values[-1] for values in histories]))
-    cells.append(spread([max(values) for values in histories]))
+    cells.append(average([values[0] for values in histories]))
+    cells.append(average([values[-1] for values in histories]))
+    cells.append(average([max(values) for values in histories]))
     if claim.images:
-        cells.append(spread([gain(path, score) for path in paths.values()]))
+        cells.append(average([gain(path, score) for path in paths.values()]))
     for key in claim.table:
         histories = [history(path, key) for path in paths.values()]
         last_values = [values[-1] for values in histories if values]
-        cells.append(spread(last_values) if last_values else "-")
+        cells.append(average(last_values) if last_values else "-")
     first_curve = points(next(iter(paths.values())), score)
     last_step, _ = first_curve[-1]
     runs = {(run["variant"], int(run["seed"])): run for run in stored_runs(name)}
@@ -470,9 +191,14 @@ def readme(name):
         bars.append(f"- `{variant}`: {which} `{key}` {sign} {bar} in {seeds}")
     score = "Scores" if claim.scores else claim.score
     lines = [f"# {claim.title}", "", "![curve](curve.png)", "", claim.text, ""]
-    lines += [f"{score}, mean ± standard deviation over seeds; seconds are wall-clock without start-up:", ""]
+    lines += [
+        f"{score}, mean over seeds with its 95 % bootstrap interval, or ± standard deviation of a seed where there "
+        "are fewer than five; seconds are wall-clock without start-up:",
+        "",
+    ]
     lines += [*table(name), "", "Bars that `benchmarks/check.py` holds:", "", *bars, ""]
-    lines += [f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}. `bash run.sh` repeats it.", ""]
+    lines += [f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}.", ""]
+    lines += [f"`python benchmarks/seeds.py {name}` repeats it.", ""]
     return "\n".join(lines)
 
 
@@ -679,8 +405,8 @@ def summary():
         if variant in claim.scores:
             reference = "the shorter wins 0.5"
         if claim.images:
-            reference = f"base model {spread([values[0] for values in histories])}"
-        ours = f"{score} {spread([values[-1] for values in histories])} ({len(histories)} seeds)"
+            reference = f"base model {average([values[0] for values in histories])}"
+        ours = f"{score} {average([values[-1] for values in histories])} ({len(histories)} seeds)"
         clock = f"{seconds:.0f} s, {runs[0]['threads']} CPU threads"
         link = f"[{script}](algos/{script})"
         rows.append([link, paper, str(len(lines)), name.split("-")[1], reference, ours, clock])
@@ -957,7 +683,7 @@ def outside_band(name, run_dir):
         residual = (new[step] - mean(values)) / max(stdev(values), 0.01)
         residuals.append(residual)
         if abs(residual) > 3:
-            yield f"step {step}: {new[step]:.3f}, stored seeds {spread(values)}"
+            yield f"step {step}: {new[step]:.3f}, stored seeds {average(values)}"
     mean_residual = mean(residuals) if residuals else math.nan
     if not residuals or abs(mean_residual) > 1.5:
         yield f"the mean residual is {mean_residual:.2f} standard deviations"

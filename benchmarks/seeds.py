@@ -15,8 +15,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from check import CLAIMS, ROOT, claim_path, collect, verify_claim, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.check import ROOT, claim_path, collect, verify_claim, write
+from benchmarks.claims import CLAIMS
 
 
 def commands(claim, seed, variants):
@@ -34,6 +38,11 @@ def run_sh(claim, seed, variants, **environment):
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def run_dirs_of(command):
+    """The run directory that a command names, in a list, or none."""
+    return re.findall(r"--run-dir (\S+)", command)
 
 
 def default_seeds(claim):
@@ -100,7 +109,7 @@ def main():
     finished = []
     for seed in seeds:
         for command in commands(claim, seed, variants):
-            finished += re.findall(r"--run-dir (\S+)", command)
+            finished += run_dirs_of(command)
     collect(claim, [ROOT / run_dir for run_dir in finished])
     write()
     print("\n".join(verify_claim(claim)) or f"{claim} holds")

@@ -18,7 +18,7 @@ from harness import ALGOS
 from test_chats import TOOLS, build_tokenizer
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
-from benchmarks import check
+from benchmarks import check, seeds
 from benchmarks.tasks import randomwalks, shapes
 from common import logging as run_logging
 from common.cli import InputError, expand_config, refuse_other_names, with_embedded_task
@@ -43,15 +43,16 @@ COMMAND = re.compile(
 
 
 def commands():
-    for path in [*DOCUMENTS, *ROOT.glob("benchmarks/curves/*/run.sh")]:
-        text = path.read_text().replace("\\\n", " ")
+    texts = {path.name: path.read_text().replace("\\\n", " ") for path in DOCUMENTS}
+    texts |= {claim: "\n".join(seeds.commands(claim, seed=1, variants=[])) for claim in check.CLAIMS}
+    for source, text in texts.items():
         for command, script in COMMAND.findall(text):
-            yield pytest.param(script, command.split("algos/", 1)[1], id=f"{path.name}: {command.strip()[:60]}")
+            yield pytest.param(script, command.split("algos/", 1)[1], id=f"{source}: {command.strip()[:60]}")
 
 
 @pytest.mark.parametrize("script, command", list(commands()))
 def test_documented_command_parses(script, command):
-    words = [word for word in shlex.split(command.replace('"$seed"', "1").replace("`", ""))[1:] if word != "..."]
+    words = [word for word in shlex.split(command.replace("`", ""))[1:] if word != "..."]
     args_class = SCRIPTS[script].Args
     refuse_other_names([word for word in words if word.startswith("--")], args_class)
     assert tyro.cli(args_class, args=expand_config(with_embedded_task(words, args_class), args_class))

@@ -12,6 +12,8 @@ run() { echo "$@"; [ -n "${DRY:-}" ] || "$@"; }
 
 chosen() { [[ " ${VARIANTS:-$1} " == *" $1 "* ]]; }
 
+missing() { [ -n "${DRY:-}" ] || [ ! -e "$1" ]; }
+
 train() {  # variant, script, flags. A run that is finished is not repeated, one that was stopped goes on.
     if chosen "$1"; then
         run python "algos/$2.py" --seed "$seed" --threads 1 --run-dir "$out/$1-seed$seed" --resume auto "${@:3}"

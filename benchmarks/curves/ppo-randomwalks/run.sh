@@ -7,7 +7,7 @@ for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     train two-layers ppo --eval-every 20 --num-layers-unfrozen 2 --lr 5e-3
     train lora ppo --eval-every 20 --lora-r 8 --lr 5e-3 --lora-targets c_attn c_proj c_fc lm_head
     classifier=$out/classifier-seed$seed
-    if chosen reward-model && [ ! -e "$classifier" ]; then
+    if chosen reward-model && missing "$classifier"; then
         run env OMP_NUM_THREADS=1 python benchmarks/tasks/randomwalks_reward.py --seed "$seed" "$classifier"
     fi
     train reward-model ppo --eval-every 20 --reward "$classifier"

@@ -1,0 +1,140 @@
+"""Compares two commits on a claim: the same seeds with both, and the interval of the difference.
+
+    python benchmarks/regression.py HEAD~3 HEAD sft-randomwalks                  # five seeds, the first variant
+    python benchmarks/regression.py v1 v2 ppo-randomwalks --variant lora --seeds 1 2 3 4 5 6 7 8 --jobs 4
+
+Each commit gets a checkout in runs/regression/<commit>, where the commands of the claim's present run.sh run. What is
+finished there is not repeated. A seed gives both commits the same weights, rows and draws, so the difference is taken
+seed by seed. Its interval is that of Student's t at 95 %. Exit status 1 where an interval leaves out 0.
+A change that keeps the arithmetic gives the same records, and no seed is needed but one.
+"""
+
+import argparse
+import math
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, stdev
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.check import ROOT, curves, history, markdown, read_jsonl
+from benchmarks.claims import CLAIMS
+from benchmarks.seeds import commands
+
+# Quantiles of Student's t at 0.975 for 1, 2, ... degrees of freedom (any table of the distribution).
+T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
+
+
+def checkout(commit):
+    """The folder of a commit, checked out once."""
+    revision = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "--verify", f"{commit}^{{commit}}"]
+    found = subprocess.run(revision, capture_output=True, text=True)
+    if found.returncode:
+        sys.exit(f"error: no commit {commit}")
+    folder = ROOT / "runs/regression" / found.stdout.strip()
+    if not folder.exists():
+        subprocess.run(["git", "clone", "-q", "--no-checkout", str(ROOT), str(folder)], check=True)
+        subprocess.run(["git", "-C", str(folder), "checkout", "-q", found.stdout.strip()], check=True)
+    return folder
+
+
+def run_seed(folder, claim, variant, seed):
+    """Runs the commands of a seed in a checkout. Returns the directory of the variant's run."""
+    for command in commands(claim, seed, needed(claim, variant)):
+        done = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"error: {command} in {folder}:\n{done.stderr}")
+    print(f"{folder.name}: seed {seed} is complete", flush=True)
+    return folder / "runs/curves" / claim / f"{variant}-seed{seed}"
+
+
+def needed(claim, variant):
+    """The variants that run.sh has to run: in the chain, also those before."""
+    return [] if claim == "chain-randomwalks" else [variant]
+
+
+def summaries(run_dir, score):
+    """What is compared of a run: {name: number}."""
+    values = history(run_dir / "metrics.jsonl", score)
+    times = [record["time"] for record in read_jsonl(run_dir / "perf.jsonl")]
+    return {
+        "last": values[-1],
+        "best": max(values),
+        "mean of the curve": mean(values),
+        "seconds": times[-1] - times[0],
+    }
+
+
+def paired_interval(differences):
+    """Mean and half width of its 95 % interval, under a normal distribution of the differences."""
+    if len(differences) < 2:
+        return differences[0], math.nan
+    quantile = T_975[min(len(differences) - 1, len(T_975)) - 1]
+    return mean(differences), quantile * stdev(differences) / math.sqrt(len(differences))
+
+
+def verdict(center, half_width):
+    if center == half_width == 0:
+        return "equal"
+    if math.isnan(half_width):
+        return "one seed: no interval"
+    if abs(center) <= half_width:
+        return f"no difference is shown; one above {half_width:.2g} would be"
+    return "higher" if center > 0 else "lower"
+
+
+def report(old_runs, new_runs, score):
+    """(table as lines, does a score differ?) of run directories, in the order of their seeds."""
+    old = [summaries(run_dir, score) for run_dir in old_runs]
+    new = [summaries(run_dir, score) for run_dir in new_runs]
+    rows = []
+    differs = False
+    for name in old[0]:
+        differences = [after[name] - before[name] for before, after in zip(old, new, strict=True)]
+        center, half_width = paired_interval(differences)
+        words = verdict(center, half_width)
+        differs |= name != "seconds" and words in ("higher", "lower")
+        means = [mean(run[name] for run in runs) for runs in (old, new)]
+        bounds = f"{center - half_width:+.4f} to {center + half_width:+.4f}"
+        rows.append([name, *(f"{value:.4f}" for value in means), f"{center:+.4f}", bounds, words])
+    heads = [score, "old", "new", "difference", "95 % interval", "the new one is"]
+    return markdown(heads, rows), differs
+
+
+def equal_records(old_runs, new_runs):
+    """In how many seeds the two wrote the same metrics, to the byte."""
+    pairs = zip(old_runs, new_runs, strict=True)
+    return sum((old / "metrics.jsonl").read_bytes() == (new / "metrics.jsonl").read_bytes() for old, new in pairs)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", help="a commit")
+    parser.add_argument("new", help="another one")
+    parser.add_argument("claim", choices=list(CLAIMS))
+    parser.add_argument("--variant", help="default: the first that README names")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    arguments = parser.parse_args()
+    claim = arguments.claim
+    variant = arguments.variant or next(iter(curves(claim)))
+    folders = [checkout(arguments.old), checkout(arguments.new)]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        # A seed of both before the next seed, so that both meet the same load of the machine.
+        waiting = [
+            pool.submit(run_seed, folder, claim, variant, seed) for seed in arguments.seeds for folder in folders
+        ]
+        run_dirs = [run.result() for run in waiting]
+    old_runs, new_runs = run_dirs[::2], run_dirs[1::2]
+    lines, differs = report(old_runs, new_runs, CLAIMS[claim].score_of(variant))
+    print("\n".join(["", f"{claim}, {variant}, {len(old_runs)} seeds, each with both commits", "", *lines]))
+    print(f"Equal records in {equal_records(old_runs, new_runs)} of {len(old_runs)} seeds.")
+    sys.exit(differs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """Commands that make the curves of benchmarks/, their intervals, and the comparison of two commits."""
 
+import hashlib
 import json
 import math
 import subprocess
@@ -89,3 +90,15 @@ def test_an_unknown_commit_is_named():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "error: no commit no-such-commit\n"
+
+
+def test_only_changed_code_makes_a_run_dirty():
+    """A run whose script is that of the commit, and one whose script differs by a byte."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    script = subprocess.run(["git", "show", "HEAD:algos/sft.py"], cwd=ROOT, capture_output=True).stdout
+    env = {"commit": f"{head}-dirty", "command": "algos/sft.py --seed 3"}
+    same = {"script": hashlib.sha256(script).hexdigest(), "model": "anything"}
+    other = {"script": hashlib.sha256(script + b"\n").hexdigest()}
+    assert check.commit_of(env | {"files": same}) == head
+    assert check.commit_of(env | {"files": other}) == f"{head}-dirty"
+    assert check.commit_of({"commit": head}) == head

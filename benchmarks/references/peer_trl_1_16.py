@@ -6,7 +6,7 @@
 It reads what prepare.py has written and takes the settings of our scripts. What differs:
 
 - All: batches are drawn by TRL's sampler, in epochs. The rows left over at the end of an epoch are dropped.
-- All: the learning rate of a step is that of our step before it. So the first step has rate 0.
+- All: in the warm-up the learning rate of a step is that of our step before it. So the first step has rate 0.
 - All: the attention is TRL's default (sdpa), and so is the precision of matrix products of float32 ("highest").
 - sft, reward, dpo: no packing. A step is one forward pass of the whole batch.
 - reward: the new head is drawn by transformers, with standard deviation 0.02.

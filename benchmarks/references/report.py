@@ -40,7 +40,7 @@ REFERENCES = {
     "grpo": Reference("GRPO on sums", "eval/accuracy", "episode", 0.9),
     "reward": Reference("Reward model on pairs of random walks", "eval/all/accuracy", "step", 0.95),
     "dpo": Reference("DPO on pairs of random walks", "eval/optimality", "step", 0.85),
-    "ddpo": Reference("DDPO on shapes, compressibility", "eval/reward", "episode", -0.8),
+    "ddpo": Reference("DDPO on shapes, compressibility", "eval/reward", "step", -0.8),
 }
 AXES = {"step": "optimizer step", "episode": "sampled episodes"}
 

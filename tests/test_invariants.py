@@ -251,8 +251,9 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
 
     monkeypatch.setattr(ppo, "minibatches", first_weights)
     flags = {"total_episodes": 10, "micro_batch_size": 2, "vf_coef": 0.7, "max_grad_norm": 0.3, "weight_decay": 0.1}
-    metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", **flags)
+    metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", min_length_limit=2, **flags)
     _, batch = stored[0]
+    assert len(set(batch.response_mask.sum(1).tolist())) > 3  # so there is padding
     model = ppo.PolicyWithValue(load_model(ppo.Args(dtype="float64"), gpt2_dir)[0], "linear", "normal", seed=1)
     assert all(torch.equal(w, before[0][k]) for k, w in model.state_dict().items())
     everything = set(map(tuple, batch.response_mask.nonzero().tolist()))

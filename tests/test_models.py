@@ -340,6 +340,19 @@ def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):
             assert torch.equal(logits(loaded.train()), logits(loaded.eval())), family
 
 
+def test_the_padding_token_is_trained(build_model, letters, tmp_path):
+    """torch gives the embedding of the padding no gradient, and the padding may be the end token."""
+    letters.pad_token = letters.eos_token
+    end = letters.eos_token_id
+    model = build_model("llama", pad_token_id=end)
+    assert model.get_input_embeddings().padding_idx == end
+    model.save_pretrained(tmp_path)
+    letters.save_pretrained(tmp_path)
+    loaded, _ = load_model(sft.Args(), str(tmp_path))
+    loaded(torch.tensor([[3, end, 5]])).logits.square().sum().backward()
+    assert loaded.get_input_embeddings().weight.grad[end].any()
+
+
 def test_the_reference_is_another_model(monkeypatch, tiny_dirs, build_model, letters, tmp_path):
     """--ref-model: the KL is against it, and it is not trained."""
     build_model(seed=7).save_pretrained(tmp_path / "ref")

@@ -201,6 +201,21 @@ def test_a_run_with_a_cached_trunk_is_the_run_without(monkeypatch, tiny_dir, tmp
         assert a == pytest.approx(b, rel=tolerance, abs=tolerance)
 
 
+def test_a_reference_of_its_own_plays_nothing_back(monkeypatch, build_model, letters, gpt2_dir, tmp_path):
+    """--ref-model beside kept states of the policy's frozen blocks, which are not the reference's."""
+    build_model(seed=7).save_pretrained(tmp_path / "ref")
+    letters.save_pretrained(tmp_path / "ref")
+    rollouts = recorded(monkeypatch, ppo, "rollout")
+    run_ppo(gpt2_dir, tmp_path / "run", ref_model=str(tmp_path / "ref"), total_episodes=10, **FROZEN)
+    ((_, batch),) = rollouts
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "ref", dtype=torch.float64).eval()
+    with torch.no_grad():
+        expected, _, _ = ppo.score_tokens(reference, *batch.tokens(), temperature=0.7)
+    keep = batch.response_mask
+    assert batch.trunk is not None and (batch.logprobs - expected)[keep].abs().max() > 0.5
+    assert (batch.ref_logprobs - expected)[keep].abs().max() < 1e-9
+
+
 def test_a_trunk_that_cannot_be_played_back_is_switched_off(monkeypatch, trunk_run, gpt2_dir, tmp_path, capsys):
     play = ppo.Trunk.play
     monkeypatch.setattr(ppo.Trunk, "play", lambda *args: play(*args[:2], args[2].roll(1, 1) if args[0].depth else None))

@@ -7,7 +7,7 @@
     python benchmarks/planted/planted.py --check       # exit 1 where bugs, results and code do not fit together
 
 bugs.toml has the bugs: a text of a script that stands there once, what takes its place, and the tests that should fail.
-A bug whose text, tests and script are those of its row in results.csv is not run again.
+A bug that was caught, and whose text, tests and script are those of its row in results.csv, is not run again.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def try_bug(bug):
         status, output = run_tests(folder, bug["tests"], bug["by"])
         seconds = time.monotonic() - start
         os.chdir(ROOT)
-    failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+)", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", output, re.MULTILINE)
     test = ""
     if failed:
         test = failed[1]
@@ -158,7 +158,9 @@ def run(numbers, jobs):
     waiting = []
     for bug in bugs():
         wanted = not numbers or bug["number"] in numbers
-        if wanted and known.get(bug["number"], {}).get("digest") != digest(bug):
+        row = known.get(bug["number"])
+        done = row is not None and row["caught"] == "yes" and row["digest"] == digest(bug)
+        if wanted and not done:
             waiting.append(bug)
     print(f"{len(waiting)} bugs to plant", flush=True)
     if not waiting:

@@ -29,6 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.claims import CLAIMS, SUMMARY
+from benchmarks.planted import planted
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -562,13 +563,16 @@ def with_block(text, name, lines):
 
 def verify():
     """All that is off, as sentences."""
-    problems = []
+    from benchmarks.references import report  # which takes its table from here
+
+    problems = list(report.problems())
     for name in CLAIMS:
         problems += verify_claim(name)
     for document in documents():
         if (ROOT / document).read_text() != with_blocks(document):
             problems.append(f"{document}: a table does not follow from the files of benchmarks")
     problems += [f"faults: case {row['number']} has not passed" for row in stored_cases() if row["result"] != "passed"]
+    problems += planted.problems()
     if stored_predictions() != scaling()["predictions"]():
         problems.append("benchmarks/scaling: predictions.csv does not follow from predict.py")
     return problems

@@ -1,50 +1,15 @@
 #!/usr/bin/env bash
-# Measures algos/reward.py, algos/dpo.py and TRL 1.16.0 in turn, then writes results_pairs.csv and README_PAIRS.md.
-# DRY=1 prints the commands.
-#   REPEATS        rounds over the main modes (3)
-#   EXTRA_REPEATS  of these, so many with the techniques switched off and with gradient checkpointing in TRL (1)
-#   STEPS          of a run, the first two not counted (12)
-#   THREADS        (2)
-#   FORCE=1        measure although the machine is busy
-#   PEER           environment of make_peer_env_trl_1_16.sh (paths are relative to the repository)
-#   RESULTS        another CSV file; README_PAIRS.md goes beside it
-#   PLAINRL_BENCH_TINY=1  a model of 2 layers, to try this out; with RESULTS elsewhere
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-here=benchmarks/throughput
-peer=${PEER:-$here/.peers/trl-1.16}
-results=${RESULTS:-$here/results_pairs.csv}
-run() { echo "$@"; [ -n "${DRY:-}" ] || "$@"; }
-ours() { run python $here/pairs_mixed_lengths.py --mode "$1" --repeat "$repeat" "${common[@]}"; }
-trl() { run "$peer/bin/python" $here/peer_trl_1_16_pairs.py --mode "$1" --repeat "$repeat" "${common[@]}"; }
-fail() { echo "error: $*" >&2; exit 2; }
-
-load=$(cut -d ' ' -f 1 /proc/loadavg)
-if [ -z "${DRY:-}" ]; then
-    [ -x "$peer/bin/python" ] || fail "no environment in $peer: bash $here/make_peer_env_trl_1_16.sh, or set PEER"
-    [ -z "${PLAINRL_BENCH_TINY:-}" ] || [ -n "${RESULTS:-}" ] || fail "PLAINRL_BENCH_TINY needs RESULTS"
-    [ -n "${FORCE:-}" ] || awk "BEGIN { exit !($load <= 1.5) }" || fail "load average $load > 1.5: wait, or set FORCE=1"
-fi
-export OMP_NUM_THREADS=${THREADS:-2} CUDA_VISIBLE_DEVICES="" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-export PYTHONWARNINGS=ignore HF_DATASETS_DISABLE_PROGRESS_BARS=1
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-model=$work/model
-common=(--model "$model" --results "$work/results.csv")
-run python $here/pairs_mixed_lengths.py --prepare "$model"
-for repeat in $(seq "${REPEATS:-3}"); do
+# Measures algos/reward.py, algos/dpo.py and TRL 1.16.0 in turn, with 12 STEPS a run, the first two not counted;
+# settings: common.sh.
+. "$(dirname "$0")/common.sh"
+begin pairs pairs_mixed_lengths.py
+peer 1.16 peer_trl_1_16_pairs.py
+for repeat in $(seq "$repeats"); do
     for kind in reward-fp32 reward-bf16 dpo-fp32 dpo-bf16; do
         ours $kind
         trl $kind-defaults
         trl $kind-same-flags
         case $kind in dpo-*) trl $kind-precompute ;; esac
-        [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
-        ours $kind-micro-2
-        ours $kind-no-packing
-        case $kind in dpo-*) ours $kind-no-precompute ;; esac
-        case $kind in *-fp32) ours $kind-highest ;; *-bf16) trl $kind-checkpointing ;; esac
     done
 done
-run mkdir -p "$(dirname "$results")"
-run mv "$work/results.csv" "$results" # all or nothing, and the commit in the rows is that of a tree without it
-run python $here/pairs_mixed_lengths.py --table --results "$results"
+finish

@@ -1,0 +1,68 @@
+# Sourced by the run_*.sh of this folder, which say what is measured, in turn. Each writes results_NAME.csv, and
+# report.py the page from all of them. A measurement that was stopped goes on: its rows are in .work/COMMIT/NAME, until
+# `rm -r benchmarks/throughput/.work` or another commit (with uncommitted changes, each begins anew).
+#   DRY=1          print the commands
+#   REPEATS        rounds over the main modes (3)
+#   EXTRA_REPEATS  of these, so many with techniques switched off and with slower settings of the peer (1)
+#   ITERATIONS     of a run of ppo, grpo and ddpo, the first not counted (2)
+#   STEPS          of a run of the others (each says how many)
+#   THREADS        (2)
+#   FORCE=1        measure although the machine is busy, keep runs with steal
+#   RESULTS        another folder for results_*.csv and README.md
+#   PEER_0_8_6, PEER_1_12, PEER_1_16  environments of make_peer_env*.sh (.peers/trl-0.8.6 and so on)
+#   PLAINRL_BENCH_TINY=1  small models, to try this out; with RESULTS elsewhere
+SECONDS_PER_ROUND
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+here=benchmarks/throughput
+folder=${RESULTS:-$here}
+repeats=${REPEATS:-3}
+fail() { echo "error: $*" >&2; exit 2; }
+run() { echo "$@"; [ -n "${DRY:-}" ] || "$@"; }
+
+export OMP_NUM_THREADS=${THREADS:-2} CUDA_VISIBLE_DEVICES="" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONWARNINGS=ignore HF_DATASETS_DISABLE_PROGRESS_BARS=1
+COMMIT=$(git rev-parse HEAD)
+git diff --quiet HEAD -- . ":!$here/results_*.csv" ":!$here/README.md" || COMMIT=$COMMIT-dirty
+export COMMIT
+[ -z "${PLAINRL_BENCH_TINY:-}" ] || [ -n "${RESULTS:-}" ] || [ -n "${DRY:-}" ] || fail "PLAINRL_BENCH_TINY needs RESULTS"
+
+# begin NAME SCRIPT [no-model]: makes the work directory and the model in it
+begin() {
+    name=$1
+    script=$here/$2
+    work=$here/.work/$COMMIT${PLAINRL_BENCH_TINY:+-tiny}/$name
+    case $COMMIT in *-dirty) run rm -rf "$work" ;; esac
+    run mkdir -p "$work"
+    rows=$work/results_$name.csv
+    trap 'rm -rf "$work/model"' EXIT
+    [ -n "${3:-}" ] || run python "$script" --prepare "$work/model"
+}
+
+# peer VERSION SCRIPT: what `trl` runs
+peer() {
+    local environment=PEER_${1//./_}
+    peer_python=${!environment:-$here/.peers/trl-$1}/bin/python
+    peer_script=$here/$2
+    [ -n "${DRY:-}" ] || [ -x "$peer_python" ] || fail "no $peer_python: bash $here/make_peer_env*.sh, or set $environment"
+}
+
+# measure COMMAND: up to three times where the hypervisor took too much (exit code 75 of measurement.py)
+measure() {
+    local try code
+    for try in 1 2 3; do
+        code=0
+        run "$@" --results "$rows" || code=$?
+        [ $code = 75 ] || break
+    done
+    [ $code = 0 ] || exit $code
+}
+ours() { measure python "$script" --mode "$1" --repeat "$repeat" --model "$work/model"; }
+trl() { measure "$peer_python" "$peer_script" --mode "$1" --repeat "$repeat" --model "$work/model"; }
+
+# finish: all rows are there
+finish() {
+    run mkdir -p "$folder"
+    run cp "$rows" "$folder/"
+    run python $here/report.py "$folder"
+}

@@ -4,30 +4,22 @@ Work of an epoch: 16 images of 20 DDIM steps with classifier-free guidance, then
 step) pairs, with guidance as well. LoRA of rank 4 on a UNet with random weights; the reward is the brightness.
 
     bash benchmarks/throughput/make_peer_env.sh     # once: a virtual environment with TRL 0.8.6
-    bash benchmarks/throughput/run_ddpo.sh          # on a quiet machine: writes results_ddpo.csv and README_DDPO.md
-
-and the parts that run_ddpo.sh uses:
-
-    python benchmarks/throughput/ddpo_small_unet.py --prepare MODEL_DIR
-    python benchmarks/throughput/ddpo_small_unet.py --mode fp32 --model MODEL_DIR --results results_ddpo.csv
-    python benchmarks/throughput/ddpo_small_unet.py --table    # README_DDPO.md from results_ddpo.csv
-    python benchmarks/throughput/ddpo_small_unet.py --check    # exit 1 where README_DDPO.md does not follow from it
+    bash benchmarks/throughput/run_ddpo.sh          # on a quiet machine
 
 Both systems start from the same weights and adapters and denoise the same noise, so that rewards and gradient of the
-first epoch must agree. The measurement and the table are those of ppo_gpt2_small.py. PLAINRL_BENCH_TINY=1 shrinks the
-pipeline, to try the scripts out.
+first epoch must agree. PLAINRL_BENCH_TINY=1 shrinks the pipeline, to try the scripts out.
 """
 
 import importlib.metadata
 import json
-import sys
 from statistics import median
 
-import ppo_gpt2_small
 import torch
-from ppo_gpt2_small import HERE, ITERATIONS, TINY, main, page, short_run, spread
+from measurement import TINY, main, short_run
+from ppo_gpt2_small import ITERATIONS, kind_of
+from tables import agreement, distinct, first_of, grouped, mode_table, precision, provenance
 
-from benchmarks.tasks import shapes  # found by way of ppo_gpt2_small
+from benchmarks.tasks import shapes  # found by way of measurement
 from common.seeding import rng, stream_rows
 
 # ---- Workload: the peer imports it from here -------------------------------------------------------------------------
@@ -46,15 +38,7 @@ MODES = {  # of algos/ddpo.py: flags, and what they show
         {"micro_batch_size": PEER_BATCH},
         f"`--micro-batch-size {PEER_BATCH}`: forwards of as many pairs as TRL tuned",
     ),
-    "fp32-1-1": (
-        {"micro_batch_size": 1, "decode_batch_size": 1},
-        "`--micro-batch-size 1 --decode-batch-size 1`: samples and trains one by one, as TRL defaults",
-    ),
     "bf16": ({"mixed_precision": "bf16"}, "`--mixed-precision bf16`: weights, latents and optimizer fp32"),
-    "bf16-micro-4": (
-        {"mixed_precision": "bf16", "micro_batch_size": PEER_BATCH},
-        f"bf16 with `--micro-batch-size {PEER_BATCH}`",
-    ),
 }
 PEER_MODES = {  # of TRL's DDPOTrainer: ((images sampled at once, images of a training forward), our matmul precision)
     "tuned": (
@@ -66,7 +50,12 @@ PEER_MODES = {  # of TRL's DDPOTrainer: ((images sampled at once, images of a tr
         f"its default sizes: `sample_batch_size=1`, `train_batch_size=1`, accumulated over {IMAGES}",
     ),
     "same-flags": ((IMAGES, PEER_BATCH, True), "tuned, with matmul precision medium"),
+    "bf16-same-flags": ((IMAGES, PEER_BATCH, True), "same-flags, all of it in `torch.autocast` to bf16"),
 }
+COMPARISONS = [  # in the first table: name, our mode, modes of the peer, goal
+    ("ddpo", "fp32", ["tuned", "defaults", "same-flags"], 1.8),
+    ("ddpo", "bf16", ["bf16-same-flags"], None),
+]
 
 
 def rows():
@@ -196,7 +185,6 @@ def useful_flops(pipeline):
 
 def figures(model, rollout, update, scores, grad_norms):
     """Columns of the CSV file and useful GFLOP/s, from the seconds, mean rewards and gradient norms of all epochs."""
-    ppo_gpt2_small.LAYERS, ppo_gpt2_small.WIDTH, ppo_gpt2_small.VOCABULARY = CHANNELS[0], CHANNELS[1], SIZE  # shape
     work = json.loads(open(f"{model}/work.json").read())
     totals = [a + b for a, b in zip(rollout, update, strict=True)]
     print("  sampling", *(f"{s:.2f}" for s in rollout), "| training", *(f"{s:.2f}" for s in update))
@@ -211,6 +199,7 @@ def figures(model, rollout, update, scores, grad_norms):
         "images_per_sec": f"{IMAGES / seconds:.3f}", "work_gflop": f"{work['flops'] / 1e9:.1f}",
         "parameters": work["parameters"], "scores": " ".join(f"{s:.7f}" for s in scores),
         "grad_norms": " ".join(f"{g:.6g}" for g in grad_norms), "libraries": libraries,
+        "shape": "x".join(map(str, (*CHANNELS, SIZE))),
     }  # fmt: skip
     return columns, work["flops"] / seconds / 1e9
 
@@ -222,121 +211,60 @@ def measure_ours(mode, model):
     perf, metrics = short_run(ddpo, mode, **settings(model) | MODES[mode][0])
     rollout = [p["perf/seconds_rollout"] for p in perf]
     update = [p["perf/seconds_reward"] + p["perf/seconds_update"] for p in perf]
-    return figures(model, rollout, update, *([m[key] for m in metrics] for key in ("objective/scores", NORM_KEY)))
+    return figures(
+        model, rollout, update, *([m[key] for m in metrics] for key in ("objective/scores", "optim/grad_norm"))
+    )
 
 
-NORM_KEY = "optim/grad_norm"
+# ---- Page ------------------------------------------------------------------------------------------------------------
 
+SECTION = """## ddpo
 
-# ---- Table -----------------------------------------------------------------------------------------------------------
-
-README = """# Throughput: DDPO on a small Stable Diffusion pipeline
-
-`run_ddpo.sh` writes results_ddpo.csv, and ddpo_small_unet.py this file from it.
-
-A UNet of {parameters} parameters on a CPU: {layers} and {width} channels, one layer and cross attention at both
-resolutions, latents of {LATENTS} x {vocabulary} x {vocabulary}, random weights. An epoch is {IMAGES} images of {STEPS}
-DDIM steps, then one optimizer step on all {PAIRS} (image, step) pairs; classifier-free guidance {GUIDANCE:g} in both,
-LoRA of rank {RANK} on the attention's projections. Medians over the runs, smallest and largest in brackets.
-
-Goals, in seconds of an epoch:
-
-{goals}
+A UNet of {parameters} parameters: {channels} channels, one layer and cross attention at both resolutions, latents of
+{LATENTS} x {size} x {size}. An epoch is {IMAGES} images of {STEPS} DDIM steps, then one optimizer step on all {PAIRS}
+(image, step) pairs; classifier-free guidance {GUIDANCE:g} in both, LoRA of rank {RANK} on the attention's projections.
 
 {table}
 
 {notes}
 
-Columns:
-
 - `sampling s`: text embeddings, denoising with log-probabilities, decoding. `training s`: the rest of the epoch, with
   reward and advantages.
-{TIMES}\
-- `sampled/s`, `trained/s`, `images/s`: {IMAGES} images over the seconds of sampling, of training, and of the epoch.
-{MEMORY}\
-- `fraction of GEMM peak`: useful work ({work} GFLOP an epoch: two forwards of the UNet for each pair in sampling, two
-  forwards in training with the backward that the adapters need, decoding) over seconds and {PEAK}
-Protocol: the systems in turn, one process a run; both load the same pipeline and the same start of the adapters, and
-take the same prompts in the same order and the same noise: what TRL would draw is replaced by what plainrl draws, made
-before the clock starts. The first of {iterations} epochs of a run is not counted. The same AdamW (TRL's is not fused),
-clipping of gradients, of ratios and of advantages, and advantages by the statistics of the epoch. TRL runs with
-`mixed_precision="no"` (its default, fp16, is for GPUs); evaluation, saving and trackers are off.
+- Useful work: {work} GFLOP an epoch, which is two forwards of the UNet for each pair in sampling, two forwards in
+  training with the backward that the adapters need, and decoding.
+- Both systems start from the same adapters, and take the same prompts in the same order and the same noise: what TRL
+  would draw is replaced by what plainrl draws, made before the clock starts. The same AdamW (TRL's is not fused),
+  clipping of gradients, of ratios and of advantages, and advantages by the statistics of the epoch. TRL runs with
+  `mixed_precision="no"`; its default, fp16, is for GPUs.
+- Not measured: training without LoRA, more optimizer steps an epoch.
 
-Did the runs do the same work? Largest relative differences between two runs of either system:
+Did the runs do the same work? Largest relative differences in the first epoch (fp32: at most {TOLERANCE}):
 
 {same_work}
 
-No table is written where, in fp32, the mean reward or the norm of the gradient of the first epoch differs by more than
-{TOLERANCE} relatively.
-Load average before a run, the runs before it included: {loads}.
-
-Not measured: GPUs, other shapes, pretrained weights, training without LoRA, more optimizer steps an epoch, several
-processes, learning (the reward is trivial), start-up, saving.
-
-{MACHINE}
-
-{libraries}
+{provenance}
+- further libraries: {libraries}
 """
 TOLERANCE = 1e-3
-GOALS = [("fp32", 1.8), ("bf16", 1.8)]  # times TRL tuned
 
 
-def same_work(rows):
-    """How far the runs agree, as text, for each precision; exits where those in fp32 did not do the same work. Rows in
-    bf16 are compared with the others."""
-
-    def apart(values):
-        return (max(values) - min(values)) / max(map(abs, values))
-
-    parts = []
-    for kind in ("fp32", "bf16"):
-        found = [row for row in rows if kind == "bf16" or "bf16" not in row["mode"]]
-        if not found or kind not in ["bf16" if "bf16" in row["mode"] else "fp32" for row in rows]:
-            continue
-        scores, norms = (
-            list(zip(*([float(x) for x in row[name].split()] for row in found), strict=True))
-            for name in ("scores", "grad_norms")
-        )
-        gaps = [[apart(values) for values in course] for course in (scores, norms)]
-        if kind == "fp32" and max(gaps[0][0], gaps[1][0]) > TOLERANCE:
-            sys.exit(f"not the same work: rewards differ by {gaps[0][0]:.2g}, gradient norms by {gaps[1][0]:.2g}")
-        text = f"- {kind}{' against fp32' * (kind == 'bf16')}: first epoch, {gaps[0][0]:.1g} in the mean reward "
-        text += f"({median(scores[0]):.4f}), {gaps[1][0]:.1g} in the norm of the\n  gradient ({median(norms[0]):.4g})"
-        parts.append(f"{text}; any epoch, {max(gaps[0]):.1g} and {max(gaps[1]):.1g}")
-    return "\n".join(parts)
-
-
-def goals(rows):
-    """Seconds of TRL tuned over those of each mode with a goal, both of the same repeat, as text."""
-    seconds = {(row["system"], row["mode"], row["repeat"]): float(row["seconds"]) for row in rows}
-    lines = []
-    for mode, goal in GOALS:
-        repeats = [repeat for system, name, repeat in seconds if (system, name) == ("plainrl", mode)]
-        pairs = [(seconds.get(("trl", "tuned", repeat)), seconds["plainrl", mode, repeat]) for repeat in repeats]
-        times = [peer / own for peer, own in pairs if peer]
-        if times:
-            verdict = "reached" if median(times) >= goal else "missed"
-            lines.append(f"- {mode} against TRL tuned: {spread(times, 2)} times less; goal {goal:g}: {verdict}")
-    return "\n".join(lines)
-
-
-def readme(rows):
-    """The text of README_DDPO.md."""
-    texts = {("plainrl", mode): text for mode, (_, text) in MODES.items()}
-    texts |= {("trl", mode): text for mode, (_, text) in PEER_MODES.items()}
+def section(rows):
+    """The text of the section, from the rows of results_ddpo.csv."""
+    texts = {mode: text for mode, (_, text) in (MODES | PEER_MODES).items()}
     shown = {"seconds_rollout": ("sampling s", 2), "seconds_update": ("training s", 2), "seconds": ("epoch s", 2)}
-    shown |= {"sampled_per_sec": ("sampled/s", 2), "trained_per_sec": ("trained/s", 2)}
     shown |= {"images_per_sec": ("images/s", 2), "peak_memory_mb": ("peak memory MB", 0)}
     shown |= {"fraction": ("fraction of GEMM peak", 3)}
-    libraries = {row["system"]: row["libraries"] for row in rows}
-    return page(
-        rows, README, texts, shown, PEER_MODES, lambda mode, setting: setting, work=rows[0]["work_gflop"],
-        iterations=int(rows[0]["counted"]) + 1, parameters=f"{int(rows[0]['parameters']):,}",
-        same_work=same_work(rows), goals=goals(rows), PAIRS=IMAGES * STEPS,
-        libraries="\n".join(f"- {system}: {found}" for system, found in sorted(libraries.items())),
+    against = {f"times TRL {name}": lambda mode, name=name: name for name in PEER_MODES}
+    table, notes = mode_table(rows, texts, shown, against | {"times plainrl": kind_of})
+    *channels, size = rows[0]["shape"].split("x")
+    figures = {"mean reward": first_of("scores"), "gradient norm": first_of("grad_norms")}
+    return SECTION.format(
+        table=table, notes=notes, provenance=provenance(rows), work=rows[0]["work_gflop"], size=size,
+        channels=" and ".join(channels), parameters=f"{int(rows[0]['parameters']):,}", PAIRS=IMAGES * STEPS,
+        same_work=agreement(grouped(rows, precision), figures, TOLERANCE), libraries=distinct(rows, "libraries"),
         **{name: globals()[name] for name in "LATENTS IMAGES STEPS GUIDANCE RANK TOLERANCE".split()},
     )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(__doc__, MODES, measure_ours, readme, HERE / "results_ddpo.csv", "README_DDPO.md", prepare)
+    main(__doc__, dict.fromkeys(MODES, "plainrl"), measure_ours, prepare)

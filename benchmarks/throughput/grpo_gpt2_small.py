@@ -5,18 +5,10 @@ The responses are given: both systems decode token by token, and their own draw 
 sampling costs what it costs, and everything behind it sees the same tokens. The reward asserts that.
 
     bash benchmarks/throughput/make_peer_env_trl_1_16.sh    # once: a virtual environment with TRL 1.16.0
-    bash benchmarks/throughput/run_grpo.sh                  # on a quiet machine: results_grpo.csv, README_GRPO.md
-
-and the parts that run_grpo.sh uses:
-
-    python benchmarks/throughput/grpo_gpt2_small.py --prepare MODEL_DIR
-    python benchmarks/throughput/grpo_gpt2_small.py --mode fp32-plain --model MODEL_DIR --results results_grpo.csv
-    python benchmarks/throughput/grpo_gpt2_small.py --table    # README_GRPO.md from results_grpo.csv
-    python benchmarks/throughput/grpo_gpt2_small.py --check    # exit 1 where README_GRPO.md does not follow from it
+    bash benchmarks/throughput/run_grpo.sh                  # on a quiet machine
 """
 
 import functools
-import sys
 import time
 from contextlib import ExitStack
 from statistics import mean, median
@@ -25,9 +17,11 @@ from unittest.mock import patch
 import numpy as np
 import ppo_gpt2_small
 import torch
-from ppo_gpt2_small import END, HERE, ITERATIONS, LR, VOCABULARY, forward_flops, main, page, short_run
+from measurement import main, short_run
+from ppo_gpt2_small import END, ITERATIONS, LR, SHAPE, VOCABULARY, forward_flops
+from tables import agreement, distinct, first_of, grouped, mode_table, provenance
 
-from common import sampling, seeding  # found by way of ppo_gpt2_small
+from common import sampling, seeding  # found by way of measurement
 
 # ---- Workload: the peer imports it from here -------------------------------------------------------------------------
 
@@ -49,14 +43,6 @@ WORKS = {  # what an iteration is: settings of algos/grpo.py, and text
     ),
     "equal": ({"kl_coef": 0.0}, "plain, where the scores are equal in every second group"),
 }
-_SWITCHES = {  # of algos/grpo.py: flags, and what they show
-    "": ({}, "matmul precision medium, eager attention, 8 rows a forward"),
-    "-generate": ({}, "with the `generate` of transformers in place of the script's sampler"),
-    "-micro-32": ({"micro_batch_size": 32}, "with 32 rows a forward"),
-    "-sdpa": ({"attn_implementation": "sdpa"}, "without eager attention"),
-    "-highest": ({}, "without matmul precision medium"),
-    "-malloc": ({}, "without keeping freed memory (glibc's default thresholds)"),
-}
 _EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
 SETTINGS = {  # of TRL's GRPOTrainer: (flags, our matmul precision), and what they are
     "defaults": ({}, False, "its default settings, without gradient checkpointing"),
@@ -66,22 +52,18 @@ SETTINGS = {  # of TRL's GRPOTrainer: (flags, our matmul precision), and what th
         True,
         "same-flags with 32 rows a forward",
     ),
-    "checkpointing": ({"gradient_checkpointing": True}, False, "all its default settings, gradient checkpointing too"),
 }
 
 
 def our_modes():
-    """{mode: (flags, text)} of algos/grpo.py; switches are for the plain work alone."""
+    """{mode: (flags, text)} of algos/grpo.py."""
     modes = {}
-    for precision in ("fp32", "bf16"):
-        autocast = {}
-        if precision == "bf16":
-            autocast = {"mixed_precision": "bf16"}
-        for work, (settings, _) in WORKS.items():
-            for switch, (flags, text) in _SWITCHES.items():
-                if switch and work != "plain":
-                    continue
-                modes[f"{precision}-{work}{switch}"] = (autocast | settings | flags, text)
+    for work, (settings, _) in WORKS.items():
+        modes[f"fp32-{work}"] = (settings, "matmul precision medium, eager attention, 8 rows a forward")
+        modes[f"bf16-{work}"] = (
+            settings | {"mixed_precision": "bf16"},
+            "`--mixed-precision bf16`: weights and optimizer fp32",
+        )
     return modes
 
 
@@ -98,6 +80,10 @@ def peer_modes():
 
 MODES = our_modes()
 PEER_MODES = peer_modes()
+COMPARISONS = [  # in the first table: name, our mode, modes of the peer, goal
+    ("grpo", "fp32-plain", [f"fp32-plain-{setting}" for setting in SETTINGS], 2.0),
+    ("grpo", "bf16-plain", [f"bf16-plain-{setting}" for setting in SETTINGS], None),
+]
 
 
 def family(mode):
@@ -271,6 +257,7 @@ def figures(mode, sampling_seconds, scoring_seconds, update_seconds, losses, gra
         "losses": " ".join(f"{loss:.6f}" for loss in losses),
         "grad_norms": " ".join(f"{norm:.6f}" for norm in grad_norms),
         "logprob": f"{logprob:.6f}",
+        "shape": "x".join(map(str, SHAPE)),
     }
     return columns, useful_flops(mode) / seconds / 1e9
 
@@ -317,18 +304,12 @@ def measure_ours(mode, model):
         grad_norms.append(norm.item())
         return norm
 
-    short_mode = mode
-    for switch in ("highest", "malloc"):
-        if mode.endswith(f"-{switch}"):
-            short_mode = f"fp32-{switch}"  # as short_run calls it
     with ExitStack() as stack:
         stack.enter_context(patch.object(sampling, "uniforms", given_ids))
         stack.enter_context(patch.object(sampling, "draw", draw_given))
         stack.enter_context(patch.object(grpo, "draw", draw_given))
         stack.enter_context(patch.object(grpo, "all_logprobs", timed_score))
         stack.enter_context(patch.object(Accelerator, "clip_grad_norm_", noted_clip))
-        if mode.endswith("-generate"):
-            stack.enter_context(patch.object(grpo, "sample", sampling.sample_by_generate))
         settings = {
             "total_episodes": EPISODES * ITERATIONS,
             "rollout_batch_size": EPISODES,
@@ -341,9 +322,7 @@ def measure_ours(mode, model):
             "seed": SEED,
             "attn_implementation": "eager",
         }
-        perf, metrics = short_run(
-            grpo, short_mode, model=str(model), dataset=rows(mode), reward=reward, **settings | flags
-        )
+        perf, metrics = short_run(grpo, mode, model=str(model), dataset=rows(mode), reward=reward, **settings | flags)
     calls = len(scoring) // ITERATIONS  # of an iteration: policy and reference, one of them, or none
     assert calls == (flags["kl_coef"] > 0) + (steps_of(mode) > 1)
     scoring_seconds = [sum(scoring[i * calls : (i + 1) * calls]) for i in range(ITERATIONS)]
@@ -355,18 +334,15 @@ def measure_ours(mode, model):
     return figures(mode, sampling_seconds, scoring_seconds, update_seconds, losses, grad_norms, logprob)
 
 
-# ---- Table -----------------------------------------------------------------------------------------------------------
+# ---- Page ------------------------------------------------------------------------------------------------------------
 
-README = """# Throughput: GRPO on responses of mixed length
+SECTION = """## grpo
 
-`run_grpo.sh` writes results_grpo.csv, and grpo_gpt2_small.py this file from it.
-
-{layers} layers, width {width}, vocabulary {vocabulary}, random weights, on a CPU. An iteration is {PROMPTS} prompts of
-{PROMPT_LOW} to {PROMPT_HIGH} tokens (mean {prompt_tokens}), {GROUP} responses to each of {RESPONSE_LOW} to
-{RESPONSE_HIGH} (mean {response_tokens}, the end token included), log-normal, and one optimizer step on all
-{EPISODES} episodes, or two. Full fine-tuning with AdamW. All rows padded to the longest prompt and the longest
-response, as TRL has them, {padding_together} % of the positions are padding; in forwards of {MICRO} rows by length, as
-plainrl has them, {padding_by_length} %. Medians over the runs, smallest and largest in brackets.
+An iteration is {PROMPTS} prompts of {PROMPT_LOW} to {PROMPT_HIGH} tokens (mean {prompt_tokens}), {GROUP} responses to
+each of {RESPONSE_LOW} to {RESPONSE_HIGH} (mean {response_tokens}, the end token included), log-normal, and one
+optimizer step on all {EPISODES} episodes, or two. AdamW on all weights; model {shape}. All rows padded to the longest
+prompt and the longest response, as TRL has them, {padding_together} % of the positions are padding; in forwards of
+{MICRO} rows by length, as plainrl has them, {padding_by_length} %.
 
 {works}
 
@@ -374,85 +350,41 @@ plainrl has them, {padding_by_length} %. Medians over the runs, smallest and lar
 
 {notes}
 
-Columns:
-
 - `sampling s`: decoding, texts, reward and advantages. `scoring s`: log-probabilities of the responses before the
-  update, of the reference (kl) or of the policy that sampled (epochs). `update s`: the rest of an iteration, all its
-  optimizer steps together. Each is a median of its own.
-{TIMES}\
-  A row is compared with rows of its own precision and work.
+  update, of the reference (kl) or of the policy that sampled (epochs). `update s`: the rest of an iteration. Each is a
+  median of its own.
 - `tokens/s`: prompt and response tokens of the episodes over the seconds of the iteration.
-{MEMORY}\
-- `fraction of GEMM peak`: useful work (sampling, reference, forward and backward pass of rows that have an advantage;
-  a prompt once for its group, no padding, the output layer where a response token is predicted, nothing twice) over
-  seconds and {PEAK}
-Protocol: the systems in turn, one process a run; the first of {iterations} iterations of a run is not counted. Both
-load the same weights and take the same prompts in every iteration. The responses are given: both systems decode token
-by token with all of their own work, but the logit of the given id is set to {CERTAIN:g} before the draw, so that a
-draw takes it; the reward asserts that all ids are those. Both take {MICRO} rows a forward, the default of both, the
-loss of DAPO (mean over all tokens), advantages over the standard deviation, a constant learning rate, AdamW of the
-same betas, and gradients clipped at 1. Dropout, evaluation and saving are off.
-
-- Scores differ within every group, but for the rows of `equal`. There, {trained_tokens} % of the tokens are of groups
-  that have a gradient: plainrl leaves the other rows out of the update, TRL computes them.
+- Useful work: sampling, reference, forward and backward of rows that have an advantage; a prompt once for its group, no
+  padding, the output layer where a response token is predicted.
+- The responses are given: both systems decode token by token with all of their own work, but the logit of the given id
+  is set to {CERTAIN:g} before the draw, so that a draw takes it; the reward asserts that all ids are those. Both take
+  {MICRO} rows a forward, the default of both, the loss of DAPO (mean over all tokens), and advantages over the standard
+  deviation.
+- Scores differ within every group, but for `equal`. There, {trained_tokens} % of the tokens are of groups that have a
+  gradient: plainrl leaves the other rows out of the update, TRL computes them.
 - Rows of plainrl that have ended leave the batch while it decodes; in the `generate` that TRL calls they stay.
-- TRL's update also computes the entropy of every distribution, which it logs.
-- TRL's KL is here that of Shao et al., as in plainrl (`use_bias_correction_kl=False`).
+- TRL's update also computes the entropy of every distribution, which it logs. Its KL is here that of Shao et al., as in
+  plainrl (`use_bias_correction_kl=False`). bf16 and gradient checkpointing are on by default.
 - TRL gives the model no positions where it scores, so that GPT-2 would count the padding to the left of a prompt, as
   `generate` does not. Here a hook adds them: without it, the gradients of the two systems differ.
-- bf16 and gradient checkpointing are on in TRL by default.
+- Not measured: longer responses, vLLM, groups that are replaced (`--dynamic-sampling`).
 
-Did the runs do the same work? Largest differences between two of them, of either system:
+Did the runs do the same work? Largest relative differences in the first step (fp32: at most {TOLERANCE};
+log-probability: the mean of the tokens):
 
 {same_work}
 
-No table is written where, in fp32, the first loss differs by more than {TOLERANCE}, or the norm of its gradient or the
-mean log-probability of the tokens by more than that relatively.
-Load average before a run, the runs before it included: {loads}.
-
-Not measured: GPUs, other shapes, longer responses, vLLM, pretrained weights, several processes, adapters, a reward
-model, groups that are replaced (`--dynamic-sampling`), learning (the reward is trivial), start-up, saving.
-
-{MACHINE}"""
+{provenance}
+"""
 TOLERANCE = 1e-3
 
 
-def relative(values):
-    """How far the values lie apart, over the smallest in size."""
-    return (max(values) - min(values)) / min(map(abs, values))
-
-
-def same_work(rows):
-    """How far the runs agree, as text, for each precision and work; exits where those in fp32 did not do the same
-    work."""
-    lines = []
-    for kind in dict.fromkeys(map(family, PEER_MODES)):
-        found = [row for row in rows if family(row["mode"]) == kind]
-        if not found:
-            continue
-        losses = [float(row["losses"].split()[0]) for row in found]
-        norms = [list(map(float, row["grad_norms"].split())) for row in found]
-        loss_gap = max(losses) - min(losses)
-        norm_gaps = [relative(step) for step in zip(*norms, strict=True)]
-        logprobs = [float(row["logprob"]) for row in found]
-        if kind.startswith("fp32") and max(loss_gap, norm_gaps[0], relative(logprobs)) > TOLERANCE:
-            what = f"first losses differ by {loss_gap:.2g}, gradient norms by {norm_gaps[0]:.2g}"
-            sys.exit(f"not the same work in {kind}: {what}, log-probabilities by {relative(logprobs):.2g}")
-        lines.append(
-            f"- {kind}, {len(found)} runs: {loss_gap:.1g} in the loss of the first iteration ({median(losses):.4f}), "
-            f"{100 * norm_gaps[0]:.1g} % in the first gradient's norm,\n  {100 * max(norm_gaps):.1g} % in that of any "
-            f"step, {100 * relative(logprobs):.1g} % in the mean log-probability of a token ({median(logprobs):.3f})"
-        )
-    return "\n".join(lines)
-
-
-def readme(rows):
-    """The text of README_GRPO.md."""
-    all_texts = {("plainrl", mode): text for mode, (_, text) in MODES.items()}
-    all_texts |= {("trl", mode): text for mode, (_, _, text) in PEER_MODES.items()}
+def section(rows):
+    """The text of the section, from the rows of results_grpo.csv."""
+    all_texts = {mode: text for mode, (*_, text) in (MODES | PEER_MODES).items()}
     texts = {}
-    for kind in dict.fromkeys(map(family, MODES)):
-        texts |= {key: text for key, text in all_texts.items() if family(key[1]) == kind}
+    for kind in MODES:
+        texts |= {mode: text for mode, text in all_texts.items() if family(mode) == kind}
     shown = {
         "seconds_sampling": ("sampling s", 2),
         "seconds_scoring": ("scoring s", 2),
@@ -462,28 +394,21 @@ def readme(rows):
         "peak_memory_mb": ("peak memory MB", 0),
         "fraction": ("fraction of GEMM peak", 3),
     }
-    shares = {name: f"{100 * float(rows[0][name]):.0f}" for name in ("padding_together", "padding_by_length")}
+    against = {f"times TRL {name}": lambda mode, name=name: f"{family(mode)}-{name}" for name in SETTINGS}
+    table, notes = mode_table(rows, texts, shown, against | {"times plainrl": family})
+    figures = {"loss": first_of("losses"), "gradient norm": first_of("grad_norms")}
+    figures["log-probability"] = first_of("logprob")
     trained = sum(map(sum, episode_lengths("fp32-equal", trained=True)))
     everything = sum(map(sum, episode_lengths("fp32-equal")))
-
-    def peer(mode, setting):
-        return f"{family(mode)}-{setting}"
-
-    return page(
-        rows,
-        README,
-        texts,
-        shown,
-        SETTINGS,
-        peer,
-        family,
-        **shares,
-        prompt_tokens=rows[0]["prompt_tokens"],
-        response_tokens=rows[0]["response_tokens"],
-        trained_tokens=f"{100 * trained / everything:.0f}",
-        iterations=int(rows[0]["counted"]) + 1,
-        same_work=same_work(rows),
+    return SECTION.format(
+        table=table,
+        notes=notes,
+        provenance=provenance(rows),
+        same_work=agreement(grouped(rows, lambda row: family(row["mode"])), figures, TOLERANCE),
         works="\n".join(f"- {work}: {text}" for work, (_, text) in WORKS.items()),
+        trained_tokens=f"{100 * trained / everything:.0f}",
+        **{name: distinct(rows, name) for name in ("prompt_tokens", "response_tokens", "shape")},
+        **{name: f"{100 * float(rows[0][name]):.0f}" for name in ("padding_together", "padding_by_length")},
         PROMPTS=PROMPTS,
         GROUP=GROUP,
         EPISODES=EPISODES,
@@ -498,4 +423,4 @@ def readme(rows):
 
 
 if __name__ == "__main__":
-    main(__doc__, MODES, measure_ours, readme, HERE / "results_grpo.csv", "README_GRPO.md", prepare)
+    main(__doc__, dict.fromkeys(MODES, "plainrl"), measure_ours, prepare)

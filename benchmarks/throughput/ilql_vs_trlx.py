@@ -7,35 +7,24 @@ step in the way that trlX does it, in this file's own words (`TrlxStructure`). W
     gpt2    a step of 8 rows of 16 to 64 tokens on the model of ppo_gpt2_small.py (vocabulary 50257)
     memory  forward and backward of 32 such rows, to compare the peak memory of the losses
 
-The measurement is that of ppo_gpt2_small.py.
-
-    bash benchmarks/throughput/run_ilql.sh    # on a quiet machine: writes results_ilql.csv and README_ILQL.md
-
-and the parts that run_ilql.sh uses:
-
-    python benchmarks/throughput/ilql_vs_trlx.py --prepare MODEL_DIR
-    python benchmarks/throughput/ilql_vs_trlx.py --mode gpt2-fp32 --model MODEL_DIR --results results_ilql.csv
-    python benchmarks/throughput/ilql_vs_trlx.py --write    # README_ILQL.md from results_ilql.csv; or --table
-    python benchmarks/throughput/ilql_vs_trlx.py --check    # exit 1 where README_ILQL.md does not follow from it, or
-                                                            # the two systems do not do the same work on `walks`
+    bash benchmarks/throughput/run_ilql.sh    # on a quiet machine
 """
 
 import copy
 import os
-import sys
 import time
 from functools import reduce
 from statistics import fmean, mean, median, stdev
 
-import ppo_gpt2_small
 import torch
-from ppo_gpt2_small import END, HERE, LR, MACHINE, MEMORY, PEAK, VOCABULARY, forward_flops, main, short_run, spread
+from measurement import main, short_run
+from ppo_gpt2_small import END, LR, SHAPE, VOCABULARY, forward_flops, prepare
+from tables import agreement, by_mode, first_of, mode_table, precision, provenance, ratios, spread
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-import common.output
-from algos import ilql  # found by way of ppo_gpt2_small
+from algos import ilql  # found by way of measurement
 from benchmarks.tasks import randomwalks
 from common import models
 from common.seeding import rng, stream_rows
@@ -47,25 +36,18 @@ WALK_STEPS, WALK_SKIPPED, SKIPPED = 10 * STEPS, 5, 1
 WALK_BATCH, BATCH, MEMORY_BATCH = 100, 8, 32
 SHORTEST, LONGEST, ROWS = 16, 64, 128
 SEED, WALK_LR, BETAS = 1, 2e-4, (0.9, 0.95)
-DERIVED = 128, 64, 64  # rows, tokens and actions of a default batch of trlX, if all tokens are actions
 WORKLOADS = {  # steps, of which not counted, rows of a step, learning rate
     "walks": (WALK_STEPS, WALK_SKIPPED, WALK_BATCH, WALK_LR),
     "gpt2": (STEPS, SKIPPED, BATCH, LR),
     "memory": (0, 0, MEMORY_BATCH, LR),
 }
+SHAPES = {"walks": (6, 144, 25), "gpt2": SHAPE, "memory": SHAPE}  # that of randomwalks.untrained_model
 
 _BF16 = {"mixed_precision": "bf16"}
 OURS = {  # modes of algos/ilql.py: flags, and what they show
     "walks-fp32": ({}, "matmul precision medium, eager attention, fused AdamW; one forward of 100 rows"),
     "walks-bf16": (_BF16, "`--mixed-precision bf16`: weights, heads and optimizer fp32"),
-    "gpt2-fp32": (
-        {},
-        "one forward of 8 rows. All of gpt2 and memory were measured with a loss in chunks by hand; now "
-        "`torch.utils.checkpoint` cuts it, which computes the logits of a chunk twice",
-    ),
-    "gpt2-fp32-highest": ({"attn_implementation": "eager"}, "gpt2-fp32 without matmul precision medium"),
-    "gpt2-fp32-micro-4": ({"micro_batch_size": 4}, "`--micro-batch-size 4`: forwards of 4 rows, sorted by length"),
-    "gpt2-fp32-malloc": ({}, "gpt2-fp32 without keeping freed memory (glibc's default thresholds)"),
+    "gpt2-fp32": ({}, "one forward of 8 rows"),
     "gpt2-bf16": (_BF16, "`--mixed-precision bf16`: weights, heads and optimizer fp32"),
     "memory-fp32": ({}, "forward and backward of 32 rows at once"),
     "memory-bf16": (_BF16, "the same with `--mixed-precision bf16`"),
@@ -79,7 +61,15 @@ PEER = {  # modes of the peer: our switches, and what they are
     "gpt2-trlx-same-flags": (True, _SAME),
     "memory-trlx-defaults": (False, "forward and backward of 32 rows at once"),
 }
-SETTINGS = ("defaults", "same-flags")
+SYSTEMS = dict.fromkeys(OURS, "plainrl") | dict.fromkeys(PEER, "trlx_structure")
+SETTINGS = ("trlx-defaults", "trlx-same-flags")
+COMPARISONS = [  # in the first table: name, our mode, modes of the peer (which is in float32), goal
+    ("ilql, GPT-2 small", "gpt2-fp32", ["gpt2-trlx-defaults", "gpt2-trlx-same-flags"], 2.5),
+    ("ilql, GPT-2 small", "gpt2-bf16", ["gpt2-trlx-defaults", "gpt2-trlx-same-flags"], None),
+    ("ilql, random walks", "walks-fp32", ["walks-trlx-defaults", "walks-trlx-same-flags"], 2.5),
+    ("ilql, random walks", "walks-bf16", ["walks-trlx-defaults", "walks-trlx-same-flags"], None),
+]
+MEMORY_GOAL = 20
 LOSSES = ("loss", "loss_q", "loss_v", "loss_cql", "loss_awac")
 
 
@@ -128,26 +118,17 @@ def load(workload, model):
     return lm, tokenizer, episodes, args
 
 
-def useful_flops(episodes):
+def useful_flops(episodes, shape):
     """Floating-point operations of a step that cannot be left out: no padding, nothing computed twice; no forward of
     the last token of a row, which ended; the output layer, V, both Q and the first layer of both targets at actions."""
-    width, vocabulary = ppo_gpt2_small.WIDTH, ppo_gpt2_small.VOCABULARY
-    first, total = 2 * width**2, 0  # weights in the first layer of a head
+    _, width, vocabulary = shape
+    first = 2 * width**2  # weights in the first layer of a head
+    total = 0
     for episode in episodes:
-        total += 3 * forward_flops(len(episode.ids) - 1, len(episode.actions))
+        total += 3 * forward_flops(len(episode.ids) - 1, len(episode.actions), shape)
         heads = 6 * (first + 2 * width) + 2 * 6 * (first + 2 * width * vocabulary) + 2 * 2 * first
         total += heads * len(episode.actions)
     return total
-
-
-def derived_loss_memory(rows, tokens, actions, vocabulary):
-    """(peer, plainrl): bytes of the tensors with a vocabulary dimension that are alive at once.
-
-    Peer, when the losses have been computed: logits at every token; at every action Q and target Q of two heads, the
-    logits selected there, and three log-softmaxes. plainrl: the logits of a chunk, their log-softmax, their gradient.
-    """
-    chunk = min(rows * actions, max(1, common.output.CHUNK // vocabulary))
-    return 4 * vocabulary * rows * (tokens + 8 * actions), 4 * vocabulary * 3 * chunk
 
 
 # ---- The peer --------------------------------------------------------------------------------------------------------
@@ -288,12 +269,10 @@ def our_steps(workload, name, flags, model):
     return [line["perf/seconds_update"] for line in perf], losses, metrics[0]["optim/grad_norm"]
 
 
-def figures(workload, system, model, seconds, losses, grad_norm, memory=("", "")):
+def figures(workload, model, seconds, losses, grad_norm, memory=("", "")):
     """Columns of the CSV file and useful GFLOP/s."""
     steps, skipped, batch, _ = WORKLOADS[workload]
-    shape = (6, 144, 25) if workload == "walks" else ()  # of randomwalks.untrained_model, for record() and flops
-    for name, value in zip(("LAYERS", "WIDTH", "VOCABULARY"), shape, strict=False):
-        setattr(ppo_gpt2_small, name, value)
+    shape = SHAPES[workload]
     _, _, episodes, _ = load(workload, model)
     drawn = [[episodes[row] for row in step] for step in order(workload)]
     lengths = [[len(episode.ids) for episode in step] for step in drawn]
@@ -301,7 +280,6 @@ def figures(workload, system, model, seconds, losses, grad_norm, memory=("", "")
     print("  seconds", *(f"{s:.3f}" for s in seconds), f"(the first {skipped} are not counted)")
     print("  losses", *(f"{found['loss']:.4f}" for found in losses), flush=True)
     columns = {
-        "system": system,  # record() calls all modes plainrl: the peer, too, runs in this environment
         "seconds": f"{median(counted):.4f}" if counted else "", "seconds_first": f"{seconds[0]:.4f}" if steps else "",
         "counted": len(counted), "batch": batch,
         "rows_per_sec": f"{batch / median(counted):.2f}" if counted else "",
@@ -311,22 +289,20 @@ def figures(workload, system, model, seconds, losses, grad_norm, memory=("", "")
         "first_tokens": max(lengths[0]), "first_actions": max(len(episode.actions) for episode in drawn[0]),
         "losses": " ".join(f"{found['loss']:.6f}" for found in losses),
         "first": " ".join(f"{losses[0][name]:.6f}" for name in LOSSES), "grad_norm": f"{grad_norm:.6f}",
-        "loss_mb": memory[0], "loss_gradients_mb": memory[1],
+        "loss_mb": memory[0], "loss_gradients_mb": memory[1], "shape": "x".join(map(str, shape)),
     }  # fmt: skip
-    flops = [useful_flops(step) for step in drawn[skipped:]] if counted else []
+    flops = [useful_flops(step, shape) for step in drawn[skipped:]] if counted else []
     return columns, median(n / s for n, s in zip(flops, counted, strict=True)) / 1e9 if counted else 0.0
 
 
 def measure(mode, model):
     """What record() stores of a run."""
     workload, _, name = mode.partition("-")
-    system = "plainrl" if mode in OURS else "trlx_structure"
     if workload == "memory":
-        return figures(workload, system, model, *measure_memory(mode, model))
-    steps = (
-        our_steps(workload, name, OURS[mode][0], model) if mode in OURS else peer_steps(workload, PEER[mode][0], model)
-    )
-    return figures(workload, system, model, *steps)
+        return figures(workload, model, *measure_memory(mode, model))
+    if mode in OURS:
+        return figures(workload, model, *our_steps(workload, name, OURS[mode][0], model))
+    return figures(workload, model, *peer_steps(workload, PEER[mode][0], model))
 
 
 def loss_peak(lm, backward):
@@ -397,226 +373,103 @@ def measure_memory(mode, model):
     return [], first[:1], grad_norm, memory
 
 
-# ---- Table -----------------------------------------------------------------------------------------------------------
+# ---- Page ------------------------------------------------------------------------------------------------------------
 
-README = """# Throughput: ILQL beside the structure of trlX's step
+SECTION = """## ilql
 
 `trlx_structure` is **not trlX's code**: it is this benchmark's re-implementation, in its own words, of the work that an
 ILQL step of trlX does. trlX itself is no package of the registry and needs libraries of 2023, so it was not run here.
-{TRLX_ITSELF}
+The only figures of trlX itself that are known here: random walks, 0.107 s a step of 100 rows, and 200 such steps in
+about 57 s with evaluations, on another day and maybe another CPU. They are not comparable with these tables.
 
-`run_ilql.sh` writes results_ilql.csv, and ilql_vs_trlx.py this file from it. On a CPU; random weights.
-
-Goals, and what was measured (medians over the runs, smallest and largest in brackets):
-
-{goals}
-
-## Random walks: {walk_batch} rows a step
-
-{walk_layers} layers, width {walk_width}, vocabulary {walk_vocabulary}; rows of {walk_tokens} tokens on average, of
-which {walk_actions} are actions; {walk_padding} % of the positions are padding.
+Random walks, {walks_shape}: {walks_batch} rows a step, of {walks_tokens} tokens on average, {walks_actions} of them
+actions; {walks_padding} % of the positions are padding.
 
 {walks}
 
-## GPT-2 small: {gpt2_batch} rows a step
-
-{gpt2_layers} layers, width {gpt2_width}, vocabulary {gpt2_vocabulary}; rows of {SHORTEST} to {LONGEST} tokens,
-log-normal (mean {gpt2_tokens}, of which {gpt2_actions} are actions); {gpt2_padding} % of the positions are padding.
+GPT-2 small, {gpt2_shape}: {gpt2_batch} rows a step, of {SHORTEST} to {LONGEST} tokens, log-normal (mean {gpt2_tokens},
+of which {gpt2_actions} are actions); {gpt2_padding} % of the positions are padding.
 
 {gpt2}
 
-## Memory of the losses: {memory_batch} such rows at once
+Memory of the losses of {memory_batch} such rows at once. Goal, `memory-fp32`: {MEMORY_GOAL} times less than the peer;
+measured {memory_times}.
 
 {memory}
 
-Derived by arithmetic, not measured: the float32 tensors with a vocabulary dimension that are alive at once, for the
-padded shape of the table above and for a batch of 128 rows of 64 tokens that are all actions (the default size in
-trlX). Peer: 1 of rows x tokens and 8 of rows x actions (Q and target Q of two heads, the selected logits, three
-log-softmaxes). plainrl: 3 of one chunk of {chunk} actions, however many there are.
-
-{derived}
-
-## Modes and columns
-
 {notes}
 
-- `times peer`: seconds of the peer over seconds of the row, both of the same repeat; above 1, the row is faster.
-- `times plainrl`: the same against the first row of plainrl.
-- `step s`: median over the counted steps of a run (walks: {walk_counted}, GPT-2 small: {gpt2_counted}), with the
-  collation of the batch.
-{MEMORY}\
+- `step s`: median over the counted steps of a run (walks: {walks_counted} behind {WALK_SKIPPED} others, GPT-2 small:
+  {gpt2_counted} behind {SKIPPED}), with the collation of the batch.
 - `loss memory MB`: what torch has allocated at most between the moment at which the transformer has returned its last
-  hidden states and that at which their gradient is complete, above the level at the former, from the allocations
-  and releases that torch's profiler records. So weights, optimizer and activations of the transformer do not count. The
-  weights of the heads and of the output layer are frozen in this pass, so neither do their gradients.
-- `with gradients MB`: the same when they are trained, as in a step: their gradients and the buffers in which these are
-  made count.
-- `times less`: loss memory of the peer over that of the row.
-- `fraction of GEMM peak`: useful work (forward and backward without padding, no last token of a row, output layer and
-  heads at actions only, targets only at the token taken, nothing twice) over seconds
-  and {PEAK}
-Protocol: the systems in turn, one process a run; walks: {WALK_SKIPPED} steps before the counted ones, GPT-2 small:
-{SKIPPED}. Both start from the same weights and take the same rows in the same order, with AdamW of the same betas, a
-constant learning rate, no weight decay and no clipping (plainrl still computes the norm of the gradient, the peer does
-not). Dropout, evaluation and saving are off. The peer: Hugging Face's model with all hidden states and the logits of
-every position; Q and target Q over the whole vocabulary at the padded actions, of which the taken ones are gathered;
-cross-entropies of full float32 logits; mean, smallest, largest and deviation of values and Q fetched every step; rows
-padded to the longest of the batch; targets synchronised every 5 steps. In its favour: no key-value cache is made, the
-targets' Q has no graph, and the targets follow by the step count (main of trlX rarely synchronises).
+  hidden states and that at which their gradient is complete, above the level at the former, from the allocations and
+  releases that torch's profiler records. So weights, optimizer and activations of the transformer do not count. The
+  weights of the heads and of the output layer are frozen in this pass. `with gradients MB`: they are trained, as in a
+  step, so that their gradients and the buffers in which these are made count, too.
+- Useful work: forward and backward without padding, no last token of a row, output layer and heads at actions only,
+  targets only at the token taken.
+- Both systems take the same rows in the same order, with AdamW of the same betas, a constant learning rate, no weight
+  decay and no clipping (plainrl still computes the norm of the gradient, the peer does not). The peer is in float32:
+  Hugging Face's model with all hidden states and the logits of every position; Q and target Q over the whole vocabulary
+  at the padded actions, of which the taken ones are gathered; cross-entropies of full float32 logits; mean, smallest,
+  largest and deviation of values and Q fetched every step; rows padded to the longest of the batch; targets
+  synchronised every 5 steps. In its favour: no key-value cache is made, the targets' Q has no graph, and the targets
+  follow by the step count (main of trlX rarely synchronises).
 
-Did the runs do the same work? Largest differences between two runs of either system:
+Did the runs do the same work? Largest relative differences in the first step (fp32: at most {TOLERANCE}; bf16 beside
+fp32):
 
 {same_work}
 
-No table is written where, in fp32, a loss of the first step (total, Q, V, CQL, imitation) or the norm of its gradient
-differs by more than {TOLERANCE} relatively.
-Load average before a run, the runs before it included: {loads}.
-
-Not measured: trlX itself, GPUs, other shapes, pretrained weights, several processes, sampling, start-up, saving.
-
-{MACHINE}"""
-TRLX_ITSELF = """The only figures of trlX itself that are known here: random walks, 0.107 s a step of 100 rows, and 200
-such steps in about 57 s with evaluations, on another day and maybe another CPU. They are not comparable with the
-tables below."""
+{provenance}
+"""
 TOLERANCE = 1e-4
 
 
-def relative(values):
-    return (max(values) - min(values)) / max(map(abs, values))
-
-
-def precision(row):
-    return "bf16" if "bf16" in row["mode"] else "fp32"
-
-
-def same_work(rows):
-    """How far the runs agree, as text, for each workload and precision; exits where those in fp32 did not do the same
-    work. Rows in bf16 are compared with the others."""
-    parts = []
+def section(rows):
+    """The text of the section, from the rows of results_ilql.csv."""
+    runs = by_mode(rows)
+    texts = {mode: text for mode, (_, text) in (OURS | PEER).items()}
+    speed = {"seconds": ("step s", 3), "rows_per_sec": ("rows/s", 1), "peak_memory_mb": ("peak memory MB", 0)}
+    speed |= {"fraction": ("fraction of GEMM peak", 3)}
+    memory = {"loss_mb": ("loss memory MB", 0), "loss_gradients_mb": ("with gradients MB", 0)}
+    memory |= {"peak_memory_mb": ("peak memory MB", 0)}
+    fields = {"notes": []}
+    groups = {}
     for workload in WORKLOADS:
-        of_workload = [row for row in rows if row["mode"].startswith(workload)]
+        found = [row for row in rows if row["mode"].startswith(workload)]
+        against = {f"times {name}": lambda mode, name=name: f"{workload_of(mode)}-{name}" for name in SETTINGS}
+        against["times plainrl"] = lambda mode: f"{workload_of(mode)}-fp32"
+        shown = speed
+        column = "seconds"
+        if workload == "memory":
+            against = {"times less": lambda mode: "memory-trlx-defaults"}
+            shown = memory
+            column = "loss_mb"
+        fields[workload], notes = mode_table(found, texts, shown, against, column)
+        fields["notes"].append(notes)
+        names = {"shape": "shape", "batch": "batch", "counted": "counted"}
+        names |= {"tokens": "row_tokens", "actions": "row_actions"}
+        fields |= {f"{workload}_{name}": found[0][column] for name, column in names.items()}
+        fields[f"{workload}_padding"] = f"{100 * float(found[0]['padding']):.0f}"
         for kind in ("fp32", "bf16"):
-            found = [row for row in of_workload if kind == "bf16" or precision(row) == "fp32"]
-            if kind not in map(precision, of_workload):
-                continue
-            first = list(zip(*(map(float, row["first"].split()) for row in found), strict=True))
-            norm = relative([float(row["grad_norm"]) for row in found])
-            course = list(zip(*(map(float, row["losses"].split()) for row in found), strict=True))
-            gaps = dict(zip(LOSSES, map(relative, first), strict=True))
-            if kind == "fp32" and max(*gaps.values(), norm) > TOLERANCE:
-                text = ", ".join(f"{name} {gap:.2g}" for name, gap in gaps.items())
-                sys.exit(
-                    f"not the same work in {workload}: first losses differ by {text}, gradient norms by {norm:.2g}"
-                )
-            text = (
-                f"- {workload} {kind}{' against fp32' * (kind == 'bf16')}: {max(gaps.values()):.1g} relatively in the "
-            )
-            text += (
-                f"losses of the first step (total {median(first[0]):.4f}), {norm:.1g} in the norm of its\n  gradient"
-            )
-            parts.append(text + f", {max(map(relative, course)):.1g} in the total of any step" * (len(course) > 1))
-    return "\n".join(parts)
+            groups[f"{workload} {kind}"] = [row for row in found if kind == "bf16" or precision(row) == "fp32"]
+    figures = {}
+    for place, name in enumerate(LOSSES):
+        figures[name] = lambda row, place=place: float(row["first"].split()[place])
+    figures["gradient norm"] = first_of("grad_norm")
+    fields["notes"] = "\n".join(fields["notes"])
+    return SECTION.format(
+        **fields, provenance=provenance(rows), same_work=agreement(groups, figures, TOLERANCE),
+        memory_times=spread(ratios(runs, "memory-fp32", "memory-trlx-defaults", "loss_mb"), 1),
+        **{name: globals()[name] for name in "SHORTEST LONGEST WALK_SKIPPED SKIPPED TOLERANCE MEMORY_GOAL".split()},
+    )  # fmt: skip
 
 
-def grid(lines):
-    """A table of Markdown, without columns that are empty."""
-    used = [i for i in range(len(lines[0])) if any(cells[i] for cells in lines[1:])]
-    lines = [[cells[i] for i in used] for cells in lines]
-    lines.insert(1, ["---"] * len(used))
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def ratios(runs, column, mode, other):
-    """column of `other` over that of mode, for each repeat that both have."""
-    both = [repeat for repeat in runs.get(mode, ()) if repeat in runs.get(other, ())]
-    return [float(runs[other][repeat][column]) / float(runs[mode][repeat][column]) for repeat in both]
-
-
-def readme(rows):
-    """The text of README_ILQL.md."""
-    runs = {mode: {row["repeat"]: row for row in rows if row["mode"] == mode} for mode in OURS | PEER}
-    runs = {mode: found for mode, found in runs.items() if found}
-    shown = {"seconds": ("step s", 3), "rows_per_sec": ("rows/s", 1), "peak_memory_mb": ("peak memory MB", 0)}
-    shown |= {"fraction": ("fraction of GEMM peak", 3)}
-    losses = {"loss_mb": ("loss memory MB", 0), "loss_gradients_mb": ("with gradients MB", 0)}
-    losses |= {"peak_memory_mb": ("peak memory MB", 0)}
-    fields = {}
-    for workload, columns in {"walks": shown, "gpt2": shown, "memory": losses}.items():
-        members = [mode for mode in runs if mode.startswith(workload)]
-        if not members:
-            sys.exit(f"the results have no runs of {workload}")
-        peers = [f"{workload}-trlx-{setting}" for setting in SETTINGS]
-        first, of_memory = f"{workload}-fp32", workload == "memory"
-        headings = ["times less"] if of_memory else [f"times peer {s}" for s in SETTINGS] + ["times plainrl"]
-        table = [["system", "mode", "runs", *(heading for heading, _ in columns.values()), *headings]]
-        for mode in members:
-            found = list(runs[mode].values())
-            cells = [found[0]["system"], mode, str(len(found))]
-            cells += [spread([float(row[name]) for row in found], digits) for name, (_, digits) in columns.items()]
-            for other in peers[:1] if of_memory else [*peers, first]:
-                times = ratios(runs, "loss_mb" if of_memory else "seconds", mode, other)
-                cells.append("1" if mode == other else spread(times, 1 if of_memory else 2) if times else "")
-            table.append(cells)
-        fields[workload] = grid(table)
-        row, prefix = runs[members[0]][next(iter(runs[members[0]]))], workload.removesuffix("s")
-        sizes = zip(("layers", "width", "vocabulary"), row["shape"].split("x"), strict=True)
-        fields |= {f"{prefix}_{name}": size for name, size in sizes}
-        fields |= {f"{prefix}_{name}": row[name] for name in ("batch", "counted")}
-        fields |= {f"{prefix}_tokens": row["row_tokens"], f"{prefix}_actions": row["row_actions"]}
-        fields[f"{prefix}_padding"] = f"{100 * float(row['padding']):.0f}"
-    vocabulary = int(fields["memory_vocabulary"])
-    row = next(row for row in rows if row["mode"].startswith("memory"))
-    derived = [["rows", "tokens", "actions", "peer MB", "plainrl MB", "times less"]]
-    for sizes in (tuple(int(row[name]) for name in ("batch", "first_tokens", "first_actions")), DERIVED):
-        peer, own = derived_loss_memory(*sizes, vocabulary)
-        derived.append([*map(str, sizes), f"{peer / 2**20:.0f}", f"{own / 2**20:.0f}", f"{peer / own:.0f}"])
-    goals = []
-    for mode, other, column, goal, what in GOALS:
-        times = ratios(runs, column, mode, other)
-        if times:
-            verdict = "reached" if median(times) >= goal else "missed"
-            text = f"- {what}, {mode} against {other}: {spread(times, 2)} times less"
-            goals.append(f"{text}; goal {goal}: {verdict}")
-    peaks = {kind: [float(row["peak_gflops"]) for row in rows if precision(row) == kind] for kind in ("fp32", "bf16")}
-    peaks = ", ".join(f"{kind} {spread(found, 0)} GFLOP/s" for kind, found in peaks.items() if found)
-    same = {
-        name: ", ".join(sorted({row[name] for row in rows})) for name in ("device", "threads", "commit", "versions")
-    }
-    fields |= {"derived": grid(derived), "goals": "\n".join(goals), "same_work": same_work(rows), "MEMORY": MEMORY}
-    fields |= {"notes": "\n".join(f"- {mode}: {(OURS | PEER)[mode][1]}" for mode in runs)}
-    fields |= {"PEAK": PEAK.format(peaks=peaks), "MACHINE": MACHINE.format(**same)}
-    fields |= {"loads": spread([float(row["loadavg"]) for row in rows], 1), "chunk": common.output.CHUNK // vocabulary}
-    constants = "TRLX_ITSELF SHORTEST LONGEST WALK_SKIPPED SKIPPED TOLERANCE".split()
-    return README.format(**fields, **{name: globals()[name] for name in constants})
-
-
-GOALS = [  # mode, what it is compared with, column, goal, its name
-    ("walks-fp32", "walks-trlx-defaults", "seconds", 2.5, "seconds per step"),
-    ("gpt2-fp32", "gpt2-trlx-defaults", "seconds", 2.5, "seconds per step"),
-    ("gpt2-bf16", "gpt2-trlx-defaults", "seconds", 5, "seconds per step"),
-    ("memory-fp32", "memory-trlx-defaults", "loss_mb", 20, "loss memory"),
-]
-
-
-def check():
-    """Exits where seven steps on `walks`, over one synchronisation of the targets, are not the same in both systems.
-    algos/ilql.py takes them with small chunks and micro-batches."""
-    WORKLOADS["walks"] = (7, 0, WALK_BATCH, WALK_LR)
-    before, common.output.CHUNK = common.output.CHUNK, 25 * 100
-    own, peer = our_steps("walks", "fp32", {"micro_batch_size": 40}, None), peer_steps("walks", True, None)
-    common.output.CHUNK = before
-    gaps = [relative([a["loss"], b["loss"]]) for a, b in zip(own[1], peer[1], strict=True)]
-    gaps[0] = max(relative([own[1][0][name], peer[1][0][name]]) for name in LOSSES)
-    norm = relative([own[2], peer[2]])
-    print(
-        f"walks: losses differ by {gaps[0]:.1g} at the first step, {max(gaps):.1g} at any; gradient norms, {norm:.1g}"
-    )
-    if max(gaps[0], norm) > TOLERANCE or max(gaps) > 10 * TOLERANCE:
-        sys.exit("plainrl and trlx_structure do not do the same work")
+def workload_of(mode):
+    """The entry of WORKLOADS that a mode is about."""
+    return mode.partition("-")[0]
 
 
 if __name__ == "__main__":
-    sys.argv = ["--table" if word == "--write" else word for word in sys.argv]
-    if "--check" in sys.argv:
-        check()
-    main(__doc__, OURS | PEER, measure, readme, HERE / "results_ilql.csv", "README_ILQL.md")
+    main(__doc__, SYSTEMS, measure, prepare)

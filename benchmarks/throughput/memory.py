@@ -2,27 +2,21 @@
 beside TRL 1.16.0 (peer_trl_1_16_memory.py).
 
     bash benchmarks/throughput/make_peer_env_trl_1_16.sh    # once: a virtual environment with TRL 1.16.0
-    bash benchmarks/throughput/run_memory.sh                # writes results_memory.csv and README_MEMORY.md
+    bash benchmarks/throughput/run_memory.sh
 
 and the parts that run_memory.sh uses:
 
     python benchmarks/throughput/memory.py --loss sft --vocabulary 50257 --rows 4 --results results_memory.csv
-    python benchmarks/throughput/memory.py --head 50257         # ways to compute the same loss, on the head alone
-    python benchmarks/throughput/memory.py --qwen3 sft          # one iteration of a model of the shape of Qwen3-0.6B
-    python benchmarks/throughput/memory.py --table              # README_MEMORY.md from results_memory.csv
-    python benchmarks/throughput/memory.py --check              # exit 1 where README_MEMORY.md does not follow from it
+    python benchmarks/throughput/memory.py --qwen3 sft --results FILE  # an iteration of a model shaped like Qwen3-0.6B
 
-TINY=1 makes everything small, to try this out.
+PLAINRL_BENCH_TINY=1 makes all but the vocabulary small, to try this out.
 """
 
 import argparse
-import csv
 import functools
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -33,24 +27,20 @@ from statistics import median
 from types import SimpleNamespace
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
-from torch import nn
-from torch.nn import functional as F
+from measurement import THREADS, TINY, append, cpu_ticks, is_measured, machine, steal_since, wait_for_quiet
+from tables import distinct, grouped, markdown, provenance
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import output
+from common import output  # found by way of measurement
 from common.machine import fast_cpu_matmul, keep_freed_memory
 
 # ---- Workload: the peer imports it from here -------------------------------------------------------------------------
 
 HERE = Path(__file__).resolve().parent
-TINY = bool(os.environ.get("TINY"))
 TOKENS, PROMPT = (24, 7) if TINY else (128, 32)  # of a row
-WIDTHS = {2003: 48} if TINY else {50257: 768, 151936: 1024}  # by vocabulary
-HEAD_ROWS = {2003: 300} if TINY else {50257: 1024, 151936: 512}  # rows of states in the comparison of ways
+WIDTHS = {50257: 48, 151936: 32} if TINY else {50257: 768, 151936: 1024}  # by vocabulary
 LOSSES = {
     "sft": "one update of sft.py, loss on every token",
     "dpo": "one update of dpo.py, half as many pairs as rows",
@@ -60,7 +50,6 @@ LOSSES = {
 }
 VARIANTS = ("before", "after")
 REPEATS = int(os.environ.get("REPEATS", 3))
-THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
 MB = 2**20
 
 
@@ -259,79 +248,6 @@ def measure_loss(loss, vocabulary, rows):
     return [case(loss, "plainrl", name, vocabulary, rows, **figures) for name, figures in found.items()]
 
 
-# ---- The head alone --------------------------------------------------------------------------------------------------
-
-
-def ways(vocabulary):
-    """{name: function(states, weight, ids) -> losses or their sum} of the ways to compute the same loss."""
-
-    def chunks(limit):
-        def losses(states, weight, ids):
-            layer = nn.Linear(1, 1, bias=False)
-            layer.weight = weight
-            with patch.object(output, "CHUNK", limit):
-                return output.in_chunks(nll, layer, vocabulary, states, ids)
-
-        return losses
-
-    def library(reduction, **options):
-        options = nn.LinearCrossEntropyOptions(**options)
-
-        def losses(states, weight, ids):
-            return F.linear_cross_entropy(states, weight, ids, reduction=reduction, options=options)
-
-        return losses
-
-    def nll(logits, ids):
-        return F.cross_entropy(logits, ids, reduction="none")
-
-    def whole(states, weight, ids):
-        return nll(F.linear(states, weight), ids)
-
-    found = {"all logits": whole}
-    limits = (12, 13, 14) if TINY else (22, 23, 24, 25)
-    found |= {f"chunks of 2^{power} logits": chunks(2**power) for power in limits}
-    rows = max(1, output.CHUNK // vocabulary)
-    found |= {
-        "linear_cross_entropy": library("none"),
-        "linear_cross_entropy, summed": library("sum"),
-        f"linear_cross_entropy, summed, {rows} rows at a time": library("sum", batch_chunk_size=rows),
-    }
-    return found
-
-
-def measure_head(vocabulary):
-    """Rows of the CSV file: each way on the same states, weights and ids."""
-    width, rows = WIDTHS[vocabulary], HEAD_ROWS[vocabulary]
-    torch.manual_seed(1)
-    states = torch.randn(rows, width, requires_grad=True)
-    weight = nn.Parameter(0.02 * torch.randn(vocabulary, width))
-    ids = torch.randint(0, vocabulary, (rows,))
-    ways_of = ways(vocabulary)
-    found = {}
-
-    def run(way):
-        states.grad = None
-        weight.grad = None
-        loss = ways_of[way](states, weight, ids).sum()
-        loss.backward()
-        return loss.item() / rows
-
-    for way in ways_of:
-        states.grad = None
-        weight.grad = None
-        with Memory() as memory:
-            value = run(way)
-        megabytes = (memory.most - weight.nbytes - states.nbytes) / MB
-        found[way] = {"loss_mb": f"{megabytes:.1f}", "value": f"{value:.6f}", "seconds": []}
-    for _ in range(REPEATS):
-        for way in ways_of:
-            begun = time.perf_counter()
-            run(way)
-            found[way]["seconds"].append(time.perf_counter() - begun)
-    return [case("head", "torch", way, vocabulary, rows, **figures) for way, figures in found.items()]
-
-
 # ---- A model of the shape of Qwen3-0.6B ------------------------------------------------------------------------------
 
 QWEN3 = {
@@ -414,99 +330,67 @@ def prepare_qwen3_apart(folder):
 
 def case(kind, system, variant, vocabulary, rows, loss_mb, value, seconds, peak_memory_mb=""):
     """A row of the CSV file."""
-    cpu = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
-    packages = ["torch", "transformers", "trl"] if system == "trl" else ["torch", "transformers"]
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
     return {
         "kind": kind, "system": system, "variant": variant, "vocabulary": vocabulary, "rows": rows,
         "loss_mb": loss_mb, "value": value, "seconds": " ".join(f"{s:.3f}" for s in seconds),
         "peak_memory_mb": peak_memory_mb, "tokens": TOKENS, "prompt": PROMPT,
-        "device": f"{(cpu or [platform.machine()])[0]}, {torch.backends.cpu.get_cpu_capability()}",
-        "threads": torch.get_num_threads(), "versions": "; ".join([f"python {platform.python_version()}", *versions]),
-        "loadavg": f"{os.getloadavg()[0]:.2f}",
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
     }  # fmt: skip
 
 
-def write(results, rows):
-    """Appends rows to the CSV file."""
-    with open(results, "a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
-        writer.writerows(rows)
-    for row in rows:
-        print(*(row[name] for name in ("kind", "system", "variant", "vocabulary", "rows", "loss_mb", "value")), end=" ")
-        print(row["seconds"], row["peak_memory_mb"], flush=True)
-
-
-def start():
-    """Threads, products and memory as a script sets them."""
+def record(results, measure, **key):
+    """Appends the rows of measure() to the CSV file, unless it has a row with these values."""
+    if is_measured(results, **key):
+        return
+    wait_for_quiet()
+    where = machine(["torch", "transformers"] + ["trl"] * (key["system"] == "trl"))
     torch.set_num_threads(THREADS)
     fast_cpu_matmul()
     keep_freed_memory()
+    ticks = cpu_ticks()
+    rows = measure()
+    where["steal"] = f"{steal_since(ticks):.4f}"
+    append(results, [row | where for row in rows])
+    for row in rows:
+        print(*row.values(), flush=True)
 
 
-# ---- Table -----------------------------------------------------------------------------------------------------------
+# ---- Page ------------------------------------------------------------------------------------------------------------
 
-README = """# Memory of a loss
-
-`run_memory.sh` writes results_memory.csv, and memory.py this file from it. {seconds_note}
-
-## Updates
+SECTION = """## Memory of a loss
 
 What one update needs over weights, gradients, moments and saved activations: the most bytes of tensors alive at a time
 from the last hidden states on, in forward and backward pass, over those alive before, less the gradients that the loss
 returns for its layers. Bytes are counted tensor by tensor, at every operation of torch (a `TorchDispatchMode`), so they
 are exact and the same on every machine. What a kernel allocates inside of itself is not seen.
 
-Rows have {tokens} tokens, {prompt} of them prompt in dpo, ppo and ilql. The model is one block of GPT-2 with random
-weights in float32, since blocks have no part in this figure; the input embeddings are frozen and apart from the output
-layer, whose gradient is the only one with a vocabulary. *before* is the loss from all logits at once, as the scripts of
-commit 8545949 had it (ilql.py had chunks already: there *before* is the same loss in one chunk); *after* is the code of
-this commit. TRL computes its loss in chunks by default; it is measured from the same place in its own `training_step`,
-with the same weights and ids. *ratio*: seconds before over seconds after, medians of {repeats} in turn, of the whole
-update of this small model, of which the head is nearly all: in a model of 12 or 28 blocks the difference is a small
-share.
-
 {updates}
 
 {losses}
 
-{agreement}
+- Rows have {tokens} tokens, {prompt} of them prompt in dpo, ppo and ilql. The model is one block of GPT-2 in float32,
+  since blocks have no part in this figure; the input embeddings are frozen and apart from the output layer, whose
+  gradient is the only one with a vocabulary.
+- *before*: the loss from all logits at once, as the scripts of commit 8545949 had it (ilql.py had chunks already: there
+  *before* is the same loss in one chunk). *after*: the scripts as they are. TRL computes its loss in chunks by default;
+  it is measured from the same place in its own `training_step`, with the same weights and ids.
+- *ratio*: seconds before over seconds after, medians of {repeats} in turn, of the whole update of this small model, of
+  which the head is nearly all: in a model of 12 or 28 blocks the difference is a small share.
+- Goal: at most 256 MB. {over}
 
-Goal: at most 256 MB. {over}
-
-## Ways to compute the loss
-
-Forward and backward pass of the mean negative log-likelihood of the head alone: {heads}. Seconds are medians of
-{repeats} in turn.
-
-{ways}
-
-`linear_cross_entropy` is torch's own: it returns the loss and nothing else of the logits, so that entropies (ppo) and
-weighted losses (ilql) would need a second pass, and dpo and ppo need it token by token, where it is slowest. Summed, in
-chunks of the size that the scripts have, it would suit sft.py alone. The scripts have the chunks of `common/output.py`.
-
-## A model of the shape of Qwen3-0.6B
-
-One iteration of each script through its own command line, random weights in float32: {qwen3}. 4 rows of 128 tokens
-(pairs: 4 of 128 tokens a side; ppo: prompts of 96 and responses of up to 32), one row at a time.
+One iteration of each script through its own command line on a model of the shape of Qwen3-0.6B (28 layers, width 1024,
+16 heads of 128, 8 key-value heads, 151,936 words, tied), random weights in float32. 4 rows of 128 tokens (pairs: 4 of
+128 tokens a side; ppo: prompts of 96 and responses of up to 32), one row at a time.
 
 {iterations}
 
-`iteration s` is what perf.jsonl says, `process s` has loading and saving (checkpoint and export), too. `peak MB` is
-ru_maxrss of the process, all of it.
+`iteration s` is what perf.jsonl says, `process s` has loading and saving (checkpoint and export), too. `peak memory MB`
+is ru_maxrss of the process, all of it.
 
-Measured on {device}, {threads} threads; {versions}; commit {commit}. Load average {load}.
+The values of the losses agree to {agreement} relatively; no page is written where they differ by more than {TOLERANCE}.
+
+{provenance}
 """
-
-
-def markdown(heads, rows):
-    """A table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+TOLERANCE = 1e-3
 
 
 def seconds_of(row):
@@ -518,71 +402,49 @@ def megabytes(row):
 
 
 def update_table(rows):
-    """(table of the losses, sentence about equal values, sentence about the goal)."""
-    groups = {}
-    for row in rows:
-        if row["kind"] in LOSSES:
-            groups.setdefault((row["kind"], int(row["vocabulary"]), int(row["rows"])), {})[row["variant"]] = row
-    lines = []
-    gaps = []
+    """(table of the losses, sentence about the goal)."""
+    lines = [["loss", "vocabulary", "rows", "before MB", "after MB", "TRL MB", "ratio"]]
     over = []
-    for loss, vocabulary, count in sorted(groups):
-        found = groups[loss, vocabulary, count]
-        before, after = found["before"], found["after"]
-        ratio = seconds_of(before) / seconds_of(after)
-        trl = megabytes(found["trl"]) if "trl" in found else ""
-        lines.append([loss, f"{vocabulary}", f"{count}", megabytes(before), megabytes(after), trl, f"{ratio:.2f}"])
-        values = [float(row["value"]) for row in found.values()]
-        gaps.append((max(values) - min(values)) / max(1e-3, abs(values[0])))
-        if float(after["loss_mb"]) > 256:
-            over.append(f"{loss}, {vocabulary} words, {count} rows: {megabytes(after)} MB")
-    if max(gaps) > 1e-3:
-        sys.exit(f"not the same work: values differ by {max(gaps):.1e} relatively")
-    heads = ["loss", "vocabulary", "rows", "before MB", "after MB", "TRL MB", "ratio"]
-    agreement = (
-        f"The values of the losses agree to {max(gaps):.0e} relatively; with more than 1e-3, no table is written."
-    )
-    return markdown(heads, lines), agreement, "Missed by " + "; ".join(over) + "." if over else "Met everywhere."
-
-
-def way_table(rows):
-    """(table of the ways, sentence of the sizes)."""
-    found = [row for row in rows if row["kind"] == "head"]
-    sizes = {int(row["vocabulary"]): int(row["rows"]) for row in found}
-    lines = []
-    for vocabulary in sizes:
-        group = [row for row in found if int(row["vocabulary"]) == vocabulary]
-        for row in group:
-            ratio = seconds_of(row) / seconds_of(group[0])
-            lines.append([f"{vocabulary}", row["variant"], megabytes(row), f"{seconds_of(row):.2f}", f"{ratio:.2f}"])
-    widths = {50257: 768, 151936: 1024} | WIDTHS
-    named = [f"{rows} states of width {widths[words]} and {words} words" for words, rows in sizes.items()]
-    heads = ["vocabulary", "way", "MB", "s", "times all logits"]
-    return markdown(heads, lines), ", ".join(named)
+    groups = grouped(rows, lambda row: (row["kind"], int(row["vocabulary"]), int(row["rows"])))
+    for kind, vocabulary, count in sorted(groups):
+        found = {row["variant"]: row for row in groups[kind, vocabulary, count]}
+        trl = ""
+        if "trl" in found:
+            trl = megabytes(found["trl"])
+        ratio = seconds_of(found["before"]) / seconds_of(found["after"])
+        memory = [megabytes(found["before"]), megabytes(found["after"]), trl]
+        lines.append([kind, f"{vocabulary}", f"{count}", *memory, f"{ratio:.2f}"])
+        if float(found["after"]["loss_mb"]) > 256:
+            over.append(f"{kind}, {vocabulary} words, {count} rows: {megabytes(found['after'])} MB")
+    if over:
+        return markdown(lines), f"Missed by {'; '.join(over)}."
+    return markdown(lines), "Met everywhere."
 
 
 def iteration_table(rows):
-    lines = []
+    """One line a script."""
+    lines = [["run", "iteration s", "process s", "peak memory MB"]]
     for row in rows:
-        if row["kind"] == "qwen3":
-            lines.append([row["variant"], row["value"], f"{seconds_of(row):.0f}", row["peak_memory_mb"]])
-    return markdown(["run", "iteration s", "process s", "peak MB"], lines)
+        lines.append([row["variant"], row["value"], f"{seconds_of(row):.0f}", row["peak_memory_mb"]])
+    return markdown(lines)
 
 
-def readme(rows):
-    """The text of README_MEMORY.md."""
-    updates, agreement, over = update_table(rows)
-    ways, heads = way_table(rows)
-    loads = sorted(float(row["loadavg"]) for row in rows)
-    busy = "Seconds and ratios were measured on a busy machine: repeat them on a quiet one." if loads[-1] > 3 else ""
-    same = {name: ", ".join(sorted({row[name] for row in rows})) for name in ("device", "threads", "commit")}
-    same["versions"] = " / ".join(sorted({row["versions"] for row in rows}))
-    shape = "28 layers, width 1024, 16 heads of 128, 8 key-value heads, 151,936 words, tied"
-    return README.format(
-        updates=updates, agreement=agreement, over=over, ways=ways, heads=heads, iterations=iteration_table(rows),
-        losses="\n".join(f"- {name}: {text}" for name, text in LOSSES.items()), qwen3=shape, seconds_note=busy,
-        tokens=rows[0]["tokens"], prompt=rows[0]["prompt"], repeats=len(rows[0]["seconds"].split()),
-        load=f"{loads[0]:.1f} to {loads[-1]:.1f}", **same,
+def section(rows):
+    """The text of the section, from the rows of results_memory.csv."""
+    of_losses = [row for row in rows if row["kind"] in LOSSES]
+    updates, over = update_table(of_losses)
+    gaps = []
+    for found in grouped(of_losses, lambda row: (row["kind"], row["vocabulary"], row["rows"])).values():
+        values = [float(row["value"]) for row in found]
+        gaps.append((max(values) - min(values)) / max(map(abs, values)))
+    if max(gaps) > TOLERANCE:
+        sys.exit(f"not the same work: values differ by {max(gaps):.1e} relatively")
+    return SECTION.format(
+        updates=updates, over=over, iterations=iteration_table([row for row in rows if row["kind"] == "qwen3"]),
+        losses="\n".join(f"- {name}: {text}" for name, text in LOSSES.items()), provenance=provenance(rows),
+        repeats=len(of_losses[0]["seconds"].split()), TOLERANCE=TOLERANCE,
+        agreement=f"{max(gaps):.0e}",
+        **{name: distinct(rows, name) for name in ("tokens", "prompt")},
     )  # fmt: skip
 
 
@@ -591,26 +453,16 @@ def main():
     parser.add_argument("--loss", choices=LOSSES, help="measure one update")
     parser.add_argument("--vocabulary", type=int, choices=WIDTHS, default=next(iter(WIDTHS)))
     parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--head", type=int, choices=WIDTHS, help="measure the ways to compute one loss")
     parser.add_argument("--qwen3", choices=ITERATIONS, help="run one iteration of a script")
-    parser.add_argument("--results", type=Path, default=HERE / "results_memory.csv")
-    parser.add_argument("--table", action="store_true", help="write README_MEMORY.md beside the results")
-    parser.add_argument("--check", action="store_true", help="compare README_MEMORY.md with the results")
+    parser.add_argument("--results", required=True, help="the CSV file that gets rows")
     options = parser.parse_args()
-    start()
-    if options.loss:
-        write(options.results, measure_loss(options.loss, options.vocabulary, options.rows))
-    if options.head:
-        write(options.results, measure_head(options.head))
+    loss, vocabulary, rows = options.loss, options.vocabulary, options.rows
+    if loss:
+        measure = functools.partial(measure_loss, loss, vocabulary, rows)
+        record(options.results, measure, system="plainrl", kind=loss, vocabulary=vocabulary, rows=rows)
     if options.qwen3:
-        write(options.results, measure_qwen3(options.qwen3))
-    file = options.results.with_name("README_MEMORY.md")
-    if options.table:
-        file.write_text(readme(list(csv.DictReader(open(options.results)))))
-    if options.check:
-        there = options.results.exists() and file.exists()
-        if not (there and file.read_text() == readme(list(csv.DictReader(open(options.results))))):
-            sys.exit(f"{file} does not follow from {options.results.name}: run memory.py --table")
+        measure = functools.partial(measure_qwen3, options.qwen3)
+        record(options.results, measure, system="plainrl", kind="qwen3", variant=options.qwen3)
 
 
 if __name__ == "__main__":

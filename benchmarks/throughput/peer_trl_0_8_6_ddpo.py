@@ -9,7 +9,8 @@ that the two systems make the same images.
 import time
 
 import ddpo_small_unet as work
-from ppo_gpt2_small import ITERATIONS, record_peer
+from measurement import main
+from ppo_gpt2_small import ITERATIONS
 from safetensors.torch import load_file
 from trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
 from trl.models import modeling_sd_base
@@ -93,7 +94,8 @@ def measure(mode, model_dir):
         return found, None
 
     trainer = TimedTrainer(config, reward, lambda: (next(given), {}), GivenNoise(model_dir, noise))
-    trainer.train()
+    with work.torch.autocast("cpu", work.torch.bfloat16, enabled="bf16" in mode):
+        trainer.train()
     assert len(scores) == len(prompts) and len(trainer.grad_norms) == ITERATIONS  # an optimizer step an epoch
     means = [sum(scores[i : i + work.IMAGES]) / work.IMAGES for i in range(0, len(scores), work.IMAGES)]
     rest = [whole - part for whole, part in zip(trainer.totals, trainer.sampling, strict=True)]
@@ -101,4 +103,4 @@ def measure(mode, model_dir):
 
 
 if __name__ == "__main__":
-    record_peer(__doc__, work.PEER_MODES, measure)
+    main(__doc__, dict.fromkeys(work.PEER_MODES, "trl"), measure)

@@ -6,7 +6,7 @@ Same weights, prompts, lengths, reward, learning rate, temperature and optimizer
 
 - It trains a value model of its own, here a second GPT-2 with the same blocks; plainrl has a head on the policy.
 - It keeps the logits of all sampled tokens, and takes the log-probabilities from them.
-- It never clips gradients.
+- It never clips gradients; plainrl does.
 - The order of the prompts within an iteration is its own.
 - Its `bf16=True` has no effect, since its Accelerator is not told: in bf16, all of it runs in torch.autocast.
 - Its reward model would be a fourth GPT-2: here its place is taken by the reward of the benchmark, in its favour.
@@ -18,9 +18,25 @@ import time
 import torch
 from datasets import Dataset
 from measurement import main
-from ppo_gpt2_small import EPISODES, EPOCHS, ITERATIONS, LR, NEW_PEER_MODES, PROMPT, RESPONSE, figures, prompt_ids, reward
+from ppo_gpt2_small import (
+    EPISODES,
+    EPOCHS,
+    ITERATIONS,
+    LR,
+    NEW_PEER_MODES,
+    PROMPT,
+    RESPONSE,
+    figures,
+    prompt_ids,
+    reward,
+)
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 from common.machine import fast_cpu_matmul

@@ -31,8 +31,8 @@ from grpo_gpt2_small import (
     rows,
     steps_of,
 )
+from measurement import main
 from peer_trl_1_16_sft import Clock
-from ppo_gpt2_small import record_peer
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from trl import GRPOConfig, GRPOTrainer
@@ -156,4 +156,4 @@ def measure(mode, model_dir):
 
 
 if __name__ == "__main__":
-    record_peer(__doc__, PEER_MODES, measure)
+    main(__doc__, dict.fromkeys(PEER_MODES, "trl"), measure)

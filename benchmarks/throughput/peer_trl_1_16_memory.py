@@ -13,7 +13,7 @@ import time
 
 import torch
 from datasets import Dataset
-from memory import PROMPT, REPEATS, WIDTHS, build, case, measured, row_ids, start, write
+from memory import PROMPT, REPEATS, WIDTHS, build, case, measured, record, row_ids
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -56,7 +56,7 @@ def watched(trainer_class, ids):
 
 
 def measure(loss, vocabulary, rows):
-    """The row of the CSV file."""
+    """Rows of the CSV file: one."""
     ids = row_ids(vocabulary, rows)
     steps = 1 + REPEATS
     if loss == "sft":
@@ -86,7 +86,7 @@ def measure(loss, vocabulary, rows):
         )
         trainer._loss_shifts_labels = True  # see peer_trl_1_16_sft.py
         trainer.train()
-    return case(loss, "trl", "trl", vocabulary, rows, **trainer.figures)
+    return [case(loss, "trl", "trl", vocabulary, rows, **trainer.figures)]
 
 
 if __name__ == "__main__":
@@ -96,5 +96,5 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--results", required=True)
     options = parser.parse_args()
-    start()
-    write(options.results, [measure(options.loss, options.vocabulary, options.rows)])
+    size = {"vocabulary": options.vocabulary, "rows": options.rows}
+    record(options.results, lambda: measure(options.loss, **size), system="trl", kind=options.loss, **size)

@@ -11,9 +11,10 @@ import tempfile
 import time
 
 from datasets import Dataset
+from measurement import main
 from pairs_mixed_lengths import BATCH, LONGEST, PADDING, PEER_MODES, SEED, STEPS, figures, order, rows, token_ids
 from peer_trl_1_16_sft import Clock
-from ppo_gpt2_small import LR, record_peer
+from ppo_gpt2_small import LR
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
@@ -68,4 +69,4 @@ def measure(mode, model_dir):
 
 
 if __name__ == "__main__":
-    record_peer(__doc__, PEER_MODES, measure)
+    main(__doc__, dict.fromkeys(PEER_MODES, "trl"), measure)

@@ -10,7 +10,8 @@ import tempfile
 import time
 
 from datasets import Dataset
-from ppo_gpt2_small import LR, record_peer
+from measurement import main
+from ppo_gpt2_small import LR
 from sft_mixed_lengths import BATCH, LONGEST, PEER_MODES, SEED, STEPS, figures, order, rows, step_lengths
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -62,4 +63,4 @@ def measure(mode, model_dir):
 
 
 if __name__ == "__main__":
-    record_peer(__doc__, PEER_MODES, measure)
+    main(__doc__, dict.fromkeys(PEER_MODES, "trl"), measure)

@@ -6,8 +6,9 @@ peer 0.8.6 peer_trl_0_8_6_ddpo.py
 for repeat in $(seq "$repeats"); do
     ours fp32
     trl tuned
-    ours bf16
     trl same-flags
+    ours bf16
+    trl bf16-same-flags
     [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
     ours fp32-micro-4
     trl defaults

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures algos/reward.py, algos/dpo.py and TRL 1.16.0 in turn, with 12 STEPS a run, the first two not counted;
+# Measures algos/reward.py, algos/dpo.py and TRL 1.16.0 in turn, with 6 STEPS a run, the first two not counted;
 # settings: common.sh.
 . "$(dirname "$0")/common.sh"
 begin pairs pairs_mixed_lengths.py

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures algos/sft.py and TRL 1.16.0 in turn, with 12 STEPS a run, the first two not counted; settings: common.sh.
+# Measures algos/sft.py and TRL 1.16.0 in turn, with 6 STEPS a run, the first two not counted; settings: common.sh.
 . "$(dirname "$0")/common.sh"
 begin sft sft_mixed_lengths.py
 peer 1.16 peer_trl_1_16_sft.py

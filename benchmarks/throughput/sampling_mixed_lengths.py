@@ -4,38 +4,27 @@ Work of a run: ROWS prompts of 16 to 512 tokens, each with a response of 1 to 25
 response ends at its given length. Random weights: GPT-2 small, and a Qwen3 of 8 layers; with LoRA adapters of rank 8 in
 all linear layers and without.
 
-    bash benchmarks/throughput/run_sampling.sh    # on a quiet machine: writes results_sampling.csv, README_SAMPLING.md
+    bash benchmarks/throughput/run_sampling.sh    # on a quiet machine
 
-and the parts that run_sampling.sh uses:
-
-    python benchmarks/throughput/sampling_mixed_lengths.py --shape gpt2 --lora-r 8 --results results_sampling.csv
-    python benchmarks/throughput/sampling_mixed_lengths.py --table    # README_SAMPLING.md from results_sampling.csv
-    python benchmarks/throughput/sampling_mixed_lengths.py --check    # exit 1 where the README does not follow from it
-
-ROWS (32), REPEATS (3) and PLAINRL_BENCH_TINY=1 (2 layers) shrink the work, to try this out.
+ROWS (48) and PLAINRL_BENCH_TINY=1 (2 layers) shrink the work, to try this out.
 """
 
 import argparse
-import csv
-import importlib.metadata
 import os
-import platform
-import sys
 import time
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
+from measurement import THREADS, TINY, append, cpu_ticks, is_measured, machine, steal_since, wait_for_quiet
+from tables import distinct, markdown, provenance, spread
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteriaList
 
-from algos import ppo
+from algos import ppo  # found by way of measurement
 from common.adapters import train_adapters
 from common.machine import fast_cpu_matmul, keep_freed_memory
 from common.sampling import end_of_rows, generate_all, pad_left
@@ -43,11 +32,8 @@ from common.seeding import draw, rng, uniforms
 
 # ---- Workload --------------------------------------------------------------------------------------------------------
 
-HERE = Path(__file__).resolve().parent
-TINY = bool(os.environ.get("PLAINRL_BENCH_TINY"))
 ROWS = int(os.environ.get("ROWS", 48))
-REPEATS = int(os.environ.get("REPEATS", 3))  # of a process
-BATCHES = (ROWS // 2,)  # rows decoded at once
+BATCH = ROWS // 2  # rows decoded at once
 LONGEST = 256
 SEED = 1
 LAYERS = {"gpt2": 2 if TINY else 12, "qwen3": 2 if TINY else 8}
@@ -147,31 +133,31 @@ def sample_before(model, query, query_mask, uniforms, ends, pad_id, temperature=
     return ids, mask
 
 
-def run_before(lm, queries, limits, batch):
+def run_before(lm, queries, limits):
     """Responses (ROWS, LONGEST) and their mask, all prompts padded to the longest."""
     query, query_mask = pad_left(queries, 0, "cpu")
     draws = uniforms(SEED, "rollout", 1, list(range(len(queries))), LONGEST)
     parts = []
-    for rows in torch.arange(len(queries)).split(batch):
+    for rows in torch.arange(len(queries)).split(BATCH):
         ended = end_of_rows(None, (), limits[rows])
         parts.append(sample_before(lm, query[rows], query_mask[rows], draws[rows], [-1], 0, ended=ended))
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
-def run_now(lm, queries, limits, batch):
+def run_now(lm, queries, limits):
     """Responses (ROWS, LONGEST) and their mask."""
     lm.generation_config.eos_token_id = -1
     tokenizer = SimpleNamespace(pad_token_id=0)
-    options = {"max_new_tokens": LONGEST, "limits": limits, "decode_batch_size": batch, "sample": ppo.sample}
+    options = {"max_new_tokens": LONGEST, "limits": limits, "decode_batch_size": BATCH, "sample": ppo.sample}
     return generate_all(Accelerator(cpu=True), lm, tokenizer, queries, ("rollout", 1), seed=SEED, **options)[2:]
 
 
 @torch.no_grad()
-def run_generate(lm, queries, limits, batch):
+def run_generate(lm, queries, limits):
     """Nothing: its random draws are its own."""
     lm.generation_config.eos_token_id = None
     by_length = sorted(range(len(queries)), key=lambda row: -len(queries[row]))
-    for rows in torch.tensor(by_length).split(batch):
+    for rows in torch.tensor(by_length).split(BATCH):
         query, query_mask = pad_left([queries[row] for row in rows], 0, "cpu")
         last = query.shape[1] + limits[rows]
 
@@ -193,146 +179,92 @@ RUN = {"now": run_now, "before": run_before, "generate": run_generate}
 # ---- Measurement -----------------------------------------------------------------------------------------------------
 
 
-def measure(shape, lora_r, results):
-    """Appends a row for each system, batch and repeat to the CSV file; the systems in turn, within each repeat."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+def measure(shape, lora_r, repeat, results):
+    """Appends a row for each system to the CSV file, measured one after the other."""
+    if is_measured(results, shape=shape, lora_r=lora_r, repeat=repeat):
+        return
+    wait_for_quiet()
+    where = machine(["torch", "transformers"])
+    torch.set_num_threads(THREADS)
     fast_cpu_matmul()
     keep_freed_memory()
     lm = build(shape, lora_r)
     queries, limits = workload(shape)
-    run_now(lm, queries[:2], limits[:2].clamp(max=3), 2)  # what only a first call does
-    tokens = int(limits.sum())
-    versions = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
-    for repeat in range(REPEATS):
-        responses = {}
-        for batch in BATCHES:
-            for system, run in RUN.items():
-                load = os.getloadavg()[0]
-                begun = time.perf_counter()
-                responses[system] = run(lm, queries, limits, batch)
-                seconds = time.perf_counter() - begun
-                same = ""
-                if system == "before":
-                    equal = [(a == b).all(1) for a, b in zip(responses["now"], responses["before"], strict=True)]
-                    same = int((equal[0] & equal[1]).sum())
-                row = {
-                    "shape": shape,
-                    "lora_r": lora_r,
-                    "system": system,
-                    "batch": batch,
-                    "repeat": repeat,
-                    "seconds": f"{seconds:.3f}",
-                    "rows": len(queries),
-                    "prompt_tokens": sum(map(len, queries)),
-                    "tokens": tokens,
-                    "longest": max(map(len, queries)),
-                    "same_rows": same,
-                    "threads": torch.get_num_threads(),
-                    "device": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-                    "versions": versions,
-                    "loadavg": f"{load:.1f}",
-                }
-                print(*row.values(), flush=True)
-                with open(results, "a", newline="") as file:
-                    writer = csv.DictWriter(file, list(row), lineterminator="\n")
-                    if not file.tell():
-                        writer.writeheader()
-                    writer.writerow(row)
+    run_now(lm, queries[:2], limits[:2].clamp(max=3))  # what only a first call does
+    rows = []
+    responses = {}
+    ticks = cpu_ticks()
+    for system, run in RUN.items():
+        begun = time.perf_counter()
+        responses[system] = run(lm, queries, limits)
+        seconds = time.perf_counter() - begun
+        row = {"shape": shape, "lora_r": lora_r, "system": system, "batch": BATCH, "repeat": repeat}
+        row |= {"seconds": f"{seconds:.3f}", "rows": len(queries), "prompt_tokens": sum(map(len, queries))}
+        row |= {"tokens": int(limits.sum()), "longest": max(map(len, queries)), "same_rows": ""}
+        if system == "before":
+            ids, mask = ((a == b).all(1) for a, b in zip(responses["now"], responses["before"], strict=True))
+            row["same_rows"] = int((ids & mask).sum())
+        rows.append(row)
+        print(*row.values(), flush=True)
+    where["steal"] = f"{steal_since(ticks):.4f}"
+    append(results, [row | where for row in rows])
 
 
-# ---- Table -----------------------------------------------------------------------------------------------------------
+# ---- Page ------------------------------------------------------------------------------------------------------------
 
-README = """# Throughput: sampling on mixed lengths
-
-`run_sampling.sh` writes results_sampling.csv, and sampling_mixed_lengths.py this file from it.
+SECTION = """## sampling
 
 {rows} prompts of 16 to 512 tokens (longest {longest}, together {prompt_tokens}), each with a response of 1 to 256
-(together {tokens}), log-normal, on a CPU in float32. Random weights: {shapes}. Adapters: LoRA of rank 8 in all linear
-layers but the last. Tokens a second are those of the responses over all seconds, reading of the prompts included: the
-median of the repeats. `batch` rows are decoded at once: {batches}; other sizes were not tried for this table. Another
-process ran on the second core.
+(together {tokens}), log-normal, in float32. Models: {shapes}. Adapters: LoRA of rank 8 in all linear layers but the
+last. {batch} rows are decoded at once. Tokens a second are those of the responses over all seconds, reading of the
+prompts included.
 
 {table}
 
 {systems}
 
-`times`: the seconds of the other system over those of `now`, the median over the repeats of a process, in which the
-systems take turns; with several repeats smallest and largest in brackets. Responses of `now` that are those of
-`before`, token by token: {same}. A difference is rounding: a draw near the border of two tokens.
+`times`: the seconds of the other system over those of `now`, of the same repeat. Responses of `now` that are those of
+`before`, token by token: {same}. A difference is rounding: a draw near the border of two tokens. Not measured: models
+that the table lacks, other batches, bfloat16, stop strings.
 
-Not measured: rows that the table lacks,
-GPUs, bfloat16, stop strings, pretrained weights, several processes. Load average before a run, the runs
-before it included: {loads}. Measured on {device}, {threads} threads; {versions}.
+{provenance}
 """
 
 
-def best(rows, system):
-    """[seconds of each repeat] at the batch with the smallest median, and this batch."""
-    found = []
-    for batch in sorted({int(row["batch"]) for row in rows}):
-        seconds = [float(row["seconds"]) for row in rows if (row["system"], row["batch"]) == (system, str(batch))]
-        if seconds:
-            found.append((median(seconds), batch, seconds))
-    _, batch, seconds = min(found)
-    return seconds, batch
-
-
-def spread(values, digits):
-    """Median and, in brackets, smallest and largest."""
-    low, middle, high = (f"{value:.{digits}f}" for value in (min(values), median(values), max(values)))
-    return middle if len(values) == 1 else f"{middle} ({low} to {high})"
-
-
-def readme(rows):
-    """The text of README_SAMPLING.md."""
-    lines = ["| model | adapters | system | batch | tokens/s | times |", "| --- | --- | --- | --- | --- | --- |"]
+def section(rows):
+    """The text of the section, from the rows of results_sampling.csv."""
+    lines = [["model", "adapters", "system", "runs", "tokens/s", "times"]]
     for shape in SHAPES:
-        for lora_r in ("0", "8"):
-            found = [row for row in rows if (row["shape"], row["lora_r"]) == (shape, lora_r)]
-            if not found:
-                continue
-            ours, _ = best(found, "now")
-            for system in SYSTEMS:
-                seconds, batch = best(found, system)
-                rate = int(found[0]["tokens"]) / median(seconds)
-                ratios = [theirs / own for theirs, own in zip(seconds, ours, strict=True)]
-                times = "1" if system == "now" else spread(ratios, 2)
-                adapters = "yes" if lora_r == "8" else "no"
-                lines.append(f"| {shape} | {adapters} | {system} | {batch} | {rate:.0f} | {times} |")
+        for lora_r, adapters in (("0", "no"), ("8", "yes")):
+            seconds = {system: [] for system in SYSTEMS}
+            for row in rows:
+                if (row["shape"], row["lora_r"]) == (shape, lora_r):
+                    seconds[row["system"]].append(float(row["seconds"]))
+            for system, found in seconds.items():
+                if found:
+                    rate = int(rows[0]["tokens"]) / median(found)
+                    times = [theirs / own for theirs, own in zip(found, seconds["now"], strict=True)]
+                    lines.append([shape, adapters, system, f"{len(found)}", f"{rate:.0f}", spread(times, 2)])
     compared = [row for row in rows if row["same_rows"]]
     same = sum(int(row["same_rows"]) for row in compared)
-    total = sum(int(row["rows"]) for row in compared)
-    fixed = {name: ", ".join(sorted({row[name] for row in rows})) for name in ("device", "threads", "versions")}
-    counts = {name: rows[0][name] for name in ("rows", "prompt_tokens", "tokens", "longest")}
-    return README.format(
-        table="\n".join(lines),
+    return SECTION.format(
+        table=markdown(lines),
         systems="\n".join(f"- {system}: {text}" for system, text in SYSTEMS.items()),
         shapes="; ".join(text for shape, text in SHAPES.items() if any(row["shape"] == shape for row in rows)),
-        batches=", ".join(sorted({row["batch"] for row in rows}, key=int)),
-        same=f"{same} of {total}",
-        loads=spread([float(row["loadavg"]) for row in rows], 1),
-        **fixed,
-        **counts,
+        same=f"{same} of {sum(int(row['rows']) for row in compared)}",
+        provenance=provenance(rows),
+        **{name: distinct(rows, name) for name in ("rows", "batch", "prompt_tokens", "tokens", "longest")},
     )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, help="measure this model in this process")
-    parser.add_argument("--lora-r", type=int, default=0, help="rank of its adapters")
-    parser.add_argument("--results", type=Path, default=HERE / "results_sampling.csv")
-    parser.add_argument("--table", action="store_true", help="write README_SAMPLING.md beside the results")
-    parser.add_argument("--check", action="store_true", help="compare README_SAMPLING.md with the results")
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--lora-r", type=int, default=0, help="rank of the adapters")
+    parser.add_argument("--repeat", type=int, default=1, help="number of this run in the table")
+    parser.add_argument("--results", required=True, help="the CSV file that gets rows")
     options = parser.parse_args()
-    if options.shape:
-        measure(options.shape, options.lora_r, options.results)
-    file = options.results.with_name("README_SAMPLING.md")
-    if options.table:
-        file.write_text(readme(list(csv.DictReader(open(options.results)))))
-    if options.check:
-        there = options.results.exists() and file.exists()
-        if not (there and file.read_text() == readme(list(csv.DictReader(open(options.results))))):
-            sys.exit(f"{file} does not follow from {options.results.name}: run {Path(sys.argv[0]).name} --table")
+    measure(options.shape, options.lora_r, options.repeat, options.results)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,14 @@ def mode_table(rows, texts, shown, against, column="seconds"):
         for name, (_, digits) in shown.items():
             cells.append(spread([float(row[name]) for row in found], digits))
         for other_of in against.values():
-            times = ratios(runs, mode, other_of(mode), column)
-            cells.append(spread(times, 2) if times else "")
+            other = other_of(mode)
+            times = ratios(runs, mode, other, column)
+            if other == mode:
+                cells.append("1")
+            elif times:
+                cells.append(spread(times, 2))
+            else:
+                cells.append("")
         table.append(cells)
         notes.setdefault(text, []).append(mode)
     lines = [f"- {', '.join(modes)}: {text}" for text, modes in notes.items()]
@@ -110,7 +116,9 @@ def distinct(rows, column):
 
 def provenance(rows):
     """Where and with what the rows of a file were measured, as a paragraph."""
-    text = f"Measured on {distinct(rows, 'device')}, {distinct(rows, 'threads')} threads, commit {distinct(rows, 'commit')}"
+    text = f"Measured on {distinct(rows, 'device')}, {distinct(rows, 'threads')} threads"
+    if distinct(rows, "commit"):
+        text += f", commit {distinct(rows, 'commit')}"
     if "peak_gflops" in rows[0]:
         peaks = {}
         for row in rows:
@@ -122,6 +130,7 @@ def provenance(rows):
         text += f"; steal at most {100 * max(steals):.1f} %"
     else:
         text += f"; steal not recorded in {len(rows) - len(steals)} of {len(rows)} runs"
-    versions = grouped(rows, lambda row: row.get("system", ""))
-    lines = [f"- {system}: {' / '.join(sorted({row['versions'] for row in found}))}" for system, found in versions.items()]
+    lines = []
+    for versions, found in grouped(rows, lambda row: row["versions"]).items():
+        lines.append(f"- {distinct(found, 'system')}: {versions}")
     return "\n".join([text + ".", "", *lines])

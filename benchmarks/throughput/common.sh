@@ -49,9 +49,15 @@ peer() {
     [ -n "${DRY:-}" ] || [ -x "$peer_python" ] || fail "no $peer_python: bash $here/make_peer_env*.sh, or set $environment"
 }
 
-# measure COMMAND: up to three times where the hypervisor took too much (exit code 75 of measurement.py)
+# measure ROW COMMAND: unless such a row is there (ROW: how it begins, a pattern of grep), and up to three times where
+# the hypervisor took too much (exit code 75 of measurement.py)
 measure() {
-    local try code
+    local row=$1 try code
+    shift
+    if [ -z "${DRY:-}" ] && [ -f "$rows" ] && grep -q "^$row," "$rows"; then
+        echo "measured before: $row"
+        return
+    fi
     for try in 1 2 3; do
         code=0
         run "$@" --results "$rows" || code=$?
@@ -59,8 +65,8 @@ measure() {
     done
     [ $code = 0 ] || exit $code
 }
-ours() { measure python "$script" --mode "$1" --repeat "$repeat" --model "$work/model"; }
-trl() { measure "$peer_python" "$peer_script" --mode "$1" --repeat "$repeat" --model "$work/model"; }
+ours() { measure "[a-z_]*,$1,$repeat" python "$script" --mode "$1" --repeat "$repeat" --model "$work/model"; }
+trl() { measure "trl,$1,$repeat" "$peer_python" "$peer_script" --mode "$1" --repeat "$repeat" --model "$work/model"; }
 
 # finish: all rows are there
 finish() {

@@ -68,12 +68,14 @@ def our_modes():
 
 
 def peer_modes():
-    """{mode: (flags, our matmul precision, text)} of TRL's GRPOTrainer."""
+    """{mode: (flags, our matmul precision, text)} of TRL's GRPOTrainer; all its settings for the plain work alone."""
     modes = {}
     for precision in ("fp32", "bf16"):
         for work, (settings, _) in WORKS.items():
             own = {"beta": settings["kl_coef"], "num_iterations": settings.get("ppo_epochs", 1)}
             for setting, (flags, medium, text) in SETTINGS.items():
+                if work != "plain" and setting != "same-flags":
+                    continue
                 modes[f"{precision}-{work}-{setting}"] = (own | flags, medium, text)
     return modes
 

@@ -111,17 +111,6 @@ def gemm_peak(dtype):
 # ---- Rows ------------------------------------------------------------------------------------------------------------
 
 
-def is_measured(results, **key):
-    """Whether the CSV file has a row with these values: a stopped measurement goes on behind it."""
-    if not Path(results).exists():
-        return False
-    with open(results) as file:
-        found = any(all(row[name] == str(value) for name, value in key.items()) for row in csv.DictReader(file))
-    if found:
-        print("already measured:", *key.values(), flush=True)
-    return found
-
-
 def append(results, rows):
     """Appends rows to the CSV file, whose first row has named the columns."""
     results = Path(results)
@@ -137,9 +126,7 @@ def append(results, rows):
 
 
 def record(results, system, mode, repeat, measure):
-    """Calls measure() -> (columns, useful GFLOP/s), and appends a row to the CSV file unless it is there."""
-    if is_measured(results, system=system, mode=mode, repeat=repeat):
-        return
+    """Calls measure() -> (columns, useful GFLOP/s), and appends a row to the CSV file."""
     wait_for_quiet()
     dtype = torch.float32
     if "bf16" in mode:

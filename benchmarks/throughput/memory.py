@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from measurement import THREADS, TINY, append, cpu_ticks, is_measured, machine, steal_since, wait_for_quiet
+from measurement import THREADS, TINY, append, cpu_ticks, machine, steal_since, wait_for_quiet
 from tables import distinct, grouped, markdown, provenance
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -337,17 +337,15 @@ def case(kind, system, variant, vocabulary, rows, loss_mb, value, seconds, peak_
     }  # fmt: skip
 
 
-def record(results, measure, **key):
-    """Appends the rows of measure() to the CSV file, unless it has a row with these values."""
-    if is_measured(results, **key):
-        return
+def record(results, packages, measure, *options):
+    """Appends the rows of measure(*options) to the CSV file. packages: whose versions they say."""
     wait_for_quiet()
-    where = machine(["torch", "transformers"] + ["trl"] * (key["system"] == "trl"))
+    where = machine(packages)
     torch.set_num_threads(THREADS)
     fast_cpu_matmul()
     keep_freed_memory()
     ticks = cpu_ticks()
-    rows = measure()
+    rows = measure(*options)
     where["steal"] = f"{steal_since(ticks):.4f}"
     append(results, [row | where for row in rows])
     for row in rows:
@@ -456,13 +454,11 @@ def main():
     parser.add_argument("--qwen3", choices=ITERATIONS, help="run one iteration of a script")
     parser.add_argument("--results", required=True, help="the CSV file that gets rows")
     options = parser.parse_args()
-    loss, vocabulary, rows = options.loss, options.vocabulary, options.rows
-    if loss:
-        measure = functools.partial(measure_loss, loss, vocabulary, rows)
-        record(options.results, measure, system="plainrl", kind=loss, vocabulary=vocabulary, rows=rows)
+    packages = ["torch", "transformers"]
+    if options.loss:
+        record(options.results, packages, measure_loss, options.loss, options.vocabulary, options.rows)
     if options.qwen3:
-        measure = functools.partial(measure_qwen3, options.qwen3)
-        record(options.results, measure, system="plainrl", kind="qwen3", variant=options.qwen3)
+        record(options.results, packages, measure_qwen3, options.qwen3)
 
 
 if __name__ == "__main__":

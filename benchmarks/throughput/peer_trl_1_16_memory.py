@@ -96,5 +96,5 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--results", required=True)
     options = parser.parse_args()
-    size = {"vocabulary": options.vocabulary, "rows": options.rows}
-    record(options.results, lambda: measure(options.loss, **size), system="trl", kind=options.loss, **size)
+    packages = ["torch", "transformers", "trl"]
+    record(options.results, packages, measure, options.loss, options.vocabulary, options.rows)

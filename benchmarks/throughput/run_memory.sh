@@ -9,14 +9,17 @@ for vocabulary in 50257 151936; do
     for count in 4 16; do
         for loss in sft dpo ppo-scoring ppo-update ilql; do
             sizes=(--loss $loss --vocabulary $vocabulary --rows $count)
-            measure python "$script" "${sizes[@]}"
-            case $loss in sft | dpo) measure "$peer_python" "$peer_script" "${sizes[@]}" ;; esac
+            measure "$loss,plainrl,after,$vocabulary,$count" python "$script" "${sizes[@]}"
+            case $loss in sft | dpo)
+                measure "$loss,trl,trl,$vocabulary,$count" "$peer_python" "$peer_script" "${sizes[@]}"
+                ;;
+            esac
         done
     done
 done
 if [ "${QWEN3:-1}" != 0 ]; then
     for iteration in sft reward dpo ppo "ppo with adapters"; do
-        measure python "$script" --qwen3 "$iteration"
+        measure "qwen3,plainrl,$iteration" python "$script" --qwen3 "$iteration"
     done
 fi
 finish

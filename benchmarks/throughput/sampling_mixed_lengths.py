@@ -1,4 +1,4 @@
-"""Throughput of sampling on prompts and responses of mixed length, beside the loop before and transformers' `generate`.
+"""Throughput of sampling on prompts and responses of mixed length, beside transformers' `generate`.
 
 Work of a run: ROWS prompts of 16 to 512 tokens, each with a response of 1 to 256, log-normal within these bounds; a
 response ends at its given length. Random weights: GPT-2 small, and a Qwen3 of 8 layers; with LoRA adapters of rank 8 in
@@ -19,16 +19,15 @@ import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
-from measurement import THREADS, TINY, append, cpu_ticks, is_measured, machine, steal_since, wait_for_quiet
+from measurement import THREADS, TINY, append, cpu_ticks, machine, steal_since, wait_for_quiet
 from tables import distinct, markdown, provenance, spread
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteriaList
 
 from algos import ppo  # found by way of measurement
 from common.adapters import train_adapters
 from common.machine import fast_cpu_matmul, keep_freed_memory
-from common.sampling import end_of_rows, generate_all, pad_left
-from common.seeding import draw, rng, uniforms
+from common.sampling import generate_all, pad_left
+from common.seeding import rng
 
 # ---- Workload --------------------------------------------------------------------------------------------------------
 
@@ -44,8 +43,6 @@ SHAPES = {
 }
 SYSTEMS = {
     "now": "`generate_all` with the `sample` of algos/ppo.py",
-    "before": "the same before: padded to the longest of all prompts, rows leave one by one, the library's cache, "
-    "adapters apart",
     "generate": "`generate` of transformers, sampling, on batches of prompts sorted by length",
 }
 
@@ -95,66 +92,17 @@ def build(shape, lora_r):
 # ---- Systems ---------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def sample_before(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, ended=None):
-    """`sample` of algos/ppo.py as it was."""
-    num_rows, width = uniforms.shape
-    ids = torch.full((num_rows, width), pad_id)
-    mask = torch.zeros(num_rows, width, dtype=torch.bool)
-    alive = torch.arange(num_rows)
-    tokens = query
-    attention = query_mask.long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    cache = None
-    for t in range(width):
-        inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
-        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
-        logits = output.logits[:, -1]
-        assert logits.amax(-1).isfinite().all()
-        tokens = draw(logits, uniforms[alive, t], temperature)
-        ids[alive, t] = tokens
-        mask[alive, t] = True
-        goes_on = tokens != ends[0]
-        if ended is not None:
-            goes_on = goes_on & ~ended(alive, ids[alive, : t + 1])
-        if not goes_on.any():
-            break
-        if not goes_on.all():
-            staying = goes_on.nonzero()[:, 0]
-            cache.batch_select_indices(staying)
-            alive = alive[staying]
-            tokens = tokens[staying]
-            attention = attention[staying]
-            positions = positions[staying]
-        tokens = tokens[:, None]
-        positions = positions[:, -1:] + 1
-        attention = F.pad(attention, (0, 1), value=1)
-    return ids, mask
-
-
-def run_before(lm, queries, limits):
-    """Responses (ROWS, LONGEST) and their mask, all prompts padded to the longest."""
-    query, query_mask = pad_left(queries, 0, "cpu")
-    draws = uniforms(SEED, "rollout", 1, list(range(len(queries))), LONGEST)
-    parts = []
-    for rows in torch.arange(len(queries)).split(BATCH):
-        ended = end_of_rows(None, (), limits[rows])
-        parts.append(sample_before(lm, query[rows], query_mask[rows], draws[rows], [-1], 0, ended=ended))
-    return [torch.cat(column) for column in zip(*parts, strict=True)]
-
-
 def run_now(lm, queries, limits):
-    """Responses (ROWS, LONGEST) and their mask."""
+    """Samples with the script's loop."""
     lm.generation_config.eos_token_id = -1
     tokenizer = SimpleNamespace(pad_token_id=0)
     options = {"max_new_tokens": LONGEST, "limits": limits, "decode_batch_size": BATCH, "sample": ppo.sample}
-    return generate_all(Accelerator(cpu=True), lm, tokenizer, queries, ("rollout", 1), seed=SEED, **options)[2:]
+    generate_all(Accelerator(cpu=True), lm, tokenizer, queries, ("rollout", 1), seed=SEED, **options)
 
 
 @torch.no_grad()
 def run_generate(lm, queries, limits):
-    """Nothing: its random draws are its own."""
+    """Samples with the library's loop."""
     lm.generation_config.eos_token_id = None
     by_length = sorted(range(len(queries)), key=lambda row: -len(queries[row]))
     for rows in torch.tensor(by_length).split(BATCH):
@@ -173,7 +121,7 @@ def run_generate(lm, queries, limits):
         )
 
 
-RUN = {"now": run_now, "before": run_before, "generate": run_generate}
+RUN = {"now": run_now, "generate": run_generate}
 
 
 # ---- Measurement -----------------------------------------------------------------------------------------------------
@@ -181,8 +129,6 @@ RUN = {"now": run_now, "before": run_before, "generate": run_generate}
 
 def measure(shape, lora_r, repeat, results):
     """Appends a row for each system to the CSV file, measured one after the other."""
-    if is_measured(results, shape=shape, lora_r=lora_r, repeat=repeat):
-        return
     wait_for_quiet()
     where = machine(["torch", "transformers"])
     torch.set_num_threads(THREADS)
@@ -192,18 +138,14 @@ def measure(shape, lora_r, repeat, results):
     queries, limits = workload(shape)
     run_now(lm, queries[:2], limits[:2].clamp(max=3))  # what only a first call does
     rows = []
-    responses = {}
     ticks = cpu_ticks()
     for system, run in RUN.items():
         begun = time.perf_counter()
-        responses[system] = run(lm, queries, limits)
+        run(lm, queries, limits)
         seconds = time.perf_counter() - begun
         row = {"shape": shape, "lora_r": lora_r, "system": system, "batch": BATCH, "repeat": repeat}
         row |= {"seconds": f"{seconds:.3f}", "rows": len(queries), "prompt_tokens": sum(map(len, queries))}
-        row |= {"tokens": int(limits.sum()), "longest": max(map(len, queries)), "same_rows": ""}
-        if system == "before":
-            ids, mask = ((a == b).all(1) for a, b in zip(responses["now"], responses["before"], strict=True))
-            row["same_rows"] = int((ids & mask).sum())
+        row |= {"tokens": int(limits.sum()), "longest": max(map(len, queries))}
         rows.append(row)
         print(*row.values(), flush=True)
     where["steal"] = f"{steal_since(ticks):.4f}"
@@ -223,9 +165,8 @@ prompts included.
 
 {systems}
 
-`times`: the seconds of the other system over those of `now`, of the same repeat. Responses of `now` that are those of
-`before`, token by token: {same}. A difference is rounding: a draw near the border of two tokens. Not measured: models
-that the table lacks, other batches, bfloat16, stop strings.
+`times`: the seconds of the system over those of `now`, of the same repeat. Not measured: models that the table lacks,
+other batches, bfloat16, stop strings.
 
 {provenance}
 """
@@ -238,20 +179,17 @@ def section(rows):
         for lora_r, adapters in (("0", "no"), ("8", "yes")):
             seconds = {system: [] for system in SYSTEMS}
             for row in rows:
-                if (row["shape"], row["lora_r"]) == (shape, lora_r):
+                if (row["shape"], row["lora_r"]) == (shape, lora_r) and row["system"] in SYSTEMS:
                     seconds[row["system"]].append(float(row["seconds"]))
             for system, found in seconds.items():
                 if found:
                     rate = int(rows[0]["tokens"]) / median(found)
                     times = [theirs / own for theirs, own in zip(found, seconds["now"], strict=True)]
                     lines.append([shape, adapters, system, f"{len(found)}", f"{rate:.0f}", spread(times, 2)])
-    compared = [row for row in rows if row["same_rows"]]
-    same = sum(int(row["same_rows"]) for row in compared)
     return SECTION.format(
         table=markdown(lines),
         systems="\n".join(f"- {system}: {text}" for system, text in SYSTEMS.items()),
         shapes="; ".join(text for shape, text in SHAPES.items() if any(row["shape"] == shape for row in rows)),
-        same=f"{same} of {sum(int(row['rows']) for row in compared)}",
         provenance=provenance(rows),
         **{name: distinct(rows, name) for name in ("rows", "batch", "prompt_tokens", "tokens", "longest")},
     )

@@ -1,0 +1,147 @@
+"""The benchmarks of speed and memory, without measuring: `python -m pytest tests/test_throughput.py`"""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from harness import ROOT
+
+from common import output
+
+sys.path.insert(0, str(ROOT / "benchmarks/throughput"))
+
+import ilql_vs_trlx
+import measurement
+import ppo_gpt2_small
+import report
+import tables
+
+FOLDER = ROOT / "benchmarks/throughput"
+QUIET = {"user": 10, "nice": 0, "system": 10, "idle": 980, "iowait": 0, "irq": 0, "softirq": 0, "steal": 0}
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """The list of what the machine shows, one measurement after the other."""
+    shown = []
+    monkeypatch.delenv("FORCE", raising=False)
+    monkeypatch.setattr(measurement, "cpu_ticks", lambda: shown.pop(0))
+    monkeypatch.setattr(measurement.time, "sleep", lambda seconds: None)
+    return shown
+
+
+def after(before, **passed):
+    """The ticks when so many have passed of each kind."""
+    return before | {name: before[name] + count for name, count in passed.items()}
+
+
+def test_ticks_are_those_of_the_machine():
+    before = measurement.cpu_ticks()
+    assert list(before) == list(QUIET)
+    assert sum(before.values()) > 0
+
+
+def test_a_run_waits_until_the_machine_is_idle(ticks):
+    busy = after(QUIET, user=15, idle=85)
+    ticks += [QUIET, busy, busy, after(busy, user=9, idle=91)]
+    measurement.wait_for_quiet()
+    assert not ticks
+
+
+def test_a_machine_that_stays_busy_is_an_error(ticks, monkeypatch):
+    clock = iter(range(0, 1000, 50))
+    monkeypatch.setattr(measurement.time, "monotonic", lambda: next(clock))
+    ticks += [QUIET, after(QUIET, user=1)] * 2
+    with pytest.raises(SystemExit, match="FORCE=1"):
+        measurement.wait_for_quiet()
+    assert not ticks
+
+
+@pytest.mark.parametrize("stolen", [2, 3])
+def test_a_run_with_steal_leaves_no_row(ticks, stolen, tmp_path, monkeypatch):
+    monkeypatch.setattr(measurement, "gemm_peak", lambda dtype: 200.0)
+    idle = after(QUIET, idle=100)
+    ticks += [QUIET, idle, idle, after(idle, user=100 - stolen, steal=stolen)]
+    results = tmp_path / "results_ppo.csv"
+
+    def record():
+        measurement.record(results, "plainrl", "fp32", 1, lambda: ({"seconds": "2.5"}, 50.0))
+
+    if stolen > 2:
+        with pytest.raises(SystemExit) as end:
+            record()
+        assert end.value.code == 75
+        assert not results.exists()
+        return
+    record()
+    with open(results) as file:
+        (row,) = csv.DictReader(file)
+    assert (row["steal"], row["fraction"], row["mode"]) == ("0.0200", "0.2500", "fp32")
+
+
+def commands(**settings):
+    """The lines that run_all.sh would run."""
+    line = ["bash", str(FOLDER / "run_all.sh")]
+    environment = os.environ | {"DRY": "1", "REPEATS": "1"} | settings
+    return subprocess.run(line, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_every_mode_is_measured():
+    named = {mode for line in commands() for mode in re.findall(r"--mode (\S+)", line)}
+    known = set()
+    compared = set()
+    for name, script in report.SCRIPTS.items():
+        if name in ("sampling", "memory"):
+            continue
+        for modes in ("MODES", "PEER_MODES", "NEW_PEER_MODES", "SYSTEMS"):
+            known |= set(getattr(script, modes, ()))
+        for _, mode, peers, _ in script.COMPARISONS:
+            compared |= {mode, *peers}
+    assert named == known
+    assert compared <= known
+
+
+def test_the_fastest_setting_of_the_peer_is_compared():
+    seconds = [("ours", 1, 2), ("ours", 2, 4), ("a", 1, 8), ("a", 2, 8), ("b", 1, 5), ("b", 2, 20), ("c", 3, 1)]
+    rows = [{"mode": mode, "repeat": repeat, "seconds": s} for mode, repeat, s in seconds]
+    assert tables.fastest(tables.by_mode(rows), "ours", ["a", "b", "c", "d"]) == ([4.0, 2.0], "a")
+
+
+def test_runs_that_differ_stop_the_page():
+    rows = [{"loss": "1.0"}, {"loss": "1.01"}]
+    figures = {"loss": tables.first_of("loss")}
+    assert tables.agreement({"bf16": rows}, figures, 1e-3) == "- bf16, 2 runs: loss 1e-02"
+    with pytest.raises(SystemExit, match="not the same work"):
+        tables.agreement({"fp32": rows}, figures, 1e-3)
+
+
+def test_the_page_says_the_largest_steal():
+    rows = report.read(FOLDER)["ppo"]
+    without = [{name: value for name, value in row.items() if name != "steal"} for row in rows]
+    assert f"steal not recorded in {len(rows)} of {len(rows)} runs" in ppo_gpt2_small.section(without)
+    steals = ["0.0123"] + ["0"] * (len(rows) - 1)
+    found = [row | {"steal": steal} for row, steal in zip(rows, steals, strict=True)]
+    assert "steal at most 1.2 %" in ppo_gpt2_small.section(found)
+
+
+def test_goals_have_no_verdict_on_lesser_cpus():
+    assert report.verdict(3.5, [3.4, 3.5, 9.0], "AMD EPYC") == "3.5: reached"
+    assert report.verdict(3.5, [3.4], "AMD EPYC, AVX512") == "3.5: missed"
+    assert report.verdict(3.5, [3.4], "AMD EPYC, AVX2") == "3.5"
+    assert report.verdict(None, [3.4], "AMD EPYC") == ""
+
+
+def test_the_peer_of_ilql_does_the_same_steps(monkeypatch):
+    """Seven steps, over one synchronisation of the targets; ours with small chunks and micro-batches."""
+    monkeypatch.setitem(ilql_vs_trlx.WORKLOADS, "walks", (7, 0, 100, 2e-4))
+    monkeypatch.setattr(measurement, "THREADS", torch.get_num_threads())
+    theirs = ilql_vs_trlx.peer_steps("walks", True, None)
+    monkeypatch.setattr(output, "CHUNK", 25 * 100)
+    ours = ilql_vs_trlx.our_steps("walks", "fp32", {"micro_batch_size": 40}, None)
+    assert ours[1][0] == pytest.approx(theirs[1][0], rel=1e-4)
+    assert [step["loss"] for step in ours[1]] == pytest.approx([step["loss"] for step in theirs[1]], rel=1e-3)
+    assert ours[2] == pytest.approx(theirs[2], rel=1e-4)

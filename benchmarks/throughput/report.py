@@ -1,7 +1,9 @@
-"""README.md of this folder, from its results_*.csv: the measurements themselves need nothing of this file.
+"""README.md of this folder, from its results_*.csv.
 
-python benchmarks/throughput/report.py [FOLDER]            # writes README.md beside the results
-python benchmarks/throughput/report.py [FOLDER] --check    # exit 1 where it does not follow from them
+    python benchmarks/throughput/report.py [FOLDER]            # writes README.md beside the results
+    python benchmarks/throughput/report.py [FOLDER] --check    # exit 1 where it does not follow from them
+
+A section stands where its results are; the scripts that measure them write it.
 """
 
 import argparse
@@ -51,7 +53,7 @@ page from them. Random weights, full fine-tuning but for ddpo.
   for ilql the structure of trlX's step, written anew. Of its settings, the fastest of the table below is taken; where
   it has none in bf16, one in float32.
 - `memory`: peak memory of plainrl over that of the peer.
-- Goals are for CPUs with AVX-512.
+- Goals are for CPUs with AVX-512. The fraction of two layers counts the work of full training, too.
 {ages}
 ## What is common to all tables
 
@@ -113,17 +115,11 @@ def summary(results):
             if not times:
                 continue
             own = list(runs[mode].values())
-            memories = [median(float(row["peak_memory_mb"]) for row in runs[x].values()) for x in (mode, peer)]
-            fraction = spread([float(row["fraction"]) for row in own], 2)
-            name_of_peer = system(next(iter(runs[peer].values())))
-            cells = [title, precision(own[0]), spread(times, 2), f"{name_of_peer}: {peer}"]
-            cells += [
-                verdict(goal, times, own[0]["device"]),
-                f"{memories[0] / memories[1]:.2f}",
-                fraction,
-                f"{len(times)}",
-                distinct(own, "device"),
-            ]
+            other = list(runs[peer].values())
+            memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
+            cells = [title, precision(own[0]), spread(times, 2), f"{system(other[0])}: {peer}"]
+            cells += [verdict(goal, times, own[0]["device"]), f"{memories[0] / memories[1]:.2f}"]
+            cells += [spread([float(row["fraction"]) for row in own], 2), f"{len(times)}", distinct(own, "device")]
             lines.append(cells)
     return markdown(lines)
 

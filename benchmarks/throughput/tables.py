@@ -91,14 +91,18 @@ def agreement(groups, figures, tolerance):
             gaps[what] = (max(values) - min(values)) / max(1e-9, *map(abs, values))
         if "fp32" in name and max(gaps.values()) > tolerance:
             sys.exit(f"not the same work in {name}: {gaps}")
-        text = ", ".join(f"{what} {gap:.0e}" if gap else f"{what} 0" for what, gap in gaps.items())
+        text = ", ".join(f"{what} {gap:.0e}" for what, gap in gaps.items()).replace("0e+00", "0")
         lines.append(f"- {name}, {len(rows)} runs: {text}")
     return "\n".join(lines)
 
 
 def first_of(column):
     """function(row) -> the first number of a column."""
-    return lambda row: float(row[column].split()[0])
+
+    def number(row):
+        return float(row[column].split()[0])
+
+    return number
 
 
 def grouped(rows, name_of):

@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 from measurement import TINY, main, short_run
-from ppo_gpt2_small import ITERATIONS, kind_of
+from ppo_gpt2_small import ITERATIONS
 from tables import agreement, distinct, first_of, grouped, mode_table, precision, provenance
 
 from benchmarks.tasks import shapes  # found by way of measurement
@@ -255,13 +255,13 @@ def section(rows):
     shown |= {"images_per_sec": ("images/s", 2), "peak_memory_mb": ("peak memory MB", 0)}
     shown |= {"fraction": ("fraction of GEMM peak", 3)}
     against = {f"times TRL {name}": lambda mode, name=name: name for name in PEER_MODES}
-    table, notes = mode_table(rows, texts, shown, against | {"times plainrl": kind_of})
+    table, notes = mode_table(rows, texts, shown, against | {"times plainrl": precision})
     *channels, size = rows[0]["shape"].split("x")
     figures = {"mean reward": first_of("scores"), "gradient norm": first_of("grad_norms")}
     return SECTION.format(
         table=table, notes=notes, provenance=provenance(rows), work=rows[0]["work_gflop"], size=size,
         channels=" and ".join(channels), parameters=f"{int(rows[0]['parameters']):,}", PAIRS=IMAGES * STEPS,
-        same_work=agreement(grouped(rows, precision), figures, TOLERANCE), libraries=distinct(rows, "libraries"),
+        same_work=agreement(grouped(rows, lambda row: precision(row["mode"])), figures, TOLERANCE), libraries=distinct(rows, "libraries"),
         **{name: globals()[name] for name in "LATENTS IMAGES STEPS GUIDANCE RANK TOLERANCE".split()},
     )  # fmt: skip
 

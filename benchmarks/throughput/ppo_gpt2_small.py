@@ -19,7 +19,7 @@ from statistics import median
 import numpy as np
 import torch
 from measurement import TINY, main, short_run
-from tables import mode_table, provenance, spread
+from tables import mode_table, precision, provenance, spread
 
 # ---- Workload: the peers import it from here -------------------------------------------------------------------------
 
@@ -182,8 +182,8 @@ def section(rows):
         "times TRL defaults": lambda mode: "defaults",
         "times TRL tuned": lambda mode: "tuned",
         "times TRL same-flags": lambda mode: "bf16-same-flags" if "bf16" in mode else "same-flags",
-        "times TRL 1.12 same-flags": lambda mode: f"1.12-{kind_of(mode)}-same-flags",
-        "times plainrl": kind_of,
+        "times TRL 1.12 same-flags": lambda mode: f"1.12-{precision(mode)}-same-flags",
+        "times plainrl": precision,
     }
     table, notes = mode_table(rows, texts, shown, against)
     return SECTION.format(
@@ -191,13 +191,6 @@ def section(rows):
         entropies=spread([float(row["entropy"]) for row in rows], 3),
         EPISODES=EPISODES, PROMPT=PROMPT, RESPONSE=RESPONSE, EPOCHS=EPOCHS,
     )  # fmt: skip
-
-
-def kind_of(mode):
-    """The precision of a mode."""
-    if "bf16" in mode:
-        return "bf16"
-    return "fp32"
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def summary(results):
             own = list(runs[mode].values())
             other = list(runs[peer].values())
             memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
-            cells = [title, precision(own[0]), spread(times, 2), f"{system(other[0])}: {peer}"]
+            cells = [title, precision(mode), spread(times, 2), f"{system(other[0])}: {peer}"]
             cells += [verdict(goal, times, own[0]["device"]), f"{memories[0] / memories[1]:.2f}"]
             cells += [spread([float(row["fraction"]) for row in own], 2), f"{len(times)}", distinct(own, "device")]
             lines.append(cells)

@@ -11,7 +11,7 @@ import os
 from statistics import median
 
 from measurement import main, short_run
-from ppo_gpt2_small import END, LR, SHAPE, VOCABULARY, forward_flops, kind_of, prepare
+from ppo_gpt2_small import END, LR, SHAPE, VOCABULARY, forward_flops, prepare
 from tables import agreement, distinct, first_of, grouped, mode_table, precision, provenance
 
 from common.seeding import rng, stream_rows  # found by way of measurement
@@ -143,12 +143,12 @@ def section(rows):
     texts = {mode: text for mode, (*_, text) in (MODES | PEER_MODES).items()}
     shown = {"seconds": ("step s", 3), "tokens_per_sec": ("tokens/s", 0), "peak_memory_mb": ("peak memory MB", 0)}
     shown |= {"fraction": ("fraction of GEMM peak", 3)}
-    against = {f"times TRL {name}": lambda mode, name=name: f"{kind_of(mode)}-{name}" for name in SETTINGS}
-    table, notes = mode_table(rows, texts, shown, against | {"times plainrl": kind_of})
+    against = {f"times TRL {name}": lambda mode, name=name: f"{precision(mode)}-{name}" for name in SETTINGS}
+    table, notes = mode_table(rows, texts, shown, against | {"times plainrl": precision})
     return SECTION.format(
         table=table, notes=notes, provenance=provenance(rows), padding=f"{100 * float(rows[0]['padding']):.0f}",
         same_work=agreement(
-            grouped(rows, precision), {"loss": first_of("losses"), "gradient norm": first_of("grad_norm")}, TOLERANCE
+            grouped(rows, lambda row: precision(row["mode"])), {"loss": first_of("losses"), "gradient norm": first_of("grad_norm")}, TOLERANCE
         ),
         **{name: distinct(rows, name) for name in ("counted", "row_tokens", "shape")},
         BATCH=BATCH, SHORTEST=SHORTEST, LONGEST=LONGEST, SKIPPED=SKIPPED, TOLERANCE=TOLERANCE,

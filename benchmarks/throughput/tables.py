@@ -20,9 +20,9 @@ def markdown(lines):
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def precision(row):
-    """That of the products of a row."""
-    if "bf16" in row["mode"]:
+def precision(mode):
+    """That of the products of a mode."""
+    if "bf16" in mode:
         return "bf16"
     return "fp32"
 
@@ -126,7 +126,7 @@ def provenance(rows):
     if "peak_gflops" in rows[0]:
         peaks = {}
         for row in rows:
-            peaks.setdefault(precision(row), []).append(float(row["peak_gflops"]))
+            peaks.setdefault(precision(row["mode"]), []).append(float(row["peak_gflops"]))
         text += "; GEMM peak " + ", ".join(f"{kind} {spread(found, 0)}" for kind, found in peaks.items()) + " GFLOP/s"
     text += f"; load average {spread([float(row['loadavg']) for row in rows], 1)}"
     steals = [float(row["steal"]) for row in rows if row.get("steal")]

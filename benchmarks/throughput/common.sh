@@ -12,9 +12,9 @@
 #   PEER_0_8_6, PEER_1_12, PEER_1_16  environments of make_peer_env*.sh (.peers/trl-0.8.6 and so on)
 #   PLAINRL_BENCH_TINY=1  small models, to try this out; with RESULTS elsewhere
 # Seconds of a round, and of what is measured once, by the older results: ppo 190 + 260, sft 120 + 110, pairs 560, grpo
-# 120 + 540 in fp32 alone, ilql 120, ddpo 100 + 130, sampling 330 (three of its four models),
-# memory 1640 once. Not in this: starting some 215
-# processes, about 15 s each, and the modes that have no such result (TRL 1.12, bf16 of grpo and of TRL 0.8.6).
+# 120 + 540 in fp32 alone, ilql 120, ddpo 100 + 130, sampling 330 (three of its four models), memory 1640 once. Not in
+# this: starting some 215 processes, about 15 s each, and the modes that have no such result (TRL 1.12, bf16 of grpo
+# and of TRL 0.8.6).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=benchmarks/throughput

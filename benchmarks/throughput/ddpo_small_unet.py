@@ -258,10 +258,11 @@ def section(rows):
     table, notes = mode_table(rows, texts, shown, against | {"times plainrl": precision})
     *channels, size = rows[0]["shape"].split("x")
     figures = {"mean reward": first_of("scores"), "gradient norm": first_of("grad_norms")}
+    groups = grouped(rows, lambda row: precision(row["mode"]))
     return SECTION.format(
         table=table, notes=notes, provenance=provenance(rows), work=rows[0]["work_gflop"], size=size,
         channels=" and ".join(channels), parameters=f"{int(rows[0]['parameters']):,}", PAIRS=IMAGES * STEPS,
-        same_work=agreement(grouped(rows, lambda row: precision(row["mode"])), figures, TOLERANCE), libraries=distinct(rows, "libraries"),
+        same_work=agreement(groups, figures, TOLERANCE), libraries=distinct(rows, "libraries"),
         **{name: globals()[name] for name in "LATENTS IMAGES STEPS GUIDANCE RANK TOLERANCE".split()},
     )  # fmt: skip
 

@@ -145,11 +145,11 @@ def section(rows):
     shown |= {"fraction": ("fraction of GEMM peak", 3)}
     against = {f"times TRL {name}": lambda mode, name=name: f"{precision(mode)}-{name}" for name in SETTINGS}
     table, notes = mode_table(rows, texts, shown, against | {"times plainrl": precision})
+    groups = grouped(rows, lambda row: precision(row["mode"]))
+    figures = {"loss": first_of("losses"), "gradient norm": first_of("grad_norm")}
     return SECTION.format(
         table=table, notes=notes, provenance=provenance(rows), padding=f"{100 * float(rows[0]['padding']):.0f}",
-        same_work=agreement(
-            grouped(rows, lambda row: precision(row["mode"])), {"loss": first_of("losses"), "gradient norm": first_of("grad_norm")}, TOLERANCE
-        ),
+        same_work=agreement(groups, figures, TOLERANCE),
         **{name: distinct(rows, name) for name in ("counted", "row_tokens", "shape")},
         BATCH=BATCH, SHORTEST=SHORTEST, LONGEST=LONGEST, SKIPPED=SKIPPED, TOLERANCE=TOLERANCE,
     )  # fmt: skip

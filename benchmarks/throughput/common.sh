@@ -37,6 +37,7 @@ begin() {
     work=$here/.work/$COMMIT${PLAINRL_BENCH_TINY:+-tiny}/$name
     case $COMMIT in *-dirty) run rm -rf "$work" ;; esac
     run mkdir -p "$work"
+    run rm -rf "$work/model"
     rows=$work/results_$name.csv
     trap 'rm -rf "$work/model"' EXIT
     [ -n "${3:-}" ] || run python "$script" --prepare "$work/model"

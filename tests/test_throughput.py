@@ -137,11 +137,11 @@ def test_goals_have_no_verdict_on_lesser_cpus():
 
 def test_the_peer_of_ilql_does_the_same_steps(monkeypatch):
     """Seven steps, over one synchronisation of the targets; ours with small chunks and micro-batches."""
-    monkeypatch.setitem(ilql_vs_trlx.WORKLOADS, "walks", (7, 0, 100, 2e-4))
+    monkeypatch.setitem(ilql_vs_trlx.WORKLOADS, "walks", (7, 0, 24, 2e-4))
     monkeypatch.setattr(measurement, "THREADS", torch.get_num_threads())
     theirs = ilql_vs_trlx.peer_steps("walks", True, None)
-    monkeypatch.setattr(output, "CHUNK", 25 * 100)
-    ours = ilql_vs_trlx.our_steps("walks", "fp32", {"micro_batch_size": 40}, None)
+    monkeypatch.setattr(output, "CHUNK", 25 * 50)
+    ours = ilql_vs_trlx.our_steps("walks", "fp32", {"micro_batch_size": 10}, None)
     assert ours[1][0] == pytest.approx(theirs[1][0], rel=1e-4)
     assert [step["loss"] for step in ours[1]] == pytest.approx([step["loss"] for step in theirs[1]], rel=1e-3)
     assert ours[2] == pytest.approx(theirs[2], rel=1e-4)

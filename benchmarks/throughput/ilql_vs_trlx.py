@@ -453,7 +453,8 @@ def section(rows):
         fields |= {f"{workload}_{name}": found[0][column] for name, column in names.items()}
         fields[f"{workload}_padding"] = f"{100 * float(found[0]['padding']):.0f}"
         for kind in ("fp32", "bf16"):
-            groups[f"{workload} {kind}"] = [row for row in found if kind == "bf16" or precision(row["mode"]) == "fp32"]
+            if any(precision(row["mode"]) == kind for row in found):
+                groups[f"{workload} {kind}"] = [row for row in found if precision(row["mode"]) in ("fp32", kind)]
     figures = {}
     for place, name in enumerate(LOSSES):
         figures[name] = lambda row, place=place: float(row["first"].split()[place])

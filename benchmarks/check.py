@@ -609,27 +609,34 @@ def write():
 
 
 def collect(name, run_dirs):
-    """Stores the runs, in place of those of their variant and seed: a run directory's name is <variant>-seed<N>."""
+    """Stores the runs, in place of those of their variant and seed: a run directory's name is <variant>-seed<N>. Runs
+    without an evaluation, which others begin with, have no curve and are left out."""
     file = claim_path(name) / "runs.csv"
     stored = stored_runs(name) if file.exists() else []
     rows = {(run["variant"], int(run["seed"])): run for run in stored}
     for run_dir in run_dirs:
         row = collect_run(name, Path(run_dir))
-        rows[row["variant"], int(row["seed"])] = row
+        if row:
+            rows[row["variant"], int(row["seed"])] = row
+    columns = list(next(iter(rows.values())))
     with open(file, "w", newline="") as opened:
-        writer = csv.DictWriter(opened, list(row), lineterminator="\n")
+        writer = csv.DictWriter(opened, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows[key] for key in sorted(rows))
 
 
 def collect_run(name, run_dir):
-    """Stores the curves of a run, and its images where the claim shows them. Returns its row of runs.csv."""
+    """Stores the curves of a run, and its images where the claim shows them. Returns its row of runs.csv, or None."""
     claim = CLAIMS[name]
     folder = claim_path(name)
     variant, _, seed = run_dir.name.rpartition("-seed")
+    score = claim.score_of(variant)
+    records = kept_records(claim, run_dir)
+    values = [record[score] for record in records if record.get(score) is not None]
+    if not values:
+        return None
     env = json.loads((run_dir / "env.json").read_text())
     perf = read_jsonl(run_dir / "perf.jsonl")
-    records = kept_records(claim, run_dir)
     lines = [json.dumps(record) for record in records if len(record) > 1]
     (folder / "curves").mkdir(exist_ok=True)
     (folder / "curves" / f"{run_dir.name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -640,8 +647,6 @@ def collect_run(name, run_dir):
             if file in claim.images.values():
                 shutil.copyfile(grid, folder / "images" / file)
     seconds = perf[-1]["time"] - perf[0]["time"]
-    score = claim.score_of(variant)
-    values = [record[score] for record in records if record.get(score) is not None]
     return {
         "variant": variant,
         "seed": seed,

@@ -20,7 +20,7 @@ import pairs_mixed_lengths
 import ppo_gpt2_small
 import sampling_mixed_lengths
 import sft_mixed_lengths
-from tables import by_mode, distinct, fastest, markdown, precision, spread
+from tables import by_mode, distinct, fastest, markdown, precision, ratios, spread
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {  # results_NAME.csv, in the order of the page
@@ -51,7 +51,8 @@ page from them. Random weights, full fine-tuning but for ddpo.
 
 - `times`: seconds of the peer over seconds of plainrl in the same repeat; above 1, plainrl is faster. The peer is TRL,
   for ilql the structure of trlX's step, written anew. Of its settings, the fastest of the table below is taken; where
-  it has none in bf16, one in float32.
+  it has none in bf16, one in float32. Settings of ours that people can give it, such as the precision of matrix
+  products, count among them; `times its defaults` is without these.
 - `memory`: peak memory of plainrl over that of the peer.
 - Goals are for CPUs with AVX-512. The fraction of two layers counts the work of full training, too.
 {ages}
@@ -107,7 +108,8 @@ def system(row):
 
 def summary(results):
     """The table at the top."""
-    lines = [["script", "precision", "times", "fastest peer", "goal", "memory", "fraction of GEMM peak", "runs", "CPU"]]
+    lines = [["script", "precision", "times", "fastest peer", "goal", "times its defaults"]]
+    lines[0] += ["memory", "fraction of GEMM peak", "runs", "CPU"]
     for name, rows in results.items():
         for title, mode, peers, goal in getattr(SCRIPTS[name], "COMPARISONS", []):
             runs = by_mode(rows)
@@ -118,7 +120,10 @@ def summary(results):
             other = list(runs[peer].values())
             memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
             cells = [title, precision(mode), spread(times, 2), f"{system(other[0])}: {peer}"]
-            cells += [verdict(goal, times, own[0]["device"]), f"{memories[0] / memories[1]:.2f}"]
+            cells.append(verdict(goal, times, own[0]["device"]))
+            defaults = [found for found in peers if found.endswith("defaults") and found in runs]
+            cells.append(spread(ratios(runs, mode, defaults[0]), 2) if defaults else "")
+            cells.append(f"{memories[0] / memories[1]:.2f}")
             cells += [spread([float(row["fraction"]) for row in own], 2), f"{len(times)}", distinct(own, "device")]
             lines.append(cells)
     return markdown(lines)

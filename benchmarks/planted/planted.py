@@ -11,6 +11,7 @@ A bug that was caught, and whose text, tests and script are those of its row in 
 """
 
 import argparse
+import ast
 import csv
 import hashlib
 import importlib
@@ -59,7 +60,7 @@ def planted(bug, root=ROOT):
     if count != 1:
         raise ValueError(f"bug {bug['number']} ({bug['name']}): its text stands {count} times in {bug['script']}")
     changed = text.replace(bug["old"], bug["new"])
-    compile(changed, bug["script"], "exec")  # a test that fails for a SyntaxError would show nothing
+    ast.parse(changed)  # a test that fails for a SyntaxError would show nothing
     return changed
 
 

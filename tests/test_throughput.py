@@ -18,6 +18,7 @@ import ilql_vs_trlx
 import measurement
 import ppo_gpt2_small
 import report
+import shares
 import tables
 
 FOLDER = ROOT / "benchmarks/throughput"
@@ -145,3 +146,25 @@ def test_the_peer_of_ilql_does_the_same_steps(monkeypatch):
     assert ours[1][0] == pytest.approx(theirs[1][0], rel=1e-4)
     assert [step["loss"] for step in ours[1]] == pytest.approx([step["loss"] for step in theirs[1]], rel=1e-3)
     assert ours[2] == pytest.approx(theirs[2], rel=1e-4)
+
+
+def test_shares_of_a_profile_by_hand():
+    """Of four steps the second and third are profiled: two matrix products forward, two for the weight's gradient."""
+    weight = torch.nn.Parameter(torch.randn(700, 300))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+
+    def measure():
+        for _ in range(4):
+            (torch.randn(500, 700) @ weight).sum().backward()
+            optimizer.step()
+
+    profiler, seconds = shares.profiled(measure, 1, 3)
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert counts["aten::mm"] == 4
+    assert counts["aten::_fused_adamw_"] == 2
+    found = shares.shares(profiler, seconds)
+    assert sum(found.values()) == pytest.approx(1)
+    assert found["matrix products"] > found["loss"] == 0
+    assert shares.kind_of("aten::_log_softmax") == "loss"
+    assert shares.kind_of("aten::_softmax") == "attention"
+    assert shares.kind_of("aten::tanh") == "other operations"

@@ -20,6 +20,7 @@ import pairs_mixed_lengths
 import ppo_gpt2_small
 import sampling_mixed_lengths
 import sft_mixed_lengths
+import shares
 from tables import by_mode, distinct, fastest, markdown, precision, ratios, spread
 
 HERE = Path(__file__).resolve().parent
@@ -32,6 +33,7 @@ SCRIPTS = {  # results_NAME.csv, in the order of the page
     "ddpo": ddpo_small_unet,
     "sampling": sampling_mixed_lengths,
     "memory": memory,
+    "shares": shares,
 }
 OLD_ROWS = {  # what the scripts did when rows of these commits were measured
     "e8f60254fdedb5e87d6c2860397c61ea59a8cd60": "ppo with two layers kept what the frozen blocks return while it "

@@ -12,7 +12,7 @@ import argparse
 import hashlib
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
@@ -32,15 +32,53 @@ class Reference:
     axis: str  # what counts the progress: "step", "episode"
     level: float  # the table says when the mean curve reaches it
     text: str = ""  # what differs, and why
+    also: dict = field(default_factory=dict)  # further columns, of the last evaluation: metric -> heading
 
 
 REFERENCES = {
-    "sft": Reference("SFT on random walks", "eval/optimality", "step", 0.32),
-    "ppo": Reference("PPO on random walks", "eval/optimality", "episode", 0.95),
-    "grpo": Reference("GRPO on sums", "eval/accuracy", "episode", 0.9),
+    "sft": Reference(
+        "SFT on random walks",
+        "eval/optimality",
+        "step",
+        0.25,
+        "Both imitate the data, whose mean is 0.3515. TRL 1.16 drops the rows left over at the end of an epoch, its "
+        "learning rate is one step behind ours, and it does not pack (`padding_free` and `packing` are off by "
+        "default).",
+        {"eval/illegal": "illegal walks"},
+    ),
+    "ppo": Reference(
+        "PPO on random walks",
+        "eval/optimality",
+        "episode",
+        0.95,
+        "The same number of episodes gives the same optimality. In TRL 0.8.6 the value head is a single linear layer, "
+        "the learning rate falls once an iteration and not with each step, and `max_grad_norm` clips the first "
+        "optimizer step alone, because the trainer keeps the weights as an iterator, which is then empty. Rows are "
+        "padded on the right here: the trainer scores them without positions, so that the padding on the left, its "
+        "own advice for decoders, would shift them (the last log-probability of a short row: -8.354 in place of "
+        "-8.491).",
+        {"eval/illegal": "illegal walks"},
+    ),
+    "grpo": Reference(
+        "GRPO on sums",
+        "eval/accuracy",
+        "episode",
+        0.9,
+        "The same number of episodes gives the same accuracy. TRL 1.16 passes no positions where it scores, which "
+        "shifts GPT-2's positions in padded rows; all prompts of this task have the same length, so it does not matter.",
+    ),
     "reward": Reference("Reward model on pairs of random walks", "eval/all/accuracy", "step", 0.95),
-    "dpo": Reference("DPO on pairs of random walks", "eval/optimality", "step", 0.85),
-    "ddpo": Reference("DDPO on shapes, compressibility", "eval/reward", "step", -0.8),
+    "dpo": Reference(
+        "DPO on pairs of random walks",
+        "eval/optimality",
+        "step",
+        0.85,
+        "From the base model and not, as in the chain, from one that SFT has trained to the end: both leave the edges "
+        "of the graph, see the illegal walks. TRL 1.16 scores the reference in each step; ours does so before the first one, which is not in "
+        "its seconds.",
+        {"eval/illegal": "illegal walks"},
+    ),
+    "ddpo": Reference("DDPO on shapes, compressibility", "eval/reward", "step", -1.05),
 }
 AXES = {"step": "optimizer step", "episode": "sampled episodes"}
 
@@ -67,7 +105,8 @@ def collect(name, system, run_dir):
     lines = []
     for record in records:
         if record.get(reference.score) is not None:
-            kept = {key: record.get(key, 0) for key in ("step", "episode", "seconds", reference.score)}
+            keys = ["step", "episode", "seconds", reference.score, *reference.also]
+            kept = {key: record.get(key, 0) for key in keys}
             lines.append(json.dumps(kept))
     folder = HERE / "curves" / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +131,7 @@ def table(name):
     """A row a system: first and last score, and when the mean over seeds reaches the level."""
     reference = REFERENCES[name]
     axis = reference.axis
-    heads = ["system", "seeds", "first", "last", "best", f"{axis}s", "seconds"]
+    heads = ["system", "seeds", "first", "last", "best", *reference.also.values(), f"{axis}s", "seconds"]
     heads += [f"{axis}s to {reference.level:g}", f"seconds to {reference.level:g}"]
     rows = []
     for system, seeds in curves(name).items():
@@ -101,6 +140,7 @@ def table(name):
         cells += [average([values[0] for values in scores]), average([values[-1] for values in scores])]
         cells.append(average([max(values) for values in scores]))
         last_records = [records[-1] for records in seeds.values()]
+        cells += [average([record[key] for record in last_records]) for key in reference.also]
         cells += [str(last_records[0][axis]), f"{mean(record['seconds'] for record in last_records):.0f}"]
         cells += [reached(seeds, reference, axis), reached(seeds, reference, "seconds")]
         rows.append(cells)
@@ -153,6 +193,7 @@ def draw(name):
                 axes.plot(places, scores, color=f"C{number}", alpha=0.3, linewidth=0.8)
             label = f"{system}, mean of {len(seeds)} seeds"
             axes.plot(*zip(*mean_curve(seeds, reference, axis), strict=True), f"C{number}.-", label=label)
+        axes.locator_params(axis="x", nbins=6)
         axes.set_xlabel(AXES.get(axis, "seconds of training, one thread"))
     panels[0].set_ylabel(reference.score)
     panels[0].legend(fontsize=8)

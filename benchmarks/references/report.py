@@ -65,7 +65,7 @@ REFERENCES = {
         "episode",
         0.9,
         "The same number of episodes gives the same accuracy. TRL 1.16 passes no positions where it scores, which "
-        "shifts GPT-2's positions in padded rows; all prompts of this task have the same length, so it does not matter.",
+        "shifts GPT-2's positions in padded rows; it does not matter here, where all prompts have the same length.",
     ),
     "reward": Reference("Reward model on pairs of random walks", "eval/all/accuracy", "step", 0.95),
     "dpo": Reference(
@@ -74,8 +74,8 @@ REFERENCES = {
         "step",
         0.85,
         "From the base model and not, as in the chain, from one that SFT has trained to the end: both leave the edges "
-        "of the graph, see the illegal walks. TRL 1.16 scores the reference in each step; ours does so before the first one, which is not in "
-        "its seconds.",
+        "of the graph, see the illegal walks. TRL 1.16 scores the reference in each step; ours does so before the "
+        "first one, which is not in its seconds.",
         {"eval/illegal": "illegal walks"},
     ),
     "ddpo": Reference("DDPO on shapes, compressibility", "eval/reward", "step", -1.05),

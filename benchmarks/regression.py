@@ -124,10 +124,10 @@ def main():
     variant = arguments.variant or next(iter(curves(claim)))
     folders = [checkout(arguments.old), checkout(arguments.new)]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        # A seed of both before the next seed, so that both meet the same load of the machine.
-        waiting = [
-            pool.submit(run_seed, folder, claim, variant, seed) for seed in arguments.seeds for folder in folders
-        ]
+        waiting = []
+        for seed in arguments.seeds:  # with both before the next one, so that both meet the same load of the machine
+            for folder in folders:
+                waiting.append(pool.submit(run_seed, folder, claim, variant, seed))
         run_dirs = [run.result() for run in waiting]
     old_runs, new_runs = run_dirs[::2], run_dirs[1::2]
     lines, differs = report(old_runs, new_runs, CLAIMS[claim].score_of(variant))

@@ -86,7 +86,10 @@ def run_seed(claim, seed, variants, progress):
                 progress.say(current)
     failed = process.wait() != 0
     progress.done += current is not None and not failed
-    progress.say(f"seed {seed} failed, see {log}" if failed else f"seed {seed} is complete")
+    if failed:
+        progress.say(f"seed {seed} was stopped or has failed, see {log}")
+    else:
+        progress.say(f"seed {seed} is complete")
     return not failed
 
 
@@ -102,13 +105,17 @@ def main():
     total = sum(len(commands(claim, seed, arguments.variants)) for seed in seeds)
     progress = Progress(total, arguments.jobs)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        passed = list(pool.map(lambda seed: run_seed(claim, seed, arguments.variants, progress), seeds))
+        running = [pool.submit(run_seed, claim, seed, arguments.variants, progress) for seed in seeds]
+        try:
+            passed = [seed.result() for seed in running]
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            sys.exit("stopped: the same command goes on from here")
     if not all(passed):
         sys.exit(1)
-    variants = list(arguments.variants)
     finished = []
     for seed in seeds:
-        for command in commands(claim, seed, variants):
+        for command in commands(claim, seed, arguments.variants):
             finished += run_dirs_of(command)
     collect(claim, [ROOT / run_dir for run_dir in finished])
     write()

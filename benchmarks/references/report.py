@@ -72,10 +72,10 @@ REFERENCES = {
         "DPO on pairs of random walks",
         "eval/optimality",
         "step",
-        0.85,
-        "From the base model and not, as in the chain, from one that SFT has trained to the end: both leave the edges "
-        "of the graph, see the illegal walks. TRL 1.16 scores the reference in each step; ours does so before the "
-        "first one, which is not in its seconds.",
+        0.9,
+        "From the base model and not, as in the chain, from one that SFT has trained for longer. With both, four of ten "
+        "walks arrive and then go on behind the goal, which is illegal. TRL 1.16 scores the reference in each step; "
+        "ours does so before the first one, which is not in its seconds.",
         {"eval/illegal": "illegal walks"},
     ),
     "ddpo": Reference("DDPO on shapes, compressibility", "eval/reward", "step", -1.05),

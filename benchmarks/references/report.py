@@ -73,9 +73,9 @@ REFERENCES = {
         "eval/optimality",
         "step",
         0.9,
-        "From the base model and not, as in the chain, from one that SFT has trained for longer. With both, four of ten "
-        "walks arrive and then go on behind the goal, which is illegal. TRL 1.16 scores the reference in each step; "
-        "ours does so before the first one, which is not in its seconds.",
+        "From the base model and not, as in the chain, from one that SFT has trained for longer. With both, more than "
+        "four of ten walks are illegal. Of ours, nearly all of these arrive and then go on behind the goal. TRL 1.16 "
+        "scores the reference in each step; ours does so before the first one, which is not in its seconds.",
         {"eval/illegal": "illegal walks"},
     ),
     "ddpo": Reference("DDPO on shapes, compressibility", "eval/reward", "step", -1.05),

@@ -133,8 +133,8 @@ CLAIMS = {
             "the mean of all pixels. lora: compressibility, --lora-r 8. An evaluation samples the 12 captions 8 times "
             "each, with the same noise every time; a gain is counted in standard deviations over these 96 images "
             "before training. agreement: images whose colour and shape are what the caption says; no reward asks for "
-            "it. The images are those of seed 1, a row a caption. Two runs shared the machine at a time, and other work "
-            "ran beside them, so their seconds are too many. LOG.md has the settings that were tried before."
+            "it. The images are those of seed 1, a row a caption. Two runs shared the machine at a time, and other "
+            "work ran beside them, so their seconds are too many. LOG.md has the settings that were tried before."
         ),
         panels=["eval/kilobytes", "eval/brightness", "eval/agreement"],
         images={

@@ -96,7 +96,7 @@ def test_every_mode_is_measured():
     known = set()
     compared = set()
     for name, script in report.SCRIPTS.items():
-        if name in ("sampling", "memory"):
+        if name in ("sampling", "memory", "shares"):
             continue
         for modes in ("MODES", "PEER_MODES", "NEW_PEER_MODES", "SYSTEMS"):
             known |= set(getattr(script, modes, ()))

@@ -102,3 +102,20 @@ def test_only_changed_code_makes_a_run_dirty():
     assert check.commit_of(env | {"files": same}) == head
     assert check.commit_of(env | {"files": other}) == f"{head}-dirty"
     assert check.commit_of({"commit": head}) == head
+
+
+@pytest.mark.parametrize(
+    "claim, variant, expected",
+    [
+        ("chain-randomwalks", "ppo", ["sft", "reward", "ppo"]),
+        ("chain-randomwalks", "dpo", ["sft", "dpo"]),
+        ("overoptimisation-randomwalks", "pairs-300-kl-0.2", ["reward-300", "pairs-300-kl-0.2"]),
+        ("ppo-randomwalks", "reward-model", ["classifier", "reward-model"]),
+        ("ppo-randomwalks", "lora", ["lora"]),
+    ],
+)
+def test_a_comparison_runs_what_the_variant_needs(claim, variant, expected):
+    run_dir = f"runs/curves/{claim}/{variant}-seed2"
+    found = regression.needed(seeds.commands(claim, 2, []), run_dir)
+    made = [(seeds.run_dirs_of(command) or command.split()[-1:])[0] for command in found]
+    assert made == [f"runs/curves/{claim}/{name}-seed2" for name in expected]

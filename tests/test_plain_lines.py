@@ -16,7 +16,7 @@ FILES = [
     *sorted((ROOT / "algos").glob("*.py")),
     *sorted((ROOT / "common").glob("[a-z]*.py")),
     *sorted((ROOT / "benchmarks/tasks").glob("*.py")),
-    *(ROOT / f"benchmarks/{name}.py" for name in ("check", "compare", "single_file")),
+    *(ROOT / f"benchmarks/{name}.py" for name in ("check", "claims", "compare", "regression", "seeds", "single_file")),
 ]
 SHIPPED = "ppo grpo ilql sft reward dpo ddpo".split()
 FILES = [path for path in FILES if path.parent.name != "algos" or path.stem in SHIPPED]

@@ -155,9 +155,9 @@ def measure_ours(mode, model):
         seconds.append(time.perf_counter() - begun)
         return scores
 
-    def noted(lengths, packing):
+    def noted(lengths, packing, limit):
         packed.append(packing)
-        return fill_lines(lengths, packing)
+        return fill_lines(lengths, packing, limit)
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     if algorithm == "reward":

@@ -206,7 +206,9 @@ def fast_cpu_matmul():
 
 
 def keep_freed_memory():
-    """New pages for every block of logits cost as much as computing them, so the C library keeps what is freed."""
+    """New pages for every block of logits cost as much as computing them, so the C library keeps what is freed, and
+    torch asks Linux for pages of 2 MB. It reads that variable once, when it makes the first tensor."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD

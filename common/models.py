@@ -58,6 +58,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         where = describe_source(args, path, flag, base, revision)
         raise InputError(f"{where} cannot be loaded: {' '.join(str(error).split())}") from None
     model = repaired(model, args)
+    fuse_gelu(model)
     problems = model_problems(model, tokenizer, mismatched, is_classifier="Sequence" in auto_class)
     stop_if([f"{flag} {path}: {problem}" for problem in problems[:1]])
     return model, tokenizer, sorted(missing)
@@ -129,6 +130,17 @@ def load_weights(auto_class, path, base, revision, keywords):
         if Path(base).is_dir():  # found from everywhere
             model.peft_config["default"].base_model_name_or_path = str(Path(base).resolve())
     return model, missing, sorted(mismatched)
+
+
+def fuse_gelu(model):
+    """GPT-2's GELU (arXiv 1606.08415, the form with tanh) in torch's one kernel instead of eight, which take a sixth of
+    an update on CPUs. It is the same function to rounding; the configuration that is exported stays."""
+    from transformers.activations import NewGELUActivation
+
+    for module in model.modules():
+        for name, child in module.named_children():
+            if type(child) is NewGELUActivation:
+                setattr(module, name, nn.GELU(approximate="tanh"))
 
 
 def describe_source(args, path, flag, base, revision):

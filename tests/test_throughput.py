@@ -168,3 +168,14 @@ def test_shares_of_a_profile_by_hand():
     assert shares.kind_of("aten::_log_softmax") == "loss"
     assert shares.kind_of("aten::_softmax") == "attention"
     assert shares.kind_of("aten::tanh") == "other operations"
+
+
+def test_products_alone():
+    """Ours takes 2 s, 1.2 s of them products, and the peer 5 s."""
+    others = dict.fromkeys([*shares.KINDS, shares.REST, shares.PYTHON], "0.1")
+    ours = {"benchmark": "sft_mixed_lengths", "mode": "fp32-packing", "seconds": "2", **others, shares.PRODUCTS: "0.6"}
+    benchmark, mode = shares.COMPARED["sft_mixed_lengths", "fp32-packing"]
+    peer = {"benchmark": benchmark, "mode": mode, "seconds": "5", **others}
+    text = shares.section([ours, peer])
+    assert "| sft_mixed_lengths | fp32-packing | 2.00 | 2.50 | 4.17 | 60 % |" in text
+    assert f"| {benchmark} | {mode} | 5.00 |  |  | 10 % |" in text

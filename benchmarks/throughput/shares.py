@@ -28,8 +28,20 @@ SPANS = {  # optimizer steps before the profile, and its last one
     "peer_trl_0_8_6_ddpo": (1, 2),
 }
 STEP = (3, 4)  # of the other benchmarks
+COMPARED = {  # our modes, and those of the peer that the table at the top of README.md holds them against
+    ("sft_mixed_lengths", "fp32-packing"): ("peer_trl_1_16_sft", "fp32-padding-free"),
+    ("pairs_mixed_lengths", "reward-fp32"): ("peer_trl_1_16_pairs", "reward-fp32-same-flags"),
+    ("pairs_mixed_lengths", "dpo-fp32"): ("peer_trl_1_16_pairs", "dpo-fp32-same-flags"),
+    ("ppo_gpt2_small", "fp32"): ("peer_trl_0_8_6", "same-flags"),
+    ("ppo_gpt2_small", "fp32-2-layers"): ("peer_trl_0_8_6", "same-flags"),
+    ("grpo_gpt2_small", "fp32-plain"): ("peer_trl_1_16_grpo", "fp32-plain-same-flags"),
+    ("ilql_vs_trlx", "gpt2-fp32"): ("ilql_vs_trlx", "gpt2-trlx-same-flags"),
+    ("ilql_vs_trlx", "walks-fp32"): ("ilql_vs_trlx", "walks-trlx-same-flags"),
+    ("ddpo_small_unet", "fp32"): ("peer_trl_0_8_6_ddpo", "tuned"),
+}
+PRODUCTS = "matrix products"
 KINDS = {  # names of operations begin with one of these; the first kind that fits
-    "matrix products": ["mm", "addmm", "bmm", "baddbmm", "mkldnn", "convolution", "dot", "linear"],
+    PRODUCTS: ["mm", "addmm", "bmm", "baddbmm", "mkldnn", "convolution", "dot", "linear"],
     "attention": ["_scaled_dot_product", "_softmax"],
     "optimizer": ["_fused_adam", "_foreach", "linalg_vector_norm", "sqrt", "addcdiv", "addcmul", "lerp"],
     "copies": ["copy", "cat", "fill", "zero", "index", "clone", "stack", "masked", "_to_copy", "embedding", "expand"],
@@ -84,9 +96,14 @@ def shares(profiler, seconds):
 def section(rows):
     """The text of the section, from the rows of results_shares.csv."""
     names = [*KINDS, REST, PYTHON]
-    table = [["script", "mode", "seconds", *names]]
+    seconds = {(row["benchmark"], row["mode"]): float(row["seconds"]) for row in rows}
+    table = [["script", "mode", "seconds", "times", "products alone", *names]]
     for row in rows:
-        cells = [row["benchmark"], row["mode"], f"{float(row['seconds']):.2f}"]
+        ours = row["benchmark"], row["mode"]
+        cells = [*ours, f"{seconds[ours]:.2f}", "", ""]
+        if COMPARED.get(ours) in seconds:
+            times = seconds[COMPARED[ours]] / seconds[ours]
+            cells[-2:] = f"{times:.2f}", f"{times / float(row[PRODUCTS]):.2f}"
         table.append(cells + [f"{100 * float(row[name]):.0f} %" for name in names])
     return SECTION.format(table=markdown(table))
 
@@ -97,6 +114,9 @@ Of one step (ppo: one iteration) under torch's profiler, by shares.py:
 
 {table}
 
+- `times`: seconds of the peer over ours. The profiler slows down the one with more and smaller operations: the ratios
+  to quote are at the top of this page. `products alone`: what it would be if nothing but our matrix products took time,
+  at the speed that they have.
 - `loss`: softmax over the vocabulary and what belongs to it. `optimizer`: AdamW with the norm of the gradient.
 - `between operations`: Python, and what the profiler itself takes.
 """

@@ -17,6 +17,9 @@ from common.cli import InputError, flag_of
 # a slow reward, or save a large model. Where a process dies, the launcher ends the others at once.
 TIMEOUT = timedelta(hours=12)
 
+# torch asks Linux for pages of 2 MB, of which there are fewer to make. It reads this once, for its first tensor.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 
 # ---- Processes -------------------------------------------------------------------------------------------------------
 
@@ -206,9 +209,7 @@ def fast_cpu_matmul():
 
 
 def keep_freed_memory():
-    """New pages for every block of logits cost as much as computing them, so the C library keeps what is freed, and
-    torch asks Linux for pages of 2 MB. It reads that variable once, when it makes the first tensor."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    """New pages for every block of logits cost as much as computing them, so the C library keeps what is freed."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD

@@ -363,3 +363,22 @@ def test_a_run_that_runs_out_of_memory(monkeypatch, tmp_path, capfd):
     last = [(tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1] for name in ("full", "whole")]
     one, other = map(json.loads, last)
     assert one["step"] == 5 and one == pytest.approx(other, rel=1e-4)
+
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this machine has no pages of 2 MB")
+def test_large_tensors_are_on_large_pages():
+    """Importing a script is early enough: filling 100 MB takes 50 pages of 2 MB, or 25,600 of 4 kB."""
+    code = """if True:
+        import resource
+        from algos import sft
+        import torch
+        begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(100 * 2**18)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin)
+    """
+    env = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
+    assert int(done.stdout) < 5000, done.stderr

@@ -70,8 +70,8 @@ page from them. Random weights, full fine-tuning but for ddpo.
   Dropout, evaluation and saving are off. In sft, reward, dpo and grpo, both systems have AdamW of the same betas, a
   constant learning rate and gradients clipped at 1.
 - Two things that no flag gives TRL: plainrl computes GPT-2's GELU in torch's one kernel (`fuse_gelu` in
-  common/models.py), and asks the C library and Linux to keep memory and to hand it out in pages of 2 MB
-  (`keep_freed_memory` in common/machine.py).
+  common/models.py), and lets the C library keep freed memory and Linux hand it out in pages of 2 MB
+  (common/machine.py).
 - Before a run, other processes leave at least 90 % of the machine idle for two seconds. Steal is the share of all
   processors that the hypervisor took during a run; a run with more than 2 % is repeated. The load average before a run
   includes the runs before it. Where steal is not recorded, neither rule was there yet.

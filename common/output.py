@@ -76,8 +76,8 @@ def one_token(lm):
 
 def in_chunks(function, layer, vocabulary, states, *columns):
     """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), for as many rows at a time as have
-    CHUNK logits. A chunk is computed again in the backward pass, so that only one is in memory. What would be two chunks
-    is computed at once, and only once."""
+    CHUNK logits. A chunk is computed again in the backward pass, so that only one is in memory. What would be no more
+    than two chunks is computed at once, and only once."""
     size = max(1, CHUNK // vocabulary)
     if len(states) <= 2 * size:
         return function(layer(states), *columns)

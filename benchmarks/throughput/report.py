@@ -69,9 +69,7 @@ page from them. Random weights, full fine-tuning but for ddpo.
 - The systems run in turn, one process a run, with the same weights and data; first steps or iterations are not counted.
   Dropout, evaluation and saving are off. In sft, reward, dpo and grpo, both systems have AdamW of the same betas, a
   constant learning rate and gradients clipped at 1.
-- Two things that no flag gives TRL: plainrl computes GPT-2's GELU in torch's one kernel (`fuse_gelu` in
-  common/models.py), and lets the C library keep freed memory and Linux hand it out in pages of 2 MB
-  (common/machine.py).
+- plainrl lets the C library keep freed memory (common/machine.py), which no flag gives TRL.
 - Before a run, other processes leave at least 90 % of the machine idle for two seconds. Steal is the share of all
   processors that the hypervisor took during a run; a run with more than 2 % is repeated. The load average before a run
   includes the runs before it. Where steal is not recorded, neither rule was there yet.
@@ -139,7 +137,10 @@ def ages(results):
     commits = {name: {row["commit"] for row in rows if row.get("commit")} for name, rows in results.items()}
     if len(set().union(*commits.values())) == 1:
         return ""
-    lines = ["- The tables are of different code: each says its commits."]
+    lines = [
+        "- The tables are of different code: each says its commits. None has what came after them: torch's kernel for",
+        "  GPT-2's GELU (`fuse_gelu` in common/models.py), pages of 2 MB, logits of up to two chunks computed once.",
+    ]
     for commit, text in OLD_ROWS.items():
         if any(commit in found for found in commits.values()):
             lines.append(f"- With commit {commit[:7]}, {text}")

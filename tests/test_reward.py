@@ -830,7 +830,9 @@ def test_an_exported_head_is_kept(gpt2_dir, tmp_path, capsys):
     _, second = run_reward(str(first / "hf_model"), tmp_path / "second", total_steps=1, lr=1e-30)
     assert "new head: False" in capsys.readouterr().out
     before, after = weights(first), weights(second)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys()
+    for name in before:  # a weight of zero may move by the learning rate
+        torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-29)
     assert config(second / "hf_model")["reward_norm"] == IDENTITY
 
 

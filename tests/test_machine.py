@@ -365,7 +365,7 @@ def test_a_run_that_runs_out_of_memory(monkeypatch, tmp_path, capfd):
     assert one["step"] == 5 and one == pytest.approx(other, rel=1e-4)
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no Linux")
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without large pages")
 def test_large_tensors_ask_for_large_pages():
     """Importing a script is early enough for torch to advise Linux so: "hg" in the flags of the memory."""
     code = """if True:

@@ -363,7 +363,7 @@ def learning_rate(args, step, total_steps):
 
 def chosen_q(head, states, actions):
     """Q(s, a) (N,) of states (N, H) and actions (N,), from the rows of the last layer that the actions need. Their
-    gradient is sparse: it is added to that of the whole layer in place."""
+    gradient is sparse, and added in place to the dense one of the CQL loss: without that, AdamW would refuse it."""
     last = head[-1]
     weights = F.embedding(actions, last.weight, sparse=True)  # (N, 2H)
     return (head[:-1](states) * weights).sum(-1) + last.bias[actions]

@@ -133,8 +133,8 @@ def load_weights(auto_class, path, base, revision, keywords):
 
 
 def fuse_gelu(model):
-    """GPT-2's GELU (arXiv 1606.08415, the form with tanh) in torch's one kernel instead of eight, which take a sixth of
-    an update on CPUs. It is the same function to rounding; the configuration that is exported stays."""
+    """GPT-2's GELU (arXiv 1606.08415, the form with tanh) in torch's one kernel, for transformers' eight, each of which
+    reads and writes all activations. It is the same function to rounding; the configuration that is exported stays."""
     from transformers.activations import NewGELUActivation
 
     for module in model.modules():

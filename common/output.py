@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from common.structure import autocast_on_gpu, routers
 
-CHUNK = 2**24  # logits that are computed at a time: 64 MB in float32, of which a loss holds three copies
+# Logits that are computed at a time, of more than two times as many: 64 MB in float32. A loss holds three copies.
+CHUNK = 2**24
 
 
 def call_with_output(model, compute, **inputs):

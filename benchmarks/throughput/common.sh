@@ -52,7 +52,7 @@ peer() {
 }
 
 # measure ROW COMMAND: unless such a row is there (ROW: how it begins, a pattern of grep), and up to three times where
-# the hypervisor took too much (exit code 75 of measurement.py), the third time with a wider limit
+# the hypervisor took too much (exit code 75 of measurement.py)
 measure() {
     local row=$1 try code
     shift
@@ -62,8 +62,6 @@ measure() {
     fi
     for try in 1 2 3; do
         code=0
-        export MOST_STEAL=0.02
-        [ $try != 3 ] || MOST_STEAL=0.04
         run "$@" --results "$rows" || code=$?
         [ $code = 75 ] || break
     done

@@ -70,9 +70,10 @@ page from them. Random weights, full fine-tuning but for ddpo.
   Dropout, evaluation and saving are off. In sft, reward, dpo and grpo, both systems have AdamW of the same betas, a
   constant learning rate and gradients clipped at 1.
 - plainrl lets the C library keep freed memory (common/machine.py), which no flag gives TRL.
-- Before a run, other processes leave at least 90 % of the machine idle for two seconds. Steal is the share of all
-  processors that the hypervisor took during a run; a run with more than 2 % is repeated, and
-  its third repetition kept up to 4 %. The load average before a run includes the runs before it.
+- Before a run, other processes leave at least 90 % of the machine idle for two seconds. The load average before a run
+  includes the runs before it.
+- Steal is the share of all processors that the hypervisor took during a run; a run with more than 3 % is repeated. It
+  is not only that of neighbours: memory that a process gives back and takes again is mapped by the hypervisor.
 - Not measured anywhere: GPUs, other shapes, pretrained weights, several processes, adapters (but for ddpo and
   sampling), learning (rewards are trivial), start-up, saving.
 

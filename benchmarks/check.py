@@ -32,7 +32,7 @@ from benchmarks.claims import CLAIMS, SUMMARY
 from benchmarks.planted import planted
 
 ROOT = Path(__file__).resolve().parents[1]
-
+SPEED_PAGE = ROOT / "benchmarks/throughput/README.md"
 
 PLAIN_NAMES = {  # of metrics, in figures over a KL
     "eval/optimality": "true reward",
@@ -498,6 +498,27 @@ def predicted_saves(settings):
     return markdown(heads, rows)
 
 
+def throughput():
+    """benchmarks/throughput/report.py as a mapping of names, and the results that it reads."""
+    folder = SPEED_PAGE.parent
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # its scripts import each other by name
+    names = runpy.run_path(str(folder / "report.py"))
+    return names, names["read"](folder)
+
+
+def speed_page():
+    """The text of benchmarks/throughput/README.md."""
+    names, results = throughput()
+    return names["page"](results)
+
+
+def speed():
+    """The line of README.md about speed."""
+    names, results = throughput()
+    return [names["quoted"](results)]
+
+
 def whole(number):
     """A number from a file, rounded to a whole one."""
     return f"{float(number):,.0f}"
@@ -527,6 +548,7 @@ def tried_cases():
 
 BLOCKS = [  # document, name in its markers, function -> lines between them
     ("README.md", "summary", summary),
+    ("README.md", "speed", speed),
     ("tests/README.md", "faults", tried_cases),
     ("benchmarks/curves/ddpo-shapes/LOG.md", "tried", tried),
     ("benchmarks/faults/README.md", "cases", cases),
@@ -573,6 +595,8 @@ def verify():
             problems.append(f"{document}: a table does not follow from the files of benchmarks")
     problems += [f"faults: case {row['number']} has not passed" for row in stored_cases() if row["result"] != "passed"]
     problems += planted.problems()
+    if SPEED_PAGE.read_text() != speed_page():
+        problems.append("benchmarks/throughput: README.md does not follow from the results")
     if stored_predictions() != scaling()["predictions"]():
         problems.append("benchmarks/scaling: predictions.csv does not follow from predict.py")
     return problems
@@ -604,6 +628,7 @@ def write():
         if (claim_path(name) / "runs.csv").exists():
             (claim_path(name) / "README.md").write_text(readme(name))
             draw_figure(name)
+    SPEED_PAGE.write_text(speed_page())
     for document in documents():
         (ROOT / document).write_text(with_blocks(document))
 

@@ -140,7 +140,11 @@ def test_the_peer_of_ilql_does_the_same_steps(monkeypatch):
     """Seven steps, over one synchronisation of the targets; ours with small chunks and micro-batches."""
     monkeypatch.setitem(ilql_vs_trlx.WORKLOADS, "walks", (7, 0, 24, 2e-4))
     monkeypatch.setattr(measurement, "THREADS", torch.get_num_threads())
+    switches = []  # of the process, which "same-flags" promises
+    for name in ("fast_cpu_matmul", "keep_freed_memory"):
+        monkeypatch.setattr(ilql_vs_trlx, name, lambda name=name: switches.append(name))
     theirs = ilql_vs_trlx.peer_steps("walks", True, None)
+    assert switches == ["fast_cpu_matmul", "keep_freed_memory"]
     monkeypatch.setattr(output, "CHUNK", 25 * 50)
     ours = ilql_vs_trlx.our_steps("walks", "fp32", {"micro_batch_size": 10}, None)
     assert ours[1][0] == pytest.approx(theirs[1][0], rel=1e-4)

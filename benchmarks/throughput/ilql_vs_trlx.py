@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from algos import ilql  # found by way of measurement
 from benchmarks.tasks import randomwalks
 from common import models
+from common.machine import fast_cpu_matmul, keep_freed_memory
 from common.seeding import rng, stream_rows
 
 # ---- Workloads -------------------------------------------------------------------------------------------------------
@@ -224,7 +225,10 @@ class TrlxStructure(nn.Module):
 
 def build_peer(lm, args, same_flags):
     """The peer with the weights with which algos/ilql.py starts, and its optimizer."""
-    if not same_flags:
+    if same_flags:
+        fast_cpu_matmul()
+        keep_freed_memory()
+    else:
         lm.set_attn_implementation("sdpa")
     peer = TrlxStructure(lm, ilql.PolicyWithQ(lm, True, SEED).head_weights())
     weights = [weight for weight in peer.parameters() if weight.requires_grad]

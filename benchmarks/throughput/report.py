@@ -9,6 +9,7 @@ A section stands where its results are; the scripts that measure them write it.
 import argparse
 import csv
 import sys
+import textwrap
 from pathlib import Path
 from statistics import median
 
@@ -35,14 +36,19 @@ SCRIPTS = {  # results_NAME.csv, in the order of the page
     "memory": memory,
     "shares": shares,
 }
-OLD_ROWS = {  # what the scripts did when rows of these commits were measured
-    "e8f60254fdedb5e87d6c2860397c61ea59a8cd60": "ppo with two layers kept what the frozen blocks return while it "
-    "sampled; now the policy's scores of a rollout run them once more. sft computed all logits at once, and its lines "
-    "had at most 128 tokens.",
-    "db73bea0974dccf6aa69b5e07f15427f45f9f074": "reward and dpo computed the prompt of a pair once "
-    "(`--share-prompt`) where they now put texts side by side in lines.",
-    "45f459f626275b15906106835ef48f4313a58e2f": "ilql cut its loss by hand; now `torch.utils.checkpoint` cuts it, "
-    "which computes the logits of a chunk twice.",
+MISSED = {  # name in the first table: why its goal is missed, with names of what `figures` returns
+    "ppo": "{products} of an iteration are matrix products. At the GEMM peak, with no time for anything else, it would "
+    "be {bound}. The goal was set beside TRL's own settings: `tuned`, {tuned}.",
+    "ppo, 2 of 12 layers": "the goal was set beside `tuned`: {tuned}. The rollout, {rollout} of an iteration, needs "
+    "all layers.",
+    "reward": "packing is what is gained: padded rows have {padded} times the positions. The rest is the same work in "
+    "both, {products} of it matrix products. Computing the prompt of a pair once would save {prompts} of the "
+    "positions; it was given up for packing, which is simpler.",
+    "dpo": "{products} of a step are matrix products. Computing the prompt of a pair once would save {prompts} of the "
+    "positions, as in reward.",
+    "ilql, random walks": "a model of 7 tokens, whose operations are small: {products} of a step are matrix products.",
+    "ddpo": "{products} of an epoch are products and convolutions of at most 128 channels, {attention} the softmax of "
+    "attention: the same operations in both.",
 }
 PAGE = """# Speed and memory beside other libraries
 
@@ -57,7 +63,12 @@ page from them. Random weights, full fine-tuning but for ddpo.
   products, count among them; `times its defaults` is without these.
 - `memory`: peak memory of plainrl over that of the peer.
 - Goals are for CPUs with AVX-512. The fraction of two layers counts the work of full training, too.
-{ages}
+- Tables of different code name different commits.
+
+Goals that are missed, and what the profile at the end of this page says:
+
+{missed}
+
 ## What is common to all tables
 
 - Medians over the runs, smallest and largest in brackets. `times X`: seconds of X over seconds of the row, both of the
@@ -69,7 +80,9 @@ page from them. Random weights, full fine-tuning but for ddpo.
 - The systems run in turn, one process a run, with the same weights and data; first steps or iterations are not counted.
   Dropout, evaluation and saving are off. In sft, reward, dpo and grpo, both systems have AdamW of the same betas, a
   constant learning rate and gradients clipped at 1.
-- plainrl lets the C library keep freed memory (common/machine.py), which no flag gives TRL.
+- What no flag gives TRL: plainrl lets the C library keep freed memory (common/machine.py), and GPT-2's GELU is one
+  kernel of torch (`fuse_gelu` in common/models.py). Pages of 2 MB are asked for in the processes of the peers, too, in
+  those of their defaults as well.
 - Before a run, other processes leave at least 90 % of the machine idle for two seconds. The load average before a run
   includes the runs before it.
 - Steal is the share of all processors that the hypervisor took during a run; a run with more than 3 % is repeated. It
@@ -133,25 +146,59 @@ def summary(results):
     return markdown(lines)
 
 
-def ages(results):
-    """Sentences about rows of different code, where there are any."""
-    commits = {name: {row["commit"] for row in rows if row.get("commit")} for name, rows in results.items()}
-    if len(set().union(*commits.values())) == 1:
-        return ""
-    lines = [
-        "- The tables are of different code: each says its commits. None has what came after them: torch's kernel for",
-        "  GPT-2's GELU (`fuse_gelu` in common/models.py), pages of 2 MB, logits of up to two chunks computed once.",
-    ]
-    for commit, text in OLD_ROWS.items():
-        if any(commit in found for found in commits.values()):
-            lines.append(f"- With commit {commit[:7]}, {text}")
-    return "\n".join(lines) + "\n"
+def quoted(results):
+    """What README.md of the repository says: the medians of `times` in float32."""
+    found = []
+    for name, rows in results.items():
+        for title, mode, peers, _ in getattr(SCRIPTS[name], "COMPARISONS", []):
+            times, _ = fastest(by_mode(rows), mode, peers)
+            if times and precision(mode) == "fp32":
+                found.append(f"{title} {median(times):.1f}")
+    return textwrap.fill("; ".join(found) + ".", 120)
+
+
+def figures(runs, mode, times, profile):
+    """What the reasons of MISSED say, as text."""
+
+    def percent(share):
+        return f"{100 * share:.0f} %"
+
+    rows = list(runs[mode].values())
+    fraction = median(float(row["fraction"]) for row in rows)
+    found = {"bound": f"{median(times) / fraction:.1f}"}
+    found |= {"products": percent(float(profile[shares.PRODUCTS])), "attention": percent(float(profile["attention"]))}
+    if "tuned" in runs:
+        found["tuned"] = f"{median(ratios(runs, mode, 'tuned')):.2f}"
+    if "seconds_rollout" in rows[0]:
+        found["rollout"] = percent(median(float(row["seconds_rollout"]) / float(row["seconds"]) for row in rows))
+    if "prompt_tokens" in rows[0]:
+        prompt = float(rows[0]["prompt_tokens"])
+        pair = 2 * (prompt + float(rows[0]["response_tokens"]))
+        found["prompts"] = percent(prompt / pair)
+        found["padded"] = f"{1 / (1 - float(rows[0]['padding_texts'])):.2f}"
+    return found
+
+
+def missed(results):
+    """A line for each goal that is missed, with its reason, where there is a profile."""
+    profiles = {(row["benchmark"], row["mode"]): row for row in results.get("shares", [])}
+    lines = []
+    for name, rows in results.items():
+        for title, mode, peers, goal in getattr(SCRIPTS[name], "COMPARISONS", []):
+            runs = by_mode(rows)
+            times, _ = fastest(runs, mode, peers)
+            profile = profiles.get((SCRIPTS[name].__name__, mode))
+            if profile and times and goal and median(times) < goal and title in MISSED:
+                reason = MISSED[title].format_map(figures(runs, mode, times, profile))
+                line = f"- {title}, {median(times):.2f} of {goal:g}: {reason}"
+                lines.append(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join(lines)
 
 
 def page(results):
     """The text of README.md."""
     sections = "\n".join(SCRIPTS[name].section(rows) for name, rows in results.items())
-    return PAGE.format(summary=summary(results), ages=ages(results), sections=sections)
+    return PAGE.format(summary=summary(results), missed=missed(results), sections=sections)
 
 
 if __name__ == "__main__":

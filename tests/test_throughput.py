@@ -136,6 +136,19 @@ def test_goals_have_no_verdict_on_lesser_cpus():
     assert report.verdict(None, [3.4], "AMD EPYC") == ""
 
 
+def test_a_missed_goal_has_its_reason():
+    """The peer is 2 times as fast by the median of three repeats, at half of the peak: at most 4."""
+    rows = []
+    for repeat, seconds in ((1, 10), (2, 20), (3, 35)):
+        ours = {"mode": "fp32", "seconds": "10", "seconds_rollout": "4", "fraction": "0.5"}
+        rows += [ours | {"repeat": repeat}, {"mode": "tuned", "repeat": repeat, "seconds": str(seconds)}]
+    profile = {"benchmark": "ppo_gpt2_small", "mode": "fp32", shares.PRODUCTS: "0.75", "attention": "0.01"}
+    text = report.missed({"ppo": rows, "shares": [profile]})
+    assert text.startswith("- ppo, 2.00 of 3.5: 75 % of an iteration")
+    assert "would be 4.0" in " ".join(text.split()) and "`tuned`, 2.00" in text
+    assert report.quoted({"ppo": rows}) == "ppo 2.0."
+
+
 def test_the_peer_of_ilql_does_the_same_steps(monkeypatch):
     """Seven steps, over one synchronisation of the targets; ours with small chunks and micro-batches."""
     monkeypatch.setitem(ilql_vs_trlx.WORKLOADS, "walks", (7, 0, 24, 2e-4))

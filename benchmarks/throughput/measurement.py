@@ -28,7 +28,7 @@ from common.machine import fast_cpu_matmul
 
 TINY = bool(os.environ.get("PLAINRL_BENCH_TINY"))
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
-MOST_STEAL = 0.03  # some 2 % are page faults of a run that often gives memory back and takes it again
+MOST_STEAL = 0.03  # runs that give memory back and take it again have some 2 % of their own
 LEAST_IDLE = 0.9  # share of the processors, before a run
 PATIENCE = 120  # seconds to wait for that
 REPEAT_ME = 75  # exit code

@@ -2,6 +2,7 @@
 # report.py the page from all of them. A measurement that was stopped goes on: its rows are in .work/COMMIT/NAME, until
 # `rm -r benchmarks/throughput/.work` or another commit (with uncommitted changes, each begins anew).
 #   DRY=1          print the commands
+#   BF16=0         without the modes in bf16
 #   REPEATS        rounds over the main modes (3)
 #   EXTRA_REPEATS  of these, so many with techniques switched off and with slower settings of the peer (1)
 #   ITERATIONS     of a run of ppo, grpo and ddpo, the first not counted (2)
@@ -56,6 +57,7 @@ peer() {
 measure() {
     local row=$1 try code
     shift
+    case $row in *bf16*) [ "${BF16:-1}" != 0 ] || return 0 ;; esac
     if [ -z "${DRY:-}" ] && [ -f "$rows" ] && grep -q "^$row," "$rows"; then
         echo "measured before: $row"
         return

@@ -50,10 +50,11 @@ PEER_MODES = {  # of TRL's DDPOTrainer: ((images sampled at once, images of a tr
         f"its default sizes: `sample_batch_size=1`, `train_batch_size=1`, accumulated over {IMAGES}",
     ),
     "same-flags": ((IMAGES, PEER_BATCH, True), "tuned, with matmul precision medium"),
+    "same-flags-kept-memory": ((IMAGES, PEER_BATCH, True), "same-flags, and the C library keeps freed memory"),
     "bf16-same-flags": ((IMAGES, PEER_BATCH, True), "same-flags, all of it in `torch.autocast` to bf16"),
 }
 COMPARISONS = [  # in the first table: name, our mode, modes of the peer, goal
-    ("ddpo", "fp32", ["tuned", "defaults", "same-flags"], 1.8),
+    ("ddpo", "fp32", ["tuned", "defaults", "same-flags", "same-flags-kept-memory"], 1.8),
     ("ddpo", "bf16", ["bf16-same-flags"], None),
 ]
 

@@ -47,6 +47,7 @@ _EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
 SETTINGS = {  # of TRL's GRPOTrainer: (flags, our matmul precision), and what they are
     "defaults": ({}, False, "its default settings, without gradient checkpointing"),
     "same-flags": (_EAGER, True, "defaults with eager attention and matmul precision medium"),
+    "same-flags-kept-memory": (_EAGER, True, "same-flags, and the C library keeps freed memory"),
     "micro-32": (
         _EAGER | {"per_device_train_batch_size": EPISODES, "gradient_accumulation_steps": 1},
         True,
@@ -74,7 +75,7 @@ def peer_modes():
         for work, (settings, _) in WORKS.items():
             own = {"beta": settings["kl_coef"], "num_iterations": settings.get("ppo_epochs", 1)}
             for setting, (flags, medium, text) in SETTINGS.items():
-                if work != "plain" and setting != "same-flags":
+                if work != "plain" and not setting.startswith("same-flags"):
                     continue
                 modes[f"{precision}-{work}-{setting}"] = (own | flags, medium, text)
     return modes

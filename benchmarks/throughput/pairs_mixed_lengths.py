@@ -37,20 +37,23 @@ _BF16 = ({"mixed_precision": "bf16"}, "`--mixed-precision bf16`: weights and opt
 # of the scripts: flags, and what they show
 MODES = {"reward-fp32": _FP32, "reward-bf16": _BF16, "dpo-fp32": _FP32, "dpo-bf16": _BF16}
 _EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
+_PRECOMPUTE = _EAGER | {"precompute_ref_log_probs": True}
 SETTINGS = {  # of TRL's trainers: (flags, our matmul precision), and what they are
     "defaults": ({}, False, "its default settings, without gradient checkpointing"),
     "same-flags": (_EAGER, True, "defaults with eager attention and matmul precision medium"),
     "precompute": (
-        _EAGER | {"precompute_ref_log_probs": True},
+        _PRECOMPUTE,
         True,
         "same-flags with `precompute_ref_log_probs=True`: all pairs scored by the reference before the first step",
     ),
+    "same-flags-kept-memory": (_EAGER, True, "same-flags, and the C library keeps freed memory"),
+    "precompute-kept-memory": (_PRECOMPUTE, True, "precompute, and the C library keeps freed memory"),
 }
 PEER_MODES = {
     f"{kind}-{setting}": value
     for kind in MODES
     for setting, value in SETTINGS.items()
-    if kind.startswith("dpo") or setting != "precompute"
+    if kind.startswith("dpo") or not setting.startswith("precompute")
 }
 GOALS = {"reward-fp32": 2.0, "dpo-fp32": 3.5}
 COMPARISONS = [  # in the first table: name, our mode, modes of the peer, goal

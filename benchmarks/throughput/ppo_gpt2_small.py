@@ -48,6 +48,7 @@ PEER_MODES = {  # of PPOTrainer of TRL 0.8.6: (rows of a generate call, our matm
     "defaults": ((4, False), "TRL 0.8.6 with its default `generate(batch_size=4)`"),
     "tuned": ((16, False), "TRL 0.8.6 with `generate(batch_size=16)`"),
     "same-flags": ((16, True), "tuned, with matmul precision medium (its attention is eager)"),
+    "same-flags-kept-memory": ((16, True), "same-flags, and the C library keeps freed memory"),
     "bf16-same-flags": ((16, True), "same-flags, all of it in `torch.autocast` to bf16"),
 }
 NEW_PEER_MODES = {  # of PPOTrainer of TRL 1.12.0: (attention, our matmul precision)

@@ -8,6 +8,9 @@ for repeat in $(seq "$repeats"); do
     for kind in reward-fp32 reward-bf16 dpo-fp32 dpo-bf16; do
         ours $kind
         trl $kind-defaults
+        trl $kind-same-flags-kept-memory
+        case $kind in dpo-*) trl $kind-precompute-kept-memory ;; esac
+        [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
         trl $kind-same-flags
         case $kind in dpo-*) trl $kind-precompute ;; esac
     done

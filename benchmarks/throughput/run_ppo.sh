@@ -6,7 +6,7 @@ old() { peer 0.8.6 peer_trl_0_8_6.py; trl "$1"; }
 new() { peer 1.12 peer_trl_1_12_ppo.py; trl "$1"; }
 for repeat in $(seq "$repeats"); do
     ours fp32
-    old same-flags
+    old same-flags-kept-memory
     new 1.12-fp32-same-flags
     ours fp32-2-layers
     ours bf16
@@ -15,6 +15,7 @@ for repeat in $(seq "$repeats"); do
     ours bf16-2-layers
     old tuned
     [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
+    old same-flags
     old defaults
     new 1.12-fp32-defaults
     ours fp32-highest

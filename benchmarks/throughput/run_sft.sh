@@ -6,11 +6,12 @@ peer 1.16 peer_trl_1_16_sft.py
 for repeat in $(seq "$repeats"); do
     for precision in fp32 bf16; do
         ours $precision-packing
-        trl $precision-padding-free
+        trl $precision-padding-free-kept-memory
         ours $precision-micro-2
-        trl $precision-same-flags
         [ "$repeat" -le "${EXTRA_REPEATS:-1}" ] || continue
         ours $precision
+        trl $precision-padding-free
+        trl $precision-same-flags
         trl $precision-defaults
     done
 done

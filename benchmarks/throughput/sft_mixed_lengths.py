@@ -35,14 +35,16 @@ MODES = {  # of algos/sft.py: flags, and what they show
     "bf16-packing": (_BF16, "bf16 with packing"),
 }
 _EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
+_PADDING_FREE = _EAGER | {"padding_free": True, "max_length": None}
 SETTINGS = {  # of TRL's SFTTrainer: (flags, our matmul precision), and what they are
     "defaults": ({}, False, "its default settings, without gradient checkpointing"),
     "same-flags": (_EAGER, True, "defaults with eager attention and matmul precision medium"),
     "padding-free": (
-        _EAGER | {"padding_free": True, "max_length": None},
+        _PADDING_FREE,
         True,
         "same-flags with `padding_free=True`: the rows as one sequence without padding",
     ),
+    "padding-free-kept-memory": (_PADDING_FREE, True, "padding-free, and the C library keeps freed memory"),
 }
 PEER_MODES = {f"{precision}-{setting}": SETTINGS[setting] for precision in ("fp32", "bf16") for setting in SETTINGS}
 COMPARISONS = [  # in the first table: name, our mode, modes of the peer, goal

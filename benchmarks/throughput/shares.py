@@ -13,7 +13,7 @@ import argparse
 import importlib
 import time
 
-from measurement import append, machine, wait_for_quiet
+from measurement import append, machine, memory_of, wait_for_quiet
 from tables import markdown
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
@@ -28,7 +28,7 @@ SPANS = {  # optimizer steps before the profile, and its last one
     "peer_trl_0_8_6_ddpo": (1, 2),
 }
 STEP = (3, 4)  # of the other benchmarks
-COMPARED = {  # our modes, and those of the peer that the table at the top of README.md holds them against
+COMPARED = {  # our modes, and that of the peer, which may keep freed memory
     ("sft_mixed_lengths", "fp32-packing"): ("peer_trl_1_16_sft", "fp32-padding-free"),
     ("pairs_mixed_lengths", "reward-fp32"): ("peer_trl_1_16_pairs", "reward-fp32-same-flags"),
     ("pairs_mixed_lengths", "dpo-fp32"): ("peer_trl_1_16_pairs", "dpo-fp32-same-flags"),
@@ -101,8 +101,10 @@ def section(rows):
     for row in rows:
         ours = row["benchmark"], row["mode"]
         cells = [*ours, f"{seconds[ours]:.2f}", "", ""]
-        if COMPARED.get(ours) in seconds:
-            times = seconds[COMPARED[ours]] / seconds[ours]
+        peer, mode = COMPARED.get(ours, ("", ""))
+        theirs = seconds.get((peer, f"{mode}-kept-memory"), seconds.get((peer, mode)))
+        if theirs:
+            times = theirs / seconds[ours]
             cells[-2:] = f"{times:.2f}", f"{times / float(row[PRODUCTS]):.2f}"
         table.append(cells + [f"{100 * float(row[name]):.0f} %" for name in names])
     return SECTION.format(table=markdown(table))
@@ -133,6 +135,7 @@ def main():
     measure = getattr(benchmark, "measure_ours", None) or benchmark.measure
     wait_for_quiet()
     where = machine(["torch"])
+    memory_of(options.mode)
     first, last = SPANS.get(options.benchmark, STEP)
     profiler, seconds = profiled(lambda: measure(options.mode, options.model), first, last)
     row = {"benchmark": options.benchmark, "mode": options.mode, "seconds": f"{seconds:.3f}"}

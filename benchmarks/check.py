@@ -32,7 +32,7 @@ from benchmarks.claims import CLAIMS, SUMMARY
 from benchmarks.planted import planted
 
 ROOT = Path(__file__).resolve().parents[1]
-SPEED_PAGE = ROOT / "benchmarks/throughput/README.md"
+SPEED = ROOT / "benchmarks/throughput"
 
 PLAIN_NAMES = {  # of metrics, in figures over a KL
     "eval/optimality": "true reward",
@@ -499,24 +499,22 @@ def predicted_saves(settings):
 
 
 def throughput():
-    """benchmarks/throughput/report.py as a mapping of names, and the results that it reads."""
-    folder = SPEED_PAGE.parent
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # its scripts import each other by name
-    names = runpy.run_path(str(folder / "report.py"))
-    return names, names["read"](folder)
+    """benchmarks/throughput/report.py as a mapping of names."""
+    if str(SPEED) not in sys.path:
+        sys.path.insert(0, str(SPEED))  # its scripts import each other by name
+    return runpy.run_path(str(SPEED / "report.py"))
 
 
-def speed_page():
-    """The text of benchmarks/throughput/README.md."""
-    names, results = throughput()
-    return names["page"](results)
+def speed_pages():
+    """{file: its text} of the pages of benchmarks/throughput."""
+    report = throughput()
+    return {folder / "README.md": report["page"](folder) for folder in report["PAGES"]}
 
 
 def speed():
-    """The line of README.md about speed."""
-    names, results = throughput()
-    return [names["quoted"](results)]
+    """The lines of README.md about speed."""
+    report = throughput()
+    return [report["quoted"](report["read"](folder)) for folder in report["PAGES"]]
 
 
 def whole(number):
@@ -595,8 +593,9 @@ def verify():
             problems.append(f"{document}: a table does not follow from the files of benchmarks")
     problems += [f"faults: case {row['number']} has not passed" for row in stored_cases() if row["result"] != "passed"]
     problems += planted.problems()
-    if SPEED_PAGE.read_text() != speed_page():
-        problems.append("benchmarks/throughput: README.md does not follow from the results")
+    for file, text in speed_pages().items():
+        if file.read_text() != text:
+            problems.append(f"{file.relative_to(ROOT)} does not follow from the results")
     if stored_predictions() != scaling()["predictions"]():
         problems.append("benchmarks/scaling: predictions.csv does not follow from predict.py")
     return problems
@@ -628,7 +627,8 @@ def write():
         if (claim_path(name) / "runs.csv").exists():
             (claim_path(name) / "README.md").write_text(readme(name))
             draw_figure(name)
-    SPEED_PAGE.write_text(speed_page())
+    for file, text in speed_pages().items():
+        file.write_text(text)
     for document in documents():
         (ROOT / document).write_text(with_blocks(document))
 

@@ -80,7 +80,10 @@ def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
 
 
 def describe_precision(args, accelerator):
-    """Types of weights and of matrix products. Where this CPU emulates bfloat16, by how much that is slower."""
+    """Types of weights and of matrix products. On a CPU that is slower in bfloat16, by how much.
+
+    Such CPUs emulate it, or have instructions for it that are slower than those for float32 (Intel without AMX).
+    """
     text = f"{args.dtype} weights, {accelerator.mixed_precision} autocast"
     if accelerator.device.type == "cuda":
         tf32 = "off" if torch.get_float32_matmul_precision() == "highest" else "on"
@@ -88,7 +91,7 @@ def describe_precision(args, accelerator):
     if accelerator.mixed_precision == "bf16" or args.dtype == "bfloat16":
         slowdown = bfloat16_slowdown()
         if slowdown > 1.5:
-            text += f" (warning: this CPU emulates bfloat16, {slowdown:.1f} times slower than float32)"
+            text += f" (warning: on this CPU bfloat16 is {slowdown:.1f} times slower than float32)"
     return text
 
 

@@ -102,17 +102,28 @@ def test_layout(fresh_accelerator, monkeypatch):
     assert describe_layout(run_args(), accelerator) == "float32 weights, no autocast, cpu, 1 processes x 1 threads"
 
 
-def test_layout_of_emulated_bfloat16(fresh_accelerator, monkeypatch):
+def test_layout_of_slow_bfloat16(fresh_accelerator, monkeypatch):
     """By a measured factor, where bfloat16 is computed with at all."""
     monkeypatch.setattr(machine, "bfloat16_slowdown", lambda: 6.04)
     accelerator = machine.launch(run_args(mixed_precision="bf16"))
-    warning = "(warning: this CPU emulates bfloat16, 6.0 times slower than float32)"
+    warning = "(warning: on this CPU bfloat16 is 6.0 times slower than float32)"
     assert describe_layout(run_args(), accelerator).startswith(f"float32 weights, bf16 autocast {warning}, cpu, ")
     monkeypatch.setattr(machine, "bfloat16_slowdown", lambda: 1.2)
     assert "warning" not in describe_layout(run_args(), accelerator)
     monkeypatch.setattr(machine, "bfloat16_slowdown", lambda: pytest.fail("it was measured"))
     AcceleratorState._reset_state(reset_partial_state=True)
     assert "warning" not in describe_layout(run_args(), machine.launch(run_args()))
+
+
+@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])
+def test_medium_precision_is_for_cpus_of_amd(vendor, monkeypatch):
+    """On those of Intel it is slower. The kernels are this machine's, so AMD's name alone may not be enough."""
+    cpu = SimpleNamespace(read_text=lambda: f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr(machine, "Path", lambda path: cpu)
+    asked = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    machine.fast_cpu_matmul()
+    assert asked == (["medium"] if vendor == "AuthenticAMD" else [])
 
 
 @pytest.mark.skipif(not X86, reason="kernels of other CPUs are chosen in other ways")

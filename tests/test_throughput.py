@@ -84,6 +84,16 @@ def test_a_run_with_steal_leaves_no_row(ticks, stolen, tmp_path, monkeypatch):
     assert (row["steal"], row["fraction"], row["mode"]) == ("0.0300", "0.2500", "fp32")
 
 
+def test_a_peer_keeps_freed_memory_in_the_modes_named_for_it(monkeypatch):
+    kept = []
+    monkeypatch.setattr(measurement, "keep_freed_memory", lambda: kept.append(1))
+    for mode in ("tuned", "fp32-plain-same-flags"):
+        measurement.memory_of(mode)
+    assert not kept
+    measurement.memory_of("fp32-plain-same-flags-kept-memory")
+    assert kept
+
+
 def commands(**settings):
     """The lines that run_all.sh would run."""
     line = ["bash", str(FOLDER / "run_all.sh")]
@@ -91,8 +101,13 @@ def commands(**settings):
     return subprocess.run(line, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
+def modes_of(lines):
+    """The modes that commands name."""
+    return set(re.findall(r"--mode (\S+)", "\n".join(lines)))
+
+
 def test_every_mode_is_measured():
-    named = {mode for line in commands() for mode in re.findall(r"--mode (\S+)", line)}
+    named = modes_of(commands())
     known = set()
     compared = set()
     for name, script in report.SCRIPTS.items():
@@ -104,6 +119,11 @@ def test_every_mode_is_measured():
             compared |= {mode, *peers}
     assert named == known
     assert compared <= known
+
+
+def test_modes_in_bf16_can_be_left_out():
+    names = modes_of(commands(BF16="0"))
+    assert "fp32" in names and not any("bf16" in name for name in names)
 
 
 def test_the_fastest_setting_of_the_peer_is_compared():
@@ -140,13 +160,13 @@ def test_a_missed_goal_has_its_reason():
     """The peer is 2 times as fast by the median of three repeats, at half of the peak: at most 4."""
     rows = []
     for repeat, seconds in ((1, 10), (2, 20), (3, 35)):
-        ours = {"mode": "fp32", "seconds": "10", "seconds_rollout": "4", "fraction": "0.5"}
+        ours = {"mode": "fp32", "seconds": "10", "seconds_rollout": "4", "fraction": "0.5", "device": "AMD"}
         rows += [ours | {"repeat": repeat}, {"mode": "tuned", "repeat": repeat, "seconds": str(seconds)}]
     profile = {"benchmark": "ppo_gpt2_small", "mode": "fp32", shares.PRODUCTS: "0.75", "attention": "0.01"}
     text = report.missed({"ppo": rows, "shares": [profile]})
     assert text.startswith("- ppo, 2.00 of 3.5: 75 % of an iteration")
     assert "would be 4.0" in " ".join(text.split()) and "`tuned`, 2.00" in text
-    assert report.quoted({"ppo": rows}) == "ppo 2.0."
+    assert report.quoted({"ppo": rows}) == "- AMD: ppo 2.0."
 
 
 def test_the_peer_of_ilql_does_the_same_steps(monkeypatch):

@@ -75,7 +75,7 @@ def peer_modes():
         for work, (settings, _) in WORKS.items():
             own = {"beta": settings["kl_coef"], "num_iterations": settings.get("ppo_epochs", 1)}
             for setting, (flags, medium, text) in SETTINGS.items():
-                if work != "plain" and not setting.startswith("same-flags"):
+                if work != "plain" and setting != "same-flags-kept-memory":
                     continue
                 modes[f"{precision}-{work}-{setting}"] = (own | flags, medium, text)
     return modes

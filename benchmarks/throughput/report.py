@@ -1,4 +1,4 @@
-"""README.md of this folder, from its results_*.csv.
+"""README.md of this folder and of intel/, from the results_*.csv of each.
 
     python benchmarks/throughput/report.py [FOLDER]    # writes README.md beside the results
 
@@ -35,11 +35,17 @@ SCRIPTS = {  # results_NAME.csv, in the order of the page
     "memory": memory,
     "shares": shares,
 }
+PAGES = {  # folder: where the reader finds the other one
+    HERE: "[The same in float32 on a CPU of Intel](intel/README.md), where TRL has modes that keep freed memory, too.",
+    HERE / "intel": "[The same on a CPU of AMD](../README.md), with bf16, sampling and memory. Here TRL's products are "
+    "as fast as ours, so that `tuned` and `same-flags-kept-memory` of ppo and ddpo differ in kept memory alone.",
+}
 MISSED = {  # name in the first table: why its goal is missed, with names of what `figures` returns
     "ppo": "{products} of an iteration are matrix products. At the GEMM peak, with no time for anything else, it would "
     "be {bound}. The goal was set beside TRL's own settings: `tuned`, {tuned}.",
     "ppo, 2 of 12 layers": "the goal was set beside `tuned`: {tuned}. The rollout, {rollout} of an iteration, needs "
     "all layers.",
+    "sft packed": "{products} of a step are matrix products, which TRL's padding-free rows need as well.",
     "reward": "packing is what is gained: padded rows have {padded} times the positions. {products} of a step are "
     "matrix products, the same ones for a position in both. Computing the prompt of a pair once would save "
     "{prompts} of the positions; it was given up for packing, which is simpler.",
@@ -47,15 +53,19 @@ MISSED = {  # name in the first table: why its goal is missed, with names of wha
     "positions, as in reward.",
     "ilql, GPT-2 small": "{products} of a step are matrix products, the same ones in both. This peer has our switches "
     "of the process, kept memory among them, which no flag of trlX gives.",
-    "ilql, random walks": "a model of 7 tokens, whose operations are small: {products} of a step are matrix products. "
-    "What makes ours slower than this peer was not found yet.",
+    "ilql, random walks": "a model of 25 tokens, so logits and positions that are left out save next to nothing: "
+    "{products} of a step are matrix products. Ours has some more of them, since it computes the first layer of a Q "
+    "head twice, for Q(s, a) and for CQL, and it takes the norm of the gradient.",
     "ddpo": "{products} of an epoch are products and convolutions of at most 128 channels, {attention} the softmax of "
     "attention: the same operations in both.",
 }
+OLDER = """ Those of sampling and memory are older than pages of 2 MB and
+  than logits of up to two chunks computed once."""
 PAGE = """# Speed and memory beside other libraries
 
 `bash benchmarks/throughput/run_all.sh` measures everything on a CPU and writes results_*.csv; report.py builds this
 page from them. Random weights, full fine-tuning but for ddpo.
+{other}
 
 {summary}
 
@@ -65,8 +75,7 @@ page from them. Random weights, full fine-tuning but for ddpo.
   products, count among them; `times its defaults` is without these.
 - `memory`: peak memory of plainrl over that of the peer.
 - Goals are for CPUs with AVX-512. The fraction of two layers counts the work of full training, too.
-- Tables of different code name different commits. Those of sampling and memory are older than pages of 2 MB and than
-  logits of up to two chunks computed once.
+- Tables of different code name different commits.{older}
 
 Goals that are missed, and what the profile at the end of this page says:
 
@@ -78,15 +87,16 @@ Goals that are missed, and what the profile at the end of this page says:
   same repeat; above 1, the row is faster. `times plainrl`: the same against the first row of plainrl of its kind.
 - `peak memory MB`: ru_maxrss of the process, a fresh one for every run.
 - `fraction of GEMM peak`: useful work (nothing computed twice, no padding) over seconds and over the peak of a 1024 x
-  768 x 3072 matrix product, the larger of two measurements in the same process, before and after. fp32 is at matmul
-  precision medium where that is exact (oneDNN), and is the denominator of every mode but bf16.
+  768 x 3072 matrix product, the larger of two measurements in the same process, before and after. That of fp32 is the
+  denominator of every mode but bf16.
+- `matmul precision medium`: as common/machine.py sets it, which leaves it at highest on CPUs of Intel.
 - The systems run in turn, one process a run, with the same weights and data; first steps or iterations are not counted.
   Dropout, evaluation and saving are off. In sft, reward, dpo and grpo, both systems have AdamW of the same betas, a
   constant learning rate and gradients clipped at 1.
 - What no flag gives TRL: plainrl lets the C library keep freed memory (common/machine.py), and GPT-2's GELU is one
-  kernel of torch (`fuse_gelu` in common/models.py). ilql's peer keeps freed memory with `same-flags`; on GPT-2 small
-  this, with the precision, more than halves its time. What it would save TRL is not measured. All peers ask for pages
-  of 2 MB, with their defaults, too.
+  kernel of torch (`fuse_gelu` in common/models.py). The modes `kept-memory` of TRL, and `same-flags` of ilql's peer,
+  keep freed memory, too; what that would save TRL in a table without such a mode is not measured. All peers ask for
+  pages of 2 MB, with their defaults, too.
 - Before a run, other processes leave at least 90 % of the machine idle for two seconds. The load average before a run
   includes the runs before it.
 - Steal is the share of all processors that the hypervisor took during a run; a run with more than 3 % is repeated. It
@@ -127,6 +137,14 @@ def system(row):
     return row["system"]
 
 
+def beside_defaults(runs, mode, peers):
+    """Seconds of the peer's defaults over those of our mode for each repeat, if they were measured."""
+    for peer in peers:
+        if peer.endswith("defaults") and peer in runs:
+            return ratios(runs, mode, peer)
+    return []
+
+
 def summary(results):
     """The table at the top."""
     lines = [["script", "precision", "times", "fastest peer", "goal", "times its defaults"]]
@@ -142,8 +160,8 @@ def summary(results):
             memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
             cells = [title, precision(mode), spread(times, 2), f"{system(other[0])}: {peer}"]
             cells.append(verdict(goal, times, own[0]["device"]))
-            defaults = [found for found in peers if found.endswith("defaults") and found in runs]
-            cells.append(spread(ratios(runs, mode, defaults[0]), 2) if defaults else "")
+            of_defaults = beside_defaults(runs, mode, peers)
+            cells.append(spread(of_defaults, 2) if of_defaults else "")
             cells.append(f"{memories[0] / memories[1]:.2f}")
             cells += [spread([float(row["fraction"]) for row in own], 2), f"{len(times)}", distinct(own, "device")]
             lines.append(cells)
@@ -151,14 +169,23 @@ def summary(results):
 
 
 def quoted(results):
-    """What README.md of the repository says: the medians of `times` in float32."""
+    """What README.md of the repository says: the CPU, and the medians of `times` and its defaults in float32."""
     found = []
+    devices = []
     for name, rows in results.items():
         for title, mode, peers, _ in getattr(SCRIPTS[name], "COMPARISONS", []):
-            times, _ = fastest(by_mode(rows), mode, peers)
-            if times and precision(mode) == "fp32":
-                found.append(f"{title} {median(times):.1f}")
-    return textwrap.fill("; ".join(found) + ".", 120)
+            runs = by_mode(rows)
+            times, _ = fastest(runs, mode, peers)
+            if not times or precision(mode) != "fp32":
+                continue
+            text = f"{title} {median(times):.1f}"
+            of_defaults = beside_defaults(runs, mode, peers)
+            if of_defaults:
+                text += f" ({median(of_defaults):.1f})"
+            found.append(text)
+            devices += rows
+    line = f"- {distinct(devices, 'device')}: {'; '.join(found)}."
+    return textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def figures(runs, mode, times, profile):
@@ -199,14 +226,20 @@ def missed(results):
     return "\n".join(lines)
 
 
-def page(results):
-    """The text of README.md."""
+def page(folder):
+    """The text of README.md of a folder."""
+    results = read(folder)
     sections = "\n".join(SCRIPTS[name].section(rows) for name, rows in results.items())
-    return PAGE.format(summary=summary(results), missed=missed(results), sections=sections)
+    older = ""
+    if "sampling" in results:
+        older = OLDER
+    other = textwrap.fill(PAGES.get(folder, ""), 120, break_on_hyphens=False)
+    return PAGE.format(summary=summary(results), missed=missed(results), sections=sections, other=other, older=older)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=HERE)
     options = parser.parse_args()
-    (options.folder / "README.md").write_text(page(read(options.folder)))
+    folder = options.folder.resolve()
+    (folder / "README.md").write_text(page(folder))

@@ -128,7 +128,8 @@ def test_blocks_are_not_the_experts_of_a_block():
     assert blocks(model) is model.decoder.layers
 
 
-FLOAT64 = [family for family in FAMILIES if family != "Bloom"]  # eager alone: NaN for left padding in float64
+# in float64, Bloom is eager alone and has NaN for left padding, and GPTJ computes its attention in float32
+FLOAT64 = [family for family in FAMILIES if family not in ("Bloom", "GPTJ")]
 PRECISE = [(family, torch.float32, 1e-5) for family in FAMILIES] + [
     (family, torch.float64, 1e-10) for family in FLOAT64
 ]

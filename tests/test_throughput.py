@@ -84,14 +84,20 @@ def test_a_run_with_steal_leaves_no_row(ticks, stolen, tmp_path, monkeypatch):
     assert (row["steal"], row["fraction"], row["mode"]) == ("0.0300", "0.2500", "fp32")
 
 
-def test_a_peer_keeps_freed_memory_in_the_modes_named_for_it(monkeypatch):
-    kept = []
-    monkeypatch.setattr(measurement, "keep_freed_memory", lambda: kept.append(1))
-    for mode in ("tuned", "fp32-plain-same-flags"):
-        measurement.memory_of(mode)
-    assert not kept
-    measurement.memory_of("fp32-plain-same-flags-kept-memory")
-    assert kept
+def test_a_peer_keeps_freed_memory_in_the_modes_named_for_it(tmp_path, monkeypatch):
+    """Before it is measured."""
+    monkeypatch.setenv("FORCE", "1")
+    monkeypatch.setattr(measurement, "gemm_peak", lambda dtype: 200.0)
+    done = []
+    monkeypatch.setattr(measurement, "keep_freed_memory", lambda: done.append("kept"))
+
+    def measure():
+        done.append("measured")
+        return {"seconds": "2.5"}, 50.0
+
+    for mode in ("tuned", "fp32-plain-same-flags", "fp32-plain-same-flags-kept-memory"):
+        measurement.record(tmp_path / "results.csv", "plainrl", mode, 1, measure)
+    assert done == ["measured", "measured", "kept", "measured"]
 
 
 def commands(**settings):
@@ -167,6 +173,8 @@ def test_a_missed_goal_has_its_reason():
     assert text.startswith("- ppo, 2.00 of 3.5: 75 % of an iteration")
     assert "would be 4.0" in " ".join(text.split()) and "`tuned`, 2.00" in text
     assert report.quoted({"ppo": rows}) == "- AMD: ppo 2.0."
+    defaults = [{"mode": "defaults", "repeat": repeat, "seconds": "35"} for repeat in (1, 2, 3)]
+    assert report.quoted({"ppo": rows + defaults}) == "- AMD: ppo 2.0 (3.5)."
 
 
 def test_the_peer_of_ilql_does_the_same_steps(monkeypatch):

@@ -38,7 +38,8 @@ SCRIPTS = {  # results_NAME.csv, in the order of the page
 PAGES = {  # folder: where the reader finds the other one
     HERE: "[The same in float32 on a CPU of Intel](intel/README.md), where TRL has modes that keep freed memory, too.",
     HERE / "intel": "[The same on a CPU of AMD](../README.md), with bf16, sampling and memory. Here TRL's products are "
-    "as fast as ours, so that `tuned` and `same-flags-kept-memory` of ppo and ddpo differ in kept memory alone.",
+    "as fast as ours, so that `tuned` and `same-flags-kept-memory` of ppo and ddpo differ in kept memory alone. "
+    "Measured with `BF16=0`, and for more steps: `STEPS=10` for sft and pairs, `STEPS=8` for ilql.",
 }
 MISSED = {  # name in the first table: why its goal is missed, with names of what `figures` returns
     "ppo": "{products} of an iteration are matrix products. At the GEMM peak, with no time for anything else, it would "
@@ -55,7 +56,7 @@ MISSED = {  # name in the first table: why its goal is missed, with names of wha
     "of the process, kept memory among them, which no flag of trlX gives.",
     "ilql, random walks": "a model of 25 tokens, so logits and positions that are left out save next to nothing: "
     "{products} of a step are matrix products. Ours has some more of them, since it computes the first layer of a Q "
-    "head twice, for Q(s, a) and for CQL, and it takes the norm of the gradient.",
+    "head twice, for Q(s, a) and for CQL, and it takes the norm of the gradient; whether that is all is not known.",
     "ddpo": "{products} of an epoch are products and convolutions of at most 128 channels, {attention} the softmax of "
     "attention: the same operations in both.",
 }

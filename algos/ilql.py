@@ -361,12 +361,13 @@ def learning_rate(args, step, total_steps):
 # ---- Products with the vocabulary ------------------------------------------------------------------------------------
 
 
-def chosen_q(head, states, actions):
-    """Q(s, a) (N,) of states (N, H) and actions (N,), from the rows of the last layer that the actions need. Their
-    gradient is sparse, and added in place to the dense one of the CQL loss: without that, AdamW would refuse it."""
+def chosen_q(head, features, actions):
+    """Q(s, a) (N,) of actions (N,) and features, head[:-1](states) (N, 2H), from the rows of the last layer that the
+    actions need. Their gradient is sparse, and added in place to the dense one of the CQL loss: without that, AdamW
+    would refuse it."""
     last = head[-1]
     weights = F.embedding(actions, last.weight, sparse=True)  # (N, 2H)
-    return (head[:-1](states) * weights).sum(-1) + last.bias[actions]
+    return (features * weights).sum(-1) + last.bias[actions]
 
 
 # ---- Heads -----------------------------------------------------------------------------------------------------------
@@ -745,9 +746,12 @@ def ilql_losses(policy, batch, args):
         states = states[at]  # (N, H)
         v = values[at]
         next_v = values[:, 1:][at]
-        q = torch.stack([chosen_q(head, states, actions) for head in policy.q_heads])  # (heads, N)
+        features = [head[:-1](states) for head in policy.q_heads]  # (N, 2H) each
+        heads = list(zip(policy.q_heads, features, strict=True))
+        q = torch.stack([chosen_q(head, x, actions) for head, x in heads])  # (heads, N)
         with torch.no_grad():
-            targets = torch.stack([chosen_q(head, states, actions) for head in policy.target_q_heads])
+            targets = [chosen_q(head, head[:-1](states), actions) for head in policy.target_q_heads]
+            targets = torch.stack(targets)
         target_q = targets.amin(0)
         advantages = target_q - v.detach()
         td_errors = q - ilql_targets(batch.rewards[at].to(v.dtype), next_v, not_done, args.gamma)
@@ -756,8 +760,8 @@ def ilql_losses(policy, batch, args):
     # the products with the vocabulary are most of the work: under autocast they have its type
     vocabulary = policy.q_heads[0][-1].out_features
     loss_cql = 0.0
-    for head in policy.q_heads:
-        loss_cql = loss_cql + in_chunks(cql_loss, head[-1], vocabulary, head[:-1](states), actions)
+    for head, x in heads:
+        loss_cql = loss_cql + in_chunks(cql_loss, head[-1], vocabulary, x, actions)
     imitation_loss = partial(awac_loss, beta=args.awac_beta, clip=args.awac_clip)
     output_layer = policy.lm.get_output_embeddings()
     if logits is not None:

@@ -55,13 +55,10 @@ MISSED = {  # name in the first table: why its goal is missed, with names of wha
     "ilql, GPT-2 small": "{products} of a step are matrix products, the same ones in both. This peer has our switches "
     "of the process, kept memory among them, which no flag of trlX gives.",
     "ilql, random walks": "a model of 25 tokens, so logits and positions that are left out save next to nothing: "
-    "{products} of a step are matrix products. Ours has some more of them, since it computes the first layer of a Q "
-    "head twice, for Q(s, a) and for CQL, and it takes the norm of the gradient; whether that is all is not known.",
+    "{products} of a step are matrix products, the same ones in both. Ours takes the norm of the gradient, too.",
     "ddpo": "{products} of an epoch are products and convolutions of at most 128 channels, {attention} the softmax of "
     "attention: the same operations in both.",
 }
-OLDER = """ Those of sampling and memory are older than pages of 2 MB and
-  than logits of up to two chunks computed once."""
 PAGE = """# Speed and memory beside other libraries
 
 `bash benchmarks/throughput/run_all.sh` measures everything on a CPU and writes results_*.csv; report.py builds this
@@ -76,7 +73,7 @@ page from them. Random weights, full fine-tuning but for ddpo.
   products, count among them; `times its defaults` is without these.
 - `memory`: peak memory of plainrl over that of the peer.
 - Goals are for CPUs with AVX-512. The fraction of two layers counts the work of full training, too.
-- Tables of different code name different commits.{older}
+- Tables of different code name different commits.
 
 Goals that are missed, and what the profile at the end of this page says:
 
@@ -231,11 +228,8 @@ def page(folder):
     """The text of README.md of a folder."""
     results = read(folder)
     sections = "\n".join(SCRIPTS[name].section(rows) for name, rows in results.items())
-    older = ""
-    if "sampling" in results:
-        older = OLDER
     other = textwrap.fill(PAGES.get(folder, ""), 120, break_on_hyphens=False)
-    return PAGE.format(summary=summary(results), missed=missed(results), sections=sections, other=other, older=older)
+    return PAGE.format(summary=summary(results), missed=missed(results), sections=sections, other=other)
 
 
 if __name__ == "__main__":

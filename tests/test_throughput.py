@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -100,9 +101,9 @@ def test_a_peer_keeps_freed_memory_in_the_modes_named_for_it(tmp_path, monkeypat
     assert done == ["measured", "measured", "kept", "measured"]
 
 
-def commands(**settings):
+def commands(folder=FOLDER, **settings):
     """The lines that run_all.sh would run."""
-    line = ["bash", str(FOLDER / "run_all.sh")]
+    line = ["bash", str(folder / "run_all.sh")]
     environment = os.environ | {"DRY": "1", "REPEATS": "1"} | settings
     return subprocess.run(line, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
 
@@ -130,6 +131,21 @@ def test_every_mode_is_measured():
 def test_modes_in_bf16_can_be_left_out():
     names = modes_of(commands(BF16="0"))
     assert "fp32" in names and not any("bf16" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("file", "dirty"),
+    [("results_sft.csv", False), ("intel/results_sft.csv", False), ("intel/README.md", False), ("tables.py", True)],
+)
+def test_new_results_are_no_change_of_the_code(file, dirty, tmp_path):
+    folder = tmp_path / "benchmarks/throughput"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns(".*"))
+    for line in ("init", "add .", "-c user.name=a -c user.email=b commit -m c"):
+        subprocess.run(["git", *line.split()], cwd=tmp_path, check=True, capture_output=True)
+    with open(folder / file, "a") as changed:
+        changed.write("\n")
+    [work] = {line for line in commands(folder, ONLY="sft") if line.startswith("mkdir -p") and ".work" in line}
+    assert ("-dirty/" in work) == dirty
 
 
 def test_the_fastest_setting_of_the_peer_is_compared():

@@ -27,7 +27,8 @@ run() { echo "$@"; [ -n "${DRY:-}" ] || "$@"; }
 export OMP_NUM_THREADS=${THREADS:-2} CUDA_VISIBLE_DEVICES="" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export PYTHONWARNINGS=ignore HF_DATASETS_DISABLE_PROGRESS_BARS=1
 COMMIT=$(git rev-parse HEAD)
-git diff --quiet HEAD -- . ":!$here/results_*.csv" ":!$here/README.md" || COMMIT=$COMMIT-dirty
+# results and pages, those of intel/ among them, since * matches a slash, are no code
+git diff --quiet HEAD -- . ":!$here/*results_*.csv" ":!$here/*README.md" || COMMIT=$COMMIT-dirty
 export COMMIT
 [ -z "${PLAINRL_BENCH_TINY:-}" ] || [ -n "${RESULTS:-}" ] || [ -n "${DRY:-}" ] || fail "PLAINRL_BENCH_TINY needs RESULTS"
 

@@ -14,6 +14,7 @@ from ppo_gpt2_small import (
     EPISODES,
     EPOCHS,
     ITERATIONS,
+    LAYERS,
     LR,
     PEER_MODES,
     PROMPT,
@@ -38,7 +39,9 @@ def measure(mode, model_dir):
     tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLMWithValueHead.from_pretrained(model_dir)
     settings = {"learning_rate": LR, "batch_size": EPISODES, "mini_batch_size": EPISODES, "ppo_epochs": EPOCHS}
-    trainer = PPOTrainer(PPOConfig(**settings), model, None, tokenizer)  # None: it copies the model as reference
+    frozen = LAYERS - 2 if "2-layers" in mode else None
+    # without a reference it copies the model as one, and freezes the blocks that both share
+    trainer = PPOTrainer(PPOConfig(**settings), model, None, tokenizer, num_shared_layers=frozen)
     sampling = {"max_new_tokens": RESPONSE, "do_sample": True, "top_k": 0, "top_p": 1.0, "batch_size": rows}
     queries = [torch.tensor(ids) for ids in prompt_ids()]
     rollout = []

@@ -44,25 +44,27 @@ MODES = {  # of algos/ppo.py: flags, and what they show
     ),
     "bf16-2-layers": ({"mixed_precision": "bf16", "num_layers_unfrozen": 2}, "both"),
 }
-PEER_MODES = {  # of PPOTrainer of TRL 0.8.6: (rows of a generate call, our matmul precision)
+PEER_MODES = {  # of PPOTrainer of TRL 0.8.6: (rows of a generate call, our matmul precision); 2-layers trains as many
     "defaults": ((4, False), "TRL 0.8.6 with its default `generate(batch_size=4)`"),
     "tuned": ((16, False), "TRL 0.8.6 with `generate(batch_size=16)`"),
     "same-flags": ((16, True), "tuned, with matmul precision medium (its attention is eager)"),
     "same-flags-kept-memory": ((16, True), "same-flags, and the C library keeps freed memory"),
     "bf16-same-flags": ((16, True), "same-flags, all of it in `torch.autocast` to bf16"),
+    "2-layers-tuned": ((16, False), "tuned, with `num_shared_layers=10`: two blocks are trained"),
+    "2-layers-same-flags-kept-memory": ((16, True), "same-flags-kept-memory, with `num_shared_layers=10`"),
 }
 NEW_PEER_MODES = {  # of PPOTrainer of TRL 1.12.0: (attention, our matmul precision)
     "1.12-fp32-defaults": (("sdpa", False), "TRL 1.12.0 with its default settings, without gradient checkpointing"),
     "1.12-fp32-same-flags": (("eager", True), "the same with eager attention and matmul precision medium"),
     "1.12-bf16-same-flags": (("eager", True), "1.12-fp32-same-flags, all of it in `torch.autocast` to bf16"),
 }
-FP32_PEERS = [mode for mode in PEER_MODES | NEW_PEER_MODES if "bf16" not in mode]
+TWO_LAYER_PEERS = [mode for mode in PEER_MODES if "2-layers" in mode]
 BF16_PEERS = [mode for mode in PEER_MODES | NEW_PEER_MODES if "bf16" in mode]
+FP32_PEERS = [mode for mode in PEER_MODES | NEW_PEER_MODES if mode not in TWO_LAYER_PEERS + BF16_PEERS]
 COMPARISONS = [  # in the first table: name, our mode, modes of the peer, goal
     ("ppo", "fp32", FP32_PEERS, 3.5),
     ("ppo", "bf16", BF16_PEERS, None),
-    ("ppo, 2 of 12 layers", "fp32-2-layers", FP32_PEERS, 8),
-    ("ppo, 2 of 12 layers", "bf16-2-layers", BF16_PEERS, None),
+    ("ppo, 2 of 12 layers", "fp32-2-layers", TWO_LAYER_PEERS, 8),
 ]
 
 

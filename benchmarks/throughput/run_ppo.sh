@@ -9,6 +9,7 @@ for repeat in $(seq "$repeats"); do
     old same-flags-kept-memory
     new 1.12-fp32-same-flags
     ours fp32-2-layers
+    old 2-layers-same-flags-kept-memory
     ours bf16
     old bf16-same-flags
     new 1.12-bf16-same-flags
@@ -22,6 +23,7 @@ for repeat in $(seq "$repeats"); do
     ours fp32-sdpa
     ours fp32-decode-4
     ours fp32-malloc
+    old 2-layers-tuned
     ours fp32-2-layers-no-cache
 done
 finish

@@ -25,6 +25,7 @@ for model in sft_mixed_lengths pairs_mixed_lengths ppo_gpt2_small grpo_gpt2_smal
             shares python $model fp32-2-layers
             peer 0.8.6 peer_trl_0_8_6.py
             shares "$peer_python" peer_trl_0_8_6 same-flags-kept-memory
+            shares "$peer_python" peer_trl_0_8_6 2-layers-same-flags-kept-memory
             ;;
         grpo*)
             shares python $model fp32-plain

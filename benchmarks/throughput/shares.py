@@ -33,7 +33,7 @@ COMPARED = {  # our modes, and that of the peer, which may keep freed memory
     ("pairs_mixed_lengths", "reward-fp32"): ("peer_trl_1_16_pairs", "reward-fp32-same-flags"),
     ("pairs_mixed_lengths", "dpo-fp32"): ("peer_trl_1_16_pairs", "dpo-fp32-same-flags"),
     ("ppo_gpt2_small", "fp32"): ("peer_trl_0_8_6", "same-flags"),
-    ("ppo_gpt2_small", "fp32-2-layers"): ("peer_trl_0_8_6", "same-flags"),
+    ("ppo_gpt2_small", "fp32-2-layers"): ("peer_trl_0_8_6", "2-layers-same-flags"),
     ("grpo_gpt2_small", "fp32-plain"): ("peer_trl_1_16_grpo", "fp32-plain-same-flags"),
     ("ilql_vs_trlx", "gpt2-fp32"): ("ilql_vs_trlx", "gpt2-trlx-same-flags"),
     ("ilql_vs_trlx", "walks-fp32"): ("ilql_vs_trlx", "walks-trlx-same-flags"),

@@ -15,8 +15,10 @@ the hidden states of the language model pi, which goes on to imitate the data:
 
 How this differs from trlX's ILQL and the authors' code:
 - One transformer, as in trlX; the authors have three (algos/README.md has recipes for a separate policy and target).
-- --top-k and --top-p choose from pi, before Q is added, as the authors do. So no beta leaves the likely tokens of pi.
-- The targets' Q is computed only for the action taken. Logits are computed only for actions, in chunks.
+- --top-k and --top-p choose from pi, before Q is added, as the authors do. So no beta leaves the likely tokens of pi,
+  unless both are off.
+- The targets' Q is computed only for the action taken. Logits are computed only for actions, in chunks, where the model
+  returns them unchanged.
 - Rows that are cut or `truncated` bootstrap from V of their last state, as in the authors' code; in trlX all rows end.
 - The targets follow every --steps-for-target-q-sync optimizer steps, counted over the whole run.
 - Losses are means over the actions of the global batch, so neither micro-batches, processes nor padding change them.
@@ -126,7 +128,7 @@ class Args:
     """Expectile that V learns of Q over the data's actions: 0.5 is their mean, near 1 their maximum (trlX: 0.7; the
     authors: 0.6 to 0.8)."""
     gamma: Fraction = 0.99
-    """Discount per token (trlX and the authors: 0.99)."""
+    """Discount per token of the outputs (trlX and the authors: 0.99)."""
     cql_scale: NonNegative = 0.1
     """Weight of the CQL loss, which lowers Q for actions that the data do not take (trlX: 0.1; the authors: 1e-4 to
     1)."""
@@ -147,7 +149,7 @@ class Args:
 
     # ---- evaluation by sampling
     betas: tuple[NonNegative, ...] = (0.0, 1.0, 4.0)
-    """Weights (--betas 0 1 4) of the advantage in the policy log pi + beta (Q - V), evaluated in turn as
+    """Weights (--betas 0 1 4) of the advantage in the policy log pi + beta (min Q^ - V), evaluated in turn as
     eval/<metric>@beta=<beta>; the best one by the first metric counts. 0 is imitation (trlX: 1, or 1 and 4; the
     authors: 8 to 16). --eval-temperature divides the whole sum."""
     max_new_tokens: Count = 56
@@ -363,7 +365,7 @@ def learning_rate(args, step, total_steps):
 
 def chosen_q(head, features, actions):
     """Q(s, a) (N,) of actions (N,) and features, head[:-1](states) (N, 2H), from the rows of the last layer that the
-    actions need. Their gradient is sparse, and added in place to the dense one of the CQL loss: without that, AdamW
+    actions need. The gradient of these rows is sparse; autograd adds it to the dense one of the CQL loss. Alone, AdamW
     would refuse it."""
     last = head[-1]
     weights = F.embedding(actions, last.weight, sparse=True)  # (N, 2H)
@@ -740,7 +742,7 @@ def ilql_losses(policy, batch, args):
     actions = batch.actions[at]
     not_done = batch.not_done[at]
     hidden = hidden[rows, batch.states]  # (B, A + 1, H)
-    with torch.autocast(hidden.device.type, enabled=False):  # the heads keep float32
+    with torch.autocast(hidden.device.type, enabled=False):  # the heads keep float32, but for CQL
         states = hidden.to(policy.v_head[0].weight.dtype)
         values = policy.v_head(states)[..., 0]  # (B, A + 1)
         states = states[at]  # (N, H)
@@ -776,7 +778,7 @@ def ilql_losses(policy, batch, args):
             "qvalues": q.mean(0),
             "target_qvalues": target_q,
             "advantages": advantages,
-            "target_gap": (q - targets).mean(0),
+            "target_gap": (q - targets).mean(0),  # over the heads, where target_qvalues has the least of them
             "awac_weight": (args.awac_beta * advantages).exp().clamp(max=args.awac_clip),
             "squared_values": v.square(),
             "squared_advantages": advantages.square(),
@@ -796,7 +798,7 @@ def reduce_sums(accelerator, sums):
 
 
 def loss_metrics(sums, count):
-    """The metrics of the sums of what `ilql_losses` returns over `count` actions. target_gap: Q - Q^."""
+    """The metrics of the sums of what `ilql_losses` returns over `count` actions."""
     mean = {name: total / count for name, total in sums.items()}
     metrics = {f"losses/{name}": mean[name] for name in LOSSES}
     metrics |= {f"{name}/mean": mean[name] for name in MEANS}

@@ -31,7 +31,7 @@ CASES = {
     22: ("a run directory that cannot be written", "error"),
     23: ("torn last lines of metrics, perf and samples; files left half-written", "mended; exact"),
     24: ("two runs of one directory", "the second: error"),
-    25: ("a reward is NaN", "error that names function and row"),
+    25: ("a reward, margin or metric is NaN", "error that names function and row"),
     26: ("a reward is infinite", "error that names function and row"),
     27: ("a reward function returns another number or shape of values", "error: got and expected"),
     28: ("a reward function returns None, texts, bools, arrays, tensors", "None and texts: error; numbers: works"),

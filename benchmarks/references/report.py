@@ -51,8 +51,8 @@ REFERENCES = {
         "eval/optimality",
         "episode",
         0.95,
-        "The same number of episodes gives the same optimality. In TRL 0.8.6 the value head is a single linear layer, "
-        "the learning rate falls once an iteration and not with each step, and `max_grad_norm` clips the first "
+        "The same number of episodes gives nearly the same optimality. In TRL 0.8.6 the value head is a single linear "
+        "layer, the learning rate falls once an iteration and not with each step, and `max_grad_norm` clips the first "
         "optimizer step alone, because the trainer keeps the weights as an iterator, which is then empty. Rows are "
         "padded on the right here: the trainer scores them without positions, so that the padding on the left, its "
         "own advice for decoders, would shift them (the last log-probability of a short row: -8.354 in place of "
@@ -64,8 +64,9 @@ REFERENCES = {
         "eval/accuracy",
         "episode",
         0.9,
-        "The same number of episodes gives the same accuracy. TRL 1.16 passes no positions where it scores, which "
-        "shifts GPT-2's positions in padded rows; it does not matter here, where all prompts have the same length.",
+        "The same number of episodes gives nearly the same accuracy. TRL 1.16 passes no positions where it scores, "
+        "which shifts GPT-2's positions in padded rows; it does not matter here, where all prompts have the same "
+        "length.",
     ),
     "reward": Reference(
         "Reward model on pairs of random walks",
@@ -83,7 +84,8 @@ REFERENCES = {
         0.9,
         "From the base model and not, as in the chain, from one that SFT has trained for longer. With both, more than "
         "four of ten walks are illegal. Of ours, nearly all of these arrive and then go on behind the goal. TRL 1.16 "
-        "scores the reference in each step; ours does so before the first one, which is not in its seconds.",
+        "scores the reference in each step, since it is not told to do so before (`precompute_ref_log_probs`); ours "
+        "does it before the first one, which is not in its seconds.",
         {"eval/illegal": "illegal walks"},
     ),
     "ddpo": Reference(

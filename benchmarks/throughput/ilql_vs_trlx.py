@@ -382,9 +382,10 @@ def measure_memory(mode, model):
 SECTION = """## ilql
 
 `trlx_structure` is **not trlX's code**: it is this benchmark's re-implementation, in its own words, of the work that an
-ILQL step of trlX does. trlX itself is no package of the registry and needs libraries of 2023, so it was not run here.
-The only figures of trlX itself that are known here: random walks, 0.107 s a step of 100 rows, and 200 such steps in
-about 57 s with evaluations, on another day and maybe another CPU. They are not comparable with these tables.
+ILQL step of trlX does. trlX itself is no package of the registry and needs libraries of 2023, so it was not run for
+this page. The only figures of trlX itself that are known are of a run before it, of which no records are kept: random
+walks, 0.107 s a step of 100 rows, and 200 such steps in about 57 s with evaluations. They are not comparable with these
+tables.
 
 Random walks, {walks_shape}: {walks_batch} rows a step, of {walks_tokens} tokens on average, {walks_actions} of them
 actions; {walks_padding} % of the positions are padding.

@@ -19,7 +19,7 @@ from statistics import median
 import numpy as np
 import torch
 from measurement import TINY, main, short_run
-from tables import mode_table, precision, provenance, spread
+from tables import distinct, mode_table, precision, provenance, spread
 
 # ---- Workload: the peers import it from here -------------------------------------------------------------------------
 
@@ -151,7 +151,8 @@ def figures(rollout, update, entropy):
 SECTION = """## ppo
 
 An iteration is {EPISODES} prompts of {PROMPT} tokens, {EPISODES} responses of {RESPONSE}, and {EPOCHS} PPO epochs of
-one optimizer step (batch {EPISODES}); model {shape} (layers, width, vocabulary).
+one optimizer step (batch {EPISODES}); model {shape} (layers, width, vocabulary). The first iteration of a run is not
+counted, {counted} is.
 
 {table}
 
@@ -191,6 +192,7 @@ def section(rows):
     table, notes = mode_table(rows, texts, shown, against)
     return SECTION.format(
         table=table, notes=notes, work=rows[0]["work_gflop"], shape=rows[0]["shape"], provenance=provenance(rows),
+        counted=distinct(rows, "counted"),
         entropies=spread([float(row["entropy"]) for row in rows], 3),
         EPISODES=EPISODES, PROMPT=PROMPT, RESPONSE=RESPONSE, EPOCHS=EPOCHS,
     )  # fmt: skip

@@ -36,7 +36,9 @@ SCRIPTS = {  # results_NAME.csv, in the order of the page
     "shares": shares,
 }
 PAGES = {  # folder: where the reader finds the other one
-    HERE: "[The same in float32 on a CPU of Intel](intel/README.md), where TRL has modes that keep freed memory, too.",
+    HERE: "[The same in float32 on a CPU of Intel](intel/README.md), where TRL has modes that keep freed memory, too. "
+    "Here the first of three runs is of an earlier commit than the others, and what was run once is of the later one: "
+    "ratios between the two compare days. TRL with two of twelve layers was not measured here.",
     HERE / "intel": "[The same on a CPU of AMD](../README.md), with bf16, sampling and memory. Here TRL's products are "
     "as fast as ours, so that `tuned` and `same-flags-kept-memory` of ppo and ddpo differ in kept memory alone. "
     "Measured with `BF16=0`, and for more steps: `STEPS=10` for sft and pairs, `STEPS=8` for ilql.",
@@ -44,16 +46,17 @@ PAGES = {  # folder: where the reader finds the other one
 MISSED = {  # name in the first table: why its goal is missed, with names of what `figures` returns
     "ppo": "{products} of an iteration are matrix products. At the GEMM peak, with no time for anything else, it would "
     "be {bound}. The goal was set beside TRL's own settings: `tuned`, {tuned}.",
-    "ppo, 2 of 12 layers": "the goal was set beside `tuned`: {tuned}. The rollout, {rollout} of an iteration, needs "
-    "all layers.",
+    "ppo, 2 of 12 layers": "the goal was set beside `tuned`, which trains all layers: {tuned}. The rollout, {rollout} "
+    "of an iteration, needs all layers.",
     "sft packed": "{products} of a step are matrix products, which TRL's padding-free rows need as well.",
     "reward": "packing is what is gained: padded rows have {padded} times the positions. {products} of a step are "
     "matrix products, the same ones for a position in both. Computing the prompt of a pair once would save "
     "{prompts} of the positions; it was given up for packing, which is simpler.",
     "dpo": "{products} of a step are matrix products. Computing the prompt of a pair once would save {prompts} of the "
     "positions, as in reward.",
-    "ilql, GPT-2 small": "{products} of a step are matrix products, the same ones in both. This peer has our switches "
-    "of the process, kept memory among them, which no flag of trlX gives.",
+    "ilql, GPT-2 small": "{products} of a step are matrix products that both need; those that the peer does beyond "
+    "them are what ours saves. This peer has our switches of the process, kept memory among them, which no flag of "
+    "trlX gives.",
     "ilql, random walks": "a model of 25 tokens, so logits and positions that are left out save next to nothing: "
     "{products} of a step are matrix products, the same ones in both. Ours takes the norm of the gradient, too.",
     "ddpo": "{products} of an epoch are products and convolutions of at most 128 channels, {attention} the softmax of "

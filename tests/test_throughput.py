@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from harness import ROOT
+from torch.nn import functional as F
 
 from common import output
 
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks/throughput"))
 
 import ilql_vs_trlx
 import measurement
+import memory
 import ppo_gpt2_small
 import report
 import shares
@@ -131,6 +133,21 @@ def test_every_mode_is_measured():
 def test_modes_in_bf16_can_be_left_out():
     names = modes_of(commands(BF16="0"))
     assert "fp32" in names and not any("bf16" in name for name in names)
+
+
+def test_bytes_alive_by_hand():
+    weight = torch.zeros(7, 5, requires_grad=True)
+    ids = torch.tensor([2, 2, 6])
+    with memory.Memory() as counted:
+        rows = F.embedding(ids, weight, sparse=True)
+        assert counted.now == 3 * 5 * 4
+        rows.square().sum().backward()
+        del rows
+        assert weight.grad.is_sparse
+        assert counted.now == 3 * 8 + 3 * 5 * 4  # places and values of the gradient
+        assert counted.most > counted.now
+        weight.grad = None
+        assert counted.now == 0
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,15 @@ class Memory(TorchDispatchMode):
         for tensor in tree_leaves(tensors):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes() if made_here else 0
-                self.now += self.sizes[storage._cdata]
-                weakref.finalize(storage, self.remove, storage._cdata)
+            dense = [tensor]
+            if tensor.is_sparse:  # the gradient of some rows
+                dense = [tensor._indices(), tensor._values()]
+            for part in dense:
+                storage = part.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes() if made_here else 0
+                    self.now += self.sizes[storage._cdata]
+                    weakref.finalize(storage, self.remove, storage._cdata)
 
     def remove(self, key):
         self.now -= self.sizes.pop(key)

@@ -365,8 +365,8 @@ def learning_rate(args, step, total_steps):
 
 def chosen_q(head, features, actions):
     """Q(s, a) (N,) of actions (N,) and features, head[:-1](states) (N, 2H), from the rows of the last layer that the
-    actions need. The gradient of these rows is sparse; autograd adds it to the dense one of the CQL loss. Alone, AdamW
-    would refuse it."""
+    actions need. The gradient of these rows is sparse; autograd adds it to the dense one of the CQL loss, without which
+    AdamW would refuse it."""
     last = head[-1]
     weights = F.embedding(actions, last.weight, sparse=True)  # (N, 2H)
     return (features * weights).sum(-1) + last.bias[actions]

@@ -42,7 +42,8 @@ PAGES = {  # folder: where the reader finds the other one
     "older commit still, before logits of up to two chunks were computed at once, which need more than it says.",
     HERE / "intel": "[The same on a CPU of AMD](../README.md), with bf16 and memory. Here TRL's products are "
     "as fast as ours, so that `tuned` and `same-flags-kept-memory` of ppo and ddpo differ in kept memory alone. "
-    "Measured with `BF16=0`, and for more steps: `STEPS=10` for sft and pairs, `STEPS=8` for ilql.",
+    "Measured with `BF16=0`, and for more steps: `STEPS=10` for sft and pairs, `STEPS=8` for ilql. "
+    "Runs of different commits are of different days; no ratio is between two but that of two layers in the profile.",
 }
 MISSED = {  # name in the first table: why its goal is missed, with names of what `figures` returns
     "ppo": "{products} of an iteration are matrix products. At the GEMM peak, with no time for anything else, it would "

@@ -750,20 +750,21 @@ def ilql_losses(policy, batch, args):
         next_v = values[:, 1:][at]
         features = [head[:-1](states) for head in policy.q_heads]  # (N, 2H) each
         heads = list(zip(policy.q_heads, features, strict=True))
-        q = torch.stack([chosen_q(head, x, actions) for head, x in heads])  # (heads, N)
         with torch.no_grad():
             targets = [chosen_q(head, head[:-1](states), actions) for head in policy.target_q_heads]
             targets = torch.stack(targets)
         target_q = targets.amin(0)
         advantages = target_q - v.detach()
-        td_errors = q - ilql_targets(batch.rewards[at].to(v.dtype), next_v, not_done, args.gamma)
-    loss_q = td_errors.square().sum(0)
-    loss_v = expectile_loss(target_q - v, args.tau)
     # the products with the vocabulary are most of the work: under autocast they have its type
     vocabulary = policy.q_heads[0][-1].out_features
     loss_cql = 0.0
     for head, x in heads:
         loss_cql = loss_cql + in_chunks(cql_loss, head[-1], vocabulary, x, actions)
+    # after CQL, so before it in the backward pass: a sparse gradient that came first is added to the dense one in place
+    q = torch.stack([chosen_q(head, x, actions) for head, x in heads])  # (heads, N)
+    td_errors = q - ilql_targets(batch.rewards[at].to(v.dtype), next_v, not_done, args.gamma)
+    loss_q = td_errors.square().sum(0)
+    loss_v = expectile_loss(target_q - v, args.tau)
     imitation_loss = partial(awac_loss, beta=args.awac_beta, clip=args.awac_clip)
     output_layer = policy.lm.get_output_embeddings()
     if logits is not None:

@@ -1,6 +1,7 @@
 """The benchmarks of speed and memory, without measuring: `python -m pytest tests/test_throughput.py`"""
 
 import csv
+import functools
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import sys
 import pytest
 import torch
 from harness import ROOT
-from torch.nn import functional as F
+from torch.profiler import profile, record_function
 
 from common import output
 
@@ -135,19 +136,28 @@ def test_modes_in_bf16_can_be_left_out():
     assert "fp32" in names and not any("bf16" in name for name in names)
 
 
-def test_bytes_alive_by_hand():
-    weight = torch.zeros(7, 5, requires_grad=True)
-    ids = torch.tensor([2, 2, 6])
-    with memory.Memory() as counted:
-        rows = F.embedding(ids, weight, sparse=True)
-        assert counted.now == 3 * 5 * 4
-        rows.square().sum().backward()
-        del rows
-        assert weight.grad.is_sparse
-        assert counted.now == 3 * 8 + 3 * 5 * 4  # places and values of the gradient
-        assert counted.most > counted.now
-        weight.grad = None
-        assert counted.now == 0
+def test_most_bytes_by_hand():
+    with profile(profile_memory=True) as profiled:
+        before = torch.zeros(13)
+        with record_function(memory.LOSS_BEGINS):
+            pass
+        one = torch.zeros(11)
+        two = torch.zeros(5)
+        del one, before
+        three = torch.zeros(7)
+    assert len(two) + len(three) == 12
+    assert memory.most_bytes(profiled) == (11 + 5) * 4
+
+
+def test_ilql_copies_no_gradient_of_a_head(monkeypatch):
+    """The gradients of Q(s, a) and of CQL are added in place: what else there is, chunks of 7 rows, is far smaller."""
+    words = 50257
+    monkeypatch.setattr(memory, "TINY", True)
+    monkeypatch.setitem(memory.WIDTHS, words, 48)
+    monkeypatch.setattr(output, "CHUNK", 7 * words)
+    lm, policy, update, gradients = memory.updates("ilql", words, 2)
+    needed, _ = memory.measured(lm, functools.partial(update, False), gradients)
+    assert needed * memory.MB < policy.q_heads[0][-1].weight.nbytes / 2
 
 
 @pytest.mark.parametrize(

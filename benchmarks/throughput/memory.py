@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -30,8 +29,7 @@ from unittest.mock import patch
 import torch
 from measurement import THREADS, TINY, append, cpu_ticks, machine, steal_since, wait_for_quiet
 from tables import distinct, grouped, markdown, provenance
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.profiler import profile, record_function
 
 from common import output  # found by way of measurement
 from common.machine import fast_cpu_matmul, keep_freed_memory
@@ -51,6 +49,7 @@ LOSSES = {
 VARIANTS = ("before", "after")
 REPEATS = int(os.environ.get("REPEATS", 3))
 MB = 2**20
+LOSS_BEGINS = "the loss begins"
 
 
 def build(vocabulary):
@@ -77,53 +76,32 @@ def row_ids(vocabulary, rows):
     return ids
 
 
-class Memory(TorchDispatchMode):
-    """Bytes of all tensors that are made within it and still alive (`now`), and the most since `begin`."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = {}
-        self.now = 0
-        self.most = 0
-        self.before = 0
-
-    def begin(self, *unused):
-        """The loss begins here."""
-        self.before = self.now
-        self.most = self.now
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.add((args, kwargs), made_here=False)  # the result may be a view of them
-        result = function(*args, **(kwargs or {}))
-        self.add(result, made_here=True)
-        self.most = max(self.most, self.now)
-        return result
-
-    def add(self, tensors, made_here):
-        for tensor in tree_leaves(tensors):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            dense = [tensor]
-            if tensor.is_sparse:  # the gradient of some rows
-                dense = [tensor._indices(), tensor._values()]
-            for part in dense:
-                storage = part.untyped_storage()
-                if storage._cdata not in self.sizes:
-                    self.sizes[storage._cdata] = storage.nbytes() if made_here else 0
-                    self.now += self.sizes[storage._cdata]
-                    weakref.finalize(storage, self.remove, storage._cdata)
-
-    def remove(self, key):
-        self.now -= self.sizes.pop(key)
-
-
 def measured(lm, update, gradients):
     """(MB that the loss needs besides the gradients that it returns, value) of one update. gradients: bytes."""
-    with Memory() as memory:
-        hook = lm.transformer.ln_f.register_forward_hook(memory.begin)
+
+    def begin(*unused):
+        with record_function(LOSS_BEGINS):
+            pass
+
+    hook = lm.transformer.ln_f.register_forward_hook(begin)
+    with profile(profile_memory=True) as profiled:
         value = update()
-        hook.remove()
-    return (memory.most - memory.before - gradients) / MB, value
+    hook.remove()
+    return (most_bytes(profiled) - gradients) / MB, value
+
+
+def most_bytes(profiled):
+    """The most bytes alive at a time since LOSS_BEGINS, over those alive there."""
+    events = profiled.profiler.kineto_results.events()  # events() of profiled has no order of allocations
+    now = before = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == LOSS_BEGINS:
+            before = now
+            most = now
+        elif event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most - before
 
 
 # ---- Updates ---------------------------------------------------------------------------------------------------------
@@ -362,8 +340,8 @@ SECTION = """## Memory of a loss
 
 What one update needs over weights, gradients, moments and saved activations: the most bytes of tensors alive at a time
 from the last hidden states on, in forward and backward pass, over those alive before, less the gradients that the loss
-returns for its layers. Bytes are counted tensor by tensor, at every operation of torch (a `TorchDispatchMode`), so they
-are exact and the same on every machine. What a kernel allocates inside of itself is not seen.
+returns for its layers. They are counted from every allocation and release that torch's profiler records, so they are
+exact; what a library below torch allocates by itself is not seen.
 
 {updates}
 

@@ -36,11 +36,11 @@ SCRIPTS = {  # results_NAME.csv, in the order of the page
     "shares": shares,
 }
 PAGES = {  # folder: where the reader finds the other one
-    HERE: "[The same in float32 on a CPU of Intel](intel/README.md), where TRL has modes that keep freed memory, too. "
+    HERE: "[The same in float32 on a CPU of Intel](intel/README.md), where TRL has modes that keep freed memory, too; "
+    "memory of losses and sampling are there alone. "
     "Here the first of three runs is of an earlier commit than the others, and what was run once is of the later one: "
-    "ratios between the two compare days. TRL with two of twelve layers was not measured here. Memory is of an "
-    "older commit still, before logits of up to two chunks were computed at once, which need more than it says.",
-    HERE / "intel": "[The same on a CPU of AMD](../README.md), with bf16 and memory. Here TRL's products are "
+    "ratios between the two compare days. TRL with two of twelve layers was not measured here.",
+    HERE / "intel": "[The same on a CPU of AMD](../README.md), with bf16. Here TRL's products are "
     "as fast as ours, so that `tuned` and `same-flags-kept-memory` of ppo and ddpo differ in kept memory alone. "
     "Measured with `BF16=0`, and for more steps: `STEPS=10` for sft and pairs, `STEPS=8` for ilql. "
     "Runs of different commits are of different days; no ratio is between two but that of two layers in the profile.",
@@ -60,9 +60,9 @@ MISSED = {  # name in the first table: why its goal is missed, with names of wha
     "them are what ours saves. This peer has our switches of the process, kept memory among them, which no flag of "
     "trlX gives.",
     "ilql, random walks": "a model of 25 tokens, so logits and positions that are left out save next to nothing: "
-    "{products} of a step are matrix products, the same ones in both. Ours takes the norm of the gradient, too, and "
-    "computed the first layer of a Q head twice before commit fdbe317; whether that is all, where it is slower, is not "
-    "known.",
+    "{products} of a step are matrix products, the same ones in both. Ours takes the norm of the gradient, too. Before "
+    "commit fdbe317, as in the rows of AMD, it computed the first layer of a Q head twice; whether that is all, where "
+    "it is slower, is not known.",
     "ddpo": "{products} of an epoch are products and convolutions of at most 128 channels, {attention} the softmax of "
     "attention: the same operations in both.",
 }

@@ -153,7 +153,8 @@ class Run:
         _, path, state, _, _ = self._named_checkpoint()
         folder = self._make_folder()
         self._lock(folder)
-        for stale in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # of a run that was killed
+        # of a run that was killed; some are .tmp-*, those of safetensors .tmp*
+        for stale in [*folder.glob(".tmp*"), *folder.glob("checkpoints/.tmp*")]:
             if stale.is_dir():
                 shutil.rmtree(stale)
             else:
@@ -210,7 +211,7 @@ class Run:
             self.made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             names = [path.name for path in folder.iterdir()]
-            foreign = [name for name in names if not name.startswith((".lock", ".tmp-"))]
+            foreign = [name for name in names if not name.startswith((".lock", ".tmp"))]
             if foreign and "env.json" not in names:
                 raise InputError(f"--run-dir {folder} holds files but no run: choose another name")
             self.lock = open(folder / ".lock", "a+")

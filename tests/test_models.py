@@ -6,6 +6,7 @@ same logits, value heads survive, tied weights stay tied, and short runs train e
 
 import copy
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -262,6 +263,18 @@ def test_tied_weights_stay_tied(short_run, tiny_dirs):
         assert ("lm_head.weight" in file.keys()) == (not is_tied)
     for step in (short_run.run_dir / "checkpoints").iterdir():
         assert len(json.loads((step / "state.json").read_text())["tied"]) == is_tied
+
+
+def test_the_files_of_an_export_follow_the_umask(build_model, letters, tmp_path):
+    model = build_model("gpt2")
+    before = os.umask(0o026)
+    try:
+        export(model, full_weights(model), letters, tmp_path / "model", {"head.safetensors": {"weight": torch.ones(3)}})
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "model").iterdir())
+    assert {"model.safetensors", "head.safetensors", "config.json"} <= {path.name for path in files}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 EOS = 22  # of the tokenizer

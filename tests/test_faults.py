@@ -142,7 +142,7 @@ def ends_clean(run, checkpoints=3):
     """At most so many checkpoints: the newest two and the best."""
     steps = [line["step"] for line in lines(run / "metrics.jsonl")]
     assert steps == sorted(set(steps)), "each step once"
-    assert not list(run.parent.rglob(".tmp-*")), "what a killed process left half-written is removed"
+    assert not list(run.parent.rglob(".tmp*")), "what a killed process left half-written is removed"
     assert len(list((run / "checkpoints").iterdir())) <= checkpoints
 
 

@@ -528,6 +528,16 @@ def test_check_looks_at_the_checkpoint(gpt2_dir, tmp_path, flags, sentence):
 # ---- Directories -----------------------------------------------------------------------------------------------------
 
 
+def test_what_a_killed_library_was_writing_is_removed(gpt2_dir, tmp_path):
+    """safetensors 0.8 writes into .tmp and six characters, huggingface/safetensors#764."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".lock").write_text("4711")
+    (folder / ".tmpkdpYU").write_bytes(b"half")
+    run(sft, gpt2_dir, folder)
+    assert (folder / "hf_model/model.safetensors").exists() and not (folder / ".tmpkdpYU").exists()
+
+
 @pytest.mark.parametrize("there", [None, [], ["notes.txt"], ["config.yaml"], ["env.json", "notes.txt"]], ids=str)
 def test_a_directory_that_was_there_is_never_removed(gpt2_dir, tmp_path, there):
     """A signal before the first step removes what the run has made, and no file of the user."""

@@ -189,7 +189,7 @@ def replacing(directory):
         mode = temporary.stat().st_mode & 0o666  # as the umask has it
         for path in temporary.rglob("*.safetensors"):
             with contextlib.suppress(OSError):  # a file system without modes
-                path.chmod(mode)  # 0.8 writes for the owner alone: huggingface/safetensors#782
+                path.chmod(mode)  # safetensors 0.8 writes for the owner alone: huggingface/safetensors#782
         for path in [*temporary.rglob("*"), temporary]:
             fsync(path)
         shutil.rmtree(directory, ignore_errors=True)

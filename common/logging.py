@@ -153,7 +153,7 @@ class Run:
         _, path, state, _, _ = self._named_checkpoint()
         folder = self._make_folder()
         self._lock(folder)
-        # of a run that was killed; some are .tmp-*, those of safetensors .tmp*
+        # of a run that was killed: ours begin with .tmp-, those of safetensors with .tmp
         for stale in [*folder.glob(".tmp*"), *folder.glob("checkpoints/.tmp*")]:
             if stale.is_dir():
                 shutil.rmtree(stale)

@@ -356,9 +356,10 @@ exact; what a library below torch allocates by itself is not seen.
   it is measured from the same place in its own `training_step`, with the same weights and ids.
 - *ratio*: seconds before over seconds after, medians of {repeats} in turn, of the whole update of this small model, of
   which the head is nearly all: in a model of 12 or 28 blocks the difference is a small share.
-  4 rows of 50257 words do the same work before and after: their ratios are how much it varies.
+  With 4 rows of 50257 words both compute all logits at once: their ratios are mostly noise.
 - Logits of up to two chunks are computed at once: with 50257 words those of 666 positions, of which 4 rows have 384
-  (sft: 508), so that 666 need up to 1.7 times what 4 rows do.
+  (sft: 508), so that 666 need up to 1.7 times what 4 rows do: in scoring more
+  than the goal.
 {goal}
 
 One iteration of each script through its own command line on a model of the shape of Qwen3-0.6B (28 layers, width 1024,

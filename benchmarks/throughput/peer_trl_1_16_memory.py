@@ -4,8 +4,7 @@ make_peer_env_trl_1_16.sh.
     .peers/trl-1.16/bin/python peer_trl_1_16_memory.py --loss dpo --vocabulary 50257 --rows 4 --results FILE
 
 Same weights and ids. The trainers' default losses are computed in chunks; the log-probabilities of DPO's reference are
-those of before training, set to 0. Of the first step the memory is counted, the others are
-timed.
+those of before training, set to 0. Of the first step the memory is counted, the others are timed.
 """
 
 import argparse

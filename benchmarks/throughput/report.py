@@ -37,13 +37,13 @@ SCRIPTS = {  # results_NAME.csv, in the order of the page
 }
 PAGES = {  # folder: where the reader finds the other one
     HERE: "[The same in float32 on a CPU of Intel](intel/README.md), where TRL has modes that keep freed memory, too; "
-    "memory of losses and sampling are there alone. "
+    "sampling and the memory of losses are there alone. "
     "Here the first of three runs is of an earlier commit than the others, and what was run once is of the later one: "
     "ratios between the two compare days. TRL with two of twelve layers was not measured here.",
     HERE / "intel": "[The same on a CPU of AMD](../README.md), with bf16. Here TRL's products are "
     "as fast as ours, so that `tuned` and `same-flags-kept-memory` of ppo and ddpo differ in kept memory alone. "
     "Measured with `BF16=0`, and for more steps: `STEPS=10` for sft and pairs, `STEPS=8` for ilql. "
-    "Runs of different commits are of different days; no ratio is between two but that of two layers in the profile.",
+    "Runs of different commits were not made in turn; no ratio is between two but that of two layers in the profile.",
 }
 MISSED = {  # name in the first table: why its goal is missed, with names of what `figures` returns
     "ppo": "{products} of an iteration are matrix products. At the GEMM peak, with no time for anything else, it would "

@@ -35,10 +35,10 @@ import copy
 import math
 import signal
 import sys
-import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -62,11 +62,11 @@ from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import load_rows, load_sets, set_flag, set_prefix, with_prompts
 from common.functions import build, call_metric, call_reward, load_function, spec_path
 from common.logging import Run, closes_run, on_main
-from common.machine import describe_layout, launch, try_update
+from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.models import check_directory, quiet_libraries
 from common.ranges import Count, Decay, Name, Natural, NonNegative, Positive, Range, Repository, Share, out_of_range
 from common.screen import screen, visible
-from common.seeding import rng, seed_libraries, stream_rows
+from common.seeding import rng
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
 NO_REWARD = """--reward is missing: file.py:function. --reward my.py:score calls this:
@@ -337,18 +337,6 @@ def ddpo_loss(new_logprobs, logprobs, advantages, clip_range):
     return torch.max(-advantages * ratio, -advantages * clipped)
 
 
-def learning_rate(args, step, total_steps):
-    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    if args.lr_schedule == "constant":
-        return args.lr
-    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
-    if args.lr_schedule == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return args.lr + (args.lr_final - args.lr) * progress
-
-
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 
@@ -517,12 +505,14 @@ def step_losses(policy, batch, pairs, args):
     return losses, (new_logprobs - logprobs).detach()
 
 
-def update(run, policy, optimizer, batch, epoch, step, args):
-    """The updates of an epoch, from optimizer step `step` on. Returns their metrics: means over the pairs, the largest
-    deviation of a ratio from 1, and that before the first update; learning rate and gradient norm of the last."""
+def update(run, policy, optimizer, batch, args):
+    """The updates of an epoch. Returns their metrics: means over the pairs, the largest deviation of a ratio from 1,
+    and that before the first update; learning rate and gradient norm of the last."""
     accelerator = run.accelerator
     unet = policy.unet
     world = accelerator.num_processes
+    epoch = run.iteration
+    step = run.step - run.stride  # optimizer steps taken
     trained = trained_steps(policy.schedule)
     num_pairs = args.batch_size * steps_per_image(args, trained)  # of an update, of all processes
     sums = dict.fromkeys(("loss/policy", "policy/approxkl", "policy/clipfrac", "policy/ratio"), 0.0)
@@ -530,11 +520,10 @@ def update(run, policy, optimizer, batch, epoch, step, args):
     at_first = None
     unet.train()
     for micro_batches in pair_minibatches(args, epoch, trained, accelerator.process_index, world):
-        for pairs in micro_batches:
-            with nullcontext() if pairs is micro_batches[-1] else accelerator.no_sync(unet):
-                losses, log_ratio = step_losses(policy, batch, pairs, args)
-                # data-parallel training averages gradients over the processes, hence the factor world
-                accelerator.backward(losses.sum() * world / num_pairs)
+        for pairs in accumulate(accelerator, unet, micro_batches):
+            losses, log_ratio = step_losses(policy, batch, pairs, args)
+            # data-parallel training averages gradients over the processes, hence the factor world
+            accelerator.backward(losses.sum() * world / num_pairs)
             log_ratio = log_ratio.double()
             ratio = log_ratio.exp()
             deviation = (ratio - 1).abs()
@@ -549,14 +538,8 @@ def update(run, policy, optimizer, batch, epoch, step, args):
                 run.say(f"warning: rounding moves the ratio by {at_first:.1e}, --cliprange is {args.cliprange}")
         lr = learning_rate(args, step, run.total_steps)
         step += 1
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf)
-        if not grad_norm.isfinite():
-            where = f"in epoch {epoch}, whose first prompt is {batch.prompts[0]!r:.60}"
-            raise FloatingPointError(f"step {step}: gradient norm {grad_norm} {where}; the last checkpoint is intact")
-        optimizer.step()
-        optimizer.zero_grad()
+        where = f"step {step}, epoch {epoch}, whose first prompt is {batch.prompts[0]!r:.60}"
+        grad_norm = optimizer_step(accelerator, unet, optimizer, lr, args, where)
     if not all(weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad):
         raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
     metrics = {}
@@ -565,7 +548,7 @@ def update(run, policy, optimizer, batch, epoch, step, args):
     metrics["policy/ratio_deviation"] = accelerator.gather(largest).max().item()
     metrics["policy/ratio_deviation_first"] = at_first
     metrics["optim/lr"] = lr
-    metrics["optim/grad_norm"] = grad_norm.item()
+    metrics["optim/grad_norm"] = grad_norm
     return metrics
 
 
@@ -603,29 +586,6 @@ def evaluate(run, step, policy, data, args):
             grid(images, prompts, columns["reward"], run.dir / GRID.format(step, suffix))
     run.samples(step, samples)
     return metrics
-
-
-def check(run, policy, optimizer, data, args):
-    """What --check does: it calls metric and reward on the first evaluation rows, and the reward on the first training
-    rows, whose columns may be others: as many of each as are sampled at once. Then an update."""
-    accelerator = run.accelerator
-    count = args.decode_batch_size
-    eval_sets = {name: rows[:count] for name, rows in data.eval_sets.items()}
-    evaluate(run, 0, policy, replace(data, eval_sets=eval_sets), args)
-    rows = data.rows[:count]
-    prompts = [row["prompt"] for row in rows]
-    sampled = sample_images(accelerator, policy, prompts, ["check"], args, trajectories=True)
-    on_main(accelerator, image_scores, data.reward, args.reward, rows, sampled["images"])
-    logprobs = sampled["logprobs"]
-    batch = Trajectories(prompts, sampled["latents"], logprobs, torch.ones_like(logprobs[:, 0]))
-    pairs = torch.zeros(args.micro_batch_size, 2, dtype=torch.long)  # the first step of the first image
-
-    def loss():
-        losses, _ = step_losses(policy, batch, pairs, args)
-        return losses.mean()
-
-    run.say(try_update(accelerator, policy.unet, optimizer, loss))
-    run.say("check passed")
 
 
 def image_scores(reward, name, rows, images):
@@ -893,20 +853,10 @@ def choose_attention(unet, device):
         unet.set_attn_processor(AttnProcessor())
 
 
-def make_optimizer(model, args):
-    """AdamW on what is trainable; weight decay on matrices only."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
-    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
-
-
-def summary(args, accelerator, policy, data):
+def summary(run, policy, data):
     """What is trained on what, in a few lines."""
+    args = run.args
     pipeline = policy.pipeline
-    weights = [*pipeline.unet.parameters(), *pipeline.vae.parameters(), *pipeline.text_encoder.parameters()]
-    num_weights = sum(weight.numel() for weight in weights)
-    num_trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     prompts = [row["prompt"] for row in data.rows]
     num_evaluated = sum(len(rows) for rows in data.eval_sets.values())
     max_length = pipeline.tokenizer.model_max_length
@@ -915,9 +865,9 @@ def summary(args, accelerator, policy, data):
     num_steps = len(policy.schedule.timesteps)
     with_noise = trained_steps(policy.schedule)
     steps = steps_per_image(args, with_noise)
-    pairs = args.batch_size // accelerator.num_processes * steps
+    pairs = args.batch_size // run.accelerator.num_processes * steps
     return (
-        f"ddpo: {num_weights:,} parameters, {num_trained:,} trained; {describe_layout(args, accelerator)}\n"
+        f"{run.describe(pipeline.unet)}\n"
         f"data: {len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {visible(prompts[0])[:200]}\n"
         f"lr {args.lr:g} {args.lr_schedule}, cliprange {args.cliprange:g}, guidance {args.guidance_scale:g}, "
         f"eta {args.eta:g}\n"
@@ -951,8 +901,13 @@ def pictures(run):
     return "".join(f"![{path.stem}](images/{path.name})\n\n" for path in grids)
 
 
+def export_pipeline(run, pipeline, name):
+    """Writes the pipeline to a directory of the run."""
+    on_main(run.accelerator, write_pipeline, pipeline, run.dir / name)
+
+
 @torch.no_grad()
-def export_pipeline(pipeline, folder):
+def write_pipeline(pipeline, folder):
     """Writes a pipeline that plain diffusers loads; with LoRA the adapters are merged into it, and stand in `lora/`
     besides, for `load_lora_weights`."""
     with replacing(folder) as temporary:
@@ -972,99 +927,72 @@ def export_pipeline(pipeline, folder):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
-IN_STATUS = "objective/scores objective/scores_std policy/approxkl policy/clipfrac".split()
+IN_STATUS = ["objective/scores", "objective/scores_std", "policy/approxkl", "policy/clipfrac"]
 
 
 @closes_run
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
-    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     path = build(args.model, "--model")
     data = read(args)
-    accelerator = launch(args, fsdp=False)
-    pipeline, schedule = load(args, path, accelerator.device)
-
-    run = Run("ddpo", args, __file__, accelerator)
+    run = Run(args, __file__, fsdp=False)
     if run.finished:
-        return run.newest_metrics(), run.dir
+        return run.result()
+    accelerator = run.accelerator
+    pipeline, schedule = load(args, path, accelerator.device)
     unet = accelerator.prepare(pipeline.unet)
     embed = Embeddings(pipeline, accelerator.device, args.guidance_scale, args.negative_prompt)
     policy = Policy(pipeline, unet, schedule, embed)
     optimizer = make_optimizer(unet, args)
-    stride = updates_per_epoch(args)
-    total_steps = run.begun + stride * max(0, args.num_epochs - run.state.get("epoch", 0))
-    quantities = {"epoch": 0, "rewards": {}}
+    export = partial(export_pipeline, run, pipeline)
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    options = {"longer": "--num-epochs", "headline": headline, "stride": stride}
-    state = run.restore(unet, optimizer, pipeline.unet, total_steps, **options, **quantities)
+    stride = updates_per_epoch(args)
+    unet_alone = pipeline.unet
+    state = run.begin(unet, optimizer, unet_alone, args.num_epochs, headline, IN_STATUS, stride=stride, rewards={})
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
     stats.rewards = state.rewards  # the same mapping, so checkpoints have what `update` adds
-    run.say(summary(args, accelerator, policy, data))
-    if args.check:
-        check(run, policy, optimizer, data, args)
-        return {}, None
+    run.say(summary(run, policy, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, policy, data, args))
         mirror_grid(run, 0)
 
-    step = run.begun
-    for epoch in range(state.epoch + 1, args.num_epochs + 1):
-        start = time.perf_counter()
+    for epoch in run.iterations():
         # 1. x_0 ~ p(. | c): images with the latents and log-probabilities of their steps
         size = args.rollout_batch_size
-        drawn = stream_rows(args.seed, "data", len(data.rows), (epoch - 1) * size, size)
-        rows = [data.rows[i] for i in drawn]
+        rows = [data.rows[i] for i in run.draw_rows([1] * len(data.rows), (epoch - 1) * size, size)]
         prompts = [row["prompt"] for row in rows]
         sampled = sample_images(accelerator, policy, prompts, ["rollout", epoch], args, trajectories=True)
-        sampling_done = time.perf_counter()
+        run.lap("rollout")
         # 2. r(x_0, c), and advantages by the statistics of each prompt
         scores = on_main(accelerator, image_scores, data.reward, args.reward, rows, sampled["images"])
         if epoch == 1 and min(scores) == max(scores):
             run.say(f"warning: all rewards of the first epoch are {scores[0]}, so there is nothing to learn from them")
         advantages = stats.update(prompts, scores) if args.per_prompt_stats else standardized(scores)
         advantages = torch.from_numpy(advantages).clamp(-args.adv_clip_max, args.adv_clip_max)
-        reward_done = time.perf_counter()
+        run.lap("reward")
         # 3. clipped objective (Sec. 4.3) on the (image, step) pairs of minibatches of images
         logprobs = sampled["logprobs"]
         batch = Trajectories(prompts, sampled["latents"], logprobs, advantages.to(logprobs))
-        update_metrics = update(run, policy, optimizer, batch, epoch, step, args)
-        step += stride
-        update_done = time.perf_counter()
-        # 4. evaluate, log, save
         metrics = {
             "epoch": epoch,
             "objective/scores": np.mean(scores),
             "objective/scores_std": np.std(scores),
             "objective/diversity": diversity(sampled["images"]),
-            **update_metrics,
+            **update(run, policy, optimizer, batch, args),
         }
-        perf = {
-            "perf/seconds_rollout": sampling_done - start,
-            "perf/seconds_reward": reward_done - sampling_done,
-            "perf/seconds_update": update_done - reward_done,
-            "perf/images_per_sec": len(rows) / (update_done - start),
-        }
-        if run.evaluation_due(step):
-            metrics |= evaluate(run, step, policy, data, args)
-            if run.is_best(step, metrics[headline]):
-                on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model_best")
-        run.log(step, {name: float(value) for name, value in metrics.items()}, perf)
-        mirror_grid(run, step)
-        text = " | ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in IN_STATUS)
-        times = f"sampling {sampling_done - start:.1f} s + update {update_done - reward_done:.1f} s"
-        run.status(step, f"{text} | {times}")
-        state.epoch = epoch
-        run.save_if_due(step)
+        run.lap("update")
+        # 4. evaluate, log, save
+        evaluation = {}
+        if run.evaluation_due(run.step):
+            evaluation = evaluate(run, run.step, policy, data, args)
+        run.log(run.step, metrics | evaluation, images=size)
+        mirror_grid(run, run.step)
+        run.save(run.step, export, evaluation.get(headline))
 
-    on_main(accelerator, export_pipeline, pipeline, run.dir / "hf_model")
-    title = f"{run.identity['flags']['model']} after DDPO on {run.identity['flags']['reward']}"
-    prompt = data.rows[0]["prompt"]
     code = sampling_code(args, pipeline.unet)
-    metrics = run.finish(title, prompt, code, "diffusers", pictures(run))
-    accelerator.end_training()
-    return metrics, run.dir
+    return run.finish(export, data.rows[0]["prompt"], code, "diffusers", partial(pictures, run))
 
 
 if __name__ == "__main__":

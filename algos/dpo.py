@@ -32,10 +32,8 @@ import math
 import os
 import signal
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,7 +52,7 @@ import safetensors.torch
 import torch
 from torch.nn import functional as F
 
-from common.adapters import adapter_problems, to_export, train_adapters
+from common.adapters import adapter_problems, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
     asked_messages,
@@ -72,7 +70,7 @@ from common.data import (
 )
 from common.functions import build, load_function
 from common.logging import Run, closes_run, on_main
-from common.machine import describe_layout, launch, longest_micro_batch, try_update
+from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import (
     as_decoder,
     end_tokens,
@@ -83,7 +81,7 @@ from common.models import (
     max_positions,
     unsharded,
 )
-from common.output import call_with_output, describe_output, in_chunks
+from common.output import call_with_output, in_chunks
 from common.ranges import (
     Count,
     Decay,
@@ -100,7 +98,6 @@ from common.ranges import (
 )
 from common.sampling import evaluate_samples
 from common.screen import screen, visible
-from common.seeding import seed_libraries, stream_rows
 from common.structure import packing_problem
 
 PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
@@ -680,12 +677,6 @@ def pair_terms(policy, losses, rewards):
     }
 
 
-def reduce_sums(accelerator, sums):
-    """{name: sum over all processes} as numbers, of a dict of sums."""
-    totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
-    return dict(zip(sums, totals, strict=True))
-
-
 def score_pairs(accelerator, score, pairs, batch_size):
     """score(pairs) -> (2, b) of all pairs, (2, N) in float64 on every process; each of them scores a share."""
     device = accelerator.device
@@ -722,24 +713,6 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
             terms = pair_terms(policy, *losses_of(policy, pairs))
             metrics |= {f"{set_prefix(name)}{term}": values.mean().item() for term, values in terms.items()}
     return metrics
-
-
-def check(run, model, optimizer, score, losses_of, tokenizer, data, args):
-    """What --check does: an evaluation, and an update on a micro-batch of the longest pairs, without the reference,
-    whose scores have no gradient."""
-    evaluate(run, 0, model, score, losses_of, tokenizer, data, args)
-    longest = longest_micro_batch(data.pairs, pair_length, run.accelerator, args)
-    run.say(try_update(run.accelerator, model, optimizer, lambda: -score(longest).mean()))
-    run.say("check passed")
-
-
-def headline_metric(metrics, data):
-    """The name of the metric whose highest value marks the best model: the first one of --metric, else the accuracy on
-    the first evaluation set, else that in training."""
-    evaluations = [name for name in metrics if name.startswith("eval/")]
-    if not data.metric:
-        evaluations = [name for name in evaluations if name.endswith("rewards/accuracies")]
-    return evaluations[0] if evaluations else "rewards/accuracies"
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -842,50 +815,29 @@ def probe_pairs(data):
     return [by_length[-1], by_length[len(by_length) // 2]]
 
 
-def learning_rate(args, step, total_steps):
-    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    if args.lr_schedule == "constant":
-        return args.lr
-    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
-    if args.lr_schedule == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return args.lr + (args.lr_final - args.lr) * progress
-
-
-def make_optimizer(model, args):
-    """AdamW on what is trainable; weight decay on matrices only."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
-    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
-
-
-def summary(args, accelerator, lm, tokenizer, data, max_length, total_steps):
+def summary(run, lm, tokenizer, data, max_length):
     """What is trained on what, in a few lines."""
+    args = run.args
     lines = []
     ends = end_tokens(lm)
     if not any(trains_end(pair, ends) for pair in data.pairs):
         named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
         lines.append(f"warning: no row trains the end token {named}: responses will not end")
-    trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
     lengths = sorted(map(longer_side, data.pairs))
     chosen, rejected, prompt_length = data.pairs[0]
     prompt = visible(tokenizer.decode(chosen[:prompt_length]))
     chosen = visible(tokenizer.decode(chosen[prompt_length:]))
     rejected = visible(tokenizer.decode(rejected[prompt_length:]))
-    epochs = total_steps * args.batch_size / len(data.pairs)
-    share = args.batch_size // accelerator.num_processes
+    epochs = run.total_steps * args.batch_size / len(data.pairs)
+    share = args.batch_size // run.accelerator.num_processes
     lines += [
-        f"{Path(__file__).stem}: {lm.num_parameters():,} parameters, {trained:,} trained; "
-        f"{describe_layout(args, accelerator)}; {describe_output(lm)}",
+        run.describe(lm),
         f"data: {data.report}",
         f"tokens of the longer side: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: [{prompt[-400:]}] | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, beta {args.beta:g}, at most {max_length} tokens a side, "
         f"{args.max_new_tokens} new tokens, {epochs:.3g} epochs",
-        f"{total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
+        f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
         f"{args.micro_batch_size} a forward pass",
     ]
     if data.prompts:
@@ -903,98 +855,81 @@ def trains_end(pair, ends):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
+IN_STATUS = ["train/loss", "rewards/accuracies", "rewards/margins"]
+
 
 @closes_run
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
-    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
     data = read(args)
-    accelerator = launch(args)
+    run = Run(args, __file__)
+    if run.finished:
+        return run.result()
+    accelerator = run.accelerator
     lm, tokenizer = load(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
     reference = Reference(accelerator, lm, tokenizer, ref_path, args)
-    run = Run("dpo", args, __file__, accelerator)
-    if run.finished:
-        return run.newest_metrics(), run.dir
-    total_steps = args.total_steps or math.ceil(args.epochs * len(data.pairs) / args.batch_size)
     packing = packing_is_exact(run, lm, examples_of(probe_pairs(data)), response_nll, "log-probability", args)
-    run.say(summary(args, accelerator, lm, tokenizer, data, max_length, total_steps))
     reference.ask(run, tokenizer, data, packing)
     losses_of = functools.partial(pair_losses, reference=reference, args=args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
-    evaluates = bool(data.eval_sets or data.prompts)
-    headline = functools.partial(headline_metric, data=data)
-    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=headline, evaluates=evaluates)
     score = functools.partial(pair_logprobs, model, packing)
-    if args.check:
-        check(run, model, optimizer, score, losses_of, tokenizer, data, args)
-        return {}, None
+    export = functools.partial(run.export, lm, tokenizer)
+    lengths = [pair_length(pair) for pair in data.pairs]
+    total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)
+    headline = "rewards/accuracies"
+    if data.eval_sets:
+        headline = f"{set_prefix(next(iter(data.eval_sets)))}rewards/accuracies"
+    evaluates = bool(data.eval_sets or data.prompts)
+    run.begin(model, optimizer, lm, total_steps, headline, IN_STATUS, evaluates=evaluates)
+    run.say(summary(run, lm, tokenizer, data, max_length))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, score, losses_of, tokenizer, data, args))
 
-    for step in range(run.begun + 1, total_steps + 1):
-        start = time.perf_counter()
+    for step in run.iterations():
         model.train()
         # 1. a batch of pairs, in keyed random order
-        batch = stream_rows(args.seed, "data", len(data.pairs), (step - 1) * args.batch_size, args.batch_size)
-        count = sum(len(data.pairs[row][0]) - data.pairs[row][2] for row in batch)  # tokens of the chosen responses
-        micro_batches = split_rows(accelerator, batch, data.pairs, packing, args.micro_batch_size)
+        rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
+        count = sum(len(data.pairs[row][0]) - data.pairs[row][2] for row in rows)  # tokens of the chosen responses
         # 2. loss = 1/B sum pair_losses + sft_coef nll, and its gradient
         sums = defaultdict(float)
-        for rows in micro_batches:
-            micro_batch = [data.pairs[row] for row in rows]
-            with nullcontext() if rows is micro_batches[-1] else accelerator.no_sync(model):
-                policy = score(micro_batch)
-                losses, rewards = losses_of(policy, micro_batch)
-                loss = losses.sum() / args.batch_size - args.sft_coef * policy[0].sum() / count
-                # data-parallel training averages gradients over the processes, hence the factor
-                accelerator.backward(loss * accelerator.num_processes)
+        micro_batches = split_rows(accelerator, rows, data.pairs, packing, args.micro_batch_size)
+        for places in accumulate(accelerator, model, micro_batches):
+            pairs = [data.pairs[place] for place in places]
+            policy = score(pairs)
+            losses, rewards = losses_of(policy, pairs)
+            loss = losses.sum() / args.batch_size - args.sft_coef * policy[0].sum() / count
+            # data-parallel training averages gradients over the processes, hence the factor
+            accelerator.backward(loss * accelerator.num_processes)
             for name, values in pair_terms(policy, losses, rewards).items():
                 sums[name] += values.detach().double().sum()
+        sums = reduce_sums(accelerator, sums)
+        metrics = {name: value / args.batch_size for name, value in sums.items()}
+        nll = -sums["logps/chosen"] / count  # mean over the tokens
+        loss = metrics.pop("loss") + args.sft_coef * nll
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        sums = reduce_sums(accelerator, sums)
-        means = {name: value / args.batch_size for name, value in sums.items()}
-        if not (all(map(math.isfinite, means.values())) and grad_norm.isfinite()):
-            numbers = f"loss {means['loss']}, gradient norm {grad_norm}, rows {batch}"
-            raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
-        optimizer.step()
-        optimizer.zero_grad()
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, f"step {step}, rows {rows}", loss)
+        run.lap("update")
         # 4. evaluate, log, save
-        seconds = time.perf_counter() - start
-        nll = -sums["logps/chosen"] / count  # mean over the tokens
-        loss = means.pop("loss") + args.sft_coef * nll
-        metrics = {"train/loss": loss, "train/nll": nll, **means}
-        metrics["train/epoch"] = step * args.batch_size / len(data.pairs)
-        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item()}
-        perf = {
-            "perf/seconds_update": seconds,
-            "perf/tokens_per_sec": sum(pair_length(data.pairs[row]) for row in batch) / seconds,
-            "perf/pairs_per_sec": args.batch_size / seconds,
-        }
+        metrics = {"train/loss": loss, "train/nll": nll, **metrics}
+        metrics["train/epoch"] = step * args.batch_size / len(lengths)
+        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
+        best = None
         if run.evaluation_due(step):
             evaluation = evaluate(run, step, model, score, losses_of, tokenizer, data, args)
+            # the first column of --metric comes first
+            best = next(iter(evaluation.values())) if data.metric else evaluation.get(headline)
             metrics |= evaluation
-            if evaluation and run.is_best(step, evaluation[headline_metric(evaluation, data)]):
-                run.export(to_export(lm, args), tokenizer, "hf_model_best")
-        run.log(step, metrics, perf)
-        text = f"loss {loss:.4f} | accuracy {metrics['rewards/accuracies']:.3f}"
-        run.status(step, f"{text} | margin {metrics['rewards/margins']:.3g} | {seconds:.2f} s")
-        run.save_if_due(step)
+        run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
+        run.save(step, export, best)
 
-    run.export(to_export(lm, args), tokenizer, "hf_model")
-    title = f"{run.identity['flags']['model']} after DPO on {run.identity['flags']['dataset']}"
     chosen, _, prompt_length = data.pairs[0]
     prompt = asked_messages(data.rows[0]) or tokenizer.decode(chosen[:prompt_length])
-    metrics = run.finish(title, prompt)
-    accelerator.end_training()
-    return metrics, run.dir
+    return run.finish(export, prompt)
 
 
 if __name__ == "__main__":

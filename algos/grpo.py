@@ -45,10 +45,9 @@ import math
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -67,15 +66,14 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from common.adapters import adapter_problems, to_export, train_adapters
+from common.adapters import adapter_problems, train_adapters
 from common.cache import closed_ranks, write_in_place
-from common.card import SEQ2SEQ_USAGE, USAGE
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import asked_messages, encode_prompts, load_rows, load_sets, set_flag, set_prefix
+from common.data import encode_prompts, load_rows, load_sets, set_flag, set_prefix
 from common.functions import build, load_function, refuse_mistyped
 from common.logging import Run, closes_run
-from common.machine import describe_layout, launch, longest_micro_batch, try_update
+from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.models import (
     as_decoder,
     end_tokens,
@@ -87,7 +85,7 @@ from common.models import (
     share_frozen,
     unsharded,
 )
-from common.output import call_with_output, describe_output, in_chunks
+from common.output import call_with_output, in_chunks
 from common.ranges import (
     Count,
     Decay,
@@ -112,7 +110,7 @@ from common.sampling import (
     total,
 )
 from common.screen import visible
-from common.seeding import draw, rng, seed_libraries, stream_rows
+from common.seeding import draw, rng
 from common.structure import cache_problem
 
 
@@ -365,18 +363,6 @@ def token_weights(lengths, loss_mean, max_new_tokens):
     raise ValueError(f"there is no mean {loss_mean!r}")
 
 
-def learning_rate(args, step, total_steps):
-    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    if args.lr_schedule == "constant":
-        return args.lr
-    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
-    if args.lr_schedule == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return args.lr + (args.lr_final - args.lr) * progress
-
-
 def num_iterations(args):
     """Iterations of the whole run."""
     return args.total_episodes // args.rollout_batch_size
@@ -548,11 +534,12 @@ def has_equal_scores(group):
     return len({episode.score for episode in group}) == 1
 
 
-def sample_groups(accelerator, lm, tokenizer, data, first, count, stream, args):
+def sample_groups(run, lm, tokenizer, data, first, count, stream, args):
     """The episodes of `count` prompts, from place `first` of the endless stream of prompts. stream: the key of their
     draws."""
+    accelerator = run.accelerator
     places = []
-    for prompt in stream_rows(args.seed, "data", len(data.rows), first, count):
+    for prompt in run.draw_rows([len(query) for query in data.queries], first, count):
         places += [prompt] * args.group_size
     rows = [data.rows[place] for place in places]
     queries = [data.queries[place] for place in places]
@@ -575,20 +562,20 @@ def sample_groups(accelerator, lm, tokenizer, data, first, count, stream, args):
 
 
 @torch.no_grad()
-def rollout(accelerator, lm, tokenizer, data, state, iteration, args):
+def rollout(run, lm, tokenizer, data, state, args):
     """(episodes of the next prompts, how many groups were sampled). state.prompts: how many the run has taken."""
     size = args.group_size
     num_groups = args.rollout_batch_size // size
-    stream = ("rollout", iteration)
-    episodes = sample_groups(accelerator, lm, tokenizer, data, state.prompts, num_groups, stream, args)
+    stream = ("rollout", run.iteration)
+    episodes = sample_groups(run, lm, tokenizer, data, state.prompts, num_groups, stream, args)
     num_sampled = num_groups
     for attempt in range(args.dynamic_sampling):
         equal = [place for place, group in enumerate(in_groups(episodes, size)) if has_equal_scores(group)]
         if not equal:
             break
-        stream = (f"rollout again {attempt}", iteration)
+        stream = (f"rollout again {attempt}", run.iteration)
         first = state.prompts + num_sampled
-        others = sample_groups(accelerator, lm, tokenizer, data, first, len(equal), stream, args)
+        others = sample_groups(run, lm, tokenizer, data, first, len(equal), stream, args)
         for place, group in zip(equal, in_groups(others, size), strict=True):
             episodes[place * size : (place + 1) * size] = group
         num_sampled += len(equal)
@@ -703,49 +690,40 @@ def losses(model, episodes, args):
     return loss, terms | {name: term[trained].double().sum() for name, term in of_tokens.items()}
 
 
-def update(accelerator, model, optimizer, batch, episodes, iteration, args):
+def update(run, model, optimizer, batch, episodes, args):
     """Epochs of minibatches, an optimizer step each. Returns metrics: objective/ are means per sequence, policy/ per
     token that has an advantage, loss/ per optimizer step. episodes: those of the batch, for an error."""
+    accelerator = run.accelerator
     mask = batch.response_mask
-    stride = steps_per_iteration(args)
-    step = (iteration - 1) * stride
-    total_steps = num_iterations(args) * stride
+    step = run.step - run.stride  # optimizer steps taken
     sums = {}
     model.train()
     for epoch in range(args.ppo_epochs):
-        for rows in minibatches(args, iteration, epoch):
+        for rows in minibatches(args, run.iteration, epoch):
             rows = rows.to(accelerator.device)
             batch.weights[rows] = token_weights(mask[rows].sum(1), args.loss_mean, args.max_new_tokens)
-            parts = micro_batches(accelerator, rows, batch, args)
-            for places in parts:
-                with nullcontext() if places is parts[-1] else accelerator.no_sync(model):
-                    loss, terms = losses(model, batch.take(places), args)
-                    # data-parallel training averages gradients over the processes, hence the factor
-                    accelerator.backward(loss * accelerator.num_processes)
+            for places in accumulate(accelerator, model, micro_batches(accelerator, rows, batch, args)):
+                loss, terms = losses(model, batch.take(places), args)
+                # data-parallel training averages gradients over the processes, hence the factor
+                accelerator.backward(loss * accelerator.num_processes)
                 for name, term in terms.items():
                     sums[name] = sums.get(name, 0) + term
-            lr = learning_rate(args, step, total_steps)
+            lr = learning_rate(args, step, run.total_steps)
             step += 1
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-            if not grad_norm.isfinite():
-                prompt = episodes[int(rows[0])].row["prompt"]
-                numbers = f"gradient norm {grad_norm} of the {len(rows)} episodes whose first is {prompt!r:.60}"
-                raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
-            optimizer.step()
-            optimizer.zero_grad()
+            prompt = episodes[int(rows[0])].row["prompt"]
+            where = f"step {step}, {len(rows)} episodes whose first is {prompt!r:.60}"
+            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, where)
     sums = accelerator.reduce(sums)
     trained = int((mask & (batch.advantages != 0)[:, None]).sum())
     # what the sums of each kind are divided by
-    counts = {"objective": len(mask) * args.ppo_epochs, "policy": trained * args.ppo_epochs, "loss": stride}
-    metrics = {"episode": iteration * args.rollout_batch_size}
+    counts = {"objective": len(mask) * args.ppo_epochs, "policy": trained * args.ppo_epochs, "loss": run.stride}
+    metrics = {"episode": run.iteration * args.rollout_batch_size}
     for name, value in sums.items():
         count = counts[name.partition("/")[0]]
         if count:
             metrics[name] = value.item() / count
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
-    return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm.item()}  # the norm is that of the last step
+    return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}  # the norm is that of the last step
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -770,21 +748,6 @@ def evaluate(run, step, model, tokenizer, data, args):
             samples += set_samples
     run.samples(step, samples)
     return metrics
-
-
-def check(run, model, optimizer, tokenizer, data, args):
-    """What --check does: an evaluation, and an update on the longest queries with responses of --max-new-tokens."""
-    evaluate(run, 0, model, tokenizer, data, args)
-    accelerator = run.accelerator
-    longest = longest_micro_batch(data.queries, len, accelerator, args)
-    query, query_mask = pad_left(longest, tokenizer.pad_token_id, accelerator.device)
-    response = query[:, -1:].repeat(1, args.max_new_tokens)
-    mask = torch.ones_like(response, dtype=torch.bool)
-    ones = torch.ones(len(response), dtype=torch.float64, device=accelerator.device)
-    zeros = torch.zeros(response.shape, device=accelerator.device)
-    episodes = Batch(query, query_mask, response, mask, ones, ones, ref_logprobs=zeros)
-    run.say(try_update(accelerator, model, optimizer, lambda: losses(model, episodes, args)[0]))
-    run.say("check passed")
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -857,37 +820,27 @@ def make_reference(args, path, lm, tokenizer):
     return ref
 
 
-def make_optimizer(model, args):
-    """AdamW on what is trainable; weight decay on matrices only."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
-    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
-
-
-def summary(args, accelerator, lm, data):
+def summary(run, lm, data):
     """What is trained on what, in a few lines."""
-    total_weights = sum(weight.numel() for weight in lm.parameters())
-    trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
+    args = run.args
     reference = "a frozen copy"
     if args.kl_coef == 0:
         reference = "none"
     elif args.ref_model:
         reference = "a model of its own"
-    elif trained < total_weights:
+    elif not all(weight.requires_grad for weight in lm.parameters()):
         reference = "shares the frozen weights"
     if isinstance(data.reward, RewardModel):
         reference += f"; reward: {data.reward.shared:,} parameters of the policy's, {data.reward.own:,} of its own"
     lines = [
-        f"grpo: {total_weights:,} parameters, {trained:,} trained; reference: {reference}; "
-        f"{describe_layout(args, accelerator)}; {describe_output(lm)}",
+        f"{run.describe(lm)}; reference: {reference}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, ratios "
         f"by {args.ratio_level}, loss mean by {args.loss_mean}, {args.max_new_tokens} new tokens, "
         f"{args.total_episodes} episodes",
         f"{num_iterations(args)} iterations x ({args.rollout_batch_size // args.group_size} groups of "
-        f"{args.group_size} episodes, then {steps_per_iteration(args)} optimizer steps of {args.batch_size}: "
-        f"{args.batch_size // accelerator.num_processes} rows a process, {args.micro_batch_size} a forward)",
+        f"{args.group_size} episodes, then {run.stride} optimizer steps of {args.batch_size}: "
+        f"{args.batch_size // run.accelerator.num_processes} rows a process, {args.micro_batch_size} a forward)",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
@@ -906,78 +859,55 @@ ALL_EQUAL = (
 @closes_run
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
-    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
     data = read(args)
-    accelerator = launch(args)
+    run = Run(args, __file__)
+    if run.finished:
+        return run.result()
+    accelerator = run.accelerator
     lm, tokenizer = load(args, path, accelerator.device)
     encode(data, lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
     data.reward = data.reward or RewardModel(args, lm)
-
-    run = Run("grpo", args, __file__, accelerator)
-    if run.finished:
-        return run.newest_metrics(), run.dir
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
-    stride = steps_per_iteration(args)
-    total_steps = num_iterations(args) * stride
-    quantities = {"iteration": 0, "prompts": 0}
+    export = partial(run.export, lm, tokenizer)
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    options = {"longer": "--total-episodes", "headline": headline, "stride": stride}
-    state = run.restore(model, optimizer, lm, total_steps, **options, **quantities)
-    run.say(summary(args, accelerator, lm, data))
-    if args.check:
-        check(run, model, optimizer, tokenizer, data, args)
-        return {}, None
+    stride = steps_per_iteration(args)
+    state = run.begin(model, optimizer, lm, num_iterations(args), headline, IN_STATUS, stride=stride, prompts=0)
+    run.say(summary(run, lm, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))
 
-    for iteration in range(state.iteration + 1, num_iterations(args) + 1):
-        start = time.perf_counter()
+    for iteration in run.iterations():
         # 1. y_1 .. y_G ~ pi(. | x) for each prompt x, their scores, and A_i in the group
         model.eval()
         with unsharded(model):
-            episodes, num_sampled = rollout(accelerator, lm, tokenizer, data, state, iteration, args)
+            episodes, num_sampled = rollout(run, lm, tokenizer, data, state, args)
             batch = stack(episodes, tokenizer.pad_token_id, accelerator.device, args)
             if stride > 1:
                 batch.logprobs = all_logprobs(accelerator, model, batch, args)
             if ref is not None:
                 batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)
-        seconds_rollout = time.perf_counter() - start
+        run.lap("rollout")
         # 2. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = rollout_metrics(episodes, num_sampled, args)
-        metrics |= update(accelerator, model, optimizer, batch, episodes, iteration, args)
+        metrics |= update(run, model, optimizer, batch, episodes, args)
+        run.lap("update")
         if iteration == 1 and metrics["groups/equal"] == 1:
             run.say(ALL_EQUAL)
-        seconds = time.perf_counter() - start
         # 3. evaluate, log, save
-        step = iteration * stride
-        perf = {
-            "perf/seconds_rollout": seconds_rollout,
-            "perf/seconds_update": seconds - seconds_rollout,
-            "perf/tokens_per_sec": int(batch.response_mask.sum()) / seconds,
-            "perf/episodes_per_sec": args.rollout_batch_size / seconds,
-        }
-        if run.evaluation_due(step):
-            metrics |= evaluate(run, step, model, tokenizer, data, args)
-            if run.is_best(step, metrics[headline]):
-                run.export(to_export(lm, args), tokenizer, "hf_model_best")
-        run.log(step, metrics, perf)
-        text = " | ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in IN_STATUS)
-        run.status(step, f"{text} | rollout {seconds_rollout:.2f} s + update {seconds - seconds_rollout:.2f} s")
-        state.iteration = iteration
-        run.save_if_due(step)
+        evaluation = {}
+        if run.evaluation_due(run.step):
+            evaluation = evaluate(run, run.step, model, tokenizer, data, args)
+        tokens = int(batch.response_mask.sum())
+        run.log(run.step, metrics | evaluation, tokens=tokens, episodes=args.rollout_batch_size)
+        run.save(run.step, export, evaluation.get(headline))
 
-    run.export(to_export(lm, args), tokenizer, "hf_model")
-    title = f"{run.identity['flags']['model']} after GRPO on {run.identity['flags']['reward']}"
-    usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
-    metrics = run.finish(title, asked_messages(data.rows[0]) or data.rows[0]["prompt"], usage)
-    accelerator.end_training()
-    return metrics, run.dir
+    return run.finish(export, data.rows[0]["prompt"])
 
 
 if __name__ == "__main__":

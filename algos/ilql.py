@@ -42,9 +42,9 @@ import math
 import os
 import signal
 import sys
-import time
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -67,7 +67,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.adapters import adapter_problems, to_export, train_adapters
+from common.adapters import adapter_problems, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
     asked_messages,
@@ -86,9 +86,9 @@ from common.data import (
 )
 from common.functions import build, load_function, spec_path
 from common.logging import Run, closes_run
-from common.machine import describe_layout, launch, longest_micro_batch, try_update
+from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import as_decoder, freeze, lm_class, load_model, max_positions, unsharded
-from common.output import describe_output, has_plain_output, in_chunks
+from common.output import has_plain_output, in_chunks
 from common.ranges import (
     Count,
     Decay,
@@ -105,7 +105,7 @@ from common.ranges import (
 )
 from common.sampling import evaluate_samples
 from common.screen import visible
-from common.seeding import rng, seed_libraries, stream_rows
+from common.seeding import rng
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 
@@ -346,18 +346,6 @@ def shape_logits(logits, q, v, beta, top_k=0, top_p=1.0, forbidden=None):
         drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
     return logits.log_softmax(-1) + beta * (q - v[..., None])
-
-
-def learning_rate(args, step, total_steps):
-    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    if args.lr_schedule == "constant":
-        return args.lr
-    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
-    if args.lr_schedule == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return args.lr + (args.lr_final - args.lr) * progress
 
 
 # ---- Products with the vocabulary ------------------------------------------------------------------------------------
@@ -792,12 +780,6 @@ def ilql_losses(policy, batch, args):
     return losses | statistics
 
 
-def reduce_sums(accelerator, sums):
-    """{name: sum over all processes} as numbers, of a dict of sums."""
-    totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
-    return dict(zip(sums, totals, strict=True))
-
-
 def loss_metrics(sums, count):
     """The metrics of the sums of what `ilql_losses` returns over `count` actions."""
     mean = {name: total / count for name, total in sums.items()}
@@ -857,21 +839,6 @@ def evaluate(run, step, model, tokenizer, data, args):
     of_each_prompt = zip(*samples, strict=True)
     run.samples(step, [*itertools.chain(*of_each_prompt)])
     return metrics
-
-
-def check(run, model, optimizer, tokenizer, data, args):
-    """What --check does: an evaluation, and an update on a micro-batch of the longest rows."""
-    evaluate(run, 0, model, tokenizer, data, args)
-    accelerator = run.accelerator
-    encoder = accelerator.unwrap_model(model).lm.config.is_encoder_decoder
-    episodes = longest_micro_batch(data.episodes, lambda episode: len(episode.ids), accelerator, args)
-    batch = Batch.of(episodes, tokenizer.pad_token_id, accelerator.device, encoder)
-
-    def loss():
-        return model(batch, args)["loss"].mean()
-
-    run.say(try_update(accelerator, model, optimizer, loss))
-    run.say("check passed")
 
 
 def headline(metrics, data, args):
@@ -987,40 +954,29 @@ def normalize_rewards(data, args):
         scale_rewards(episodes, mean, data.std_return or 1.0)
 
 
-def make_optimizer(model, args):
-    """AdamW on what is trainable; weight decay on matrices only."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
-    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
-
-
-def summary(args, accelerator, policy, tokenizer, data, total_steps):
+def summary(run, policy, tokenizer, data):
     """What is trained on what, in a few lines."""
-    weights = [*policy.parameters()]
-    total = sum(weight.numel() for weight in weights)
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    args = run.args
     lengths = sorted(len(episode.ids) for episode in data.episodes)
     returns = f"{data.mean_return:.4g} +- {data.std_return:.4g}"
     if args.normalize_rewards:
         all_end = all(episode.done for episode in data.episodes)
         returns += f", scaled to {'0' if all_end else 'any mean'} +- 1"
     first_row = data.episodes[0]
-    epochs = total_steps * args.batch_size / len(data.episodes)
+    epochs = run.total_steps * args.batch_size / len(data.episodes)
     betas = " ".join(f"{beta:g}" for beta in args.betas)
-    syncs = total_steps // args.steps_for_target_q_sync
+    syncs = run.total_steps // args.steps_for_target_q_sync
     taken_over = 1 - (1 - args.polyak_alpha) ** syncs
-    share = args.batch_size // accelerator.num_processes
+    share = args.batch_size // run.accelerator.num_processes
     lines = [
         *data.remarks,
-        f"ilql: {total:,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}; "
-        f"{describe_output(policy.lm)}",
+        run.describe(policy),
         f"data: {data.report}; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}; return {returns}",
         f"first row, [not actions]: {marked_actions(tokenizer, first_row)[:800]}; its return, as used: "
         f"{sum(first_row.rewards):.4g}",
         f"lr {args.lr:g} {args.lr_schedule}, beta {betas}, at most {data.max_length} tokens a row, "
         f"{args.max_new_tokens} new tokens, {epochs:.3g} epochs; targets take over {taken_over:.0%} of Q",
-        f"{total_steps} steps x {args.batch_size} rows; each step {share} rows a process, at most "
+        f"{run.total_steps} steps x {args.batch_size} rows; each step {share} rows a process, at most "
         f"{args.micro_batch_size} a forward pass",
     ]
     if args.stop:
@@ -1061,97 +1017,77 @@ print(tokenizer.decode(ids[0]))"""
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
+IN_STATUS = ["losses/loss", "losses/loss_q", "losses/loss_v"]
+
 
 @closes_run
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
-    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     path = build(args.model, "--model")
     data = read(args)
-    accelerator = launch(args)
+    run = Run(args, __file__)
+    if run.finished:
+        return run.result()
+    accelerator = run.accelerator
     device = accelerator.device
     policy, tokenizer = load(args, path, device)
     lm = policy.lm
     encode(data, lm, tokenizer, args)
     normalize_rewards(data, args)
-
-    run = Run("ilql", args, __file__, accelerator)
-    if run.finished:
-        return run.newest_metrics(), run.dir
     optimizer = make_optimizer(policy, args)
     model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
-    total_steps = args.total_steps or math.ceil(args.epochs * len(data.episodes) / args.batch_size)
+    export = partial(run.export, lm, tokenizer, heads={HEADS_FILE: policy.head_weights()})
+    lengths = [len(episode.ids) for episode in data.episodes]
+    total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)
     evaluates = bool(data.eval_sets or data.metric)
-    by_beta = partial(headline, data=data, args=args)
-    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=by_beta, evaluates=evaluates)
-    run.say(summary(args, accelerator, policy, tokenizer, data, total_steps))
-    if args.check:
-        check(run, model, optimizer, tokenizer, data, args)
-        return {}, None
+    run.begin(model, optimizer, lm, total_steps, "losses/loss", IN_STATUS, evaluates=evaluates)
+    run.say(summary(run, policy, tokenizer, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))
 
-    for step in range(run.begun + 1, total_steps + 1):
-        start = time.perf_counter()
+    for step in run.iterations():
         model.train()
         # 1. a batch of rows, in keyed random order
-        rows = stream_rows(args.seed, "data", len(data.episodes), (step - 1) * args.batch_size, args.batch_size)
+        rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
         batch = [data.episodes[row] for row in rows]
         count = sum(len(episode.actions) for episode in batch)  # of all processes
-        micro_batches = split_episodes(batch, accelerator, args)
         # 2. losses of Q, V, CQL and imitation, means over the actions, and the gradient of their weighted sum
-        sums = {}
-        for episodes in micro_batches:
-            last = episodes is micro_batches[-1]
-            with nullcontext() if last else accelerator.no_sync(model):
-                inputs = Batch.of(episodes, tokenizer.pad_token_id, device, lm.config.is_encoder_decoder)
-                terms = model(inputs, args)
-                # data-parallel training averages gradients over the processes, hence the factor
-                accelerator.backward(terms["loss"].sum() * accelerator.num_processes / count)
+        sums = defaultdict(float)
+        for episodes in accumulate(accelerator, model, split_episodes(batch, accelerator, args)):
+            inputs = Batch.of(episodes, tokenizer.pad_token_id, device, lm.config.is_encoder_decoder)
+            terms = model(inputs, args)
+            # data-parallel training averages gradients over the processes, hence the factor
+            accelerator.backward(terms["loss"].sum() * accelerator.num_processes / count)
             for name, values in terms.items():
-                sums[name] = sums.get(name, 0) + values.detach().double().sum()
+                sums[name] += values.detach().double().sum()
+        metrics = loss_metrics(reduce_sums(accelerator, sums), count)
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        metrics = loss_metrics(reduce_sums(accelerator, sums), count)
-        if not (math.isfinite(metrics["losses/loss"]) and grad_norm.isfinite()):
-            numbers = f"loss {metrics['losses/loss']}, gradient norm {grad_norm}, rows {rows}"
-            raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
-        optimizer.step()
-        optimizer.zero_grad()
+        where = f"step {step}, rows {rows}"
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, where, metrics["losses/loss"])
         # 4. Q^ <- Q^ + alpha (Q - Q^)
         if step % args.steps_for_target_q_sync == 0:
             polyak_update(policy.target_q_heads, policy.q_heads, args.polyak_alpha)
+        run.lap("update")
         # 5. evaluate, log, save
-        seconds = time.perf_counter() - start
         metrics |= {
             "target/syncs": step // args.steps_for_target_q_sync,
             "tokens/actions": count,
-            "train/epoch": step * args.batch_size / len(data.episodes),
+            "train/epoch": step * args.batch_size / len(lengths),
             "optim/lr": lr,
-            "optim/grad_norm": grad_norm.item(),
+            "optim/grad_norm": grad_norm,
         }
-        tokens = sum(len(episode.ids) for episode in batch)
-        perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
+        best = None
         if run.evaluation_due(step):
             metrics |= evaluate(run, step, model, tokenizer, data, args)
-            score = metrics[headline(metrics, data, args)]
-            if run.is_best(step, score if data.metric else -score):
-                run.export(to_export(lm, args), tokenizer, "hf_model_best", {HEADS_FILE: policy.head_weights()})
-        run.log(step, metrics, perf)
-        losses = " | ".join(f"{name} {metrics[f'losses/{name}']:.4f}" for name in ("loss", "loss_q", "loss_v"))
-        run.status(step, f"{losses} | {seconds:.2f} s")
-        run.save_if_due(step)
+            run.headline = headline(metrics, data, args)
+            best = metrics[run.headline] if data.metric else -metrics[run.headline]
+        run.log(step, metrics, tokens=sum(lengths[row] for row in rows))
+        run.save(step, export, best)
 
-    run.export(to_export(lm, args), tokenizer, "hf_model", {HEADS_FILE: policy.head_weights()})
-    title = f"{run.identity['flags']['model']} after ILQL on {run.identity['flags']['dataset']}"
     first = data.episodes[0]
     prompt = asked_messages(data.rows[0]) or tokenizer.decode(first.ids[: first.actions[0]])
-    metrics = run.finish(title, prompt, usage(by_beta(run.newest_metrics()), args))
-    accelerator.end_training()
-    return metrics, run.dir
+    return run.finish(export, prompt, usage(run.headline, args))
 
 
 if __name__ == "__main__":

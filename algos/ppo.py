@@ -39,10 +39,11 @@ import math
 import re
 import signal
 import sys
-import time
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -61,15 +62,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.adapters import adapter_problems, to_export, train_adapters
+from common.adapters import adapter_problems, train_adapters
 from common.cache import closed_ranks, write_in_place
-from common.card import SEQ2SEQ_USAGE, USAGE
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import asked_messages, encode_prompts, load_rows, load_sets, set_flag, set_prefix
+from common.data import encode_prompts, load_rows, load_sets, set_flag, set_prefix
 from common.functions import build, load_function, refuse_mistyped, spec_path
 from common.logging import Run, closes_run
-from common.machine import describe_layout, launch, longest_micro_batch, try_update
+from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import (
     as_decoder,
     blocks,
@@ -83,7 +83,7 @@ from common.models import (
     share_frozen,
     unsharded,
 )
-from common.output import call_with_output, describe_output, in_chunks
+from common.output import call_with_output, in_chunks
 from common.ranges import (
     Count,
     Decay,
@@ -104,11 +104,10 @@ from common.sampling import (
     generate_all,
     has_ended,
     kept_ids,
-    pad_left,
     score_outputs,
 )
 from common.screen import visible
-from common.seeding import draw, rng, seed_libraries, stream_rows
+from common.seeding import draw, rng
 from common.structure import cache_problem
 
 
@@ -445,18 +444,6 @@ def next_kl_coef(kl_coef, kl, target, horizon, n):
     Source: Ziegler et al. 2019, Sec. 2.2. n <= horizon keeps beta positive.
     """
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
-
-
-def learning_rate(args, step, total_steps):
-    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    if args.lr_schedule == "constant":
-        return args.lr
-    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
-    if args.lr_schedule == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return args.lr + (args.lr_final - args.lr) * progress
 
 
 def num_iterations(args):
@@ -886,67 +873,49 @@ def losses(model, episodes, args):
         return loss, {name: term.double().sum() for name, term in terms.items()}
 
 
-def add_to(sums, terms):
-    """Adds terms {name: number} to sums {name: number}, which may be empty."""
-    for name, term in terms.items():
-        sums[name] = sums.get(name, 0) + term
-
-
-def update(accelerator, model, optimizer, trunk, batch, rows, iteration, args):
+def update(run, model, optimizer, trunk, batch, rows, args):
     """K epochs of minibatches, an optimizer step each. Returns metrics: means over the response tokens of all epochs,
     and what became of the steps. rows: those of the prompts, for an error."""
+    accelerator = run.accelerator
     lm = accelerator.unwrap_model(model).lm
     tokens = int(batch.response_mask.sum())
-    step = (iteration - 1) * steps_per_iteration(args)
-    total_steps = num_iterations(args) * steps_per_iteration(args)
-    sums = {}
+    step = run.step - run.stride  # optimizer steps taken; those that are left out count, schedules follow the episodes
+    sums = defaultdict(float)
     epochs = 0
     skipped = 0
-    grad_norm = torch.zeros(())
+    grad_norm = 0.0
     model.train()
     for epoch in range(args.ppo_epochs):
-        epoch_sums = {}
-        for minibatch, micro_batches in minibatches(accelerator, batch.lengths(), args, iteration, epoch):
-            step_sums = {}
+        approxkl = 0.0
+        for minibatch, micro_batches in minibatches(accelerator, batch.lengths(), args, run.iteration, epoch):
             count = batch.response_mask[minibatch].sum()  # response tokens of all processes
-            for places in micro_batches:
+            ratios = 0.0
+            for places in accumulate(accelerator, model, micro_batches):
                 episodes = batch.take(places)
-                last = places is micro_batches[-1]
-                with nullcontext() if last else accelerator.no_sync(model), trunk.play(lm, episodes.trunk):
+                with trunk.play(lm, episodes.trunk):
                     loss, terms = losses(model, episodes, args)
                     # data-parallel training averages gradients over the processes, hence the factor
                     accelerator.backward(loss * accelerator.num_processes / count)
-                add_to(step_sums, terms)
-            add_to(epoch_sums, step_sums)
-            lr = learning_rate(args, step, total_steps)
+                for name, term in terms.items():
+                    sums[name] += term
+                ratios += terms["policy/ratio"]
+                approxkl += terms["policy/approxkl"]
+            lr = learning_rate(args, step, run.total_steps)
             step += 1
-            if args.ratio_threshold:
-                ratios = accelerator.reduce(step_sums["policy/ratio"])
-                if ratios > args.ratio_threshold * count:
-                    skipped += 1
-                    optimizer.zero_grad()
-                    continue
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-            if not grad_norm.isfinite():
-                prompt = rows[int(minibatch[0])]["prompt"]
-                numbers = f"gradient norm {grad_norm} of the {len(minibatch)} episodes whose first is {prompt!r:.60}"
-                raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
-            optimizer.step()
-            optimizer.zero_grad()
-        add_to(sums, epoch_sums)
+            if args.ratio_threshold and accelerator.reduce(ratios) > args.ratio_threshold * count:
+                skipped += 1
+                optimizer.zero_grad()
+                continue
+            where = f"step {step}, {len(minibatch)} episodes whose first is {rows[int(minibatch[0])]['prompt']!r:.60}"
+            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, where)
         epochs += 1
-        if args.early_stop_kl:
-            approxkl = accelerator.reduce(epoch_sums["policy/approxkl"])
-            if approxkl > args.early_stop_kl * tokens:
-                break
-    sums = accelerator.reduce(sums)
-    metrics = {name: total.item() / (tokens * epochs) for name, total in sums.items()}
-    metrics["episode"] = iteration * args.rollout_batch_size
+        if args.early_stop_kl and accelerator.reduce(approxkl) > args.early_stop_kl * tokens:
+            break
+    metrics = {name: total / (tokens * epochs) for name, total in reduce_sums(accelerator, sums).items()}
+    metrics["episode"] = run.iteration * args.rollout_batch_size
     metrics["loss/total"] = metrics["loss/policy"] + args.vf_coef * metrics["loss/value"]
     metrics |= {"policy/epochs": epochs, "policy/skipped": skipped}
-    return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm.item()}  # the norm is that of the last step taken
+    return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}  # the norm is that of the last step taken
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -971,21 +940,6 @@ def evaluate(run, step, model, tokenizer, data, args):
             samples += set_samples
     run.samples(step, samples)
     return metrics
-
-
-def check(run, model, optimizer, tokenizer, data, args):
-    """What --check does: an evaluation, and an update on the longest queries with responses of --max-new-tokens."""
-    evaluate(run, 0, model, tokenizer, data, args)
-    accelerator = run.accelerator
-    longest = longest_micro_batch(data.queries, len, accelerator, args)
-    query, query_mask = pad_left(longest, tokenizer.pad_token_id, accelerator.device)
-    response = query[:, -1:].repeat(1, args.max_new_tokens)
-    mask = torch.ones_like(response, dtype=torch.bool)
-    zeros = torch.zeros(response.shape, device=accelerator.device)
-    columns = {"logprobs": zeros, "values": zeros, "advantages": zeros, "returns": zeros}
-    episodes = Rollout(query, query_mask, response, mask, **columns)
-    run.say(try_update(accelerator, model, optimizer, lambda: losses(model, episodes, args)[0]))
-    run.say("check passed")
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -1070,18 +1024,9 @@ def make_policy(args, path, lm):
     return policy.to(lm.device)
 
 
-def make_optimizer(model, args):
-    """AdamW on what is trainable; weight decay on matrices only."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
-    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
-
-
-def summary(args, accelerator, policy, data):
+def summary(run, policy, data):
     """What is trained on what, in a few lines."""
-    total = sum(weight.numel() for weight in policy.parameters())
-    trained = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
+    args = run.args
     reference = "a frozen copy"
     if args.ref_model:
         reference = "a model of its own"
@@ -1090,13 +1035,12 @@ def summary(args, accelerator, policy, data):
     if isinstance(data.reward, RewardModel):
         reference += f"; reward: {data.reward.shared:,} parameters of the policy's, {data.reward.own:,} of its own"
     lines = [
-        f"ppo: {total:,} parameters, {trained:,} trained; reference: {reference}; "
-        f"{describe_layout(args, accelerator)}; {describe_output(policy.lm)}",
+        f"{run.describe(policy)}; reference: {reference}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
-        f"{num_iterations(args)} iterations x ({args.rollout_batch_size} episodes, then {steps_per_iteration(args)} "
-        f"optimizer steps of {args.batch_size}: {args.batch_size // accelerator.num_processes} rows a process, "
+        f"{num_iterations(args)} iterations x ({args.rollout_batch_size} episodes, then {run.stride} "
+        f"optimizer steps of {args.batch_size}: {args.batch_size // run.accelerator.num_processes} rows a process, "
         f"{args.micro_batch_size} a forward)",
     ]
     if args.stop:
@@ -1106,51 +1050,45 @@ def summary(args, accelerator, policy, data):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
-IN_STATUS = "objective/scores objective/kl loss/policy loss/value val/explained_variance".split()
+IN_STATUS = ["objective/scores", "objective/kl", "loss/policy", "loss/value", "val/explained_variance"]
 
 
 @closes_run
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
-    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
     data = read(args)
-    accelerator = launch(args)
+    run = Run(args, __file__)
+    if run.finished:
+        return run.result()
+    accelerator = run.accelerator
     lm, tokenizer, depth = load(args, path, accelerator.device)
     encode(data, lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer)
     data.reward = data.reward or RewardModel(args, lm)
     policy = make_policy(args, path, lm)
-
-    run = Run("ppo", args, __file__, accelerator)
-    if run.finished:
-        return run.newest_metrics(), run.dir
     optimizer = make_optimizer(policy, args)
     model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
-    stride = steps_per_iteration(args)
-    total_steps = num_iterations(args) * stride
-    quantities = {"iteration": 0, "kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0], "trunk": None}
+    export = partial(run.export, lm, tokenizer, heads={"value_head.safetensors": policy.value_head.state_dict()})
+    lengths = [len(query) for query in data.queries]
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    options = {"longer": "--total-episodes", "headline": headline, "stride": stride}
-    state = run.restore(model, optimizer, lm, total_steps, **options, **quantities)
+    state = run.begin(
+        model, optimizer, lm, num_iterations(args), headline, IN_STATUS, stride=steps_per_iteration(args),
+        kl_coef=args.kl_coef, moments=[0, 0.0, 0.0], trunk=None,
+    )  # fmt: skip
     trunk = Trunk(depth, state)
-    run.say(summary(args, accelerator, policy, data))
-    if args.check:
-        check(run, model, optimizer, tokenizer, data, args)
-        return {}, None
+    run.say(summary(run, policy, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))
-    heads = {"value_head.safetensors": policy.value_head.state_dict()}
 
-    for iteration in range(state.iteration + 1, num_iterations(args) + 1):
-        start = time.perf_counter()
+    for iteration in run.iterations():
         # 1. y ~ pi(. | x): responses with their log-probabilities, values and scores
         model.eval()
         size = args.rollout_batch_size
-        drawn = stream_rows(args.seed, "data", len(data.rows), (iteration - 1) * size, size)
+        drawn = run.draw_rows(lengths, (iteration - 1) * size, size)
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):
@@ -1165,38 +1103,21 @@ def main(args):
             rewards = masked_whiten(rewards, mask, shift_mean=False)
         advantages, batch.returns = gae(rewards, batch.values, mask, args.gamma, args.lam)
         batch.advantages = masked_whiten(advantages, mask)
-        seconds_rollout = time.perf_counter() - start
+        run.lap("rollout")
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
-        update_metrics = update(accelerator, model, optimizer, trunk, batch, rows, iteration, args)
-        seconds = time.perf_counter() - start
+        metrics = rollout_metrics(batch, state.kl_coef) | update(run, model, optimizer, trunk, batch, rows, args)
+        run.lap("update")
         # 4. beta follows the KL of this iteration (Ziegler Sec. 2.2)
-        metrics = rollout_metrics(batch, state.kl_coef) | update_metrics
         if args.kl_target:
             state.kl_coef = next_kl_coef(state.kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, size)
         # 5. evaluate, log, save
-        step = iteration * stride  # also where epochs were left out: schedules follow the episodes
-        perf = {
-            "perf/seconds_rollout": seconds_rollout,
-            "perf/seconds_update": seconds - seconds_rollout,
-            "perf/tokens_per_sec": int(mask.sum()) / seconds,
-            "perf/episodes_per_sec": size / seconds,
-        }
-        if run.evaluation_due(step):
-            metrics |= evaluate(run, step, model, tokenizer, data, args)
-            if run.is_best(step, metrics[headline]):
-                run.export(to_export(lm, args), tokenizer, "hf_model_best", heads)
-        run.log(step, metrics, perf)
-        text = " | ".join(f"{name.split('/')[1]} {metrics[name]:.3g}" for name in IN_STATUS)
-        run.status(step, f"{text} | rollout {seconds_rollout:.2f} s + update {seconds - seconds_rollout:.2f} s")
-        state.iteration = iteration
-        run.save_if_due(step)
+        evaluation = {}
+        if run.evaluation_due(run.step):
+            evaluation = evaluate(run, run.step, model, tokenizer, data, args)
+        run.log(run.step, metrics | evaluation, tokens=int(mask.sum()), episodes=size)
+        run.save(run.step, export, evaluation.get(headline))
 
-    run.export(to_export(lm, args), tokenizer, "hf_model", heads)
-    title = f"{run.identity['flags']['model']} after PPO on {run.identity['flags']['reward']}"
-    usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
-    metrics = run.finish(title, asked_messages(data.rows[0]) or data.rows[0]["prompt"], usage)
-    accelerator.end_training()
-    return metrics, run.dir
+    return run.finish(export, data.rows[0]["prompt"])
 
 
 if __name__ == "__main__":

@@ -29,9 +29,7 @@ import itertools
 import math
 import signal
 import sys
-import time
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +47,7 @@ if find_spec("common") is None:
 import torch
 from torch.nn import functional as F
 
-from common.adapters import adapter_problems, to_export, train_adapters
+from common.adapters import adapter_problems, train_adapters
 from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
@@ -65,12 +63,12 @@ from common.data import (
 )
 from common.functions import build
 from common.logging import Run, closes_run
-from common.machine import describe_layout, launch, longest_micro_batch, try_update
+from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import end_tokens, freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
 from common.ranges import Count, Decay, Layers, Name, Natural, NonNegative, Positive, Repository, out_of_range
 from common.sampling import decode, generate_all, kept_ids
 from common.screen import screen, visible
-from common.seeding import rng, seed_libraries, stream_rows
+from common.seeding import rng
 from common.structure import packing_problem
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
@@ -246,18 +244,6 @@ def score_terms(losses, chosen, rejected):
     }
 
 
-def learning_rate(args, step, total_steps):
-    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    if args.lr_schedule == "constant":
-        return args.lr
-    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
-    if args.lr_schedule == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return args.lr + (args.lr_final - args.lr) * progress
-
-
 # ---- Head ------------------------------------------------------------------------------------------------------------
 
 
@@ -370,12 +356,6 @@ def longer_side(pair):
     return max(len(pair[0]), len(pair[1]))
 
 
-def reduce_sums(accelerator, sums):
-    """{name: sum over all processes} as numbers, of a dict of sums."""
-    totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
-    return dict(zip(sums, totals, strict=True))
-
-
 # ---- Scores of samples -----------------------------------------------------------------------------------------------
 
 
@@ -476,18 +456,6 @@ def evaluate(run, step, model, score, data, args):
     return metrics
 
 
-def check(run, model, optimizer, score, data, args):
-    """What --check does: an evaluation, and an update on a micro-batch of the longest pairs."""
-    evaluate(run, 0, model, score, data, args)
-    longest = longest_micro_batch(data.pairs, pair_length, run.accelerator, args)
-
-    def loss():
-        return pairwise_loss(*score(longest)).mean()
-
-    run.say(try_update(run.accelerator, model, optimizer, loss))
-    run.say("check passed")
-
-
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
@@ -564,16 +532,9 @@ def probe_pairs(data):
     return [by_length[-1], by_length[len(by_length) // 2]]
 
 
-def make_optimizer(model, args):
-    """AdamW on what is trainable; weight decay on matrices only."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
-    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
-
-
-def export_classifier(run, name, lm, model, tokenizer, data, args):
+def export_classifier(run, lm, model, tokenizer, data, name):
     """Writes the classifier to a directory of the run, with the map of its scores that --norm-prompts asks for."""
+    args = run.args
     if data.norm_rows:
         with unsharded(model):
             lm.config.reward_norm = reward_norm(run.accelerator, model, data.norm_rows, args.micro_batch_size)
@@ -584,7 +545,7 @@ def export_classifier(run, name, lm, model, tokenizer, data, args):
     if exports_adapter(lm, args):  # it has no configuration of a model
         norm = {key: torch.tensor(value, dtype=torch.float64) for key, value in lm.config.reward_norm.items()}
         files["reward_norm.safetensors"] = norm
-    run.export(to_export(lm, args), tokenizer, name, files)
+    run.export(lm, tokenizer, name, files)
 
 
 def exports_adapter(lm, args):
@@ -592,21 +553,20 @@ def exports_adapter(lm, args):
     return lm._hf_peft_config_loaded and not args.merge_adapters
 
 
-def summary(args, accelerator, lm, new_head, data, max_length, total_steps):
+def summary(run, lm, new_head, data, max_length):
     """What is trained on what, in a few lines."""
-    trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
+    args = run.args
     lengths = sorted(map(longer_side, data.pairs))
     prompt, chosen, rejected = map(visible, data.texts[0])
-    epochs = total_steps * args.batch_size / len(data.pairs)
-    share = args.batch_size // accelerator.num_processes
+    epochs = run.total_steps * args.batch_size / len(data.pairs)
+    share = args.batch_size // run.accelerator.num_processes
     lines = [
-        f"reward: {lm.num_parameters():,} parameters, {trained:,} trained; new head: {new_head}; "
-        f"{describe_layout(args, accelerator)}",
+        f"{run.describe(lm)}; head: {'new' if new_head else 'that of --model'}",
         f"data: {data.report}",
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: {prompt[-400:]} | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens a text, {epochs:.3g} epochs",
-        f"{total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
+        f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
         f"{args.micro_batch_size} a forward pass",
     ]
     if data.norm_rows:
@@ -625,94 +585,73 @@ def example_of_use(args, lm, tokenizer, data):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
+IN_STATUS = ["train/loss", "rewards/accuracies", "rewards/margins"]
+
 
 @closes_run
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
-    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     path = build(args.model, "--model")
     data = read(args)
     policy_path = build(args.norm_policy, "--norm-policy") or path
-    accelerator = launch(args)
+    run = Run(args, __file__)
+    if run.finished:
+        return run.result()
+    accelerator = run.accelerator
     lm, tokenizer, new_head = load(args, path, accelerator.device)
     max_length = min(args.max_length, max_positions(lm) or args.max_length)
     encode(data, tokenizer, max_length)
     if data.norm_prompts:
         data.norm_rows = norm_rows(args, policy_path, data.norm_prompts, tokenizer, max_length, accelerator)
-
-    run = Run("reward", args, __file__, accelerator)
-    if run.finished:
-        return run.newest_metrics(), run.dir
     line = texts_of(probe_pairs(data))
     packing = scores_tokens(lm) and packing_is_exact(run, lm, line, text_scores, "score", args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
-    total_steps = args.total_steps or math.ceil(args.epochs * len(data.pairs) / args.batch_size)
+    score = functools.partial(pair_scores, model, packing)
+    export = functools.partial(export_classifier, run, lm, model, tokenizer, data)
+    lengths = [pair_length(pair) for pair in data.pairs]
+    total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)
     headline = "rewards/accuracies"
     if data.eval_sets and args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}accuracy"
-    evaluates = bool(data.eval_sets)
-    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=headline, evaluates=evaluates)
-    score = functools.partial(pair_scores, model, packing)
-    run.say(summary(args, accelerator, lm, new_head, data, max_length, total_steps))
-    if args.check:
-        check(run, model, optimizer, score, data, args)
-        return {}, None
+    run.begin(model, optimizer, lm, total_steps, headline, IN_STATUS, evaluates=bool(data.eval_sets))
+    run.say(summary(run, lm, new_head, data, max_length))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, score, data, args))
 
-    for step in range(run.begun + 1, total_steps + 1):
-        start = time.perf_counter()
+    for step in run.iterations():
         model.train()
         # 1. a batch of pairs, in keyed random order
-        batch = stream_rows(args.seed, "data", len(data.pairs), (step - 1) * args.batch_size, args.batch_size)
-        micro_batches = split_rows(accelerator, batch, data.pairs, packing, args.micro_batch_size)
+        rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
         # 2. loss = -1/B sum log sigmoid(r_chosen - r_rejected - margin), and its gradient
         sums = defaultdict(float)
-        for rows in micro_batches:
-            micro_batch = [data.pairs[row] for row in rows]
-            last = rows is micro_batches[-1]
-            with nullcontext() if last else accelerator.no_sync(model):
-                chosen, rejected = score(micro_batch)
-                margins = chosen.new_tensor([margin for _, _, margin in micro_batch])
-                losses = pairwise_loss(chosen, rejected, margins, args.center_coef)
-                # data-parallel training averages gradients over the processes, hence the factor
-                accelerator.backward(losses.sum() * accelerator.num_processes / args.batch_size)
+        micro_batches = split_rows(accelerator, rows, data.pairs, packing, args.micro_batch_size)
+        for places in accumulate(accelerator, model, micro_batches):
+            pairs = [data.pairs[place] for place in places]
+            chosen, rejected = score(pairs)
+            margins = chosen.new_tensor([margin for _, _, margin in pairs])
+            losses = pairwise_loss(chosen, rejected, margins, args.center_coef)
+            # data-parallel training averages gradients over the processes, hence the factor
+            accelerator.backward(losses.sum() * accelerator.num_processes / args.batch_size)
             for name, values in score_terms(losses, chosen, rejected).items():
                 sums[name] += values.detach().double().sum()
+        sums = reduce_sums(accelerator, sums)
+        metrics = {name: value / args.batch_size for name, value in sums.items()}
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        sums = reduce_sums(accelerator, sums)
-        means = {name: value / args.batch_size for name, value in sums.items()}
-        if not (all(map(math.isfinite, means.values())) and grad_norm.isfinite()):
-            numbers = f"loss {means['train/loss']}, gradient norm {grad_norm}, rows {batch}"
-            raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
-        optimizer.step()
-        optimizer.zero_grad()
+        where = f"step {step}, rows {rows}"
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, where, metrics["train/loss"])
+        run.lap("update")
         # 4. evaluate, log, save
-        seconds = time.perf_counter() - start
-        metrics = means | {"train/epoch": step * args.batch_size / len(data.pairs)}
-        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item()}
-        tokens = sum(pair_length(data.pairs[row]) for row in batch)
-        perf = {"perf/tokens_per_sec": tokens / seconds, "perf/pairs_per_sec": args.batch_size / seconds}
-        perf["perf/seconds_update"] = seconds
+        metrics["train/epoch"] = step * args.batch_size / len(lengths)
+        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
+        evaluation = {}
         if run.evaluation_due(step):
-            metrics |= evaluate(run, step, model, score, data, args)
-            if run.is_best(step, metrics[headline]):
-                export_classifier(run, "hf_model_best", lm, model, tokenizer, data, args)
-        run.log(step, metrics, perf)
-        text = f"loss {metrics['train/loss']:.4f} | accuracy {metrics['rewards/accuracies']:.3f}"
-        run.status(step, f"{text} | {seconds:.2f} s")
-        run.save_if_due(step)
+            evaluation = evaluate(run, step, model, score, data, args)
+        run.log(step, metrics | evaluation, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
+        run.save(step, export, evaluation.get(headline))
 
-    export_classifier(run, "hf_model", lm, model, tokenizer, data, args)
-    title = f"{run.identity['flags']['model']} as a reward model of {run.identity['flags']['dataset']}"
-    metrics = run.finish(title, *example_of_use(args, lm, tokenizer, data))
-    accelerator.end_training()
-    return metrics, run.dir
+    return run.finish(export, *example_of_use(args, lm, tokenizer, data))
 
 
 if __name__ == "__main__":

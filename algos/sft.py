@@ -26,9 +26,7 @@ import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -47,8 +45,7 @@ if find_spec("common") is None:
 import torch
 from torch.nn import functional as F
 
-from common.adapters import adapter_problems, to_export, train_adapters
-from common.card import SEQ2SEQ_USAGE, USAGE
+from common.adapters import adapter_problems, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
     asked_messages,
@@ -65,9 +62,9 @@ from common.data import (
 )
 from common.functions import build, load_function
 from common.logging import Run, closes_run
-from common.machine import describe_layout, launch, try_update
+from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
-from common.output import call_with_output, describe_output, in_chunks
+from common.output import call_with_output, in_chunks
 from common.ranges import (
     Count,
     Decay,
@@ -83,7 +80,6 @@ from common.ranges import (
 )
 from common.sampling import evaluate_samples
 from common.screen import visible
-from common.seeding import seed_libraries, stream_rows
 from common.structure import packing_problem
 
 WITH_PROMPT = ("messages", "prompt", "completion", "dialogue")  # columns of rows that begin with a prompt
@@ -249,18 +245,6 @@ def token_nll(logits, labels):
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
-
-
-def learning_rate(args, step, total_steps):
-    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    if args.lr_schedule == "constant":
-        return args.lr
-    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
-    if args.lr_schedule == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return args.lr + (args.lr_final - args.lr) * progress
 
 
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
@@ -519,31 +503,11 @@ def evaluate(run, step, model, tokenizer, data, args):
     return metrics
 
 
-def tokens_of(lines):
-    """Tokens of the lines of a micro-batch."""
-    return sum(map(line_length, lines))
-
-
-def check(run, model, optimizer, tokenizer, data, packing, args):
-    """What --check does: an evaluation, and an update on the largest micro-batch of the longest rows."""
-    evaluate(run, 0, model, tokenizer, data, args)
-    longest = sorted(data.examples, key=lambda example: -len(example[0]))[: args.batch_size]
-    limit = max_positions(run.accelerator.unwrap_model(model))
-    micro_batches = split_batch(longest, packing, limit, run.accelerator, args)
-    lines = max(micro_batches, key=tokens_of)
-
-    def loss():
-        return line_terms(token_nll, model, lines, tokenizer.pad_token_id, run.accelerator.device).mean()
-
-    run.say(try_update(run.accelerator, model, optimizer, loss))
-    run.say("check passed")
-
-
 def quality(scores, headline):
     """What the best model has most of: minus the headline loss, or without evaluation rows the metric's first value."""
     if headline in scores:
         return -scores[headline]
-    return next(iter(scores.values()))
+    return next(iter(scores.values()), None)
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -617,14 +581,6 @@ def encode(data, lm, tokenizer, args):
     return max_length
 
 
-def make_optimizer(model, args):
-    """AdamW on what is trainable; weight decay on matrices only."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
-    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
-
-
 def packing_is_exact(run, lm, line, values_of, quantity, args):
     """Whether --packing changes nothing: by the structure of the model and, in float32, tried on a line of texts.
 
@@ -651,25 +607,24 @@ def probe_line(examples):
     return [by_length[-1], by_length[len(by_length) // 2]]
 
 
-def summary(args, accelerator, lm, tokenizer, data, max_length, total_steps):
+def summary(run, lm, tokenizer, data, max_length):
     """What is trained on what, in a few lines."""
+    args = run.args
     lines = []
     ends = end_tokens(lm)
     if all(set(labels).isdisjoint(ends) for _, labels in data.examples):
         named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
         lines.append(f"warning: no row trains the end token {named}: responses will not end")
-    trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
     lengths = sorted(len(ids) for ids, _ in data.examples)
-    epochs = total_steps * args.batch_size / len(data.examples)
-    share = args.batch_size // accelerator.num_processes
+    epochs = run.total_steps * args.batch_size / len(data.examples)
+    share = args.batch_size // run.accelerator.num_processes
     lines += [
-        f"sft: {lm.num_parameters():,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}; "
-        f"{describe_output(lm)}",
+        run.describe(lm),
         f"data: {data.report}; tokens of a row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first row, [without loss]: {marked(tokenizer, *data.examples[0])[:800]}",
         f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens a row, {args.max_new_tokens} new tokens, "
         f"{epochs:.3g} epochs",
-        f"{total_steps} steps x {args.batch_size} rows; each step {share} rows a process, at most "
+        f"{run.total_steps} steps x {args.batch_size} rows; each step {share} rows a process, at most "
         f"{args.micro_batch_size} a forward pass",
     ]
     if data.prompts:
@@ -692,96 +647,72 @@ def marked(tokenizer, ids, labels):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
+IN_STATUS = ["train/loss", "optim/grad_norm"]
+
 
 @closes_run
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
-    seed_libraries(args.seed, args.deterministic)  # before functions of the user run
     path = build(args.model, "--model")
     data = read(args)
-    accelerator = launch(args)
+    run = Run(args, __file__)
+    if run.finished:
+        return run.result()
+    accelerator = run.accelerator
     device = accelerator.device
     lm, tokenizer = load(args, path, device)
+    encoder = lm.config.is_encoder_decoder
     max_length = encode(data, lm, tokenizer, args)
-
-    run = Run("sft", args, __file__, accelerator)
-    if run.finished:
-        return run.newest_metrics(), run.dir
     line_nll = partial(line_terms, token_nll, pad=tokenizer.pad_token_id, device=device)
-    packing = not lm.config.is_encoder_decoder and packing_is_exact(
-        run, lm, probe_line(data.examples), line_nll, "loss", args
-    )
+    packing = not encoder and packing_is_exact(run, lm, probe_line(data.examples), line_nll, "loss", args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
-    total_steps = args.total_steps or math.ceil(args.epochs * len(data.examples) / args.batch_size)
-    evaluates = bool(data.eval_sets or data.prompts)
+    export = partial(run.export, lm, tokenizer)
+    lengths = [len(ids) for ids, _ in data.examples]
+    total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)
     headline = "train/loss"
     if data.eval_sets and args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}loss"
-    run.restore(model, optimizer, lm, total_steps, longer="--total-steps", headline=headline, evaluates=evaluates)
-    run.say(summary(args, accelerator, lm, tokenizer, data, max_length, total_steps))
-    if args.check:
-        check(run, model, optimizer, tokenizer, data, packing, args)
-        return {}, None
+    evaluates = bool(data.eval_sets or data.prompts)
+    run.begin(model, optimizer, lm, total_steps, headline, IN_STATUS, evaluates=evaluates)
+    run.say(summary(run, lm, tokenizer, data, max_length))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))
 
-    for step in range(run.begun + 1, total_steps + 1):
-        start = time.perf_counter()
+    for step in run.iterations():
         model.train()
         # 1. a batch of rows, in keyed random order
-        rows = stream_rows(args.seed, "data", len(data.examples), (step - 1) * args.batch_size, args.batch_size)
+        rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
         batch = [data.examples[row] for row in rows]
         count = sum(num_labels(labels) for _, labels in batch)  # of all processes
-        micro_batches = split_batch(batch, packing, max_positions(lm), accelerator, args)
         # 2. loss = -1/count sum log p(token | tokens before it), and its gradient
         loss = torch.zeros((), dtype=torch.float64, device=device)
-        for lines in micro_batches:
-            last = lines is micro_batches[-1]
-            with nullcontext() if last else accelerator.no_sync(model):
-                nll = line_nll(model, lines).sum() / count
-                # data-parallel training averages gradients over the processes, hence the factor
-                accelerator.backward(nll * accelerator.num_processes)
+        micro_batches = split_batch(batch, packing, max_positions(lm), accelerator, args)
+        for lines in accumulate(accelerator, model, micro_batches):
+            nll = line_nll(model, lines).sum() / count
+            # data-parallel training averages gradients over the processes, hence the factor
+            accelerator.backward(nll * accelerator.num_processes)
             loss += nll.detach()
+        loss = accelerator.reduce(loss).item()
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        loss = accelerator.reduce(loss)
-        if not (loss.isfinite() and grad_norm.isfinite()):
-            numbers = f"loss {loss}, gradient norm {grad_norm}, rows {rows}"
-            raise FloatingPointError(f"step {step}: {numbers}; the last checkpoint is intact")
-        optimizer.step()
-        optimizer.zero_grad()
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, f"step {step}, rows {rows}", loss)
+        run.lap("update")
         # 4. evaluate, log, save
-        seconds = time.perf_counter() - start
-        metrics = {
-            "train/loss": loss.item(),
-            "train/epoch": step * args.batch_size / len(data.examples),
-            "optim/lr": lr,
-            "optim/grad_norm": grad_norm.item(),
-        }
-        tokens = sum(len(ids) for ids, _ in batch)
-        perf = {"perf/seconds_update": seconds, "perf/tokens_per_sec": tokens / seconds}
+        metrics = {"train/loss": loss, "train/epoch": step * args.batch_size / len(lengths)}
+        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
+        score = None
         if run.evaluation_due(step):
             scores = evaluate(run, step, model, tokenizer, data, args)
+            score = quality(scores, headline)
             metrics |= scores
-            if scores and run.is_best(step, quality(scores, headline)):
-                run.export(to_export(lm, args), tokenizer, "hf_model_best")
-        run.log(step, metrics, perf)
-        run.status(step, f"loss {metrics['train/loss']:.4f} | {seconds:.2f} s")
-        run.save_if_due(step)
+        run.log(step, metrics, tokens=sum(lengths[row] for row in rows))
+        run.save(step, export, score)
 
-    run.export(to_export(lm, args), tokenizer, "hf_model")
-    title = f"{run.identity['flags']['model']} after SFT on {run.identity['flags']['dataset']}"
     ids, labels = data.examples[0]
-    encoder = lm.config.is_encoder_decoder
     prompt = asked_messages(data.rows[0])
     prompt = prompt or tokenizer.decode(ids[: first_label(labels)], skip_special_tokens=encoder)
-    metrics = run.finish(title, prompt, SEQ2SEQ_USAGE if encoder else USAGE)
-    accelerator.end_training()
-    return metrics, run.dir
+    return run.finish(export, prompt)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,6 @@ def unpack_state(path, state, model, optimizer, frozen):
     # format 1 has no such sum, it holds all weights; threads change the last digits
     if not math.isclose(state.get("frozen", frozen_sum), frozen_sum, rel_tol=1e-9):
         raise InputError(f"--resume {path} froze other weights than these: {advice}")
-    dcp.set_model_state_dict(model, weights, options=options)
     if (path / "optim.safetensors").exists():
         moments = {}
         for key, value in safetensors.torch.load_file(path / "optim.safetensors").items():
@@ -99,6 +98,28 @@ def unpack_state(path, state, model, optimizer, frozen):
         # Hyperparameters stay those of the flags; lr is a function of the step.
         groups = [{"params": names} for names in state["optimizer_groups"]]
         dcp.set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)
+        for group, changed in zip(optimizer.param_groups, state.get("optimizer_settings", []), strict=False):
+            group.update(changed)
+    # after the optimizer, for whose moments torch takes a step with zero gradients: one without an epsilon gives NaN
+    dcp.set_model_state_dict(model, weights, options=options)
+
+
+def settings_of(optimizer):
+    """What each parameter group of an optimizer holds besides its parameters and the learning rate, as plain values."""
+    settings = []
+    for group in optimizer.param_groups:
+        plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
+        plain.pop("lr")
+        settings.append(plain)
+    return settings
+
+
+def changed_settings(optimizer, first):
+    """What an optimizer has changed in its groups since `settings_of` returned first, such as a count of steps."""
+    changes = []
+    for now, before in zip(settings_of(optimizer), first, strict=True):
+        changes.append({name: value for name, value in now.items() if name not in before or value != before[name]})
+    return changes
 
 
 def write_checkpoint(run_dir, step, files, state, keep, protect=()):
@@ -130,7 +151,7 @@ def write_checkpoint(run_dir, step, files, state, keep, protect=()):
         shutil.rmtree(folder / f"step_{old:08d}")
 
 
-def read_checkpoint(path, algo=None):
+def read_checkpoint(path):
     """state.json of a checkpoint whose files all match the manifest; InputError says what is wrong with it."""
     try:
         manifest = json.loads((path / "MANIFEST.json").read_text())
@@ -142,19 +163,17 @@ def read_checkpoint(path, algo=None):
         raise InputError(f"checkpoint {path} cannot be read: {error}") from None
     if state["format"] > FORMAT:
         raise InputError(f"checkpoint {path} was written by a newer version of plainrl: upgrade to read it")
-    if algo and state["algo"] != algo:
-        raise InputError(f"checkpoint {path} is of {state['algo']}.py, this is {algo}.py")
     return state
 
 
-def newest_checkpoint(run_dir, algo, warn):
+def newest_checkpoint(run_dir, warn):
     """(path, state) of the newest whole checkpoint, after a warning for each broken newer one; (None, {}) if there is
     none at all; InputError when all are broken: a run is never silently started again."""
     folder = Path(run_dir) / "checkpoints"
     paths = sorted(folder.glob("step_????????"), reverse=True)
     for path in paths:
         try:
-            return path, read_checkpoint(path, algo)
+            return path, read_checkpoint(path)
         except InputError as error:
             warn(f"{error}; falling back to the one before")
     if paths:

@@ -1,4 +1,4 @@
-"""Run directory, metrics, progress. Only rank 0 writes; the directory is the truth, trackers mirror it."""
+"""A run: its directory, metrics, checkpoints and signals. Only rank 0 writes. Trackers mirror the directory."""
 
 import contextlib
 import fcntl
@@ -20,21 +20,23 @@ import torch
 import yaml
 
 from common import checkpoint as ckpt
+from common.adapters import to_export
 from common.card import (
+    SEQ2SEQ_USAGE,
     USAGE,
     draw_curves,
     how_to_continue,
     model_card,
     newest_values,
     points,
-    readable,
     sparkline,
     usage_lines,
 )
-from common.cli import InputError
-from common.identity import SIZES, blind_spots, describe, differences, environment, identity, other_length
-from common.machine import is_out_of_memory, memory_advice, peak_memory_mb, set_threads
+from common.cli import InputError, flag_of
+from common.identity import LENGTHS, SIZES, describe, differences, environment, identity, other_length
+from common.machine import describe_layout, is_out_of_memory, launch, memory_advice, peak_memory_mb, set_threads
 from common.screen import screen, table_of, visible
+from common.seeding import seed_libraries, stream_rows
 from common.trackers import check_tracker, log_samples, open_tracker
 
 CHECKPOINTS = "a run directory with checkpoints, or one of these (checkpoints/step_00000100)"
@@ -76,16 +78,18 @@ def duration(seconds):
 
 
 def closes_run(main):
-    """Decorator of main: on a terminal a line shows what it does, and whatever ends it, the run's lock is released and
-    signals have their old handlers again. Where memory runs out, InputError names the flags that lower it."""
+    """Decorator of main: seeds and threads are set before functions of the user run, and whatever ends main, the run's
+    lock is released and signals have their old handlers again. Where memory runs out, InputError names the flags that
+    lower it."""
 
     @functools.wraps(main)
     def wrapped(args):
-        set_threads(args.threads)  # before functions of the user run
+        set_threads(args.threads)
+        seed_libraries(args.seed, args.deterministic)
         screen.start()
         screen.show("loading libraries")
         try:
-            check_tracker(getattr(args, "track", "off"))
+            check_tracker(args.track)
             return main(args)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
@@ -102,29 +106,30 @@ def closes_run(main):
 class Run:
     """One run directory, and what every loop asks of it.
 
-    dir: its path (None with --check). checkpoint, state: what to continue from, or None and {}. begun: optimizer steps
-    done before. finished: it is complete and there is nothing to do. same: the directory holds a part of this very run.
+    accelerator: the processes. dir: its path (None with --check). checkpoint, state: what to continue from, or None and
+    {}. begun: optimizer steps done before. finished: it is complete and there is nothing to do. same: the directory
+    holds a part of this very run.
     """
 
-    def __init__(self, algo, args, script, accelerator):
-        self.accelerator = accelerator
+    def __init__(self, args, script, fsdp=True):
         self.args = args
-        self.main = accelerator.is_main_process
+        self.accelerator = launch(args, fsdp)
+        self.main = self.accelerator.is_main_process
         set_threads(args.threads)  # again: accelerate may have set them
-        self.identity = identity(algo, args, script)
-        self.dir = None
+        self.algo = Path(script).stem
+        self.identity = identity(self.algo, args, script)
         self.signal = None
         self.stepped = False  # since the start of this process
         self.made = False  # whether this process has made the directory
         self.mirror = None
-        self.noted = None
+        self.dir = None
         self.lock = None
         self.handlers = {}
-        self.start = time.monotonic()
+        self.seconds = {}  # of the parts of this iteration
         self.last_line = 0.0
         _open.append(self)
         claim = self._named_checkpoint if args.check else self._claim
-        self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(accelerator, claim)
+        self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(self.accelerator, claim)
         self.begun = self.state.get("step", 0)
         if self.state:  # another number of threads gives other bits
             set_threads(args.threads or self.state["threads"])
@@ -143,7 +148,7 @@ class Run:
             path = max(path.glob("checkpoints/step_????????"), default=path)
             if not (path / "state.json").is_file():
                 raise InputError(f"--resume {self.args.resume} must be auto, never, {CHECKPOINTS}")
-            state = ckpt.read_checkpoint(path, self.identity["algo"])
+            state = ckpt.read_checkpoint(path)
         return None, path, state, False, False
 
     def _claim(self):
@@ -169,13 +174,12 @@ class Run:
             lines = "\n  ".join(differences(old, new))
             raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists():
-            text = f"{folder} is finished, its model is in {folder}/hf_model; --resume never repeats the run"
-            self.say(text + blind_spots(new))
+            self.say(f"{folder} is finished, its model is in {folder}/hf_model; --resume never repeats the run")
             return folder, None, {}, True, True
         same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
         if same:
-            path, state = ckpt.newest_checkpoint(folder, new["algo"], self.say)
-            self.say(f"continuing {folder} from step {state.get('step', 0)}{blind_spots(new)}")
+            path, state = ckpt.newest_checkpoint(folder, self.say)
+            self.say(f"continuing {folder} from step {state.get('step', 0)}")
         elif path:
             origin = path.resolve().parents[1] / "env.json"
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
@@ -184,23 +188,8 @@ class Run:
             self.say(f"{shorter} holds this run with another length; to continue that one: --resume {shorter}")
         return folder, path, state, False, same
 
-    def _begin(self):
-        """Makes the directory that of this run: what came after the checkpoint that it goes on from is removed."""
-        if not self.same:
-            (self.dir / "README.md").unlink(missing_ok=True)
-            for later in (self.dir / "checkpoints").glob("step_????????"):
-                if later.name > self.checkpoint.name:
-                    shutil.rmtree(later)
-        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # these steps come again
-            keep_lines(self.dir / name, self.state.get("step", -1))
-        if not self.same:
-            sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
-            # first env.json, by which `_make_folder` knows the directory of a run
-            ckpt.write_text(self.dir / "env.json", json.dumps(self.identity | environment(self.accelerator), indent=1))
-            ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
-
     def _make_folder(self):
-        name = self.args.name or self.identity["algo"]
+        name = self.args.name or self.algo
         folder = Path(self.args.run_dir or f"runs/{name}-{self.identity['hash']}")
         try:
             if self.args.resume == "never" and folder.exists():
@@ -230,40 +219,96 @@ class Run:
         self.lock.write(f"{os.getpid()} on {platform.node()}")
         self.lock.flush()
 
-    # -- the loop
+    def begin(self, model, optimizer, pretrained, iterations, headline, shown, stride=1, evaluates=True, **quantities):
+        """Fills model and optimizer from the checkpoint, if there is one, and makes the directory that of this run.
+        Returns the running quantities of the algorithm as attributes: those given, or those of the checkpoint. `save`
+        keeps them as they are then. Collective.
 
-    def restore(
-        self, model, optimizer, pretrained, total_steps, longer, headline, stride=1, evaluates=True, **quantities
-    ):
-        """The running quantities of the algorithm as attributes: those given, or those of the checkpoint, which also
-        fills model and optimizer. `save_if_due` saves them as they are then. Collective.
-
-        pretrained: the model of --model, of which checkpoints leave out what is frozen. total_steps: optimizer steps of
-        the whole run, stride: of an iteration. longer: the flag that makes the run longer. headline: the metric that
-        the picture and the card begin with, or a function of the newest metrics that names it. evaluates: whether there
-        is anything to evaluate.
+        pretrained: the model of --model, of which checkpoints leave out what is frozen. iterations: of the whole run,
+        each of `stride` optimizer steps. headline: the metric that the picture and the card begin with. shown: the
+        metrics of the status line, which the picture has, too. evaluates: whether there is anything to evaluate.
         """
         self.model = model
         self.optimizer = optimizer
-        self.total_steps = total_steps
+        self.pretrained = pretrained
         self.stride = stride
-        self.longer = longer
+        self.iteration = self.state.get("iteration", 0)  # the last one that is done
+        self.num_iterations = iterations
+        self.total_steps = self.begun + stride * max(0, iterations - self.iteration)
         self.headline = headline
-        self.next_picture = 0.0
+        self.shown = shown
         self.eval_every = self.args.eval_every if evaluates else 0
         self.best_score = self.state.get("best_score")
         self.best_step = self.state.get("best_step")
         self.frozen = ckpt.frozen_weights(pretrained)
+        self.first_groups = ckpt.settings_of(optimizer)
         stored = {name: self.state[name] for name in quantities if name in self.state}
         self.quantities = SimpleNamespace(**quantities | stored)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
-        optimizer.register_step_post_hook(self._on_step)  # behind a step that torch takes to fill the moments
-        if self.checkpoint and self.begun >= total_steps and not self.same:
-            raise InputError(f"--resume {self.args.resume}: nothing is left to train; raise {longer}")
+        optimizer.register_step_post_hook(self._on_step)  # after a step that torch takes to fill the moments
+        self.longer = next(flag_of(name) for name in reversed(LENGTHS) if hasattr(self.args, name))
+        if self.checkpoint and self.iteration >= iterations and not self.same:
+            raise InputError(f"--resume {self.args.resume}: nothing is left to train; raise {self.longer}")
         if self.dir:
             on_main(self.accelerator, self._begin)
+        self.start = time.monotonic()
         return self.quantities
+
+    def _begin(self):
+        """Makes the directory that of this run: what came after the checkpoint that it goes on from is removed."""
+        if not self.same:
+            (self.dir / "README.md").unlink(missing_ok=True)
+            for later in (self.dir / "checkpoints").glob("step_????????"):
+                if later.name > self.checkpoint.name:
+                    shutil.rmtree(later)
+        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # these steps come again
+            keep_lines(self.dir / name, self.state.get("step", -1))
+        if not self.same:
+            sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
+            notes = {"total_steps": self.total_steps, "headline": self.headline}
+            env = self.identity | environment(self.accelerator) | notes
+            # first env.json, by which `_make_folder` knows the directory of a run
+            ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
+            ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
+
+    def describe(self, model):
+        """What is trained, in which types, where: the first line of a summary."""
+        total = sum(weight.numel() for weight in model.parameters())
+        trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        layout = describe_layout(self.args, self.accelerator)
+        return f"{self.algo}: {total:,} parameters, {trained:,} trained; {layout}"
+
+    # -- the loop
+
+    def iterations(self):
+        """Yields the numbers of the iterations that are left, counted from 1; `step` is the number of optimizer steps
+        at the end of each. With --check the first one alone, or two where an iteration is one optimizer step: the
+        second one finds the optimizer's moments in memory."""
+        self.step = self.begun
+        first = self.iteration + 1
+        last = self.num_iterations
+        if self.args.check:
+            last = min(last, first + 1 if self.stride == 1 else first)
+        for self.iteration in range(first, last + 1):
+            self.step += self.stride
+            self.seconds = {}
+            self.since = time.perf_counter()
+            yield self.iteration
+
+    def draw_rows(self, lengths, start, count):
+        """The numbers of `count` rows from place `start` of an endless stream, in keyed random order; with --check
+        those of the longest rows. lengths: of all rows."""
+        if not self.args.check:
+            return stream_rows(self.args.seed, "data", len(lengths), start, count)
+        longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        return [longest_first[place % len(lengths)] for place in range(count)]
+
+    def lap(self, part):
+        """Ends a part of an iteration, such as its rollout: its seconds go to perf.jsonl."""
+        now = time.perf_counter()
+        self.seconds[part] = now - self.since
+        self.since = now
 
     def evaluation_due(self, step):
         """At the start, every --eval-every steps, and at the end."""
@@ -275,21 +320,19 @@ class Run:
         """Whether a multiple of `every` lies in the last iteration."""
         return every > 0 and step // every > (step - self.stride) // every
 
-    def is_best(self, step, score):
-        """Whether the score of an evaluation is the highest so far. The best checkpoint is always kept."""
-        if self.best_score is not None and not score > self.best_score:
-            return False
-        self.best_score = score
-        self.best_step = step
-        return True
-
-    def save_if_due(self, step):
-        """Saves every --save-every steps, at the best evaluation and at the end; also after SIGTERM and SIGINT, and
-        leaves then with 143 or 130. Collective."""
+    def save(self, step, export, score=None):
+        """Ends an iteration: exports the model where score, that of an evaluation, is the highest so far; writes a
+        checkpoint then, every --save-every steps, and at the end; after SIGTERM and SIGINT, too, and leaves then with
+        143 or 130. export: takes the name of a directory. Collective."""
+        if self.dir is None:
+            return
+        if score is not None and (self.best_score is None or score > self.best_score):
+            self.best_score = score
+            self.best_step = step
+            export("hf_model_best")
         stop = self.stop_requested()
         if stop or step in (self.best_step, self.total_steps) or self._passed(step, self.args.save_every):
-            best = {"best_score": self.best_score, "best_step": self.best_step}
-            self._save(step, *ckpt.pack_state(self.model, self.optimizer, self.frozen, **vars(self.quantities), **best))
+            self._save(step)
         if stop:
             if self.main:
                 self._draw()
@@ -300,14 +343,18 @@ class Run:
             self.say(f"stopped after step {step}; to continue: {shlex.join([*launcher, *sys.argv])}")
             raise SystemExit(128 + self.signal)
 
-    def _save(self, step, files, state):
+    def _save(self, step):
         """Writes a checkpoint. A full disk is a warning: older checkpoints are intact, the next save tries again."""
         screen.show("saving")
-        full = {"algo": self.identity["algo"], "threads": torch.get_num_threads(), **state}
+        best = {"best_score": self.best_score, "best_step": self.best_step}
+        settings = ckpt.changed_settings(self.optimizer, self.first_groups)
+        state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": self.iteration}
+        state |= {"optimizer_settings": settings} | vars(self.quantities) | best
+        files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, **state)
 
         def write():
             try:
-                ckpt.write_checkpoint(self.dir, step, files, full, self.args.keep_checkpoints, {self.best_step})
+                ckpt.write_checkpoint(self.dir, step, files, state, self.args.keep_checkpoints, {self.best_step})
             except OSError as error:
                 self.say(f"warning: no checkpoint was written at step {step} ({error}); older ones are intact")
 
@@ -338,7 +385,7 @@ class Run:
 
     def close(self):
         screen.stop()
-        if self.dir and self._holds_nothing():
+        if self.made and not self.stepped and self.dir:  # an error or a signal came before the first step
             shutil.rmtree(self.dir, ignore_errors=True)
             if not self.args.run_dir:
                 with contextlib.suppress(OSError):  # other runs are there
@@ -353,11 +400,6 @@ class Run:
         if self in _open:
             _open.remove(self)
 
-    def _holds_nothing(self):
-        """Whether this process has made the directory, and a signal or an error ended the run before its first step.
-        One that was there before is never removed: it may hold another's files."""
-        return self.made and not self.stepped
-
     # -- output
 
     def say(self, text):
@@ -369,34 +411,41 @@ class Run:
         with open(self.dir / name, "a", encoding="utf-8") as file:
             file.write("".join(lines))
 
-    def _note(self, record):
-        """Keeps in env.json what benchmarks/compare.py shows of a run that is not finished: its length, and the name of
-        its headline metric, which an evaluation may change."""
-        evaluated = any(name.startswith("eval/") for name in record)
-        if self.noted and not evaluated:
-            return
-        records = [record] if self.noted else self._records()  # at first, also those before a restart
-        note = {"total_steps": self.total_steps, "headline": self._headline(records)}
-        if note != self.noted:
-            path = self.dir / "env.json"
-            ckpt.write_text(path, json.dumps(json.loads(path.read_text()) | note, indent=1))
-            self.noted = note
-
-    def log(self, step, metrics, perf=None):
-        """One line of metrics.jsonl (bitwise reproducible; null for what is not finite) and one of perf.jsonl."""
+    def log(self, step, metrics, **counts):
+        """One line of metrics.jsonl (bitwise reproducible; null for what is not finite), one of perf.jsonl, and a line
+        on the screen. counts: how many tokens, episodes or the like the iteration has worked on."""
+        self.stepped = self.stepped or step > 0  # also where an iteration took no optimizer step
         if not self.main:
             return
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        record = {"step": step, **dict.fromkeys(metrics), **finite}
-        self.append("metrics.jsonl", record)
-        self._note(record)
-        if perf:
-            perf = perf | {"perf/peak_memory_mb": peak_memory_mb(self.accelerator.device)}
-            self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
-        self._mirror(self.accelerator.log, finite | (perf or {}), step=step)
-        evaluated = not self.eval_every or self.evaluation_due(step)
-        if 0 < step < self.total_steps and evaluated and time.monotonic() >= self.next_picture:
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
+        for name, count in counts.items():
+            perf[f"perf/{name}_per_sec"] = count / sum(self.seconds.values())
+        perf["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
+        if step > 0:
+            self._status(step, metrics)
+        if self.dir is None:
+            return
+        self.append("metrics.jsonl", {"step": step, **dict.fromkeys(metrics), **finite})
+        self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
+        self._mirror(self.accelerator.log, finite | perf, step=step)
+        if 0 < step < self.total_steps and self.evaluation_due(step):
             self._draw()
+
+    def _status(self, step, metrics):
+        """For the live line of a terminal; elsewhere a line at most every 5 s, and one for the last step."""
+        parts = [f"{name.partition('/')[2]} {metrics[name]:.3g}" for name in self.shown if name in metrics]
+        parts.append(" + ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items()))
+        text = " | ".join(parts)
+        now = time.monotonic()
+        seconds_per_step = (now - self.start) / max(1, step - self.begun)
+        eta = f"eta {duration(seconds_per_step * (self.total_steps - step))}"
+        screen.headline = f"{step}/{self.total_steps}, {eta}"
+        screen.metrics = text
+        screen.show("training")
+        if not screen.live and (now - self.last_line > 5 or step >= self.total_steps):
+            self.last_line = now
+            self.say(f"{step}/{self.total_steps} | {text} | {eta}")
 
     def _mirror(self, log, *values, step):
         """log(*values, step=step) to wandb or tensorboard, through accelerate. It may fail; training goes on."""
@@ -419,79 +468,63 @@ class Run:
         if self.dir:
             self.append("samples.jsonl", *({"step": step, **row} for row in rows))
             self._mirror(log_samples, self.accelerator, rows, step=step)
-        self.say(table_of([readable(row) for row in rows[:show]], f"samples at step {step}"))
-
-    def status(self, step, text):
-        """For the live line of a terminal; elsewhere a line at most every 5 s, and one for the last step."""
-        self.stepped = True  # also where an iteration took no optimizer step
-        now = time.monotonic()
-        seconds_per_step = (now - self.start) / max(1, step - self.begun)
-        eta = f"eta {duration(seconds_per_step * (self.total_steps - step))}"
-        screen.headline = f"{step}/{self.total_steps}, {eta}"
-        screen.metrics = text
-        screen.show("training")
-        if not screen.live and (now - self.last_line > 5 or step >= self.total_steps):
-            self.last_line = now
-            self.say(f"{step}/{self.total_steps} | {text} | {eta}")
+        self.say(table_of(rows[:show], f"samples at step {step}"))
 
     # -- the end
 
     def export(self, lm, tokenizer, name, heads=None):
         """Writes the model, and heads {file: {name: tensor}} beside it, to a directory of the run. Collective."""
         screen.show(f"writing {name}")
+        lm = to_export(lm, self.args)
         weights = ckpt.full_weights(lm)
         whole = {}
         for file, tensors in (heads or {}).items():  # gathered where FSDP2 has sharded them
             whole[file] = {key: getattr(x, "full_tensor", x.detach)() for key, x in tensors.items()}
         on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, whole)
 
-    def finish(self, title, prompt, usage=USAGE, library="transformers", pictures=""):
-        """Prints the last lines and writes the model card, which marks the run as finished. prompt: a text or messages,
-        for the example of use. Returns the newest value of every metric."""
-        metrics = on_main(self.accelerator, self._finish, title, prompt, usage, library, pictures)
+    def finish(self, export, prompt, usage=None, library="transformers", pictures=lambda: ""):
+        """Exports the model, prints the last lines and writes the model card, which marks the run as finished. prompt:
+        a text for the example of use. Returns the newest value of every metric, and the run directory."""
+        if self.args.check:
+            parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
+            peak = peak_memory_mb(self.accelerator.device)
+            self.say(f"check passed: {parts}; peak memory {peak:,.0f} MB")
+            return {}, None
+        export("hf_model")
+        if usage is None:
+            usage = SEQ2SEQ_USAGE if self.pretrained.config.is_encoder_decoder else USAGE
+        metrics = on_main(self.accelerator, self._finish, prompt, usage, library, pictures)
         self.close()
-        return metrics
+        self.accelerator.end_training()
+        return metrics, self.dir
 
-    def newest_metrics(self):
-        """The newest value of every metric in metrics.jsonl, on every process."""
-        return on_main(self.accelerator, lambda: newest_values(self._records()))
+    def result(self):
+        """What `finish` has returned: the newest value of every metric, and the run directory."""
+        return on_main(self.accelerator, lambda: newest_values(self._records())), self.dir
 
     def _records(self, name="metrics.jsonl"):
         path = self.dir / name
         return [json.loads(line) for line in open(path, encoding="utf-8")] if path.exists() else []
 
-    def _headline(self, records):
-        """The name of the headline metric."""
-        return self.headline(newest_values(records)) if callable(self.headline) else self.headline
-
     def _draw(self):
-        """Draws curve.png, where matplotlib is installed. It may fail; training goes on. Evaluations leave it out until
-        what it took is a fiftieth of the time since."""
+        """Draws curve.png. It may fail; training goes on."""
         try:
-            import matplotlib.figure  # noqa: F401, which takes a second once
-
-            start = time.monotonic()
-            records = self._records()
             title = f"{self.dir.resolve().name}: {self.identity['flags']['model']}"
-            draw_curves(records, self._headline(records), title, self.dir / "curve.png")
-            end = time.monotonic()
-            self.next_picture = end + 50 * (end - start)
-        except ImportError:
-            self.next_picture = math.inf
+            draw_curves(self._records(), [self.headline, *self.shown], title, self.dir / "curve.png")
         except Exception as error:
-            self.next_picture = math.inf
             self.say(f"warning: curve.png is not drawn: {' '.join(str(error).split())}")
 
-    def _finish(self, title, prompt, usage, library, pictures):
+    def _finish(self, prompt, usage, library, pictures):
         records = self._records()
         metrics = newest_values(records)
-        headline = self._headline(records)
-        values = [value for _, value in points(records, headline)]
+        values = [value for _, value in points(records, self.headline)]
         self._draw()
+        flags = self.identity["flags"]
+        title = f"{flags['model']} trained by {self.algo}.py on {flags.get('reward') or flags['dataset']}"
         folder = str(self.dir / "hf_model")
         usage = usage_lines(usage, folder, prompt, getattr(self.args, "max_new_tokens", None))
         if values:
-            self.say(f"\n{headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}")
+            self.say(f"\n{self.headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}")
         places = f"card: {self.dir}/README.md\npicture: {self.dir}/curve.png\nmodel: {self.dir}/hf_model"
         self.say(f"\n{usage}\n\n{places}")
         if self.args.push_to_hub:
@@ -499,7 +532,7 @@ class Run:
         env = json.loads((self.dir / "env.json").read_text())
         samples = self._records("samples.jsonl")
         continuing = how_to_continue(self.dir, self.total_steps, self.longer, self.best_step)
-        card = model_card(env, title, headline, records, samples, usage, library, pictures, continuing)
+        card = model_card(env, title, self.headline, records, samples, usage, library, pictures(), continuing)
         ckpt.write_text(self.dir / "README.md", card)
         return metrics
 

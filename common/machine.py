@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -229,31 +230,6 @@ def peak_memory_mb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def longest_micro_batch(rows, length, accelerator, args):
-    """The rows of largest length(row), as many as a process has in a forward pass; repeated where there are fewer."""
-    size = min(args.micro_batch_size, args.batch_size // accelerator.num_processes)
-    by_length = sorted(rows, key=length, reverse=True)
-    return [by_length[i % len(rows)] for i in range(size)]
-
-
-def try_update(accelerator, model, optimizer, loss):
-    """Trains on loss(), that of a micro-batch of the longest rows, and returns a sentence with what that took. It is
-    done twice: the second forward pass finds gradients and moments in memory, as all those of a run may."""
-    model.train()
-    for _ in range(2):
-        start = time.perf_counter()
-        accelerator.backward(loss())
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
-        if not grad_norm.isfinite():
-            raise FloatingPointError(f"a micro-batch of the longest rows has a gradient of norm {grad_norm}")
-        optimizer.step()
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    peak = peak_memory_mb(accelerator.device)
-    return f"one update of the largest micro-batch: {seconds:.2f} s, peak memory {peak:,.0f} MB"
-
-
 def is_out_of_memory(error):
     """Whether memory has run out, on a GPU or a CPU. Libraries tell it in their own words."""
     words = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
@@ -279,3 +255,52 @@ def memory_advice(args):
     if args.mixed_precision == "no":
         others.append("--mixed-precision bf16")
     return f"{text}; other flags that lower it, for a new run: {', '.join(others) or 'none'}"
+
+
+# ---- Optimizer -------------------------------------------------------------------------------------------------------
+
+
+def learning_rate(args, step, total_steps):
+    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return args.lr
+    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return args.lr + (args.lr_final - args.lr) * progress
+
+
+def make_optimizer(model, args):
+    """AdamW on what is trainable; weight decay on matrices only."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
+    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+
+
+def accumulate(accelerator, model, micro_batches):
+    """Yields the micro-batches of an optimizer step; processes exchange their gradients in the last one alone."""
+    for micro_batch in micro_batches:
+        with nullcontext() if micro_batch is micro_batches[-1] else accelerator.no_sync(model):
+            yield micro_batch
+
+
+def optimizer_step(accelerator, model, optimizer, lr, args, where, loss=0.0):
+    """Clips the gradient, takes a step and clears the gradient. Returns the gradient's norm before clipping. Raises
+    FloatingPointError, which says where, before a gradient or a loss that is not finite changes the weights."""
+    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+    if not (math.isfinite(grad_norm) and math.isfinite(loss)):
+        raise FloatingPointError(f"{where}: loss {loss}, gradient norm {grad_norm}; the last checkpoint is intact")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return grad_norm
+
+
+def reduce_sums(accelerator, sums):
+    """{name: sum over all processes} as numbers, of a dict of sums."""
+    totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
+    return dict(zip(sums, totals, strict=True))

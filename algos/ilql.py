@@ -1063,7 +1063,7 @@ def main(args):
         metrics = loss_metrics(reduce_sums(accelerator, sums), count)
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)
-        where = f"step {step}, rows {rows}"
+        where = f"step {step}: rows {rows}"
         grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, where, metrics["losses/loss"])
         # 4. Q^ <- Q^ + alpha (Q - Q^)
         if step % args.steps_for_target_q_sync == 0:

@@ -639,7 +639,7 @@ def main(args):
         metrics = {name: value / args.batch_size for name, value in sums.items()}
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)
-        where = f"step {step}, rows {rows}"
+        where = f"step {step}: rows {rows}"
         grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, where, metrics["train/loss"])
         run.lap("update")
         # 4. evaluate, log, save

@@ -418,16 +418,18 @@ class Run:
         if not self.main:
             return
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
-        for name, count in counts.items():
-            perf[f"perf/{name}_per_sec"] = count / sum(self.seconds.values())
-        perf["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
+        perf = {}
         if step > 0:
             self._status(step, metrics)
+            perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
+            for name, count in counts.items():
+                perf[f"perf/{name}_per_sec"] = count / sum(self.seconds.values())
+            perf["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
         if self.dir is None:
             return
         self.append("metrics.jsonl", {"step": step, **dict.fromkeys(metrics), **finite})
-        self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
+        if perf:
+            self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
         self._mirror(self.accelerator.log, finite | perf, step=step)
         if 0 < step < self.total_steps and self.evaluation_due(step):
             self._draw()

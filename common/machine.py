@@ -292,7 +292,7 @@ def optimizer_step(accelerator, model, optimizer, lr, args, where, loss=0.0):
     FloatingPointError, which says where, before a gradient or a loss that is not finite changes the weights."""
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
     if not (math.isfinite(grad_norm) and math.isfinite(loss)):
-        raise FloatingPointError(f"{where}: loss {loss}, gradient norm {grad_norm}; the last checkpoint is intact")
+        raise FloatingPointError(f"{where}, loss {loss}, gradient norm {grad_norm}; the last checkpoint is intact")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -164,7 +164,7 @@ def test_killed_while_a_checkpoint_is_written(algo, states, scripts, work, whole
     steps = []
     for state in states(algo):
         folder = Path(shutil.copytree(state, tmp_path / "look")) / "run"
-        path, found = newest_checkpoint(folder, algo, lambda text: None) if folder.exists() else (None, None)
+        path, found = newest_checkpoint(folder, lambda text: None) if folder.exists() else (None, None)
         steps.append(found["step"] if path else 0)
         shutil.rmtree(tmp_path / "look")
     assert steps == sorted(steps) and steps[-1] == lines(whole(algo)[0] / "metrics.jsonl")[-1]["step"]
@@ -714,7 +714,7 @@ def test_a_checkpoint_of_another_script(algo, ended, scripts, work, tmp_path):
     run, steps = ended(other, tmp_path / "other")
     path = f"other/checkpoints/step_{steps[-1]:08d}"
     process = scripts.run(command(work, algo, "run", "--resume", path), tmp_path, expect=2)
-    assert f"checkpoint {path} is of {other}.py, this is {algo}.py" in process.err
+    assert f"--resume {path} trained other weights" in process.err
     assert not (tmp_path / "run").exists()
 
 

@@ -654,7 +654,7 @@ def two(job, start, tmp_path_factory, request):
     process begins."""
     folder = tmp_path_factory.mktemp("two")
     killed = start(2, [broken(job, "ppo", folder / "killed", "kill")], folder)
-    left = checkpoint.newest_checkpoint(folder / "killed", "ppo", lambda text: pytest.fail(text))
+    left = checkpoint.newest_checkpoint(folder / "killed", lambda text: pytest.fail(text))
     for algo, case in RESUMED.items():
         play(job(case, folder / "parts" / algo, "stopping") | {"stop": 1})
     asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
@@ -771,7 +771,7 @@ def test_a_process_that_fails_ends_the_others_and_the_run_goes_on(two, job, star
         if how != "user" or algo != "reward":  # which calls no function
             failed = start(2, [broken(job, algo, run, how, rank, after)], tmp_path)
             assert failed.returncode != 0 and message in failed.stderr
-            state = checkpoint.newest_checkpoint(run, algo, lambda text: pytest.fail(text))[1] or {"step": 0}
+            state = checkpoint.newest_checkpoint(run, lambda text: pytest.fail(text))[1] or {"step": 0}
             assert state["step"] > step or how == "user"
             step = state["step"]
     assert step < lines(two[0] / algo / "metrics.jsonl")[-1]["step"]
@@ -787,7 +787,7 @@ def test_a_reward_model_that_fails_in_one_process_ends_all(two, job, start, tmp_
     run = tmp_path / "run"
     failed = start(2, [broken(job, case, run, "raise", module="GPT2ForSequenceClassification")], tmp_path)
     assert failed.returncode != 0 and "RuntimeError: this process has had enough" in failed.stderr
-    assert checkpoint.newest_checkpoint(run, algo_of(case), lambda text: pytest.fail(text))[1]["step"] > 0
+    assert checkpoint.newest_checkpoint(run, lambda text: pytest.fail(text))[1]["step"] > 0
     done = start(2, [job(case, run, **SHARES)], tmp_path)
     assert done.returncode == 0, done.stderr
     same_bytes(run, two[0] / case)

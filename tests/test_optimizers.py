@@ -1,0 +1,63 @@
+"""python -m pytest tests/test_optimizers.py
+
+Resuming with an optimizer of one's own: checkpoints of common/checkpoint.py keep what it needs.
+"""
+
+import torch
+from torch import nn
+
+from common import checkpoint as ckpt
+
+
+class Normalised(torch.optim.Optimizer):
+    """A step of length lr along the normalised gradient, without an epsilon; counts its steps in the parameter group."""
+
+    def __init__(self, weights, lr):
+        super().__init__(weights, {"lr": lr, "steps": 0, "decay": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for weight in group["params"]:
+                state = self.state[weight]
+                state.setdefault("sum", torch.zeros_like(weight))
+                state["sum"].mul_(group["decay"]).add_(weight.grad)
+                length = state["sum"].norm()
+                weight.sub_(group["lr"] * state["sum"] / length)
+
+
+def trained(model, optimizer, steps):
+    inputs = torch.arange(21.0).view(3, 7).sin()
+    for _ in range(steps):
+        model(inputs).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.detach().clone()
+
+
+def made():
+    model = nn.Linear(7, 5)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(35.0).view(5, 7).cos())
+        model.bias.zero_()
+    return model, Normalised(model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_without_epsilon_that_counts_in_its_groups_continues_exactly(tmp_path):
+    model, optimizer = made()
+    first = ckpt.settings_of(optimizer)
+    trained(model, optimizer, 3)
+    frozen = ckpt.frozen_weights(model)
+    settings = ckpt.changed_settings(optimizer, first)
+    assert settings == [{"steps": 3}]
+    files, state = ckpt.pack_state(model, optimizer, frozen, optimizer_settings=settings)
+    ckpt.write_checkpoint(tmp_path, 3, files, state, keep=1)
+    expected = trained(model, optimizer, 2)
+
+    model, optimizer = made()
+    path, state = ckpt.newest_checkpoint(tmp_path, print)
+    ckpt.unpack_state(path, state, model, optimizer, ckpt.frozen_weights(model))
+    assert optimizer.param_groups[0]["steps"] == 3
+    assert torch.equal(trained(model, optimizer, 2), expected)
+    assert expected.isfinite().all()

@@ -901,13 +901,13 @@ def pictures(run):
     return "".join(f"![{path.stem}](images/{path.name})\n\n" for path in grids)
 
 
-def export_pipeline(run, pipeline, name):
+def export(run, pipeline, name):
     """Writes the pipeline to a directory of the run."""
-    on_main(run.accelerator, write_pipeline, pipeline, run.dir / name)
+    on_main(run.accelerator, export_pipeline, pipeline, run.dir / name)
 
 
 @torch.no_grad()
-def write_pipeline(pipeline, folder):
+def export_pipeline(pipeline, folder):
     """Writes a pipeline that plain diffusers loads; with LoRA the adapters are merged into it, and stand in `lora/`
     besides, for `load_lora_weights`."""
     with replacing(folder) as temporary:
@@ -944,7 +944,7 @@ def main(args):
     embed = Embeddings(pipeline, accelerator.device, args.guidance_scale, args.negative_prompt)
     policy = Policy(pipeline, unet, schedule, embed)
     optimizer = make_optimizer(unet, args)
-    export = partial(export_pipeline, run, pipeline)
+    save_pipeline = partial(export, run, pipeline)
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
@@ -989,10 +989,10 @@ def main(args):
             evaluation = evaluate(run, run.step, policy, data, args)
         run.log(run.step, metrics | evaluation, images=size)
         mirror_grid(run, run.step)
-        run.save(run.step, export, evaluation.get(headline))
+        run.save(run.step, save_pipeline, evaluation.get(headline))
 
     code = sampling_code(args, pipeline.unet)
-    return run.finish(export, data.rows[0]["prompt"], code, "diffusers", partial(pictures, run))
+    return run.finish(save_pipeline, data.rows[0]["prompt"], code, "diffusers", partial(pictures, run))
 
 
 if __name__ == "__main__":

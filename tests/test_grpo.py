@@ -855,7 +855,7 @@ def fake_rollout(monkeypatch, equal, rounds, prompts=0, num_groups=7):
     count, stream) of every call of sample_groups."""
     calls = []
 
-    def sample_groups(accelerator, lm, tokenizer, data, first, count, stream, args):
+    def sample_groups(run, lm, tokenizer, data, first, count, stream, args):
         calls.append((first, count, stream))
         episodes = []
         for place in range(first, first + count):
@@ -867,7 +867,7 @@ def fake_rollout(monkeypatch, equal, rounds, prompts=0, num_groups=7):
     args = args_of(group_size=G, rollout_batch_size=G * num_groups, batch_size=G, total_episodes=G * num_groups,
                    dynamic_sampling=rounds)  # fmt: skip
     state = SimpleNamespace(prompts=prompts)
-    episodes, num_sampled = grpo.rollout(None, None, None, None, state, 5, args)
+    episodes, num_sampled = grpo.rollout(SimpleNamespace(iteration=5), None, None, None, state, args)
     places = [episode.place for episode in episodes]
     assert places == np.repeat(places[::G], G).tolist()
     return places[::G], num_sampled, state.prompts, calls

@@ -538,8 +538,8 @@ def update(run, policy, optimizer, batch, args):
                 run.say(f"warning: rounding moves the ratio by {at_first:.1e}, --cliprange is {args.cliprange}")
         lr = learning_rate(args, step, run.total_steps)
         step += 1
-        where = f"step {step}: epoch {epoch}, whose first prompt is {batch.prompts[0]!r:.60}"
-        grad_norm = optimizer_step(accelerator, unet, optimizer, lr, args, where)
+        where = f"in epoch {epoch}, whose first prompt is {batch.prompts[0]!r:.60}"
+        grad_norm = optimizer_step(accelerator, unet, optimizer, lr, args, step, where)
     if not all(weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad):
         raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
     metrics = {}

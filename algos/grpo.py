@@ -711,8 +711,8 @@ def update(run, model, optimizer, batch, episodes, args):
             lr = learning_rate(args, step, run.total_steps)
             step += 1
             prompt = episodes[int(rows[0])].row["prompt"]
-            where = f"step {step}: {len(rows)} episodes whose first is {prompt!r:.60}"
-            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, where)
+            where = f"{len(rows)} episodes whose first is {prompt!r:.60}"
+            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, where)
     sums = accelerator.reduce(sums)
     trained = int((mask & (batch.advantages != 0)[:, None]).sum())
     # what the sums of each kind are divided by

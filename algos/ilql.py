@@ -848,7 +848,7 @@ def headline(metrics, data, args):
     for beta in args.betas:
         with_beta = [name for name in metrics if name.endswith(f"@beta={beta:g}")]
         first_metrics += with_beta[:1]
-    scores = {name: metrics[name] for name in first_metrics if metrics[name] is not None}  # null: not finite
+    scores = {name: metrics[name] for name in first_metrics if math.isfinite(metrics[name])}
     if scores:
         return max(scores, key=scores.get)
     loss = f"{set_prefix(next(iter(data.eval_sets), ''))}loss"
@@ -1063,8 +1063,8 @@ def main(args):
         metrics = loss_metrics(reduce_sums(accelerator, sums), count)
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)
-        where = f"step {step}: rows {rows}"
-        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, where, metrics["losses/loss"])
+        loss = metrics["losses/loss"]
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, f"rows {rows}", loss)
         # 4. Q^ <- Q^ + alpha (Q - Q^)
         if step % args.steps_for_target_q_sync == 0:
             polyak_update(policy.target_q_heads, policy.q_heads, args.polyak_alpha)

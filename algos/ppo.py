@@ -906,8 +906,8 @@ def update(run, model, optimizer, trunk, batch, rows, args):
                 skipped += 1
                 optimizer.zero_grad()
                 continue
-            where = f"step {step}: {len(minibatch)} episodes whose first is {rows[int(minibatch[0])]['prompt']!r:.60}"
-            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, where)
+            where = f"{len(minibatch)} episodes whose first is {rows[int(minibatch[0])]['prompt']!r:.60}"
+            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, where)
         epochs += 1
         if args.early_stop_kl and accelerator.reduce(approxkl) > args.early_stop_kl * tokens:
             break

@@ -639,8 +639,8 @@ def main(args):
         metrics = {name: value / args.batch_size for name, value in sums.items()}
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)
-        where = f"step {step}: rows {rows}"
-        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, where, metrics["train/loss"])
+        loss = metrics["train/loss"]
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, f"rows {rows}", loss)
         run.lap("update")
         # 4. evaluate, log, save
         metrics["train/epoch"] = step * args.batch_size / len(lengths)

@@ -696,7 +696,7 @@ def main(args):
         loss = accelerator.reduce(loss).item()
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)
-        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, f"step {step}: rows {rows}", loss)
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, f"rows {rows}", loss)
         run.lap("update")
         # 4. evaluate, log, save
         metrics = {"train/loss": loss, "train/epoch": step * args.batch_size / len(lengths)}

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,15 +69,6 @@ def on_main(accelerator, function, *args):
     return result
 
 
-def duration(seconds):
-    """In words, in seconds below two minutes and in minutes below two hours."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
 def closes_run(main):
     """Decorator of main: seeds and threads are set before functions of the user run, and whatever ends main, the run's
     lock is released and signals have their old handlers again. Where memory runs out, InputError names the flags that
@@ -128,8 +120,7 @@ class Run:
         self.seconds = {}  # of the parts of this iteration
         self.last_line = 0.0
         _open.append(self)
-        claim = self._named_checkpoint if args.check else self._claim
-        self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(self.accelerator, claim)
+        self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(self.accelerator, self._claim)
         self.begun = self.state.get("step", 0)
         if self.state:  # another number of threads gives other bits
             set_threads(args.threads or self.state["threads"])
@@ -139,8 +130,11 @@ class Run:
 
     # -- the directory
 
-    def _named_checkpoint(self):
-        """What `_claim` returns of the checkpoint that --resume names, and no directory."""
+    def _claim(self):
+        """(directory, checkpoint or None, its state or {}, whether the run is finished, whether the directory held this
+        very run), on rank 0. What it holds of another run, or of later steps, is still there. With --check there is no
+        directory."""
+        new = self.identity
         path = None
         state = {}
         if self.args.resume not in ("auto", "never"):
@@ -149,13 +143,8 @@ class Run:
             if not (path / "state.json").is_file():
                 raise InputError(f"--resume {self.args.resume} must be auto, never, {CHECKPOINTS}")
             state = ckpt.read_checkpoint(path)
-        return None, path, state, False, False
-
-    def _claim(self):
-        """(directory, checkpoint or None, its state or {}, whether the run is finished, whether the directory held this
-        very run), on rank 0. What it holds of another run, or of later steps, is still there."""
-        new = self.identity
-        _, path, state, _, _ = self._named_checkpoint()
+        if self.args.check:
+            return None, path, state, False, False
         folder = self._make_folder()
         self._lock(folder)
         # of a run that was killed: ours begin with .tmp-, those of safetensors with .tmp
@@ -441,7 +430,7 @@ class Run:
         text = " | ".join(parts)
         now = time.monotonic()
         seconds_per_step = (now - self.start) / max(1, step - self.begun)
-        eta = f"eta {duration(seconds_per_step * (self.total_steps - step))}"
+        eta = f"eta {timedelta(seconds=round(seconds_per_step * (self.total_steps - step)))}"
         screen.headline = f"{step}/{self.total_steps}, {eta}"
         screen.metrics = text
         screen.show("training")
@@ -490,7 +479,7 @@ class Run:
         if self.args.check:
             parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
             peak = peak_memory_mb(self.accelerator.device)
-            self.say(f"check passed: {parts}; peak memory {peak:,.0f} MB")
+            self.say(f"one iteration: {parts}; peak memory {peak:,.0f} MB\ncheck passed")
             return {}, None
         export("hf_model")
         if usage is None:

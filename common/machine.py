@@ -287,12 +287,17 @@ def accumulate(accelerator, model, micro_batches):
             yield micro_batch
 
 
-def optimizer_step(accelerator, model, optimizer, lr, args, where, loss=0.0):
+def optimizer_step(accelerator, model, optimizer, lr, args, step, where, loss=None):
     """Clips the gradient, takes a step and clears the gradient. Returns the gradient's norm before clipping. Raises
-    FloatingPointError, which says where, before a gradient or a loss that is not finite changes the weights."""
+    FloatingPointError, with the number of the step and where it was, before a gradient or a loss that is not finite
+    changes the weights."""
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
-    if not (math.isfinite(grad_norm) and math.isfinite(loss)):
-        raise FloatingPointError(f"{where}, loss {loss}, gradient norm {grad_norm}; the last checkpoint is intact")
+    numbers = {"gradient norm": grad_norm}
+    if loss is not None:
+        numbers = {"loss": loss, "gradient norm": grad_norm}
+    if not all(map(math.isfinite, numbers.values())):
+        found = ", ".join(f"{name} {value}" for name, value in numbers.items())
+        raise FloatingPointError(f"step {step}: {found}, {where}; the last checkpoint is intact")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

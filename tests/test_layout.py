@@ -283,8 +283,8 @@ def shuffled(script, job):
         orders.append(len(rows))
         return [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(orders)))]
 
-    def rows_reordered(stream_rows):
-        return lambda *args: reorder(stream_rows(*args))
+    def rows_reordered(draw_rows):
+        return lambda *args: reorder(draw_rows(*args))
 
     def minibatches_reordered(minibatches):
         def generator(accelerator, lengths, args, *more):
@@ -305,12 +305,12 @@ def shuffled(script, job):
         return lambda *args: [torch.stack(reorder(rows)) for rows in minibatches(*args)]
 
     own = {
-        ppo: ("minibatches", minibatches_reordered),
-        grpo: ("minibatches", episodes_reordered),
-        ddpo: ("pair_minibatches", pairs_reordered),
+        ppo: (ppo, "minibatches", minibatches_reordered),
+        grpo: (grpo, "minibatches", episodes_reordered),
+        ddpo: (ddpo, "pair_minibatches", pairs_reordered),
     }
-    name, make = own.get(script, ("stream_rows", rows_reordered))
-    with replaced(script, name, make):
+    owner, name, make = own.get(script, (Run, "draw_rows", rows_reordered))
+    with replaced(owner, name, make):
         yield
     assert len(orders) >= 5
 
@@ -343,9 +343,9 @@ def witness(script, job):
         return hashlib.sha256(b"".join(x.detach().contiguous().numpy().tobytes() for x in tensors)).hexdigest()
 
     def keep_log(log):
-        def call(run, step, metrics, perf=None):
+        def call(run, step, metrics, **counts):
             found["log"].append([step, {name: repr(float(value)) for name, value in metrics.items()}])
-            return log(run, step, metrics, perf)
+            return log(run, step, metrics, **counts)
 
         return call
 

@@ -472,7 +472,7 @@ def test_a_run_continues_bitwise(monkeypatch, tiny, whole, tmp_path, how, after,
         assert log(tmp_path / "run")[-1]["epoch"] == after * (times + 1)
         monkeypatch.setattr(logging.Run, "stop_requested", stop_requested)
     kept = state(newest(tmp_path / "run"))
-    assert kept["epoch"] == after * (2 if how == "twice" else 1) - (how == "killed") and kept["rewards"]
+    assert kept["iteration"] == after * (2 if how == "twice" else 1) - (how == "killed") and kept["rewards"]
     run_ddpo(tiny, tmp_path / "run", lora_r=lora_r, **LONG)
     same(tmp_path / "run", whole(lora_r))
 
@@ -495,7 +495,7 @@ def test_signals_to_a_process(monkeypatch, tiny, tmp_path, at, code, lora_r):
     env = os.environ | {"SIGNAL_AT": at}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == code, done.stderr
-    assert state(newest("a"))["epoch"] == 2 and not Path("a/hf_model").exists()
+    assert state(newest("a"))["iteration"] == 2 and not Path("a/hf_model").exists()
     if code == 143:
         said = re.search(r"stopped after step 4; to continue: (.*)", done.stdout)[1]
         assert said.split()[1:] == list(map(str, command[1:]))
@@ -540,7 +540,7 @@ def test_what_a_checkpoint_holds(whole, tiny):
         names = {p.name for p in newest(whole(lora_r)).iterdir()}
         assert names == {"MANIFEST.json", "model.safetensors", "optim.safetensors", "state.json"}
         kept = state(newest(whole(lora_r)))
-        assert kept["epoch"] == 4 and kept["step"] == 8 and kept["rewards"].keys() <= {row["prompt"] for row in ROWS}
+        assert kept["iteration"] == 4 and kept["step"] == 8 and kept["rewards"].keys() <= {row["prompt"] for row in ROWS}
         assert all(len(known) <= 3 for known in kept["rewards"].values()) and len(kept["rewards"]) == 5
         files = [p.suffix for p in whole(lora_r).rglob("*") if p.is_file() and p.name != ".lock"]
         assert {*files} == {".json", ".jsonl", ".yaml", ".md", ".png", ".safetensors"}
@@ -1194,7 +1194,7 @@ def test_a_reward_that_fails_later_leaves_the_last_checkpoint(tiny, tmp_path):
     flags = {"num_epochs": 3, "save_every": 1, "reward": reward}
     with pytest.raises(InputError, match=r"returned nan for row 4, prompt 'a .*'; expected a finite number"):
         run_ddpo(tiny, tmp_path / "run", **flags)
-    assert state(newest(tmp_path / "run"))["epoch"] == 2 and [r["step"] for r in log(tmp_path / "run")] == [2, 4]
+    assert state(newest(tmp_path / "run"))["iteration"] == 2 and [r["step"] for r in log(tmp_path / "run")] == [2, 4]
 
 
 @pytest.mark.parametrize("embedded", [False, True])
@@ -1204,7 +1204,7 @@ def test_check_writes_nothing(command, here, embedded):
     before = sorted(here.rglob("*"))
     code, out, err = command(base=base)
     assert code == 0 and "check passed" in out and "samples at step 0" in out and "ddpo: " in out, err
-    assert "one update of the largest micro-batch: " in out
+    assert "one iteration: " in out
     assert [p for p in sorted(here.rglob("*")) if p not in before and "__pycache__" not in p.parts] == []
 
 
@@ -1251,7 +1251,7 @@ def test_advantages_that_overflow_stop_the_run(tiny, tmp_path):
 
     flags = {"save_every": 1, "num_epochs": 3, "reward": reward}
     with pytest.raises(
-        FloatingPointError, match=r"step 3: gradient norm nan in epoch 2, .*; the last checkpoint is int"
+        FloatingPointError, match=r"step 3: gradient norm nan, in epoch 2, .*; the last checkpoint is int"
     ):
         run_ddpo(tiny, tmp_path / "run", **flags)
     intact(tmp_path / "run", 2)
@@ -1273,7 +1273,7 @@ def test_gradients_that_are_not_finite_stop_before_the_step(monkeypatch, tiny, t
         return clip(self, weights, *args)
 
     monkeypatch.setattr(Accelerator, "clip_grad_norm_", spoil)
-    with pytest.raises(FloatingPointError, match=f"step 4: gradient norm {value} in epoch 2"):
+    with pytest.raises(FloatingPointError, match=f"step 4: gradient norm {value}, in epoch 2"):
         run_ddpo(tiny, tmp_path / "run", **flags)
     intact(tmp_path / "run", 2)
     monkeypatch.undo()

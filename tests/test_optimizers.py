@@ -10,7 +10,7 @@ from common import checkpoint as ckpt
 
 
 class Normalised(torch.optim.Optimizer):
-    """A step of length lr along the normalised gradient, without an epsilon; counts its steps in the parameter group."""
+    """A step of length lr along the normalised gradient, without an epsilon. Its group counts the steps."""
 
     def __init__(self, weights, lr):
         super().__init__(weights, {"lr": lr, "steps": 0, "decay": 0.5})

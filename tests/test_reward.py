@@ -826,9 +826,9 @@ def test_an_exported_head_is_kept(gpt2_dir, tmp_path, capsys):
     """What is read is its score; the norm of its own samples is gone."""
     _, first = run_reward(gpt2_dir, tmp_path / "first", **NORM)
     assert config(first / "hf_model")["reward_norm"] != IDENTITY
-    assert "new head: True" in capsys.readouterr().out
+    assert "head: new" in capsys.readouterr().out
     _, second = run_reward(str(first / "hf_model"), tmp_path / "second", total_steps=1, lr=1e-30)
-    assert "new head: False" in capsys.readouterr().out
+    assert "head: that of --model" in capsys.readouterr().out
     before, after = weights(first), weights(second)
     assert before.keys() == after.keys()
     for name in before:  # a weight of zero may move by the learning rate
@@ -1090,7 +1090,7 @@ def test_check(monkeypatch, gpt2_dir, tmp_path, capsys, sets):
     monkeypatch.chdir(tmp_path)
     found = run_reward(gpt2_dir, tmp_path / "run", check=True, eval_dataset=sets, **NORM)
     out = capsys.readouterr().out
-    assert found == ({}, None) and out.rstrip().endswith("check passed") and "new head: True" in out
+    assert found == ({}, None) and out.rstrip().endswith("check passed") and "head: new" in out
     assert not list(tmp_path.iterdir())
     with pytest.raises(InputError, match="row 2: 'margin' must be a finite number"):
         run_reward(gpt2_dir, tmp_path / "run", [PAIRS[0] | {"margin": 1}, PAIRS[1] | {"margin": None}], check=True)

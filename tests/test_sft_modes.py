@@ -272,7 +272,7 @@ def test_a_dialogue_whose_prompt_is_too_long_is_dropped_and_counted(letters):
 
 
 def test_the_order_of_rows_changes_with_epoch_and_seed(monkeypatch, gpt2_dir, tmp_path):
-    calls = recorded(monkeypatch, sft, "stream_rows")
+    calls = recorded(monkeypatch, logging.Run, "draw_rows")
     for seed in 1, 2:
         run_sft(gpt2_dir, tmp_path / f"{seed}", ROWS, seed=seed, total_steps=2)
     orders = [result for _, result in calls]

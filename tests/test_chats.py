@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
 from common.cli import InputError
-from common.data import encode_prompts
+from common.tokens import encode_prompts
 
 CHATML = r"""
 {%- for m in messages %}

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from algos import ddpo
 from benchmarks.tasks import shapes
-from common import data, logging
+from common import logging, rows
 from common.cli import InputError, task_fields
 from common.seeding import rng
 
@@ -866,22 +866,22 @@ def test_bad_metrics(value, sentence):
 
 
 def test_rows_with_prompts():
-    assert data.with_prompts([{"text": "a"}, {"text": ""}], "--dataset") == [{"prompt": "a"}]  # no blank lines
+    assert rows.with_prompts([{"text": "a"}, {"text": ""}], "--dataset") == [{"prompt": "a"}]  # no blank lines
     with pytest.raises(InputError, match="--dataset holds blank lines only"):
-        data.with_prompts([{"text": ""}], "--dataset")
+        rows.with_prompts([{"text": ""}], "--dataset")
     with pytest.raises(InputError, match="--dataset: rename the column 'images'"):
-        data.with_prompts([{"prompt": "a", "images": 1}], "--dataset")
+        rows.with_prompts([{"prompt": "a", "images": 1}], "--dataset")
     rows = [{"prompt": "a", "text": "b", "k": 1}]
-    assert data.with_prompts(rows, "--dataset") == rows
+    assert rows.with_prompts(rows, "--dataset") == rows
     for row in ({"prompt": 3}, {"words": "a"}, {"prompt": None, "text": "b"}, {"prompt": ["a"]}):
         with pytest.raises(
             InputError, match=f"--dataset row 2 needs a string as 'prompt'; its columns: {next(iter(row))}"
         ):
-            data.with_prompts([{"prompt": "a"}, row], "--dataset")
+            rows.with_prompts([{"prompt": "a"}, row], "--dataset")
 
 
 def test_rows_of_texts_keep_their_columns():
-    (row,) = data.with_prompts([{"text": "a", "k": 1}], "--dataset")
+    (row,) = rows.with_prompts([{"text": "a", "k": 1}], "--dataset")
     assert row["prompt"] == "a" and row.get("k") == 1
 
 

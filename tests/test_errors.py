@@ -823,13 +823,13 @@ def test_a_changed_byte_of_common_is_another_run(scripts, work, tmp_path):
     scripts.run(argv, tmp_path)
     (first,) = (tmp_path / "runs").iterdir()
     before = files(first)
-    module = tmp_path / "code/common/data.py"
+    module = tmp_path / "code/common/rows.py"
     text = module.read_text()
     assert "\n# ---- Rows ---" in text
     module.write_text(text.replace("\n# ---- Rows ---", "\n# ---- rows ---"))
     refused = scripts.run([*argv, "--run-dir", first], tmp_path, expect=2)
     assert "holds a run with another configuration" in refused.err
-    assert refused.err.splitlines()[1:] == ["  common/data.py has changed"]
+    assert refused.err.splitlines()[1:] == ["  common/rows.py has changed"]
     scripts.run(argv, tmp_path)
     (second,) = {path for path in (tmp_path / "runs").iterdir()} - {first}
     assert files(first) == before and (second / "README.md").exists()

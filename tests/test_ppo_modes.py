@@ -23,7 +23,8 @@ from algos import ppo
 from benchmarks.tasks import randomwalks
 from common.classifiers import RewardModel
 from common.cli import InputError
-from common.data import encode_prompts, load_sets
+from common.rows import load_sets
+from common.tokens import encode_prompts
 from common.models import blocks, freeze
 from common.sampling import decode, generate_all, stopped
 

@@ -24,7 +24,7 @@ from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common import sampling
 from common.cli import InputError
-from common.data import encode_prompts
+from common.tokens import encode_prompts
 from common.models import as_decoder
 from common.seeding import draw
 

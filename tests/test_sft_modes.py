@@ -21,7 +21,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from algos import ppo, sft
 from common import identity, logging
 from common.cli import InputError, cli
-from common.data import encode_prompts, load_sets, pack
+from common.rows import load_sets
+from common.tokens import encode_prompts, pack
 
 BOS, EOS, PAD, SCRIPT = 21, 22, 23, Path(sft.__file__)
 

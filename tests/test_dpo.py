@@ -35,9 +35,9 @@ from algos import dpo
 from benchmarks.tasks import randomwalks
 from common import output, sampling
 from common.cli import InputError, task_fields
+from common.output import has_plain_output
 from common.rows import load_rows, pair_texts
 from common.tokens import fill_lines
-from common.output import has_plain_output
 
 A, BOS, EOS, LN2 = 0, 21, 22, math.log(2)
 ROWS = [

@@ -71,7 +71,8 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
         if limit and positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-            raise InputError(f"{where}: a prompt of {sizes}: shorten it, or lower --max-new-tokens")
+            how = "shorten it, lower --max-new-tokens, or in ppo.py and grpo.py set --max-prompt-length"
+            raise InputError(f"{where}: a prompt of {sizes}: {how}")
         kept.append(place)
     if not kept:
         raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")

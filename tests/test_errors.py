@@ -338,13 +338,13 @@ def test_a_configuration_file_means_what_the_flags_mean(command, here):
 # ---- Rows ------------------------------------------------------------------------------------------------------------
 
 FILES = [
-    ("ppo", None, ["--dataset bad.jsonl cannot be loaded: there is no such file"]),
-    ("sft", None, ["--dataset bad.jsonl cannot be loaded: there is no such file"]),
+    ("ppo", None, ["--dataset bad.jsonl cannot be loaded: Unable to find "]),
+    ("sft", None, ["--dataset bad.jsonl cannot be loaded: Unable to find "]),
     ("ppo", "", ["--dataset bad.jsonl holds no rows"]),
     ("sft", "\n  \n", ["--dataset bad.jsonl holds no rows"]),
     ("ppo", '{"prompt": "b"}\n\n{"prompt": "c"\n', ["bad.jsonl:3", "not valid JSON"]),
     ("sft", '{"text": "b"}\n{"text": "c"},\n', ["bad.jsonl:2", "not valid JSON"]),
-    ("ppo", b'{"prompt": "b"}\n{"prompt": "caf\xe9"}\n', ["bad.jsonl", "UTF-8"]),
+    ("ppo", b'{"prompt": "b"}\n{"prompt": "caf\xe9"}\n', ["bad.jsonl:2", "utf-8"]),
     ("ppo", "5\n", ["row 1", "5"]),
     ("ppo", '{"prompt": "b"}\n{"prompt": "b", "x": 1}\n', ["row 2", "'x'"]),
     ("ppo", '{"text": "b"}\n', ["has the columns text; expected prompt, a text or a chat"]),

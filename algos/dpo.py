@@ -54,20 +54,6 @@ from torch.nn import functional as F
 
 from common.adapters import adapter_problems, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import (
-    asked_messages,
-    encode_prompts,
-    fill_lines,
-    have_bos,
-    is_chat,
-    load_rows,
-    load_sets,
-    pair_texts,
-    prompt_messages,
-    set_flag,
-    set_prefix,
-    tokenize,
-)
 from common.functions import build, load_function
 from common.logging import Run, closes_run, on_main
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
@@ -96,9 +82,11 @@ from common.ranges import (
     Text,
     out_of_range,
 )
+from common.rows import is_chat, load_rows, load_sets, pair_texts, prompt_messages, set_flag, set_prefix
 from common.sampling import evaluate_samples
 from common.screen import screen, visible
 from common.structure import packing_problem
+from common.tokens import collate, encode_prompts, fill_lines, have_bos, num_labels, tokenize
 
 PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
 
@@ -549,30 +537,6 @@ def cut_prompt(prompt, bos, args):
     return prompt[-limit:]
 
 
-def collate(lines, pad):
-    """(ids, positions, labels), each (B, T), right-padded. A line is a list of examples (ids, labels, ...); positions
-    count from 0 in each of them, and on through the padding."""
-    width = max(sum(len(ids) for ids, *_ in line) for line in lines)
-    rows = []
-    for line in lines:
-        ids = []
-        positions = []
-        labels = []
-        for example_ids, example_labels, *_ in line:
-            ids += example_ids
-            positions += range(len(example_ids))
-            labels += example_labels
-        fill = width - len(ids)
-        after = positions[-1] + 1
-        rows.append((ids + [pad] * fill, [*positions, *range(after, after + fill)], labels + [-100] * fill))
-    ids, positions, labels = map(torch.tensor, zip(*rows, strict=True))
-    return ids, positions, labels
-
-
-def num_labels(labels):
-    return len(labels) - labels.count(-100)
-
-
 def split_rows(accelerator, rows, pairs, packing, batch_size):
     """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows."""
     local = rows[accelerator.process_index :: accelerator.num_processes]
@@ -625,9 +589,8 @@ def at_labels(function, model, labels, **inputs):
 def pair_logprobs(model, packing, pairs):
     """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32. packing:
     texts stand side by side (`fill_lines`)."""
-    limit = max_positions(getattr(model, "module", model))
     examples = examples_of(pairs)
-    groups = fill_lines([len(ids) for ids, _ in examples], packing, limit)
+    groups = fill_lines([len(ids) for ids, _ in examples], packing)
     nll = response_nll(model, [[examples[i] for i in group] for group in groups])  # (N,)
     order = [*itertools.chain(*groups)]
     responses = nll.split([num_labels(examples[i][1]) for i in order])
@@ -928,7 +891,7 @@ def main(args):
         run.save(step, export, best)
 
     chosen, _, prompt_length = data.pairs[0]
-    prompt = asked_messages(data.rows[0]) or tokenizer.decode(chosen[:prompt_length])
+    prompt = tokenizer.decode(chosen[:prompt_length])
     return run.finish(export, prompt)
 
 

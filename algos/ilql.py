@@ -39,7 +39,6 @@ N actions of a batch, V vocabulary, H hidden size.
 import copy
 import itertools
 import math
-import os
 import signal
 import sys
 from collections import defaultdict
@@ -69,21 +68,6 @@ from torch.nn import functional as F
 
 from common.adapters import adapter_problems, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import (
-    asked_messages,
-    check_text_columns,
-    encode_prompts,
-    have_bos,
-    is_chat,
-    load_rows,
-    load_sets,
-    row_ends,
-    row_segments,
-    set_flag,
-    set_prefix,
-    texts,
-    tokenize,
-)
 from common.functions import build, load_function, spec_path
 from common.logging import Run, closes_run
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
@@ -103,9 +87,11 @@ from common.ranges import (
     Text,
     out_of_range,
 )
+from common.rows import load_rows, load_sets, set_flag, set_prefix, texts
 from common.sampling import evaluate_samples
 from common.screen import visible
 from common.seeding import rng
+from common.tokens import encode_prompts, encode_segments, pad_rows, row_ends
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 
@@ -486,64 +472,6 @@ def hidden_states(lm, ids, query_mask=None, logits=False):
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
 
 
-def encode_segments(rows, tokenizer, flag, encoder=False):
-    """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
-
-    The segments of a row are tokenised together; one begins at the longest common prefix with the tokens of what
-    precedes it, so a merge across the boundary belongs to the later one. An empty prompt becomes the beginning token.
-    The end token is appended once; in a chat the template ends the turns. encoder: the model has one, so prompt and
-    output are tokenised apart, and the output always has an end token.
-    """
-    chat = is_chat(rows, ("messages", "prompt"))
-    has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
-    segments = row_segments(rows, tokenizer, flag)
-    bos = tokenizer.bos_token_id
-    if encoder:
-        prompts, outputs = prompts_and_outputs(segments, chat or has_prompt, flag)
-        heads = tokenize(tokenizer, prompts, not chat, end="template")
-        tails = tokenize(tokenizer, outputs, not chat, end="template" if chat else "once", target=True)
-        for head, tail in zip(heads, tails, strict=True):
-            head = head or [tokenizer.eos_token_id if bos is None else bos]
-            if tail[-1:] != [tokenizer.eos_token_id]:  # a chat template may leave out the end
-                tail.append(tokenizer.eos_token_id)
-            end = len(head) + len(tail)
-            yield head + tail, [(0, len(head), False), (len(head), end, True)]
-        return
-    whole = ["".join(text for text, _ in row) for row in segments]
-    special_tokens = not chat and not have_bos(tokenizer, whole)
-    encoded = tokenize(tokenizer, whole, special_tokens, end="template" if chat else "once")
-    prefixes = []
-    for row in segments:
-        prefixes += itertools.accumulate(text for text, _ in row[:-1])
-    heads = iter(tokenize(tokenizer, prefixes, special_tokens, end="never"))
-    for ids, row in zip(encoded, segments, strict=True):
-        begins = [0]
-        for _ in row[1:]:
-            begins.append(len(os.path.commonprefix((ids, next(heads)))))
-        if has_prompt and bos is not None and begins[1] == 0:
-            if ids[0] != bos:
-                ids = [bos, *ids]
-                begins = [begin + 1 for begin in begins]
-            begins = [0, *(max(1, begin) for begin in begins[1:])]
-        ends = [*begins[1:], len(ids)]
-        yield ids, [(begin, end, trained) for begin, end, (_, trained) in zip(begins, ends, row, strict=True)]
-
-
-def prompts_and_outputs(segments, has_prompt, flag):
-    """The texts for the encoder and those for the decoder, of rows of one prompt and one output."""
-    prompts = []
-    outputs = []
-    for number, row in enumerate(segments, 1):
-        texts = [text for text, _ in row]
-        if len(texts) == 3 and not texts[2].strip():  # blanks that a chat template writes behind the answer
-            del texts[2]
-        if len(texts) != 2 or not has_prompt:
-            raise InputError(f"{flag} row {number}: an encoder-decoder takes rows of one prompt and one output")
-        prompts.append(texts[0])
-        outputs.append(texts[1])
-    return prompts, outputs
-
-
 @dataclass
 class Episode:
     """A row: its tokens, the places of those that are actions, the reward of each action, and whether it ended."""
@@ -556,9 +484,9 @@ class Episode:
 
 def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     """(episodes of the rows that hold an action, report). See the top of this file for the forms of a row."""
-    check_text_columns(rows, flag, reward=1.0)
-    if rows[0].keys().isdisjoint(("messages", "prompt", "completion", "dialogue")):
-        rows = texts_as_completions(rows, flag)
+    if "text" in rows[0] and rows[0].keys().isdisjoint(("messages", "prompt", "completion", "dialogue")):
+        outputs = texts(rows, "text", flag)
+        rows = [row | {"prompt": "", "completion": text} for row, text in zip(rows, outputs, strict=True)]
     episodes = []
     num_cut = 0
     encoded = encode_segments(rows, tokenizer, flag, encoder)
@@ -602,7 +530,7 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
     if truncated:
         ids = without_end(ids, outputs[-1][0], ends)
     places = [range(max(1, begin), min(end, len(ids))) for begin, end in outputs]  # nothing predicts the first
-    received = place_rewards(row["reward"], places, where)
+    received = place_rewards(row.get("reward"), places, where)
     actions = list(itertools.chain(*places))
     is_long = len(ids) > longest
     if is_long:
@@ -612,15 +540,6 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
     rewards = [received.get(place, 0.0) for place in actions]
     episode = Episode(ids, actions, rewards, done=not (truncated or is_long))
     return episode, is_long or num_over > 0
-
-
-def texts_as_completions(rows, flag):
-    """Rows of prompt and completion in place of rows of text, all of which is output."""
-    completions = []
-    for row, text in zip(rows, texts(rows, "text", flag), strict=True):
-        others = {column: value for column, value in row.items() if column != "text"}
-        completions.append({"prompt": "", "completion": text} | others)
-    return completions
 
 
 def without_end(ids, begin, ends):
@@ -638,14 +557,9 @@ def place_rewards(reward, outputs, where):
     if not are_numbers or len(values) != len(outputs):
         form = f"a finite number, or a list of {len(outputs)}, one for each output"
         raise InputError(f"{where}: 'reward' must be {form}, it is {reward!r:.60}")
-    placed = {}
-    lost = False
-    for places, value in zip(outputs, values, strict=True):
-        if places:
-            placed[places[-1]] = float(value)
-        elif value:
-            lost = True
-    if lost and placed:  # without any action the row is dropped
+    rewarded = list(zip(outputs, values, strict=True))
+    placed = {places[-1]: float(value) for places, value in rewarded if places}
+    if placed and any(value for places, value in rewarded if not places):  # without any action the row is dropped
         raise InputError(f"{where}: an output without tokens has a reward")
     return placed
 
@@ -677,14 +591,9 @@ class Batch:
         for row, episode in enumerate(episodes):
             if encoder and episode.actions:
                 begins[row] = episode.actions[0]
-        left = max(begins)
-        rows = []
-        query_mask = []
         states = []
         not_done = []
         for episode, begin in zip(episodes, begins, strict=True):
-            rows.append([pad] * (left - begin) + episode.ids)
-            query_mask.append([False] * (left - begin) + [True] * begin)
             states.append([place - begin for place in [*episode.actions, len(episode.ids)]])
             going_on = [True] * len(episode.actions)
             if episode.done and going_on:
@@ -692,19 +601,17 @@ class Batch:
             not_done.append(going_on)
         actions = [[episode.ids[place] for place in episode.actions] for episode in episodes]
         mask = [[True] * len(episode.actions) for episode in episodes]
-
-        def stack(rows, fill, dtype):
-            width = max(map(len, rows))
-            return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=dtype, device=device)
-
+        query_mask = None
+        if encoder:
+            query_mask = pad_rows([[True] * begin for begin in begins], False, begins, device=device)
         return cls(
-            ids=stack(rows, pad, torch.long),
-            query_mask=stack(query_mask, True, torch.bool) if encoder else None,
-            states=stack(states, 0, torch.long),
-            actions=stack(actions, pad, torch.long),
-            rewards=stack([episode.rewards for episode in episodes], 0.0, torch.float64),
-            mask=stack(mask, False, torch.bool),
-            not_done=stack(not_done, False, torch.bool),
+            ids=pad_rows([episode.ids for episode in episodes], pad, begins, device=device),
+            query_mask=query_mask,
+            states=pad_rows(states, 0, device=device),
+            actions=pad_rows(actions, pad, device=device),
+            rewards=pad_rows([episode.rewards for episode in episodes], 0.0, dtype=torch.float64, device=device),
+            mask=pad_rows(mask, False, device=device),
+            not_done=pad_rows(not_done, False, device=device),
         )
 
 
@@ -1086,7 +993,7 @@ def main(args):
         run.save(step, export, best)
 
     first = data.episodes[0]
-    prompt = asked_messages(data.rows[0]) or tokenizer.decode(first.ids[: first.actions[0]])
+    prompt = tokenizer.decode(first.ids[: first.actions[0]])
     return run.finish(export, prompt, usage(run.headline, args))
 
 

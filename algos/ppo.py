@@ -66,7 +66,6 @@ from common.adapters import adapter_problems, train_adapters
 from common.cache import closed_ranks, write_in_place
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import encode_prompts, load_rows, load_sets, set_flag, set_prefix
 from common.functions import build, load_function, refuse_mistyped, spec_path
 from common.logging import Run, closes_run
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
@@ -98,6 +97,7 @@ from common.ranges import (
     Text,
     out_of_range,
 )
+from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import (
     decode,
     evaluate_samples,
@@ -109,6 +109,7 @@ from common.sampling import (
 from common.screen import visible
 from common.seeding import draw, rng
 from common.structure import cache_problem
+from common.tokens import encode_prompts
 
 
 @embedded_task("benchmarks/tasks/randomwalks/ppo.yaml")

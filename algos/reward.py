@@ -50,26 +50,17 @@ from torch.nn import functional as F
 from common.adapters import adapter_problems, train_adapters
 from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import (
-    encode_prompts,
-    fill_lines,
-    is_chat,
-    load_rows,
-    load_sets,
-    messages_in,
-    pair_texts,
-    set_flag,
-    set_prefix,
-)
 from common.functions import build
 from common.logging import Run, closes_run
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import end_tokens, freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
 from common.ranges import Count, Decay, Layers, Name, Natural, NonNegative, Positive, Repository, out_of_range
+from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
 from common.sampling import decode, generate_all, kept_ids
 from common.screen import screen, visible
 from common.seeding import rng
 from common.structure import packing_problem
+from common.tokens import encode_prompts, fill_lines
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
@@ -320,9 +311,8 @@ def encode_texts(rows, tokenizer, max_length, flag):
 
 def pair_scores(model, packing, pairs):
     """Scores (2, B) of chosen and rejected. packing: texts stand side by side (`fill_lines`)."""
-    limit = max_positions(getattr(model, "module", model))
     texts = texts_of(pairs)
-    groups = fill_lines([len(ids) for ids in texts], packing, limit)
+    groups = fill_lines([len(ids) for ids in texts], packing)
     scores = text_scores(model, [[texts[i] for i in group] for group in groups])
     order = torch.tensor([*itertools.chain(*groups)], device=scores.device)
     return scores[order.argsort()].view(2, -1)

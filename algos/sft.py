@@ -23,7 +23,6 @@ Dimension key: B rows, T tokens of a row, K positions with logits, V vocabulary.
 
 import itertools
 import math
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -47,19 +46,6 @@ from torch.nn import functional as F
 
 from common.adapters import adapter_problems, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import (
-    asked_messages,
-    encode_prompts,
-    fill_lines,
-    have_bos,
-    is_chat,
-    load_rows,
-    load_sets,
-    row_segments,
-    set_flag,
-    set_prefix,
-    tokenize,
-)
 from common.functions import build, load_function
 from common.logging import Run, closes_run
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step
@@ -78,12 +64,19 @@ from common.ranges import (
     Text,
     out_of_range,
 )
+from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import evaluate_samples
 from common.screen import visible
 from common.structure import packing_problem
-
-WITH_PROMPT = ("messages", "prompt", "completion", "dialogue")  # columns of rows that begin with a prompt
-PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
+from common.tokens import (
+    collate,
+    encode_prompts,
+    encode_segments,
+    fill_lines,
+    first_label,
+    line_length,
+    num_labels,
+)
 
 
 @embedded_task("benchmarks/tasks/randomwalks/sft.yaml")
@@ -154,7 +147,7 @@ class Args:
     """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names."""
     eval_prompts: str | None = None
     """Rows with a prompt, all of which are sampled at evaluations. Default: with --metric the first set of
-    --eval-dataset; without it up to 8 of its rows, or else of --dataset, but none of text."""
+    --eval-dataset, else none."""
     metric: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}."""
     max_length: Count = 1024
@@ -250,64 +243,6 @@ def token_nll(logits, labels):
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
 
 
-def encode_segments(rows, tokenizer, flag, encoder=False):
-    """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
-
-    The segments of a row are tokenised together; one begins at the longest common prefix with the tokens of what
-    precedes it, so a merge across the boundary belongs to the later one. An empty prompt becomes the beginning token.
-    The end token is appended once; in a chat the template ends the turns. encoder: the model has one, so prompt and
-    output are tokenised apart, and the output always has an end token.
-    """
-    chat = is_chat(rows, ("messages", "prompt"))
-    has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
-    segments = row_segments(rows, tokenizer, flag)
-    bos = tokenizer.bos_token_id
-    if encoder:
-        prompts, outputs = prompts_and_outputs(segments, chat or has_prompt, flag)
-        heads = tokenize(tokenizer, prompts, not chat, end="template")
-        tails = tokenize(tokenizer, outputs, not chat, end="template" if chat else "once", target=True)
-        for head, tail in zip(heads, tails, strict=True):
-            head = head or [tokenizer.eos_token_id if bos is None else bos]
-            if tail[-1:] != [tokenizer.eos_token_id]:  # a chat template may leave out the end
-                tail.append(tokenizer.eos_token_id)
-            end = len(head) + len(tail)
-            yield head + tail, [(0, len(head), False), (len(head), end, True)]
-        return
-    whole = ["".join(text for text, _ in row) for row in segments]
-    special_tokens = not chat and not have_bos(tokenizer, whole)
-    encoded = tokenize(tokenizer, whole, special_tokens, end="template" if chat else "once")
-    prefixes = []
-    for row in segments:
-        prefixes += itertools.accumulate(text for text, _ in row[:-1])
-    heads = iter(tokenize(tokenizer, prefixes, special_tokens, end="never"))
-    for ids, row in zip(encoded, segments, strict=True):
-        begins = [0]
-        for _ in row[1:]:
-            begins.append(len(os.path.commonprefix((ids, next(heads)))))
-        if has_prompt and bos is not None and begins[1] == 0:
-            if ids[0] != bos:
-                ids = [bos, *ids]
-                begins = [begin + 1 for begin in begins]
-            begins = [0, *(max(1, begin) for begin in begins[1:])]
-        ends = [*begins[1:], len(ids)]
-        yield ids, [(begin, end, trained) for begin, end, (_, trained) in zip(begins, ends, row, strict=True)]
-
-
-def prompts_and_outputs(segments, has_prompt, flag):
-    """The texts for the encoder and those for the decoder, of rows of one prompt and one output."""
-    prompts = []
-    outputs = []
-    for number, row in enumerate(segments, 1):
-        texts = [text for text, _ in row]
-        if len(texts) == 3 and not texts[2].strip():  # blanks that a chat template writes behind the answer
-            del texts[2]
-        if len(texts) != 2 or not has_prompt:
-            raise InputError(f"{flag} row {number}: an encoder-decoder takes rows of one prompt and one output")
-        prompts.append(texts[0])
-        outputs.append(texts[1])
-    return prompts, outputs
-
-
 def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder=False):
     """[(ids, labels)] of the rows that have a label left after the cut to max_length, which may remove the end token,
     and a report for the summary. The first token has no label: nothing predicts it."""
@@ -345,38 +280,12 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
     return examples, report
 
 
-def queries_of_rows(rows, tokenizer, max_new_tokens, limit, encoder=False):
-    """Ids of the rows' prompts, of those that the model's positions (limit, or None) leave room for a response."""
-    queries = []
-    for ids, spans in encode_segments(rows, tokenizer, "--dataset", encoder):
-        _, length, _ = spans[0]  # of the prompt
-        positions = max(length, max_new_tokens) if encoder else length + max_new_tokens
-        if length > 0 and (limit is None or positions <= limit):
-            queries.append(ids[:length])
-    return queries
-
-
-def num_labels(labels):
-    return len(labels) - labels.count(-100)
-
-
-def first_label(labels):
-    """Place of the first token with a label; 1 where there is none."""
-    return next((place for place, label in enumerate(labels) if label != -100), 1)
-
-
-def line_length(line):
-    """Tokens of the examples in a line."""
-    return sum(len(ids) for ids, *_ in line)
-
-
-def split_batch(batch, packing, limit, accelerator, args):
+def split_batch(batch, packing, accelerator, args):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, place in the batch).
-    Every process has equally many. packing: several examples stand side by side in a line of at most limit tokens
-    (`fill_lines`)."""
+    Every process has equally many. packing: several examples stand side by side in a line (`fill_lines`)."""
     lengths = [len(ids) for ids, _ in batch]
     lines = []
-    for group in fill_lines(lengths, packing, limit, accelerator.num_processes):
+    for group in fill_lines(lengths, packing):
         lines.append([(*batch[place], place) for place in group])
     lines.sort(key=line_length)
     ids, _ = batch[0]
@@ -384,28 +293,7 @@ def split_batch(batch, packing, limit, accelerator, args):
     while len(lines) % accelerator.num_processes:
         lines.append([without_labels])
     local = lines[accelerator.process_index :: accelerator.num_processes]
-    size = max(1, args.micro_batch_size * max(lengths) // max(map(line_length, lines)))
-    return [local[i : i + size] for i in range(0, len(local), size)]
-
-
-def collate(lines, pad):
-    """(ids, positions, labels), each (B, T), right-padded. A line is a list of examples (ids, labels, ...); positions
-    count from 0 in each of them, and on through the padding."""
-    width = max(sum(len(ids) for ids, *_ in line) for line in lines)
-    rows = []
-    for line in lines:
-        ids = []
-        positions = []
-        labels = []
-        for example_ids, example_labels, *_ in line:
-            ids += example_ids
-            positions += range(len(example_ids))
-            labels += example_labels
-        fill = width - len(ids)
-        after = positions[-1] + 1
-        rows.append((ids + [pad] * fill, [*positions, *range(after, after + fill)], labels + [-100] * fill))
-    ids, positions, labels = map(torch.tensor, zip(*rows, strict=True))
-    return ids, positions, labels
+    return [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
 
 
 # ---- Forward pass ----------------------------------------------------------------------------------------------------
@@ -557,7 +445,6 @@ def encode(data, lm, tokenizer, args):
     encoder = lm.config.is_encoder_decoder
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
-    first_rows = next(iter(data.eval_sets.values()), data.rows)[:PROMPTS_SHOWN]
 
     def encode_set(rows, flag):
         return encode_rows(rows, tokenizer, max_length, args.completion_only_loss, flag, encoder)
@@ -569,42 +456,17 @@ def encode(data, lm, tokenizer, args):
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
         )
-    elif (args.eval_every or args.check) and not first_rows[0].keys().isdisjoint(WITH_PROMPT):
-        data.queries = []
-        for row in first_rows:
-            for ids in queries_of_rows([row], tokenizer, args.max_new_tokens, limit, encoder):
-                data.queries.append(ids)
-                prompt = tokenizer.decode(ids, skip_special_tokens=True)
-                data.prompts.append({"prompt": prompt, "messages": asked_messages(row)})
-        if not data.queries:
-            data.report += f"\nno samples: no prompt leaves room for --max-new-tokens {args.max_new_tokens}"
     return max_length
 
 
-def packing_is_exact(run, lm, line, values_of, quantity, args):
-    """Whether --packing changes nothing: by the structure of the model and, in float32, tried on a line of texts.
-
-    values_of(lm, lines) -> (N,): what is computed of texts in lines; quantity: one of these in a word.
-    """
-    if not args.packing:
+def can_pack(run, lm, args):
+    """Whether texts stand side by side: --packing, where the structure of the model keeps them apart."""
+    if not args.packing or lm.config.is_encoder_decoder:
         return False
     problem = packing_problem(lm)
-    if problem is None and args.dtype != "bfloat16":  # whose rounding is larger than what a text sees of another
-        with torch.no_grad():
-            alone = torch.cat([values_of(lm, [[text]]) for text in line])
-            difference = (values_of(lm, [line]) - alone).abs().max() / (1 + alone.abs().max())
-        error = run.accelerator.gather(difference[None]).max().item()
-        if not error <= 1e-4:  # nan is not
-            problem = f"it changes a {quantity} by {error:.1e}"
-    if problem is not None:
+    if problem:
         run.say(f"--packing is off: {problem}")
     return problem is None
-
-
-def probe_line(examples):
-    """The longest example, and a median one."""
-    by_length = sorted(examples, key=lambda example: len(example[0]))
-    return [by_length[-1], by_length[len(by_length) // 2]]
 
 
 def summary(run, lm, tokenizer, data, max_length):
@@ -664,7 +526,7 @@ def main(args):
     encoder = lm.config.is_encoder_decoder
     max_length = encode(data, lm, tokenizer, args)
     line_nll = partial(line_terms, token_nll, pad=tokenizer.pad_token_id, device=device)
-    packing = not encoder and packing_is_exact(run, lm, probe_line(data.examples), line_nll, "loss", args)
+    packing = can_pack(run, lm, args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     export = partial(run.export, lm, tokenizer)
@@ -687,7 +549,7 @@ def main(args):
         count = sum(num_labels(labels) for _, labels in batch)  # of all processes
         # 2. loss = -1/count sum log p(token | tokens before it), and its gradient
         loss = torch.zeros((), dtype=torch.float64, device=device)
-        micro_batches = split_batch(batch, packing, max_positions(lm), accelerator, args)
+        micro_batches = split_batch(batch, packing, accelerator, args)
         for lines in accumulate(accelerator, model, micro_batches):
             nll = line_nll(model, lines).sum() / count
             # data-parallel training averages gradients over the processes, hence the factor
@@ -710,8 +572,7 @@ def main(args):
         run.save(step, export, score)
 
     ids, labels = data.examples[0]
-    prompt = asked_messages(data.rows[0])
-    prompt = prompt or tokenizer.decode(ids[: first_label(labels)], skip_special_tokens=encoder)
+    prompt = tokenizer.decode(ids[: first_label(labels)], skip_special_tokens=encoder)
     return run.finish(export, prompt)
 
 

@@ -12,7 +12,6 @@ import torch
 
 from common.adapters import for_sampling
 from common.classifiers import RewardModel
-from common.data import asked_messages, plain_messages
 from common.functions import call_metric, call_reward
 from common.logging import on_main
 from common.models import end_tokens
@@ -313,9 +312,6 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *,
     means = {name: sum(column) / len(column) for name, column in values.items()}
     prompts = [row["prompt"] for row in rows]
     columns = {"prompt": prompts, "output": outputs, **values}
-    chats = [plain_messages(asked_messages(row)) for row in rows]
-    if all(chats):
-        columns["messages"] = chats
     samples = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     return means, samples
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from algos import sft
-from common import card, data, logging, trackers
+from common import card, logging, trackers
 from common.cli import InputError
 
 PPO = [
@@ -430,19 +430,6 @@ def test_samples_of_chats():
 
 
 OTHERS = [1, "x", ["x"], [{"content": "x"}], [{"role": "user", "content": [{"type": "image"}]}]]
-
-
-def test_asked_messages():
-    """What is trained or sampled is the answer to them; a column of that name that is no chat is let alone."""
-    assert data.asked_messages({"messages": CHAT}) == CHAT[:1] and data.asked_messages({"messages": CHAT[:1]}) == []
-    assert data.asked_messages({"prompt": CHAT, "completion": CHAT[1:2]}) == CHAT
-    assert data.asked_messages({"prompt": "<|user|>", "messages": CHAT}) == CHAT
-    pair = {"chosen": CHAT[:2], "rejected": [CHAT[0], {"role": "assistant", "content": "No"}]}
-    assert data.asked_messages(pair) == CHAT[:1]
-    assert data.asked_messages(pair | {"prompt": CHAT[2:]}) == CHAT[2:]
-    assert data.asked_messages({"prompt": "x", "completion": "y"}) == data.asked_messages({"text": "x"}) == []
-    for other in OTHERS:
-        assert data.asked_messages({"prompt": "x", "messages": other}) == []
 
 
 def test_lines_of_use_for_chats():

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
 from common.cli import InputError
-from common.data import encode_prompts
+from common.tokens import encode_prompts
 
 CHATML = r"""
 {%- for m in messages %}
@@ -278,10 +278,10 @@ RUNS = {  # two rows, and what is evaluated
 }
 
 
-def scores(prompts, messages, outputs, samples, **columns):
-    """A reward that gets the chat and its text."""
+def scores(prompts, outputs, samples, **columns):
+    """A reward that gets the text of the chat."""
     assert all(text.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n") for text in prompts)
-    assert all(m["content"].strip() in text for text, chat in zip(prompts, messages, strict=True) for m in chat)
+    assert all("Hi" in text for text in prompts)
     assert samples == [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     return [float(len(output)) for output in outputs]
 
@@ -325,12 +325,9 @@ def test_a_run_on_chats(name, model_dir, tmp_path, capsys):
     assert {row["prompt"] for row in samples} == {asked} and {row["step"] for row in samples} >= {0, 2}
     card = (run_dir / "README.md").read_text()
     usage = re.search(r"```python\n(.*?)\n```", card, re.S)[1]
-    assert "'role': 'user'" in usage and "<|start_header_id|>" not in usage
+    assert ("'role': 'user'" in usage) == (name == "reward")
     exec(usage, {})
     assert capsys.readouterr().out.splitlines()[-1] != ""
-    if name != "reward":
-        assert [message["content"] for message in samples[0]["messages"]] == [m["content"] for m in CHAT[:3]]
-        assert "<|start_header_id|>" not in card and "user: " in card
     if name == "reward":  # the scores are those of plain transformers
         lm = AutoModelForSequenceClassification.from_pretrained(run_dir / "hf_model").eval()
         for side, chat in WHOLE.items():

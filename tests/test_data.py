@@ -1,22 +1,30 @@
-"""Rows, segments and tokens of common/data.py: `python -m pytest tests/test_data.py`
+"""Rows and segments of common/rows.py, tokens and tensors of common/tokens.py: `python -m pytest tests/test_data.py`
 
 Hand results for what the tests of the scripts do not see: the segments of each form of a row, which rows are chats, and
 what happens to the ends of tokenized texts.
 """
 
 import functools
-import json
 import re
 
 import pytest
 import torch
 from tokenizers import processors
 
-from algos import ddpo
-from common import data
 from common.cli import InputError
 from common.functions import build, load_function, refuse_mistyped
-from common.sampling import text_arguments
+from common.rows import (
+    is_chat,
+    load_rows,
+    load_sets,
+    pair_texts,
+    prompt_messages,
+    row_segments,
+    set_flag,
+    set_prefix,
+    with_prompts,
+)
+from common.tokens import encode_prompts, pad_rows, tokenize
 
 BOS, EOS = 21, 22
 
@@ -58,15 +66,15 @@ SEGMENTS = [  # row, its texts: every second one is trained
 def test_segments_of_each_form(letters, row, parts):
     letters.chat_template = TEMPLATE
     expected = [(text, i % 2 == 1) for i, text in enumerate(parts)]
-    assert data.row_segments([row, row], letters, "--dataset") == [expected, expected]
+    assert row_segments([row, row], letters, "--dataset") == [expected, expected]
 
 
 def test_segments_that_the_template_marks(letters):
     """The last one is not trained, and may be empty; marks within a prompt do not count."""
     letters.chat_template = MARKED
-    (whole,) = data.row_segments([{"messages": CHAT}], letters, "--dataset")
+    (whole,) = row_segments([{"messages": CHAT}], letters, "--dataset")
     assert whole == [("uba", False), ("c.", True), ("uda", False), ("e.", True), ("", False)]
-    (last,) = data.row_segments([{"prompt": CHAT[:3], "completion": CHAT[3:]}], letters, "--dataset")
+    (last,) = row_segments([{"prompt": CHAT[:3], "completion": CHAT[3:]}], letters, "--dataset")
     assert last == [("ubac.uda", False), ("e.", True), ("", False)]
 
 
@@ -75,11 +83,11 @@ def test_segments_that_the_template_marks(letters):
     [
         (
             [{"other": "a"}],
-            "has the columns other; expected text, prompt and completion, messages, or dialogue, ",
+            "has the columns other; expected text, prompt and completion, messages, or dialogue$",
         ),
         (
             [{"completion": "a", "text": "b"}],
-            'has the columns completion, text; .*, such as {"prompt": .*, "completion": .*}$',
+            "has the columns completion, text; expected text, prompt and completion, ",
         ),
         ([{"text": "a"}, {"text": "\ud800"}], "row 2: 'text' holds half a surrogate pair"),
         ([{"dialogue": ["a", "b"]}, {"dialogue": ["a"]}], "row 2: 'dialogue' must be a list prompt, output"),
@@ -91,20 +99,18 @@ def test_segments_that_the_template_marks(letters):
 def test_what_has_no_segments(letters, rows, sentence):
     letters.chat_template = TEMPLATE
     with pytest.raises(InputError, match=f"^--dataset {sentence}"):
-        data.row_segments(rows, letters, "--dataset")
+        row_segments(rows, letters, "--dataset")
 
 
 def test_pairs_of_texts_and_of_chats(letters):
     letters.chat_template = TEMPLATE
     texts = [{"chosen": "ab cd", "rejected": "ab ce"}]
     chats = [{"chosen": CHAT[:2], "rejected": [user("b"), answer("d")]}]
-    assert data.pair_texts(texts, letters, "--dataset") == [("ab", " cd", " ce")]
-    assert data.pair_texts(chats, letters, "--dataset") == [("<bos>ub<eos>s", "c<eos>", "d<eos>")]
-    columns = "^--dataset has the columns chosen; expected chosen and rejected .and prompt., each a text or a chat, "
-    with pytest.raises(InputError, match=columns) as told:
-        data.pair_texts([{"chosen": "a"}], letters, "--dataset")
-    example = json.loads(str(told.value).partition("such as ")[2])
-    assert data.pair_texts([example], letters, "--dataset") == [("2 + 2 =", " 4", " 5")]
+    assert pair_texts(texts, letters, "--dataset") == [("ab", " cd", " ce")]
+    assert pair_texts(chats, letters, "--dataset") == [("<bos>ub<eos>s", "c<eos>", "d<eos>")]
+    columns = "^--dataset has the columns chosen; expected chosen and rejected .and prompt., each a text or a chat$"
+    with pytest.raises(InputError, match=columns):
+        pair_texts([{"chosen": "a"}], letters, "--dataset")
 
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
@@ -124,25 +130,25 @@ SHARED = [  # prompt, chosen, rejected, and how the texts begin with it
 @pytest.mark.parametrize(("prompt", "chosen", "rejected"), SHARED, ids=repr)
 def test_the_prompt_of_two_texts_ends_where_both_answer(letters, prompt, chosen, rejected):
     rows = [{"chosen": prompt + chosen, "rejected": prompt + rejected}]
-    assert data.pair_texts(rows, letters, "--dataset") == [(prompt, chosen, rejected)]
+    assert pair_texts(rows, letters, "--dataset") == [(prompt, chosen, rejected)]
     given = [{"prompt": "", "chosen": prompt + chosen, "rejected": prompt + rejected}]
-    assert data.pair_texts(given, letters, "--dataset") == [("", prompt + chosen, prompt + rejected)]
+    assert pair_texts(given, letters, "--dataset") == [("", prompt + chosen, prompt + rejected)]
 
 
 def test_the_prompt_of_two_chats_ends_where_both_answer():
     shared = CHAT[:3]
-    assert data.prompt_messages({"chosen": [*shared, answer("e")], "rejected": [*shared, answer("f")]}) == shared
-    assert data.prompt_messages({"chosen": CHAT, "rejected": CHAT}) == shared
-    assert data.prompt_messages({"chosen": CHAT[:2], "rejected": [user("x"), answer("c")]}) == []
-    assert data.prompt_messages({"chosen": CHAT, "rejected": [*CHAT[:2], user("x"), answer("c")]}) == CHAT[:1]
-    assert data.prompt_messages({"prompt": CHAT[:1], "chosen": "a", "rejected": "b"}) == CHAT[:1]
+    assert prompt_messages({"chosen": [*shared, answer("e")], "rejected": [*shared, answer("f")]}) == shared
+    assert prompt_messages({"chosen": CHAT, "rejected": CHAT}) == shared
+    assert prompt_messages({"chosen": CHAT[:2], "rejected": [user("x"), answer("c")]}) == []
+    assert prompt_messages({"chosen": CHAT, "rejected": [*CHAT[:2], user("x"), answer("c")]}) == CHAT[:1]
+    assert prompt_messages({"prompt": CHAT[:1], "chosen": "a", "rejected": "b"}) == CHAT[:1]
 
 
 def test_which_rows_are_chats():
     for column in ("messages", "prompt", "chosen"):
-        assert data.is_chat([{column: CHAT}], ["rejected", column])
-    assert not data.is_chat([{"prompt": "a", "chosen": "b"}], ["prompt", "chosen"])
-    assert not data.is_chat([{"messages": CHAT, "prompt": "a"}], ["prompt"])
+        assert is_chat([{column: CHAT}], ["rejected", column])
+    assert not is_chat([{"prompt": "a", "chosen": "b"}], ["prompt", "chosen"])
+    assert not is_chat([{"messages": CHAT, "prompt": "a"}], ["prompt"])
 
 
 ENDS = [  # what the tokenizer adds, text, its ids by each value of `end`
@@ -158,69 +164,58 @@ ENDS = [  # what the tokenizer adds, text, its ids by each value of `end`
 def test_the_end_of_tokens(letters, template, text, ids):
     tokenizer = adding(letters, template)
     for end, expected in ids.items():
-        assert data.tokenize(tokenizer, [text, text], True, end) == [expected, expected]
+        assert tokenize(tokenizer, [text, text], True, end) == [expected, expected]
     if template != "$A":  # without special tokens a tokenizer adds nothing
-        assert data.tokenize(tokenizer, ["a"], False, "template") == [[0]]
+        assert tokenize(tokenizer, ["a"], False, "template") == [[0]]
 
 
 def test_an_empty_prompt_needs_a_beginning_token(letters):
     """Also behind a tokenizer that ends every text."""
     tokenizer = adding(letters, "$A <eos>")
-    assert data.encode_prompts([{"prompt": ""}], tokenizer, 5, 32, "--dataset")[1] == [[BOS]]
+    assert encode_prompts([{"prompt": ""}], tokenizer, 5, 32, "--dataset")[1] == [[BOS]]
     tokenizer.bos_token = None
     with pytest.raises(InputError, match="^--dataset row 1: the prompt is empty and the tokenizer has no beginning"):
-        data.encode_prompts([{"prompt": ""}], tokenizer, 5, 32, "--dataset")
+        encode_prompts([{"prompt": ""}], tokenizer, 5, 32, "--dataset")
 
 
-def test_the_forms_that_are_named_are_those_that_are_taken(letters):
-    """The example row of an error is one that works."""
-    with pytest.raises(
-        InputError, match="^--dataset has the columns x; expected text, .*, and reward, such as"
-    ) as told:
-        data.check_text_columns([{"x": 1}], "--dataset", reward=1.0)
-    example = json.loads(str(told.value).partition("such as ")[2])
-    assert example == {"prompt": "2 + 2 =", "completion": " 4", "reward": 1.0}
-    data.check_text_columns([example], "--dataset", reward=1.0)
-    for columns in (["text"], ["messages"], ["dialogue", "prompt"], ["prompt", "completion", "text"]):
-        data.check_text_columns([dict.fromkeys(columns)], "--dataset")
-    with pytest.raises(InputError, match='^--dataset has the columns x, y; expected prompt, .*, such as {"prompt": "'):
-        data.encode_prompts([{"x": 1, "y": 2}], letters, 5, 32, "--dataset")
-    with pytest.raises(InputError, match='^--dataset has the columns x; expected prompt, a text, such as {"prompt": "'):
-        data.with_prompts([{"x": 1}], "--dataset")
-
-
-def test_columns_that_arguments_of_functions_would_hide(letters):
-    arguments = text_arguments(letters, [{"prompt": "a"}], ["b"], [[1]])
-    assert tuple(arguments) == data.TEXT_ARGUMENTS
-    for name in arguments:
-        with pytest.raises(InputError, match=f"^--dataset: rename the column '{name}', which functions get from"):
-            data.encode_prompts([{"prompt": "a", name: "b"}], letters, 5, 32, "--dataset")
-    assert tuple(ddpo.image_arguments([{"prompt": "a"}], torch.zeros(1, 3, 2, 2))) == data.IMAGE_ARGUMENTS
-    for name in data.IMAGE_ARGUMENTS:
-        with pytest.raises(InputError, match=f"^--dataset: rename the column '{name}', which functions get from"):
-            data.with_prompts([{"prompt": "a", name: "b"}], "--dataset")
+def test_other_columns_are_named(letters):
+    with pytest.raises(InputError, match="^--dataset has the columns x, y; expected prompt, a text or a chat$"):
+        encode_prompts([{"x": 1, "y": 2}], letters, 5, 32, "--dataset")
+    with pytest.raises(InputError, match="^--dataset has the columns x; expected prompt, a text$"):
+        with_prompts([{"x": 1}], "--dataset")
 
 
 @pytest.mark.parametrize(
-    ("prompts", "new_tokens", "options", "sentence"),
+    ("prompt", "new_tokens", "options", "fits"),
     [
-        (["a", "abc"], 32, {}, "give at most 29 .the longest prompt takes 3.$"),
-        (["a", "abc"], 40, {"max_length": 2}, "give at most 31 .the longest prompt takes 1.$"),
-        (["a", "a" * 40], 32, {}, "which a prompt of 40 tokens fills alone$"),
-        (["a", "abc"], 33, {"encoder": True}, "give at most 32$"),
+        ("abc", 29, {}, True),
+        ("abc", 30, {}, False),
+        ("abc", 30, {"max_length": 2}, None),
+        ("abc", 32, {"encoder": True}, True),
+        ("abc", 33, {"encoder": True}, False),
     ],
 )
-def test_how_many_new_tokens_there_is_room_for(letters, prompts, new_tokens, options, sentence):
-    """The number that is named does."""
-    rows = [{"prompt": prompt} for prompt in prompts]
-    start = f"^--max-new-tokens {new_tokens} leaves no room in the model's 32 positions"
-    with pytest.raises(InputError, match=f"{start}(: |, ){sentence}") as told:
-        data.encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
-    if number := re.search(r"at most (\d+)", str(told.value)):
-        room = int(number[1])
-        assert data.encode_prompts(rows, letters, room, 32, "--dataset", **options)
-        with pytest.raises(InputError):
-            data.encode_prompts(rows, letters, room + 1, 32, "--dataset", **options)
+def test_how_many_new_tokens_there_is_room_for(letters, prompt, new_tokens, options, fits):
+    """A prompt that is dropped needs no room."""
+    given = [{"prompt": "a"}] if new_tokens == 30 else []
+    given += [{"prompt": prompt}]
+    if fits is False:
+        sentence = f"a prompt of 3 tokens and --max-new-tokens {new_tokens} exceed the model's 32 positions"
+        with pytest.raises(InputError, match=f"^--dataset row {len(given)}: {sentence}: "):
+            encode_prompts(given, letters, new_tokens, 32, "--dataset", **options)
+    else:
+        kept, _ = encode_prompts(given, letters, new_tokens, 32, "--dataset", **options)
+        assert kept == (given if fits else given[:1])
+
+
+def test_rows_are_padded_on_either_side_or_aligned():
+    given = [[1], [2, 3, 4], []]
+    assert pad_rows(given, 0).tolist() == [[1, 0, 0], [2, 3, 4], [0, 0, 0]]
+    assert pad_rows(given, 0, begins=[1, 3, 0]).tolist() == [[0, 0, 1], [2, 3, 4], [0, 0, 0]]
+    assert pad_rows(given[:2], 0, begins=[0, 2]).tolist() == [[0, 0, 1], [2, 3, 4]]
+    for fill, dtype in ((0, torch.int64), (False, torch.bool), (0.0, torch.float32)):
+        assert pad_rows([[], []], fill).dtype == dtype
+    assert pad_rows([[0.1]], 0.0, dtype=torch.float64).item() == 0.1
 
 
 def some_rows(n=2):
@@ -228,8 +223,8 @@ def some_rows(n=2):
 
 
 def test_a_function_from_python_is_called_as_one_of_a_file_is():
-    assert data.load_rows(build(some_rows, "--dataset"), "--dataset") == some_rows()
-    assert data.load_sets(functools.partial(some_rows, n=3), "--eval-dataset") == {"": some_rows(3)}
+    assert load_rows(build(some_rows, "--dataset"), "--dataset") == some_rows()
+    assert load_sets(functools.partial(some_rows, n=3), "--eval-dataset") == {"": some_rows(3)}
     with pytest.raises(InputError, match="^--dataset pop: IndexError: pop from empty list"):
         build([].pop, "--dataset")
     with pytest.raises(InputError, match="^--reward must be a function, it is a list: several can be called by one$"):
@@ -252,17 +247,17 @@ def test_what_cannot_be_a_name_of_the_hub_is_not_asked_for(tmp_path, monkeypatch
     (tmp_path / "sub").mkdir()
     for name in ("rw.py", "sub/rw.py"):
         (tmp_path / name).write_text("")
-    for load in (refuse_mistyped, data.load_rows):
+    for load in (refuse_mistyped, load_rows):
         with pytest.raises(InputError, match=f"^--dataset {re.escape(f'{typed}: {sentence}')}$"):
             load(typed, "--dataset")
     with pytest.raises(InputError, match="^--metric rw:length: did you mean rw.py:length.$"):
         load_function("rw:length", "--metric")
     for name in ("org/name:train", "name", "https://x.org/a/b.jsonl", "a/b/*.jsonl", "sub", "./sub", "sub:POSITIVE"):
         refuse_mistyped(name, "--dataset")
-    with pytest.raises(InputError, match="^--dataset none.csv.gz cannot be loaded: there is no such file$"):
-        data.load_rows("none.csv.gz", "--dataset")
+    with pytest.raises(InputError, match="^--dataset none.csv.gz cannot be loaded: Unable to find '.*none.csv.gz'$"):
+        load_rows("none.csv.gz", "--dataset")
     (tmp_path / "sub/x.jsonl").write_text('{"text": "a"}\n')
-    assert data.load_rows("sub/*.jsonl", "--dataset") == [{"text": "a"}]
+    assert load_rows("sub/*.jsonl", "--dataset") == [{"text": "a"}]
 
 
 def test_names_of_evaluation_sets(tmp_path, monkeypatch):
@@ -271,23 +266,23 @@ def test_names_of_evaluation_sets(tmp_path, monkeypatch):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
     (tmp_path / "task.py").write_text("def rows(n=1, text='a'):\n    return [{'text': text}] * n\n")
     easy = [{"text": "easy"}]
-    assert data.load_sets("easy.jsonl", "--eval-dataset") == {"": easy}
-    found = data.load_sets("easy.jsonl, task.py:rows:n=2,text=b,", "--eval-dataset")
+    assert load_sets("easy.jsonl", "--eval-dataset") == {"": easy}
+    found = load_sets("easy.jsonl, task.py:rows:n=2,text=b,", "--eval-dataset")
     assert found == {"easy": easy, "rows": [{"text": "b"}] * 2}
-    assert list(data.load_sets({"x": "hard.jsonl", "y": easy}, "--eval-dataset")) == ["x", "y"]
-    assert [data.set_prefix(name) for name in ("", "x")] == ["eval/", "eval/x/"]
-    assert [data.set_flag(name) for name in ("", "x")] == ["--eval-dataset", "--eval-dataset x"]
+    assert list(load_sets({"x": "hard.jsonl", "y": easy}, "--eval-dataset")) == ["x", "y"]
+    assert [set_prefix(name) for name in ("", "x")] == ["eval/", "eval/x/"]
+    assert [set_flag(name) for name in ("", "x")] == ["--eval-dataset", "--eval-dataset x"]
     with pytest.raises(InputError, match="two sets have the same name"):
-        data.load_sets("easy.jsonl,./easy.jsonl", "--eval-dataset")
+        load_sets("easy.jsonl,./easy.jsonl", "--eval-dataset")
     with pytest.raises(InputError, match="^--eval-dataset none .* holds no rows"):
-        data.load_sets({"none": []}, "--eval-dataset")
+        load_sets({"none": []}, "--eval-dataset")
 
 
 def test_a_line_that_is_no_json_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n\n{"text": \n')
     with pytest.raises(InputError, match=rf"^--dataset {path}:3 is not valid JSON: "):
-        data.load_rows(str(path), "--dataset")
+        load_rows(str(path), "--dataset")
     path.write_text('{"text": "a"}\n\n{"other": "b"}\n')
     with pytest.raises(InputError, match=r"^--dataset row 2 is \['other'\], expected a mapping"):
-        data.load_rows(str(path), "--dataset")
+        load_rows(str(path), "--dataset")

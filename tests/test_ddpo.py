@@ -29,8 +29,9 @@ from torch.nn import functional as F
 
 from algos import ddpo
 from benchmarks.tasks import shapes
-from common import data, logging
+from common import logging
 from common.cli import InputError, task_fields
+from common.rows import with_prompts
 from common.seeding import rng
 
 B, N, C, H, W = 3, 5, 2, 7, 11  # of the pure functions; that of the pipelines are 5 x 4 x 12
@@ -866,23 +867,12 @@ def test_bad_metrics(value, sentence):
 
 
 def test_rows_with_prompts():
-    assert data.with_prompts([{"text": "a"}, {"text": ""}], "--dataset") == [{"prompt": "a"}]  # no blank lines
-    with pytest.raises(InputError, match="--dataset holds blank lines only"):
-        data.with_prompts([{"text": ""}], "--dataset")
-    with pytest.raises(InputError, match="--dataset: rename the column 'images'"):
-        data.with_prompts([{"prompt": "a", "images": 1}], "--dataset")
-    rows = [{"prompt": "a", "text": "b", "k": 1}]
-    assert data.with_prompts(rows, "--dataset") == rows
+    assert with_prompts([{"text": "a", "k": 1}, {"text": " "}], "--dataset") == [{"prompt": "a", "text": "a", "k": 1}]
+    rows = [{"prompt": "a", "text": "b", "k": 1}, {"prompt": "", "text": "c", "k": 2}]
+    assert with_prompts(rows, "--dataset") == rows
     for row in ({"prompt": 3}, {"words": "a"}, {"prompt": None, "text": "b"}, {"prompt": ["a"]}):
-        with pytest.raises(
-            InputError, match=f"--dataset row 2 needs a string as 'prompt'; its columns: {next(iter(row))}"
-        ):
-            data.with_prompts([{"prompt": "a"}, row], "--dataset")
-
-
-def test_rows_of_texts_keep_their_columns():
-    (row,) = data.with_prompts([{"text": "a", "k": 1}], "--dataset")
-    assert row["prompt"] == "a" and row.get("k") == 1
+        with pytest.raises(InputError, match="--dataset row 2: 'prompt' must be a string, it is "):
+            with_prompts([{"prompt": "a"}, row], "--dataset")
 
 
 # ---- Pipelines -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from benchmarks import check, seeds
 from benchmarks.tasks import randomwalks, shapes
 from common import logging as run_logging
 from common.cli import InputError, expand_config, refuse_other_names, with_embedded_task
-from common.data import encode_prompts, pair_texts, row_segments
+from common.rows import pair_texts, row_segments
+from common.tokens import encode_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {

@@ -35,8 +35,9 @@ from algos import dpo
 from benchmarks.tasks import randomwalks
 from common import output, sampling
 from common.cli import InputError, task_fields
-from common.data import fill_lines, load_rows, pair_texts
 from common.output import has_plain_output
+from common.rows import load_rows, pair_texts
+from common.tokens import fill_lines
 
 A, BOS, EOS, LN2 = 0, 21, 22, math.log(2)
 ROWS = [
@@ -1287,7 +1288,7 @@ def test_a_run_goes_on_where_the_file_cannot_be_written(monkeypatch, scored, gpt
     assert not list((tmp_path / "b").glob("*ref-*"))
 
 
-@pytest.mark.parametrize(("name", "scores"), [("script", 2), ("common/data.py", 2), ("dataset", 1), ("none", 1)])
+@pytest.mark.parametrize(("name", "scores"), [("script", 2), ("common/rows.py", 2), ("dataset", 1), ("none", 1)])
 def test_other_code_scores_anew(monkeypatch, scored, gpt2_dir, tmp_path, name, scores):
     """What decides the numbers is the script and common; the files of flags are there by what they hold."""
     run_dpo(gpt2_dir, tmp_path / "one")

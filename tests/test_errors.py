@@ -338,13 +338,13 @@ def test_a_configuration_file_means_what_the_flags_mean(command, here):
 # ---- Rows ------------------------------------------------------------------------------------------------------------
 
 FILES = [
-    ("ppo", None, ["--dataset bad.jsonl cannot be loaded: there is no such file"]),
-    ("sft", None, ["--dataset bad.jsonl cannot be loaded: there is no such file"]),
+    ("ppo", None, ["--dataset bad.jsonl cannot be loaded: Unable to find "]),
+    ("sft", None, ["--dataset bad.jsonl cannot be loaded: Unable to find "]),
     ("ppo", "", ["--dataset bad.jsonl holds no rows"]),
     ("sft", "\n  \n", ["--dataset bad.jsonl holds no rows"]),
     ("ppo", '{"prompt": "b"}\n\n{"prompt": "c"\n', ["bad.jsonl:3", "not valid JSON"]),
     ("sft", '{"text": "b"}\n{"text": "c"},\n', ["bad.jsonl:2", "not valid JSON"]),
-    ("ppo", b'{"prompt": "b"}\n{"prompt": "caf\xe9"}\n', ["bad.jsonl", "UTF-8"]),
+    ("ppo", b'{"prompt": "b"}\n{"prompt": "caf\xe9"}\n', ["bad.jsonl:2", "utf-8"]),
     ("ppo", "5\n", ["row 1", "5"]),
     ("ppo", '{"prompt": "b"}\n{"prompt": "b", "x": 1}\n', ["row 2", "'x'"]),
     ("ppo", '{"text": "b"}\n', ["has the columns text; expected prompt, a text or a chat"]),
@@ -823,13 +823,13 @@ def test_a_changed_byte_of_common_is_another_run(scripts, work, tmp_path):
     scripts.run(argv, tmp_path)
     (first,) = (tmp_path / "runs").iterdir()
     before = files(first)
-    module = tmp_path / "code/common/data.py"
+    module = tmp_path / "code/common/rows.py"
     text = module.read_text()
     assert "\n# ---- Rows ---" in text
     module.write_text(text.replace("\n# ---- Rows ---", "\n# ---- rows ---"))
     refused = scripts.run([*argv, "--run-dir", first], tmp_path, expect=2)
     assert "holds a run with another configuration" in refused.err
-    assert refused.err.splitlines()[1:] == ["  common/data.py has changed"]
+    assert refused.err.splitlines()[1:] == ["  common/rows.py has changed"]
     scripts.run(argv, tmp_path)
     (second,) = {path for path in (tmp_path / "runs").iterdir()} - {first}
     assert files(first) == before and (second / "README.md").exists()

@@ -43,7 +43,7 @@ USER_TREE = {
     "reward.py": """
         import random
         import numpy
-        from common.data import texts
+        from common.rows import texts
         import beside as b
         def score(outputs, **columns):
             from package.inner import weights

@@ -715,8 +715,8 @@ def test_a_bad_truncated_names_its_row(bad):
 
 
 BAD_ROWS = [
-    ({"prompt": "a", "completion": "b"}, "has the columns prompt, completion; expected .*, and reward, such as"),
-    ({"text": "a"}, "has the columns text; expected .*, and reward, such as"),
+    ({"prompt": "a", "completion": "b"}, "row 1: 'reward' must be a finite number, .* it is None"),
+    ({"text": "a"}, "row 1: 'reward' must be a finite number, .* it is None"),
     ({"reward": 1}, "has the columns reward; expected text, prompt and completion, "),
     ({"text": 5, "reward": 1}, "row 1: 'text' must be a string, it is 5"),
     ({"prompt": "a", "reward": 1}, "has the columns prompt, reward; expected text, prompt and completion, "),

@@ -959,8 +959,7 @@ GOOD_ROW = {"prompt": "b", "completion": "cd", "reward": 1.0}
 TALK = {"dialogue": ["b", "c", "d", "e"], "reward": [1, 2]}
 NUMBER = "--dataset row 2: 'reward' must be a finite number, or a list of 1, one for each output, it is "
 BAD_ROWS = [
-    ([{"prompt": "b", "completion": "c"}], "--dataset has the columns prompt, completion; expected text, "),
-    ([{"prompt": "b", "completion": "c", "rewards": 1}], "the columns prompt, completion, rewards; expected"),
+    ([{"prompt": "b", "completion": "c"}], "--dataset row 1: 'reward' must be a finite number, or a list of 1"),
     ([GOOD_ROW, GOOD_ROW | {"reward": "good"}], NUMBER + "'good'"),
     ([GOOD_ROW, GOOD_ROW | {"reward": "1.0"}], NUMBER + "'1.0'"),
     ([GOOD_ROW, GOOD_ROW | {"reward": None}], NUMBER + "None"),
@@ -1006,8 +1005,8 @@ BAD_COMMANDS = [
     ("--metric user.py:metric", "--metric needs rows with a prompt to sample from: name --eval-prompts"),
     ("--metric user.py:metric --eval-dataset texts.jsonl", "--metric needs rows with a prompt to sample from"),
     ("--metric user.py:none --eval-prompts prompts.jsonl", "--metric user.py:none: user.py has no function 'none'"),
-    ("--eval-dataset texts.jsonl,no_reward.jsonl", "--eval-dataset no_reward has the columns "),
-    ("--eval-dataset no_reward.jsonl", "--eval-dataset has the columns "),
+    ("--eval-dataset texts.jsonl,no_reward.jsonl", "--eval-dataset no_reward row 1: 'reward' must be "),
+    ("--eval-dataset no_reward.jsonl", "--eval-dataset row 1: 'reward' must be "),
     ("--eval-dataset texts.jsonl,texts.jsonl", "two sets have the same name"),
     ("--model no/such/model", "--model no/such/model: there is no such directory"),
     ("--logit-mask user.py:none --metric user.py:metric", "--logit-mask user.py:none: user.py has no function 'none'"),

@@ -23,9 +23,10 @@ from algos import ppo
 from benchmarks.tasks import randomwalks
 from common.classifiers import RewardModel
 from common.cli import InputError
-from common.data import encode_prompts, load_sets
 from common.models import blocks, freeze
+from common.rows import load_sets
 from common.sampling import decode, generate_all, stopped
+from common.tokens import encode_prompts
 
 EOS, LAYERS = 22, 3
 SIZES = {"hidden_size": 12, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 32}
@@ -570,13 +571,13 @@ def test_chat_prompts(monkeypatch, chatty, gpt2_dir, tmp_path):
     rows, seen = [{"prompt": chat, "n": i} for i, chat in enumerate(CHATS)], []
     kept, queries = encode_prompts(rows, chatty, 5, 32, "--dataset")
     texts = ["<bos>uba", "<bos>ucdea", "<bos>ufga", "<bos>skubafucdea"]
-    assert [row["prompt"] for row in kept] == texts and [row["messages"] for row in kept] == CHATS
+    assert [row["prompt"] for row in kept] == texts
     assert [chatty.decode(ids) for ids in queries] == texts
     plain = encode_prompts([{"prompt": "b"}], chatty, 5, 32, "--dataset")
     assert plain == ([{"prompt": "b"}], [[21, 1]])
 
-    def reward(prompts, messages, samples, outputs, n, **columns):
-        assert all(text == texts[i] and chat == CHATS[i] for text, chat, i in zip(prompts, messages, n, strict=True))
+    def reward(prompts, samples, outputs, n, **columns):
+        assert all(text == texts[i] for text, i in zip(prompts, n, strict=True))
         assert samples == [p + o for p, o in zip(prompts, outputs, strict=True)]
         seen.extend(n)
         return [0.5 * i for i in n]

@@ -23,7 +23,7 @@ from benchmarks.tasks import randomwalks
 from common import logging, sampling, seeding
 from common.classifiers import classifier_ids, classifier_logits, raise_heads
 from common.cli import InputError
-from common.data import chat_pair, pair_texts
+from common.rows import chat_pair, pair_texts
 
 BOS, EOS, PAD, UNK, WIDTH, NAN = 21, 22, 23, 24, 12, math.nan
 PAIRS = [

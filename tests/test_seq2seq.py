@@ -24,9 +24,9 @@ from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common import sampling
 from common.cli import InputError
-from common.data import encode_prompts
 from common.models import as_decoder
 from common.seeding import draw
+from common.tokens import encode_prompts
 
 BOS, EOS, PAD = 21, 22, 23
 T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3}
@@ -339,7 +339,6 @@ def test_rows(folder, pairs):
     for (query, response), (ids, labels), episode, prompt in zip(pairs, examples, episodes, queries, strict=True):
         assert (ids, labels) == (query + response, [-100] * len(query) + response) and response.count(EOS) == 1
         assert episode.ids == ids and episode.actions == list(range(len(query), len(ids))) and prompt == query
-    assert sft.queries_of_rows(ROWS, tokenizer, 6, 32, encoder=True) == queries
     tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}a{% endif %}"
     chat = [{"role": "user", "content": "bc"}, {"role": "assistant", "content": "de"}]

@@ -22,8 +22,8 @@ from ddpo_small_unet import old_format
 from diffusers import AutoencoderKL
 
 from benchmarks.tasks import shapes
-from common.data import load_rows
 from common.functions import build
+from common.rows import load_rows
 
 CLAIMS = ("sft", "reward", "dpo", "ppo", "grpo", "ddpo")  # a claim is a script of algos/ with its embedded task
 

@@ -1,14 +1,13 @@
-"""Rows in: files, hub data sets and lists of dicts become texts, each trained or not, and texts become tokens.
+"""Rows in: files, hub data sets and lists of dicts become texts, each trained or not.
 
 Forms of a row, where a chat is a list of messages that the tokenizer's chat template writes, with the row's `tools`:
 {"text"}; {"prompt", "completion"}, both texts or both chats; {"messages"}, a chat; {"dialogue": [prompt, output,
 prompt, output, ...]}; {"chosen", "rejected"} with or without "prompt", texts or chats; {"prompt"}, to sample from.
-Whatever is wrong with a row is an InputError that names the flag and the row.
+Row 1 shows the form of all rows. What is wrong with one is an InputError that names the flag, the row and the column.
 """
 
 import itertools
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -20,15 +19,8 @@ from common.screen import screen
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SIDES = ("chosen", "rejected")
-ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
 TEXT_FORMS = "text, prompt and completion, messages, or dialogue"
-PROMPT_FORM = 'prompt, a text or a chat, such as {"prompt": "2 + 2 ="}'
-CAPTION_FORM = 'prompt, a text, such as {"prompt": "a red circle"}'
-PAIR_FORM = """chosen and rejected (and prompt), each a text or a chat, such as {"prompt": "2 + 2 =", "chosen": " 4", \
-"rejected": " 5"}"""
-# what reward and metric functions of texts get by these names (`sampling.text_arguments`)
-TEXT_ARGUMENTS = ("samples", "prompts", "outputs", "output_ids", "tokenizer")
-IMAGE_ARGUMENTS = ("images", "prompts")  # and those of images
+ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
 
 
 # ---- Rows ------------------------------------------------------------------------------------------------------------
@@ -42,7 +34,11 @@ def load_rows(data, flag):
     if path and path.suffix == ".jsonl":
         rows = read_jsonl(path, f"{flag} {data}")
     elif isinstance(data, str):
-        rows = read_dataset(data, path, flag)
+        refuse_mistyped(data, flag)
+        try:
+            rows = read_dataset(data, path)
+        except Exception as error:  # the library's errors have no common class
+            raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
     if isinstance(rows, dict):
         raise InputError(f"{flag} {data} holds several splits ({', '.join(rows)}): name the directory of one")
     rows = list(rows)
@@ -57,12 +53,8 @@ def load_rows(data, flag):
 
 def read_jsonl(path, where):
     """The values in a file of one JSON value a line; blank lines are skipped."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{where} is not UTF-8: {error}") from None
     values = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             if line.strip():
                 values.append(json.loads(line, strict=False))
@@ -71,25 +63,19 @@ def read_jsonl(path, where):
     return values
 
 
-def read_dataset(name, path, flag):
+def read_dataset(name, path):
     """What the library datasets reads: a saved directory or a file at path, else a file elsewhere or a hub data set."""
-    refuse_mistyped(name, flag)
-    file_kind = FILE_KINDS.get(Path(name.removesuffix(".gz")).suffix)
-    if file_kind and not path and "://" not in name and "*" not in name:
-        raise InputError(f"{flag} {name} cannot be loaded: there is no such file")
     import datasets
 
-    try:
-        if path and path.is_dir():
-            return datasets.load_from_disk(str(path))
-        if file_kind:
-            return datasets.load_dataset(file_kind, data_files=str(path or name), split="train")
-        if path:
-            raise ValueError(f"expected a name that ends with {', '.join(FILE_KINDS)}")
-        repository, _, split = name.partition(":")
-        return datasets.load_dataset(repository, split=split or "train")
-    except Exception as error:  # the library's errors have no common class
-        raise InputError(f"{flag} {name} cannot be loaded: {' '.join(str(error).split())}") from None
+    file_kind = FILE_KINDS.get(Path(name.removesuffix(".gz")).suffix)
+    if path and path.is_dir():
+        return datasets.load_from_disk(str(path))
+    if file_kind:
+        return datasets.load_dataset(file_kind, data_files=str(path or name), split="train")
+    if path:
+        raise ValueError(f"expected a name that ends with {', '.join(FILE_KINDS)}")
+    repository, _, split = name.partition(":")
+    return datasets.load_dataset(repository, split=split or "train")
 
 
 def load_sets(spec, flag):
@@ -122,48 +108,32 @@ def set_flag(name):
     return f"--eval-dataset {name}".strip()
 
 
+def need_columns(rows, columns, flag, forms):
+    """InputError unless the rows have the columns. forms: what is expected, in words."""
+    if not rows[0].keys() >= set(columns):
+        raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {forms}")
+
+
 def texts(rows, column, flag):
     """The strings of a column. InputError at what is no string, and at half a surrogate pair, which is no text."""
     for number, row in enumerate(rows, 1):
         where = f"{flag} row {number}: {column!r}"
         text = row.get(column)
         if not isinstance(text, str):
-            value = f"is {text!r:.60}" if column in row else f"is missing among {list(row)}"
-            raise InputError(f"{where} must be a string, it {value}")
+            raise InputError(f"{where} must be a string, it is {text!r:.60}")
         if text.encode(errors="ignore").decode() != text:
             raise InputError(f"{where} holds half a surrogate pair, which is no text")
     return [row[column] for row in rows]
 
 
-def other_columns(rows, flag, expected):
-    """An InputError that names the columns that there are and those that were expected."""
-    return InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {expected}")
-
-
-def refuse_names(rows, flag, names):
-    """InputError at a column that an argument of the same name, which functions get from the script, would hide."""
-    for name in names:
-        if name in rows[0]:
-            raise InputError(f"{flag}: rename the column {name!r}, which functions get from the script")
-
-
 def with_prompts(rows, flag):
-    """The rows; their prompt is a string, in the column `prompt`, or `text` as a file of lines has it."""
-    column = "prompt" if "prompt" in rows[0] else "text"
-    if column not in rows[0]:
-        raise other_columns(rows, flag, CAPTION_FORM)
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get(column), str):
-            raise InputError(f"{flag} row {number} needs a string as 'prompt'; its columns: {', '.join(row)}")
-    names = {column: "prompt"}
-    rows = [{names.get(name, name): value for name, value in row.items()} for row in rows]
-    texts(rows, "prompt", flag)
-    refuse_names(rows, flag, IMAGE_ARGUMENTS)
-    if column == "text":
-        rows = [row for row in rows if row["prompt"].strip()]  # a file of lines may have blank ones
-    if not rows:
-        raise InputError(f"{flag} holds blank lines only")
-    return rows
+    """The rows with a string as prompt, from the column `prompt`, or `text` as a file of lines has it, some blank."""
+    if "prompt" in rows[0] or "text" not in rows[0]:
+        need_columns(rows, ["prompt"], flag, "prompt, a text")
+        texts(rows, "prompt", flag)
+        return rows
+    lines = texts(rows, "text", flag)
+    return [row | {"prompt": line} for row, line in zip(rows, lines, strict=True) if line.strip()]
 
 
 # ---- Rows -> texts ---------------------------------------------------------------------------------------------------
@@ -247,33 +217,20 @@ def turn_segments(tokenizer, messages, answers, tools, where):
 def row_segments(rows, tokenizer, flag):
     """Segments [(text, trained), ...] of each row, alternately not trained and trained; the first one may be empty.
     Trained are a text, a completion, the outputs of a dialogue, and the answers of a chat, or of its completion."""
-    check_text_columns(rows, flag)
+    columns = rows[0].keys()
     wheres = [f"{flag} row {number}" for number in range(1, len(rows) + 1)]
-    if "messages" in rows[0] or is_chat(rows, ["prompt"]):
+    if "messages" in columns or is_chat(rows, ["prompt"]):
         chats = [whole_chat(row, where) for row, where in zip(rows, wheres, strict=True)]
         return [chat_segments(tokenizer, *chat, where) for chat, where in zip(chats, wheres, strict=True)]
-    if "dialogue" in rows[0]:
+    if "dialogue" in columns:
         turns = [dialogue(row, where) for row, where in zip(rows, wheres, strict=True)]
-    elif "prompt" in rows[0]:
+    elif "prompt" in columns or "completion" in columns:
+        need_columns(rows, ["prompt", "completion"], flag, TEXT_FORMS)
         turns = zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True)
     else:
+        need_columns(rows, ["text"], flag, TEXT_FORMS)
         turns = [("", text) for text in texts(rows, "text", flag)]
     return [alternating(turns_of_row) for turns_of_row in turns]
-
-
-def check_text_columns(rows, flag, **more):
-    """InputError unless the rows have one of the forms that `row_segments` takes, and the columns of more, which holds
-    an example of each."""
-    columns = rows[0].keys()
-    known = "messages" in columns or "dialogue" in columns
-    if "prompt" in columns or "completion" in columns:
-        known = known or {"prompt", "completion"} <= columns
-    elif "text" in columns:
-        known = True
-    if not known or not more.keys() <= columns:
-        example = json.dumps({"prompt": "2 + 2 =", "completion": " 4"} | more)
-        forms = "".join([TEXT_FORMS, *(f", and {name}" for name in more)])
-        raise other_columns(rows, flag, f"{forms}, such as {example}")
 
 
 def alternating(turns):
@@ -285,10 +242,11 @@ def whole_chat(row, where):
     """(messages, how many of them are the prompt's, tools) of a row of messages, or of a prompt and a completion."""
     if "messages" in row:
         return row["messages"], 0, row.get("tools")
+    prompt = messages_in(row, "prompt")
     completion = messages_in(row, "completion")
-    if not isinstance(row["prompt"], list) or not completion:
+    if prompt != row["prompt"] or not completion:
         raise InputError(f"{where}: prompt and completion must be two lists of messages")
-    return row["prompt"] + completion, len(row["prompt"]), row.get("tools")
+    return prompt + completion, len(prompt), row.get("tools")
 
 
 def messages_in(row, column):
@@ -308,8 +266,7 @@ def pair_texts(rows, tokenizer, flag):
     """[(prompt, chosen, rejected)] as texts; a chat template wrote those of `is_chat(rows, ["chosen"])`.
     Without a prompt column, or with a text there beside chats, the prompt is what chosen and rejected have in common:
     messages; of texts what `shared_prompt` says. Nothing in common gives ""."""
-    if not rows[0].keys() >= set(SIDES):
-        raise other_columns(rows, flag, PAIR_FORM)
+    need_columns(rows, SIDES, flag, "chosen and rejected (and prompt), each a text or a chat")
     if is_chat(rows, ["chosen"]):
         return [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
     pairs = list(zip(texts(rows, "chosen", flag), texts(rows, "rejected", flag), strict=True))
@@ -364,154 +321,3 @@ def prompt_messages(row):
     while shared > 0 and {message["role"] for message in pairs[shared]} != {"assistant"}:
         shared -= 1
     return row["chosen"][:shared]
-
-
-def asked_messages(row):
-    """The chat of a row up to where the assistant answers what is trained or sampled; [] for a row of texts.
-
-    Beside a prompt that `encode_prompts` has written as text, the chat is in the column `messages`.
-    """
-    chat = messages_in(row, "messages")
-    for message in chat:
-        known = isinstance(message, dict) and "role" in message
-        if not known or not isinstance(message.get("content"), str | None):
-            return []  # another column of that name
-    if chat and "prompt" in row:
-        return chat
-    if isinstance(row.get("chosen"), list):
-        return prompt_messages(row)
-    answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
-    return messages_in(row, "prompt") or chat[: min(answers, default=0)]
-
-
-def plain_messages(messages):
-    """Who says what in a chat, without the other fields of its messages."""
-    return [{"role": message["role"], "content": message.get("content")} for message in messages]
-
-
-# ---- Texts -> tokens -------------------------------------------------------------------------------------------------
-
-
-def have_bos(tokenizer, texts):
-    """Whether the texts already begin with the beginning token, as those that a chat template wrote do."""
-    return bool(tokenizer.bos_token) and all(text.startswith(tokenizer.bos_token) for text in texts)
-
-
-def tokenize(tokenizer, texts, special_tokens, end, target=False):
-    """Ids of each text; end says what happens to the end token, which some tokenizers put behind every text.
-
-    end: "once": appended if it is missing, one of two removed; "never": removed, unless the text itself ends with it;
-    "template": ids as they are. special_tokens: the tokenizer adds its own. target: what an encoder-decoder writes.
-    """
-    column = "text_target" if target else "text"
-    encoded = tokenizer(**{column: texts}, add_special_tokens=special_tokens)["input_ids"]
-    eos = tokenizer.eos_token_id
-    ends = row_ends(tokenizer)
-    for text, ids in zip(texts, encoded, strict=True):
-        appended = ids[-1:] == [eos]
-        if end == "once" and not (ids and ids[-1] in ends):
-            ids.append(eos)
-        elif end == "once" and appended and len(ids) > 1 and ids[-2] in ends:
-            del ids[-1]
-        elif end == "never" and appended and not text.endswith(tokenizer.eos_token):
-            del ids[-1]
-    return encoded
-
-
-def row_ends(tokenizer):
-    """Ids of the tokens that end a response: those of the model that `load_model` has read the tokenizer with, or the
-    tokenizer's own."""
-    return getattr(tokenizer, "ends", [tokenizer.eos_token_id])
-
-
-def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
-    """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
-
-    A chat prompt becomes its text up to where the assistant answers, and is kept as `messages`; an empty prompt becomes
-    the beginning token. limit: the positions that the model has, or None; a prompt whose response would not fit is an
-    error. encoder: the model has one, which reads the prompt as the tokenizer ends it.
-    """
-    if "prompt" not in rows[0]:
-        raise other_columns(rows, flag, PROMPT_FORM)
-    refuse_names(rows, flag, TEXT_ARGUMENTS)
-    chat = is_chat(rows, ["prompt"])
-    if chat:
-        written = []
-        for number, row in enumerate(rows, 1):
-            text = chat_text(tokenizer, row["prompt"], f"{flag} row {number}", row.get("tools"), answering=True)
-            written.append(row | {"prompt": text, "messages": row["prompt"]})
-        rows = written
-    prompts = texts(rows, "prompt", flag)
-    special_tokens = not chat and not have_bos(tokenizer, prompts)
-    queries = tokenize(tokenizer, prompts, special_tokens, end="template" if encoder else "never")
-    check_room(queries, max_new_tokens, limit, max_length, encoder)
-    kept = []
-    for place, ids in enumerate(queries):
-        where = f"{flag} row {place + 1}"
-        if not ids:
-            if tokenizer.bos_token_id is None:
-                raise InputError(f"{where}: the prompt is empty and the tokenizer has no beginning token")
-            ids.append(tokenizer.bos_token_id)
-        if max_length is not None and len(ids) > max_length:
-            continue
-        positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
-        if limit and positions > limit:
-            sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-            how = "shorten it, lower --max-new-tokens, or in ppo.py and grpo.py set --max-prompt-length"
-            raise InputError(f"{where}: a prompt of {sizes}: {how}")
-        kept.append(place)
-    if not kept:
-        raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
-    return [rows[place] for place in kept], [queries[place] for place in kept]
-
-
-def check_room(queries, max_new_tokens, limit, max_length, encoder):
-    """InputError where no prompt leaves room for a response of max_new_tokens, with the number that suits all prompts.
-    Arguments are those of `encode_prompts`."""
-    if not limit or max_new_tokens < limit or (encoder and max_new_tokens == limit):
-        return
-    lengths = [max(1, len(ids)) for ids in queries if max_length is None or len(ids) <= max_length]
-    longest = max(lengths, default=1)
-    problem = f"--max-new-tokens {max_new_tokens} leaves no room in the model's {limit} positions"
-    if encoder:
-        raise InputError(f"{problem}: give at most {limit}")
-    if longest < limit:
-        raise InputError(f"{problem}: give at most {limit - longest} (the longest prompt takes {longest})")
-    raise InputError(f"{problem}, which a prompt of {longest} tokens fills alone")
-
-
-# ---- Tokens -> lines -------------------------------------------------------------------------------------------------
-
-
-def pack(lengths, max_length):
-    """Best-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
-    lines = []
-    space = []  # left in each line
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = [line for line in range(len(lines)) if space[line] >= lengths[i]]
-        if fitting:
-            line = min(fitting, key=lambda line: space[line])
-        else:
-            line = len(lines)
-            lines.append([])
-            space.append(max_length)
-        lines[line].append(i)
-        space[line] -= lengths[i]
-    return lines
-
-
-def fill_lines(lengths, packing, limit=None, processes=1):
-    """Lists of indices of the texts in a line: one, or with packing as many as give the fewest positions to a process.
-    A line is as long as the longest text or, since that alone leaves gaps, up to half as long again, but never longer
-    than limit."""
-    if not packing:
-        return [[i] for i in range(len(lengths))]
-    longest = max(lengths)
-    limit = max(longest, limit or 2 * longest)
-    layouts = [pack(lengths, min(limit, longest + longest * more // 16)) for more in range(9)]
-
-    def num_positions(lines):
-        width = max(sum(lengths[i] for i in line) for line in lines)
-        return width * math.ceil(len(lines) / processes)
-
-    return min(layouts, key=num_positions)

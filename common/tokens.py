@@ -1,0 +1,222 @@
+"""Texts become tokens, tokens become lines of several texts or padded tensors."""
+
+import itertools
+import os
+
+import torch
+
+from common.cli import InputError
+from common.rows import chat_text, is_chat, need_columns, row_segments, texts
+
+# ---- Texts -> tokens -------------------------------------------------------------------------------------------------
+
+
+def have_bos(tokenizer, texts):
+    """Whether the texts already begin with the beginning token, as those that a chat template wrote do."""
+    return bool(tokenizer.bos_token) and all(text.startswith(tokenizer.bos_token) for text in texts)
+
+
+def tokenize(tokenizer, texts, special_tokens, end, target=False):
+    """Ids of each text; end says what happens to the end token, which some tokenizers put behind every text.
+
+    end: "once": appended if it is missing, one of two removed; "never": removed, unless the text itself ends with it;
+    "template": ids as they are. special_tokens: the tokenizer adds its own. target: what an encoder-decoder writes.
+    """
+    column = "text_target" if target else "text"
+    encoded = tokenizer(**{column: texts}, add_special_tokens=special_tokens)["input_ids"]
+    eos = tokenizer.eos_token_id
+    ends = row_ends(tokenizer)
+    for text, ids in zip(texts, encoded, strict=True):
+        appended = ids[-1:] == [eos]
+        if end == "once" and not (ids and ids[-1] in ends):
+            ids.append(eos)
+        elif end == "once" and appended and len(ids) > 1 and ids[-2] in ends:
+            del ids[-1]
+        elif end == "never" and appended and not text.endswith(tokenizer.eos_token):
+            del ids[-1]
+    return encoded
+
+
+def row_ends(tokenizer):
+    """Ids of the tokens that end a response: those of the model that `load_model` has read the tokenizer with, or the
+    tokenizer's own."""
+    return getattr(tokenizer, "ends", [tokenizer.eos_token_id])
+
+
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
+    """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
+
+    A chat prompt becomes its text up to where the assistant answers; an empty prompt becomes the beginning token.
+    limit: the positions that the model has, or None; a prompt whose response would not fit is an error. encoder: the
+    model has one, which reads the prompt as the tokenizer ends it.
+    """
+    need_columns(rows, ["prompt"], flag, "prompt, a text or a chat")
+    chat = is_chat(rows, ["prompt"])
+    if chat:
+        written = []
+        for number, row in enumerate(rows, 1):
+            text = chat_text(tokenizer, row["prompt"], f"{flag} row {number}", row.get("tools"), answering=True)
+            written.append(row | {"prompt": text})
+        rows = written
+    prompts = texts(rows, "prompt", flag)
+    special_tokens = not chat and not have_bos(tokenizer, prompts)
+    queries = tokenize(tokenizer, prompts, special_tokens, end="template" if encoder else "never")
+    kept = []
+    for place, ids in enumerate(queries):
+        where = f"{flag} row {place + 1}"
+        if not ids:
+            ids.append(beginning(tokenizer, where))
+        if max_length is not None and len(ids) > max_length:
+            continue
+        positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
+        if limit and positions > limit:
+            sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
+            how = "shorten it, lower --max-new-tokens, or in ppo.py and grpo.py set --max-prompt-length"
+            raise InputError(f"{where}: a prompt of {sizes}: {how}")
+        kept.append(place)
+    if not kept:
+        raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
+    return [rows[place] for place in kept], [queries[place] for place in kept]
+
+
+def beginning(tokenizer, where):
+    """The id of the beginning token, which stands for an empty prompt."""
+    if tokenizer.bos_token_id is None:
+        raise InputError(f"{where}: the prompt is empty and the tokenizer has no beginning token")
+    return tokenizer.bos_token_id
+
+
+def encode_segments(rows, tokenizer, flag, encoder=False):
+    """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
+
+    The segments of a row are tokenised together; one begins at the longest common prefix with the tokens of what
+    precedes it, so a merge across the boundary belongs to the later one. An empty prompt becomes the beginning token.
+    The end token is appended once; in a chat the template ends the turns. encoder: the model has one, so prompt and
+    output are tokenised apart (`encode_apart`).
+    """
+    chat = is_chat(rows, ("messages", "prompt"))
+    has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
+    segments = row_segments(rows, tokenizer, flag)
+    if encoder:
+        yield from encode_apart(*prompts_and_outputs(segments, chat or has_prompt, flag), tokenizer, chat)
+        return
+    bos = tokenizer.bos_token_id
+    whole = ["".join(text for text, _ in row) for row in segments]
+    special_tokens = not chat and not have_bos(tokenizer, whole)
+    encoded = tokenize(tokenizer, whole, special_tokens, end="template" if chat else "once")
+    prefixes = []
+    for row in segments:
+        prefixes += itertools.accumulate(text for text, _ in row[:-1])
+    heads = iter(tokenize(tokenizer, prefixes, special_tokens, end="never"))
+    for ids, row in zip(encoded, segments, strict=True):
+        begins = [0]
+        for _ in row[1:]:
+            begins.append(len(os.path.commonprefix((ids, next(heads)))))
+        if has_prompt and bos is not None and begins[1] == 0:
+            if ids[0] != bos:
+                ids = [bos, *ids]
+                begins = [begin + 1 for begin in begins]
+            begins = [0, *(max(1, begin) for begin in begins[1:])]
+        ends = [*begins[1:], len(ids)]
+        yield ids, [(begin, end, trained) for begin, end, (_, trained) in zip(begins, ends, row, strict=True)]
+
+
+def encode_apart(prompts, outputs, tokenizer, chat):
+    """As `encode_segments`, of prompts for an encoder and outputs for its decoder, which always get an end token."""
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    heads = tokenize(tokenizer, prompts, not chat, end="template")
+    tails = tokenize(tokenizer, outputs, not chat, end="template" if chat else "once", target=True)
+    for head, tail in zip(heads, tails, strict=True):
+        head = head or [eos if bos is None else bos]
+        if tail[-1:] != [eos]:  # a chat template may leave out the end
+            tail.append(eos)
+        end = len(head) + len(tail)
+        yield head + tail, [(0, len(head), False), (len(head), end, True)]
+
+
+def prompts_and_outputs(segments, has_prompt, flag):
+    """The texts for the encoder and those for the decoder, of rows of one prompt and one output."""
+    prompts = []
+    outputs = []
+    for number, row in enumerate(segments, 1):
+        texts = [text for text, _ in row]
+        if len(texts) == 3 and not texts[2].strip():  # blanks that a chat template writes behind the answer
+            del texts[2]
+        if len(texts) != 2 or not has_prompt:
+            raise InputError(f"{flag} row {number}: an encoder-decoder takes rows of one prompt and one output")
+        prompts.append(texts[0])
+        outputs.append(texts[1])
+    return prompts, outputs
+
+
+# ---- Tokens -> lines and tensors -------------------------------------------------------------------------------------
+
+
+def num_labels(labels):
+    """How many of the labels are tokens; the others are -100."""
+    return len(labels) - labels.count(-100)
+
+
+def first_label(labels):
+    """Place of the first token with a label; 1 where there is none."""
+    return next((place for place, label in enumerate(labels) if label != -100), 1)
+
+
+def line_length(line):
+    """Tokens of the examples (ids, ...) in a line."""
+    return sum(len(ids) for ids, *_ in line)
+
+
+def pack(lengths, max_length):
+    """Best-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
+    lines = []
+    space = []  # left in each line
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [line for line in range(len(lines)) if space[line] >= lengths[i]]
+        if fitting:
+            line = min(fitting, key=lambda line: space[line])
+        else:
+            line = len(lines)
+            lines.append([])
+            space.append(max_length)
+        lines[line].append(i)
+        space[line] -= lengths[i]
+    return lines
+
+
+def fill_lines(lengths, packing):
+    """Lists of indices of the texts in a line: one, or with packing as many as fit where the longest text does."""
+    if not packing:
+        return [[i] for i in range(len(lengths))]
+    return pack(lengths, max(lengths))
+
+
+def collate(lines, pad_id, no_label=-100):
+    """(ids, positions, labels), each (B, T), right-padded. A line is a list of examples (ids, labels, ...); positions
+    count from 0 in each of them, and on through the padding."""
+    width = max(map(line_length, lines))
+    rows = []
+    positions = []
+    row_labels = []
+    for line in lines:
+        lengths = [len(ids) for ids, *_ in line]
+        lengths[-1] += width - sum(lengths)
+        positions.append([*itertools.chain(*map(range, lengths))])
+        rows.append([*itertools.chain(*(ids for ids, *_ in line))])
+        row_labels.append([*itertools.chain(*(labels for _, labels, *_ in line))])
+    return pad_rows(rows, pad_id), torch.tensor(positions), pad_rows(row_labels, no_label)
+
+
+def pad_rows(rows, fill, begins=None, dtype=None, device=None):
+    """Tensor (B, T) of lists of different lengths, right-padded with fill. begins: a place of each row; these come to
+    stand in one column, with padding on the left. So the lengths of the rows give left-padded ones. dtype: by default
+    that of fill."""
+    begins = begins or [0] * len(rows)
+    left = max(begins)
+    width = left + max(len(row) - begin for row, begin in zip(rows, begins, strict=True))
+    padded = []
+    for row, begin in zip(rows, begins, strict=True):
+        aligned = [fill] * (left - begin) + row
+        padded.append(aligned + [fill] * (width - len(aligned)))
+    return torch.tensor(padded, dtype=dtype or torch.tensor(fill).dtype, device=device)

@@ -89,6 +89,7 @@ from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import as_decoder, freeze, lm_class, load_model, max_positions, unsharded
 from common.output import describe_output, has_plain_output, in_chunks
+from common.pairs import reduce_sums
 from common.ranges import (
     Count,
     Decay,
@@ -790,12 +791,6 @@ def ilql_losses(policy, batch, args):
     loss = loss_q + loss_v + args.cql_scale * loss_cql + args.awac_scale * loss_awac
     losses = {"loss": loss, "loss_q": loss_q, "loss_v": loss_v, "loss_cql": loss_cql, "loss_awac": loss_awac}
     return losses | statistics
-
-
-def reduce_sums(accelerator, sums):
-    """{name: sum over all processes} as numbers, of a dict of sums."""
-    totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
-    return dict(zip(sums, totals, strict=True))
 
 
 def loss_metrics(sums, count):

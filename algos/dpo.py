@@ -521,21 +521,43 @@ def response_nll(model, lines):
 class Reference:
     """The policy pi_ref: reference(pairs) -> log-probabilities (2, B) of their responses, chosen first.
 
-    It is --ref-model, or the model as it is before training. `ask` comes before the first update; what it has scored is
-    not scored again, and the model is forgotten as soon as it is not needed.
+    It is --ref-model, or the model as it is before training. Here it scores the pairs of evaluations, and with
+    --precompute-ref those of training, after which it is forgotten; and it answers the prompts: the column ref_output
+    of their rows. A continued run does so again, under its stored number of threads (`Run`), so with the same bits.
     """
 
-    def __init__(self, accelerator, lm, tokenizer, ref_path, args):
+    def __init__(self, accelerator, lm, tokenizer, ref_path, data, packing, args):
         self.accelerator = accelerator
         self.args = args
-        self.packing = False  # see `pair_logprobs`
         self.scores = {}  # {id of a pair: its two log-probabilities}; a run never copies its pairs
+        self.model = lm.eval()
         if args.ref_model is not None:
             self.model = load_reference(args, ref_path, lm, tokenizer)
-        elif args.precompute_ref or args.reference_free:
-            self.model = lm.eval()
-        else:
+        elif not (args.precompute_ref or args.reference_free):
             self.model = frozen_copy(lm)
+        self.packing = packing and packing_problem(self.model) is None
+        if not args.reference_free:
+            for pairs in data.eval_sets.values():
+                self.score(pairs)
+            if args.precompute_ref and not args.check:
+                self.score(data.pairs)
+        if data.prompts:
+            _, samples = evaluate_samples(accelerator, self.model, tokenizer, data.prompts, data.queries, None, args)
+            outputs = [sample["output"] for sample in samples]
+            data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
+        if args.precompute_ref and not args.check:
+            self.model = None
+
+    def score(self, pairs):
+        """Keeps the log-probabilities of a set of pairs in `scores`."""
+        score = functools.partial(pair_logprobs, self.model, self.packing)
+        logprobs = score_pairs(self.accelerator, score, pairs, self.args.micro_batch_size)
+        finite = logprobs.isfinite().all(0)
+        if not finite.all():
+            number = int((~finite).nonzero()[0]) + 1
+            raise FloatingPointError(f"the reference's log-probabilities of pair {number} are not finite")
+        for pair, *both in zip(pairs, *logprobs.tolist(), strict=True):
+            self.scores[id(pair)] = both
 
     @torch.no_grad()
     def __call__(self, pairs):
@@ -547,38 +569,6 @@ class Reference:
             return torch.tensor(scores, dtype=torch.float64, device=device).T.contiguous()
         with self.accelerator.autocast():
             return pair_logprobs(self.model, self.packing, pairs)
-
-    def ask(self, tokenizer, data, packing):
-        """Scores the pairs of evaluations, and with --precompute-ref those of training. Answers the prompts: the column
-        ref_output of their rows. In a continued run it comes after `Run` has set the stored number of threads, so that
-        the scores have the bits that they had."""
-        args = self.args
-        self.packing = packing and packing_problem(self.model) is None
-        sets = [*data.eval_sets.values()]
-        if args.precompute_ref and not args.check:
-            sets.append(data.pairs)
-        if not args.reference_free:
-            for pairs in sets:
-                self.score(pairs)
-        if data.prompts:
-            _, samples = evaluate_samples(
-                self.accelerator, self.model, tokenizer, data.prompts, data.queries, None, args
-            )
-            outputs = [sample["output"] for sample in samples]
-            data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
-        if args.precompute_ref and not args.check:
-            self.model = None
-
-    def score(self, pairs):
-        """Fills `scores` with those of a set of pairs."""
-        score = functools.partial(pair_logprobs, self.model, self.packing)
-        logprobs = score_pairs(self.accelerator, score, pairs, self.args.micro_batch_size)
-        finite = logprobs.isfinite().all(0)
-        if not finite.all():
-            number = int((~finite).nonzero()[0]) + 1
-            raise FloatingPointError(f"the reference's log-probabilities of pair {number} are not finite")
-        for pair, chosen, rejected in zip(pairs, *logprobs.tolist(), strict=True):
-            self.scores[id(pair)] = (chosen, rejected)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -777,14 +767,13 @@ def main(args):
     accelerator = launch(args)
     lm, tokenizer = load(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
-    reference = Reference(accelerator, lm, tokenizer, ref_path, args)
     run = Run("dpo", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
     total_steps = args.total_steps or math.ceil(args.epochs * len(data.pairs) / args.batch_size)
     packing = can_pack(run, lm, args)
     run.say(summary(args, accelerator, lm, tokenizer, data, max_length, total_steps))
-    reference.ask(tokenizer, data, packing)
+    reference = Reference(accelerator, lm, tokenizer, ref_path, data, packing, args)
     losses_of = functools.partial(pair_losses, reference=reference, args=args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both

@@ -4,13 +4,12 @@ Paper: Rafailov et al. 2023, arXiv 2305.18290. Loss of a pair (Eq. 7): -log sigm
 c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for rejected: `dpo_loss`. Its variants are in
 `log_ratio_loss`; --label-smoothing works in sigmoid, robust and exo_pair. Both log-probabilities usually fall in
 training, that of rejected more; --sft-coef or apo_zero hold that of chosen up. The reference scores all pairs once,
-before training, evaluation sets too, so there is no second model in memory: `Reference`. Its scores are kept beside the
-run under a hash of what decides them, for the next run with another beta.
+before training, evaluation sets too, so there is no second model in memory: `Reference`.
 
 How this differs from other implementations:
 - Prompt and response are parted at one token for both sides of a pair; a response is never cut to nothing; the end
   token is there once. Log-probabilities are sums over the response, at least in float32.
-- Texts of different lengths stand side by side in a line (`fill_lines`): equal to a forward pass of each, to rounding.
+- Texts of different lengths stand side by side in a line (`in_lines`): equal to a forward pass of each, to rounding.
   Logits are computed only where a response token is predicted, and not all at once.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt where the two hold it.
@@ -26,7 +25,6 @@ Dimension key: B pairs (N in a set, or scored tokens), T tokens of a line, K pos
 """
 
 import functools
-import hashlib
 import itertools
 import math
 import os
@@ -48,14 +46,13 @@ if find_spec("common") is None:
         "it needs with benchmarks/single_file.py"
     )
 
-import safetensors.torch
 import torch
 from torch.nn import functional as F
 
 from common.adapters import adapter_problems, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.functions import build, load_function
-from common.logging import Run, closes_run, on_main
+from common.logging import Run, closes_run
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import (
     as_decoder,
@@ -68,6 +65,7 @@ from common.models import (
     unsharded,
 )
 from common.output import call_with_output, in_chunks
+from common.pairs import can_pack, in_lines, longer_side, pair_length, score_pairs, split_rows
 from common.ranges import (
     Count,
     Decay,
@@ -84,11 +82,9 @@ from common.ranges import (
 )
 from common.rows import is_chat, load_rows, load_sets, pair_texts, prompt_messages, set_flag, set_prefix
 from common.sampling import evaluate_samples
-from common.screen import screen, visible
+from common.screen import visible
 from common.structure import packing_problem
-from common.tokens import collate, encode_prompts, fill_lines, have_bos, num_labels, tokenize
-
-PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
+from common.tokens import collate, encode_prompts, have_bos, num_labels, tokenize
 
 
 @embedded_task("benchmarks/tasks/randomwalks/dpo.yaml")
@@ -176,7 +172,7 @@ class Args:
     """Pairs for evaluation, several sets joined by commas or as a mapping of names."""
     eval_prompts: str | None = None
     """Rows with a prompt, all of which are sampled at evaluations. Default: with --metric the first set of
-    --eval-dataset; without it up to 8 of its pairs, or else of --dataset."""
+    --eval-dataset."""
     metric: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list}."""
     max_length: Count = 1024
@@ -341,128 +337,6 @@ def log_ratio_loss(c, r, beta, loss_type, smoothing):
     raise ValueError(f"there is no loss {loss_type}")
 
 
-# ---- Reference -------------------------------------------------------------------------------------------------------
-
-
-class Reference:
-    """The policy pi_ref: reference(pairs) -> log-probabilities (2, B) of their responses, chosen first.
-
-    It is --ref-model, or the model as it is before training. `ask` comes before the first update; what it has scored is
-    not scored again, and the model is forgotten as soon as it is not needed.
-    """
-
-    def __init__(self, accelerator, lm, tokenizer, ref_path, args):
-        self.accelerator = accelerator
-        self.args = args
-        self.packing = False  # see `pair_logprobs`
-        self.scores = {}  # {id of a pair: its two log-probabilities}; a run never copies its pairs
-        if args.ref_model is not None:
-            self.model = load_reference(args, ref_path, lm, tokenizer)
-        elif args.precompute_ref or args.reference_free:
-            self.model = lm.eval()
-        else:
-            self.model = frozen_copy(lm)
-
-    @torch.no_grad()
-    def __call__(self, pairs):
-        device = self.accelerator.device
-        if self.args.reference_free:
-            return torch.zeros(2, len(pairs), device=device)
-        if id(pairs[0]) in self.scores:
-            scores = [self.scores[id(pair)] for pair in pairs]
-            return torch.tensor(scores, dtype=torch.float64, device=device).T.contiguous()
-        with self.accelerator.autocast():
-            return pair_logprobs(self.model, self.packing, pairs)
-
-    def ask(self, run, tokenizer, data, packing):
-        """Scores the pairs of evaluations, and with --precompute-ref those of training. Answers the prompts: the column
-        ref_output of their rows."""
-        args = self.args
-        self.packing = packing and packing_problem(self.model) is None
-        run.say(f"reference: {self.describe()}")
-        if not args.reference_free:
-            model_hash = on_main(self.accelerator, weights_hash, self.model)
-            if args.precompute_ref and not args.check:
-                self.score(run, model_hash, data.pairs)
-            for pairs in data.eval_sets.values():
-                self.score(run, model_hash, pairs)
-        if data.prompts:
-            _, samples = evaluate_samples(
-                self.accelerator, self.model, tokenizer, data.prompts, data.queries, None, args
-            )
-            outputs = [sample["output"] for sample in samples]
-            data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
-        if args.precompute_ref or args.reference_free:
-            self.model = None
-
-    def describe(self):
-        """What the reference is, and when it is asked."""
-        if self.args.reference_free:
-            return "none"
-        name = "the model as it is at the start" if self.args.ref_model is None else "of its own"
-        return f"{name}, scored once" if self.args.precompute_ref else f"{name}, kept"
-
-    def score(self, run, model_hash, pairs):
-        """Fills `scores` with those of a set of pairs, from a file beside the run if there is one."""
-        path = self.score_file(run, model_hash, pairs)
-        logprobs = on_main(self.accelerator, read_logprobs, path)
-        if logprobs is None:
-            score = functools.partial(pair_logprobs, self.model, self.packing)
-            logprobs = score_pairs(self.accelerator, score, pairs, self.args.micro_batch_size)
-            finite = logprobs.isfinite().all(0)
-            if not finite.all():
-                number = int((~finite).nonzero()[0]) + 1
-                raise FloatingPointError(f"the reference's log-probabilities of pair {number} are not finite")
-            on_main(self.accelerator, write_logprobs, run, path, logprobs)
-            logprobs = logprobs.tolist()
-        for pair, chosen, rejected in zip(pairs, *logprobs, strict=True):
-            self.scores[id(pair)] = (chosen, rejected)
-
-    def score_file(self, run, model_hash, pairs):
-        """The path of the file that keeps the scores of a set; None with --check. Its name is a hash of the code, the
-        model, the pairs, and the layout of the work, which decides last bits."""
-        if run.dir is None:
-            return None
-        files = run.identity["files"].items()
-        code = [(name, file_hash) for name, file_hash in files if name == "script" or name.startswith("common/")]
-        layout = [self.accelerator.num_processes, self.accelerator.mixed_precision, str(self.accelerator.device)]
-        layout += [self.packing, self.args.micro_batch_size, torch.get_num_threads(), str(torch.__version__)]
-        digest = hashlib.sha256(str([code, model_hash, pairs, layout]).encode()).hexdigest()
-        return run.dir.parent / f"ref-{digest[:16]}.safetensors"
-
-
-def weights_hash(model):
-    """A hash of the weights and the configuration of a model."""
-    adapters = [layer.scaling for layer in model.modules() if hasattr(layer, "scaling")]
-    config = model.config.to_dict() | {"_name_or_path": "", "adapters": adapters}
-    digest = hashlib.sha256(str(config).encode())
-    for weight in model.state_dict().values():
-        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def read_logprobs(path):
-    """The log-probabilities in a file, two lists; None where there is no whole one."""
-    if path is None:
-        return None
-    try:
-        return safetensors.torch.load_file(path)["logprobs"].tolist()
-    except (OSError, safetensors.SafetensorError):
-        return None
-
-
-def write_logprobs(run, path, logprobs):
-    """Keeps the log-probabilities in a file, unless this is a --check, which writes nothing."""
-    if path is None:
-        return
-    temporary = run.dir / f".tmp-{path.name}"  # where a killed run's is removed
-    try:
-        safetensors.torch.save_file({"logprobs": logprobs.cpu().contiguous()}, temporary)
-        temporary.rename(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        run.say(f"warning: the reference's log-probabilities are not kept: {error}")
-
-
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
 
 
@@ -537,24 +411,6 @@ def cut_prompt(prompt, bos, args):
     return prompt[-limit:]
 
 
-def split_rows(accelerator, rows, pairs, packing, batch_size):
-    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows."""
-    local = rows[accelerator.process_index :: accelerator.num_processes]
-    if not packing:  # in rows of similar length there is little padding
-        local = sorted(local, key=lambda row: pair_length(pairs[row]))
-    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
-
-
-def pair_length(pair):
-    """Tokens of both sides of a pair."""
-    return len(pair[0]) + len(pair[1])
-
-
-def longer_side(pair):
-    """Tokens of the longer side of a pair."""
-    return max(len(pair[0]), len(pair[1]))
-
-
 def response_lengths(pairs):
     """(2, B): tokens of the responses, chosen first."""
     chosen_lengths = [len(chosen) - prompt_length for chosen, _, prompt_length in pairs]
@@ -562,7 +418,7 @@ def response_lengths(pairs):
     return torch.tensor([chosen_lengths, rejected_lengths])
 
 
-# ---- Log-probabilities -----------------------------------------------------------------------------------------------
+# ---- Forward pass ----------------------------------------------------------------------------------------------------
 
 
 def token_nll(logits, labels):
@@ -588,14 +444,13 @@ def at_labels(function, model, labels, **inputs):
 
 def pair_logprobs(model, packing, pairs):
     """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32. packing:
-    texts stand side by side (`fill_lines`)."""
+    texts stand side by side in lines."""
     examples = examples_of(pairs)
-    groups = fill_lines([len(ids) for ids, _ in examples], packing)
-    nll = response_nll(model, [[examples[i] for i in group] for group in groups])  # (N,)
-    order = [*itertools.chain(*groups)]
-    responses = nll.split([num_labels(examples[i][1]) for i in order])
+    lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
+    nll = response_nll(model, lines)  # (N,)
+    responses = nll.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
     sums = torch.stack([tokens.sum() for tokens in responses])  # a deterministic index_add
-    return -sums[torch.tensor(order, device=sums.device).argsort()].view(2, -1)
+    return -sums[places.to(sums.device)].view(2, -1)
 
 
 def examples_of(pairs):
@@ -622,6 +477,62 @@ def response_nll(model, lines):
     return at_labels(token_nll, model, labels[:, first:], **inputs)
 
 
+# ---- Reference -------------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """The policy pi_ref: reference(pairs) -> log-probabilities (2, B) of their responses, chosen first.
+
+    It is --ref-model, or the model as it is before training. Here it scores the pairs of evaluations, and with
+    --precompute-ref those of training, after which it is forgotten; and it answers the prompts: the column ref_output
+    of their rows. A continued run does so again, under its stored number of threads (`Run`), so with the same bits.
+    """
+
+    def __init__(self, accelerator, lm, tokenizer, ref_path, data, packing, args):
+        self.accelerator = accelerator
+        self.args = args
+        self.scores = {}  # {id of a pair: its two log-probabilities}; a run never copies its pairs
+        self.model = lm.eval()
+        if args.ref_model is not None:
+            self.model = load_reference(args, ref_path, lm, tokenizer)
+        elif not (args.precompute_ref or args.reference_free):
+            self.model = frozen_copy(lm)
+        self.packing = packing and packing_problem(self.model) is None
+        if not args.reference_free:
+            for pairs in data.eval_sets.values():
+                self.score(pairs)
+            if args.precompute_ref and not args.check:
+                self.score(data.pairs)
+        if data.prompts:
+            _, samples = evaluate_samples(accelerator, self.model, tokenizer, data.prompts, data.queries, None, args)
+            outputs = [sample["output"] for sample in samples]
+            data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
+        if args.precompute_ref and not args.check:
+            self.model = None
+
+    def score(self, pairs):
+        """Keeps the log-probabilities of a set of pairs in `scores`."""
+        score = functools.partial(pair_logprobs, self.model, self.packing)
+        logprobs = score_pairs(self.accelerator, score, pairs, self.args.micro_batch_size)
+        finite = logprobs.isfinite().all(0)
+        if not finite.all():
+            number = int((~finite).nonzero()[0]) + 1
+            raise FloatingPointError(f"the reference's log-probabilities of pair {number} are not finite")
+        for pair, *both in zip(pairs, *logprobs.tolist(), strict=True):
+            self.scores[id(pair)] = both
+
+    @torch.no_grad()
+    def __call__(self, pairs):
+        device = self.accelerator.device
+        if self.args.reference_free:
+            return torch.zeros(2, len(pairs), device=device)
+        if id(pairs[0]) in self.scores:
+            scores = [self.scores[id(pair)] for pair in pairs]
+            return torch.tensor(scores, dtype=torch.float64, device=device).T.contiguous()
+        with self.accelerator.autocast():
+            return pair_logprobs(self.model, self.packing, pairs)
+
+
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -638,23 +549,6 @@ def pair_terms(policy, losses, rewards):
         "logps/chosen": policy[0],
         "logps/rejected": policy[1],
     }
-
-
-def score_pairs(accelerator, score, pairs, batch_size):
-    """score(pairs) -> (2, b) of all pairs, (2, N) in float64 on every process; each of them scores a share."""
-    device = accelerator.device
-    share = math.ceil(len(pairs) / accelerator.num_processes)
-    begin = accelerator.process_index * share
-    # the last processes repeat the last pair where the pairs do not divide
-    local = [pairs[min(place, len(pairs) - 1)] for place in range(begin, begin + share)]
-    longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
-    scores = torch.empty(share, 2, dtype=torch.float64, device=device)
-    screen.show("scoring pairs", share)
-    for places in longest_first.split(batch_size):
-        with torch.no_grad(), accelerator.autocast():
-            scores[places.to(device)] = score([local[place] for place in places]).T.double()
-        screen.advance(len(places))
-    return accelerator.gather(scores)[: len(pairs)].T
 
 
 def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
@@ -722,8 +616,8 @@ def load(args, path, device):
 
 
 def encode(data, lm, tokenizer, args):
-    """Makes tokens of all rows, and forgets those that are only for evaluations where there are none. Returns the
-    longest side in tokens that the flags and the model allow."""
+    """Makes tokens of all rows, and forgets those of evaluations where there are none. Returns the longest side in
+    tokens that the flags and the model allow."""
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
     data.pairs, data.report = encode_pairs(data.rows, tokenizer, max_length, args, "--dataset")
@@ -738,44 +632,10 @@ def encode(data, lm, tokenizer, args):
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts"
         )
-    else:
-        room = (limit or math.inf) - args.max_new_tokens
-        pairs = next(iter(data.eval_sets.values()), data.pairs)
-        prompts = [chosen[:prompt_length] for chosen, _, prompt_length in pairs if prompt_length <= room]
-        data.queries = prompts[:PROMPTS_SHOWN]
-        data.prompts = [{"prompt": tokenizer.decode(ids, skip_special_tokens=True)} for ids in data.queries]
-        if not data.queries:
-            data.report += f"\nno samples: no prompt leaves room for --max-new-tokens {args.max_new_tokens}"
     if not (args.eval_every or args.check):
         data.eval_sets = {}
         data.prompts = []
     return max_length
-
-
-def packing_is_exact(run, lm, line, values_of, quantity, args):
-    """Whether --packing changes nothing: by the structure of the model and, in float32, tried on a line of texts.
-
-    values_of(lm, lines) -> (N,): what is computed of texts in lines; quantity: one of these in a word.
-    """
-    if not args.packing:
-        return False
-    problem = packing_problem(lm)
-    if problem is None and args.dtype != "bfloat16":  # whose rounding is larger than what a text sees of another
-        with torch.no_grad():
-            alone = torch.cat([values_of(lm, [[text]]) for text in line])
-            difference = (values_of(lm, [line]) - alone).abs().max() / (1 + alone.abs().max())
-        error = run.accelerator.gather(difference[None]).max().item()
-        if not error <= 1e-4:  # nan is not
-            problem = f"it changes a {quantity} by {error:.1e}"
-    if problem is not None:
-        run.say(f"--packing is off: {problem}")
-    return problem is None
-
-
-def probe_pairs(data):
-    """The pair with the longest text, and a median one, of all sets."""
-    by_length = sorted([*data.pairs, *itertools.chain(*data.eval_sets.values())], key=longer_side)
-    return [by_length[-1], by_length[len(by_length) // 2]]
 
 
 def summary(run, lm, tokenizer, data, max_length):
@@ -793,13 +653,16 @@ def summary(run, lm, tokenizer, data, max_length):
     rejected = visible(tokenizer.decode(rejected[prompt_length:]))
     epochs = run.total_steps * args.batch_size / len(data.pairs)
     share = args.batch_size // run.accelerator.num_processes
+    reference = "none"
+    if not args.reference_free:
+        reference = "the model at the start" if args.ref_model is None else "a model of its own"
     lines += [
         run.describe(lm),
         f"data: {data.report}",
         f"tokens of the longer side: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: [{prompt[-400:]}] | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
-        f"lr {args.lr:g} {args.lr_schedule}, beta {args.beta:g}, at most {max_length} tokens a side, "
-        f"{args.max_new_tokens} new tokens, {epochs:.3g} epochs",
+        f"lr {args.lr:g} {args.lr_schedule}, beta {args.beta:g}, reference: {reference}, at most {max_length} "
+        f"tokens a side, {args.max_new_tokens} new tokens, {epochs:.3g} epochs",
         f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
         f"{args.micro_batch_size} a forward pass",
     ]
@@ -833,9 +696,8 @@ def main(args):
     accelerator = run.accelerator
     lm, tokenizer = load(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
-    reference = Reference(accelerator, lm, tokenizer, ref_path, args)
-    packing = packing_is_exact(run, lm, examples_of(probe_pairs(data)), response_nll, "log-probability", args)
-    reference.ask(run, tokenizer, data, packing)
+    packing = can_pack(run, lm, args)
+    reference = Reference(accelerator, lm, tokenizer, ref_path, data, packing, args)
     losses_of = functools.partial(pair_losses, reference=reference, args=args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both

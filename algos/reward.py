@@ -10,7 +10,7 @@ How this differs from other implementations:
 - The head is float32 and outside of autocast: bfloat16 would give many texts the same score.
 - Too long pairs are dropped and counted: a text that was cut has no end to read the score from.
 - A tie is no success: a constant model has accuracy 0. Beside the accuracy stands that of the rule "the shorter wins".
-- Texts of different lengths stand side by side in a line (`fill_lines`): equal to a forward pass of each, to rounding.
+- Texts of different lengths stand side by side in a line (`in_lines`): equal to a forward pass of each, to rounding.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where the two hold it, perhaps "margin".
 
@@ -25,7 +25,6 @@ Dimension key: B pairs (N in a set), T tokens of a row.
 """
 
 import functools
-import itertools
 import math
 import signal
 import sys
@@ -53,14 +52,12 @@ from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.functions import build
 from common.logging import Run, closes_run
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
-from common.models import end_tokens, freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
+from common.models import freeze, load_pretrained, max_positions, set_attention, unsharded
+from common.pairs import can_pack, in_lines, longer_side, pair_length, score_pairs, split_rows
 from common.ranges import Count, Decay, Layers, Name, Natural, NonNegative, Positive, Repository, out_of_range
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
-from common.sampling import decode, generate_all, kept_ids
-from common.screen import screen, visible
+from common.screen import visible
 from common.seeding import rng
-from common.structure import packing_problem
-from common.tokens import encode_prompts, fill_lines
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
@@ -90,15 +87,6 @@ class Args:
     packing: bool = True
     """Put texts side by side in lines about as long as the longest of them; none sees another. It is off where layers
     of the model mix what stands side by side. Changes memory and speed, never the result."""
-
-    # ---- normalisation by sampling
-    norm_prompts: str | None = None
-    """Rows with a prompt: in the end, scores are shifted and scaled to mean 0 and standard deviation 1 over samples of
-    --norm-policy for them (as in arXiv 1909.08593), as reward_norm in the configuration of the exported model."""
-    norm_policy: str | None = None
-    """Causal language model that samples for --norm-prompts; default: --model."""
-    max_new_tokens: Count = 64
-    """Longest response, in tokens."""
 
     # ---- optimizer
     lr: Positive = 1e-5
@@ -201,10 +189,6 @@ class Args:
 
     def __post_init__(self):
         problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
-        if self.norm_policy is not None and self.norm_prompts is None:
-            problems.append("--norm-policy is given without --norm-prompts")
-        if self.norm_prompts is not None and self.norm_policy is None and not isinstance(self.model, str):
-            problems.append("--norm-prompts needs --norm-policy where --model is an object")
         if self.name and self.run_dir:
             problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
@@ -263,7 +247,6 @@ def load_classifier(args, path):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokenizer.padding_side = "right"  # as transformers reads a batch for such a model
-    model.config.reward_norm = {"gain": 1.0, "bias": 0.0}  # ppo.py takes gain * score + bias
     return model, tokenizer, bool(missing)
 
 
@@ -309,104 +292,18 @@ def encode_texts(rows, tokenizer, max_length, flag):
     return kept, pairs, report
 
 
+# ---- Forward pass ----------------------------------------------------------------------------------------------------
+
+
 def pair_scores(model, packing, pairs):
-    """Scores (2, B) of chosen and rejected. packing: texts stand side by side (`fill_lines`)."""
-    texts = texts_of(pairs)
-    groups = fill_lines([len(ids) for ids in texts], packing)
-    scores = text_scores(model, [[texts[i] for i in group] for group in groups])
-    order = torch.tensor([*itertools.chain(*groups)], device=scores.device)
-    return scores[order.argsort()].view(2, -1)
-
-
-def texts_of(pairs):
-    """The tokens of all chosen, then those of all rejected."""
-    return [chosen for chosen, _, _ in pairs] + [rejected for _, rejected, _ in pairs]
-
-
-def text_scores(model, lines):
-    """Scores (N,) of the texts in lines, in their order."""
-    return classifier_logits(model, lines)[:, 0]
-
-
-def split_rows(accelerator, rows, pairs, packing, batch_size):
-    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows."""
-    local = rows[accelerator.process_index :: accelerator.num_processes]
-    if not packing:  # in rows of similar length there is little padding
-        local = sorted(local, key=lambda row: pair_length(pairs[row]))
-    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
-
-
-def pair_length(pair):
-    """Tokens of both sides of a pair."""
-    return len(pair[0]) + len(pair[1])
-
-
-def longer_side(pair):
-    """Tokens of the longer side of a pair."""
-    return max(len(pair[0]), len(pair[1]))
-
-
-# ---- Scores of samples -----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def policy_samples(args, policy, tokenizer, prompts, accelerator):
-    """(texts, ended): a response of the language model to each row with a prompt, keyed by the seed and the row."""
-    limit = max_positions(policy)
-    prompts, queries = encode_prompts(prompts, tokenizer, args.max_new_tokens, limit, "--norm-prompts")
-    sizes = {"max_new_tokens": args.max_new_tokens, "decode_batch_size": args.micro_batch_size}
-    _, _, ids, mask = generate_all(accelerator, policy, tokenizer, queries, ("norm", 0), seed=args.seed, **sizes)
-    responses = kept_ids(ids, mask)
-    outputs = decode(tokenizer, queries, responses, ())
-    samples = [row["prompt"] + output for row, output in zip(prompts, outputs, strict=True)]
-    ended = [not set(response).isdisjoint(end_tokens(policy)) for response in responses]
-    return samples, ended
-
-
-def norm_rows(args, path, prompts, tokenizer, max_length, accelerator):
-    """Rows of tokens for the classifier, samples of the language model at path, over which scores are normalised."""
-    policy, policy_tokenizer = load_model(args, path, "--norm-policy")
-    if policy.config.is_encoder_decoder:
-        raise InputError("--norm-policy is an encoder-decoder: name a decoder")
-    texts, ended = policy_samples(args, policy.to(accelerator.device), policy_tokenizer, prompts, accelerator)
-    rows = [ids for ids in classifier_ids(tokenizer, texts, ended) if len(ids) <= max_length]
-    if len(set(map(tuple, rows))) < 2:
-        raise InputError(f"--norm-prompts: {len(prompts)} prompts gave fewer than two different samples: take more")
-    return rows
-
-
-@torch.no_grad()
-def reward_norm(accelerator, model, rows, batch_size):
-    """gain and bias that give the scores of the rows of tokens mean 0 and standard deviation 1."""
-    by_length = torch.tensor([len(ids) for ids in rows]).argsort(stable=True)
-    scores = []
-    with accelerator.autocast():
-        for places in by_length.split(batch_size):
-            logits = classifier_logits(model, [[rows[place]] for place in places])
-            scores.append(logits[:, 0].double())
-    std, mean = torch.std_mean(torch.cat(scores))
-    scale = max(std.item(), 1e-8)
-    return {"gain": 1 / scale, "bias": -mean.item() / scale}
+    """Scores (2, B) of chosen and rejected. packing: texts stand side by side in lines."""
+    texts = [chosen for chosen, _, _ in pairs] + [rejected for _, rejected, _ in pairs]
+    lines, places = in_lines(packing, texts, [len(ids) for ids in texts])
+    scores = classifier_logits(model, lines)[:, 0]
+    return scores[places.to(scores.device)].view(2, -1)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
-
-
-def score_pairs(accelerator, score, pairs, batch_size):
-    """score(pairs) -> (2, b) of all pairs, (2, N) in float64 on every process; each of them scores a share."""
-    device = accelerator.device
-    share = math.ceil(len(pairs) / accelerator.num_processes)
-    begin = accelerator.process_index * share
-    # the last processes repeat the last pair where the pairs do not divide
-    local = [pairs[min(place, len(pairs) - 1)] for place in range(begin, begin + share)]
-    longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
-    scores = torch.empty(share, 2, dtype=torch.float64, device=device)
-    screen.show("scoring pairs", share)
-    for places in longest_first.split(batch_size):
-        with torch.no_grad(), accelerator.autocast():
-            scores[places.to(device)] = score([local[place] for place in places]).T.double()
-        screen.advance(len(places))
-    return accelerator.gather(scores)[: len(pairs)].T
 
 
 def evaluate_scores(scores, pairs):
@@ -455,11 +352,9 @@ class Data:
 
     rows: list
     eval_sets: dict  # {name: rows}, then {name: pairs}
-    norm_prompts: list | None  # rows to sample from
     texts: list | None = None  # (prompt, chosen, rejected)
     eval_texts: dict | None = None  # {name: texts}
     pairs: list | None = None  # (ids of chosen, ids of rejected, margin)
-    norm_rows: list | None = None  # ids of samples, over which scores are normalised
     report: str = ""
 
 
@@ -467,10 +362,7 @@ def read(args):
     """The rows that the flags name."""
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    norm_prompts = None
-    if args.norm_prompts is not None:
-        norm_prompts = load_rows(build(args.norm_prompts, "--norm-prompts"), "--norm-prompts")
-    return Data(rows, eval_sets, norm_prompts)
+    return Data(rows, eval_sets)
 
 
 def load(args, path, device):
@@ -496,46 +388,12 @@ def encode(data, tokenizer, max_length):
         data.report += f"\n{set_flag(name)}: {report}"
 
 
-def packing_is_exact(run, lm, line, values_of, quantity, args):
-    """Whether --packing changes nothing: by the structure of the model and, in float32, tried on a line of texts.
-
-    values_of(lm, lines) -> (N,): what is computed of texts in lines; quantity: one of these in a word.
-    """
-    if not args.packing:
-        return False
-    problem = packing_problem(lm)
-    if problem is None and args.dtype != "bfloat16":  # whose rounding is larger than what a text sees of another
-        with torch.no_grad():
-            alone = torch.cat([values_of(lm, [[text]]) for text in line])
-            difference = (values_of(lm, [line]) - alone).abs().max() / (1 + alone.abs().max())
-        error = run.accelerator.gather(difference[None]).max().item()
-        if not error <= 1e-4:  # nan is not
-            problem = f"it changes a {quantity} by {error:.1e}"
-    if problem is not None:
-        run.say(f"--packing is off: {problem}")
-    return problem is None
-
-
-def probe_pairs(data):
-    """The pair with the longest text, and a median one, of all sets."""
-    by_length = sorted([*data.pairs, *itertools.chain(*data.eval_sets.values())], key=longer_side)
-    return [by_length[-1], by_length[len(by_length) // 2]]
-
-
-def export_classifier(run, lm, model, tokenizer, data, name):
-    """Writes the classifier to a directory of the run, with the map of its scores that --norm-prompts asks for."""
-    args = run.args
-    if data.norm_rows:
-        with unsharded(model):
-            lm.config.reward_norm = reward_norm(run.accelerator, model, data.norm_rows, args.micro_batch_size)
+def export_classifier(run, lm, tokenizer, name):
+    """Writes the classifier to a directory of the run."""
     # without a padding token, transformers refuses a batch instead of reading the score before the end token
     pad = tokenizer.pad_token_id
     lm.config.get_text_config().pad_token_id = None if pad == tokenizer.eos_token_id else pad
-    files = {}
-    if exports_adapter(lm, args):  # it has no configuration of a model
-        norm = {key: torch.tensor(value, dtype=torch.float64) for key, value in lm.config.reward_norm.items()}
-        files["reward_norm.safetensors"] = norm
-    run.export(lm, tokenizer, name, files)
+    run.export(lm, tokenizer, name)
 
 
 def exports_adapter(lm, args):
@@ -559,8 +417,6 @@ def summary(run, lm, new_head, data, max_length):
         f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
         f"{args.micro_batch_size} a forward pass",
     ]
-    if data.norm_rows:
-        lines[-2] += f"; scores normalised over {len(data.norm_rows)} samples of at most {args.max_new_tokens} tokens"
     return "\n".join(lines)
 
 
@@ -583,7 +439,6 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
     data = read(args)
-    policy_path = build(args.norm_policy, "--norm-policy") or path
     run = Run(args, __file__)
     if run.finished:
         return run.result()
@@ -591,14 +446,11 @@ def main(args):
     lm, tokenizer, new_head = load(args, path, accelerator.device)
     max_length = min(args.max_length, max_positions(lm) or args.max_length)
     encode(data, tokenizer, max_length)
-    if data.norm_prompts:
-        data.norm_rows = norm_rows(args, policy_path, data.norm_prompts, tokenizer, max_length, accelerator)
-    line = texts_of(probe_pairs(data))
-    packing = scores_tokens(lm) and packing_is_exact(run, lm, line, text_scores, "score", args)
+    packing = scores_tokens(lm) and can_pack(run, lm, args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     score = functools.partial(pair_scores, model, packing)
-    export = functools.partial(export_classifier, run, lm, model, tokenizer, data)
+    export = functools.partial(export_classifier, run, lm, tokenizer)
     lengths = [pair_length(pair) for pair in data.pairs]
     total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)
     headline = "rewards/accuracies"

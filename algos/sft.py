@@ -51,6 +51,7 @@ from common.logging import Run, closes_run
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
 from common.output import call_with_output, in_chunks
+from common.pairs import can_pack
 from common.ranges import (
     Count,
     Decay,
@@ -67,7 +68,6 @@ from common.ranges import (
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import evaluate_samples
 from common.screen import visible
-from common.structure import packing_problem
 from common.tokens import (
     collate,
     encode_prompts,
@@ -457,16 +457,6 @@ def encode(data, lm, tokenizer, args):
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
         )
     return max_length
-
-
-def can_pack(run, lm, args):
-    """Whether texts stand side by side: --packing, where the structure of the model keeps them apart."""
-    if not args.packing or lm.config.is_encoder_decoder:
-        return False
-    problem = packing_problem(lm)
-    if problem:
-        run.say(f"--packing is off: {problem}")
-    return problem is None
 
 
 def summary(run, lm, tokenizer, data, max_length):

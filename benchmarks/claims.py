@@ -69,10 +69,11 @@ CLAIMS = {
             "the pairs are natural (the shorter way to the goal is chosen, over a longer one or none), half are a "
             "legal walk against itself with an illegal jump, so that the rule that the shorter wins is right on half "
             "of all pairs (on all natural and no illegal ones). The held-out pairs are never trained on, their walks "
-            "may be, in other pairs. The score of the reward model is normalised over samples of the SFT model "
-            "(`--norm-prompts`); PPO runs with its default flags on it. DPO runs with its defaults for the task: the "
-            "loss ipo with beta 0.3, and 0.02 of the chosen responses' token loss. 1000 sampled walks an evaluation. "
-            "Two runs shared the machine at a time, and tests ran beside them, so the seconds are too many."
+            "may be, in other pairs. At this commit `reward.py` normalised its scores over samples of the SFT model, "
+            "and PPO ran with its default flags on them; the commands of today do it in PPO, by `--score-scaling "
+            "ref-norm`. DPO runs with its defaults for the task: the loss ipo with beta 0.3, and 0.02 of the chosen "
+            "responses' token loss. 1000 sampled walks an evaluation. Two runs shared the machine at a time, and tests "
+            "ran beside them, so the seconds are too many."
         ),
         scores={"reward": "eval/all/accuracy"},
         panels=["eval/optimality", "eval/reward", "eval/illegal"],
@@ -232,8 +233,9 @@ CLAIMS = {
             "After Gao et al. 2022 (arXiv 2210.10760). Reward models learn from the first 100, 300, 1000 or all of the "
             "training pairs; PPO follows each with four KL coefficients, 40 iterations of 128 episodes, a value loss "
             "of weight 0.1 (the task's 10 is for rewards that stay below 1) and an evaluation every other iteration. "
-            "The learned reward has mean 0 and deviation 1 over samples of the start (`--norm-prompts`); the true one "
-            "is the optimality. Without a KL the learned reward rises to the end, whatever it was learned from. With "
+            "The learned reward has mean 0 and deviation 1 over samples of the start; at this commit `reward.py` saw "
+            "to that, the commands of today give PPO `--score-scaling ref-norm`. The true one is the optimality. "
+            "Without a KL the learned reward rises to the end, whatever it was learned from. With "
             "100 pairs the true one ends below its start in all seeds, and is hardly ever above it; with 300 pairs it "
             "falls, rises (in one of three seeds hardly above its start), turns and falls again, while most walks "
             "leave the edges of the graph. With all pairs it ends at 0.86 to 0.92, near its height in two seeds; in "

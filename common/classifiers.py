@@ -4,7 +4,6 @@ import contextlib
 import copy
 import itertools
 
-import safetensors.torch
 import torch
 
 from common.cli import InputError
@@ -26,7 +25,6 @@ class RewardModel:
         model, tokenizer = load_scorer(args, name, is_adapter)
         self.label = label_number(model, label, args.reward)
         self.model = model.requires_grad_(False).eval().to(lm.device)
-        self.norm = stored_norm(model, path, is_adapter)
         self.shared = share_frozen(self.model, lm)
         total = sum(weight.numel() for weight in self.model.parameters())
         self.own = total - self.shared
@@ -43,8 +41,7 @@ class RewardModel:
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
         for rows in lengths.argsort(stable=True).split(batch_size):
             logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
-            raw_scores = logits[:, self.label].double()
-            scores[rows.to(scores.device)] = raw_scores * self.norm["gain"] + self.norm["bias"]
+            scores[rows.to(scores.device)] = logits[:, self.label].double()
         return scores
 
 
@@ -60,6 +57,11 @@ def load_scorer(args, name, is_adapter):
     model, tokenizer, missing = load_pretrained(auto_class, own_args, path=name, flag="--reward", **keywords)
     if missing:
         raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
+    if getattr(model.config, "reward_norm", {}).get("gain", 1.0) != 1.0:  # earlier versions of reward.py wrote it
+        problem = "its config.json scales the scores by reward_norm, which is not applied any more"
+        raise InputError(
+            f"--reward {args.reward}: {problem}: remove it there, and give ppo.py --score-scaling ref-norm"
+        )
     raise_heads(model)
     return model, tokenizer
 
@@ -74,19 +76,6 @@ def label_number(model, label, reward):
         known = ", :".join(numbers)
         raise InputError(f"--reward {reward} must end with the label to score, one of :{known}")
     return 0
-
-
-def stored_norm(model, path, is_adapter):
-    """{"gain", "bias"} that reward.py has written: the reward is gain * score + bias. An adapter has it in a file."""
-    if is_adapter:
-        from transformers.utils import cached_file
-
-        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        file = cached_file(path, "reward_norm.safetensors", **quiet)
-        if file:
-            tensors = safetensors.torch.load_file(file)
-            return {key: tensor.item() for key, tensor in tensors.items()}
-    return getattr(model.config, "reward_norm", {"gain": 1.0, "bias": 0.0})
 
 
 class FloatHead:

@@ -25,7 +25,7 @@ NEUTRAL += SIZES
 # Flags of how long a run is.
 LENGTHS = "epochs num_epochs total_steps total_episodes".split()
 # Flags that may name files.
-SPECS = """model tokenizer ref_model dataset eval_dataset eval_prompts norm_prompts norm_policy reward metric
+SPECS = """model tokenizer ref_model dataset eval_dataset eval_prompts reward metric
 logit_mask""".split()
 
 

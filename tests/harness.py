@@ -272,8 +272,8 @@ SETTINGS = {  # runs of a second or two in which all that a checkpoint must hold
     "--steps-for-target-q-sync 3 --polyak-alpha 0.5 --lr 1e-2",
     "sft": "--dataset rows.jsonl --eval-dataset held_out.jsonl --eval-prompts eval.jsonl --metric user.py:metric "
     "--total-steps 12 --batch-size 8 --max-new-tokens 6 --save-every 2 --eval-every 4 --lr 3e-2",
-    "reward": "--dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --norm-prompts eval.jsonl --max-new-tokens 6 "
-    "--total-steps 12 --batch-size 8 --save-every 2 --eval-every 4 --lr 1e-2",
+    "reward": "--dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --total-steps 12 "
+    "--batch-size 8 --save-every 2 --eval-every 4 --lr 1e-2",
     "dpo": "--dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --eval-prompts eval.jsonl --max-new-tokens 6 "
     "--metric user.py:metric --total-steps 12 --batch-size 8 --save-every 2 --eval-every 4 --lr 1e-2 --beta 0.1",
     "ddpo": "--dataset captions.jsonl --eval-dataset captions.jsonl --reward user.py:image_reward --num-epochs 6 "

@@ -634,10 +634,6 @@ REFUSED = [
         38, "sft dpo ilql", "prompt", ["--eval-prompts row 2: a prompt of 29 tokens and --max-new-tokens 4 exceed"],
         SAMPLE, prompts_jsonl=LONG["ppo"],
     ),
-    entry(
-        38, "reward", "norm prompts", ["--norm-prompts row 2: a prompt of 29 tokens", "exceed the model's 32 pos"],
-        "--norm-prompts prompts.jsonl --max-new-tokens 4", prompts_jsonl=LONG["ppo"],
-    ),
     # 39: nothing to begin with
     entry(
         39, "ppo grpo dpo", "empty, no bos",

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 from itertools import product
 from pathlib import Path
@@ -498,21 +497,6 @@ def test_packing_is_off_where_layers_mix_rows(letters, tmp_path, capsys, kind):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-6)  # norms that round to float32
 
 
-@pytest.mark.parametrize("error", [0.0, 3e-3])
-def test_packing_is_tried_token_by_token(monkeypatch, gpt2_dir, tmp_path, capsys, error):
-    """What no structure shows is a number in a line: here a token's loss that grows where another text is beside it."""
-    response_nll = dpo.response_nll
-
-    def moved(model, lines):
-        nll = response_nll(model, lines)
-        return nll + error * (torch.arange(len(nll)) == 1) * (len(lines[0]) > 1)
-
-    monkeypatch.setattr(dpo, "response_nll", moved)
-    run_dpo(gpt2_dir, tmp_path / "run", total_steps=1)
-    said = "--packing is off: it changes a log-probability by " in capsys.readouterr().out
-    assert said == (error > 0)
-
-
 def test_the_loss_needs_little_memory(build_model):
     """Gradients of 1400 labels over 30011 tokens: all logits would be 170 MB, of which a loss holds several copies."""
     model = build_model("gpt2", vocab_size=30_011, n_positions=64)
@@ -953,7 +937,7 @@ def test_without_a_reference_rewards_are_log_probabilities(gpt2_dir, letters, tm
         for directory, record in ((gpt2_dir, records[0]), (run_dir / "hf_model", records[-1])):
             policy = slow_logprobs(load(directory), encode(HELD_OUT, letters)[0])
             assert_logged(record, "eval/", slow_terms(policy, torch.zeros_like(policy), 0.3))
-    assert records[0]["eval/rewards/chosen"] < -0.3 and not list(tmp_path.glob("ref-*"))
+    assert records[0]["eval/rewards/chosen"] < -0.3
 
 
 @pytest.mark.parametrize("precompute", [True, False])
@@ -1178,130 +1162,41 @@ def test_a_loss_that_is_not_finite_ends_the_run(monkeypatch, gpt2_dir, tmp_path)
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
 
 
-# ---- Runs: reference log-probabilities are kept ----------------------------------------------------------------------
+# ---- Runs: the reference is asked at the start -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def scored(monkeypatch):
-    """How many pairs were scored in each call of score_pairs."""
-    sizes, score_pairs = [], dpo.score_pairs
+@pytest.mark.parametrize(("flags", "sizes"), [({}, [3, 2, 7]), ({"precompute_ref": False}, [3, 2])], ids=str)
+def test_all_sets_are_scored_once_before_training(monkeypatch, gpt2_dir, tmp_path, flags, sizes):
+    """Besides, at each evaluation the policy scores the pairs of the sets. Nothing stays beside the run."""
+    scored = []
+    score_pairs = dpo.score_pairs
 
     def counting(accelerator, score, pairs, batch_size):
-        sizes.append(len(pairs))
+        scored.append(len(pairs))
         return score_pairs(accelerator, score, pairs, batch_size)
 
     monkeypatch.setattr(dpo, "score_pairs", counting)
-    return sizes
+    flags = flags | {"eval_dataset": {"x": HELD_OUT, "y": HELD_OUT[:2]}, "eval_every": 3}
+    run_dpo(gpt2_dir, tmp_path / "run", **flags)
+    assert scored == [*sizes, 3, 2, 3, 2] and [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_the_reference_is_scored_once_for_several_runs(scored, gpt2_dir, tmp_path):
-    """With another beta, and for the same run again; as a fresh run would."""
-    run_dpo(gpt2_dir, tmp_path / "a/one")
-    assert scored == [7] and len(list((tmp_path / "a").glob("ref-*.safetensors"))) == 1
-    found = run_dpo(gpt2_dir, tmp_path / "a/two", beta=0.5, lr=2e-2, loss_type="hinge")
-    assert scored == [7]
-    assert_same_result(found, run_dpo(gpt2_dir, tmp_path / "b/two", beta=0.5, lr=2e-2, loss_type="hinge"))
-    assert scored == [7, 7] and not list(tmp_path.rglob(".tmp-*"))
-    shutil.rmtree(tmp_path / "a/one")
-    run_dpo(gpt2_dir, tmp_path / "a/one")
-    assert scored == [7, 7]
-
-
-def test_each_set_has_a_file_of_its_own(scored, gpt2_dir, tmp_path):
-    flags = {"eval_dataset": {"x": HELD_OUT, "y": HELD_OUT[:2]}, "eval_every": 3}
-    first = run_dpo(gpt2_dir, tmp_path / "one", **flags)
-    assert scored == [7, 3, 2, 3, 2, 3, 2] and len(list(tmp_path.glob("ref-*"))) == 3
-    second = run_dpo(gpt2_dir, tmp_path / "two", seed=1, **flags)
-    assert scored[7:] == [3, 2, 3, 2]  # those of the policy
-    assert log(first[1]) == log(second[1])
-
-
-CHANGES = ["data", "order", "boundary", "weights", "dtype", "reference", "config"]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_other_data_or_another_model_are_scored_anew(build_model, letters, scored, tmp_path, change):
-    """A stale file would give wrong rewards. config: the same weights under another configuration."""
-    flags, rows = {"model": str(tmp_path / "model")}, [dict(row) for row in ROWS]
-    for name in "model", "other":
-        build_model("llama").save_pretrained(tmp_path / name)
-        letters.save_pretrained(tmp_path / name)
-    run_dpo(rows=rows, run_dir=tmp_path / "one", **flags)
-    weight = tmp_path / "other/model.safetensors"
-    if change == "data":
-        rows[3]["rejected"] = "b"
-    elif change == "order":
-        rows[0], rows[1] = rows[1], rows[0]
-    elif change == "boundary":
-        rows[0] = {"prompt": "bc", "chosen": "da", "rejected": "da" + "efghija"}
-    elif change == "weights":
-        tensors = safetensors.torch.load_file(weight)
-        tensors["model.norm.weight"][5] += 1e-3
-        safetensors.torch.save_file(tensors, weight, {"format": "pt"})
-        flags["model"] = str(tmp_path / "other")
-    elif change == "dtype":
-        flags["dtype"] = "float32"
-    elif change == "reference":
-        build_model("llama", seed=3).save_pretrained(tmp_path / "other")
-        flags["ref_model"] = str(tmp_path / "other")
-    else:
-        config = json.loads((tmp_path / "other/config.json").read_text())
-        config |= {"rms_norm_eps": 0.5}
-        (tmp_path / "other/config.json").write_text(json.dumps(config))
-        flags["model"] = str(tmp_path / "other")
-    found = run_dpo(rows=rows, run_dir=tmp_path / "two", **flags)
-    expected = run_dpo(rows=rows, run_dir=tmp_path / "fresh/two", **flags)
-    assert_same_result(found, expected)
-    assert scored == [7, 7, 7]
-
-
-def test_the_model_that_training_changed_is_no_stale_reference(scored, gpt2_dir, tmp_path):
-    """A second run goes on from the first one's export: its reference is that one."""
+def test_the_reference_of_a_second_run_is_the_export_of_the_first(gpt2_dir, tmp_path):
     _, first = run_dpo(gpt2_dir, tmp_path / "one")
     _, second = run_dpo(str(first / "hf_model"), tmp_path / "two", eval_dataset=ROWS, eval_every=3)
-    assert scored == [7, 7, 7, 7]  # two references (of training; evaluation has the same pairs) and two evaluations
     assert log(second)[0]["eval/rewards/margins"] == 0 and abs(log(second)[1]["rewards/margins"]) < 1e-12
 
 
-@pytest.mark.parametrize("damage", ["torn", "garbage", "empty"])
-def test_a_broken_file_is_written_again(scored, gpt2_dir, tmp_path, damage):
-    expected = run_dpo(gpt2_dir, tmp_path / "one")
-    (path,) = tmp_path.glob("ref-*.safetensors")
-    whole = path.read_bytes()
-    path.write_bytes({"torn": whole[:-9], "garbage": b"\xff" * 99, "empty": b""}[damage])
-    found = run_dpo(gpt2_dir, tmp_path / "two")
-    assert scored == [7, 7] and path.read_bytes() == whole
-    assert_same_result(found, expected)
-
-
-def test_a_run_goes_on_where_the_file_cannot_be_written(monkeypatch, scored, gpt2_dir, tmp_path):
-    """A full disk, or a run directory that is mounted alone."""
-    expected, save_file = run_dpo(gpt2_dir, tmp_path / "a/run"), safetensors.torch.save_file
-
-    def full(tensors, path, *rest):
-        if "ref-" in str(path):
-            raise OSError("No space left on device")
-        return save_file(tensors, path, *rest)
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    assert_same_result(run_dpo(gpt2_dir, tmp_path / "b/run"), expected)
-    assert not list((tmp_path / "b").glob("*ref-*"))
-
-
-@pytest.mark.parametrize(("name", "scores"), [("script", 2), ("common/rows.py", 2), ("dataset", 1), ("none", 1)])
-def test_other_code_scores_anew(monkeypatch, scored, gpt2_dir, tmp_path, name, scores):
-    """What decides the numbers is the script and common; the files of flags are there by what they hold."""
-    run_dpo(gpt2_dir, tmp_path / "one")
-    init = dpo.Run.__init__
-
-    def edited(self, *rest):
-        init(self, *rest)
-        if name != "none":
-            self.identity["files"][name] = "0" * 64
-
-    monkeypatch.setattr(dpo.Run, "__init__", edited)
-    run_dpo(gpt2_dir, tmp_path / "two")
-    assert len(scored) == scores == len(list(tmp_path.glob("ref-*.safetensors")))
+@pytest.mark.parametrize("precompute", [True, False])
+def test_a_reference_that_is_not_finite_ends_the_run(build_model, letters, gpt2_dir, tmp_path, precompute):
+    """Of the pairs for training before the first step, where they are scored then."""
+    model = build_model("gpt2", torch.float64)
+    model.transformer.wpe.weight.data[10] *= 1e200  # a place that the sixth pair alone has
+    flags = {"ref_model": model, "tokenizer": letters, "precompute_ref": precompute}
+    flags |= {"packing": False, "micro_batch_size": 1}
+    sentence = "the reference's log-probabilities of pair 6 are" if precompute else "step 1: loss nan"
+    with pytest.raises(FloatingPointError, match=sentence):
+        run_dpo(gpt2_dir, tmp_path / "run", **flags)
 
 
 # ---- Runs: killed and continued --------------------------------------------------------------------------------------
@@ -1341,8 +1236,6 @@ def test_a_continued_run_is_an_uninterrupted_one(monkeypatch, gpt2_dir, tmp_path
         patch.setattr(torch.optim.AdamW, "step", stopping)
         with pytest.raises(SystemExit if stop == "SIGTERM" else ConnectionError):
             run_dpo(gpt2_dir, tmp_path / "b/run", **flags)
-    for path in (tmp_path / "b").glob("ref-*"):
-        path.unlink()  # scored again, from the initial model
     found = run_dpo(gpt2_dir, tmp_path / "b/run", **flags)
     assert f"from step {5 if stop == 'SIGTERM' else 4}" in capsys.readouterr().out
     one, other = results(whole[1]), results(found[1])
@@ -1400,50 +1293,36 @@ def test_prompts_to_sample_default_to_the_first_set(gpt2_dir, tmp_path):
             run_dpo(gpt2_dir, tmp_path / "other", **flags | {"eval_dataset": rows})
 
 
-LETTERS = [{"prompt": letter, "chosen": "bc", "rejected": "d"} for letter in "efghijklmnop"]
-IN_WORDS = [{"chosen": f"{letter} b", "rejected": f"{letter} c"} for letter in "efg"]
-SHOWN = [  # training rows, flags, prompts of the samples, with ^ for the beginning token
-    (LETTERS, {}, "efghijkl"),
-    (LETTERS, {"eval_dataset": {"x": HELD_OUT, "y": ROWS}}, ["d", "ab", "rstu"]),
-    (ROWS, {"eval_dataset": LETTERS}, "efghijkl"),
-    (IN_WORDS, {}, "efg"),
-    (LETTERS, {"eval_prompts": [{"prompt": "uts"}]}, ["uts"]),
-    ([{"prompt": "b" * 28, "chosen": "c", "rejected": "d"}, *LETTERS[:2]], {}, "ef"),  # 28 + 5 tokens do not fit
-    (HELD_OUT, {"max_prompt_length": 2}, ["d", "ab", "tu"]),
-    (HELD_OUT, {"max_new_tokens": 32}, []),
-]
-
-
-@pytest.mark.parametrize(("rows", "flags", "prompts"), SHOWN, ids=lambda x: "")
-def test_samples_are_shown_without_a_metric(gpt2_dir, tmp_path, capsys, rows, flags, prompts):
-    """Of a few prompts that leave room for a response. They choose no best model."""
-    flags = {"eval_every": 2, "total_steps": 3} | flags
-    metrics, run_dir = run_dpo(gpt2_dir, tmp_path / "run", rows, **flags)
-    samples = log_of(run_dir / "samples.jsonl") if prompts else []
-    expected = [(step, prompt) for step in (0, 2, 3) for prompt in prompts]
-    assert [(sample["step"], sample["prompt"]) for sample in samples] == expected
+def test_samples_without_a_metric(gpt2_dir, tmp_path, capsys):
+    """Of --eval-prompts. They choose no best model."""
+    flags = {"eval_every": 2, "total_steps": 3, "eval_prompts": [{"prompt": "uts"}]}
+    _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
+    samples = log_of(run_dir / "samples.jsonl")
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [(0, "uts"), (2, "uts"), (3, "uts")]
     assert all(list(sample) == ["step", "prompt", "output", "reference"] for sample in samples)
-    assert (run_dir / "hf_model_best").exists() == ("eval_dataset" in flags)
-    assert ("samples at step 3" in capsys.readouterr().out) == bool(prompts)
+    assert not (run_dir / "hf_model_best").exists() and "samples at step 3" in capsys.readouterr().out
 
 
-def test_without_evaluations_nothing_is_sampled(monkeypatch, gpt2_dir, tmp_path):
+@pytest.mark.parametrize("flags", [{"eval_dataset": HELD_OUT, "eval_every": 2}, {"eval_prompts": HELD_OUT}], ids=str)
+def test_nothing_is_sampled_that_nobody_asked_for(monkeypatch, gpt2_dir, tmp_path, flags):
     calls = recorded(monkeypatch, sampling, "generate_all")
-    _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", LETTERS)
+    _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
     assert not calls and not (run_dir / "samples.jsonl").exists()
 
 
-BEST = [  # flags, the metric by which the best is kept and the curve drawn
-    (SAMPLING, "eval/vowels"),
-    ({"eval_dataset": {"x": HELD_OUT, "y": ROWS}, "eval_every": 2}, "eval/x/rewards/accuracies"),
-    ({"eval_dataset": {"y": ROWS, "x": HELD_OUT}, "eval_every": 2}, "eval/y/rewards/accuracies"),
-    ({"eval_dataset": HELD_OUT, "eval_every": 2}, "eval/rewards/accuracies"),
-    ({}, "rewards/accuracies"),
+X_ACCURACY = "eval/x/rewards/accuracies"
+BEST = [  # flags, the metric by which the best is kept, that of the curve
+    (SAMPLING, "eval/vowels", X_ACCURACY),
+    ({"eval_dataset": {"x": HELD_OUT, "y": ROWS}, "eval_every": 2}, X_ACCURACY, X_ACCURACY),
+    ({"eval_dataset": HELD_OUT, "eval_every": 2}, "eval/rewards/accuracies", "eval/rewards/accuracies"),
+    ({}, "rewards/accuracies", "rewards/accuracies"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "headline"), BEST, ids=[name for _, name in BEST])
-def test_the_best_model_is_that_of_the_headline(letters, gpt2_dir, tmp_path, capsys, flags, headline):
+@pytest.mark.parametrize(("flags", "quality", "headline"), BEST, ids=[name for _, name, _ in BEST])
+def test_the_best_model_is_that_of_the_metric_or_the_headline(
+    letters, gpt2_dir, tmp_path, capsys, flags, quality, headline
+):
     flags = flags | {"total_steps": 6, "keep_checkpoints": 1, "lr": 2e-2, "eval_prompts": flags.get("eval_prompts")}
     metrics, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
     assert headline in metrics and f"\n{headline} " in capsys.readouterr().out
@@ -1451,10 +1330,10 @@ def test_the_best_model_is_that_of_the_headline(letters, gpt2_dir, tmp_path, cap
     if "eval_every" not in flags:
         assert not (run_dir / "hf_model_best").exists()
         return
-    records = [record for record in log(run_dir) if headline in record][1:]
-    best = max(records, key=lambda record: record[headline])  # the first of equals
+    records = [record for record in log(run_dir) if quality in record][1:]
+    best = max(records, key=lambda record: record[quality])  # the first of equals
     state = json.loads((run_dir / "checkpoints/step_00000006/state.json").read_text())
-    assert (state["best_step"], state["best_score"]) == (best["step"], best[headline])
+    assert (state["best_step"], state["best_score"]) == (best["step"], best[quality])
     kept = {path.name for path in (run_dir / "checkpoints").glob("step_*")}
     assert kept == {f"step_{best['step']:08d}", "step_00000006"}
     saved = safetensors.torch.load_file(run_dir / f"checkpoints/step_{best['step']:08d}/model.safetensors")
@@ -1500,10 +1379,9 @@ def test_check_finds_a_bad_evaluation_row(gpt2_dir, tmp_path):
 
 
 SUMMARIES = [
-    ({}, "reference: the model as it is at the start, scored once\n"),
-    ({"precompute_ref": False}, "reference: the model as it is at the start, kept\n"),
-    ({"ref_model": True}, "reference: of its own, scored once\n"),
-    ({"reference_free": True}, "reference: none\n"),
+    ({}, "reference: the model at the start, "),
+    ({"ref_model": True}, "reference: a model of its own, "),
+    ({"reference_free": True}, "reference: none, "),
 ]
 
 
@@ -1518,9 +1396,10 @@ def test_the_summary_says_what_the_reference_is(gpt2_dir, tmp_path, capsys, flag
 
 def test_the_summary_has_rate_beta_limits_and_epochs(gpt2_dir, tmp_path, capsys):
     flags = {"lr": 3e-6, "beta": 0.25, "max_length": 12, "total_steps": 5, "batch_size": 2, "lr_schedule": "linear"}
-    run_dpo(gpt2_dir, tmp_path / "run", check=True, eval_dataset=HELD_OUT, **flags)
+    run_dpo(gpt2_dir, tmp_path / "run", check=True, eval_prompts=HELD_OUT, **flags)
     out = capsys.readouterr().out
-    assert "\nlr 3e-06 linear, beta 0.25, at most 12 tokens a side, 5 new tokens, 1.43 epochs\n" in out
+    assert "\nlr 3e-06 linear, beta 0.25, reference: the model at the start, at most 12 tokens a side, " in out
+    assert ", 5 new tokens, 1.43 epochs\n" in out
     assert "\n5 steps x 2 pairs; each step 2 pairs a process, at most 7 a forward pass; evaluations sample 3 pro" in out
 
 

@@ -137,7 +137,7 @@ CASES = {
         "num_layers_unfrozen": 1, "stop": ["c"],
     },
     "reward": STEPS | PAIRED | {
-        "center_coef": 0.05, "norm_prompts": ROWS[:5], "max_new_tokens": 6, "num_layers_unfrozen": 1,
+        "center_coef": 0.05, "num_layers_unfrozen": 1,
     },
     "dpo": STEPS | PAIRED | SAMPLED | {"sft_coef": 0.3, "label_smoothing": 0.1, "num_layers_unfrozen": 1},
     "dpo-kept": STEPS | PAIRED | {"sft_coef": 0.3, "precompute_ref": False},
@@ -448,8 +448,6 @@ def same_result(run, expected):
         for key in b:
             difference, size = (a[key] - b[key]).double().abs().max(), b[key].double().abs().max()
             assert difference <= 1e-9 * size, f"{name} {key} differs by {difference / size:.1e}"
-    for name, path in files_of(expected, "hf_model*/config.json").items():  # with the norm of a reward model
-        close(*(json.loads(x.read_text()).get("reward_norm", {}) for x in (Path(run, name), path)), name)
     one, two = (files_of(x, "images/*.png") for x in (run, expected))
     assert {name: path.read_bytes() for name, path in one.items()} == {n: path.read_bytes() for n, path in two.items()}
 
@@ -526,8 +524,6 @@ def test_the_plain_runs_are_worth_comparing(base, places, case):
         after = safetensors.torch.load_file(base(case) / "hf_model/model.safetensors")
     moved = [name for name in after if name in before and (after[name] - before[name]).abs().max() > 1e-4]
     assert len(moved) > 10
-    if case == "reward":
-        assert json.loads((base(case) / "hf_model/config.json").read_text())["reward_norm"]["gain"] != 1
     if case == "ppo":
         (newest,) = files_of(base(case), "checkpoints/step_00000012/state.json").values()
         assert json.loads(newest.read_text())["trunk"] is True

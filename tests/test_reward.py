@@ -15,8 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from test_invariants import PROMPTS, log, recorded, run_ppo, weights
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from test_invariants import log, recorded, run_ppo, weights
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import ppo, reward
 from benchmarks.tasks import randomwalks
@@ -34,7 +34,6 @@ PAIRS = [
     )
 ]  # fmt: skip
 MARGINS = [0.5, 0, 1.5, -0.25, 2, 0.0, 1]
-IDENTITY = {"gain": 1.0, "bias": 0.0}
 
 
 def turn(role, content):
@@ -114,7 +113,6 @@ def run_reward(model, run_dir, rows=PAIRS, **flags):
         "save_every": 0,
         "weight_decay": 1.0,
         "adam_betas": (0.9, 0.98),
-        "max_new_tokens": 9,
     }
     return reward.main(reward.Args(model=model, dataset=rows, run_dir=str(run_dir), **settings | flags))
 
@@ -660,21 +658,17 @@ def ppo_scores(folder, texts, ended, dtype, size=3):
     ).tolist()
 
 
-NORM = {"norm_prompts": [{"prompt": prompt} for prompt in PROMPTS]}
 PRECISION = [("float32", 1e-4), ("float64", 1e-9)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISION)
-@pytest.mark.parametrize(("norm", "pad"), [(False, "<pad>"), (True, "<eos>")])
-def test_ppo_reads_the_scores_of_training(variant, family, tmp_path, dtype, tolerance, norm, pad):
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
+def test_ppo_reads_the_scores_of_training(variant, family, tmp_path, dtype, tolerance, pad):
     """Lines of texts in training, padded rows of prompt and output there."""
-    flags = {"eval_dataset": PAIRS, "eval_every": 3, "micro_batch_size": 2} | (NORM if norm else {})
+    flags = {"eval_dataset": PAIRS, "eval_every": 3, "micro_batch_size": 2}
     _, run_dir = run_reward(variant(family, pad=pad), tmp_path / "run", dtype=dtype, **flags)
-    map_ = config(run_dir / "hf_model")["reward_norm"]
-    assert (map_ == IDENTITY) != norm and (map_["gain"] != 1 and map_["bias"] != 0) == norm
-    assert config(run_dir / "hf_model_best")["reward_norm"] == map_
     for side in ("chosen", "rejected"):
-        trained = [row[f"{side}_score"] * map_["gain"] + map_["bias"] for row in samples(run_dir, 3)]
+        trained = [row[f"{side}_score"] for row in samples(run_dir, 3)]
         texts = [row["prompt"] + row[side] for row in PAIRS]
         found = ppo_scores(run_dir / "hf_model", texts, [True] * 7, dtype)
         assert found == pytest.approx(trained, rel=tolerance, abs=tolerance) and len(set(trained)) == 7
@@ -687,24 +681,22 @@ def test_ppo_reads_the_scores_of_chats(letters, variant, tmp_path, dtype, tolera
     """ppo samples after the prompt that the template writes, and decodes without the end token."""
     letters.chat_template = TEMPLATE
     tokenizer = add_specials(letters, special)
-    flags = {"tokenizer": tokenizer, "eval_dataset": CHATS, "eval_every": 2, "norm_policy": variant()}
-    flags["norm_prompts"] = [{"prompt": [user(prompt)]} for prompt in PROMPTS]
+    flags = {"tokenizer": tokenizer, "eval_dataset": CHATS, "eval_every": 2}
     _, run_dir = run_reward(variant(), tmp_path / "run", CHATS, dtype=dtype, total_steps=2, **flags)
-    map_, found = config(run_dir / "hf_model")["reward_norm"], samples(run_dir, 2)
-    assert map_ != IDENTITY
+    found = samples(run_dir, 2)
     prompts = ppo.encode_prompts([{"prompt": row["prompt"]} for row in CHATS], tokenizer, 5, 32, "--dataset")[0]
     assert [row["prompt"] for row in found] == [row["prompt"] for row in prompts]
     for side in ("chosen", "rejected"):
         texts = [prompt["prompt"] + row[side][0]["content"] for prompt, row in zip(prompts, CHATS, strict=True)]
-        trained = [row[f"{side}_score"] * map_["gain"] + map_["bias"] for row in found]
+        trained = [row[f"{side}_score"] for row in found]
         scores = ppo_scores(run_dir / "hf_model", texts, [True] * 7, dtype)
         assert scores == pytest.approx(trained, rel=tolerance, abs=tolerance)
 
 
 def test_ppo_trains_on_it(monkeypatch, letters, gpt2_dir, tmp_path):
-    """With the scale and the shift of --norm-prompts, each sample scored by hand."""
-    _, judge = run_reward(gpt2_dir, tmp_path / "judge", **NORM)
-    folder, lm, map_ = judge / "hf_model", plain(judge / "hf_model"), config(judge / "hf_model")["reward_norm"]
+    """Each sample scored by hand."""
+    _, judge = run_reward(gpt2_dir, tmp_path / "judge")
+    folder, lm = judge / "hf_model", plain(judge / "hf_model")
     in_rollouts = recorded(monkeypatch, ppo, "score_outputs")
     in_evaluations = recorded(monkeypatch, sampling, "score_outputs")
     flags = {"reward": str(folder), "micro_batch_size": 3, "total_episodes": 10, "eval_every": 4}
@@ -717,10 +709,24 @@ def test_ppo_trains_on_it(monkeypatch, letters, gpt2_dir, tmp_path):
         for row, output, ids in zip(rows, outputs, output_ids, strict=True):
             ends.add(ids[-1] == EOS)
             text = letters(row["prompt"] + output)["input_ids"] + [EOS] * (ids[-1] == EOS)
-            expected.append(alone(lm, text) * map_["gain"] + map_["bias"])
+            expected.append(alone(lm, text))
         assert scores == pytest.approx(expected, rel=1e-9, abs=1e-9)
     assert ends == {True, False} and len(in_rollouts) == 1 and len(in_evaluations) == 2
     assert metrics["eval/reward"] == pytest.approx(np.mean(expected), rel=1e-9)
+
+
+def test_a_norm_that_an_earlier_version_wrote_is_refused(gpt2_dir, tmp_path):
+    """Rewards would have another scale than they had; where gain is 1 nothing was scaled."""
+    _, run_dir = run_reward(gpt2_dir, tmp_path / "run", total_steps=1)
+    assert "reward_norm" not in config(run_dir / "hf_model")
+    for gain, sentence in (1.0, None), (2.5, "scales the scores by reward_norm.*--score-scaling ref-norm"):
+        norm = {"reward_norm": {"gain": gain, "bias": 0.0}}
+        (run_dir / "hf_model/config.json").write_text(json.dumps(config(run_dir / "hf_model") | norm))
+        if sentence is None:
+            assert len(ppo_scores(run_dir / "hf_model", ["ab"], [True], "float64")) == 1
+        else:
+            with pytest.raises(InputError, match=sentence):
+                ppo_scores(run_dir / "hf_model", ["ab"], [True], "float64")
 
 
 # ---- The export ------------------------------------------------------------------------------------------------------
@@ -773,13 +779,6 @@ def test_the_example_of_the_card_prints_the_score(gpt2_dir, tmp_path, capsys):
     assert printed == pytest.approx(samples(run_dir, 3)[0]["chosen_score"], rel=1e-4)
 
 
-def test_the_exported_tokenizer_cuts_and_pads_nothing(gpt2_dir, tmp_path):
-    """--norm-prompts has cut and padded with the tokenizer before."""
-    _, run_dir = run_reward(gpt2_dir, tmp_path / "run", total_steps=1, **NORM)
-    saved = json.loads((run_dir / "hf_model/tokenizer.json").read_text())
-    assert saved["truncation"] is None and saved["padding"] is None
-
-
 # ---- The head --------------------------------------------------------------------------------------------------------
 
 
@@ -823,9 +822,7 @@ def test_runs_with_a_seed_are_equal(gpt2_dir, tmp_path):
 
 
 def test_an_exported_head_is_kept(gpt2_dir, tmp_path, capsys):
-    """What is read is its score; the norm of its own samples is gone."""
-    _, first = run_reward(gpt2_dir, tmp_path / "first", **NORM)
-    assert config(first / "hf_model")["reward_norm"] != IDENTITY
+    _, first = run_reward(gpt2_dir, tmp_path / "first")
     assert "head: new" in capsys.readouterr().out
     _, second = run_reward(str(first / "hf_model"), tmp_path / "second", total_steps=1, lr=1e-30)
     assert "head: that of --model" in capsys.readouterr().out
@@ -833,7 +830,6 @@ def test_an_exported_head_is_kept(gpt2_dir, tmp_path, capsys):
     assert before.keys() == after.keys()
     for name in before:  # a weight of zero may move by the learning rate
         torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-29)
-    assert config(second / "hf_model")["reward_norm"] == IDENTITY
 
 
 def edited(source, folder, edit):
@@ -1005,9 +1001,9 @@ EVERYTHING = {"center_coef": 0.05, "num_layers_unfrozen": 1, "save_every": 2, "t
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_run_continues_bitwise(monkeypatch, gpt2_dir, tmp_path, how):
-    """With margins, frozen layers, a new head, a norm and a best export at once."""
+    """With margins, frozen layers, a new head and a best export at once."""
     rows = [row | {"margin": margin} for row, margin in zip(PAIRS, MARGINS, strict=True)]
-    flags = EVERYTHING | NORM | {"eval_dataset": PAIRS, "adam_betas": (0.5, 0.9), "micro_batch_size": 2}
+    flags = EVERYTHING | {"eval_dataset": PAIRS, "adam_betas": (0.5, 0.9), "micro_batch_size": 2}
     whole = run_reward(gpt2_dir, tmp_path / "whole", rows, **flags)
     calls, stop_requested = [], logging.Run.stop_requested
 
@@ -1088,7 +1084,7 @@ def test_without_an_evaluation_set(gpt2_dir, tmp_path):
 @pytest.mark.parametrize("sets", [None, {"x": PAIRS, "y": PAIRS[:1]}])
 def test_check(monkeypatch, gpt2_dir, tmp_path, capsys, sets):
     monkeypatch.chdir(tmp_path)
-    found = run_reward(gpt2_dir, tmp_path / "run", check=True, eval_dataset=sets, **NORM)
+    found = run_reward(gpt2_dir, tmp_path / "run", check=True, eval_dataset=sets)
     out = capsys.readouterr().out
     assert found == ({}, None) and out.rstrip().endswith("check passed") and "head: new" in out
     assert not list(tmp_path.iterdir())
@@ -1096,115 +1092,19 @@ def test_check(monkeypatch, gpt2_dir, tmp_path, capsys, sets):
         run_reward(gpt2_dir, tmp_path / "run", [PAIRS[0] | {"margin": 1}, PAIRS[1] | {"margin": None}], check=True)
 
 
-# ---- Normalised scores -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_scores_of_samples_have_mean_0_and_deviation_1(monkeypatch, variant, tmp_path, chat):
-    """Of those very samples, end tokens included, scored one by one."""
-    calls = recorded(monkeypatch, reward, "policy_samples")
-    rows = [{"prompt": [user(p)] if chat else p} for p in PROMPTS]
-    flags = {"norm_prompts": rows, "max_new_tokens": 12, "eval_dataset": PAIRS, "eval_every": 1}
-    _, run_dir = run_reward(variant(template=TEMPLATE if chat else None), tmp_path / "run", total_steps=2, **flags)
-    ((_, (texts, ended)),) = calls
-    heads = [f"<bos>u{p}<eos>\ns" if chat else p for p in PROMPTS]
-    assert all(text.startswith(head) and len(text) > len(head) for text, head in zip(texts, heads, strict=True)), texts
-    assert set(ended) == {True, False}
-    for name in ("hf_model", "hf_model_best"):
-        lm, map_ = plain(run_dir / name), config(run_dir / name)["reward_norm"]
-        encoded = [
-            randomwalks.tokenizer()(text)["input_ids"] + [EOS] * end for text, end in zip(texts, ended, strict=True)
-        ]
-        scores = np.array([alone(lm, ids) for ids in encoded]) * map_["gain"] + map_["bias"]
-        assert scores.mean() == pytest.approx(0, abs=1e-9) and scores.std(ddof=1) == pytest.approx(1, rel=1e-9)
-        assert map_["gain"] > 0
-        found = ppo_scores(run_dir / name, texts, ended, "float64")
-        assert found == pytest.approx(scores.tolist(), rel=1e-9, abs=1e-9)
-
-
-def test_the_samples_are_those_of_the_policy(monkeypatch, variant, gpt2_dir, bert_dir, tmp_path):
-    """Of --norm-policy, where it is given; what its directory recommends for generation counts for nothing."""
-    calls, other = recorded(monkeypatch, reward, "policy_samples"), variant(seed=5)
-    for name, model, policy in (("a", gpt2_dir, None), ("b", bert_dir, gpt2_dir), ("c", gpt2_dir, other)):
-        flags = {"norm_policy": policy, "norm_prompts": NORM["norm_prompts"] * 3, "total_steps": 1}
-        run_reward(model, tmp_path / name, **flags)
-    (_, own), ((_, lm, *_), same), (_, another) = calls
-    expected = AutoModelForCausalLM.from_pretrained(gpt2_dir, dtype=torch.float64).state_dict()
-    assert all(torch.equal(w, expected[name]) for name, w in lm.state_dict().items())
-    assert own == same and own != another
-    (Path(other) / "generation_config.json").write_text('{"do_sample": true, "top_k": 1, "temperature": 0.1}')
-    run_reward(gpt2_dir, tmp_path / "d", norm_policy=other, norm_prompts=NORM["norm_prompts"] * 3, total_steps=1)
-    assert calls[3][1] == another
-    responses = [text[len(p) :] for text, p in zip(own[0], PROMPTS * 3, strict=True)]
-    assert 7 < max(map(len, responses)) < 10 and len(set(responses)) > 10
-
-
-def test_spaces_before_a_response_are_kept(build_model, accelerator):
-    """Tokenizers that drop the space before a first token: ppo decodes responses behind their prompts, too."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    words = {f"▁{letter}": i for i, letter in enumerate(randomwalks.LETTERS)}
-    vocabulary = words | {"<bos>": BOS, "<eos>": EOS, "<pad>": PAD, "<unk>": UNK}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    specials = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **specials)
-    args, prompts = reward.Args(max_new_tokens=5), [{"prompt": text} for text in ("b c", "d", "e f g")]
-    lm = build_model()
-    lm.get_output_embeddings().weight.data[BOS:] *= 0.0
-    texts, _ = reward.policy_samples(args, lm, tokenizer, prompts, accelerator)
-    for text, row in zip(texts, prompts, strict=True):
-        assert re.fullmatch(re.escape(row["prompt"]) + "( [a-u])+", text), texts
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_the_prompts_of_samples_do_not_end(build_model, variant, accelerator, chat):
-    """Also where the tokenizer ends every text."""
-    found, rows = [], [{"prompt": [user(p)] if chat else p} for p in PROMPTS]
-    for special in ("<bos> $A", "<bos> $A <eos>"):
-        tokenizer = add_specials(AutoTokenizer.from_pretrained(variant(template=TEMPLATE)), special)
-        args = reward.Args(max_new_tokens=5)
-        found.append(reward.policy_samples(args, build_model(), tokenizer, rows, accelerator))
-    assert found[0] == found[1] and len(set(found[0][0])) == 7
-
-
-def test_a_prompt_without_room_for_a_response_is_named(gpt2_dir, tmp_path):
-    with pytest.raises(InputError, match="--norm-prompts row 2.*32 positions"):
-        run_reward(gpt2_dir, tmp_path / "run", norm_prompts=[{"prompt": "a"}, {"prompt": "b" * 30}])
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_classifier_is_no_policy(tiny_dir, tmp_path):
-    """Its body may load as a language model whose output layer is the embedding: it is refused all the same."""
-    _, first = run_reward(tiny_dir, tmp_path / "first", total_steps=1)
-    with pytest.raises(InputError, match="--norm-policy"):
-        run_reward(str(first / "hf_model"), tmp_path / "second", total_steps=1, **NORM)
-    assert not (tmp_path / "second").exists()
-    flags = NORM | {"norm_policy": tiny_dir, "total_steps": 1}
-    assert (
-        config(run_reward(str(first / "hf_model"), tmp_path / "third", **flags)[1] / "hf_model")["reward_norm"]
-        != IDENTITY
-    )
-
-
-def test_equal_scores_cannot_be_normalised(gpt2_dir, tmp_path):
-    with pytest.raises(InputError, match="--norm-prompts: 1 prompts gave fewer than two different samples: take more"):
-        run_reward(gpt2_dir, tmp_path / "run", norm_prompts=[{"prompt": "b"}], total_steps=1)
-    assert not (tmp_path / "run").exists()
+# ---- Flags -----------------------------------------------------------------------------------------------------------
 
 
 BAD_FLAGS = [
     ({"model": None}, "--model is missing: "),
     ({"dataset": None}, "--dataset is missing: "),
-    ({"norm_policy": "x"}, "--norm-policy is given without --norm-prompts"),
     ({"center_coef": -0.1}, "--center-coef -0.1 must be 0 or a positive number"),
     ({"center_coef": NAN}, "--center-coef nan must be 0 or a positive number"),
     ({"num_layers_unfrozen": -2}, "--num-layers-unfrozen -2 must be -1 or more"),
     ({"num_layers_unfrozen": 1, "lora_r": 4}, "--num-layers-unfrozen must be -1 with --lora-r"),
     ({"max_length": 0}, "--max-length 0 must be at least 1"),
-    ({"max_new_tokens": 0}, "--max-new-tokens 0 must be at least 1"),
     ({"epochs": 0.0}, "--epochs 0.0 must be a positive number"),
-    ({"lr": 0.0, "batch_size": 0, "norm_policy": "x"}, "3 problems:"),
+    ({"lr": 0.0, "batch_size": 0, "max_length": 0}, "3 problems:"),
 ]
 
 
@@ -1214,17 +1114,12 @@ def test_flags_that_cannot_be(flags, sentence):
         reward.Args(**{"model": "gpt2", "dataset": PAIRS} | flags)
 
 
-def test_a_policy_beside_a_model_object(build_model):
-    with pytest.raises(InputError, match="--norm-prompts needs --norm-policy where --model is an object"):
-        reward.Args(model=labels("gpt2", build_model, 1), dataset=PAIRS, **NORM)
-
-
 TASK = "benchmarks/tasks/randomwalks.py:"
 EMBEDDED = {  # of the embedded task, as they were while they were the defaults
     "model": TASK + "base_model", "dataset": TASK + "pairs:split=train", "eval_dataset": TASK + "eval_pairs",
     "lr": 2e-3, "lr_schedule": "cosine", "warmup_steps": 40, "adam_betas": (0.9, 0.98), "adam_eps": 1e-8,
     "weight_decay": 1.0, "max_grad_norm": 1.0, "batch_size": 64, "micro_batch_size": 64, "epochs": 40.0,
-    "total_steps": None, "max_length": 1024, "max_new_tokens": 9, "eval_every": 100, "attn_implementation": "eager",
+    "total_steps": None, "max_length": 1024, "eval_every": 100, "attn_implementation": "eager",
 }  # fmt: skip
 
 
@@ -1237,7 +1132,7 @@ def test_the_embedded_task_has_its_settings():
 def test_defaults_are_for_pretrained_models():
     args = reward.Args(model="gpt2", dataset=PAIRS)
     assert (args.lr, args.weight_decay, args.epochs, args.batch_size, args.micro_batch_size) == (1e-5, 0.0, 1.0, 64, 8)
-    assert args.max_new_tokens == 64 and args.eval_dataset is args.attn_implementation is None
+    assert args.eval_dataset is args.attn_implementation is None
     assert vars(args) == vars(reward.Args(**vars(args)))  # nothing is rewritten
 
 
@@ -1246,30 +1141,13 @@ def test_the_summary_says_rate_limits_and_length(gpt2_dir, capsys):
     reward.main(reward.Args(**flags, epochs=20.0, batch_size=56))
     out = capsys.readouterr().out
     assert "\nlr 1e-05 cosine, at most 32 tokens a text, 24 epochs\n3 steps x 56 pairs; each step 56 pairs" in out
-    reward.main(reward.Args(**flags | NORM, total_steps=4, max_length=11, lr=0.25, max_new_tokens=5))
-    expected = (
-        "\nlr 0.25 cosine, at most 11 tokens a text, 36.6 epochs; scores normalised over [67] samples of at most 5"
-    )
-    assert re.search(expected, capsys.readouterr().out)
+    reward.main(reward.Args(**flags, total_steps=4, max_length=11, lr=0.25))
+    assert "\nlr 0.25 cosine, at most 11 tokens a text, 36.6 epochs\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_attention_is_that_of_the_flag(gpt2_dir, attention):
     assert load(gpt2_dir, attn_implementation=attention)[0].config._attn_implementation == attention
-
-
-BAD_PROMPTS = [
-    ([{"text": "a"}], "--norm-prompts has the columns text; expected prompt, a text or a chat"),
-    ([{"prompt": "a"}, {"prompt": None}], "--norm-prompts row 2: 'prompt' must be a string, it is None"),
-    ([{"prompt": [user("a")]}], "--norm-prompts row 1: the tokenizer has no chat template"),
-]
-
-
-@pytest.mark.parametrize(("rows", "sentence"), BAD_PROMPTS, ids=lambda x: repr(x)[:40])
-def test_bad_norm_prompts(gpt2_dir, tmp_path, rows, sentence):
-    with pytest.raises(InputError, match=sentence):
-        run_reward(gpt2_dir, tmp_path / "run", norm_prompts=rows)
-    assert not (tmp_path / "run").exists()
 
 
 # ---- Files -----------------------------------------------------------------------------------------------------------

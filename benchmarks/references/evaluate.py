@@ -22,6 +22,7 @@ import safetensors.torch
 from algos import ddpo, dpo, ppo, reward
 from common.functions import build
 from common.machine import launch, set_threads
+from common.pairs import can_pack
 from common.seeding import seed_libraries
 
 BEFORE = {"step": 0, "episode": 0, "seconds": 0.0, "model": None}
@@ -40,8 +41,7 @@ def measure_reward(script, run, args):
     data = reward.read(args)
     lm, tokenizer, _ = reward.load(args, build(args.model, "--model"), run.accelerator.device)
     reward.encode(data, tokenizer, args.max_length)
-    line = reward.texts_of(reward.probe_pairs(data))
-    packing = reward.packing_is_exact(run, lm, line, reward.text_scores, "score", args)
+    packing = can_pack(run, lm, args)
     score = functools.partial(reward.pair_scores, lm, packing)
     return reward.evaluate(run, 0, lm, score, data, args)
 
@@ -51,10 +51,9 @@ def measure_dpo(script, run, args):
     data = dpo.read(args)
     lm, tokenizer = dpo.load(args, build(args.model, "--model"), run.accelerator.device)
     dpo.encode(data, lm, tokenizer, args)
-    reference = dpo.Reference(run.accelerator, lm, tokenizer, build(args.ref_model, "--ref-model"), args)
-    line = dpo.examples_of(dpo.probe_pairs(data))
-    packing = dpo.packing_is_exact(run, lm, line, dpo.response_nll, "log-probability", args)
-    reference.ask(run, tokenizer, data, packing)
+    packing = can_pack(run, lm, args)
+    ref_path = build(args.ref_model, "--ref-model")
+    reference = dpo.Reference(run.accelerator, lm, tokenizer, ref_path, data, packing, args)
     losses_of = functools.partial(dpo.pair_losses, reference=reference, args=args)
     score = functools.partial(dpo.pair_logprobs, lm, packing)
     return dpo.evaluate(run, 0, lm, score, losses_of, tokenizer, data, args)

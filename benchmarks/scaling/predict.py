@@ -149,7 +149,7 @@ def default_memory(algo, micro_batch=MICRO_BATCH, decode_batch=DECODE_BATCH):
     gradients = 4 * trained + 2 * trained  # and autocast's copy of the weights
     activations = SAVED * layers * micro_batch * sequences * LONGEST
     decoding = 0.0
-    if algo != "reward":  # which decodes for --norm-prompts alone
+    if algo != "reward":  # which decodes nothing
         # the key-value cache, and of one token float32 logits with float64 copies for the draw
         decoding = decode_batch * (LONGEST * cache + vocab * (4 + 4 * 8)) + 2 * trained
     update = stays + gradients + activations + CHUNK

@@ -10,6 +10,7 @@ tokenizer are those of ppo_gpt2_small.py, for reward with a head in place of the
 
 import importlib
 import os
+import sys
 import time
 from statistics import mean, median
 
@@ -150,7 +151,8 @@ def measure_ours(mode, model):
 
     algorithm, _, own = mode.partition("-")
     script, flags, seconds, packed = importlib.import_module(f"algos.{algorithm}"), MODES[mode][0], [0.0], []
-    score_pairs, fill_lines = script.score_pairs, script.fill_lines
+    layout = sys.modules[script.in_lines.__module__]
+    score_pairs, fill_lines = script.score_pairs, layout.fill_lines
 
     def timed(*args):
         begun = time.perf_counter()
@@ -171,7 +173,7 @@ def measure_ours(mode, model):
         expected = [(p + c, p + r, len(p)) for p, c, r in token_ids()]
         assert script.encode_pairs(rows(), tokenizer, LONGEST, script.Args(), "rows")[0] == expected
         keys = ("logps/chosen", "logps/rejected")
-    script.score_pairs, script.fill_lines = timed, noted
+    script.score_pairs, layout.fill_lines = timed, noted
     perf, metrics = short_run(
         script, own, model=str(model), dataset=rows(), max_length=LONGEST, batch_size=BATCH, total_steps=STEPS,
         seed=SEED, lr=LR, lr_schedule="constant", warmup_steps=0, adam_betas=BETAS,
@@ -201,7 +203,7 @@ texts, {padding_texts} % of the positions are padding; to the longest of {BATCH}
 - `step s` is the median over the {counted} counted steps of a run, behind {SKIPPED} others.
 - `with reference s`, for dpo: where the reference is scored before training (plainrl, TRL precompute), the seconds of
   scoring {BATCH} pairs are added: the mean over all pairs of the run, timed in it. That is a run of one epoch; in one
-  of E epochs, 1/E of the difference is due. The hash under which both keep these scores, and writing them, is not
+  of E epochs, 1/E of the difference is due. The hash under which TRL keeps these scores, and writing them, is not
   counted. The columns behind it take these seconds.
 - Useful work: forward and backward of the policy, in dpo a forward of the reference; the prompt of a pair once, no
   padding, the output layer where a response token is predicted.

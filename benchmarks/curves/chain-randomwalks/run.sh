@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # The chain of RLHF on random walks: sft -> reward -> ppo with the learned reward, and sft -> dpo.
 . "$(dirname "$0")/../common.sh"
-task=benchmarks/tasks/randomwalks.py
 settings=benchmarks/tasks/randomwalks
 for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     model=$out/sft-seed$seed/hf_model
     train sft sft --eval-every 0
     train dpo dpo --config $settings/dpo.yaml --eval-every 20 --model "$model"
-    train reward reward --config $settings/reward.yaml --model "$model" --norm-prompts $task:eval_prompts
-    train ppo ppo --config $settings/ppo.yaml --eval-every 20 --model "$model" \
+    train reward reward --config $settings/reward.yaml --model "$model"
+    train ppo ppo --config $settings/ppo.yaml --eval-every 20 --model "$model" --score-scaling ref-norm \
         --reward "$out/reward-seed$seed/hf_model"
 done

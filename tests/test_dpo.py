@@ -418,17 +418,6 @@ def test_neighbours_in_a_line_change_nothing(build_model, family):
         assert (result - results[0])[:, 0].abs().max() < 1e-12 < 1e-3 < (result - results[0])[:, 1:].abs().max()
 
 
-def test_padding_may_reach_behind_the_positions(build_model):
-    """A line may be longer than the longest text: of 32 tokens, as many as the model has positions."""
-    model = build_model("gpt2", torch.float64)
-    sizes = [(32, 18), (31, 24), (17, 29)]
-    assert fill_lines([32, 31, 17, 18, 24, 29], True) == [[0], [1], [5], [4], [3, 2]], "35 positions"
-    pairs = [([3] * 2 + [4 + i] * (c - 2), [3] * 2 + [9 + i] * (r - 2), 2) for i, (c, r) in enumerate(sizes)]
-    with torch.no_grad():
-        found, expected = dpo.pair_logprobs(model, True, pairs), slow_logprobs(model, pairs)
-    assert (found - expected).abs().max() < 1e-9
-
-
 LENGTHS = [[7], [3, 5], [5, 3, 11, 7], [128, 90, 60, 50, 40, 31, 30, 3], [16] * 5, [10] * 15 + [9], list(range(1, 40))]
 
 
@@ -438,10 +427,10 @@ def test_lines_of_texts(lengths):
     lines = fill_lines(lengths, True)
     widths = [sum(lengths[i] for i in line) for line in lines]
     assert sorted(i for line in lines for i in line) == list(range(len(lengths)))
-    assert len(lines) * max(widths) <= len(lengths) * max(lengths) and max(widths) <= 1.5 * max(lengths)
+    assert len(lines) * max(widths) <= len(lengths) * max(lengths) and max(widths) == max(lengths)
     assert fill_lines(lengths, False) == [[i] for i in range(len(lengths))]
     if len(lengths) == 8:
-        assert len(lines) * max(widths) <= 1.1 * sum(lengths)
+        assert len(lines) * max(widths) <= 1.2 * sum(lengths)
 
 
 def test_long_bfloat16_responses_are_summed_in_float32(build_model):

@@ -160,9 +160,9 @@ def measure_ours(mode, model):
         seconds.append(time.perf_counter() - begun)
         return scores
 
-    def noted(lengths, packing, limit):
+    def noted(lengths, packing):
         packed.append(packing)
-        return fill_lines(lengths, packing, limit)
+        return fill_lines(lengths, packing)
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     if algorithm == "reward":

@@ -75,6 +75,7 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's atte
 REWARD = """file.py:function. --reward my.py:score calls this:
   def score(images, **columns):
       return images.mean((1, 2, 3)).tolist()  # a number for each image"""
+TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # of a command without --model, --dataset and --config
 
 
 @dataclass
@@ -1016,4 +1017,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main, task="benchmarks/tasks/shapes/ddpo.yaml")
+    cli(Args, main, task=TASK)

@@ -93,6 +93,7 @@ from common.seeding import seed_libraries, stream_rows
 from common.structure import packing_problem
 
 PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
+TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # of a command without --model, --dataset and --config
 
 
 @dataclass
@@ -882,4 +883,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main, task="benchmarks/tasks/randomwalks/dpo.yaml")
+    cli(Args, main, task=TASK)

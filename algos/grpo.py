@@ -106,6 +106,8 @@ from common.screen import visible
 from common.seeding import draw, rng, seed_libraries, stream_rows
 from common.structure import cache_problem
 
+TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # of a command without --model, --dataset and --config
+
 
 @dataclass
 class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
@@ -885,4 +887,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main, task="benchmarks/tasks/arithmetic/grpo.yaml")
+    cli(Args, main, task=TASK)

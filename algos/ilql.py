@@ -98,6 +98,7 @@ from common.screen import visible
 from common.seeding import rng, seed_libraries, stream_rows
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
+TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # of a command without --model, --dataset and --config
 
 
 @dataclass
@@ -1047,4 +1048,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main, task="benchmarks/tasks/randomwalks/ilql.yaml")
+    cli(Args, main, task=TASK)

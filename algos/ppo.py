@@ -101,6 +101,8 @@ from common.screen import visible
 from common.seeding import draw, rng, seed_libraries, stream_rows
 from common.structure import cache_problem
 
+TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # of a command without --model, --dataset and --config
+
 
 @dataclass
 class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
@@ -1098,4 +1100,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main, task="benchmarks/tasks/randomwalks/ppo.yaml")
+    cli(Args, main, task=TASK)

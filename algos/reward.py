@@ -70,6 +70,7 @@ model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels':
 SCORING = "print(model({prompt!r}, function_to_apply='none'))"
 SCORING_CHAT = """text = model.tokenizer.apply_chat_template({prompt!r}, tokenize=False)
 print(model(text.rstrip(), add_special_tokens=False, function_to_apply='none'))"""
+TASK = "benchmarks/tasks/randomwalks/reward.yaml"  # of a command without --model, --dataset and --config
 
 
 @dataclass
@@ -617,4 +618,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main, task="benchmarks/tasks/randomwalks/reward.yaml")
+    cli(Args, main, task=TASK)

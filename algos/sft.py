@@ -66,6 +66,7 @@ from common.structure import packing_problem
 
 WITH_PROMPT = ("messages", "prompt", "completion", "dialogue")  # columns of rows that begin with a prompt
 PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
+TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # of a command without --model, --dataset and --config
 
 
 @dataclass
@@ -656,4 +657,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main, task="benchmarks/tasks/randomwalks/sft.yaml")
+    cli(Args, main, task=TASK)

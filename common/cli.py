@@ -93,7 +93,7 @@ def parse(argv, args_class, task=None):
 
 def from_task(args_class, task, **fields):
     """args_class as a command without flags fills it, by the YAML file of an embedded task, but for these fields."""
-    return dataclasses.replace(parse([], args_class, task), **fields)
+    return dataclasses.replace(parse(["--config", task], args_class), **fields)
 
 
 # ---- Files of flags --------------------------------------------------------------------------------------------------

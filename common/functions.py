@@ -78,11 +78,11 @@ def build(spec, flag):
     """What a spec string stands for where a value and not a function is wanted: `file.py:function` is called, and so is
     a function; anything else is returned as it is. Call it before Accelerator(): a function of the user may start
     processes."""
-    if isinstance(spec, str) and not SPEC.fullmatch(spec):
+    function = spec
+    if isinstance(spec, str) and SPEC.fullmatch(spec):
+        function = load_function(spec, flag)
+    elif not (inspect.isroutine(spec) or isinstance(spec, functools.partial)):
         return spec
-    function = load_function(spec, flag)
-    if not (inspect.isroutine(function) or isinstance(function, functools.partial)):
-        return function
     name = getattr(spec, "__name__", spec)
     try:
         value = function()

@@ -9,19 +9,6 @@ import numpy as np
 import pytest
 import tyro
 import yaml
-
-from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
-from common import cli
-from common.cli import (
-    OTHER_NAMES,
-    ROOT,
-    InputError,
-    describe_task,
-    expand_config,
-    refuse_other_names,
-    task_fields,
-    with_embedded_task,
-)
 from common.ranges import (
     Count,
     Decay,
@@ -36,6 +23,19 @@ from common.ranges import (
     Text,
     find_range,
     out_of_range,
+)
+
+from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
+from common import cli
+from common.cli import (
+    OTHER_NAMES,
+    ROOT,
+    InputError,
+    describe_task,
+    expand_config,
+    refuse_other_names,
+    task_fields,
+    with_embedded_task,
 )
 from common.screen import visible
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from algos import grpo, ppo, sft
 from common import checkpoint
-from common.cli import InputError, cli
+from common.cli import InputError, cli, from_task
 from common.functions import call_reward, load_function
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "sft": sft}
@@ -289,7 +289,7 @@ def test_a_flag_of_the_wrong_type_or_name(algo, flags, fragments, refused):
 
 def test_from_python_bad_flags_raise(here):
     with pytest.raises(InputError, match=r"--lr -1 must be a positive number"):
-        ppo.Args(lr=-1)
+        from_task(ppo.Args, ppo.TASK, lr=-1)
     with pytest.raises(InputError, match="holds no rows"):
         sft.main(sft.Args(model="model", dataset=[], metric=None, run_dir="run"))
     assert not (here / "run").exists()

@@ -22,7 +22,7 @@ from algos import ppo, reward
 from benchmarks.tasks import randomwalks
 from common import logging, sampling, seeding
 from common.classifiers import classifier_ids, classifier_logits, raise_heads
-from common.cli import InputError
+from common.cli import InputError, from_task
 from common.data import chat_pair, pair_texts
 
 BOS, EOS, PAD, UNK, WIDTH, NAN = 21, 22, 23, 24, 12, math.nan
@@ -1149,7 +1149,10 @@ def test_spaces_before_a_response_are_kept(build_model, accelerator):
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     specials = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **specials)
-    args, prompts = reward.Args(max_new_tokens=5), [{"prompt": text} for text in ("b c", "d", "e f g")]
+    args, prompts = (
+        from_task(reward.Args, reward.TASK, max_new_tokens=5),
+        [{"prompt": text} for text in ("b c", "d", "e f g")],
+    )
     lm = build_model()
     lm.get_output_embeddings().weight.data[BOS:] *= 0.0
     texts, _ = reward.policy_samples(args, lm, tokenizer, prompts, accelerator)
@@ -1163,7 +1166,7 @@ def test_the_prompts_of_samples_do_not_end(build_model, variant, accelerator, ch
     found, rows = [], [{"prompt": [user(p)] if chat else p} for p in PROMPTS]
     for special in ("<bos> $A", "<bos> $A <eos>"):
         tokenizer = add_specials(AutoTokenizer.from_pretrained(variant(template=TEMPLATE)), special)
-        args = reward.Args(max_new_tokens=5)
+        args = from_task(reward.Args, reward.TASK, max_new_tokens=5)
         found.append(reward.policy_samples(args, build_model(), tokenizer, rows, accelerator))
     assert found[0] == found[1] and len(set(found[0][0])) == 7
 
@@ -1229,9 +1232,12 @@ EMBEDDED = {  # of the embedded task, as they were while they were the defaults
 
 
 def test_the_embedded_task_has_its_settings():
-    given = vars(reward.Args())
+    given = vars(from_task(reward.Args, reward.TASK))
     assert {name: given[name] for name in EMBEDDED} == EMBEDDED
-    assert reward.Args(lr=1e-3).lr == 1e-3 and reward.Args(lr=1e-3).weight_decay == 1.0
+    assert (
+        from_task(reward.Args, reward.TASK, lr=1e-3).lr == 1e-3
+        and from_task(reward.Args, reward.TASK, lr=1e-3).weight_decay == 1.0
+    )
 
 
 def test_defaults_are_for_pretrained_models():
@@ -1246,7 +1252,9 @@ def test_the_summary_says_rate_limits_and_length(gpt2_dir, capsys):
     reward.main(reward.Args(**flags, epochs=20.0, batch_size=56))
     out = capsys.readouterr().out
     assert "\nlr 1e-05 cosine, at most 32 tokens a text, 24 epochs\n3 steps x 56 pairs; each step 56 pairs" in out
-    reward.main(reward.Args(**flags | NORM, total_steps=4, max_length=11, lr=0.25, max_new_tokens=5))
+    reward.main(
+        from_task(reward.Args, reward.TASK, **flags | NORM, total_steps=4, max_length=11, lr=0.25, max_new_tokens=5)
+    )
     expected = (
         "\nlr 0.25 cosine, at most 11 tokens a text, 36.6 epochs; scores normalised over [67] samples of at most 5"
     )

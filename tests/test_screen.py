@@ -18,10 +18,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common.help import help_text
 from harness import ALGOS, command, environment
 
 from benchmarks.recording import in_terminal, transcript
-from common.help import help_text
 from common.logging import closes_run, duration
 from common.screen import Screen, screen
 

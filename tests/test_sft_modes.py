@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from algos import ppo, sft
 from common import identity, logging
-from common.cli import InputError, cli
+from common.cli import InputError, cli, from_task
 from common.data import encode_prompts, load_sets, pack
 
 BOS, EOS, PAD, SCRIPT = 21, 22, 23, Path(sft.__file__)
@@ -842,9 +842,11 @@ EMBEDDED = {  # of the embedded task, as they were while they were the defaults
 
 
 def test_the_embedded_task_has_its_settings():
-    given = vars(sft.Args())
+    given = vars(from_task(sft.Args, sft.TASK))
     assert {name: given[name] for name in EMBEDDED} == EMBEDDED
-    assert sft.Args(lr=1e-3).lr == 1e-3 and sft.Args(lr=1e-3).batch_size == 192
+    assert (
+        from_task(sft.Args, sft.TASK, lr=1e-3).lr == 1e-3 and from_task(sft.Args, sft.TASK, lr=1e-3).batch_size == 192
+    )
 
 
 def test_defaults_are_for_pretrained_models():

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from algos import ddpo
 from benchmarks.tasks import shapes
 from common import data, logging
-from common.cli import InputError, from_task, task_fields
+from common.cli import InputError, from_task
 from common.seeding import rng
 
 B, N, C, H, W = 3, 5, 2, 7, 11  # of the pure functions; that of the pipelines are 5 x 4 x 12
@@ -660,11 +660,8 @@ def test_images_are_clamped_and_rounded(policy):
 
 def pairs_of(trained, epoch=1, process=0, world=1, **flags):
     """[[(image, step), ...] of each optimizer step]."""
-    args = from_task(
-        ddpo.Args,
-        ddpo.TASK,
-        **{"rollout_batch_size": 12, "batch_size": 6, "ppo_epochs": 2, "micro_batch_size": 5} | flags,
-    )
+    sizes = {"rollout_batch_size": 12, "batch_size": 6, "ppo_epochs": 2, "micro_batch_size": 5}
+    args = from_task(ddpo.Args, ddpo.TASK, **sizes | flags)
     steps = []
     for micro_batches in ddpo.pair_minibatches(args, epoch, trained, process, world):
         assert all(batch.shape[1] == 2 and batch.dtype == torch.int64 for batch in micro_batches)
@@ -1060,7 +1057,8 @@ LORA = {"lora_r": 3, "lora_alpha": 7.0}
 
 def adapted(build_pipeline, train=True, **flags):
     """A loaded pipeline with adapters, which change something if train."""
-    pipeline, args = load(build_pipeline(dtype=torch.float64)), from_task(ddpo.Args, ddpo.TASK, **LORA | flags)
+    pipeline = load(build_pipeline(dtype=torch.float64))
+    args = from_task(ddpo.Args, ddpo.TASK, **LORA | flags)
     ddpo.add_lora(pipeline.unet, args)
     for name, weight in pipeline.unet.named_parameters():
         if train and "lora_B" in name:
@@ -1423,16 +1421,12 @@ def test_defaults_are_for_pretrained_pipelines():
 
 def test_the_embedded_task_is_a_file_of_flags():
     """From Python with neither model nor dataset; what it names is there."""
-    fields = task_fields("benchmarks/tasks/shapes/ddpo.yaml")
-    assert fields == EMBEDDED and {name: type(value) for name, value in fields.items()} == {
-        name: type(value) for name, value in EMBEDDED.items()
-    }
-    assert vars(from_task(ddpo.Args, ddpo.TASK)) == vars(from_task(ddpo.Args, ddpo.TASK, **OWN)) | EMBEDDED
-    assert vars(from_task(ddpo.Args, ddpo.TASK, lr=1.0, metric=None)) == vars(
-        from_task(ddpo.Args, ddpo.TASK, **OWN)
-    ) | EMBEDDED | {"lr": 1.0, "metric": None}
+    own = vars(ddpo.Args(**OWN))
+    embedded = vars(from_task(ddpo.Args, ddpo.TASK))
+    assert embedded == own | EMBEDDED
+    assert vars(from_task(ddpo.Args, ddpo.TASK, lr=1.0, metric=None)) == own | EMBEDDED | {"lr": 1.0, "metric": None}
     for name in ("model", "dataset", "eval_dataset", "reward", "metric"):
-        path, _, function = fields[name].rpartition(":")
+        path, _, function = embedded[name].rpartition(":")
         assert path == TASK and callable(getattr(shapes, function))
 
 

@@ -103,7 +103,7 @@ def pad_is_eos(tokenizer):
 def start(accelerator, directory, tokenizer, dtype, reward=vowels, **flags):
     """A rollout of 7 prompts of different lengths by a tiny model, as main does it, in micro-batches of 3."""
     flags |= {"model": directory, "dataset": PROMPTS, "reward": reward, "tokenizer": tokenizer}
-    args = from_task(ppo.Args, ppo.TASK, dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, **flags)
+    args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, **flags)
     lm, tokenizer = load_model(args, directory)
     ref, _ = load_model(args, directory)
     model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
@@ -254,9 +254,8 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
     metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", min_length_limit=2, **flags)
     _, batch = stored[0]
     assert len(set(batch.response_mask.sum(1).tolist())) > 3  # so there is padding
-    model = ppo.PolicyWithValue(
-        load_model(from_task(ppo.Args, ppo.TASK, dtype="float64"), gpt2_dir)[0], "linear", "normal", seed=1
-    )
+    lm, _ = load_model(from_task(ppo.Args, ppo.TASK, dtype="float64"), gpt2_dir)
+    model = ppo.PolicyWithValue(lm, "linear", "normal", seed=1)
     assert all(torch.equal(w, before[0][k]) for k, w in model.state_dict().items())
     everything = set(map(tuple, batch.response_mask.nonzero().tolist()))
     advantage, value_target = {}, {}

@@ -1234,10 +1234,8 @@ EMBEDDED = {  # of the embedded task, as they were while they were the defaults
 def test_the_embedded_task_has_its_settings():
     given = vars(from_task(reward.Args, reward.TASK))
     assert {name: given[name] for name in EMBEDDED} == EMBEDDED
-    assert (
-        from_task(reward.Args, reward.TASK, lr=1e-3).lr == 1e-3
-        and from_task(reward.Args, reward.TASK, lr=1e-3).weight_decay == 1.0
-    )
+    changed = from_task(reward.Args, reward.TASK, lr=1e-3)
+    assert changed.lr == 1e-3 and changed.weight_decay == 1.0
 
 
 def test_defaults_are_for_pretrained_models():
@@ -1252,9 +1250,7 @@ def test_the_summary_says_rate_limits_and_length(gpt2_dir, capsys):
     reward.main(reward.Args(**flags, epochs=20.0, batch_size=56))
     out = capsys.readouterr().out
     assert "\nlr 1e-05 cosine, at most 32 tokens a text, 24 epochs\n3 steps x 56 pairs; each step 56 pairs" in out
-    reward.main(
-        from_task(reward.Args, reward.TASK, **flags | NORM, total_steps=4, max_length=11, lr=0.25, max_new_tokens=5)
-    )
+    reward.main(reward.Args(**flags | NORM, total_steps=4, max_length=11, lr=0.25, max_new_tokens=5))
     expected = (
         "\nlr 0.25 cosine, at most 11 tokens a text, 36.6 epochs; scores normalised over [67] samples of at most 5"
     )

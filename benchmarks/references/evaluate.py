@@ -73,8 +73,9 @@ def measure_ddpo(script, run, args):
     """Metrics of a UNet by the evaluation of ddpo.py. A saved model is a UNet, all else is of the embedded task."""
     device = run.accelerator.device
     data = ddpo.read(args)
-    pipeline, schedule = ddpo.load(args, build(from_task(ddpo.Args, ddpo.TASK).model, "--model"), device)
-    if args.model != from_task(ddpo.Args, ddpo.TASK).model:
+    base = from_task(ddpo.Args, ddpo.TASK).model
+    pipeline, schedule = ddpo.load(args, build(base, "--model"), device)
+    if args.model != base:
         weights = safetensors.torch.load_file(Path(args.model) / "diffusion_pytorch_model.safetensors")
         pipeline.unet.load_state_dict(weights)
     embed = ddpo.Embeddings(pipeline, device, args.guidance_scale, args.negative_prompt)

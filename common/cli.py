@@ -106,11 +106,15 @@ def read_config(path):
     """
     file = Path(path) if Path(path).exists() else ROOT / path
     try:
-        entries = yaml.load(file.read_text(), Loader=yaml.BaseLoader)
+        text = file.read_text()
+        entries = yaml.load(text, Loader=yaml.BaseLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(entries, dict):
         raise InputError(f"--config {path} must hold lines like `lr: 1e-5`")
+    names = [name.replace("-", "_") for name in re.findall(r"(?m)^([\w-]+) *:", text)]
+    doubled = [name for name in set(names) if names.count(name) > 1]  # PyYAML takes the last one without a word
+    stop_if([f"--config {path}: {name} is given twice" for name in doubled])
     return {str(key).replace("-", "_"): value for key, value in entries.items()}
 
 
@@ -122,7 +126,9 @@ def words_of(settings, args_class):
     types = {field.name: field.type for field in dataclasses.fields(args_class)}
     words = []
     for name, value in settings.items():
-        if types[name] is bool and str(value).lower() in SWITCHES:
+        if types[name] is bool:
+            if str(value).lower() not in SWITCHES:
+                raise InputError(f"{flag_of(name)} must be true or false in a file, it is {value!r}")
             words.append(flag_of(name) if SWITCHES[value.lower()] else flag_of(f"no_{name}"))
         elif isinstance(value, list):
             words += [flag_of(name), *map(str, value)]

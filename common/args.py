@@ -44,8 +44,11 @@ def find_range(annotation):
     inner = [*getattr(annotation, "__metadata__", ()), *typing.get_args(annotation)]
     if typing.get_origin(annotation) is Literal:
         return Range(f"one of {', '.join(inner)}", inner.__contains__)
-    ranges = [item if isinstance(item, Range) else find_range(item) for item in inner]
-    return next(filter(None, ranges), None)
+    for item in inner:
+        allowed = item if isinstance(item, Range) else find_range(item)
+        if allowed is not None:
+            return allowed
+    return None
 
 
 def out_of_range(args):

@@ -186,9 +186,10 @@ LONGEST_VALUES = 50  # characters; longer lists of choices stand in the text
 def help_text(args_class):
     """The flags of Args with types, defaults and docstrings: what must be given, its own ones, those of each base."""
     bases = [base for base in args_class.__mro__ if dataclasses.is_dataclass(base)]
-    home = {name: base for base in bases for name in base.__annotations__}  # the last base that has it
+    home = {}  # {field: the first base that has it}
     texts = {}
     for base in reversed(bases):
+        home = dict.fromkeys(base.__annotations__, base) | home
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for node, below in pairwise(body):
             if isinstance(node, ast.AnnAssign):

@@ -799,7 +799,7 @@ def test_a_reward_that_fails_in_the_first_evaluation_leaves_nothing(refused, her
     err = refused(
         "ppo",
         ["--reward", "mine.py:score", "--eval-every", "1"],
-        "error: mine.py:score raised TypeError: score() missing 1 required ",
+        "error: mine.py:score raised TypeError: score() missing ",
     )
     assert not (here / "run").exists() and one_sentence(err)
 

@@ -33,55 +33,60 @@ Dimension key: B images, N denoising steps, C h w latents, H W pixels, L text to
 
 import copy
 import math
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while libraries load
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if find_spec("common") is None:
-    sys.exit(
-        "error: a script needs common/: put it into algos/, set PYTHONPATH to the repository, or give it all that "
-        "it needs with benchmarks/single_file.py"
-    )
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
+from common.args import (
+    Count,
+    DataArgs,
+    Natural,
+    NonNegative,
+    OptimizerArgs,
+    Positive,
+    Range,
+    RunArgs,
+    Share,
+    WeightArgs,
+    problems_of,
+)
 from common.checkpoint import replacing
-from common.cli import InputError, cli, embedded_task, missing, stop_if
+from common.cli import InputError, cli, stop_if
 from common.functions import build, call_metric, call_reward, load_function, spec_path
 from common.logging import Run, closes_run, on_main
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.models import check_directory, quiet_libraries
-from common.ranges import Count, Decay, Name, Natural, NonNegative, Positive, Range, Repository, Share, out_of_range
 from common.rows import load_rows, load_sets, set_flag, set_prefix, with_prompts
 from common.screen import screen, visible
 from common.seeding import rng
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
-NO_REWARD = """--reward is missing: file.py:function. --reward my.py:score calls this:
+REWARD = """file.py:function. --reward my.py:score calls this:
   def score(images, **columns):
       return images.mean((1, 2, 3)).tolist()  # a number for each image"""
+TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # of a command without --model, --dataset and --config
 
 
-@embedded_task("benchmarks/tasks/shapes/ddpo.yaml")
 @dataclass
-class Args:
+class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     """Denoising diffusion policy optimisation of a Stable Diffusion pipeline. Defaults are for pretrained pipelines.
 
     Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
     a YAML file; flags win over it.
     """
+
+    required = DataArgs.required | {"reward": REWARD}
 
     # ---- algorithm
     num_epochs: Count = 100
@@ -123,20 +128,8 @@ class Args:
     of --lora-r that and TRL: 3e-4)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up."""
-    lr_final: NonNegative = 0.0
-    """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: Natural = 0
-    """Optimizer steps of linear warm-up."""
-    decay_steps: Count | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay rates of AdamW's moments."""
-    adam_eps: NonNegative = 1e-8
-    """Epsilon of AdamW."""
     weight_decay: NonNegative = 1e-4
     """Decoupled weight decay of the weight matrices (not of biases and norms); the authors' code and TRL: 1e-4."""
-    max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm to this; 0: never."""
     batch_size: Count = 64
     """Images per optimizer step, each with its denoising steps, all processes together (the authors' code: 64)."""
     micro_batch_size: Count = 8
@@ -156,59 +149,21 @@ class Args:
     """file.py:function(images, prompts, **columns) -> {name: list}."""
 
     # ---- model
-    model: str | None = None
-    """Hub id, directory, or file.py:function that returns one; from Python also a pipeline."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub model."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the weights (and so of the optimizer state)."""
-    trust_remote_code: bool = False
-    """Run model code that comes with a hub repository."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a quarter slower."""
     lora_r: Natural = 0
     """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights."""
-    lora_alpha: Positive | None = None
-    """LoRA adapters count alpha / r times; default: the rank, so once."""
     lora_targets: tuple[str, ...] = ATTENTION
     """Last names of the modules that get LoRA adapters (TRL: the projections of all attention layers)."""
 
     # ---- run
-    run_dir: str | None = None
-    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
-    name: Name | None = None
-    """In place of <algo> in the default of --run-dir, so that you know the run again."""
-    resume: str = "auto"
-    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
-    seed: int = 1
-    """Seed of every random draw."""
-    threads: Count | None = None
-    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
-    divided by the processes on this machine."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
-    mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
-    it. Weights and optimizer keep --dtype."""
     save_every: Natural = 20
     """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
-    keep_checkpoints: Count = 2
-    """Newest checkpoints kept; the best by evaluation is kept besides."""
     eval_every: Natural = 40
     """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
-    track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
-    wandb_project: str = "plainrl"
-    """Project name for --track."""
-    push_to_hub: Repository | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
-    check: bool = False
-    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
 
     def __post_init__(self):
-        problems = missing(self, "model", "dataset") + out_of_range(self)
-        if self.reward is None:
-            problems.append(NO_REWARD)
+        problems = problems_of(self)
         if self.rollout_batch_size % max(1, self.batch_size):
             problems.append(
                 f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --batch-size {self.batch_size}"
@@ -219,12 +174,6 @@ class Args:
             )
         if self.negative_prompt and self.guidance_scale == 1:
             problems.append("--negative-prompt needs a --guidance-scale above 1")
-        if self.lora_alpha is not None and self.lora_r == 0:
-            problems.append("--lora-alpha is given without --lora-r")
-        if self.lora_r == 0 and tuple(self.lora_targets) != ATTENTION:
-            problems.append("--lora-targets is given without --lora-r")
-        if self.name and self.run_dir:
-            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 
@@ -996,4 +945,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main)
+    cli(Args, main, task=TASK)

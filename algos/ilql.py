@@ -39,54 +39,44 @@ N actions of a batch, V vocabulary, H hidden size.
 import copy
 import itertools
 import math
-import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Literal
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while libraries load
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if find_spec("common") is None:
-    sys.exit(
-        "error: a script needs common/: put it into algos/, set PYTHONPATH to the repository, or give it all that "
-        "it needs with benchmarks/single_file.py"
-    )
 
 import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.adapters import adapter_problems, train_adapters
-from common.cli import InputError, cli, embedded_task, missing, stop_if
+from common.adapters import train_adapters
+from common.args import (
+    Count,
+    DataArgs,
+    Fraction,
+    ModelArgs,
+    Natural,
+    NonNegative,
+    OptimizerArgs,
+    Positive,
+    RunArgs,
+    SamplingArgs,
+    Share,
+    problems_of,
+)
+from common.cli import InputError, cli, stop_if
 from common.functions import build, load_function, spec_path
 from common.logging import Run, closes_run
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import as_decoder, freeze, lm_class, load_model, max_positions, unsharded
 from common.output import has_plain_output, in_chunks
-from common.ranges import (
-    Count,
-    Decay,
-    Fraction,
-    Layers,
-    Name,
-    Natural,
-    NonNegative,
-    Positive,
-    Repository,
-    Share,
-    Text,
-    out_of_range,
-)
 from common.rows import load_rows, load_sets, set_flag, set_prefix, texts
 from common.sampling import evaluate_samples
 from common.screen import visible
@@ -94,11 +84,11 @@ from common.seeding import rng
 from common.tokens import encode_prompts, encode_segments, pad_rows, row_ends
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
+TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # of a command without --model, --dataset and --config
 
 
-@embedded_task("benchmarks/tasks/randomwalks/ilql.yaml")
 @dataclass
-class Args:
+class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     """Implicit language Q-learning: offline RL of a language model. Defaults are for pretrained models.
 
     Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
@@ -140,52 +130,23 @@ class Args:
     authors: 8 to 16). --eval-temperature divides the whole sum."""
     max_new_tokens: Count = 56
     """Longest response, in tokens (trlX: 56)."""
-    stop: tuple[Text, ...] = ()
-    """Strings that end a response, which keeps the tokens through the one that completes the string. The metric sees
-    the text before it, without trailing space."""
-    eval_temperature: NonNegative = 1.0
-    """Sampling temperature of evaluations; 0: greedy."""
     top_k: Natural = 20
     """Evaluations sample from the k tokens that pi finds likeliest, whatever their Q; 0: from all (trlX: 20, of the
     whole sum)."""
-    top_p: Share = 1.0
-    """Evaluations sample from the smallest set of tokens to which pi gives this probability; 1: from all."""
     logit_mask: str | None = None
     """file.py:function that returns a V x V matrix, from Python also the matrix: True where a column's token must never
     follow a row's."""
-    decode_batch_size: Count = 256
-    """Rows that a process decodes at once; changes memory and speed, never the result."""
 
     # ---- optimizer
     lr: Positive = 5e-5
     """Peak learning rate of AdamW (trlX: 5e-5 for GPT-2; the authors: 1e-5 to 1e-4; adapters of --lora-r take ten times
     as much)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    lr_final: NonNegative = 0.0
-    """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: Natural = 0
-    """Optimizer steps of linear warm-up."""
-    decay_steps: Count | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay rates of AdamW's moments."""
-    adam_eps: NonNegative = 1e-8
-    """Epsilon of AdamW."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
-    max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm to this; 0: never."""
     batch_size: Count = 128
     """Rows per optimizer step, all processes together (trlX: 128)."""
-    micro_batch_size: Count = 8
-    """Rows per process and forward pass; changes memory and speed, never the result."""
 
     # ---- data
     dataset: str | None = None
     """Rows with rewards: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
-    eval_dataset: str | None = None
-    """Rows with rewards for evaluation, several sets joined by commas or as a mapping of names."""
     eval_prompts: str | None = None
     """Rows with a prompt to sample from for --metric; default: the first set of --eval-dataset."""
     metric: str | None = None
@@ -197,74 +158,8 @@ class Args:
     normalize_rewards: bool = True
     """Scale rewards so that the returns of the training rows have standard deviation 1, and mean 0 if all rows end."""
 
-    # ---- model
-    model: str | None = None
-    """Hub id, directory, or file.py:function that returns one; from Python also a model."""
-    tokenizer: str | None = None
-    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub model."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights, and of the moments of those that are trained. bfloat16 is for adapters alone, which are
-    float32 beside it."""
-    trust_remote_code: bool = False
-    """Run model code that comes with a hub repository."""
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
-    gives NaN in float64 for left padding in several families."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a quarter slower."""
-    num_layers_unfrozen: Layers = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0:
-    only the heads of V and Q."""
-    load_in_4bit: bool = False
-    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
-    --model."""
-    lora_r: Natural = 0
-    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
-    adapter of a language model is trained further without this flag."""
-    lora_alpha: Positive | None = None
-    """LoRA adapters count alpha / r times; default: the rank, so once."""
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
-    last."""
-    merge_adapters: bool = False
-    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
-
-    # ---- run
-    run_dir: str | None = None
-    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
-    name: Name | None = None
-    """In place of <algo> in the default of --run-dir, so that you know the run again."""
-    resume: str = "auto"
-    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
-    seed: int = 1
-    """Seed of every random draw."""
-    threads: Count | None = None
-    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
-    divided by the processes on this machine."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
-    mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
-    it. Weights and optimizer keep --dtype."""
-    save_every: Natural = 100
-    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
-    keep_checkpoints: Count = 2
-    """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: Natural = 100
-    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
-    track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
-    wandb_project: str = "plainrl"
-    """Project name for --track."""
-    push_to_hub: Repository | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
-    check: bool = False
-    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
-
     def __post_init__(self):
-        problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
+        problems = problems_of(self)
         if self.tau in (0, 1):
             problems.append(f"--tau {self.tau} must be above 0 and below 1, or V has no bound")
         if 0 < self.awac_clip < 1:
@@ -275,8 +170,6 @@ class Args:
             problems.append(f"--betas {self.betas} must differ in their six digits, which name the metrics")
         if self.eval_prompts is not None and self.metric is None:
             problems.append("--eval-prompts is given without --metric, which scores what is sampled")
-        if self.name and self.run_dir:
-            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 
@@ -998,4 +891,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main)
+    cli(Args, main, task=TASK)

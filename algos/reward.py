@@ -26,35 +26,25 @@ Dimension key: B pairs (N in a set), T tokens of a row.
 
 import functools
 import math
-import signal
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while libraries load
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if find_spec("common") is None:
-    sys.exit(
-        "error: a script needs common/: put it into algos/, set PYTHONPATH to the repository, or give it all that "
-        "it needs with benchmarks/single_file.py"
-    )
 
 import torch
 from torch.nn import functional as F
 
-from common.adapters import adapter_problems, train_adapters
+from common.adapters import train_adapters
+from common.args import Count, DataArgs, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, problems_of
 from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
-from common.cli import InputError, cli, embedded_task, missing, stop_if
+from common.cli import InputError, cli, stop_if
 from common.functions import build
 from common.logging import Run, closes_run
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import freeze, load_pretrained, max_positions, set_attention, unsharded
 from common.pairs import can_pack, in_lines, longer_side, pair_length, score_pairs, split_rows
-from common.ranges import Count, Decay, Layers, Name, Natural, NonNegative, Positive, Repository, out_of_range
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
 from common.screen import visible
 from common.seeding import rng
@@ -66,11 +56,11 @@ model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels':
 SCORING = "print(model({prompt!r}, function_to_apply='none'))"
 SCORING_CHAT = """text = model.tokenizer.apply_chat_template({prompt!r}, tokenize=False)
 print(model(text.rstrip(), add_special_tokens=False, function_to_apply='none'))"""
+TASK = "benchmarks/tasks/randomwalks/reward.yaml"  # of a command without --model, --dataset and --config
 
 
-@embedded_task("benchmarks/tasks/randomwalks/reward.yaml")
 @dataclass
-class Args:
+class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs):
     """A reward model from preferences. Defaults are for pretrained models.
 
     Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
@@ -92,105 +82,17 @@ class Args:
     lr: Positive = 1e-5
     """Peak learning rate of AdamW (Ouyang et al. 2022: 9e-6; Touvron et al. 2023: 1e-5, for 70 B parameters 5e-6;
     adapters of --lora-r take ten times as much)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    lr_final: NonNegative = 0.0
-    """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: Natural = 0
-    """Optimizer steps of linear warm-up."""
-    decay_steps: Count | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay rates of AdamW's moments."""
-    adam_eps: NonNegative = 1e-8
-    """Epsilon of AdamW."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
-    max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm to this; 0: never."""
     batch_size: Count = 64
     """Rows per optimizer step, all processes together (Ouyang et al. 2022: 64)."""
-    micro_batch_size: Count = 8
-    """Rows per process and forward pass; changes memory and speed, never the result."""
 
     # ---- data
     dataset: str | None = None
     """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
-    eval_dataset: str | None = None
-    """Pairs for evaluation, several sets joined by commas or as a mapping of names."""
     max_length: Count = 1024
     """Tokens of a text, prompt included. Pairs with a longer one are dropped and counted."""
 
-    # ---- model
-    model: str | None = None
-    """Hub id, directory, or file.py:function that returns one; from Python also a model."""
-    tokenizer: str | None = None
-    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub model."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights, and of the moments of those that are trained. bfloat16 is for adapters alone, which are
-    float32 beside it."""
-    trust_remote_code: bool = False
-    """Run model code that comes with a hub repository."""
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
-    gives NaN in float64 for left padding in several families."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a quarter slower."""
-    num_layers_unfrozen: Layers = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0:
-    only the head."""
-    load_in_4bit: bool = False
-    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
-    --model."""
-    lora_r: Natural = 0
-    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
-    adapter of a sequence classifier is trained further without this flag."""
-    lora_alpha: Positive | None = None
-    """LoRA adapters count alpha / r times; default: the rank, so once."""
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    """Last names of the modules that get LoRA adapters; all-linear: every linear layer but the
-    head."""
-    merge_adapters: bool = False
-    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
-
-    # ---- run
-    run_dir: str | None = None
-    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
-    name: Name | None = None
-    """In place of <algo> in the default of --run-dir, so that you know the run again."""
-    resume: str = "auto"
-    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
-    seed: int = 1
-    """Seed of every random draw."""
-    threads: Count | None = None
-    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
-    divided by the processes on this machine."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
-    mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
-    it. Weights and optimizer keep --dtype."""
-    save_every: Natural = 100
-    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
-    keep_checkpoints: Count = 2
-    """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: Natural = 100
-    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
-    track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
-    wandb_project: str = "plainrl"
-    """Project name for --track."""
-    push_to_hub: Repository | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
-    check: bool = False
-    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
-
     def __post_init__(self):
-        problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
-        if self.name and self.run_dir:
-            problems.append("--name is a part of the default --run-dir: leave out one of them")
+        problems = problems_of(self)
         stop_if(problems)
 
 
@@ -497,4 +399,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main)
+    cli(Args, main, task=TASK)

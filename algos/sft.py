@@ -23,48 +23,26 @@ Dimension key: B rows, T tokens of a row, K positions with logits, V vocabulary.
 
 import itertools
 import math
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while libraries load
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if find_spec("common") is None:
-    sys.exit(
-        "error: a script needs common/: put it into algos/, set PYTHONPATH to the repository, or give it all that "
-        "it needs with benchmarks/single_file.py"
-    )
 
 import torch
 from torch.nn import functional as F
 
-from common.adapters import adapter_problems, train_adapters
-from common.cli import InputError, cli, embedded_task, missing, stop_if
+from common.adapters import train_adapters
+from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, RunArgs, SamplingArgs, problems_of
+from common.cli import InputError, cli, stop_if
 from common.functions import build, load_function
 from common.logging import Run, closes_run
 from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
 from common.output import call_with_output, in_chunks
 from common.pairs import can_pack
-from common.ranges import (
-    Count,
-    Decay,
-    Layers,
-    Name,
-    Natural,
-    NonNegative,
-    Positive,
-    Repository,
-    Share,
-    Text,
-    out_of_range,
-)
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import evaluate_samples
 from common.screen import visible
@@ -78,10 +56,11 @@ from common.tokens import (
     num_labels,
 )
 
+TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # of a command without --model, --dataset and --config
 
-@embedded_task("benchmarks/tasks/randomwalks/sft.yaml")
+
 @dataclass
-class Args:
+class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     """Supervised fine-tuning of a language model. Defaults are for pretrained models.
 
     Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
@@ -100,131 +79,25 @@ class Args:
     """Put texts side by side in lines about as long as the longest of them; none sees another. It is off where layers
     of the model mix what stands side by side. Changes memory and speed, never the result."""
 
-    # ---- evaluation by sampling
-    max_new_tokens: Count = 64
-    """Longest response, in tokens."""
-    stop: tuple[Text, ...] = ()
-    """Strings that end a response, which keeps the tokens through the one that completes the string. The metric sees
-    the text before it, without trailing space."""
-    eval_temperature: NonNegative = 1.0
-    """Sampling temperature of evaluations; 0: greedy."""
-    top_k: Natural = 0
-    """Evaluations sample from the k likeliest tokens; 0: from all."""
-    top_p: Share = 1.0
-    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
-    decode_batch_size: Count = 256
-    """Rows that a process decodes at once; changes memory and speed, never the result."""
-
     # ---- optimizer
     lr: Positive = 2e-5
     """Peak learning rate of AdamW (Stanford Alpaca and TRL: 2e-5; adapters of --lora-r take ten times as much)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    lr_final: NonNegative = 0.0
-    """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: Natural = 0
-    """Optimizer steps of linear warm-up."""
-    decay_steps: Count | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay rates of AdamW's moments."""
-    adam_eps: NonNegative = 1e-8
-    """Epsilon of AdamW."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
-    max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm to this; 0: never."""
-    batch_size: Count = 64
-    """Rows per optimizer step, all processes together."""
-    micro_batch_size: Count = 8
-    """Rows per process and forward pass; changes memory and speed, never the result."""
 
     # ---- data
     dataset: str | None = None
     """Training rows (text; prompt and completion; messages; dialogue): a .jsonl/.json/.csv/.parquet/.txt file, hub
     id:split, file.py:function; from Python a list."""
-    eval_dataset: str | None = None
-    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names."""
     eval_prompts: str | None = None
     """Rows with a prompt, all of which are sampled at evaluations. Default: with --metric the first set of
     --eval-dataset, else none."""
-    metric: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}."""
     max_length: Count = 1024
     """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
     end."""
 
-    # ---- model
-    model: str | None = None
-    """Hub id, directory, or file.py:function that returns one; from Python also a model."""
-    tokenizer: str | None = None
-    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub model."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights, and of the moments of those that are trained. bfloat16 is for adapters alone, which are
-    float32 beside it."""
-    trust_remote_code: bool = False
-    """Run model code that comes with a hub repository."""
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
-    gives NaN in float64 for left padding in several families."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a quarter slower."""
-    num_layers_unfrozen: Layers = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything."""
-    load_in_4bit: bool = False
-    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
-    --model."""
-    lora_r: Natural = 0
-    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
-    adapter of a language model is trained further without this flag."""
-    lora_alpha: Positive | None = None
-    """LoRA adapters count alpha / r times; default: the rank, so once."""
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    """Last names of the modules that get LoRA adapters; all-linear: every linear layer of a language model but the
-    last."""
-    merge_adapters: bool = False
-    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
-
-    # ---- run
-    run_dir: str | None = None
-    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
-    name: Name | None = None
-    """In place of <algo> in the default of --run-dir, so that you know the run again."""
-    resume: str = "auto"
-    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
-    seed: int = 1
-    """Seed of every random draw."""
-    threads: Count | None = None
-    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
-    divided by the processes on this machine."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
-    mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
-    it. Weights and optimizer keep --dtype."""
-    save_every: Natural = 100
-    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
-    keep_checkpoints: Count = 2
-    """Newest checkpoints kept; the best by evaluation is kept besides."""
-    eval_every: Natural = 100
-    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
-    track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
-    wandb_project: str = "plainrl"
-    """Project name for --track."""
-    push_to_hub: Repository | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
-    check: bool = False
-    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
-
     def __post_init__(self):
-        problems = missing(self, "model", "dataset") + out_of_range(self) + adapter_problems(self)
+        problems = problems_of(self)
         if self.num_layers_unfrozen == 0:
             problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
-        if self.name and self.run_dir:
-            problems.append("--name is a part of the default --run-dir: leave out one of them")
         stop_if(problems)
 
 
@@ -567,4 +440,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    cli(Args, main)
+    cli(Args, main, task=TASK)

@@ -48,7 +48,6 @@ class Part:
     text: str  # with the comments above it
     defined: set  # the names that it binds
     used: set  # the names of its file that it reads
-    before_imports: bool  # whether imports follow it
 
 
 # ---- A file ----------------------------------------------------------------------------------------------------------
@@ -59,16 +58,12 @@ IMPORTS = ast.Import | ast.ImportFrom
 
 def take_apart(name):
     """The Source of a file of the repository."""
-    whole_text = (ROOT / name).read_text()
-    shared, text = without_shared_imports(name, whole_text)
+    shared, text = without_shared_imports(name, (ROOT / name).read_text())
     body = ast.parse(text).body
-    whole_body = ast.parse(whole_text).body
-    last_import = max((node.lineno for node in whole_body if isinstance(node, IMPORTS)), default=0)
-    before_imports = [node.lineno < last_import for node in whole_body if not is_shared_import(node)]
     lines = text.splitlines(keepends=True)
     source = Source(name, shared=shared)
     end = 0
-    for node, is_before in zip(body, before_imports, strict=True):
+    for node in body:
         begin = end
         end = node.end_lineno
         statement = "".join(lines[begin:end])
@@ -77,7 +72,7 @@ def take_apart(name):
         elif node is body[0] and isinstance(node, ast.Expr):
             source.docstring = statement
         else:
-            source.parts.append(Part(statement, *names_of(statement), is_before))
+            source.parts.append(Part(statement, *names_of(statement)))
     return source
 
 
@@ -157,7 +152,7 @@ class Collection:
         self.order = []  # files, each behind those that it needs
         self.script = self.source(script)
         for part in self.script.parts:
-            if not is_for_imports(part):
+            if "sys.path.insert" not in part.text:  # it is there that `common` is found
                 self.keep(self.script, part)
 
     def source(self, name):
@@ -203,24 +198,18 @@ class Collection:
             raise SystemExit(f"error: {name} would mean two things in one file: {first}; {meaning}. Rename one")
 
 
-def is_for_imports(part):
-    """Whether a statement of a script is there that `common` is found."""
-    return part.before_imports and ("sys.path" in part.text or '"common"' in part.text)
-
-
 def single_file(script, target, command):
     """The text of the file."""
     collection = Collection(script)
     source = collection.script
     own = [part for part in source.parts if part in collection.kept[script]]
     sections = ["\n".join(sorted(filter(of_python, collection.imports)))]
-    sections += [part.text for part in own if part.before_imports]
     sections.append("\n".join(sorted(collection.imports - set(filter(of_python, collection.imports)))))
     for name in collection.order:
         parts = [part for part in collection.sources[name].parts if part in collection.kept[name]]
         if name == script:
             sections.append(banner(name))
-            sections += [part.text for part in own if not part.before_imports]
+            sections += [part.text for part in own]
         elif parts:
             sections.append(banner(name) + collection.sources[name].docstring)
             sections += [re.sub(r"(?m)^# ---- .*\n", "", part.text) for part in parts]

@@ -16,22 +16,6 @@ from common.seeding import rng
 from common.structure import routers
 
 
-def adapter_problems(args):
-    """A sentence for each rule between the flags of adapters, 4 bits and frozen blocks that is broken."""
-    problems = []
-    if args.lora_r == 0 and args.lora_alpha is not None:
-        problems.append("--lora-alpha is given without --lora-r")
-    if args.lora_r == 0 and tuple(args.lora_targets) != ("all-linear",):
-        problems.append("--lora-targets is given without --lora-r")
-    if args.lora_r and args.num_layers_unfrozen != -1:
-        problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
-    if args.merge_adapters and args.load_in_4bit:
-        problems.append("--merge-adapters does not go with --load-in-4bit")
-    if args.load_in_4bit and args.dtype == "float64":
-        problems.append("--load-in-4bit does not go with --dtype float64")
-    return problems
-
-
 def train_adapters(lm, args, heads=()):
     """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
     before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them.

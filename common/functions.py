@@ -25,9 +25,9 @@ def spec_path(spec):
         return None
     match = SPEC.fullmatch(spec)
     path = Path(match["path"] if match else spec).expanduser()
-    for candidate in (path, ROOT / path):
-        if candidate.exists():
-            return candidate
+    found = [candidate for candidate in (path, ROOT / path) if candidate.exists()]
+    if found:
+        return found[0]
     return path if match else None
 
 
@@ -35,12 +35,9 @@ def load_function(spec, flag):
     """`path/to/file.py:function[:key=value,...]` -> the function with those keyword arguments. A function is returned
     as it is, None too."""
     if not isinstance(spec, str):
-        if spec is not None and not callable(spec):
-            raise InputError(f"{flag} must be a function, it is a {type(spec).__name__}: several can be called by one")
         return spec
     match = SPEC.fullmatch(spec)
     if not match:
-        refuse_mistyped(spec, flag)
         raise InputError(f"{flag} {spec}: expected path/to/file.py:function")
     path = spec_path(spec).resolve()
     if not path.is_file():
@@ -82,11 +79,11 @@ def build(spec, flag):
     a function; anything else is returned as it is. Call it before Accelerator(): a function of the user may start
     processes."""
     function = spec
-    name = getattr(spec, "__name__", spec)
     if isinstance(spec, str) and SPEC.fullmatch(spec):
         function = load_function(spec, flag)
     elif not (inspect.isroutine(spec) or isinstance(spec, functools.partial)):
         return spec
+    name = getattr(spec, "__name__", spec)
     try:
         value = function()
     except InputError:
@@ -99,14 +96,10 @@ def build(spec, flag):
 
 
 def refuse_mistyped(name, flag):
-    """InputError for a name that no data set or model on the hub has, where asking would take minutes: a function's,
-    without the .py of its file, or a path to nothing."""
-    file, _, function = name.partition(":")
-    if spec_path(name) or spec_path(file) or "://" in name or "*" in name:  # addresses and patterns are datasets' own
-        return
-    if function and Path(f"{file}.py").is_file():
-        raise InputError(f"{flag} {name}: did you mean {file}.py:{function}?")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    """InputError for a path to nothing: no name on the hub has two slashes, and asking there would take minutes."""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    is_pattern = "://" in name or "*" in name  # of the library datasets
+    if is_path and not is_pattern and not spec_path(name.partition(":")[0]):
         raise InputError(f"{flag} {name}: there is no such directory or file")
 
 
@@ -123,17 +116,10 @@ def call_function(function, name, rows, given):
         if column != "prompt":
             values[column] = copy.deepcopy([row[column] for row in rows])
     values |= given
-    parameters = inspect.signature(function).parameters.values()
-    takes_columns = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    for parameter in parameters:
-        optional = parameter.default is not parameter.empty
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or optional:
-            continue
-        if parameter.name not in values:
-            raise InputError(f"{name} takes {parameter.name!r}; there are {', '.join(sorted(values))}")
-    if not takes_columns:
-        values = {p.name: values[p.name] for p in parameters if p.name in values}
     try:
+        parameters = inspect.signature(function).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            values = {column: values[column] for column in parameters if column in values}
         return function(**values)
     except Exception as error:
         raise InputError(f"{name} raised {type(error).__name__}: {error}") from error

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common.classifiers import classifier_logits
-from common.cli import InputError
+from common.cli import InputError, from_task
 from common.models import load_model, max_positions
 from common.seeding import draw
 from common.structure import cache_problem, packing_problem, padding_problem, routers
@@ -233,7 +233,7 @@ def plain_logprobs(folder, letters, texts):
 def test_the_structure_says_what_the_model_computes(family, folder, cell, dtype):
     """Rows of 3, 5, 7 and 11 tokens, longer than windows and chunks, padded and packed. In bfloat16, whose rounding
     hides small leaks, the answers are the same."""
-    lm = load_model(ppo.Args(dtype=dtype, attn_implementation=None), folder)[0].eval()
+    lm = load_model(from_task(ppo.Args, ppo.TASK, dtype=dtype, attn_implementation=None), folder)[0].eval()
     problem = packing_problem(lm)
     cell("--packing", problem or "yes")
     if dtype == "bfloat16":
@@ -256,7 +256,7 @@ def test_the_structure_says_what_the_model_computes(family, folder, cell, dtype)
 @pytest.mark.parametrize(("dtype", "attention"), [("float32", "eager"), ("float32", "sdpa"), ("float64", "sdpa")])
 def test_left_padding_and_the_cache_change_nothing(family, folder, dtype, attention):
     """Log-probabilities, values, entropies and sampled tokens of a row in a batch are those of a plain forward."""
-    lm = load_model(ppo.Args(dtype=dtype, attn_implementation=None), folder)[0].eval()
+    lm = load_model(from_task(ppo.Args, ppo.TASK, dtype=dtype, attn_implementation=None), folder)[0].eval()
     if cache_problem(lm):
         pytest.skip("refused, see test_ppo")
     tolerance = 3e-5 if dtype == "float32" or family in IN_FLOAT32 else 1e-12
@@ -465,14 +465,14 @@ def test_router_logits_and_jitter_are_off(folder, tmp_path):
     lm.save_pretrained(tmp_path)
     randomwalks.tokenizer().save_pretrained(tmp_path)
     lm.config.output_router_logits = False
-    lm = load_model(ppo.Args(), str(tmp_path))[0].eval()
+    lm = load_model(from_task(ppo.Args, ppo.TASK), str(tmp_path))[0].eval()
     query_mask = torch.arange(7) >= torch.tensor([[0], [2]])
     draws = torch.rand(2, 3, dtype=torch.float64)
     ids, mask = ppo.sample(lm, torch.zeros(2, 7, dtype=torch.long), query_mask, draws, [99], 23)
     assert mask.all()
     settings = GROUPED | MIXTURE | {"num_local_experts": 3, "router_jitter_noise": 0.5, "input_jitter_noise": 0.5}
     lm = AutoModelForCausalLM.from_config(tf.PhimoeConfig(vocab_size=25, **settings))
-    lm = load_model(ppo.Args(tokenizer=randomwalks.tokenizer()), lm)[0].train()
+    lm = load_model(from_task(ppo.Args, ppo.TASK, tokenizer=randomwalks.tokenizer()), lm)[0].train()
     assert_close(lm(IDS).logits, lm.eval()(IDS).logits)
 
 

@@ -227,14 +227,10 @@ def test_a_function_from_python_is_called_as_one_of_a_file_is():
     assert load_sets(functools.partial(some_rows, n=3), "--eval-dataset") == {"": some_rows(3)}
     with pytest.raises(InputError, match="^--dataset pop: IndexError: pop from empty list"):
         build([].pop, "--dataset")
-    with pytest.raises(InputError, match="^--reward must be a function, it is a list: several can be called by one$"):
-        load_function([len, len], "--reward")
     assert load_function(len, "--reward") is len and load_function(None, "--metric") is None
 
 
-MISTYPED = [  # what is typed where rw.py and rows/x.jsonl are, what is said
-    ("rw:length", "did you mean rw.py:length?"),
-    ("sub/rw:length:n=2", "did you mean sub/rw.py:length:n=2?"),
+MISTYPED = [  # what is typed where sub/ is, what is said
     ("./none", "there is no such directory or file"),
     ("~/none", "there is no such directory or file"),
     ("a/b/none", "there is no such directory or file"),
@@ -250,8 +246,6 @@ def test_what_cannot_be_a_name_of_the_hub_is_not_asked_for(tmp_path, monkeypatch
     for load in (refuse_mistyped, load_rows):
         with pytest.raises(InputError, match=f"^--dataset {re.escape(f'{typed}: {sentence}')}$"):
             load(typed, "--dataset")
-    with pytest.raises(InputError, match="^--metric rw:length: did you mean rw.py:length.$"):
-        load_function("rw:length", "--metric")
     for name in ("org/name:train", "name", "https://x.org/a/b.jsonl", "a/b/*.jsonl", "sub", "./sub", "sub:POSITIVE"):
         refuse_mistyped(name, "--dataset")
     with pytest.raises(InputError, match="^--dataset none.csv.gz cannot be loaded: Unable to find '.*none.csv.gz'$"):

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from algos import ddpo
 from benchmarks.tasks import shapes
 from common import logging
-from common.cli import InputError, task_fields
+from common.cli import InputError, from_task
 from common.rows import with_prompts
 from common.seeding import rng
 
@@ -55,7 +55,7 @@ def policy(build_pipeline):
     """policy(prediction, dtype, steps, guidance, negative, **scheduler options) -> pipeline, schedule, embed."""
 
     def load(prediction="epsilon", dtype=torch.float64, steps=3, guidance=1.0, negative="", eta=1.0, **scheduler):
-        pipeline = ddpo.load_pipeline(ddpo.Args(), build_pipeline(prediction, dtype, **scheduler))
+        pipeline = ddpo.load_pipeline(from_task(ddpo.Args, ddpo.TASK), build_pipeline(prediction, dtype, **scheduler))
         schedule = ddpo.ddim_schedule(pipeline.scheduler, steps, eta)
         return pipeline, schedule, ddpo.Embeddings(pipeline, "cpu", guidance, negative)
 
@@ -522,7 +522,7 @@ def test_denoise_is_a_loop_over_the_scheduler(policy, dtype):
 def sample(policy, prompts, stream=("rollout", 3), trajectories=True, world=1, gather=None, **options):
     """sample_images, and what it was called with; of several processes the parts, put together."""
     names = {"dtype", "prediction", "steps", "negative", "eta"} & options.keys()
-    args = ddpo.Args(**{name: value for name, value in options.items() if name not in names})
+    args = from_task(ddpo.Args, ddpo.TASK, **{name: value for name, value in options.items() if name not in names})
     loaded = policy(guidance=args.guidance_scale, **{name: options[name] for name in names})
     parts = []
     for process in range(world):
@@ -661,7 +661,8 @@ def test_images_are_clamped_and_rounded(policy):
 
 def pairs_of(trained, epoch=1, process=0, world=1, **flags):
     """[[(image, step), ...] of each optimizer step]."""
-    args = ddpo.Args(**{"rollout_batch_size": 12, "batch_size": 6, "ppo_epochs": 2, "micro_batch_size": 5} | flags)
+    sizes = {"rollout_batch_size": 12, "batch_size": 6, "ppo_epochs": 2, "micro_batch_size": 5}
+    args = from_task(ddpo.Args, ddpo.TASK, **sizes | flags)
     steps = []
     for micro_batches in ddpo.pair_minibatches(args, epoch, trained, process, world):
         assert all(batch.shape[1] == 2 and batch.dtype == torch.int64 for batch in micro_batches)
@@ -698,7 +699,7 @@ def test_timestep_fraction(fraction, count):
     drawn = []
     for epoch in (1, 2):
         passes = pairs_of(trained, epoch, timestep_fraction=fraction, batch_size=12)
-        assert ddpo.steps_per_image(ddpo.Args(timestep_fraction=fraction), trained) == count
+        assert ddpo.steps_per_image(from_task(ddpo.Args, ddpo.TASK, timestep_fraction=fraction), trained) == count
         for pairs in passes:
             assert len(pairs) == len({*pairs}) == 12 * count and {image for image, _ in pairs} == {*range(12)}
             assert {step for _, step in pairs} <= {*trained}
@@ -823,7 +824,7 @@ def test_an_exception_in_a_function_is_shown(call):
     with pytest.raises(InputError, match="my.py:r raised KeyError: 'seven'") as error:
         call(raises, "my.py:r", ROWS, PIXELS)
     assert isinstance(error.value.__cause__, KeyError)
-    with pytest.raises(InputError, match="my.py:r takes 'pictures'; there are images, k, prompts"):
+    with pytest.raises(InputError, match="my.py:r raised TypeError: .* missing 1 required .*'pictures'"):
         call(lambda pictures, prompts: [1, 2], "my.py:r", ROWS, PIXELS)
 
 
@@ -839,11 +840,11 @@ def test_a_tokenizer_of_another_pipeline(build_pipeline):
     pipeline = build_pipeline()
     pipeline.tokenizer.model_max_length = 77
     with pytest.raises(InputError, match=r"texts of 77\) does not fit its text encoder \(66 tokens, texts of 8\)"):
-        ddpo.load_pipeline(ddpo.Args(), pipeline)
+        ddpo.load_pipeline(from_task(ddpo.Args, ddpo.TASK), pipeline)
     pipeline = build_pipeline()
     pipeline.text_encoder.config.vocab_size = 1000
     with pytest.raises(InputError, match=r"its tokenizer \(66 tokens, .* does not fit its text encoder \(1000 tokens"):
-        ddpo.load_pipeline(ddpo.Args(), pipeline)
+        ddpo.load_pipeline(from_task(ddpo.Args, ddpo.TASK), pipeline)
 
 
 TAKEN = "prompt set reward reward_std diversity".split()
@@ -879,7 +880,7 @@ def test_rows_with_prompts():
 
 
 def load(path, **flags):
-    return ddpo.load_pipeline(ddpo.Args(**flags), path)
+    return ddpo.load_pipeline(from_task(ddpo.Args, ddpo.TASK, **flags), path)
 
 
 @pytest.fixture(scope="module")
@@ -957,7 +958,7 @@ def test_a_first_step_without_signal_is_no_epsilon(build_pipeline):
     """Diffusers divides by 0 there. The error calls an object by its class."""
     pipeline = build_pipeline(rescale_betas_zero_snr=True, timestep_spacing="trailing")
     with pytest.raises(InputError, match="^--model StableDiffusionPipeline: its scheduler does not step as DDIM does"):
-        ddpo.load(ddpo.Args(), pipeline, torch.device("cpu"))
+        ddpo.load(from_task(ddpo.Args, ddpo.TASK), pipeline, torch.device("cpu"))
 
 
 def test_thresholding_is_for_pixels(build_pipeline):
@@ -1046,7 +1047,8 @@ LORA = {"lora_r": 3, "lora_alpha": 7.0}
 
 def adapted(build_pipeline, train=True, **flags):
     """A loaded pipeline with adapters, which change something if train."""
-    pipeline, args = load(build_pipeline(dtype=torch.float64)), ddpo.Args(**LORA | flags)
+    pipeline = load(build_pipeline(dtype=torch.float64))
+    args = from_task(ddpo.Args, ddpo.TASK, **LORA | flags)
     ddpo.add_lora(pipeline.unet, args)
     for name, weight in pipeline.unet.named_parameters():
         if train and "lora_B" in name:
@@ -1100,7 +1102,7 @@ def test_adapters_at_other_targets(build_pipeline):
 
 def test_adapters_are_at_least_float32(build_pipeline, tmp_path):
     pipeline = load(build_pipeline(dtype=torch.bfloat16))
-    ddpo.add_lora(pipeline.unet, ddpo.Args(**LORA))
+    ddpo.add_lora(pipeline.unet, from_task(ddpo.Args, ddpo.TASK, **LORA))
     dtypes = {(weight.requires_grad, weight.dtype) for weight in pipeline.unet.parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     embeds = ddpo.Embeddings(pipeline, "cpu", 1.0, "")(PROMPTS[:2])
@@ -1115,7 +1117,7 @@ def test_adapters_are_at_least_float32(build_pipeline, tmp_path):
 
 
 def test_the_optimizer_has_what_is_trained(build_pipeline):
-    args = ddpo.Args(weight_decay=0.3, lr=0.7, **LORA)
+    args = from_task(ddpo.Args, ddpo.TASK, weight_decay=0.3, lr=0.7, **LORA)
     unet = adapted(build_pipeline).unet
     groups = ddpo.make_optimizer(unet, args).param_groups
     trained = {id(weight) for weight in unet.parameters() if weight.requires_grad}
@@ -1154,7 +1156,7 @@ def test_export_of_all_weights(build_pipeline, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_an_export_is_used_as_its_card_says(build_pipeline, tmp_path, monkeypatch, dtype):
     ddpo.export_pipeline(load(build_pipeline(dtype=getattr(torch, dtype))), tmp_path / "out")
-    args = ddpo.Args(num_inference_steps=2)
+    args = from_task(ddpo.Args, ddpo.TASK, num_inference_steps=2)
     code = ddpo.sampling_code(args, SimpleNamespace(dtype=getattr(torch, dtype)))
     assert "num_inference_steps=2, eta=1.0, guidance_scale=1.0" in code
     assert code.count(f", dtype=torch.{dtype}") == (dtype != "float32")
@@ -1165,7 +1167,7 @@ def test_an_export_is_used_as_its_card_says(build_pipeline, tmp_path, monkeypatc
 
 def test_the_card_quotes_any_negative_prompt():
     """Also one that str.format would read as a field."""
-    args = ddpo.Args(guidance_scale=2.0, negative_prompt="{x} 'grey'")
+    args = from_task(ddpo.Args, ddpo.TASK, guidance_scale=2.0, negative_prompt="{x} 'grey'")
     code = ddpo.sampling_code(args, SimpleNamespace(dtype=torch.float32)).format(folder="out", prompt="a {y}")
     assert f"pipeline('a {{y}}', num_inference_steps=10, eta=1.0, guidance_scale=2.0, {TAIL}" in code
 
@@ -1360,7 +1362,7 @@ def test_bad_flags(flags, sentence):
 
 def test_all_bad_flags_are_named_at_once():
     with pytest.raises(InputError) as error:
-        ddpo.Args(lr=-1.0, eta=0.0, num_epochs=0)
+        from_task(ddpo.Args, ddpo.TASK, lr=-1.0, eta=0.0, num_epochs=0)
     assert str(error.value).startswith("3 problems:")
 
 
@@ -1409,14 +1411,12 @@ def test_defaults_are_for_pretrained_pipelines():
 
 def test_the_embedded_task_is_a_file_of_flags():
     """From Python with neither model nor dataset; what it names is there."""
-    fields = task_fields("benchmarks/tasks/shapes/ddpo.yaml")
-    assert fields == EMBEDDED and {name: type(value) for name, value in fields.items()} == {
-        name: type(value) for name, value in EMBEDDED.items()
-    }
-    assert vars(ddpo.Args()) == vars(ddpo.Args(**OWN)) | EMBEDDED
-    assert vars(ddpo.Args(lr=1.0, metric=None)) == vars(ddpo.Args(**OWN)) | EMBEDDED | {"lr": 1.0, "metric": None}
+    own = vars(ddpo.Args(**OWN))
+    embedded = vars(from_task(ddpo.Args, ddpo.TASK))
+    assert embedded == own | EMBEDDED
+    assert vars(from_task(ddpo.Args, ddpo.TASK, lr=1.0, metric=None)) == own | EMBEDDED | {"lr": 1.0, "metric": None}
     for name in ("model", "dataset", "eval_dataset", "reward", "metric"):
-        path, _, function = fields[name].rpartition(":")
+        path, _, function = embedded[name].rpartition(":")
         assert path == TASK and callable(getattr(shapes, function))
 
 

@@ -12,7 +12,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import tyro
 from cases import CASES
 from harness import ALGOS
 from test_chats import TOOLS, build_tokenizer
@@ -21,7 +20,7 @@ from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks import check, seeds
 from benchmarks.tasks import randomwalks, shapes
 from common import logging as run_logging
-from common.cli import InputError, expand_config, refuse_other_names, with_embedded_task
+from common.cli import InputError, parse
 from common.rows import pair_texts, row_segments
 from common.tokens import encode_prompts
 
@@ -54,9 +53,7 @@ def commands():
 @pytest.mark.parametrize("script, command", list(commands()))
 def test_documented_command_parses(script, command):
     words = [word for word in shlex.split(command.replace("`", ""))[1:] if word != "..."]
-    args_class = SCRIPTS[script].Args
-    refuse_other_names([word for word in words if word.startswith("--")], args_class)
-    assert tyro.cli(args_class, args=expand_config(with_embedded_task(words, args_class), args_class))
+    assert parse(words, SCRIPTS[script].Args, SCRIPTS[script].TASK)
 
 
 def anchors(page):

@@ -33,7 +33,7 @@ from transformers import (
 from algos import dpo
 from benchmarks.tasks import randomwalks
 from common import output, sampling
-from common.cli import InputError, task_fields
+from common.cli import InputError, from_task
 from common.output import has_plain_output
 from common.rows import load_rows, pair_texts
 from common.tokens import fill_lines
@@ -321,8 +321,7 @@ BEFORE = {  # the defaults of before, which were those of the embedded task, whe
 
 
 def test_the_embedded_task_has_its_settings_and_other_models_have_not():
-    assert task_fields("benchmarks/tasks/randomwalks/dpo.yaml") == BEFORE
-    embedded, own = vars(dpo.Args()), vars(args())
+    embedded, own = vars(from_task(dpo.Args, dpo.TASK)), vars(args())
     assert {name: embedded[name] for name in BEFORE} == BEFORE
     assert all(embedded[name] == own[name] for name in own.keys() - BEFORE.keys())
     expected = {"lr": 1e-6, "beta": 0.1, "loss_type": "sigmoid", "sft_coef": 0.0, "epochs": 1.0, "batch_size": 64}

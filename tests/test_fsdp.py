@@ -22,7 +22,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from test_adapters import log, run
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
-from common.cli import InputError
+from common.cli import InputError, from_task
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLLED = "ppo", "grpo"
@@ -255,7 +255,7 @@ def test_shards_are_refused_where_they_cannot_be(gpt2_dir, tmp_path, monkeypatch
     with pytest.raises(
         InputError, match="FSDP: every process of this script trains the whole model: launch it without"
     ):
-        ddpo.main(ddpo.Args(run_dir=str(tmp_path / "run")))
+        ddpo.main(from_task(ddpo.Args, ddpo.TASK, run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from algos import ilql
 from benchmarks.tasks import randomwalks
 from common import output, sampling
-from common.cli import InputError
+from common.cli import InputError, from_task
 from common.models import load_model
 from common.sampling import sample_by_generate
 from common.seeding import draw
@@ -992,12 +992,12 @@ def odd_dirs(tmp_path_factory):
 
 
 def load(path, **flags):
-    return load_model(ilql.Args(dtype="float64", **flags), path)[0].eval()
+    return load_model(from_task(ilql.Args, ilql.TASK, dtype="float64", **flags), path)[0].eval()
 
 
 def test_logits_are_not_computed_where_the_output_layer_makes_them_alone(tiny_dir):
     for dtype in ("float32", "float64"):
-        lm, _ = load_model(ilql.Args(dtype=dtype), tiny_dir)
+        lm, _ = load_model(from_task(ilql.Args, ilql.TASK, dtype=dtype), tiny_dir)
         assert output.has_plain_output(lm)
     sizes = []
     hook = lm.get_output_embeddings().register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[1]))

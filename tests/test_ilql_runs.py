@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from algos import ilql
 from benchmarks.tasks import randomwalks
 from common import logging, output
-from common.cli import InputError, cli, task_fields
+from common.cli import InputError, cli, from_task
 from common.seeding import rng, stream_rows
 
 SLOW = pytest.mark.slow
@@ -938,7 +938,7 @@ def test_rules_between_flags(flags, sentence):
 def test_defaults_are_those_of_trlx_and_the_task_has_its_own():
     """But for the target heads, which follow as in the authors' code. The settings of the task count with neither
     a model nor a dataset; a flag that is given wins over them."""
-    own, task = ilql.Args(**GIVEN), ilql.Args()
+    own, task = ilql.Args(**GIVEN), from_task(ilql.Args, ilql.TASK)
     trlx = {"lr": 5e-5, "tau": 0.7, "gamma": 0.99, "cql_scale": 0.1, "awac_scale": 1.0, "awac_beta": 0.0}
     trlx |= {"polyak_alpha": 0.005, "steps_for_target_q_sync": 1, "two_qs": True, "batch_size": 128}
     trlx |= {"max_new_tokens": 56, "top_k": 20, "eval_temperature": 1.0}
@@ -952,7 +952,7 @@ def test_defaults_are_those_of_trlx_and_the_task_has_its_own():
     named |= {"dataset": "benchmarks/tasks/randomwalks.py:rewarded"}
     differing = {name: value for name, value in vars(task).items() if value != getattr(own, name)}
     assert differing == task_only | named
-    assert vars(ilql.Args(tau=0.8)) == vars(task) | {"tau": 0.8}
+    assert vars(from_task(ilql.Args, ilql.TASK, tau=0.8)) == vars(task) | {"tau": 0.8}
 
 
 GOOD_ROW = {"prompt": "b", "completion": "cd", "reward": 1.0}
@@ -1060,11 +1060,10 @@ def test_an_infinite_loss_stops_before_the_step(gpt2_dir, tmp_path):
 
 def optimality(run_dir, rows):
     """Of samples with beta 0 and with beta 16, after a short run on the random walks."""
-    flags = task_fields("benchmarks/tasks/randomwalks/ilql.yaml")
-    flags |= {"run_dir": str(run_dir), "dataset": rows, "polyak_alpha": 0.3, "threads": 1, "betas": (0.0, 16.0)}
+    flags = {"run_dir": str(run_dir), "dataset": rows, "polyak_alpha": 0.3, "threads": 1, "betas": (0.0, 16.0)}
     flags |= {"eval_prompts": randomwalks.eval_prompts(samples=10), "eval_every": 60, "save_every": 0}
     flags |= {"total_steps": 60, "batch_size": 48, "warmup_steps": 10}
-    metrics, _ = ilql.main(ilql.Args(**flags))
+    metrics, _ = ilql.main(from_task(ilql.Args, ilql.TASK, **flags))
     return [metrics[f"eval/optimality@beta={beta}"] for beta in (0, 16)]
 
 

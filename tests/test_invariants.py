@@ -17,7 +17,7 @@ import torch
 
 from algos import ppo, sft
 from common import seeding
-from common.cli import InputError
+from common.cli import InputError, from_task
 from common.models import load_model
 
 EOS, PAD, NAN = 22, 23, math.nan
@@ -254,7 +254,8 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
     metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", min_length_limit=2, **flags)
     _, batch = stored[0]
     assert len(set(batch.response_mask.sum(1).tolist())) > 3  # so there is padding
-    model = ppo.PolicyWithValue(load_model(ppo.Args(dtype="float64"), gpt2_dir)[0], "linear", "normal", seed=1)
+    lm, _ = load_model(from_task(ppo.Args, ppo.TASK, dtype="float64"), gpt2_dir)
+    model = ppo.PolicyWithValue(lm, "linear", "normal", seed=1)
     assert all(torch.equal(w, before[0][k]) for k, w in model.state_dict().items())
     everything = set(map(tuple, batch.response_mask.nonzero().tolist()))
     advantage, value_target = {}, {}
@@ -463,7 +464,7 @@ def test_sft_steps_are_the_slow_definition(letters, gpt2_dir, tmp_path):
     """The loss is the mean over all labelled tokens, one row at a time without padding; gradients clipped to 0.1."""
     flags = {"total_steps": 2, "batch_size": 5, "micro_batch_size": 2, "lr_schedule": "linear", "max_grad_norm": 0.1}
     metrics, run_dir = run_sft(gpt2_dir, tmp_path / "run", ROWS, **flags)
-    model, _ = load_model(sft.Args(dtype="float64"), gpt2_dir)
+    model, _ = load_model(from_task(sft.Args, sft.TASK, dtype="float64"), gpt2_dir)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, foreach=False)
     order = seeding.stream_rows(1, "data", 7, 0, 10)
     for lr, rows in ((1e-2, order[:5]), (5e-3, order[5:])):
@@ -492,7 +493,9 @@ def test_sft_trains_the_end_token_with_pad_as_eos(letters, gpt2_dir, tmp_path):
     _, run_dir = run_sft(
         gpt2_dir, tmp_path / "run", [{"prompt": p, "completion": "a"} for p in PROMPTS], tokenizer=tokenizer
     )
-    before, after = (load_model(sft.Args(dtype="float64"), str(d))[0] for d in (gpt2_dir, run_dir / "hf_model"))
+    before, after = (
+        load_model(from_task(sft.Args, sft.TASK, dtype="float64"), str(d))[0] for d in (gpt2_dir, run_dir / "hf_model")
+    )
     ids = torch.tensor(tokenizer(["ba", "ma"])["input_ids"])
     with torch.no_grad():
         gain = [(m(ids).logits[:, -1].log_softmax(-1)[:, EOS]).mean() for m in (before, after)]

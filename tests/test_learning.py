@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from algos import ppo
+from common.cli import from_task
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA_LEVEL = 0.3515
@@ -70,7 +71,7 @@ def test_first_command_of_grpo(scripts, tmp_path):
 def train(run_dir, **flags):
     """20 optimizer steps of 256 episodes, unless flags say otherwise; mean optimality at each evaluation."""
     sizes = {"rollout_batch_size": 256, "batch_size": 256, "total_episodes": 1280, "eval_every": 40, "save_every": 0}
-    ppo.main(ppo.Args(run_dir=str(run_dir), threads=1, **sizes | flags))
+    ppo.main(from_task(ppo.Args, ppo.TASK, run_dir=str(run_dir), threads=1, **sizes | flags))
     return records(run_dir, "eval/optimality")
 
 

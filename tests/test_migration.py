@@ -8,6 +8,7 @@ Our halves of its worked examples run.
 import ast
 import dataclasses
 import functools
+import importlib
 import json
 import re
 import runpy
@@ -75,15 +76,14 @@ def scripts_of(row: Row) -> list[str]:
 
 @functools.cache
 def definitions(script: str) -> tuple[set[str], set[str]]:
-    """(fields of Args, functions and classes and class.method) of algos/<script>.py, without importing it."""
-    fields, names = set(), set()
+    """(fields of Args, functions and classes and class.method) of algos/<script>.py."""
+    names = set()
     for node in ast.parse((ROOT / f"algos/{script}.py").read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
             names |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
-            if node.name == "Args":
-                fields = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+    fields = {field.name for field in dataclasses.fields(importlib.import_module(f"algos.{script}").Args)}
     return fields, names
 
 

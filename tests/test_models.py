@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algos import grpo, ilql, ppo, sft
 from common.checkpoint import export, full_weights
-from common.cli import InputError
+from common.cli import InputError, from_task
 from common.models import end_tokens, fuse_gelu, load_model
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
@@ -122,7 +122,7 @@ OTHER_HEADS = [("linear", "float64"), ("linear", "bfloat16"), ("mlp", "float32")
 @pytest.mark.parametrize(("kind", "dtype"), HEADS + [pytest.param(*x, marks=pytest.mark.slow) for x in OTHER_HEADS])
 def test_policy_with_value_is_read_back(gpt2_dir, tmp_path, kind, dtype):
     """A run's hf_model gives the same values by PolicyWithValue.load, and as the --model of another run."""
-    lm, tokenizer = load_model(ppo.Args(dtype=dtype), gpt2_dir)
+    lm, tokenizer = load_model(from_task(ppo.Args, ppo.TASK, dtype=dtype), gpt2_dir)
     lm.name_or_path = ""  # a model without a home, whose weights main trains in place
     unfrozen = 0 if dtype == "bfloat16" else -1  # weights of 16 bits are not trained
     models = []
@@ -226,7 +226,7 @@ def short_run(request, tiny_dirs, tmp_path_factory):
     """A run from an object: the script, the family, the weights before, the model, the metrics, the run directory."""
     name, family = request.param.split()
     script, short = {"ppo": (ppo, short_ppo), "grpo": (grpo, short_grpo), "sft": (sft, short_sft)}[name]
-    lm, tokenizer = load_model(sft.Args(), tiny_dirs[family])
+    lm, tokenizer = load_model(from_task(sft.Args, sft.TASK), tiny_dirs[family])
     before = {name: weight.clone() for name, weight in lm.named_parameters()}
     metrics, run_dir = short(lm, tmp_path_factory.mktemp(family) / "run", tokenizer=tokenizer)
     return SimpleNamespace(script=script, family=family, before=before, lm=lm, metrics=metrics, run_dir=run_dir)
@@ -289,7 +289,7 @@ def test_end_tokens(build_model, letters, tmp_path, own, union):
     model.generation_config.eos_token_id = own
     model.save_pretrained(tmp_path / "model")
     letters.save_pretrained(tmp_path / "model")
-    lm, _ = load_model(ppo.Args(), str(tmp_path / "model"))
+    lm, _ = load_model(from_task(ppo.Args, ppo.TASK), str(tmp_path / "model"))
     assert end_tokens(lm) == union
     lm.save_pretrained(tmp_path / "export")
     assert reload(tmp_path / "export").generation_config.eos_token_id == (union if len(union) > 1 else EOS)
@@ -354,7 +354,7 @@ def test_gelu_in_one_kernel(build_model, letters, tmp_path):
     assert len(gelus(plain)) == plain.config.n_layer
     plain.save_pretrained(tmp_path / "plain")
     letters.save_pretrained(tmp_path / "plain")
-    fused, _ = load_model(ppo.Args(dtype="float64"), str(tmp_path / "plain"))
+    fused, _ = load_model(from_task(ppo.Args, ppo.TASK, dtype="float64"), str(tmp_path / "plain"))
     assert not gelus(fused) and fused.config.activation_function == "gelu_new"
     for model in (plain, fused):
         model.eval()
@@ -372,7 +372,7 @@ def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):
         model.save_pretrained(tmp_path / family)
         letters.save_pretrained(tmp_path / family)
         for script in (ppo, grpo, sft):
-            loaded, _ = load_model(script.Args(), str(tmp_path / family))
+            loaded, _ = load_model(from_task(script.Args, script.TASK), str(tmp_path / family))
             assert torch.equal(logits(loaded.train()), logits(loaded.eval())), family
 
 
@@ -384,7 +384,7 @@ def test_the_padding_token_is_trained(build_model, letters, tmp_path):
     assert model.get_input_embeddings().padding_idx == end
     model.save_pretrained(tmp_path)
     letters.save_pretrained(tmp_path)
-    loaded, _ = load_model(sft.Args(), str(tmp_path))
+    loaded, _ = load_model(from_task(sft.Args, sft.TASK), str(tmp_path))
     loaded(torch.tensor([[3, end, 5]])).logits.square().sum().backward()
     assert loaded.get_input_embeddings().weight.grad[end].any()
 

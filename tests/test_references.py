@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.references import evaluate, prepare
 from benchmarks.tasks import shapes
+from common.cli import from_task
 from common.functions import build
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +26,8 @@ FOLDER = ROOT / "benchmarks/references"
 def test_peer_reads_what_the_script_reads(claim, tmp_path):
     inputs = tmp_path / "inputs"
     prepare.prepare(claim, inputs)
-    args = importlib.import_module(f"algos.{claim}").Args()
+    script = importlib.import_module(f"algos.{claim}")
+    args = from_task(script.Args, script.TASK)
     rows = [json.loads(line) for line in (inputs / "rows.jsonl").read_text().splitlines()]
     assert rows == build(args.dataset, "--dataset")
     settings = json.loads((inputs / "settings.json").read_text())

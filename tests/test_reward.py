@@ -22,7 +22,7 @@ from algos import ppo, reward
 from benchmarks.tasks import randomwalks
 from common import logging, sampling, seeding
 from common.classifiers import classifier_ids, classifier_logits, raise_heads
-from common.cli import InputError
+from common.cli import InputError, from_task
 from common.rows import chat_pair, pair_texts
 
 BOS, EOS, PAD, UNK, WIDTH, NAN = 21, 22, 23, 24, 12, math.nan
@@ -1124,9 +1124,10 @@ EMBEDDED = {  # of the embedded task, as they were while they were the defaults
 
 
 def test_the_embedded_task_has_its_settings():
-    given = vars(reward.Args())
+    given = vars(from_task(reward.Args, reward.TASK))
     assert {name: given[name] for name in EMBEDDED} == EMBEDDED
-    assert reward.Args(lr=1e-3).lr == 1e-3 and reward.Args(lr=1e-3).weight_decay == 1.0
+    changed = from_task(reward.Args, reward.TASK, lr=1e-3)
+    assert changed.lr == 1e-3 and changed.weight_decay == 1.0
 
 
 def test_defaults_are_for_pretrained_models():

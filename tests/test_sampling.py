@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from algos import ppo
 from common.cache import closed_ranks, write_in_place
+from common.cli import from_task
 from common.models import load_model
 from common.sampling import decode, generate_all
 from common.seeding import draw
@@ -228,7 +229,7 @@ def test_the_models_generation_config_is_ignored(tmp_path, build_model, letters)
     forced.generation_config.update(**settings, forced_eos_token_id=EOS, suppress_tokens=list(range(20)))
     forced.save_pretrained(tmp_path)
     letters.save_pretrained(tmp_path)
-    forced, _ = load_model(ppo.Args(), str(tmp_path))
+    forced, _ = load_model(from_task(ppo.Args, ppo.TASK), str(tmp_path))
     assert forced.generation_config.top_k == 1 and forced.generation_config.forced_eos_token_id == EOS
     (query, mask), u = prompts(3, 5, 2, 4, 1), uniforms(5, 7)
     free, bound = (rows_of(*ppo.sample(model, query, mask, u, [EOS], PAD)) for model in (plain, forced.eval()))

@@ -19,7 +19,7 @@ from test_invariants import ROWS, assert_same_result, log, recorded, run_sft, we
 
 from algos import ppo, sft
 from common import identity, logging
-from common.cli import InputError, cli
+from common.cli import InputError, cli, from_task
 from common.rows import load_sets
 from common.tokens import encode_prompts, pack
 
@@ -785,9 +785,10 @@ EMBEDDED = {  # of the embedded task, as they were while they were the defaults
 
 
 def test_the_embedded_task_has_its_settings():
-    given = vars(sft.Args())
+    given = vars(from_task(sft.Args, sft.TASK))
     assert {name: given[name] for name in EMBEDDED} == EMBEDDED
-    assert sft.Args(lr=1e-3).lr == 1e-3 and sft.Args(lr=1e-3).batch_size == 192
+    changed = from_task(sft.Args, sft.TASK, lr=1e-3)
+    assert changed.lr == 1e-3 and changed.batch_size == 192
 
 
 def test_defaults_are_for_pretrained_models():

@@ -91,9 +91,7 @@ def test_an_edited_file_is_another_run(alone, scripts, work, tmp_path):
 def test_the_embedded_task_is_not_in_the_file(alone, scripts, tmp_path):
     for given in [], ["--lr", "1e-3"]:
         process = scripts.run([alone("sft"), *given], tmp_path, expect=2, patch=WITHOUT_COMMON)
-        missing = alone("sft").parent / "benchmarks/tasks/randomwalks/sft.yaml"
-        sentence = f"error: give --model and --dataset: the embedded task is not here, there is no {missing}\n"
-        assert process.err == sentence
+        assert process.err.startswith("error: 2 problems:\n  - --model is missing: ")
     process = scripts.run([alone("sft"), "--model", "x"], tmp_path, expect=2, patch=WITHOUT_COMMON)
     assert "error: --dataset is missing" in process.err
     assert list(tmp_path.iterdir()) == []
@@ -103,16 +101,10 @@ def test_the_embedded_task_is_not_in_the_file(alone, scripts, tmp_path):
 
 FILES = {
     "algos/x.py": '''"""The script."""
-import signal
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # first
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if find_spec("common") is None:
-    sys.exit("error")
 
 import yaml
 
@@ -202,7 +194,7 @@ def test_what_is_read_is_taken_over(small, tmp_path):
     assert not set(re.findall(r"\w+", text)) & {"never", "unused", "os", "sys"}
     assert "# why this is so\n@twice\ndef first(x):" in text and "LIMIT = [row for row in range(3)]  # three é" in text
     assert "common.one" not in text and "A section" not in text
-    order = ["import signal", "signal.SIG_DFL)  # first", "import yaml"]
+    order = ["import yaml"]
     order += ["==== common/two.py", "==== common/one.py", "==== algos/x.py", "like."]
     places = [text.index(part) for part in order]
     assert places == sorted(places)

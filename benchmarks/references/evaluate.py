@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import safetensors.torch
 
 from algos import ddpo, dpo, ppo, reward
+from common.cli import from_task
 from common.functions import build
 from common.machine import launch, set_threads
 from common.pairs import can_pack
@@ -71,8 +72,9 @@ def measure_ddpo(script, run, args):
     """Metrics of a UNet by the evaluation of ddpo.py. A saved model is a UNet, all else is of the embedded task."""
     device = run.accelerator.device
     data = ddpo.read(args)
-    pipeline, schedule = ddpo.load(args, build(ddpo.Args().model, "--model"), device)
-    if args.model != ddpo.Args().model:
+    base = from_task(ddpo.Args, ddpo.TASK).model
+    pipeline, schedule = ddpo.load(args, build(base, "--model"), device)
+    if args.model != base:
         weights = safetensors.torch.load_file(Path(args.model) / "diffusion_pytorch_model.safetensors")
         pipeline.unet.load_state_dict(weights)
     embed = ddpo.Embeddings(pipeline, device, args.guidance_scale, args.negative_prompt)
@@ -97,7 +99,7 @@ def ignore(*_):
 def measure(claim, model, seed):
     """{"eval/...": number} of a directory with a model; None: the model before training."""
     script = importlib.import_module(f"algos.{claim}")
-    args = script.Args(seed=seed, threads=1)
+    args = from_task(script.Args, script.TASK, seed=seed, threads=1)
     before = args.model
     args.tokenizer = build(before, "--model")
     if claim == "dpo":

@@ -22,6 +22,7 @@ from ddpo_small_unet import old_format
 from diffusers import AutoencoderKL
 
 from benchmarks.tasks import shapes
+from common.cli import from_task
 from common.functions import build
 from common.rows import load_rows
 
@@ -31,7 +32,8 @@ CLAIMS = ("sft", "reward", "dpo", "ppo", "grpo", "ddpo")  # a claim is a script 
 def prepare(claim, directory):
     """Writes the directory, which must be new."""
     directory = Path(directory)
-    args = importlib.import_module(f"algos.{claim}").Args()
+    script = importlib.import_module(f"algos.{claim}")
+    args = from_task(script.Args, script.TASK)
     shutil.copytree(build(args.model, "--model"), directory / "model")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

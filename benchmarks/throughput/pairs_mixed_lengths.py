@@ -19,6 +19,7 @@ from measurement import main, short_run
 from ppo_gpt2_small import END, LR, SHAPE, VOCABULARY, forward_flops
 from tables import agreement, distinct, first_of, grouped, mode_table, provenance
 
+from common.cli import from_task
 from common.seeding import rng, stream_rows  # found by way of measurement
 
 # ---- Workload: the peer imports it from here -------------------------------------------------------------------------
@@ -68,7 +69,7 @@ def prepare(folder):
     from algos import reward
 
     ppo_gpt2_small.prepare(folder)
-    classifier, tokenizer, _ = reward.load_classifier(reward.Args(seed=SEED), str(folder))
+    classifier, tokenizer, _ = reward.load_classifier(from_task(reward.Args, reward.TASK, seed=SEED), str(folder))
     for part in (classifier, tokenizer):
         part.save_pretrained(folder / "classifier")
 
@@ -171,7 +172,9 @@ def measure_ours(mode, model):
         model, keys = f"{model}/classifier", ("rewards/chosen", "rewards/rejected")
     else:
         expected = [(p + c, p + r, len(p)) for p, c, r in token_ids()]
-        assert script.encode_pairs(rows(), tokenizer, LONGEST, script.Args(), "rows")[0] == expected
+        assert (
+            script.encode_pairs(rows(), tokenizer, LONGEST, from_task(script.Args, script.TASK), "rows")[0] == expected
+        )
         keys = ("logps/chosen", "logps/rejected")
     script.score_pairs, layout.fill_lines = timed, noted
     perf, metrics = short_run(

@@ -1,0 +1,236 @@
+"""The flags that scripts share, as base classes of their Args; types that carry a range; rules between shared flags."""
+
+import dataclasses
+import math
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from common.cli import flag_of
+
+# ---- Ranges ----------------------------------------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+    """What a field of Args may be; stands beside the field in its annotated type."""
+
+    rule: str  # completes "--flag value must be"
+    holds: Callable
+
+
+Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]
+Natural = Annotated[int, Range("at least 0", lambda value: value >= 0)]
+Layers = Annotated[int, Range("-1 or more", lambda value: value >= -1)]
+Positive = Annotated[float, Range("a positive number", lambda value: 0 < value < math.inf)]
+NonNegative = Annotated[float, Range("0 or a positive number", lambda value: 0 <= value < math.inf)]
+Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
+Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
+Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
+Text = Annotated[str, Range("a text that is not empty", bool)]
+Name = Annotated[
+    str,
+    Range(
+        "letters, digits, dots, dashes and underscores, with a letter or digit in front",
+        lambda value: re.fullmatch(r"[^\W_][\w.-]*", str(value)),
+    ),
+]
+Repository = Annotated[str, Range("org/name", lambda value: "/" in value)]
+
+
+def find_range(annotation):
+    """The Range in a type such as `Count`, `Literal["a", "b"] | None` or `tuple[Decay, Decay]`; None if it has none."""
+    inner = [*getattr(annotation, "__metadata__", ()), *typing.get_args(annotation)]
+    if typing.get_origin(annotation) is Literal:
+        return Range(f"one of {', '.join(inner)}", inner.__contains__)
+    for item in inner:
+        allowed = item if isinstance(item, Range) else find_range(item)
+        if allowed is not None:
+            return allowed
+    return None
+
+
+def out_of_range(args):
+    """A sentence for each field of a dataclass whose value lies outside of the range in its type."""
+    problems = []
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        allowed = find_range(field.type)
+        values = value if isinstance(value, list | tuple) else [value]
+        if allowed is not None and value is not None and not all(map(allowed.holds, values)):
+            problems.append(f"{flag_of(field.name)} {value!r} must be {allowed.rule}")
+    return problems
+
+
+def problems_of(args):
+    """A sentence for each rule of shared flags that is broken; a script adds those of its own."""
+    problems = []
+    for name, expected in args.required.items():
+        if getattr(args, name) is None:
+            problems.append(f"{flag_of(name)} is missing: {expected}")
+    problems += out_of_range(args)
+    if args.name and args.run_dir:
+        problems.append("--name is a part of the default --run-dir: leave out one of them")
+    if args.lora_r == 0 and args.lora_alpha is not None:
+        problems.append("--lora-alpha is given without --lora-r")
+    if args.lora_r == 0 and tuple(args.lora_targets) != type(args).lora_targets:
+        problems.append("--lora-targets is given without --lora-r")
+    if isinstance(args, ModelArgs):
+        if args.lora_r and args.num_layers_unfrozen != -1:
+            problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
+        if args.merge_adapters and args.load_in_4bit:
+            problems.append("--merge-adapters does not go with --load-in-4bit")
+        if args.load_in_4bit and args.dtype == "float64":
+            problems.append("--load-in-4bit does not go with --dtype float64")
+    return problems
+
+
+# ---- Shared flags ----------------------------------------------------------------------------------------------------
+
+REWARD = """file.py:function, or a sequence classifier's directory or hub id. --reward my.py:score calls this:
+  def score(outputs, **columns):
+      return [float("4" in output) for output in outputs]  # a number for each output"""
+
+
+@dataclass
+class DataArgs:
+    """Data."""
+
+    required = {
+        "model": "a directory or hub id",
+        "dataset": "rows from a file (.jsonl .json .csv .parquet .txt), hub id:split or file.py:function",
+    }  # {field that must be given: what}
+
+    dataset: str | None = None
+    """Rows to train on: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python a list."""
+    eval_dataset: str | None = None
+    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names."""
+
+
+@dataclass
+class WeightArgs:
+    """Weights."""
+
+    model: str | None = None
+    """Hub id, directory, or file.py:function that returns one; from Python also the object."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the weights, and of the moments of those that are trained. bfloat16 is for adapters alone, which are
+    float32 beside it."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a hub repository."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    lora_r: Natural = 0
+    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
+    adapter is trained further without this flag."""
+    lora_alpha: Positive | None = None
+    """LoRA adapters count alpha / r times; default: the rank, so once."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Last names of the modules that get LoRA adapters; all-linear: every linear layer but the output layer or head."""
+
+
+@dataclass
+class ModelArgs(WeightArgs):
+    """Language model."""
+
+    tokenizer: str | None = None
+    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
+    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
+    gives NaN in float64 for left padding in several families."""
+    num_layers_unfrozen: Layers = -1
+    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0:
+    only the heads that the script adds."""
+    load_in_4bit: bool = False
+    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
+    --model."""
+    merge_adapters: bool = False
+    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
+
+
+@dataclass
+class SamplingArgs:
+    """Sampling."""
+
+    max_new_tokens: Count = 64
+    """Longest response, in tokens."""
+    stop: tuple[Text, ...] = ()
+    """Strings that end a response. It keeps the tokens through the one that completes the string, and rollouts train
+    them; reward and metric see the text before it, without trailing space."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature of evaluations; 0: greedy."""
+    top_k: Natural = 0
+    """Evaluations sample from the k likeliest tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once; changes memory and speed, never the result."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}."""
+
+
+@dataclass
+class OptimizerArgs:
+    """Optimizer."""
+
+    lr: Positive = 1e-5
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    batch_size: Count = 64
+    """Rows per optimizer step, all processes together."""
+    micro_batch_size: Count = 8
+    """Rows per process and forward pass; changes memory and speed, never the result."""
+
+
+@dataclass
+class RunArgs:
+    """Run."""
+
+    run_dir: str | None = None
+    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    name: Name | None = None
+    """In place of <algo> in the default of --run-dir, so that you know the run again."""
+    resume: str = "auto"
+    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: Count | None = None
+    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
+    divided by the processes on this machine."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
+    it. Weights and optimizer keep --dtype."""
+    save_every: Natural = 100
+    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    eval_every: Natural = 100
+    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    push_to_hub: Repository | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
+    check: bool = False
+    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""

@@ -749,6 +749,9 @@ def load_pipeline(args, path):
     pipeline.safety_checker = None
     pipeline.register_to_config(requires_safety_checker=False)
     for module in (pipeline.unet, pipeline.vae, pipeline.text_encoder):
+        for weight_name, weight in module.named_parameters():
+            if weight.is_meta:
+                raise InputError(f"--model {name}: {weight_name} is missing")
         module.requires_grad_(False).eval()
         for layer in module.modules():
             if isinstance(layer, nn.Dropout):

@@ -13,14 +13,11 @@ https://github.com/kvablack/ddpo-pytorch/blob/1958463f020112c9a7bc85768d296daacc
 As in that code, log-probabilities are means over the dimensions of the latents and gradients are means over the steps
 of an image, where the paper has sums: `--cliprange` is in units of one dimension, `--max-grad-norm` of one step.
 
-How this differs from TRL's DDPO:
-- Gradients are means over (image, step) pairs, so pairs of any steps share a forward pass, of `--micro-batch-size`
-  pairs; `--batch-size` and `--rollout-batch-size` count images, of all processes. A trajectory is stored once, not once
-  as `latents` and once as `next_latents`.
-- Latents and log-probabilities are at least float32 whatever the autocast, and the log-probability is that of the
-  stored latents: the first ratio is 1, to rounding. A step without noise (sigma = 0) is sampled, not trained.
-- Statistics are keyed by the prompt as it was given, kept as floats, and resumed; gradients of all processes are
-  averaged (TRL's stayed apart), and a run is the same for any number of them, to rounding.
+How this differs from TRL's DDPO (algos/MIGRATION.md has the details):
+- Gradients are means over (image, step) pairs of all processes; `--batch-size` counts images.
+- Latents and log-probabilities are at least float32 whatever the autocast: the first ratio is 1, to rounding.
+- A step without noise (sigma = 0) is sampled, not trained.
+- Statistics are keyed by the prompt as it was given, kept as floats, and resumed.
 - Prompts come in permutations of the data; weight decay is on matrices only; images are decoded without autocast.
 
     accelerate launch algos/ddpo.py                                  # coloured shapes on a CPU
@@ -362,7 +359,8 @@ def sample_images(accelerator, policy, prompts, stream, args, trajectories):
     vae = policy.pipeline.vae
     dtype = torch.promote_types(vae.dtype, torch.float32)
     num_steps = len(policy.schedule.timesteps)
-    noise_shape = (num_steps + 1, vae.config.latent_channels, *latent_size(policy.pipeline.unet))
+    height, width = np.broadcast_to(policy.pipeline.unet.config.sample_size, 2)  # of a square model one number
+    noise_shape = (num_steps + 1, vae.config.latent_channels, height, width)
     share = math.ceil(len(prompts) / accelerator.num_processes)
     begin = accelerator.process_index * share
     # the last processes repeat the last prompt where they do not divide
@@ -391,12 +389,6 @@ def sample_images(accelerator, policy, prompts, stream, args, trajectories):
         prompt = prompts[int(finite.int().argmin())]
         raise FloatingPointError(f"the image of {prompt!r:.60} is not finite")
     return sampled
-
-
-def latent_size(unet):
-    """(height, width) of the latents that a UNet was made for."""
-    size = unet.config.sample_size
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def trained_steps(schedule):
@@ -570,28 +562,17 @@ def grid(images, prompts, rewards, path):
     height = max(1, full_height * width // full_width)
     tile_height = height + 2 * TEXT_HEIGHT
     sheet = Image.new("RGB", (8 * width, math.ceil(len(images) / 8) * tile_height), "white")
-    draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(size=10)
-    resampling = Image.Resampling.NEAREST if full_width <= width else Image.Resampling.BICUBIC
     for i, (image, prompt, reward) in enumerate(zip(images, prompts, rewards, strict=False)):
-        left = i % 8 * width
-        top = i // 8 * tile_height
-        sheet.paste(Image.fromarray(image).resize((width, height), resampling), (left, top))
-        for line, text in enumerate([visible(prompt), f"{reward:.3g}"], 1):
-            place = left + 2, top + height + line * TEXT_HEIGHT - 3
-            draw.text(place, fitting(text, font, width - 4), "black", font, anchor="ls")
+        tile = Image.new("RGB", (width, tile_height), "white")  # which cuts text that is too long
+        # boxes are means where the image shrinks, and squares where it grows
+        tile.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BOX))
+        draw = ImageDraw.Draw(tile)
+        for line, text in enumerate([visible(prompt[:width]), f"{reward:.3g}"], 1):
+            draw.text((2, height + line * TEXT_HEIGHT - 3), text, "black", font, anchor="ls")
+        sheet.paste(tile, (i % 8 * width, i // 8 * tile_height))
     path.parent.mkdir(exist_ok=True)
     sheet.save(path)
-
-
-def fitting(text, font, width):
-    """The text, cut at its end where it is wider than so many pixels."""
-    text = text[:width]
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "...") > width:
-        text = text[:-1]
-    return text + "..."
 
 
 def mirror_grid(run, step):
@@ -635,8 +616,7 @@ def load(args, path, device):
     """The pipeline, with the UNet's weights or adapters to be trained as the flags say, and its denoising steps."""
     screen.show("loading the pipeline")
     pipeline = load_pipeline(args, path)
-    name = path if isinstance(path, str) else type(path).__name__
-    schedule = checked_schedule(args, pipeline.scheduler, name, device)
+    schedule = checked_schedule(args, pipeline.scheduler, device)
     pipeline.to(device)
     if args.lora_r:
         add_lora(pipeline.unet, args)
@@ -649,7 +629,6 @@ def load(args, path, device):
         pipeline.unet.requires_grad_(True)
     if args.gradient_checkpointing:
         pipeline.unet.enable_gradient_checkpointing()
-    choose_attention(pipeline.unet, device)
     return pipeline, schedule
 
 
@@ -670,12 +649,18 @@ def load_pipeline(args, path):
     if not isinstance(pipeline, StableDiffusionPipeline):
         class_name = type(pipeline).__name__
         raise InputError(f"--model {name} is a {class_name}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
-    check_fit(pipeline, name)
+    num_words = len(pipeline.tokenizer)
+    expected = pipeline.text_encoder.config.vocab_size
+    if not expected / 2 < num_words <= expected:  # transformers makes up a tokenizer where its files are missing
+        sizes = f"its tokenizer ({num_words} tokens) does not fit its text encoder ({expected} tokens)"
+        raise InputError(f"--model {name}: {sizes}")
     pipeline.scheduler = ddim_scheduler(pipeline.scheduler, name)
     pipeline.safety_checker = None
     pipeline.register_to_config(requires_safety_checker=False)
     for module in (pipeline.unet, pipeline.vae, pipeline.text_encoder):
-        check_weights(module, name)
+        for weight_name, weight in module.named_parameters():
+            if weight.is_meta:
+                raise InputError(f"--model {name}: {weight_name} is missing")
         module.requires_grad_(False).eval()
         for layer in module.modules():
             if isinstance(layer, nn.Dropout):
@@ -700,76 +685,30 @@ def read_pipeline(args, path):
         raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
-def check_fit(pipeline, path):
-    """InputError where the parts of a pipeline do not fit together."""
-    unet = pipeline.unet.config
-    latent_channels = pipeline.vae.config.latent_channels
-    if not unet.in_channels == unet.out_channels == latent_channels:
-        channels = f"{unet.in_channels} -> {unet.out_channels} channels and the VAE {latent_channels}"
-        raise InputError(f"--model {path}: the UNet has {channels}, expected three equal numbers")
-    num_words = len(pipeline.tokenizer)
-    longest = pipeline.tokenizer.model_max_length
-    text = pipeline.text_encoder.config
-    # transformers makes up a tokenizer where its files are missing
-    if not text.vocab_size / 2 < num_words <= text.vocab_size or longest > text.max_position_embeddings:
-        sizes = f"{num_words} tokens, texts of {longest}"
-        expected = f"{text.vocab_size} tokens, texts of {text.max_position_embeddings}"
-        raise InputError(f"--model {path}: its tokenizer ({sizes}) does not fit its text encoder ({expected})")
-
-
-def check_weights(module, path):
-    """InputError where a weight is missing or not finite."""
-    for name, weight in module.named_parameters():
-        if weight.is_meta:
-            raise InputError(f"--model {path}: {name} is missing")
-        if not weight.isfinite().all():
-            raise InputError(f"--model {path}: {name} is not finite")
-
-
 def ddim_scheduler(scheduler, path):
-    """A DDIM scheduler of the noise schedule of another one."""
+    """A DDIM scheduler of the noise schedule of another one, without thresholding, which is for pixels."""
     from diffusers import DDIMScheduler
 
     config = dict(scheduler.config)
     config.pop("_use_default_values", None)  # diffusers would put DDIM's defaults in place of these values
-    for name in ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule"):
-        if name not in config:
-            raise InputError(f"--model {path}: its {type(scheduler).__name__} has no {name}, as DDIM needs")
+    if "beta_start" not in config:
+        raise InputError(f"--model {path}: its {type(scheduler).__name__} has no beta_start, as DDIM needs")
     # latents have no range to be clipped to; a scheduler that knows no clipping would get DDIM's default, on
     config.setdefault("clip_sample", False)
-    ddim = DDIMScheduler.from_config(config)
-    if ddim.config.thresholding:
-        raise InputError(f"--model {path}: its scheduler has thresholding, which is for pixels and not for latents")
-    return ddim
+    config["thresholding"] = False
+    return DDIMScheduler.from_config(config)
 
 
-def checked_schedule(args, scheduler, model, device):
-    """The denoising steps. InputError, which names `model`, where there are none, or diffusers steps otherwise."""
+def checked_schedule(args, scheduler, device):
+    """The denoising steps. InputError where the scheduler has not so many, or none of them has noise."""
+    flag = f"--num-inference-steps {args.num_inference_steps}"
     try:
         schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
-        # with eta 1, diffusers takes the root of a rounding error where there is no signal yet
-        eta = min(args.eta, 0.99)
-        error = schedule_error(scheduler, ddim_schedule(scheduler, args.num_inference_steps, eta), eta)
-    except (ValueError, IndexError) as failure:
-        raise InputError(f"--model {model}, --num-inference-steps {args.num_inference_steps}: {failure}") from None
-    if not error < 1e-4:
-        raise InputError(f"--model {model}: its scheduler does not step as DDIM does, by {error:.1e}")
+    except (ValueError, IndexError) as error:
+        raise InputError(f"{flag}: {error}") from None
     if not trained_steps(schedule):
-        raise InputError(f"--num-inference-steps {args.num_inference_steps}: no step of this scheduler has noise")
+        raise InputError(f"{flag}: no step of this scheduler has noise")
     return schedule
-
-
-def schedule_error(scheduler, schedule, eta):
-    """Largest difference between ddim_step_with_logprob and the scheduler's own step, over all steps."""
-    values = torch.linspace(-1, 1, 7, dtype=torch.float64).sin().view(1, 1, 1, 7)
-    output = values.roll(1)
-    noise = values.roll(2)
-    errors = []
-    for i, timestep in enumerate(scheduler.timesteps):
-        ours, _ = ddim_step_with_logprob(schedule, output, torch.tensor([i]), values, noise)
-        theirs = scheduler.step(output, timestep, values, eta=eta, variance_noise=noise).prev_sample
-        errors.append((ours - theirs).abs().max())
-    return torch.stack(errors).max().item()  # NaN if one is
 
 
 def add_lora(unet, args):
@@ -790,16 +729,6 @@ def add_lora(unet, args):
         if "lora_A" in name:  # by a keyed draw, whatever torch's generator holds
             normal = rng(args.seed, f"lora {name}").standard_normal(tuple(weight.shape))
             weight.data.copy_(torch.from_numpy(normal / args.lora_r))
-
-
-def choose_attention(unet, device):
-    """On CPUs, attention in plain matrix products where there are at most 256 latents: it beats torch's fused kernel
-    there, in the backward pass above all."""
-    from diffusers.models.attention_processor import AttnProcessor
-
-    height, width = latent_size(unet)
-    if device.type == "cpu" and height * width <= 256:
-        unet.set_attn_processor(AttnProcessor())
 
 
 def summary(run, policy, data):
@@ -845,9 +774,8 @@ def sampling_code(args, unet):
 def pictures(run):
     """The first and the last grid, for the card."""
     grids = sorted(run.dir.glob("images/*.png"))
-    if len(grids) > 2:
-        grids = [grids[0], grids[-1]]
-    return "".join(f"![{path.stem}](images/{path.name})\n\n" for path in grids)
+    first_and_last = dict.fromkeys(grids[:1] + grids[-1:])
+    return "".join(f"![{path.stem}](images/{path.name})\n\n" for path in first_and_last)
 
 
 def export(run, pipeline, name):

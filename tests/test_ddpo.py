@@ -6,7 +6,6 @@ pipeline. Runs of main are in test_ddpo_runs.py.
 """
 
 import copy
-import dataclasses
 import io
 import itertools
 import json
@@ -23,7 +22,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline
 from diffusers.schedulers import scheduling_ddim
-from PIL import Image, ImageFont
+from PIL import Image
 from test_maths import close, random, tensor
 from torch.nn import functional as F
 
@@ -192,7 +191,9 @@ def test_a_step_without_noise_counts_nothing(prediction, to_one):
     assert torch.equal(taken[1], mean[1]) and logprobs[1] == 0 and not torch.equal(taken[0], mean[0])
 
 
-def test_timesteps_of_other_lengths_of_training():
+def test_other_betas_and_lengths_of_training():
+    for betas in ({"trained_betas": np.linspace(0.001, 0.02, 1000).tolist()}, {"beta_schedule": "squaredcos_cap_v2"}):
+        agrees_with_diffusers(exact_scheduler(7, **betas), 0.7)
     for steps, length in ((3, 10), (10, 10), (7, 100)):
         stds = agrees_with_diffusers(exact_scheduler(steps, num_train_timesteps=length, beta_end=0.2), 1.0)
         assert all(stds[:-1]) and stds[-1] == 0
@@ -204,59 +205,6 @@ def test_a_schedule_that_begins_after_the_training():
     """All 1000 steps, one late: main catches it."""
     with pytest.raises(IndexError, match="1000"):
         ddpo.ddim_schedule(exact_scheduler(3, steps_offset=1), 1000, 1.0)
-
-
-SUPPORTED = [
-    {"prediction_type": prediction, "timestep_spacing": spacing, "clip_sample": clip, "steps_offset": offset}
-    for prediction, spacing, clip, offset in product(PREDICTIONS, SPACINGS, (True, False), (0, 1))
-]
-SUPPORTED += [
-    {"trained_betas": np.linspace(0.001, 0.02, 1000).tolist()},
-    {"beta_schedule": "squaredcos_cap_v2"},
-    {"num_train_timesteps": 100},
-]
-
-
-def test_schedule_error_is_small_for_what_is_supported():
-    for options, (steps, eta) in product(SUPPORTED, [(1, 1.0), (7, 0.3), (20, 1.0)]):
-        scheduler = DDIMScheduler(
-            **{"beta_schedule": "scaled_linear", "beta_end": 0.012, "clip_sample": False} | options
-        )
-        error = ddpo.schedule_error(scheduler, ddpo.ddim_schedule(scheduler, steps, eta), eta)
-        assert error < 1e-5, (options, steps, eta)
-
-
-@pytest.mark.parametrize("steps", [1, 3, 10, 20, 50])
-@pytest.mark.parametrize("eta", [0.5, 0.99])
-def test_schedule_error_of_a_first_step_from_pure_noise(steps, eta):
-    """Where eta is 1, diffusers' float32 tables give the root of 0 as 2e-4 or NaN, so main asks for less."""
-    options = {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}
-    scheduler = DDIMScheduler(beta_schedule="scaled_linear", beta_end=0.012, clip_sample=False, **options)
-    assert ddpo.schedule_error(scheduler, ddpo.ddim_schedule(scheduler, steps, eta), eta) < 1e-4
-
-
-def steps_wrongly(steps=10, wrong=None, **options):
-    scheduler = exact_scheduler(steps, **options)
-    schedule = ddpo.ddim_schedule(scheduler, steps, 1.0)
-    error = ddpo.schedule_error(scheduler, wrong(schedule) if wrong else schedule, 1.0)
-    return not error < 1e-4  # as main asks
-
-
-def test_schedule_error_finds_other_formulas():
-    zero = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-    assert not steps_wrongly() and steps_wrongly(prediction_type="epsilon", **zero)  # a division by 0: NaN
-    assert steps_wrongly(thresholding=True)
-    for name in ("alphas", "prev_alphas", "stds"):
-        for i in range(10):  # every step is looked at
-
-            def wrong(schedule, name=name, i=i):
-                table = getattr(schedule, name).clone()
-                table[i] = table[i] * 0.99 if name != "stds" or table[i] else 1e-3
-                return dataclasses.replace(schedule, **{name: table})
-
-            assert steps_wrongly(wrong=wrong), (name, i)
-    for change in ({"prediction_type": "sample"}, {"clip": 1.0}):
-        assert steps_wrongly(wrong=lambda schedule, change=change: dataclasses.replace(schedule, **change))
 
 
 # ---- Advantages, loss ------------------------------------------------------------------------------------------------
@@ -837,14 +785,12 @@ def test_metrics_are_columns():
 
 def test_a_tokenizer_of_another_pipeline(build_pipeline):
     """As transformers makes where the files of the tokenizer are missing: every word is unknown."""
-    pipeline = build_pipeline()
-    pipeline.tokenizer.model_max_length = 77
-    with pytest.raises(InputError, match=r"texts of 77\) does not fit its text encoder \(66 tokens, texts of 8\)"):
-        ddpo.load_pipeline(from_task(ddpo.Args, ddpo.TASK), pipeline)
-    pipeline = build_pipeline()
-    pipeline.text_encoder.config.vocab_size = 1000
-    with pytest.raises(InputError, match=r"its tokenizer \(66 tokens, .* does not fit its text encoder \(1000 tokens"):
-        ddpo.load_pipeline(from_task(ddpo.Args, ddpo.TASK), pipeline)
+    for vocab_size in (1000, 65):
+        pipeline = build_pipeline()
+        pipeline.text_encoder.config.vocab_size = vocab_size
+        sentence = rf"its tokenizer \(66 tokens\) does not fit its text encoder \({vocab_size} tokens\)"
+        with pytest.raises(InputError, match=sentence):
+            ddpo.load_pipeline(from_task(ddpo.Args, ddpo.TASK), pipeline)
 
 
 TAKEN = "prompt set reward reward_std diversity".split()
@@ -954,16 +900,8 @@ def test_a_short_configuration_is_read_as_diffusers_does(saved, tmp_path, kind, 
     assert (found["clip_sample"], found["steps_offset"]) == (False, 1)
 
 
-def test_a_first_step_without_signal_is_no_epsilon(build_pipeline):
-    """Diffusers divides by 0 there. The error calls an object by its class."""
-    pipeline = build_pipeline(rescale_betas_zero_snr=True, timestep_spacing="trailing")
-    with pytest.raises(InputError, match="^--model StableDiffusionPipeline: its scheduler does not step as DDIM does"):
-        ddpo.load(from_task(ddpo.Args, ddpo.TASK), pipeline, torch.device("cpu"))
-
-
 def test_thresholding_is_for_pixels(build_pipeline):
-    with pytest.raises(InputError, match="its scheduler has thresholding, which is for pixels and not for latents"):
-        load(build_pipeline(thresholding=True))
+    assert not load(build_pipeline(thresholding=True)).scheduler.config.thresholding
 
 
 def test_a_pipeline_of_another_kind(build_pipeline, saved, tmp_path):
@@ -985,35 +923,10 @@ def test_a_pipeline_of_another_kind(build_pipeline, saved, tmp_path):
         load({})
 
 
-def test_a_unet_of_other_channels(build_pipeline):
-    """As those of inpainting and of depth have, or one that predicts a variance besides."""
-    from diffusers import UNet2DConditionModel
-
-    for name, count in (("in_channels", 9), ("out_channels", 10)):
-        pipeline = build_pipeline()
-        pipeline.unet = UNet2DConditionModel.from_config(pipeline.unet.config, **{name: count})
-        channels = "9 -> 5" if name == "in_channels" else "5 -> 10"
-        with pytest.raises(InputError, match=f"the UNet has {channels} channels and the VAE 5, expected three equal"):
-            load(pipeline)
-
-
 def test_a_scheduler_without_betas(build_pipeline):
     pipeline = build_pipeline()
     pipeline.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     with pytest.raises(InputError, match="its FlowMatchEulerDiscreteScheduler has no beta_start, as DDIM needs"):
-        load(pipeline)
-
-
-@pytest.mark.parametrize(
-    ("part", "name"), [("unet", "conv_out.bias"), ("vae", "decoder.conv_in.weight"), ("text_encoder", None)]
-)
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_a_weight_that_is_not_finite(build_pipeline, part, name, value):
-    pipeline = build_pipeline()
-    weights = dict(getattr(pipeline, part).named_parameters())
-    name = name or [*weights][-1]
-    weights[name].data.view(-1)[-1] = value
-    with pytest.raises(InputError, match=f"{name} is not finite"):
         load(pipeline)
 
 
@@ -1026,20 +939,6 @@ def test_a_directory_that_cannot_be_loaded(saved, tmp_path):
         load(str(tmp_path / "empty"))
     with pytest.raises(InputError, match="--model org/nothing-of-that-name cannot be loaded: [^\n]*$"):
         load("org/nothing-of-that-name")
-
-
-@pytest.mark.parametrize(
-    ("size", "device", "plain"),
-    [(16, "cpu", True), ((8, 32), "cpu", True), (17, "cpu", False), (64, "cpu", False), (16, "cuda", False)],
-)
-def test_attention_of_few_latents(build_pipeline, size, device, plain):
-    """In plain matrix products on CPUs; the result is that of the fused kernel."""
-    unet = build_pipeline(dtype=torch.float64).unet.eval()
-    expected = unet(*INPUTS).sample.data
-    unet.register_to_config(sample_size=size)
-    ddpo.choose_attention(unet, torch.device(device))
-    assert {type(kernel).__name__ == "AttnProcessor" for kernel in unet.attn_processors.values()} == {plain}
-    close(unet(*INPUTS).sample.data, expected, 1e-9)
 
 
 LORA = {"lora_r": 3, "lora_alpha": 7.0}
@@ -1249,13 +1148,7 @@ def test_text_of_a_grid(tmp_path):
     reward = [tile[ddpo.TEXT_HEIGHT :] for tile in text]
     assert (caption[0] == caption[1]).all() and (caption[0] != caption[2]).any()
     assert (reward[0] == reward[2]).all() and (reward[0] != reward[1]).any()
-    assert all((tile[:, -2:] == 255).all() and (tile[:, :2] == 255).all() for tile in text)
-    font = ImageFont.load_default(size=10)
-    assert ddpo.fitting("a red circle", font, 124) == "a red circle"
-    long = "a photograph of a llama that rides a bicycle"
-    cut = ddpo.fitting(long, font, 124)
-    assert cut.endswith("...") and long.startswith(cut[:-3])
-    assert 100 < font.getlength(cut) <= 124
+    assert all((tile[:, :2] == 255).all() for tile in text)  # nothing of the one before
 
 
 def test_diversity():

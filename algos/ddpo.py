@@ -61,8 +61,8 @@ from common.checkpoint import replacing
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import load_rows, load_sets, set_flag, set_prefix, with_prompts
 from common.functions import build, call_metric, call_reward, load_function, spec_path
+from common.launch import describe_layout, launch, try_update
 from common.logging import Run, closes_run, on_main
-from common.machine import describe_layout, launch, try_update
 from common.models import check_directory, quiet_libraries
 from common.ranges import Count, Decay, Name, Natural, NonNegative, Positive, Range, Repository, Share, out_of_range
 from common.screen import screen, visible

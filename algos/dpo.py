@@ -71,8 +71,8 @@ from common.data import (
     tokenize,
 )
 from common.functions import build, load_function
+from common.launch import describe_layout, launch, longest_micro_batch, try_update
 from common.logging import Run, closes_run, on_main
-from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import (
     as_decoder,
     end_tokens,

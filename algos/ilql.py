@@ -85,8 +85,8 @@ from common.data import (
     tokenize,
 )
 from common.functions import build, load_function, spec_path
+from common.launch import describe_layout, launch, longest_micro_batch, try_update
 from common.logging import Run, closes_run
-from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import as_decoder, freeze, lm_class, load_model, max_positions, unsharded
 from common.output import describe_output, has_plain_output, in_chunks
 from common.ranges import (
@@ -483,7 +483,8 @@ def hidden_states(lm, ids, query_mask=None, logits=False):
         hidden.append(inputs[0])
         if logits:
             return inputs
-        return inputs[0][:, :1].contiguous(), *inputs[1:]  # as contiguous_input in common/models.py
+        # nobody reads these logits; of a strided slice, kernels would copy the weight for every row
+        return inputs[0][:, :1].contiguous(), *inputs[1:]
 
     hook = lm.get_output_embeddings().register_forward_pre_hook(record)
     try:

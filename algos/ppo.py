@@ -68,8 +68,8 @@ from common.classifiers import RewardModel
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import asked_messages, encode_prompts, load_rows, load_sets, set_flag, set_prefix
 from common.functions import build, load_function, refuse_mistyped, spec_path
+from common.launch import describe_layout, launch, longest_micro_batch, try_update
 from common.logging import Run, closes_run
-from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import (
     as_decoder,
     blocks,

@@ -64,8 +64,8 @@ from common.data import (
     set_prefix,
 )
 from common.functions import build
+from common.launch import describe_layout, launch, longest_micro_batch, try_update
 from common.logging import Run, closes_run
-from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import end_tokens, freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
 from common.ranges import Count, Decay, Layers, Name, Natural, NonNegative, Positive, Repository, out_of_range
 from common.sampling import decode, generate_all, kept_ids

@@ -64,8 +64,8 @@ from common.data import (
     tokenize,
 )
 from common.functions import build, load_function
+from common.launch import describe_layout, launch, try_update
 from common.logging import Run, closes_run
-from common.machine import describe_layout, launch, try_update
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
 from common.output import call_with_output, describe_output, in_chunks
 from common.ranges import (

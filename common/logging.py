@@ -33,7 +33,7 @@ from common.card import (
 )
 from common.cli import InputError
 from common.identity import SIZES, blind_spots, describe, differences, environment, identity, other_length
-from common.machine import is_out_of_memory, memory_advice, peak_memory_mb, set_threads
+from common.launch import OUT_OF_MEMORY, peak_memory_mb, set_threads
 from common.screen import screen, table_of, visible
 from common.trackers import check_tracker, log_samples, open_tracker
 
@@ -87,9 +87,11 @@ def closes_run(main):
         try:
             check_tracker(getattr(args, "track", "off"))
             return main(args)
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise InputError(memory_advice(args)) from error
+        except RuntimeError as error:
+            from accelerate.utils.memory import should_reduce_batch_size
+
+            if should_reduce_batch_size(error):
+                raise InputError(OUT_OF_MEMORY) from error
             raise
         finally:
             for run in list(_open):

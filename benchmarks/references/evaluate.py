@@ -21,7 +21,7 @@ import safetensors.torch
 
 from algos import ddpo, dpo, ppo, reward
 from common.functions import build
-from common.machine import launch, set_threads
+from common.launch import launch, set_threads
 from common.seeding import seed_libraries
 
 BEFORE = {"step": 0, "episode": 0, "seconds": 0.0, "model": None}

@@ -1,0 +1,167 @@
+"""How a run uses the machine: processes, precision, threads, kernels and memory."""
+
+import math
+import os
+import resource
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from common.cli import InputError
+
+# How long a process waits for another. NCCL's own limit, 10 minutes, is less than what rank 0 may do alone: score with
+# a slow reward, or save a large model. Where a process dies, the launcher ends the others at once.
+TIMEOUT = timedelta(hours=12)
+
+
+# ---- Processes -------------------------------------------------------------------------------------------------------
+
+
+def launch(args, fsdp=True):
+    """The Accelerator of a run. InputError for what the launcher asks and no script does.
+
+    fsdp: whether the script can shard its model.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
+    cuda = torch.cuda.is_available()
+    gpu_has_bfloat16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
+        gpu_has_bfloat16 = False
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    accelerator = Accelerator(
+        cpu=not cuda,
+        mixed_precision=autocast_type(args.mixed_precision, launcher, args.dtype, gpu_has_bfloat16),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)],
+    )
+    args.mixed_precision = accelerator.mixed_precision  # what was chosen is part of the run's identity
+    if accelerator.device.type == "cpu":
+        fast_cpu_matmul()
+    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loops accumulate
+    processes = accelerator.num_processes
+    if args.batch_size % processes:
+        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {processes} processes")
+    if accelerator.mixed_precision == "fp16":
+        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+    if accelerator.distributed_type == "FSDP":
+        if not fsdp:
+            raise InputError("FSDP: every process of this script trains the whole model: launch it without")
+        if not accelerator.is_fsdp2 or args.merge_adapters:
+            raise InputError("FSDP: set fsdp_version to 2, and leave out --merge-adapters, which needs whole weights")
+    return accelerator
+
+
+# ---- Precision -------------------------------------------------------------------------------------------------------
+
+
+def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
+    """Type of the autocast: that of the flag, or of the launcher, or bf16 for float32 weights on a GPU that has it.
+
+    `accelerate launch` says "no" where nothing was chosen, so its "no" is no choice. What stays outside of the autocast
+    (heads, losses) is float32 in full: TF32 stays off in matrix products, which is torch's default.
+    """
+    if flag is not None:
+        return flag
+    if launcher not in (None, "no"):
+        return launcher
+    if gpu_has_bfloat16 and dtype == "float32":
+        return "bf16"
+    return "no"
+
+
+def describe_layout(args, accelerator):
+    """Types, device, processes and threads, for the summary at the start of a run."""
+    text = f"{args.dtype} weights, {accelerator.mixed_precision} autocast"
+    if accelerator.device.type == "cuda":
+        tf32 = "off" if torch.get_float32_matmul_precision() == "highest" else "on"
+        text += f", TF32 {tf32}"
+    return f"{text}, {accelerator.device}, {accelerator.num_processes} processes x {torch.get_num_threads()} threads"
+
+
+# ---- Threads ---------------------------------------------------------------------------------------------------------
+
+
+def set_threads(threads=None):
+    """Sets torch's CPU threads and returns their number: that given, else OMP_NUM_THREADS, else this process's share of
+    the CPUs. Another number of threads gives other bits, which is why the number is stored in checkpoints.
+
+    `accelerate launch` and torchrun export OMP_NUM_THREADS themselves (1, mostly), so it does not count under them.
+    """
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    exported = os.environ.get("OMP_NUM_THREADS", "")
+    if not threads and not launched and exported.isdecimal():
+        threads = int(exported)
+    if not threads:
+        cpus = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):
+            cpus = len(os.sched_getaffinity(0))
+        threads = max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    torch.set_num_threads(threads)
+    return threads
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+def fast_cpu_matmul():
+    """float32 matmul precision "medium" on AMD's CPUs, where it is exact.
+
+    It sends float32 matrix products to oneDNN, on AMD's CPUs with AVX-512 about twice as fast as MKL. On Intel's, MKL
+    is as fast, and for some shapes faster. A CPU that can round to bfloat16 within a product would do so at "medium":
+    one product of 256 x 256 is compared with float64 first.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or "AuthenticAMD" not in cpuinfo.read_text():
+        return
+    a = torch.linspace(-1.0, 1.0, 256 * 256).reshape(256, 256).sin()
+    b = a.t().cos().contiguous()
+    exact = a.double() @ b.double()
+    torch.set_float32_matmul_precision("medium")
+    error = (a @ b).double() - exact
+    if error.abs().max() / exact.abs().max() > 1e-5:
+        torch.set_float32_matmul_precision("highest")
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+# Said where memory runs out. The first three flags do not change the result.
+OUT_OF_MEMORY = (
+    "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing, then the same "
+    "command continues from the last checkpoint; --lora-r, --mixed-precision bf16 and shorter rows need a new run"
+)
+
+
+def peak_memory_mb(device):
+    """The most that this process has held so far: on a GPU in tensors, else in all of its memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def longest_micro_batch(rows, length, accelerator, args):
+    """The rows of largest length(row), as many as a process has in a forward pass; repeated where there are fewer."""
+    size = min(args.micro_batch_size, args.batch_size // accelerator.num_processes)
+    by_length = sorted(rows, key=length, reverse=True)
+    return [by_length[i % len(rows)] for i in range(size)]
+
+
+def try_update(accelerator, model, optimizer, loss):
+    """Trains on loss(), that of a micro-batch of the longest rows, and returns a sentence with what that took. It is
+    done twice: the second forward pass finds gradients and moments in memory, as all those of a run may."""
+    model.train()
+    for _ in range(2):
+        start = time.perf_counter()
+        accelerator.backward(loss())
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+        if not grad_norm.isfinite():
+            raise FloatingPointError(f"a micro-batch of the longest rows has a gradient of norm {grad_norm}")
+        optimizer.step()
+    if accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    peak = peak_memory_mb(accelerator.device)
+    return f"one update of the largest micro-batch: {seconds:.2f} s, peak memory {peak:,.0f} MB"

@@ -31,8 +31,8 @@ from common.card import (
     sparkline,
     usage_lines,
 )
-from common.cli import InputError
-from common.identity import SIZES, blind_spots, describe, differences, environment, identity, other_length
+from common.cli import InputError, flag_of
+from common.identity import SIZES, describe, differences, environment, identity, nearly_the_same
 from common.launch import OUT_OF_MEMORY, peak_memory_mb, set_threads
 from common.screen import screen, table_of, visible
 from common.trackers import check_tracker, log_samples, open_tracker
@@ -114,6 +114,9 @@ class Run:
         self.main = accelerator.is_main_process
         set_threads(args.threads)  # again: accelerate may have set them
         self.identity = identity(algo, args, script)
+        if unknown := self.identity["not_compared"]:
+            names = ", ".join(map(flag_of, unknown))
+            self.say(f"warning: what {names} holds cannot be hashed: another object there is taken for the same run")
         self.dir = None
         self.signal = None
         self.stepped = False  # since the start of this process
@@ -172,18 +175,19 @@ class Run:
             raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists():
             text = f"{folder} is finished, its model is in {folder}/hf_model; --resume never repeats the run"
-            self.say(text + blind_spots(new))
+            self.say(text)
             return folder, None, {}, True, True
         same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
         if same:
             path, state = ckpt.newest_checkpoint(folder, new["algo"], self.say)
-            self.say(f"continuing {folder} from step {state.get('step', 0)}{blind_spots(new)}")
+            self.say(f"continuing {folder} from step {state.get('step', 0)}")
         elif path:
             origin = path.resolve().parents[1] / "env.json"
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
-        elif self.args.resume == "auto" and (shorter := other_length(folder, new)):
-            self.say(f"{shorter} holds this run with another length; to continue that one: --resume {shorter}")
+        elif self.args.resume == "auto" and (other := nearly_the_same(folder, new)):
+            lines = "; ".join(differences(json.loads((other / "env.json").read_text()), new))
+            self.say(f"{other} holds nearly this run ({lines}); to continue that one: --resume {other}")
         return folder, path, state, False, same
 
     def _begin(self):

@@ -61,8 +61,8 @@ from common.args import (
 from common.checkpoint import replacing
 from common.cli import InputError, cli, stop_if
 from common.functions import build, call_metric, call_reward, load_function, spec_path
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.logging import Run, closes_run, on_main
-from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.models import check_directory, quiet_libraries
 from common.rows import load_rows, load_sets, set_flag, set_prefix, with_prompts
 from common.screen import screen, visible

@@ -55,8 +55,8 @@ from common.args import (
 )
 from common.cli import InputError, cli, stop_if
 from common.functions import build, load_function
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import (
     as_decoder,
     end_tokens,

@@ -75,8 +75,13 @@ from common.cache import closed_ranks, write_in_place
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, stop_if
 from common.functions import build, load_function, refuse_mistyped
+from common.launch import (
+    accumulate,
+    learning_rate,
+    make_optimizer,
+    optimizer_step,
+)
 from common.logging import Run, closes_run
-from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.models import (
     as_decoder,
     end_tokens,

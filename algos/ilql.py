@@ -73,8 +73,8 @@ from common.args import (
 )
 from common.cli import InputError, cli, stop_if
 from common.functions import build, load_function, spec_path
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import as_decoder, freeze, lm_class, load_model, max_positions, unsharded
 from common.output import has_plain_output, in_chunks
 from common.rows import load_rows, load_sets, set_flag, set_prefix, texts
@@ -350,7 +350,8 @@ def hidden_states(lm, ids, query_mask=None, logits=False):
         hidden.append(inputs[0])
         if logits:
             return inputs
-        return inputs[0][:, :1].contiguous(), *inputs[1:]  # as contiguous_input in common/models.py
+        # nobody reads these logits; of a strided slice, kernels would copy the weight for every row
+        return inputs[0][:, :1].contiguous(), *inputs[1:]
 
     hook = lm.get_output_embeddings().register_forward_pre_hook(record)
     try:

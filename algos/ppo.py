@@ -71,8 +71,14 @@ from common.cache import closed_ranks, write_in_place
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, stop_if
 from common.functions import build, load_function, refuse_mistyped, spec_path
+from common.launch import (
+    accumulate,
+    learning_rate,
+    make_optimizer,
+    optimizer_step,
+    reduce_sums,
+)
 from common.logging import Run, closes_run
-from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import (
     as_decoder,
     blocks,

@@ -41,8 +41,14 @@ from common.args import Count, DataArgs, ModelArgs, NonNegative, OptimizerArgs, 
 from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
 from common.cli import InputError, cli, stop_if
 from common.functions import build
+from common.launch import (
+    accumulate,
+    learning_rate,
+    make_optimizer,
+    optimizer_step,
+    reduce_sums,
+)
 from common.logging import Run, closes_run
-from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.models import freeze, load_pretrained, max_positions, set_attention, unsharded
 from common.pairs import can_pack, in_lines, longer_side, pair_length, score_pairs, split_rows
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix

@@ -38,8 +38,8 @@ from common.adapters import train_adapters
 from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, RunArgs, SamplingArgs, problems_of
 from common.cli import InputError, cli, stop_if
 from common.functions import build, load_function
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.logging import Run, closes_run
-from common.machine import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
 from common.output import call_with_output, in_chunks
 from common.pairs import can_pack

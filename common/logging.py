@@ -34,8 +34,8 @@ from common.card import (
     usage_lines,
 )
 from common.cli import InputError, flag_of
-from common.identity import LENGTHS, SIZES, describe, differences, environment, identity, other_length
-from common.machine import describe_layout, is_out_of_memory, launch, memory_advice, peak_memory_mb, set_threads
+from common.identity import LENGTHS, SIZES, describe, differences, environment, identity, nearly_the_same
+from common.launch import OUT_OF_MEMORY, describe_layout, launch, peak_memory_mb, set_threads
 from common.screen import screen, table_of, visible
 from common.seeding import seed_libraries, stream_rows
 from common.trackers import check_tracker, log_samples, open_tracker
@@ -83,9 +83,11 @@ def closes_run(main):
         try:
             check_tracker(args.track)
             return main(args)
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise InputError(memory_advice(args)) from error
+        except RuntimeError as error:
+            from accelerate.utils.memory import should_reduce_batch_size
+
+            if should_reduce_batch_size(error):
+                raise InputError(OUT_OF_MEMORY) from error
             raise
         finally:
             for run in list(_open):
@@ -110,6 +112,9 @@ class Run:
         set_threads(args.threads)  # again: accelerate may have set them
         self.algo = Path(script).stem
         self.identity = identity(self.algo, args, script)
+        if unknown := self.identity["not_compared"]:
+            names = ", ".join(map(flag_of, unknown))
+            self.say(f"warning: what {names} holds cannot be hashed: another object there is taken for the same run")
         self.signal = None
         self.stepped = False  # since the start of this process
         self.made = False  # whether this process has made the directory
@@ -173,8 +178,9 @@ class Run:
             origin = path.resolve().parents[1] / "env.json"
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
-        elif self.args.resume == "auto" and (shorter := other_length(folder, new)):
-            self.say(f"{shorter} holds this run with another length; to continue that one: --resume {shorter}")
+        elif self.args.resume == "auto" and (other := nearly_the_same(folder, new)):
+            lines = "; ".join(differences(json.loads((other / "env.json").read_text()), new))
+            self.say(f"{other} holds nearly this run ({lines}); to continue that one: --resume {other}")
         return folder, path, state, False, same
 
     def _make_folder(self):

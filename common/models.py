@@ -58,7 +58,6 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         where = describe_source(args, path, flag, base, revision)
         raise InputError(f"{where} cannot be loaded: {' '.join(str(error).split())}") from None
     model = repaired(model, args)
-    fuse_gelu(model)
     problems = model_problems(model, tokenizer, mismatched, is_classifier="Sequence" in auto_class)
     stop_if([f"{flag} {path}: {problem}" for problem in problems[:1]])
     return model, tokenizer, sorted(missing)
@@ -130,17 +129,6 @@ def load_weights(auto_class, path, base, revision, keywords):
         if Path(base).is_dir():  # found from everywhere
             model.peft_config["default"].base_model_name_or_path = str(Path(base).resolve())
     return model, missing, sorted(mismatched)
-
-
-def fuse_gelu(model):
-    """GPT-2's GELU (arXiv 1606.08415, the form with tanh) in torch's one kernel, for transformers' eight, each of which
-    reads and writes all activations. It is the same function to rounding; the configuration that is exported stays."""
-    from transformers.activations import NewGELUActivation
-
-    for module in model.modules():
-        for name, child in module.named_children():
-            if type(child) is NewGELUActivation:
-                setattr(module, name, nn.GELU(approximate="tanh"))
 
 
 def describe_source(args, path, flag, base, revision):
@@ -233,7 +221,6 @@ def load_model(args, path, flag="--model"):
     # the exported model ends where it was trained to
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     tokenizer.ends = ends  # for `row_ends`
-    model.get_output_embeddings().register_forward_pre_hook(contiguous_input)
     return model, tokenizer
 
 
@@ -244,11 +231,6 @@ def end_tokens(lm):
     if ends is None:
         return []
     return list(ends) if isinstance(ends, list | tuple) else [ends]
-
-
-def contiguous_input(module, inputs):
-    """Hook: a strided slice times a frozen weight makes CPU kernels copy the weight for every row."""
-    return inputs[0].contiguous(), *inputs[1:]
 
 
 def load_reference(args, path, lm, tokenizer):

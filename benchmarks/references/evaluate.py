@@ -22,7 +22,7 @@ import safetensors.torch
 from algos import ddpo, dpo, ppo, reward
 from common.cli import from_task
 from common.functions import build
-from common.machine import launch, set_threads
+from common.launch import launch, set_threads
 from common.pairs import can_pack
 from common.seeding import seed_libraries
 

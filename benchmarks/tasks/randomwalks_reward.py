@@ -20,7 +20,7 @@ import torch
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from benchmarks.tasks.randomwalks import CONTEXT, GOAL, LETTERS, MAX_NODES, graph, optimality, tokenizer
-from common.machine import fast_cpu_matmul
+from common.launch import fast_cpu_matmul
 from common.seeding import rng, seed_libraries
 
 STEPS = 2000

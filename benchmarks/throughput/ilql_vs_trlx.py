@@ -17,7 +17,7 @@ from functools import reduce
 from statistics import fmean, mean, median, stdev
 
 import torch
-from measurement import main, short_run
+from measurement import keep_freed_memory, main, short_run
 from ppo_gpt2_small import END, LR, SHAPE, VOCABULARY, forward_flops, prepare
 from tables import agreement, by_mode, first_of, mode_table, precision, provenance, ratios, spread
 from torch import nn
@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from algos import ilql  # found by way of measurement
 from benchmarks.tasks import randomwalks
 from common import models
-from common.machine import fast_cpu_matmul, keep_freed_memory
+from common.launch import fast_cpu_matmul
 from common.seeding import rng, stream_rows
 
 # ---- Workloads -------------------------------------------------------------------------------------------------------

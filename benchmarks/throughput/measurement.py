@@ -7,6 +7,7 @@ waits for a quiet machine nor drops a run.
 
 import argparse
 import csv
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -17,14 +18,13 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from common.machine import fast_cpu_matmul, keep_freed_memory
+from common.launch import fast_cpu_matmul
 
 TINY = bool(os.environ.get("PLAINRL_BENCH_TINY"))
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
@@ -92,8 +92,15 @@ def peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def keep_freed_memory():
+    """Lets the C library keep freed memory, which no flag of a peer does and plainrl does not."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+    libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
 def memory_of(mode):
-    """Lets the C library keep freed memory, as our scripts do, in the modes of a peer that are named for it."""
+    """Keeps freed memory in the modes of a peer that are named for it."""
     if mode.endswith("kept-memory"):
         keep_freed_memory()
 
@@ -164,7 +171,7 @@ def short_run(script, mode, **flags):
     would write its only checkpoint: saving is not measured."""
 
     from common import checkpoint
-    from common import machine as of_scripts
+    from common import launch as of_scripts
 
     class Measured(Exception):
         pass
@@ -178,8 +185,6 @@ def short_run(script, mode, **flags):
         stack.enter_context(patch.object(checkpoint, "pack_state", stop))
         if mode == "fp32-highest":
             stack.enter_context(patch.object(of_scripts, "fast_cpu_matmul", lambda: False))
-        if mode == "fp32-malloc":
-            stack.enter_context(patch.object(of_scripts, "ctypes", SimpleNamespace(CDLL=lambda name: None)))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         with suppress(Measured):
             script.main(script.Args(run_dir=f"{folder}/run", threads=THREADS, **off, **flags))

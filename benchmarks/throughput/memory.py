@@ -33,7 +33,7 @@ from tables import distinct, grouped, markdown, provenance
 from torch.profiler import profile, record_function
 
 from common import output  # found by way of measurement
-from common.machine import fast_cpu_matmul, keep_freed_memory
+from common.launch import fast_cpu_matmul
 
 # ---- Workload: the peer imports it from here -------------------------------------------------------------------------
 
@@ -326,7 +326,6 @@ def record(results, packages, measure, *options):
     where = machine(packages)
     torch.set_num_threads(THREADS)
     fast_cpu_matmul()
-    keep_freed_memory()
     ticks = cpu_ticks()
     rows = measure(*options)
     where["steal"] = f"{steal_since(ticks):.4f}"

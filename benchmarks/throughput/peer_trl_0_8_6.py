@@ -26,7 +26,7 @@ from ppo_gpt2_small import (
 from transformers import PreTrainedTokenizerFast, set_seed
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 
-from common.machine import fast_cpu_matmul
+from common.launch import fast_cpu_matmul
 
 
 def measure(mode, model_dir):

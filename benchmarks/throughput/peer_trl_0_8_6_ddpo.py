@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
 from trl.models import modeling_sd_base
 
-from common.machine import fast_cpu_matmul
+from common.launch import fast_cpu_matmul
 
 
 class GivenNoise(DefaultDDPOStableDiffusionPipeline):

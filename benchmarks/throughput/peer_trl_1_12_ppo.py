@@ -39,7 +39,7 @@ from transformers import (
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
-from common.machine import fast_cpu_matmul
+from common.launch import fast_cpu_matmul
 
 
 class Clock(TrainerCallback):

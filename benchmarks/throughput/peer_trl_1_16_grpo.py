@@ -37,7 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from trl import GRPOConfig, GRPOTrainer
 
-from common.machine import fast_cpu_matmul
+from common.launch import fast_cpu_matmul
 
 
 class GivenIds(LogitsProcessor):

@@ -18,7 +18,7 @@ from ppo_gpt2_small import LR
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
-from common.machine import fast_cpu_matmul
+from common.launch import fast_cpu_matmul
 
 
 class TimedDPOTrainer(DPOTrainer):

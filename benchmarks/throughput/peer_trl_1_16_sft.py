@@ -16,7 +16,7 @@ from sft_mixed_lengths import BATCH, LONGEST, PEER_MODES, SEED, STEPS, figures, 
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from common.machine import fast_cpu_matmul
+from common.launch import fast_cpu_matmul
 
 
 class Clock(TrainerCallback):

@@ -35,7 +35,6 @@ MODES = {  # of algos/ppo.py: flags, and what they show
     "fp32-highest": ({"attn_implementation": "eager"}, "fp32 without matmul precision medium"),
     "fp32-sdpa": ({"attn_implementation": "sdpa"}, "fp32 without eager attention"),
     "fp32-decode-4": ({"decode_batch_size": 4}, "fp32 without one-batch rollouts: 4 rows at a time"),
-    "fp32-malloc": ({}, "fp32 without keeping freed memory (glibc's default thresholds)"),
     "bf16": ({"mixed_precision": "bf16"}, "`--mixed-precision bf16`: weights and optimizer fp32"),
     "fp32-2-layers": ({"num_layers_unfrozen": 2}, "`--num-layers-unfrozen 2`: the frozen blocks run in no update"),
     "fp32-2-layers-no-cache": (
@@ -43,6 +42,9 @@ MODES = {  # of algos/ppo.py: flags, and what they show
         "the same with `--no-cache-trunk`: the frozen blocks run in every pass",
     ),
     "bf16-2-layers": ({"mixed_precision": "bf16", "num_layers_unfrozen": 2}, "both"),
+}
+OLDER_MODES = {  # of stored rows alone: what they switch off is gone
+    "fp32-malloc": ({}, "fp32 without keeping freed memory (glibc's default thresholds)"),
 }
 PEER_MODES = {  # of PPOTrainer of TRL 0.8.6: (rows of a generate call, our matmul precision); 2-layers trains as many
     "defaults": ((4, False), "TRL 0.8.6 with its default `generate(batch_size=4)`"),
@@ -178,7 +180,7 @@ counted, {counted} is.
 
 def section(rows):
     """The text of the section, from the rows of results_ppo.csv."""
-    texts = {mode: text for mode, (_, text) in (MODES | PEER_MODES | NEW_PEER_MODES).items()}
+    texts = {mode: text for mode, (_, text) in (MODES | OLDER_MODES | PEER_MODES | NEW_PEER_MODES).items()}
     shown = {"seconds_rollout": ("rollout s", 2), "seconds_update": ("update s", 2), "seconds": ("iteration s", 2)}
     shown |= {"tokens_per_sec": ("tokens/s", 0), "peak_memory_mb": ("peak memory MB", 0)}
     shown |= {"fraction": ("fraction of GEMM peak", 3)}

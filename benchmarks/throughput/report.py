@@ -94,14 +94,14 @@ Goals that are missed, and what the profile at the end of this page says:
 - `fraction of GEMM peak`: useful work (nothing computed twice, no padding) over seconds and over the peak of a 1024 x
   768 x 3072 matrix product, the larger of two measurements in the same process, before and after. That of fp32 is the
   denominator of every mode but bf16.
-- `matmul precision medium`: as common/machine.py sets it, which leaves it at highest on CPUs of Intel.
+- `matmul precision medium`: as common/launch.py sets it, which leaves it at highest on CPUs of Intel.
 - The systems run in turn, one process a run, with the same weights and data; first steps or iterations are not counted.
   Dropout, evaluation and saving are off. In sft, reward, dpo and grpo, both systems have AdamW of the same betas, a
   constant learning rate and gradients clipped at 1.
-- What no flag gives TRL: plainrl lets the C library keep freed memory (common/machine.py), and GPT-2's GELU is one
-  kernel of torch (`fuse_gelu` in common/models.py). The modes `kept-memory` of TRL, and `same-flags` of ilql's peer,
-  keep freed memory, too; what that would save TRL in a table without such a mode is not measured. All peers ask for
-  pages of 2 MB, with their defaults, too.
+- What no flag gives TRL: at the commits of these tables plainrl let the C library keep freed memory, and computed
+  GPT-2's GELU in one kernel of torch. It no longer does either. The modes `kept-memory` of TRL, and `same-flags` of
+  ilql's peer, keep freed memory, too; what that would save TRL in a table without such a mode is not measured. All
+  systems asked for pages of 2 MB, with their defaults, too; now none does.
 - Before a run, other processes leave at least 90 % of the machine idle for two seconds. The load average before a run
   includes the runs before it.
 - Steal is the share of all processors that the hypervisor took during a run; a run with more than 3 % is repeated. It

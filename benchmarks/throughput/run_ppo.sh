@@ -22,7 +22,6 @@ for repeat in $(seq "$repeats"); do
     ours fp32-highest
     ours fp32-sdpa
     ours fp32-decode-4
-    ours fp32-malloc
     old 2-layers-tuned
     ours fp32-2-layers-no-cache
 done

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteri
 
 from algos import ppo  # found by way of measurement
 from common.adapters import train_adapters
-from common.machine import fast_cpu_matmul, keep_freed_memory
+from common.launch import fast_cpu_matmul
 from common.sampling import generate_all, pad_left
 from common.seeding import rng
 
@@ -133,7 +133,6 @@ def measure(shape, lora_r, repeat, results):
     where = machine(["torch", "transformers"])
     torch.set_num_threads(THREADS)
     fast_cpu_matmul()
-    keep_freed_memory()
     lm = build(shape, lora_r)
     queries, limits = workload(shape)
     run_now(lm, queries[:2], limits[:2].clamp(max=3))  # what only a first call does

@@ -65,7 +65,7 @@ from common.logging import Run, closes_run, on_main
 from common.machine import describe_layout, launch, try_update
 from common.models import check_directory, quiet_libraries
 from common.ranges import Count, Decay, Name, Natural, NonNegative, Positive, Range, Repository, Share, out_of_range
-from common.screen import screen, visible
+from common.report import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers

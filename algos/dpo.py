@@ -57,7 +57,6 @@ from torch.nn import functional as F
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
-    asked_messages,
     encode_prompts,
     fill_lines,
     have_bos,
@@ -98,8 +97,8 @@ from common.ranges import (
     Text,
     out_of_range,
 )
+from common.report import example_of_use, screen, visible
 from common.sampling import evaluate_samples
-from common.screen import screen, visible
 from common.seeding import seed_libraries, stream_rows
 from common.structure import packing_problem
 
@@ -991,8 +990,7 @@ def main(args):
     run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after DPO on {run.identity['flags']['dataset']}"
     chosen, _, prompt_length = data.pairs[0]
-    prompt = asked_messages(data.rows[0]) or tokenizer.decode(chosen[:prompt_length])
-    metrics = run.finish(title, prompt)
+    metrics = run.finish(title, *example_of_use(lm, tokenizer, chosen[:prompt_length]))
     accelerator.end_training()
     return metrics, run.dir
 

@@ -70,7 +70,6 @@ from torch.nn import functional as F
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
-    asked_messages,
     check_text_columns,
     encode_prompts,
     have_bos,
@@ -103,8 +102,8 @@ from common.ranges import (
     Text,
     out_of_range,
 )
+from common.report import visible
 from common.sampling import evaluate_samples
-from common.screen import visible
 from common.seeding import rng, seed_libraries, stream_rows
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
@@ -1148,7 +1147,7 @@ def main(args):
     run.export(to_export(lm, args), tokenizer, "hf_model", {HEADS_FILE: policy.head_weights()})
     title = f"{run.identity['flags']['model']} after ILQL on {run.identity['flags']['dataset']}"
     first = data.episodes[0]
-    prompt = asked_messages(data.rows[0]) or tokenizer.decode(first.ids[: first.actions[0]])
+    prompt = tokenizer.decode(first.ids[: first.actions[0]])
     metrics = run.finish(title, prompt, usage(by_beta(run.newest_metrics()), args))
     accelerator.end_training()
     return metrics, run.dir

@@ -63,10 +63,9 @@ from torch.nn import functional as F
 
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.cache import closed_ranks, write_in_place
-from common.card import SEQ2SEQ_USAGE, USAGE
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, embedded_task, missing, stop_if
-from common.data import asked_messages, encode_prompts, load_rows, load_sets, set_flag, set_prefix
+from common.data import encode_prompts, load_rows, load_sets, set_flag, set_prefix
 from common.functions import build, load_function, refuse_mistyped, spec_path
 from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, longest_micro_batch, try_update
@@ -98,6 +97,7 @@ from common.ranges import (
     Text,
     out_of_range,
 )
+from common.report import example_of_use, visible
 from common.sampling import (
     decode,
     evaluate_samples,
@@ -107,7 +107,6 @@ from common.sampling import (
     pad_left,
     score_outputs,
 )
-from common.screen import visible
 from common.seeding import draw, rng, seed_libraries, stream_rows
 from common.structure import cache_problem
 
@@ -1193,8 +1192,7 @@ def main(args):
 
     run.export(to_export(lm, args), tokenizer, "hf_model", heads)
     title = f"{run.identity['flags']['model']} after PPO on {run.identity['flags']['reward']}"
-    usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
-    metrics = run.finish(title, asked_messages(data.rows[0]) or data.rows[0]["prompt"], usage)
+    metrics = run.finish(title, *example_of_use(lm, tokenizer, data.queries[0]))
     accelerator.end_training()
     return metrics, run.dir
 

@@ -68,8 +68,8 @@ from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, longest_micro_batch, try_update
 from common.models import end_tokens, freeze, load_model, load_pretrained, max_positions, set_attention, unsharded
 from common.ranges import Count, Decay, Layers, Name, Natural, NonNegative, Positive, Repository, out_of_range
+from common.report import screen, visible
 from common.sampling import decode, generate_all, kept_ids
-from common.screen import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
 from common.structure import packing_problem
 

@@ -48,10 +48,8 @@ import torch
 from torch.nn import functional as F
 
 from common.adapters import adapter_problems, to_export, train_adapters
-from common.card import SEQ2SEQ_USAGE, USAGE
 from common.cli import InputError, cli, embedded_task, missing, stop_if
 from common.data import (
-    asked_messages,
     encode_prompts,
     fill_lines,
     have_bos,
@@ -81,8 +79,8 @@ from common.ranges import (
     Text,
     out_of_range,
 )
+from common.report import example_of_use, visible
 from common.sampling import evaluate_samples
-from common.screen import visible
 from common.seeding import seed_libraries, stream_rows
 from common.structure import packing_problem
 
@@ -611,7 +609,7 @@ def encode(data, lm, tokenizer, args):
             for ids in queries_of_rows([row], tokenizer, args.max_new_tokens, limit, encoder):
                 data.queries.append(ids)
                 prompt = tokenizer.decode(ids, skip_special_tokens=True)
-                data.prompts.append({"prompt": prompt, "messages": asked_messages(row)})
+                data.prompts.append({"prompt": prompt})
         if not data.queries:
             data.report += f"\nno samples: no prompt leaves room for --max-new-tokens {args.max_new_tokens}"
     return max_length
@@ -776,10 +774,7 @@ def main(args):
     run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after SFT on {run.identity['flags']['dataset']}"
     ids, labels = data.examples[0]
-    encoder = lm.config.is_encoder_decoder
-    prompt = asked_messages(data.rows[0])
-    prompt = prompt or tokenizer.decode(ids[: first_label(labels)], skip_special_tokens=encoder)
-    metrics = run.finish(title, prompt, SEQ2SEQ_USAGE if encoder else USAGE)
+    metrics = run.finish(title, *example_of_use(lm, tokenizer, ids[: first_label(labels)]))
     accelerator.end_training()
     return metrics, run.dir
 

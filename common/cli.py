@@ -1,5 +1,6 @@
 """The command line: flags, YAML files of flags, names that flags have elsewhere, bad input."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -15,7 +16,6 @@ from pathlib import Path
 import yaml
 
 from common.help import help_text
-from common.screen import screen
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,20 +60,18 @@ def cli(args_class, main):
     try:
         argv = sys.argv[1:]
         if not {"-h", "--help"}.isdisjoint(argv):
-            screen.say(help_text(args_class).rstrip())
+            with contextlib.suppress(BrokenPipeError):  # `| head`
+                print(help_text(args_class).rstrip(), flush=True)
             return
         args = parse(argv, args_class)
         main(args)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
-        screen.stop()
         if error.__cause__ is not None:  # the user's own code failed: where
             traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    finally:
-        screen.stop()
 
 
 def parse(argv, args_class):
@@ -84,7 +82,7 @@ def parse(argv, args_class):
     with_task = with_embedded_task(argv, args_class)
     args = tyro.cli(args_class, args=expand_config(with_task, args_class))
     if with_task != argv and os.environ.get("RANK", "0") == "0":
-        screen.say(describe_task(args_class.task_file))
+        print(describe_task(args_class.task_file), flush=True)
     return args
 
 

@@ -20,22 +20,23 @@ import torch
 import yaml
 
 from common import checkpoint as ckpt
-from common.card import (
-    USAGE,
-    draw_curves,
-    how_to_continue,
-    model_card,
-    newest_values,
-    points,
-    readable,
-    sparkline,
-    usage_lines,
-)
 from common.cli import InputError
 from common.identity import SIZES, blind_spots, describe, differences, environment, identity, other_length
 from common.machine import is_out_of_memory, memory_advice, peak_memory_mb, set_threads
-from common.screen import screen, table_of, visible
-from common.trackers import check_tracker, log_samples, open_tracker
+from common.report import (
+    check_tracker,
+    draw_curves,
+    how_to_continue,
+    log_samples,
+    model_card,
+    newest_values,
+    open_tracker,
+    points,
+    screen,
+    sparkline,
+    table_of,
+    visible,
+)
 
 CHECKPOINTS = "a run directory with checkpoints, or one of these (checkpoints/step_00000100)"
 _open = []  # runs of this process that are not closed
@@ -117,6 +118,7 @@ class Run:
         self.stepped = False  # since the start of this process
         self.made = False  # whether this process has made the directory
         self.mirror = None
+        self.in_status = ()  # metrics of the picture and the card, behind the headline
         self.noted = None
         self.lock = None
         self.handlers = {}
@@ -419,7 +421,7 @@ class Run:
         if self.dir:
             self.append("samples.jsonl", *({"step": step, **row} for row in rows))
             self._mirror(log_samples, self.accelerator, rows, step=step)
-        self.say(table_of([readable(row) for row in rows[:show]], f"samples at step {step}"))
+        self.say(table_of(rows[:show], f"samples at step {step}"))
 
     def status(self, step, text):
         """For the live line of a terminal; elsewhere a line at most every 5 s, and one for the last step."""
@@ -445,9 +447,9 @@ class Run:
             whole[file] = {key: getattr(x, "full_tensor", x.detach)() for key, x in tensors.items()}
         on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, whole)
 
-    def finish(self, title, prompt, usage=USAGE, library="transformers", pictures=""):
-        """Prints the last lines and writes the model card, which marks the run as finished. prompt: a text or messages,
-        for the example of use. Returns the newest value of every metric."""
+    def finish(self, title, prompt, usage, library="transformers", pictures=""):
+        """Prints the last lines and writes the model card, which marks the run as finished. prompt and usage: as
+        `example_of_use` returns them. Returns the newest value of every metric."""
         metrics = on_main(self.accelerator, self._finish, title, prompt, usage, library, pictures)
         self.close()
         return metrics
@@ -473,7 +475,7 @@ class Run:
             start = time.monotonic()
             records = self._records()
             title = f"{self.dir.resolve().name}: {self.identity['flags']['model']}"
-            draw_curves(records, self._headline(records), title, self.dir / "curve.png")
+            draw_curves(records, [self._headline(records), *self.in_status], title, self.dir / "curve.png")
             end = time.monotonic()
             self.next_picture = end + 50 * (end - start)
         except ImportError:
@@ -489,7 +491,8 @@ class Run:
         values = [value for _, value in points(records, headline)]
         self._draw()
         folder = str(self.dir / "hf_model")
-        usage = usage_lines(usage, folder, prompt, getattr(self.args, "max_new_tokens", None))
+        length = getattr(self.args, "max_new_tokens", None)
+        usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
         if values:
             self.say(f"\n{headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}")
         places = f"card: {self.dir}/README.md\npicture: {self.dir}/curve.png\nmodel: {self.dir}/hf_model"
@@ -499,7 +502,8 @@ class Run:
         env = json.loads((self.dir / "env.json").read_text())
         samples = self._records("samples.jsonl")
         continuing = how_to_continue(self.dir, self.total_steps, self.longer, self.best_step)
-        card = model_card(env, title, headline, records, samples, usage, library, pictures, continuing)
+        names = [headline, *self.in_status]
+        card = model_card(env, title, names, records, samples, usage, library, pictures, continuing)
         ckpt.write_text(self.dir / "README.md", card)
         return metrics
 

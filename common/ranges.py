@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple, Union
 
 from common.cli import flag_of, stop_if
-from common.screen import visible
+from common.report import visible
 
 
 class Range(NamedTuple):

@@ -37,7 +37,7 @@ from common.ranges import (
     find_range,
     out_of_range,
 )
-from common.screen import visible
+from common.report import visible
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
 NAN, INF = float("nan"), float("inf")

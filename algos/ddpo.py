@@ -64,8 +64,8 @@ from common.functions import build, call_metric, call_reward, load_function, spe
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.logging import Run, closes_run, on_main
 from common.models import check_directory, quiet_libraries
+from common.report import screen, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix, with_prompts
-from common.screen import screen, visible
 from common.seeding import rng
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers

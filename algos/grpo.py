@@ -94,6 +94,7 @@ from common.models import (
     unsharded,
 )
 from common.output import call_with_output, in_chunks
+from common.report import example_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import (
     decode,
@@ -105,7 +106,6 @@ from common.sampling import (
     score_outputs,
     total,
 )
-from common.screen import visible
 from common.seeding import draw, rng
 from common.structure import cache_problem
 from common.tokens import encode_prompts
@@ -819,7 +819,7 @@ def main(args):
         run.log(run.step, metrics | evaluation, tokens=tokens, episodes=args.rollout_batch_size)
         run.save(run.step, export, evaluation.get(headline))
 
-    return run.finish(export, data.rows[0]["prompt"])
+    return run.finish(export, *example_of_use(lm, tokenizer, data.queries[0]))
 
 
 if __name__ == "__main__":

@@ -77,9 +77,9 @@ from common.launch import accumulate, learning_rate, make_optimizer, optimizer_s
 from common.logging import Run, closes_run
 from common.models import as_decoder, freeze, lm_class, load_model, max_positions, unsharded
 from common.output import has_plain_output, in_chunks
+from common.report import visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix, texts
 from common.sampling import evaluate_samples
-from common.screen import visible
 from common.seeding import rng
 from common.tokens import encode_prompts, encode_segments, pad_rows, row_ends
 

@@ -93,6 +93,7 @@ from common.models import (
     unsharded,
 )
 from common.output import call_with_output, in_chunks
+from common.report import example_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import (
     decode,
@@ -102,7 +103,6 @@ from common.sampling import (
     kept_ids,
     score_outputs,
 )
-from common.screen import visible
 from common.seeding import draw, rng
 from common.structure import cache_problem
 from common.tokens import encode_prompts
@@ -1024,7 +1024,7 @@ def main(args):
         run.log(run.step, metrics | evaluation, tokens=int(mask.sum()), episodes=size)
         run.save(run.step, export, evaluation.get(headline))
 
-    return run.finish(export, data.rows[0]["prompt"])
+    return run.finish(export, *example_of_use(lm, tokenizer, data.queries[0]))
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ from common.launch import (
 from common.logging import Run, closes_run
 from common.models import freeze, load_pretrained, max_positions, set_attention, unsharded
 from common.pairs import can_pack, in_lines, longer_side, pair_length, score_pairs, split_rows
+from common.report import visible
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
-from common.screen import visible
 from common.seeding import rng
 
 # Last lines of a run, and of its card: how the model is loaded and asked.

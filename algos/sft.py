@@ -43,9 +43,9 @@ from common.logging import Run, closes_run
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
 from common.output import call_with_output, in_chunks
 from common.pairs import can_pack
+from common.report import example_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import evaluate_samples
-from common.screen import visible
 from common.tokens import (
     collate,
     encode_prompts,
@@ -386,7 +386,6 @@ def main(args):
     accelerator = run.accelerator
     device = accelerator.device
     lm, tokenizer = load(args, path, device)
-    encoder = lm.config.is_encoder_decoder
     max_length = encode(data, lm, tokenizer, args)
     line_nll = partial(line_terms, token_nll, pad=tokenizer.pad_token_id, device=device)
     packing = can_pack(run, lm, args)
@@ -435,8 +434,7 @@ def main(args):
         run.save(step, export, score)
 
     ids, labels = data.examples[0]
-    prompt = tokenizer.decode(ids[: first_label(labels)], skip_special_tokens=encoder)
-    return run.finish(export, prompt)
+    return run.finish(export, *example_of_use(lm, tokenizer, ids[: first_label(labels)]))
 
 
 if __name__ == "__main__":

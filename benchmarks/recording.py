@@ -63,7 +63,8 @@ def transcript(pieces, begin=0.0):
     rest = ""
     for seconds, text in pieces:
         seconds += begin
-        text = rest + text.replace("\r\n", "\n")
+        text = re.sub(r"\x1b\[\?25[lh]", "", text.replace("\r\n", "\n"))  # the cursor, shown and hidden
+        text = rest + text.replace("\n\r\x1b[1A", "")  # the end of the live line
         *parts, rest = re.split(r"(?<=[\r\n])", text)
         for part in parts:
             line = part.replace("\x1b[2K", "").strip("\r\n")

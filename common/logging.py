@@ -22,23 +22,24 @@ import yaml
 
 from common import checkpoint as ckpt
 from common.adapters import to_export
-from common.card import (
-    SEQ2SEQ_USAGE,
-    USAGE,
-    draw_curves,
-    how_to_continue,
-    model_card,
-    newest_values,
-    points,
-    sparkline,
-    usage_lines,
-)
 from common.cli import InputError, flag_of
 from common.identity import LENGTHS, SIZES, describe, differences, environment, identity, nearly_the_same
 from common.launch import OUT_OF_MEMORY, describe_layout, launch, peak_memory_mb, set_threads
-from common.screen import screen, table_of, visible
+from common.report import (
+    check_tracker,
+    draw_curves,
+    how_to_continue,
+    log_samples,
+    model_card,
+    newest_values,
+    open_tracker,
+    points,
+    screen,
+    sparkline,
+    table_of,
+    visible,
+)
 from common.seeding import seed_libraries, stream_rows
-from common.trackers import check_tracker, log_samples, open_tracker
 
 CHECKPOINTS = "a run directory with checkpoints, or one of these (checkpoints/step_00000100)"
 _open = []  # runs of this process that are not closed
@@ -479,17 +480,15 @@ class Run:
             whole[file] = {key: getattr(x, "full_tensor", x.detach)() for key, x in tensors.items()}
         on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, whole)
 
-    def finish(self, export, prompt, usage=None, library="transformers", pictures=lambda: ""):
-        """Exports the model, prints the last lines and writes the model card, which marks the run as finished. prompt:
-        a text for the example of use. Returns the newest value of every metric, and the run directory."""
+    def finish(self, export, prompt, usage, library="transformers", pictures=lambda: ""):
+        """Exports the model, prints the last lines and writes the model card, which marks the run as finished. prompt
+        and usage: as `example_of_use` returns them. Returns the newest value of every metric, and the run directory."""
         if self.args.check:
             parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
             peak = peak_memory_mb(self.accelerator.device)
             self.say(f"one iteration: {parts}; peak memory {peak:,.0f} MB\ncheck passed")
             return {}, None
         export("hf_model")
-        if usage is None:
-            usage = SEQ2SEQ_USAGE if self.pretrained.config.is_encoder_decoder else USAGE
         metrics = on_main(self.accelerator, self._finish, prompt, usage, library, pictures)
         self.close()
         self.accelerator.end_training()
@@ -519,7 +518,8 @@ class Run:
         flags = self.identity["flags"]
         title = f"{flags['model']} trained by {self.algo}.py on {flags.get('reward') or flags['dataset']}"
         folder = str(self.dir / "hf_model")
-        usage = usage_lines(usage, folder, prompt, getattr(self.args, "max_new_tokens", None))
+        length = getattr(self.args, "max_new_tokens", None)
+        usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
         if values:
             self.say(f"\n{self.headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}")
         places = f"card: {self.dir}/README.md\npicture: {self.dir}/curve.png\nmodel: {self.dir}/hf_model"
@@ -529,7 +529,8 @@ class Run:
         env = json.loads((self.dir / "env.json").read_text())
         samples = self._records("samples.jsonl")
         continuing = how_to_continue(self.dir, self.total_steps, self.longer, self.best_step)
-        card = model_card(env, title, self.headline, records, samples, usage, library, pictures(), continuing)
+        names = [self.headline, *self.shown]
+        card = model_card(env, title, names, records, samples, usage, library, pictures(), continuing)
         ckpt.write_text(self.dir / "README.md", card)
         return metrics
 

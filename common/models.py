@@ -15,7 +15,7 @@ from torch import nn
 from common.cli import InputError, stop_if
 from common.functions import refuse_mistyped, spec_path
 from common.output import has_plain_output, one_token
-from common.screen import screen
+from common.report import screen
 from common.structure import padding_problem, routers
 
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken")

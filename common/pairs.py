@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from common.screen import screen
+from common.report import screen
 from common.structure import packing_problem
 from common.tokens import fill_lines
 

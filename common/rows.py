@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.cli import InputError
 from common.functions import build, refuse_mistyped, spec_path
-from common.screen import screen
+from common.report import screen
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ROLES = ("system", "developer", "user", "assistant", "tool")

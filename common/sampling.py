@@ -15,7 +15,7 @@ from common.classifiers import RewardModel
 from common.functions import call_metric, call_reward
 from common.logging import on_main
 from common.models import end_tokens
-from common.screen import screen
+from common.report import screen
 from common.seeding import draw, uniforms
 
 # ---- Ids -------------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def generate_all(
     response_mask = torch.zeros(share, max_new_tokens, dtype=torch.bool, device=device)
     screen.show("sampling" if stream[0] == "rollout" else "evaluating", share)
     autocast_type = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    with for_sampling(lm, autocast_type), accelerator.autocast(), screen.counts_tokens(lm):
+    with for_sampling(lm, autocast_type), accelerator.autocast():
         # the longest first: where memory does not suffice, it shows at once
         for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
             rows = local[places]

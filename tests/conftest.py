@@ -36,9 +36,9 @@ POSITIONS = 32
 @pytest.fixture(scope="session", autouse=True)
 def quick_ends():
     """Runs in the process of the tests leave an empty curve.png and wait for no disk: both took half of their time. The
-    processes that `harness` starts draw the curves, and test_card.py does."""
+    processes that `harness` starts draw the curves, and test_report.py does."""
 
-    def undrawn(records, headline, title, path):
+    def undrawn(records, names, title, path):
         path.touch()
 
     with patch.object(logging, "draw_curves", undrawn), patch.object(os, "fsync", lambda descriptor: None):

@@ -1,0 +1,538 @@
+"""The live line, the picture and the card of a run, and its trackers: `python -m pytest tests/test_report.py`
+
+What is drawn is read from a pseudo-terminal, or from the figure that matplotlib gets; markdown by a parser of it.
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate import tracking
+from harness import command, environment
+from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
+from PIL import Image
+from transformers import AutoTokenizer, pipeline
+
+from algos import sft
+from benchmarks.recording import in_terminal, transcript
+from common import logging, report
+from common.cli import InputError
+from common.logging import duration
+from common.report import Screen
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# ---- Terminal --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_live_line_says_what_happens(columns, work, tmp_path):
+    env = environment(work)
+    env.pop("COLUMNS")
+    argv = [sys.executable, *map(str, command(work, "ppo", "run"))]
+    pieces, code = in_terminal(argv, columns, tmp_path, env)
+    text = "".join(piece for _, piece in pieces)
+    assert code == 0 and "Traceback" not in text
+    pictures = re.findall(r"(?:\r\x1b\[2K|\n)([^\r\n]*)\r(?!\n)", text)
+    assert columns - 5 < max(map(len, pictures)) <= columns
+    assert text.index("loading libraries") < text.index("parameters")
+    activities = []
+    for picture in pictures:
+        for part in picture.split(" | "):
+            if match := re.match(r"[a-z][a-z_ -]*", part):
+                activities.append(match[0].strip())
+    order = [activities.index(name) for name in ("loading libraries", "evaluating", "sampling", "saving")]
+    assert order == sorted(order)
+    assert {"reading --dataset", "scoring", "writing hf_model"} <= {*activities}
+    while_sampling = [picture for picture in pictures if re.match(r"8/24, eta \d+ s \| sampling 0/8 rows", picture)]
+    assert while_sampling and "scores 0." in while_sampling[0]  # the metrics of the iteration before
+    assert re.search(r"\nmodel: \S+hf_model\r\n", text)
+    assert text.endswith("\x1b[1A\x1b[2K")  # nothing of the line is left
+
+
+def test_transcript():
+    pieces = [
+        (0.1, "\x1b[?25lfirst\r\n\r\x1b[2Kloading, 0 s\r"),
+        (0.3, "\r\x1b[2Kreading, 0 s\r"),
+        (1.2, "\r\x1b[2Kreading, 1 s\r"),
+        (2.4, "\r\x1b[2Kreading, 2 s\r\r\x1b[2Ksec"),
+        (2.5, "ond\r\nreading, 2 s\r\r\n\x1b[?25h\r\x1b[1A\x1b[2Kthird\r\n"),
+    ]
+    lines = ["   5.1   first", "   5.1 > loading, 0 s", "   6.2 > reading, 1 s", "   7.5   second", "   7.5   third"]
+    assert transcript(pieces, 5.0) == lines
+
+
+SHOWN = """import sys
+sys.path.insert(0, {root!r})
+from common.report import screen
+screen.start()
+screen.show("sampling", 8)
+screen.metrics = "metric " * 20
+screen.say("words " * 20 + "[red]\\x1b[")
+print("of a reward")
+screen.show("saving")
+screen.stop()
+print("end")
+"""
+
+
+@pytest.mark.parametrize(("shell", "is_live"), [("{}", True), ("{} | cat", False), ("{} 2> /dev/null", False)])
+def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(shell, is_live, tmp_path):
+    """Else not a byte more is written: `| tee log` would print into it. Texts stand above it as they are."""
+    (tmp_path / "shown.py").write_text(SHOWN.format(root=str(ROOT)))
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    pieces, code = in_terminal(["sh", "-c", shell.format(f"{sys.executable} shown.py")], 50, tmp_path, env)
+    text = "".join(piece for _, piece in pieces)
+    said = "words " * 20 + "[red]\x1b[\r\n"
+    assert code == 0
+    if not is_live:
+        assert text == f"{said}of a reward\r\nend\r\n"
+        return
+    assert f"\r\x1b[2K{said}" in text and "\r\x1b[2Kof a reward\r\n" in text
+    assert "\r\x1b[2Ksaving, 0 s | " + ("metric " * 20)[:34] + "…\r" in text
+    assert text.endswith("\x1b[1A\x1b[2Kend\r\n")
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is there
+
+
+def test_long_activities_are_reported_without_a_terminal(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    screen = Screen()
+    screen.start()
+    assert not screen.live  # under pytest there is no terminal
+    screen.show("scoring pairs", 700, "pairs")
+    for now[0] in (110.0, 131.0, 140.0, 163.0):
+        screen.advance(100)
+    assert capsys.readouterr().out == "scoring pairs 200/700 pairs, 31 s\nscoring pairs 400/700 pairs, 63 s\n"
+    for now[0] in (200.0, 240.0):
+        screen.step(1)  # of an iteration of one step, which has its own line
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    screen.show("sampling", 8)
+    now[0] = 300.0
+    screen.advance(1)
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_without_an_output_for_errors(tmp_path):
+    (tmp_path / "shown.py").write_text(SHOWN.format(root=str(ROOT)))
+    done = subprocess.run(f"{sys.executable} {tmp_path}/shown.py 2>&-", shell=True, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("of a reward\nend\n")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (3000, "50 min"), (7190, "120 min"), (9000, "2.5 h")],
+)
+def test_seconds_in_words(seconds, words):
+    assert duration(seconds) == words
+
+
+def test_a_table_breaks_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = [{"prompt": "several words that need more than a line", "output": "x\ny" + "z" * 300, "reward": 0.12345}]
+    text = report.table_of(rows, "samples")
+    assert max(map(len, text.splitlines())) <= 40 and "0.123" in text
+    assert {*rows[0]["prompt"].split()} <= {*text.split()}
+
+
+# ---- Picture ---------------------------------------------------------------------------------------------------------
+
+PPO = [
+    {"step": 0, "eval/reward": 0.25, "eval/vowels": 1.0},
+    {"step": 4, "objective/scores": 0.3, "objective/kl": 0.0, "loss/policy": -0.1, "optim/lr": 0.5},
+    {
+        **{"step": 8, "objective/scores": None, "objective/kl": 1.0, "loss/policy": -0.2},
+        **{"eval/reward": 0.5, "eval/vowels": 2.0},
+    },
+    {
+        **{"step": 12, "objective/scores": 0.6, "objective/kl": 2.0, "loss/policy": -0.3},
+        **{"eval/reward": 0.75, "eval/vowels": 4.0},
+    },
+]
+IN_STATUS = ["objective/scores", "objective/kl", "loss/policy", "loss/absent"]
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """drawn(records, names, title) -> the title of the figure as it is saved, {label: {metric: line}} of its panels."""
+    figures = []
+
+    def keep(figure, file, **options):
+        figures.append(figure)
+        Path(file).touch()
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+
+    def draw(records, names, title="run: model"):
+        report.draw_curves(records, names, title, tmp_path / "curve.png")
+        panels = {}
+        for axes in figures[-1].axes:
+            if axes.axison:
+                panels[axes.get_ylabel()] = {line.get_label(): line for line in axes.get_lines()}
+        return figures[-1].get_suptitle(), panels
+
+    return draw
+
+
+def points(line):
+    return [(int(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+
+
+def test_panels_of_a_run(drawn):
+    """The headline, the metrics of the status line, then those of --metric; what is not finite is left out."""
+    title, found = drawn(PPO, ["eval/reward", *IN_STATUS], "ppo-0123abcd: $x_" + "a/" * 99)
+    assert [*found] == ["reward", "scores", "kl", "policy", "vowels"]
+    assert title == ("ppo-0123abcd: $x_" + "a/" * 99)[:100]
+    assert points(found["reward"]["eval/reward"]) == [(0, 0.25), (8, 0.5), (12, 0.75)]
+    assert points(found["scores"]["objective/scores"]) == [(4, 0.3), (12, 0.6)]
+    assert found["reward"]["eval/reward"].get_marker() == "." and found["kl"]["objective/kl"].get_marker() == "None"
+
+
+NAMES = {  # the metrics that a script logs; the panels of the first four of them with their metrics
+    "two sets": (
+        "eval/x/accuracy train/loss rewards/accuracies rewards/margins eval/x/margin eval/y/accuracy eval/y/margin",
+        ["eval/x/accuracy eval/y/accuracy", "train/loss", "rewards/accuracies", "rewards/margins"]
+        + ["eval/x/margin eval/y/margin"],
+    ),
+    "training and evaluation": (
+        "eval/loss train/loss rewards/accuracies train/nll eval/rewards/accuracies eval/x/rewards/accuracies optim/lr",
+        ["eval/loss train/loss", "rewards/accuracies eval/rewards/accuracies eval/x/rewards/accuracies", "train/nll"],
+    ),
+    "betas": (
+        "eval/x@beta=4 losses/loss losses/loss_q losses/loss_v eval/x@beta=0 eval/y@beta=0 eval/y@beta=4",
+        ["eval/x@beta=4 eval/x@beta=0", "losses/loss", "losses/loss_q", "losses/loss_v", "eval/y@beta=0 eval/y@beta=4"],
+    ),
+    "at most eight": (
+        "eval/r a b c " + " ".join(f"eval/m{i}" for i in range(20)),
+        ["eval/r", "a", "b", "c", *(f"eval/m{i}" for i in range(4))],
+    ),
+}
+
+
+@pytest.mark.parametrize("logged", NAMES)
+def test_panels_share_names(logged, drawn):
+    names, expected = NAMES[logged]
+    records = [{"step": step, **dict.fromkeys(names.split(), step + 0.5)} for step in range(3)]
+    _, found = drawn(records, names.split()[:4])
+    assert [" ".join(lines) for lines in found.values()] == expected
+
+
+def test_the_file_is_replaced_as_a_whole(monkeypatch, tmp_path):
+    path = tmp_path / "curve.png"
+    report.draw_curves([{"step": 0, "eval/reward": None}], ["eval/reward"], "x", path)
+    assert not path.exists()  # there is nothing to draw
+    report.draw_curves(PPO, ["eval/reward", *IN_STATUS], "run: $x_ \u4e2d", path)
+    image = Image.open(path)
+    assert image.format == "PNG" and image.size == (900, 620)
+    first = path.read_bytes()
+
+    def full(figure, file, **options):
+        Path(file).write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", full)
+        with pytest.raises(OSError, match="No space left"):
+            report.draw_curves(PPO, ["eval/reward"], "run: model", path)
+    assert path.read_bytes() == first and [p.name for p in tmp_path.iterdir()] == ["curve.png"]
+    report.draw_curves(PPO[:2], ["eval/reward"], "run: model", path)
+    assert path.read_bytes() != first
+
+
+# ---- When it is drawn ------------------------------------------------------------------------------------------------
+
+
+def train(tiny_dir, run_dir, **flags):
+    rows = [{"prompt": letter, "completion": letter * 3} for letter in "abcdefg"]
+    options = {"total_steps": 6, "batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 3, "threads": 1}
+    options |= {"model": tiny_dir, "dataset": rows, "eval_dataset": rows[:2], "run_dir": str(run_dir)}
+    return sft.main(sft.Args(**options | flags))
+
+
+@pytest.fixture
+def drawings(monkeypatch):
+    """The last steps of the pictures that runs draw; `seconds`: what one takes, where a step takes ten; `fails`: with
+    which error. `stop_at`: the step after which SIGTERM comes."""
+    calls = SimpleNamespace(steps=[], seconds=0.1, fails=None, stop_at=None, now=0.0, step=0)
+    requested = logging.Run.stop_requested
+
+    def stop(run):
+        calls.now += 10
+        calls.step += 1
+        if calls.step == calls.stop_at:
+            os.kill(os.getpid(), 15)
+        return requested(run)
+
+    monkeypatch.setattr(logging.Run, "stop_requested", stop)
+    monkeypatch.setattr(logging, "time", SimpleNamespace(monotonic=lambda: calls.now, time=time.time))
+
+    def draw(records, names, title, path):
+        calls.now += calls.seconds
+        calls.steps.append(records[-1]["step"])
+        calls.last = (names[0], title)
+        if calls.fails:
+            raise calls.fails
+        path.write_text(f"{records[-1]['step']}")
+
+    monkeypatch.setattr(logging, "draw_curves", draw)
+    return calls
+
+
+def test_every_evaluation_makes_it_anew(drawings, gpt2_dir, tmp_path):
+    train(gpt2_dir, tmp_path / "run")
+    assert drawings.steps == [2, 4, 6] and (tmp_path / "run/curve.png").read_text() == "6"
+    assert drawings.last == ("eval/loss", f"run: {gpt2_dir}")
+
+
+def test_without_evaluations_every_step_does(drawings, gpt2_dir, tmp_path):
+    train(gpt2_dir, tmp_path / "run", eval_every=0)
+    assert drawings.steps == [1, 2, 3, 4, 5, 6] and drawings.last[0] == "train/loss"
+
+
+def test_a_picture_that_takes_long_is_made_less_often(drawings, gpt2_dir, tmp_path):
+    drawings.seconds = 2.0
+    train(gpt2_dir, tmp_path / "run")
+    assert drawings.steps == [2, 6]
+
+
+def test_an_interrupt_makes_it(drawings, gpt2_dir, tmp_path):
+    """Also where an evaluation has just made one, and none is due."""
+    drawings.seconds = 1.0
+    drawings.stop_at = 3
+    with pytest.raises(SystemExit):
+        train(gpt2_dir, tmp_path / "run")
+    assert drawings.steps == [2, 3] and (tmp_path / "run/curve.png").read_text() == "3"
+
+
+def test_a_picture_that_fails_stops_nothing(drawings, gpt2_dir, tmp_path, capsys):
+    train(gpt2_dir, tmp_path / "whole")
+    capsys.readouterr()
+    drawings.fails = OSError("No space\nleft")
+    drawings.steps.clear()
+    train(gpt2_dir, tmp_path / "run")
+    assert capsys.readouterr().out.count("warning: curve.png is not drawn: No space left\n") == 2
+    assert drawings.steps == [2, 6]
+    drawings.fails = ImportError("no matplotlib")
+    train(gpt2_dir, tmp_path / "without")
+    assert "curve.png is not" not in capsys.readouterr().out
+    whole, run, without = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "run", "without"))
+    assert whole == run == without
+
+
+# ---- Card ------------------------------------------------------------------------------------------------------------
+
+ENV = {
+    "algo": "ppo", "command": "algos/ppo.py --lr 1e-5", "processes": 1, "commit": "abc", "device": "a CPU",
+    "versions": {"python": "3.11.7", "torch": "2.11.0"},
+}  # fmt: skip
+SAMPLES = [
+    {"step": step, "prompt": prompt, "output": f"{prompt}{step}", "vowels": i, "reward": i + step / 3}
+    for step in (0, 8, 12)
+    for i, prompt in enumerate(("a", "a", "b", "c", "d"))
+]
+CARD = """---
+library_name: transformers
+tags: [plainrl, ppo]
+---
+# my/model after PPO
+
+eval/reward: 0.25 at step 0, **0.75** at step 12.
+
+![learning curve](curve.png)
+
+| metric | first | last |
+| --- | --- | --- |
+| ` eval/reward ` | 0.25 | 0.75 |
+| ` objective/scores ` | 0.3 | 0.6 |
+| ` objective/kl ` | 0 | 2 |
+| ` loss/policy ` | -0.1 | -0.3 |
+
+## Samples
+
+| step | prompt | output | vowels | reward |
+| --- | --- | --- | --- | --- |
+| 0 | ` a ` | ` a0 ` | 0 | 0 |
+| 12 | ` a ` | ` a12 ` | 0 | 4 |
+| 0 | ` b ` | ` b0 ` | 2 | 2 |
+| 12 | ` b ` | ` b12 ` | 2 | 6 |
+| 0 | ` c ` | ` c0 ` | 3 | 3 |
+| 12 | ` c ` | ` c12 ` | 3 | 7 |
+
+## Use
+
+```python
+print(1)
+```
+
+## Command
+
+```
+python algos/ppo.py --lr 1e-5
+```
+
+Again.
+
+Commit abc; python 3.11.7, torch 2.11.0; a CPU.
+"""
+
+
+def test_a_card():
+    options = {"usage": "print(1)", "library": "transformers", "pictures": "", "continuing": "Again."}
+    names = ["eval/reward", *IN_STATUS, "optim/lr"]
+    assert report.model_card(ENV, "my/model after PPO", names, PPO, SAMPLES, **options) == CARD
+    two = report.model_card(ENV | {"processes": 2}, "x", names, PPO[1:2], [], **options)
+    assert "\ntorchrun --nproc_per_node 2 algos/ppo.py --lr 1e-5\n" in two
+    assert "## Samples" not in two and "eval/reward" not in two  # which were not evaluated
+    report.model_card(ENV, "x", names, [], [], **options)
+
+
+def cells(table):
+    """The text of the cells of a markdown table, [[cell, ...], ...], and what is in them but text and code."""
+    found = []
+    others = set()
+    for token in MarkdownIt("commonmark").enable("table").parse(table):
+        if token.type == "tr_open":
+            found.append([])
+        if token.type == "inline":
+            others |= {child.type for child in token.children} - {"text", "code_inline"}
+            found[-1].append("".join(child.content for child in token.children))
+    return found, others
+
+
+NASTY = ["a|b", "`", "``` x ```", "<b>x</b>", "![](http://x/y.png)", "two\nlines\r\n", "\\", "\\|", "*a* _b_ $x$"]
+NASTY += [" a ", "\x1b[31m\ud800", "| --- |", "&amp;"]
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_samples_are_no_markup(text):
+    """What a model writes is shown as it is, in one cell; control characters are written out."""
+    shown = text.encode("unicode_escape").decode() if not text.isprintable() else text
+    samples = [{"step": step, "prompt": text, "output": text, "reward": 0.12345} for step in (0, 4)]
+    found, others = cells(report.markdown_table(report.before_and_after(samples, "eval/reward")))
+    header = ["step", "prompt", "output", "reward"]
+    assert found == [header, ["0", shown, shown, "0.123"], ["4", shown, shown, "0.123"]] and others == set()
+
+
+def test_long_and_empty_samples():
+    samples = [{"prompt": "p" * 1000, "output": " \n", "reward": None, "empty": ""}]
+    (_, row), _ = cells(report.markdown_table(samples))
+    assert len(row[0]) == 203 and row[0].endswith("p...") and row[1:] == [" \\n", "not finite", ""]
+
+
+def test_samples_of_sets_and_betas():
+    """Each set has its prompts; ilql: those of the beta of the headline."""
+    ilql = [{"step": s, "beta": float(b), "prompt": "p", "x": b} for s in (0, 5) for b in (0, 4)]
+    assert report.before_and_after(ilql, "eval/x@beta=4") == [ilql[1], ilql[3]]
+    sets = [{"step": s, "set": name, "prompt": "p", "x": s} for s in (0, 5) for name in "ab"]
+    assert report.before_and_after(sets, "eval/a/x") == [sets[0], sets[2], sets[1], sets[3]]
+    assert report.before_and_after([], "eval/reward") == []
+
+
+def test_a_metric_that_came_later():
+    """A run that was continued with another --metric."""
+    found, _ = cells(report.markdown_table([{"step": 0, "old": 1}, {"step": 5, "new": 2.5}]))
+    assert found == [["step", "old", "new"], ["0", "1", ""], ["5", "", "2.5"]]
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_lines_of_use_make_the_ids_of_training(adds_bos, chat, llama_dir, tmp_path, capsys):
+    """Also of a chat whose template writes the beginning token: it stands there once."""
+    rows = [{"prompt": "abc", "completion": "ddd"}] * 4
+    tokenizer = AutoTokenizer.from_pretrained(llama_dir)
+    if chat:
+        tokenizer.chat_template = TEMPLATE
+        rows = [{"messages": [{"role": "user", "content": "bc"}, {"role": "assistant", "content": "ddd"}]}] * 4
+    model = tmp_path / "model"
+    shutil.copytree(llama_dir, model)
+    tokenizer.save_pretrained(model)
+    if adds_bos:
+        file = model / "tokenizer.json"
+        bos = tokenizer.bos_token
+        settings = json.loads(file.read_text())
+        settings["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_token_id], "tokens": [bos]}},
+        }
+        file.write_text(json.dumps(settings))
+    train(str(model), tmp_path / "run", dataset=rows, eval_dataset=rows[:1], total_steps=1, eval_every=0)
+    lines = re.search(r"```python\n(.*?)\n```", (tmp_path / "run/README.md").read_text(), re.S)[1]
+    assert ("add_special_tokens=False" in lines) == chat
+    seen = []
+    create = pipeline
+
+    def watched(task, folder):
+        pipe = create(task, folder)
+        generate = pipe.model.generate
+        pipe.model.generate = lambda input_ids, **options: seen.append(input_ids) or generate(input_ids, **options)
+        return pipe
+
+    exec(lines.replace("from transformers import pipeline; ", ""), {"pipeline": watched})
+    expected = "ubca" if chat else "abc"
+    ids = [tokenizer.bos_token_id] if chat or adds_bos else []
+    assert seen[0].tolist() == [ids + tokenizer.convert_tokens_to_ids(list(expected))]
+
+
+def test_how_it_is_continued(gpt2_dir, tmp_path, monkeypatch):
+    """The commands of a card are those that do what it says."""
+    monkeypatch.chdir(tmp_path)
+    train(gpt2_dir, "run")
+    text = Path("run/README.md").read_text()
+    assert "`--resume run/checkpoints/step_00000006` trains on from its end, with a larger `--total-steps`" in text
+    best = min((r for r in map(json.loads, open("run/metrics.jsonl")) if r["step"] and "eval/loss" in r),
+               key=lambda r: r["eval/loss"])  # fmt: skip
+    assert f"`run/hf_model_best` is the model of step {best['step']}, the best of the evaluations." in text
+    metrics, _ = train(gpt2_dir, "longer", resume="run/checkpoints/step_00000006", total_steps=8)
+    assert metrics["step"] == 8
+    assert Path("run/config.yaml").exists() and "`--config run/config.yaml` has its flags." in text
+
+
+# ---- Trackers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tracker_must_be_installed(monkeypatch, gpt2_dir, tmp_path):
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["wandb"])
+    report.check_tracker("off")
+    report.check_tracker("wandb")
+    sentence = r"^--track tensorboard is not installed: pip install tensorboard, or leave --track out$"
+    with pytest.raises(InputError, match=sentence):
+        train(gpt2_dir, tmp_path / "run", track="tensorboard")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_reach_the_trackers():
+    """At most 100 of an evaluation."""
+    shown = []
+    wandb = SimpleNamespace(name="wandb", log_table=lambda *values, **options: shown.append((values, options)))
+    board = SimpleNamespace(add_text=lambda *values, **options: shown.append((values, options)))
+    accelerator = SimpleNamespace(trackers=[wandb, SimpleNamespace(name="tensorboard", tracker=board)])
+    rows = [{"prompt": "<|x|>", "output": f"{i}|", "r": i / 3} for i in range(101)]
+    report.log_samples(accelerator, rows, step=7)
+    (_, table), (text, options) = shown
+    assert table["step"] == options["global_step"] == 7 and text[0] == "eval/samples"
+    assert table["columns"] == ["prompt", "output", "r"] and table["data"][1] == ["<|x|>", "1|", 1 / 3]
+    found, _ = cells(text[1])
+    assert len(table["data"]) == 100 and len(found) == 101
+    assert found[:3] == [["prompt", "output", "r"], ["<|x|>", "0|", "0"], ["<|x|>", "1|", "0.333"]]

@@ -154,15 +154,13 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
 
 
 def split_batch(batch, packing, accelerator, args):
-    """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, place in the batch).
-    Every process has equally many. packing: several examples stand side by side in a line (`fill_lines`)."""
-    lengths = [len(ids) for ids, _ in batch]
-    lines = []
-    for group in fill_lines(lengths, packing):
-        lines.append([(*batch[place], place) for place in group])
+    """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels). Every process has
+    equally many. packing: several examples stand side by side in a line (`fill_lines`)."""
+    groups = fill_lines([len(ids) for ids, _ in batch], packing)
+    lines = [[batch[place] for place in group] for group in groups]
     lines.sort(key=line_length)
     ids, _ = batch[0]
-    without_labels = ids, [-100] * len(ids), 0
+    without_labels = ids, [-100] * len(ids)
     while len(lines) % accelerator.num_processes:
         lines.append([without_labels])
     local = lines[accelerator.process_index :: accelerator.num_processes]

@@ -335,7 +335,7 @@ def test_every_process_has_equally_many_micro_batches(packing, processes):
     assert len({len(part) for part in parts}) == 1
     lines = [line for part in parts for micro_batch in part for line in micro_batch]
     labelled = [example for line in lines for example in line if set(example[1]) != {-100}]
-    assert sorted(labelled) == [(*example, place) for place, example in enumerate(batch)]
+    assert sorted(labelled) == batch
     widths = [sum(len(ids) for ids, *_ in line) for line in lines]
     assert max(widths) == 11 and len(lines) % processes == 0
     positions = len(lines) * max(widths)

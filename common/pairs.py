@@ -51,8 +51,9 @@ def score_pairs(accelerator, score, pairs, batch_size):
     device = accelerator.device
     share = math.ceil(len(pairs) / accelerator.num_processes)
     begin = accelerator.process_index * share
+    last = len(pairs) - 1
     # the last processes repeat the last pair where the pairs do not divide
-    local = [pairs[min(place, len(pairs) - 1)] for place in range(begin, begin + share)]
+    local = [pairs[min(place, last)] for place in range(begin, begin + share)]
     longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
     scores = torch.empty(share, 2, dtype=torch.float64, device=device)
     screen.show("scoring pairs", share)

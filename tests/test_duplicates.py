@@ -24,7 +24,7 @@ COMMON = sorted((ROOT / "common").glob("*.py"))
 EVERY = SCRIPTS + COMMON + sorted((ROOT / "benchmarks").rglob("*.py"))
 OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}
 # What each script has of its own under the same name.
-DIFFERENT = set("Args Data main read load encode summary evaluate update check".split())
+DIFFERENT = set("Args Data main read load encode summary evaluate quality update check".split())
 DIFFERENT |= set("Batch Episode losses minibatches rollout rollout_metrics".split())
 # Flags of a script, and those of them that stand in it. These limits only shrink; one was added when runs got names,
 # which --run-dir cannot put in front of the hash.

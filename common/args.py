@@ -54,12 +54,12 @@ def find_range(annotation):
 def out_of_range(args):
     """A sentence for each field of a dataclass whose value lies outside of the range in its type."""
     problems = []
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        allowed = find_range(field.type)
+    for declared in dataclasses.fields(args):
+        value = getattr(args, declared.name)
+        allowed = find_range(declared.type)
         values = value if isinstance(value, list | tuple) else [value]
         if allowed is not None and value is not None and not all(map(allowed.holds, values)):
-            problems.append(f"{flag_of(field.name)} {value!r} must be {allowed.rule}")
+            problems.append(f"{flag_of(declared.name)} {value!r} must be {allowed.rule}")
     return problems
 
 

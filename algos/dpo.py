@@ -70,6 +70,7 @@ from common.data import (
     set_prefix,
     tokenize,
 )
+from common.forward import packing_problem, token_logprobs
 from common.functions import build, load_function
 from common.logging import Run, closes_run, on_main
 from common.machine import describe_layout, launch, longest_micro_batch, try_update
@@ -83,7 +84,6 @@ from common.models import (
     max_positions,
     unsharded,
 )
-from common.output import call_with_output, describe_output, in_chunks
 from common.ranges import (
     Count,
     Decay,
@@ -101,7 +101,6 @@ from common.ranges import (
 from common.sampling import evaluate_samples
 from common.screen import screen, visible
 from common.seeding import seed_libraries, stream_rows
-from common.structure import packing_problem
 
 PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
 
@@ -604,27 +603,6 @@ def response_lengths(pairs):
 # ---- Log-probabilities -----------------------------------------------------------------------------------------------
 
 
-def token_nll(logits, labels):
-    """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
-
-    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t].
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
-
-
-def at_labels(function, model, labels, **inputs):
-    """function(logits (N, V), labels (N,)) -> (..., N) of the N tokens with a label in labels (B, K), row by row; not
-    all of the logits are in memory at once. labels belong to the last K positions of inputs."""
-    places = labels != -100
-    vocabulary = getattr(model, "module", model).config.get_text_config().vocab_size
-
-    def compute(layer, states):
-        return in_chunks(function, layer, vocabulary, states[places], labels[places])
-
-    return call_with_output(model, compute, logits_to_keep=labels.shape[1], **inputs)
-
-
 def pair_logprobs(model, packing, pairs):
     """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32. packing:
     texts stand side by side (`fill_lines`)."""
@@ -659,7 +637,9 @@ def response_nll(model, lines):
     ids, positions, labels = (x.to(lm.device) for x in collate(lines, 0))
     first = int((labels != -100).any(0).int().argmax())
     inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1]}
-    return at_labels(token_nll, model, labels[:, first:], **inputs)
+    labels = labels[:, first:]
+    logprobs, _, _ = token_logprobs(model, labels, labels != -100, **inputs)
+    return -logprobs
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -879,7 +859,7 @@ def summary(args, accelerator, lm, tokenizer, data, max_length, total_steps):
     share = args.batch_size // accelerator.num_processes
     lines += [
         f"{Path(__file__).stem}: {lm.num_parameters():,} parameters, {trained:,} trained; "
-        f"{describe_layout(args, accelerator)}; {describe_output(lm)}",
+        f"{describe_layout(args, accelerator)}",
         f"data: {data.report}",
         f"tokens of the longer side: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: [{prompt[-400:]}] | chosen: {chosen[:200]} | rejected: {rejected[:200]}",

@@ -63,6 +63,7 @@ from common.data import (
     set_flag,
     set_prefix,
 )
+from common.forward import packing_problem
 from common.functions import build
 from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, longest_micro_batch, try_update
@@ -71,7 +72,6 @@ from common.ranges import Count, Decay, Layers, Name, Natural, NonNegative, Posi
 from common.sampling import decode, generate_all, kept_ids
 from common.screen import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
-from common.structure import packing_problem
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"

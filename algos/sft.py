@@ -7,7 +7,7 @@ How this differs from other implementations:
   processes, so neither changes the result. A mean of micro-batch means would weigh short rows more.
 - The end token is appended, trained and scored, also where it doubles as padding: masks come from lengths.
 - Rows stand side by side in lines (`fill_lines`) where the model keeps them apart. Logits are computed only where a
-  token is trained, and not all at once (`at_labels`).
+  token is trained, and not all at once (`token_logprobs`).
 - Data order, schedule and evaluation samples are functions of (seed, step, row): a killed run continues exactly.
 
 Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats (loss on the completion), {"messages"}
@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -45,7 +44,6 @@ if find_spec("common") is None:
     )
 
 import torch
-from torch.nn import functional as F
 
 from common.adapters import adapter_problems, to_export, train_adapters
 from common.card import SEQ2SEQ_USAGE, USAGE
@@ -63,11 +61,12 @@ from common.data import (
     set_prefix,
     tokenize,
 )
+from common.forward import packing_problem, token_logprobs
+from common.forward import token_nll as token_nll  # for those who import it from here
 from common.functions import build, load_function
 from common.logging import Run, closes_run
 from common.machine import describe_layout, launch, try_update
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
-from common.output import call_with_output, describe_output, in_chunks
 from common.ranges import (
     Count,
     Decay,
@@ -84,7 +83,6 @@ from common.ranges import (
 from common.sampling import evaluate_samples
 from common.screen import visible
 from common.seeding import seed_libraries, stream_rows
-from common.structure import packing_problem
 
 WITH_PROMPT = ("messages", "prompt", "completion", "dialogue")  # columns of rows that begin with a prompt
 PROMPTS_SHOWN = 8  # sampled where neither --eval-prompts nor --metric asks for samples
@@ -240,15 +238,6 @@ class Args:
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
-
-
-def token_nll(logits, labels):
-    """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
-
-    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t].
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
 
 
 def learning_rate(args, step, total_steps):
@@ -427,20 +416,9 @@ def collate(lines, pad):
 # ---- Forward pass ----------------------------------------------------------------------------------------------------
 
 
-def at_labels(function, model, labels, **inputs):
-    """function(logits (N, V), labels (N,)) -> (..., N) of the N tokens with a label in labels (B, K), row by row; not
-    all of the logits are in memory at once. labels belong to the last K positions of inputs."""
-    places = labels != -100
-    vocabulary = getattr(model, "module", model).config.get_text_config().vocab_size
-
-    def compute(layer, states):
-        return in_chunks(function, layer, vocabulary, states[places], labels[places])
-
-    return call_with_output(model, compute, logits_to_keep=labels.shape[1], **inputs)
-
-
-def line_terms(function, model, lines, pad, device):
-    """at_labels of lines of examples, in their order.
+def line_logprobs(model, lines, pad, device, also=None):
+    """(log p (N,), others (N,) or None) of the tokens with a label in lines of examples, in their order; also, others:
+    as of `token_logprobs`.
 
     No mask is passed: padding is on the right, and without a cache transformers keeps apart what begins at position 0,
     by a block-diagonal mask for each kind of layer (its masking_utils.py). Rows of an encoder-decoder are laid out as
@@ -450,8 +428,10 @@ def line_terms(function, model, lines, pad, device):
     if not lm.config.is_encoder_decoder:
         ids, positions, labels = (x.to(device) for x in collate(lines, pad))
         first = int((labels != -100).any(0).int().argmax()) or ids.shape[1] - 1  # no label at all: one position
+        labels = labels[:, first:]
         inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1]}
-        return at_labels(function, model, labels[:, first:], **inputs)
+        logprobs, _, others = token_logprobs(model, labels, labels != -100, also=also, **inputs)
+        return logprobs, others
     rows = [line[0] for line in lines]
     begins = [first_label(labels) for _, labels, *_ in rows]
     left = max(begins)
@@ -464,18 +444,19 @@ def line_terms(function, model, lines, pad, device):
         return torch.tensor(padded, device=device)
 
     ids = stack([ids for ids, *_ in rows], pad)
-    labels = stack([labels for _, labels, *_ in rows], -100)
+    labels = stack([labels for _, labels, *_ in rows], -100)[:, left:]
     mask = stack([[1] * len(ids) for ids, *_ in rows], 0)
-    return at_labels(function, model, labels[:, left:], input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
+    inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
+    logprobs, _, others = token_logprobs(model, labels, labels != -100, also=also, **inputs)
+    return logprobs, others
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def nll_and_hits(logits, labels):
-    """(2, N): token_nll, and 1 where the likeliest token is the label."""
-    nll = token_nll(logits, labels)
-    return torch.stack([nll, (logits.argmax(-1) == labels).to(nll)])
+def hits(logits, labels):
+    """Whether the likeliest token is the label: logits (N, V), labels (N,)."""
+    return (logits.argmax(-1) == labels).to(logits.dtype)
 
 
 @torch.no_grad()
@@ -487,18 +468,18 @@ def evaluate_loss(accelerator, model, examples, args, pad):
         ids, _ = examples[0]
         local.append((ids, [-100] * len(ids)))
     lines = [[example] for example in sorted(local, key=lambda example: len(example[0]))]  # never packed
-    loss = 0.0
-    hits = 0
+    nll = 0.0
+    right = 0.0
     count = 0
     for i in range(0, share, args.micro_batch_size):
         micro_batch = lines[i : i + args.micro_batch_size]
-        nll, right = line_terms(nll_and_hits, model, micro_batch, pad, accelerator.device)
-        loss += nll.double().sum()
-        hits += right.double().sum()
-        count += len(nll)
-    sums = torch.stack([loss, hits, loss.new_tensor(count)])
-    loss, hits, count = accelerator.reduce(sums).tolist()
-    return {"loss": loss / count, "perplexity": math.exp(min(loss / count, 700.0)), "accuracy": hits / count}
+        logprobs, is_right = line_logprobs(model, micro_batch, pad, accelerator.device, also=hits)
+        nll -= logprobs.double().sum()
+        right += is_right.double().sum()
+        count += len(logprobs)
+    sums = torch.stack([nll, right, nll.new_tensor(count)])
+    nll, right, count = accelerator.reduce(sums).tolist()
+    return {"loss": nll / count, "perplexity": math.exp(min(nll / count, 700.0)), "accuracy": right / count}
 
 
 def evaluate(run, step, model, tokenizer, data, args):
@@ -533,7 +514,8 @@ def check(run, model, optimizer, tokenizer, data, packing, args):
     lines = max(micro_batches, key=tokens_of)
 
     def loss():
-        return line_terms(token_nll, model, lines, tokenizer.pad_token_id, run.accelerator.device).mean()
+        logprobs, _ = line_logprobs(model, lines, tokenizer.pad_token_id, run.accelerator.device)
+        return -logprobs.mean()
 
     run.say(try_update(run.accelerator, model, optimizer, loss))
     run.say("check passed")
@@ -663,8 +645,7 @@ def summary(args, accelerator, lm, tokenizer, data, max_length, total_steps):
     epochs = total_steps * args.batch_size / len(data.examples)
     share = args.batch_size // accelerator.num_processes
     lines += [
-        f"sft: {lm.num_parameters():,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}; "
-        f"{describe_output(lm)}",
+        f"sft: {lm.num_parameters():,} parameters, {trained:,} trained; {describe_layout(args, accelerator)}",
         f"data: {data.report}; tokens of a row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first row, [without loss]: {marked(tokenizer, *data.examples[0])[:800]}",
         f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens a row, {args.max_new_tokens} new tokens, "
@@ -707,7 +688,11 @@ def main(args):
     run = Run("sft", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
-    line_nll = partial(line_terms, token_nll, pad=tokenizer.pad_token_id, device=device)
+
+    def line_nll(model, lines):
+        logprobs, _ = line_logprobs(model, lines, tokenizer.pad_token_id, device)
+        return -logprobs
+
     packing = not lm.config.is_encoder_decoder and packing_is_exact(
         run, lm, probe_line(data.examples), line_nll, "loss", args
     )

@@ -38,7 +38,7 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     labels[:, t]; a head may read it, too. also(logits (n, V), labels (n,)) -> (n,), if given, computes others.
     """
     lm = getattr(model, "module", model)
-    vocabulary = lm.config.get_text_config().vocab_size
+    vocabulary = lm.get_output_embeddings().weight.shape[0]
     is_plain = getattr(lm, "plain_output", False)
     read = []
 
@@ -138,7 +138,7 @@ def score_all(accelerator, episodes, micro_batch_size, score):
         for name, values in score(episodes.take(local[places])).items():
             if name not in columns:
                 columns[name] = values.new_zeros(share, width)
-            columns[name][places, : values.shape[1]] = values
+            columns[name][places, : values.shape[1]] = values[:, :width]
     return {name: accelerator.gather(column)[:count] for name, column in columns.items()}
 
 

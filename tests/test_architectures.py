@@ -23,9 +23,9 @@ from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common.classifiers import classifier_logits
 from common.cli import InputError
+from common.forward import cache_problem, packing_problem, padding_problem, routers
 from common.models import load_model, max_positions
 from common.seeding import draw
-from common.structure import cache_problem, packing_problem, padding_problem, routers
 
 SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
 WIDE = SIZES | {"intermediate_size": 20}
@@ -278,7 +278,9 @@ def test_left_padding_and_the_cache_change_nothing(family, folder, dtype, attent
     response, mask = ppo.sample(lm, *arguments, ended=ended)
     assert mask.tolist() == [[t < limit for t in range(7)] for limit in limits]
     with torch.no_grad():
-        logprobs, values, entropies = model(query, query_mask, response, mask, temperature=0.7, entropy=True)
+        logprobs, values, entropies = model(
+            query, query_mask, response, mask, temperature=0.7, also=ppo.token_entropies
+        )
         for row, (length, limit) in enumerate(zip(lengths.tolist(), limits.tolist(), strict=True)):
             ids = response[row, :limit]
             states, logits = states_and_logits(lm, [*query[row, 11 - length :].tolist(), *ids.tolist()][:-1])

@@ -33,10 +33,10 @@ from transformers import (
 
 from algos import dpo
 from benchmarks.tasks import randomwalks
-from common import output, sampling
+from common import forward, sampling
 from common.cli import InputError, task_fields
 from common.data import fill_lines, load_rows, pair_texts
-from common.output import has_plain_output
+from common.forward import has_plain_output
 
 A, BOS, EOS, LN2 = 0, 21, 22, math.log(2)
 ROWS = [
@@ -361,7 +361,7 @@ def test_logprobs_are_sums_over_the_response(
     model.set_attn_implementation(attention)
     if chunks:
         model.plain_output = has_plain_output(model)
-        monkeypatch.setattr(output, "CHUNK", 2 * 25)
+        monkeypatch.setattr(forward, "CHUNK", 2 * 25)
     with torch.no_grad():
         expected = slow_logprobs(model, PAIRS)
         for size in 7, 3, 1:
@@ -379,7 +379,7 @@ def test_gradients_are_those_of_the_definition(monkeypatch, build_model, family,
     tolerance = 1e-10 if family == "gpt2" else 1e-6  # the norms of the others round gradients to float32, after sums
     if chunks:
         model.plain_output = has_plain_output(model)
-        monkeypatch.setattr(output, "CHUNK", 3 * 25)
+        monkeypatch.setattr(forward, "CHUNK", 3 * 25)
     gradients = []
     for logprobs in slow_logprobs, lambda model, pairs: dpo.pair_logprobs(model, packing, pairs):
         model.zero_grad()
@@ -521,7 +521,7 @@ def test_the_loss_needs_little_memory(build_model):
     largest = []
     with TensorSizes(largest):
         dpo.pair_logprobs(model, True, pairs).sum().backward()
-    assert len(pairs) * 120 > 1400 and max(largest) <= output.CHUNK
+    assert len(pairs) * 120 > 1400 and max(largest) <= forward.CHUNK
 
 
 class TensorSizes(TorchDispatchMode):

@@ -423,7 +423,7 @@ def test_losses_are_those_of_trl(monkeypatch, golden):
     loss.backward()
     close(new.grad[MASK], gradient, 1e-9)
     assert not new.grad[~MASK].any()
-    total = terms["loss/policy"] + beta * terms.get("loss/kl", 0)
+    total = terms["step"]["loss/policy"] + beta * terms["step"].get("loss/kl", 0)
     assert total.item() == pytest.approx(value, rel=1e-9)
 
 
@@ -490,10 +490,8 @@ def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
     assert expected["policy/clipfrac"] > 0
     found = terms["step"] | terms["sequence"] | terms["token"]
     assert {name: term.item() for name, term in found.items()} == pytest.approx(expected, rel=1e-9)
-    assert [*terms["sequence"]] == ["objective/kl", "objective/kl_k3"] and [*terms["step"]] == [
-        "loss/policy",
-        "loss/kl",
-    ]
+    assert [*terms["sequence"]] == ["objective/kl", "objective/kl_k3"]
+    assert [*terms["step"]] == ["loss/policy", "loss/kl"]
 
 
 # ---- The first step --------------------------------------------------------------------------------------------------
@@ -544,12 +542,12 @@ def test_with_more_steps_the_ratio_is_one_at_the_first_of_each_iteration(monkeyp
     run_grpo(gpt2_dir, tmp_path / "run", batch_size=7, micro_batch_size=2, kl_coef=0.1)
     deviations = []
     for _, (_, terms) in micro:
-        deviations.append(terms["policy/approxkl"].item())
+        deviations.append(terms["token"]["policy/approxkl"].item())
     assert len(deviations) == 2 * 3 * 4  # iterations, steps, micro-batches
     first = deviations[:4] + deviations[12:16]
     assert max(first) < 1e-20
     assert min(deviations[4:12]) >= 0 and sorted(deviations[4:12])[2] > 1e-5
-    for (_, episodes, _), _ in micro:
+    for (_, episodes, *_), _ in micro:
         assert episodes.logprobs is not None
 
 
@@ -662,19 +660,19 @@ def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_pa
     micro = recorded(monkeypatch, grpo, "losses")
     stacked = recorded(monkeypatch, grpo, "stack")
     short = run_grpo(gpt2_dir, tmp_path / "short", **flags)
-    rows = sum(len(episodes.query) for (_, episodes, _), _ in micro)
+    rows = sum(len(episodes.query) for (_, episodes, *_), _ in micro)
     assert rows == sum(int(batch.advantages.count_nonzero()) for _, batch in stacked) <= 2 * 15
     monkeypatch.setattr(grpo, "micro_batches", keep_idle_rows)
     micro.clear()
     whole = run_grpo(gpt2_dir, tmp_path / "whole", **flags)
-    assert sum(len(episodes.query) for (_, episodes, _), _ in micro) == 2 * 21
+    assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
     assert_close_runs(short, whole)
 
 
 def test_rows_without_an_advantage_stay_where_there_is_a_kl(monkeypatch, gpt2_dir, tmp_path):
     micro = recorded(monkeypatch, grpo, "losses")
     run_grpo(gpt2_dir, tmp_path / "run", kl_coef=0.1, micro_batch_size=5)
-    assert sum(len(episodes.query) for (_, episodes, _), _ in micro) == 2 * 21
+    assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
@@ -771,7 +769,7 @@ def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
     """A single row is left for the forward pass, and the weights stay as they are, bit for bit."""
     micro = recorded(monkeypatch, grpo, "losses")
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", reward=constant)
-    assert [len(episodes.query) for (_, episodes, _), _ in micro] == [1, 1]
+    assert [len(episodes.query) for (_, episodes, *_), _ in micro] == [1, 1]
     before = safetensors.torch.load_file(f"{gpt2_dir}/model.safetensors")
     after = weights(run_dir)
     assert all(torch.equal(after[f"model.{name}"], weight.double()) for name, weight in before.items())

@@ -1,7 +1,7 @@
 """What ppo.py does on request: `python -m pytest tests/test_ppo_modes.py`
 
-Blocks shared with the reference in twelve families, reward models, shaped scores, stops, limits, truncation, early ends, skipped steps,
-chats and several evaluation sets; each against the slow definition or another layout of the same work.
+Blocks shared with the reference in twelve families, reward models, shaped scores, stops, limits, truncation, early
+ends, skipped steps, chats and several evaluation sets; each against the slow definition or another layout of the same work.
 """
 
 import copy
@@ -201,7 +201,7 @@ def test_moments_survive_a_resume(monkeypatch, gpt2_dir, tmp_path):
     rollout = ppo.rollout
 
     def dies(*args):
-        assert args[8] < 3, "killed"
+        assert args[7] < 3, "killed"
         return rollout(*args)
 
     monkeypatch.setattr(ppo, "rollout", dies)

@@ -54,6 +54,7 @@ from common.args import (
     problems_of,
 )
 from common.cli import InputError, cli, stop_if
+from common.forward import packing_problem, token_logprobs
 from common.functions import build, load_function
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
@@ -67,12 +68,10 @@ from common.models import (
     max_positions,
     unsharded,
 )
-from common.output import call_with_output, in_chunks
 from common.pairs import can_pack, in_lines, longer_side, pair_length, score_pairs, split_rows
 from common.report import example_of_use, visible
 from common.rows import is_chat, load_rows, load_sets, pair_texts, prompt_messages, set_flag, set_prefix
 from common.sampling import evaluate_samples
-from common.structure import packing_problem
 from common.tokens import collate, encode_prompts, have_bos, num_labels, tokenize
 
 TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # of a command without --model, --dataset and --config
@@ -307,27 +306,6 @@ def response_lengths(pairs):
 # ---- Forward pass ----------------------------------------------------------------------------------------------------
 
 
-def token_nll(logits, labels):
-    """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
-
-    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t].
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
-
-
-def at_labels(function, model, labels, **inputs):
-    """function(logits (N, V), labels (N,)) -> (..., N) of the N tokens with a label in labels (B, K), row by row; not
-    all of the logits are in memory at once. labels belong to the last K positions of inputs."""
-    places = labels != -100
-    vocabulary = getattr(model, "module", model).config.get_text_config().vocab_size
-
-    def compute(layer, states):
-        return in_chunks(function, layer, vocabulary, states[places], labels[places])
-
-    return call_with_output(model, compute, logits_to_keep=labels.shape[1], **inputs)
-
-
 def pair_logprobs(model, packing, pairs):
     """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32. packing:
     texts stand side by side in lines."""
@@ -360,7 +338,9 @@ def response_nll(model, lines):
     ids, positions, labels = (x.to(lm.device) for x in collate(lines, 0))
     first = int((labels != -100).any(0).int().argmax())
     inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1]}
-    return at_labels(token_nll, model, labels[:, first:], **inputs)
+    labels = labels[:, first:]
+    logprobs, _, _ = token_logprobs(model, labels, labels != -100, **inputs)
+    return -logprobs
 
 
 # ---- Reference -------------------------------------------------------------------------------------------------------

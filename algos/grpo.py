@@ -73,7 +73,8 @@ from common.args import (
 )
 from common.cache import closed_ranks, write_in_place
 from common.classifiers import RewardModel
-from common.cli import InputError, cli, stop_if
+from common.cli import cli, stop_if
+from common.forward import Episodes, response_logprobs, score_all
 from common.functions import build, load_function, refuse_mistyped
 from common.launch import (
     accumulate,
@@ -93,7 +94,6 @@ from common.models import (
     share_frozen,
     unsharded,
 )
-from common.output import call_with_output, in_chunks
 from common.report import example_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import (
@@ -107,7 +107,6 @@ from common.sampling import (
     total,
 )
 from common.seeding import draw, rng
-from common.structure import cache_problem
 from common.tokens import encode_prompts
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # of a command without --model, --dataset and --config
@@ -285,50 +284,6 @@ def steps_per_iteration(args):
     return args.ppo_epochs * (args.rollout_batch_size // args.batch_size)
 
 
-# ---- Log-probabilities -----------------------------------------------------------------------------------------------
-
-
-def token_logprobs(logits, ids):
-    """log softmax(logits)[id] per token: logits (..., V), ids (...)."""
-    return -F.cross_entropy(logits.flatten(0, -2), ids.flatten(), reduction="none").view_as(ids)
-
-
-def attended(query_mask, response_mask):
-    """(B, Q + R) bool: the query, and the response through its last token that counts, holes included."""
-    return torch.cat([query_mask, response_mask.flip(1).cumsum(1).flip(1) > 0], 1)
-
-
-def spread(tokens, mask):
-    """(B, W, ...) that holds tokens (N, ...) where mask (B, W) is True, row by row, and is zero elsewhere."""
-    rows = tokens.new_zeros(*mask.shape, *tokens.shape[1:])
-    rows[mask] = tokens
-    return rows
-
-
-def response_logprobs(model, query, query_mask, response, response_mask, temperature=1.0):
-    """(B, R) log-probabilities: the one scoring function of policy, reference and update.
-
-    query (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts, other tokens get 0.
-    They are those of the distribution sampled from: log softmax(logits / temperature), at least in float32.
-    """
-    tokens = torch.cat([query, response], 1)[:, :-1]
-    attention = attended(query_mask, response_mask)[:, :-1].long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
-    vocabulary = getattr(model, "module", model).config.get_text_config().vocab_size
-
-    def logprobs_of(logits, ids):
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if temperature != 1:
-            logits = logits / temperature
-        return token_logprobs(logits, ids)
-
-    def compute(layer, states):
-        return in_chunks(logprobs_of, layer, vocabulary, states[response_mask], response[response_mask])
-
-    return spread(call_with_output(model, compute, **inputs, logits_to_keep=response.shape[1]), response_mask)
-
-
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
 
 LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
@@ -399,41 +354,12 @@ class Episode:
 
 
 @dataclass
-class Batch:
-    """Episodes as tensors: the whole iteration's, on every process, or a micro-batch of them."""
+class Rollout(Episodes):
+    """Prompts with responses as tensors, and what is known of them."""
 
-    query: torch.Tensor  # (B, Q) ids, left-padded
-    query_mask: torch.Tensor  # (B, Q) bool
-    response: torch.Tensor  # (B, R) ids, right-padded
-    response_mask: torch.Tensor  # (B, R) bool, the end token counts
-    advantages: torch.Tensor  # (B,) float64
-    weights: torch.Tensor  # (B,) float64, of each token in the loss of its optimizer step: token_weights
+    advantages: torch.Tensor | None = None  # (B,) float64
     logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled; None: the only step computes them
     ref_logprobs: torch.Tensor | None = None  # (B, R)
-
-    # What `take` narrows. Any other field has no columns.
-    ALONG_QUERIES = ("query", "query_mask")
-    ALONG_RESPONSES = ("response", "response_mask", "logprobs", "ref_logprobs")
-
-    def take(self, rows):
-        """The rows, without the columns in which none of them has a token."""
-        begin = int(self.query_mask[rows].any(0).int().argmax())
-        end = int(self.response_mask[rows].any(0).nonzero().max()) + 1
-        columns = dict.fromkeys(self.ALONG_QUERIES, slice(begin, None))
-        columns |= dict.fromkeys(self.ALONG_RESPONSES, slice(end))
-        taken = {}
-        for name, field in vars(self).items():
-            if field is not None:
-                taken[name] = field[rows, columns[name]] if name in columns else field[rows]
-        return type(self)(**taken)
-
-    def tokens(self):
-        """The arguments of response_logprobs."""
-        return self.query, self.query_mask, self.response, self.response_mask
-
-    def lengths(self):
-        """(B,) tokens of query and response."""
-        return self.query_mask.sum(1) + self.response_mask.sum(1)
 
 
 def in_groups(episodes, group_size):
@@ -504,23 +430,19 @@ def stack(episodes, pad_id, device, args):
     response_mask = torch.arange(response.shape[1], device=device) < lengths[:, None]
     scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float64, device=device)
     advantages = group_advantages(scores, args.group_size, args.advantage_kind)
-    return Batch(query, query_mask, response, response_mask, advantages, torch.zeros_like(advantages))
+    return Rollout(query, query_mask, response, response_mask, advantages)
 
 
 @torch.no_grad()
 def all_logprobs(accelerator, model, batch, args):
-    """(B, R) log-probabilities of all responses, on every process. Each computes those of its share of the rows."""
-    share = len(batch.query) // accelerator.num_processes
-    local = torch.arange(share, device=accelerator.device) + accelerator.process_index * share
-    by_length = local[batch.lengths()[local].argsort(stable=True)]
-    scored = []
-    for places in by_length.split(args.micro_batch_size):
-        episodes = batch.take(places)
+    """(B, R) log-probabilities of all responses, on every process."""
+
+    def score(episodes):
         with accelerator.autocast():
-            logprobs = response_logprobs(model, *episodes.tokens(), args.temperature)
-        scored.append(logprobs[episodes.response_mask])
-    in_order = spread(torch.cat(scored), batch.response_mask[by_length])[by_length.argsort()]
-    return accelerator.gather(in_order)
+            logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature)
+        return {"logprobs": logprobs}
+
+    return score_all(accelerator, batch, args.micro_batch_size, score)["logprobs"]
 
 
 def rollout_metrics(episodes, num_sampled, args):
@@ -563,13 +485,14 @@ def micro_batches(accelerator, rows, batch, args):
     return local[batch.lengths()[local].argsort(stable=True)].split(args.micro_batch_size)
 
 
-def losses(model, episodes, args):
-    """(loss, {metric: sum}): a micro-batch's part of the loss of its optimizer step. policy/ sums are over the tokens
-    that have an advantage, objective/ over all. A term counts as clipped where the clipped side is the larger."""
+def losses(model, episodes, weights, args):
+    """(loss, {unit: {metric: sum}}): a micro-batch's part of the loss of its optimizer step, and sums over its tokens
+    that have an advantage, over its sequences, or of a step. weights (B,): of each token of a row in the loss
+    (`token_weights`). A token counts as clipped where the clip takes its gradient."""
     mask = episodes.response_mask
     advantages = episodes.advantages[:, None]
-    weights = episodes.weights[:, None]
-    new_logprobs = response_logprobs(model, *episodes.tokens(), args.temperature)
+    weights = weights[:, None]
+    new_logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature)
     logprobs = episodes.logprobs
     if logprobs is None:  # the policy is still the one that sampled
         logprobs = new_logprobs.detach()
@@ -581,45 +504,49 @@ def losses(model, episodes, args):
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     pg = grpo_loss(new_compared, compared, advantages, args.cliprange, cliprange_high)
     loss = (weights * pg)[mask].sum()
-    terms = {"loss/policy": loss.detach()}
+    of_step = {"loss/policy": loss.detach()}
+    of_sequences = {}
     if args.kl_coef:
         kl = kl_k3(new_logprobs, episodes.ref_logprobs)
         kl_loss = (weights * kl)[mask].sum()
         loss = loss + args.kl_coef * kl_loss
-        terms["loss/kl"] = kl_loss.detach()
-        terms["objective/kl"] = (logprobs - episodes.ref_logprobs)[mask].double().sum()
-        terms["objective/kl_k3"] = kl_k3(logprobs, episodes.ref_logprobs)[mask].double().sum()
+        of_step["loss/kl"] = kl_loss.detach()
+        of_sequences["objective/kl"] = (logprobs - episodes.ref_logprobs)[mask].double().sum()
+        of_sequences["objective/kl_k3"] = kl_k3(logprobs, episodes.ref_logprobs)[mask].double().sum()
     with torch.no_grad():
         log_ratio = new_compared - compared
         ratio = log_ratio.exp()
-        of_tokens = {
+        terms = {
             "policy/approxkl": log_ratio.square() / 2,
-            "policy/clipfrac": pg > -advantages * ratio,
+            "policy/clipfrac": torch.where(advantages > 0, ratio > 1 + cliprange_high, ratio < 1 - args.cliprange),
             "policy/ratio": ratio,
             "policy/nll": -logprobs,  # of sampled tokens: it falls with the entropy
         }
     trained = mask & (advantages != 0)
-    return loss, terms | {name: term[trained].double().sum() for name, term in of_tokens.items()}
+    of_tokens = {name: term[trained].double().sum() for name, term in terms.items()}
+    return loss, {"step": of_step, "sequence": of_sequences, "token": of_tokens}
 
 
 def update(run, model, optimizer, batch, episodes, args):
-    """Epochs of minibatches, an optimizer step each. Returns metrics: objective/ are means per sequence, policy/ per
-    token that has an advantage, loss/ per optimizer step. episodes: those of the batch, for an error."""
+    """Epochs of minibatches, an optimizer step each. Returns metrics, means per unit of their sums: see `losses`.
+    episodes: those of the batch, for an error."""
     accelerator = run.accelerator
     mask = batch.response_mask
     step = run.step - run.stride  # optimizer steps taken
-    sums = {}
+    sums = {"step": {}, "sequence": {}, "token": {}}
+    weights = torch.zeros_like(batch.advantages)
     model.train()
     for epoch in range(args.ppo_epochs):
         for rows in minibatches(args, run.iteration, epoch):
             rows = rows.to(accelerator.device)
-            batch.weights[rows] = token_weights(mask[rows].sum(1), args.loss_mean, args.max_new_tokens)
+            weights[rows] = token_weights(mask[rows].sum(1), args.loss_mean, args.max_new_tokens)
             for places in accumulate(accelerator, model, micro_batches(accelerator, rows, batch, args)):
-                loss, terms = losses(model, batch.take(places), args)
+                loss, micro_batch_sums = losses(model, batch.take(places), weights[places], args)
                 # data-parallel training averages gradients over the processes, hence the factor
                 accelerator.backward(loss * accelerator.num_processes)
-                for name, term in terms.items():
-                    sums[name] = sums.get(name, 0) + term
+                for unit, terms in micro_batch_sums.items():
+                    for name, term in terms.items():
+                        sums[unit][name] = sums[unit].get(name, 0) + term
             lr = learning_rate(args, step, run.total_steps)
             step += 1
             prompt = episodes[int(rows[0])].row["prompt"]
@@ -627,13 +554,11 @@ def update(run, model, optimizer, batch, episodes, args):
             grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, where)
     sums = accelerator.reduce(sums)
     trained = int((mask & (batch.advantages != 0)[:, None]).sum())
-    # what the sums of each kind are divided by
-    counts = {"objective": len(mask) * args.ppo_epochs, "policy": trained * args.ppo_epochs, "loss": run.stride}
+    counts = {"step": run.stride, "sequence": len(mask) * args.ppo_epochs, "token": trained * args.ppo_epochs}
     metrics = {"episode": run.iteration * args.rollout_batch_size}
-    for name, value in sums.items():
-        count = counts[name.partition("/")[0]]
-        if count:
-            metrics[name] = value.item() / count
+    for unit, terms in sums.items():
+        if counts[unit]:
+            metrics |= {name: term.item() / counts[unit] for name, term in terms.items()}
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
     return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}  # the norm is that of the last step
 
@@ -694,9 +619,6 @@ def load(args, path, device):
     """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
     lm, tokenizer = load_model(args, path)
     lm = as_decoder(lm.to(device))
-    problem = None if lm.config.is_encoder_decoder else cache_problem(lm.eval())
-    if problem:
-        raise InputError(f"--model {args.model}: {problem}, with which grpo samples")
     train_adapters(lm, args)
     freeze(lm, args.num_layers_unfrozen)
     return lm, tokenizer

@@ -72,15 +72,14 @@ from common.args import (
     problems_of,
 )
 from common.cli import InputError, cli, stop_if
+from common.forward import in_chunks, token_logprobs
 from common.functions import build, load_function, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import as_decoder, freeze, lm_class, load_model, max_positions, unsharded
-from common.output import has_plain_output, in_chunks
+from common.models import as_decoder, draw_layers, freeze, lm_class, load_model, max_positions, unsharded
 from common.report import visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix, texts
 from common.sampling import evaluate_samples
-from common.seeding import rng
 from common.tokens import encode_prompts, encode_segments, pad_rows, row_ends
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
@@ -192,13 +191,11 @@ def cql_loss(q_logits, actions):
     return F.cross_entropy(q_logits.flatten(0, -2), actions.flatten(), reduction="none").view_as(actions)
 
 
-def awac_loss(logits, actions, advantages, beta, clip=20.0):
-    """-log pi(a | s) min(exp(beta A(s, a)), clip) per action; the weight has no gradient.
+def awac_loss(nll, advantages, beta, clip=20.0):
+    """-log pi(a | s) min(exp(beta A(s, a)), clip) per action, nll = -log pi(a | s); the weight has no gradient.
 
-    logits (..., V), at least in float32; actions, advantages (...). beta 0 is plain imitation.
+    Any shape. beta 0 is plain imitation.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    nll = F.cross_entropy(logits.flatten(0, -2), actions.flatten(), reduction="none").view_as(actions)
     return nll * (beta * advantages.detach()).exp().clamp(max=clip)
 
 
@@ -249,15 +246,15 @@ class PolicyWithQ(nn.Module):
     def __init__(self, lm, two_qs=True, seed=0):
         super().__init__()
         self.lm = lm
-        lm.plain_output = has_plain_output(lm)
         self._no_split_modules = lm._no_split_modules  # accelerate shards by these blocks
         vocabulary, width = lm.get_output_embeddings().weight.shape
         sizes = [1, vocabulary, vocabulary] if two_qs else [1, vocabulary]
         heads = []
         for number, size in enumerate(sizes):
             head = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, size))
-            draw_head(head, seed, number, torch.promote_types(lm.dtype, torch.float32))
-            heads.append(head.to(lm.device))
+            head.to(lm.device, torch.promote_types(lm.dtype, torch.float32))
+            draw_layers(head, seed, "ilql_heads", number)
+            heads.append(head)
         self.v_head = heads[0]
         self.q_heads = nn.ModuleList(heads[1:])
         self.target_q_heads = copy.deepcopy(self.q_heads).requires_grad_(False)
@@ -319,48 +316,6 @@ class PolicyWithQ(nn.Module):
             self.load_state_dict(self.state_dict() | weights)
         except (RuntimeError, safetensors.SafetensorError) as error:
             raise InputError(f"{directory}/{HEADS_FILE} does not fit the model: {error}") from None
-
-
-def draw_head(head, seed, number, dtype):
-    """Fills the two linear layers of a head: torch's default, but keyed, so the same on every process."""
-    for i, weight in enumerate(head.parameters()):
-        layer = head[0] if i < 2 else head[2]
-        bound = layer.in_features**-0.5
-        values = rng(seed, "ilql_heads", number, i).uniform(-bound, bound, weight.shape)
-        weight.data = torch.from_numpy(values).to(dtype)
-
-
-def hidden_states(lm, ids, query_mask=None, logits=False):
-    """(what the output embedding reads (B, T, H), logits (B, T, V) or None) of right-padded rows (B, T).
-
-    Without logits, the output embedding gets one position of each row. No mask is passed: no token sees the padding
-    behind it, and states of padding are never read. An encoder-decoder needs query_mask (B, Q), of the left-padded
-    tokens for its encoder; of the R tokens behind them, with the start token, it returns R + 1 states.
-    """
-    num_states = ids.shape[1]
-    positions = torch.arange(num_states, device=ids.device).expand_as(ids)
-    inputs = {"input_ids": ids, "position_ids": positions}
-    if query_mask is not None:
-        num_states += 1 - query_mask.shape[1]
-        inputs["attention_mask"] = F.pad(query_mask.long(), (0, num_states - 1), value=1)
-        inputs["logits_to_keep"] = num_states
-    hidden = []
-
-    def record(module, inputs):
-        hidden.append(inputs[0])
-        if logits:
-            return inputs
-        # nobody reads these logits; of a strided slice, kernels would copy the weight for every row
-        return inputs[0][:, :1].contiguous(), *inputs[1:]
-
-    hook = lm.get_output_embeddings().register_forward_pre_hook(record)
-    try:
-        output = lm(**inputs, use_cache=False)
-    finally:
-        hook.remove()
-    if hidden[0].shape[:2] != (len(ids), num_states):
-        raise InputError("--model adds tokens to a row, or leaves some out: ilql.py cannot place the actions")
-    return hidden[0], output.logits if logits else None
 
 
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
@@ -522,15 +477,33 @@ LOSSES = ("loss", "loss_q", "loss_v", "loss_cql", "loss_awac")
 MEANS = ("values", "qvalues", "target_qvalues", "advantages", "target_gap", "awac_weight")
 
 
+def action_logprobs(lm, batch):
+    """log pi(a | s) (N,) of the actions, and the hidden states (B, A + 1, H) of all states of the batch.
+
+    No mask is passed: no token sees the padding behind it, and states of padding are never read. An encoder-decoder
+    needs the one of its prompts; of the R tokens behind them, with the start token, it has R + 1 states.
+    """
+    count, width = batch.ids.shape
+    positions = torch.arange(width, device=batch.ids.device).expand_as(batch.ids)
+    inputs = {"input_ids": batch.ids, "position_ids": positions}
+    if batch.query_mask is not None:
+        width += 1 - batch.query_mask.shape[1]
+        inputs["attention_mask"] = F.pad(batch.query_mask.long(), (0, width - 1), value=1)
+    at = batch.mask.nonzero(as_tuple=True)
+    labels = batch.ids.new_full((count, width), -100)
+    labels[at[0], batch.states[at]] = batch.actions[at]
+    logprobs, hidden, _ = token_logprobs(lm, labels, labels != -100, **inputs)
+    rows = torch.arange(count, device=batch.ids.device)[:, None]
+    return logprobs, hidden[rows, batch.states]
+
+
 def ilql_losses(policy, batch, args):
     """{name: (N,)} of losses and statistics, one number for each action of the batch. Those of Q are summed over the
     heads, as in trlX and the authors' code."""
-    hidden, logits = hidden_states(policy.lm, batch.ids, batch.query_mask, logits=not policy.lm.plain_output)
-    rows = torch.arange(len(batch.ids), device=batch.ids.device)[:, None]
+    logprobs, hidden = action_logprobs(policy.lm, batch)
     at = batch.mask.nonzero(as_tuple=True)  # (B, A) -> (N,)
     actions = batch.actions[at]
     not_done = batch.not_done[at]
-    hidden = hidden[rows, batch.states]  # (B, A + 1, H)
     with torch.autocast(hidden.device.type, enabled=False):  # the heads keep float32, but for CQL
         states = hidden.to(policy.v_head[0].weight.dtype)
         values = policy.v_head(states)[..., 0]  # (B, A + 1)
@@ -554,12 +527,7 @@ def ilql_losses(policy, batch, args):
     td_errors = q - ilql_targets(batch.rewards[at].to(v.dtype), next_v, not_done, args.gamma)
     loss_q = td_errors.square().sum(0)
     loss_v = expectile_loss(target_q - v, args.tau)
-    imitation_loss = partial(awac_loss, beta=args.awac_beta, clip=args.awac_clip)
-    output_layer = policy.lm.get_output_embeddings()
-    if logits is not None:
-        hidden = logits[rows, batch.states]
-        output_layer = nn.Identity()
-    loss_awac = in_chunks(imitation_loss, output_layer, vocabulary, hidden[at], actions, advantages)
+    loss_awac = awac_loss(-logprobs, advantages, args.awac_beta, args.awac_clip)
     with torch.no_grad():
         error = td_errors.abs().mean(0)
         ends = ~not_done

@@ -12,8 +12,8 @@ https://github.com/openai/lm-human-preferences/blob/f774e89b9e3762a03b7f39531898
     beta <- beta (1 + clip(KL / target - 1) n / horizon)   Ziegler Sec. 2.2         next_kl_coef
 
 How this differs from TRL's and trlX's PPO:
-- One function, `score_tokens`, gives the log-probabilities of rollout, reference and update, temperature included, so
-  the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
+- One function, `response_logprobs`, gives the log-probabilities of rollout, reference and update, temperature
+  included, so the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
 - A response ends at any end token of the checkpoint or the tokenizer. Logits are computed only of response tokens, and
   not all at once.
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
@@ -22,8 +22,7 @@ How this differs from TRL's and trlX's PPO:
   base of a policy with adapters.
 - Encoder-decoders run through the same lines. The reference of LoRA adapters is the policy without them,
   or, where a --model that is an adapter is trained further, as it came.
-- `--num-layers-unfrozen k`: the reference shares the frozen blocks, and what these return for a rollout is kept for the
-  reference's scores and all updates (`Trunk`). trlX ran them again for each; TRL's shared layers shared no memory.
+- `--num-layers-unfrozen k`: the reference shares the memory of the frozen blocks. TRL's shared layers shared none.
 
     accelerate launch algos/ppo.py                                 # random walks, on a CPU under two minutes
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \
@@ -40,7 +39,6 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,6 +68,7 @@ from common.args import (
 from common.cache import closed_ranks, write_in_place
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, stop_if
+from common.forward import Episodes, response_logprobs, score_all, spread
 from common.functions import build, load_function, refuse_mistyped, spec_path
 from common.launch import (
     accumulate,
@@ -81,7 +80,7 @@ from common.launch import (
 from common.logging import Run, closes_run
 from common.models import (
     as_decoder,
-    blocks,
+    draw_layers,
     end_tokens,
     freeze,
     frozen_copy,
@@ -92,7 +91,6 @@ from common.models import (
     share_frozen,
     unsharded,
 )
-from common.output import call_with_output, in_chunks
 from common.report import example_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import (
@@ -104,7 +102,6 @@ from common.sampling import (
     score_outputs,
 )
 from common.seeding import draw, rng
-from common.structure import cache_problem
 from common.tokens import encode_prompts
 
 TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # of a command without --model, --dataset and --config
@@ -202,9 +199,6 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     # ---- model
     ref_model: str | None = None
     """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
-    cache_trunk: bool = True
-    """Keep what the frozen blocks return for a rollout (episodes x tokens x hidden size, on every process), so that the
-    reference and all updates run the top blocks only; the result is the same to rounding."""
 
     def __post_init__(self):
         problems = problems_of(self)
@@ -335,6 +329,11 @@ def policy_loss(new_logprobs, logprobs, advantages, cliprange):
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
 
 
+def token_entropies(logits, ids):
+    """(N,) entropies of softmax(logits), logits (N, V): what `response_logprobs` is asked for besides."""
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
 def value_loss(new_values, values, returns, cliprange_value):
     """max((V - R)^2, (V_clipped - R)^2) / 2, V_clipped within cliprange_value of the old value (0: not clipped);
     unreduced, any shape. Source: code of Ziegler et al., see the top."""
@@ -363,61 +362,7 @@ def steps_per_iteration(args):
     return args.ppo_epochs * (args.rollout_batch_size // args.batch_size)
 
 
-# ---- Log-probabilities and values ------------------------------------------------------------------------------------
-
-
-def token_logprobs(logits, ids):
-    """log softmax(logits)[id] per token: logits (..., V), ids (...)."""
-    return -F.cross_entropy(logits.flatten(0, -2), ids.flatten(), reduction="none").view_as(ids)
-
-
-def attended(query_mask, response_mask):
-    """(B, Q + R) bool: the query, and the response through its last token that counts, holes included."""
-    return torch.cat([query_mask, response_mask.flip(1).cumsum(1).flip(1) > 0], 1)
-
-
-def spread(tokens, mask):
-    """(B, W, ...) that holds tokens (N, ...) where mask (B, W) is True, row by row, and is zero elsewhere."""
-    rows = tokens.new_zeros(*mask.shape, *tokens.shape[1:])
-    rows[mask] = tokens
-    return rows
-
-
-def score_tokens(lm, query, query_mask, response, response_mask, temperature=1.0, entropy=False):
-    """The one scoring function of rollout, reference and update: (logprobs (B, R), states (B, R, H), entropies).
-
-    query (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts, other tokens get 0.
-    A log-probability is that of the distribution sampled from: log softmax(logits / temperature), at least in float32.
-    states[:, t] is what the output layer reads before response token t. entropies (B, R), where they are asked for,
-    else None.
-    """
-    tokens = torch.cat([query, response], 1)[:, :-1]
-    attention = attended(query_mask, response_mask)[:, :-1].long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
-
-    vocabulary = lm.config.get_text_config().vocab_size
-
-    def terms_of(logits, ids):
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if temperature != 1:
-            logits = logits / temperature
-        terms = [token_logprobs(logits, ids)]
-        if entropy:
-            terms.append(logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1))
-        return torch.stack(terms)
-
-    def compute(layer, states):
-        return in_chunks(terms_of, layer, vocabulary, states[response_mask], response[response_mask])
-
-    states = []
-    hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-    try:
-        terms = call_with_output(lm, compute, **inputs, logits_to_keep=response.shape[1])
-    finally:
-        hook.remove()
-    logprobs, *entropies = (spread(term, response_mask) for term in terms)
-    return logprobs, states[0], entropies[0] if entropy else None
+# ---- Values ----------------------------------------------------------------------------------------------------------
 
 
 class PolicyWithValue(nn.Module):
@@ -433,20 +378,20 @@ class PolicyWithValue(nn.Module):
             layers = [nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 1)]
         self.lm = lm
         self.value_head = nn.Sequential(*layers).to(torch.promote_types(lm.dtype, torch.float32))
-        for i, (name, weight) in enumerate(self.value_head.named_parameters()):
-            bound = layers[int(name[0])].in_features ** -0.5  # torch's default, but keyed: the same on every process
-            values = torch.from_numpy(rng(seed, "value_head", i).uniform(-bound, bound, weight.shape))
-            is_last = name.startswith(str(len(layers) - 1))
-            if is_last and init != "default":
-                values = torch.zeros(weight.shape)
-            if is_last and init == "normal" and weight.ndim > 1:
-                values = torch.from_numpy(rng(seed, "value_head", i).normal(0.0, 0.2, weight.shape))
-            weight.data.copy_(values)
+        draw_layers(self.value_head, seed, "value_head")
+        last = self.value_head[-1]
+        if init != "default":
+            last.weight.data.zero_()
+            last.bias.data.zero_()
+        if init == "normal":
+            number = len(layers) - 1  # of its weight, among those of the head
+            drawn = rng(seed, "value_head", number).normal(0.0, 0.2, last.weight.shape)
+            last.weight.data.copy_(torch.from_numpy(drawn))
 
     def forward(self, *inputs, **options):
-        """(logprobs, values, entropies or None), each (B, R); arguments as of score_tokens. values[:, t] is the value
-        of the state before response token t."""
-        logprobs, states, entropies = score_tokens(self.lm, *inputs, **options)
+        """(logprobs, values, entropies or None), each (B, R); arguments as of response_logprobs. values[:, t] is the
+        value of the state before response token t."""
+        logprobs, states, entropies = response_logprobs(self.lm, *inputs, **options)
         if self.detach_value_trunk:
             states = states.detach()
         with torch.autocast(states.device.type, enabled=False):  # the head keeps float32 under mixed precision
@@ -469,74 +414,6 @@ class PolicyWithValue(nn.Module):
             self.value_head.load_state_dict(weights)
         except (RuntimeError, safetensors.SafetensorError) as error:
             raise InputError(f"{directory}/value_head.safetensors does not fit the model: {error}") from None
-
-
-class Trunk:
-    """The lowest `depth` blocks of the policy, which are frozen and shared by its reference. What the last of them
-    returns while a rollout is scored is kept, and played back instead of running them: by the reference and in every
-    update. Everything but these blocks is the model's own forward. depth 0: no effect.
-    """
-
-    def __init__(self, depth, state):
-        self.state = state  # its trunk: whether played back states were right, None before that was tried
-        self.depth = 0 if state.trunk is False else depth
-        self.in_tuple = False  # blocks of some architectures return a tuple
-
-    def needed(self, episodes):
-        """(B, Q + R - 1) bool: the tokens that a later one attends to, so all but the last of each row."""
-        mask = attended(episodes.query_mask, episodes.response_mask)
-        return mask[:, :-1] & mask[:, 1:]
-
-    @contextmanager
-    def record(self, lm):
-        """Yields a list into which a forward pass within puts what the last frozen block returns."""
-        recorded = []
-        if not self.depth:
-            yield [None]
-            return
-
-        def keep(block, inputs, output):
-            self.in_tuple = isinstance(output, tuple)
-            recorded.append(output[0] if self.in_tuple else output)
-
-        hook = blocks(lm)[self.depth - 1].register_forward_hook(keep)
-        try:
-            yield recorded
-        finally:
-            hook.remove()
-
-    @contextmanager
-    def play(self, lm, states):
-        """Within it the frozen blocks of lm return states (b, T, H) without running; None: they run."""
-        frozen = [] if states is None else blocks(lm)[: self.depth]
-        for block in frozen:
-            block.forward = lambda *_, **__: (states,) if self.in_tuple else states
-        try:
-            yield
-        finally:
-            for block in frozen:
-                del block.forward
-
-    @torch.no_grad()
-    def check(self, accelerator, model, inputs, states, logprobs, args):
-        """states, or None where there is no trunk. Once a run they are tried: model must give for inputs the same
-        logprobs when they are played back, or the trunk is switched off. Collective."""
-        if self.depth and self.state.trunk is None:
-            played = torch.full_like(logprobs, math.nan)
-            if states.ndim == 3:  # else several vectors a token, as in Gemma 3n
-                with suppress(Exception), self.play(accelerator.unwrap_model(model).lm, states):
-                    played, _, _ = model(*inputs)  # may fail in any way: top blocks may miss what was not run
-            _, _, _, response_mask, _ = inputs
-            error = (played - logprobs)[response_mask].abs().max()
-            error = accelerator.gather(error[None]).max().item()
-            self.state.trunk = error <= 1e-4  # the same operations on the same numbers, in any precision; nan is not
-            if not self.state.trunk:
-                problem = f"played back, a log-probability is {error:.1e} off"
-                if math.isnan(error):
-                    problem = "its top blocks read more of the lower ones than one state a token"
-                accelerator.print(f"--cache-trunk is off: {problem}")
-                self.depth = 0
-        return states if self.depth else None
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
@@ -598,18 +475,13 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, en
 
 
 @dataclass
-class Rollout:
-    """Episodes: the whole iteration's, on every process, or a micro-batch of them."""
+class Rollout(Episodes):
+    """Queries with responses, and what is known of them."""
 
-    query: torch.Tensor  # (B, Q) ids, left-padded
-    query_mask: torch.Tensor  # (B, Q) bool
-    response: torch.Tensor  # (B, R) ids as sampled, right-padded
-    response_mask: torch.Tensor  # (B, R) bool, the end token counts
     logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled
     values: torch.Tensor | None = None  # (B, R)
     entropies: torch.Tensor | None = None  # (B, R) of the next-token distribution
     ref_logprobs: torch.Tensor | None = None  # (B, R)
-    trunk: torch.Tensor | None = None  # (B, Q + R - 1, H) what the last frozen block returns: Trunk
     raw_scores: torch.Tensor | None = None  # (B, R) of the reward; a single score lies on the last token
     truncated: torch.Tensor | None = None  # (B,) bool, neither end token nor stop string
     scores: torch.Tensor | None = None  # (B, R) as trained on: shape_scores
@@ -617,35 +489,9 @@ class Rollout:
     advantages: torch.Tensor | None = None  # (B, R), whitened
     returns: torch.Tensor | None = None  # (B, R)
 
-    # What `take` narrows, besides trunk. Any other field keeps its columns.
-    ALONG_QUERIES = ("query", "query_mask")
-    ALONG_RESPONSES = """response response_mask logprobs values entropies ref_logprobs raw_scores scores rewards
-    advantages returns""".split()
-
-    def take(self, rows):
-        """The rows, without the columns in which none of them has a token."""
-        begin = int(self.query_mask[rows].any(0).int().argmax())
-        end = int(self.response_mask[rows].any(0).nonzero().max()) + 1
-        columns = dict.fromkeys(self.ALONG_QUERIES, slice(begin, None))
-        columns |= dict.fromkeys(self.ALONG_RESPONSES, slice(end))
-        columns["trunk"] = slice(begin, self.query.shape[1] + end - 1)
-        taken = {}
-        for name, field in vars(self).items():
-            if field is not None:
-                taken[name] = field[rows, columns[name]] if name in columns else field[rows]
-        return type(self)(**taken)
-
-    def tokens(self):
-        """The arguments of score_tokens."""
-        return self.query, self.query_mask, self.response, self.response_mask
-
-    def lengths(self):
-        """(B,) tokens of query and response."""
-        return self.query_mask.sum(1) + self.response_mask.sum(1)
-
 
 @torch.no_grad()
-def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, reward, iteration, args):
+def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration, args):
     """Samples a response to each query and scores it with policy, reference and reward."""
     device = accelerator.device
     lm = accelerator.unwrap_model(model).lm
@@ -662,17 +508,9 @@ def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, reward, it
     batch = Rollout(*sampled).take(slice(None))
     mask = batch.response_mask
     # 2. what the policy did, and what the reference thinks of it
-    share = len(queries) // accelerator.num_processes
-    local = torch.arange(share, device=device) + accelerator.process_index * share
-    by_length = local[batch.lengths()[local].argsort(stable=True)]
-    scored = []
-    for places in by_length.split(args.micro_batch_size):
-        scored.append(score_episodes(accelerator, model, ref, trunk, batch.take(places), args))
-    for name in scored[0]:
-        tokens = torch.cat([micro_batch[name] for micro_batch in scored])
-        counted = trunk.needed(batch) if name == "trunk" else mask
-        in_order = spread(tokens, counted[by_length])[by_length.argsort()]
-        setattr(batch, name, accelerator.gather(in_order))
+    score = partial(score_episodes, accelerator, model, ref, args)
+    for name, column in score_all(accelerator, batch, args.micro_batch_size, score).items():
+        setattr(batch, name, column)
     # 3. the reward of the texts
     output_ids = kept_ids(batch.response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
@@ -683,20 +521,14 @@ def rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, reward, it
     return batch
 
 
-def score_episodes(accelerator, model, ref, trunk, episodes, args):
-    """{field of Rollout: (N, ...)}: what policy and reference say of the tokens that count in a micro-batch, N."""
-    lm = accelerator.unwrap_model(model).lm
+def score_episodes(accelerator, model, ref, args, episodes):
+    """{field of Rollout: (B, R)}: what policy and reference say of a micro-batch, zero where no token counts."""
     inputs = *episodes.tokens(), args.temperature
-    with trunk.record(lm) as recorded:
-        logprobs, values, entropies = model(*inputs, entropy=True)
-    states = trunk.check(accelerator, model, inputs, recorded[0], logprobs, args)
-    with accelerator.autocast(), trunk.play(ref, None if args.ref_model else states):
-        ref_logprobs, _, _ = score_tokens(ref, *inputs)
-    columns = {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
-    scored = {name: column[episodes.response_mask] for name, column in columns.items()}
-    if states is not None:
-        scored["trunk"] = states[trunk.needed(episodes)]
-    return scored
+    logprobs, values, entropies = model(*inputs, also=token_entropies)
+    with accelerator.autocast():
+        ref_logprobs, _, _ = response_logprobs(ref, *inputs)
+    values = torch.where(episodes.response_mask, values, 0.0)
+    return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
 
 
 def place_scores(scores, mask):
@@ -754,7 +586,7 @@ def minibatches(accelerator, lengths, args, iteration, epoch):
 
 def losses(model, episodes, args):
     """The sum of policy and value losses over the tokens of a micro-batch that count, and {metric: sum over these
-    tokens}. A term counts as clipped where the clipped side is the larger."""
+    tokens}. A token counts as clipped where the clip takes its gradient, a value where the clipped error is larger."""
     mask = episodes.response_mask
     logprobs = episodes.logprobs[mask]
     values = episodes.values[mask]
@@ -769,22 +601,22 @@ def losses(model, episodes, args):
     with torch.no_grad():
         log_ratio = new_logprobs - logprobs
         ratio = log_ratio.exp()
+        is_clipped = torch.where(advantages > 0, ratio > 1 + args.cliprange, ratio < 1 - args.cliprange)
         terms = {
             "loss/policy": pg,
             "loss/value": vf,
             "policy/approxkl": log_ratio.square() / 2,
-            "policy/clipfrac": pg > -advantages * ratio,
+            "policy/clipfrac": is_clipped & (advantages != 0),
             "policy/ratio": ratio,
             "val/clipfrac": vf > value_loss(new_values, values, returns, 0),
         }
         return loss, {name: term.double().sum() for name, term in terms.items()}
 
 
-def update(run, model, optimizer, trunk, batch, rows, args):
+def update(run, model, optimizer, batch, rows, args):
     """K epochs of minibatches, an optimizer step each. Returns metrics: means over the response tokens of all epochs,
     and what became of the steps. rows: those of the prompts, for an error."""
     accelerator = run.accelerator
-    lm = accelerator.unwrap_model(model).lm
     tokens = int(batch.response_mask.sum())
     step = run.step - run.stride  # optimizer steps taken; those that are left out count, schedules follow the episodes
     sums = defaultdict(float)
@@ -799,10 +631,9 @@ def update(run, model, optimizer, trunk, batch, rows, args):
             ratios = 0.0
             for places in accumulate(accelerator, model, micro_batches):
                 episodes = batch.take(places)
-                with trunk.play(lm, episodes.trunk):
-                    loss, terms = losses(model, episodes, args)
-                    # data-parallel training averages gradients over the processes, hence the factor
-                    accelerator.backward(loss * accelerator.num_processes / count)
+                loss, terms = losses(model, episodes, args)
+                # data-parallel training averages gradients over the processes, hence the factor
+                accelerator.backward(loss * accelerator.num_processes / count)
                 for name, term in terms.items():
                     sums[name] += term
                 ratios += terms["policy/ratio"]
@@ -878,18 +709,12 @@ def read(args):
 
 
 def load(args, path, device):
-    """The language model, with frozen weights or adapters as the flags say, its tokenizer, and how many of the lowest
-    blocks policy and reference can share as a trunk."""
+    """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
     lm, tokenizer = load_model(args, path)
     lm = as_decoder(lm.to(device))
-    problem = None if lm.config.is_encoder_decoder else cache_problem(lm.eval())
-    if problem:
-        raise InputError(f"--model {args.model}: {problem}, with which ppo samples")
     train_adapters(lm, args)
-    depth = freeze(lm, args.num_layers_unfrozen)
-    if lm.config.is_encoder_decoder or not args.cache_trunk:
-        depth = 0
-    return lm, tokenizer, depth
+    freeze(lm, args.num_layers_unfrozen)
+    return lm, tokenizer
 
 
 def encode(data, lm, tokenizer, args):
@@ -970,7 +795,7 @@ def main(args):
     if run.finished:
         return run.result()
     accelerator = run.accelerator
-    lm, tokenizer, depth = load(args, path, accelerator.device)
+    lm, tokenizer = load(args, path, accelerator.device)
     encode(data, lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer)
     data.reward = data.reward or RewardModel(args, lm)
@@ -982,11 +807,9 @@ def main(args):
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    state = run.begin(
-        model, optimizer, lm, num_iterations(args), headline, IN_STATUS, stride=steps_per_iteration(args),
-        kl_coef=args.kl_coef, moments=[0, 0.0, 0.0], trunk=None,
-    )  # fmt: skip
-    trunk = Trunk(depth, state)
+    stride = steps_per_iteration(args)
+    quantities = {"kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}
+    state = run.begin(model, optimizer, lm, num_iterations(args), headline, IN_STATUS, stride=stride, **quantities)
     run.say(summary(run, policy, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))
@@ -999,7 +822,7 @@ def main(args):
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):
-            batch = rollout(accelerator, model, ref, trunk, tokenizer, rows, queries, data.reward, iteration, args)
+            batch = rollout(accelerator, model, ref, tokenizer, rows, queries, data.reward, iteration, args)
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
         mask = batch.response_mask
         batch.scores, state.moments = shape_scores(batch.raw_scores, mask, batch.truncated, state.moments, args)
@@ -1012,7 +835,7 @@ def main(args):
         batch.advantages = masked_whiten(advantages, mask)
         run.lap("rollout")
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
-        metrics = rollout_metrics(batch, state.kl_coef) | update(run, model, optimizer, trunk, batch, rows, args)
+        metrics = rollout_metrics(batch, state.kl_coef) | update(run, model, optimizer, batch, rows, args)
         run.lap("update")
         # 4. beta follows the KL of this iteration (Ziegler Sec. 2.2)
         if args.kl_target:

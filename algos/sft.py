@@ -7,7 +7,7 @@ How this differs from other implementations:
   processes, so neither changes the result. A mean of micro-batch means would weigh short rows more.
 - The end token is appended, trained and scored, also where it doubles as padding: masks come from lengths.
 - Rows stand side by side in lines (`fill_lines`) where the model keeps them apart. Logits are computed only where a
-  token is trained, and not all at once (`at_labels`).
+  token is trained, and not all at once (`token_logprobs`).
 - Data order, schedule and evaluation samples are functions of (seed, step, row): a killed run continues exactly.
 
 Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats (loss on the completion), {"messages"}
@@ -32,16 +32,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch.nn import functional as F
 
 from common.adapters import train_adapters
 from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, RunArgs, SamplingArgs, problems_of
 from common.cli import InputError, cli, stop_if
+from common.forward import token_logprobs
+from common.forward import token_nll as token_nll  # for those who import it from here
 from common.functions import build, load_function
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.logging import Run, closes_run
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
-from common.output import call_with_output, in_chunks
 from common.pairs import can_pack
 from common.report import example_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
@@ -104,15 +104,6 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
 # ---- Maths -----------------------------------------------------------------------------------------------------------
 
 
-def token_nll(logits, labels):
-    """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
-
-    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t].
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
-
-
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
 
 
@@ -170,20 +161,9 @@ def split_batch(batch, packing, accelerator, args):
 # ---- Forward pass ----------------------------------------------------------------------------------------------------
 
 
-def at_labels(function, model, labels, **inputs):
-    """function(logits (N, V), labels (N,)) -> (..., N) of the N tokens with a label in labels (B, K), row by row; not
-    all of the logits are in memory at once. labels belong to the last K positions of inputs."""
-    places = labels != -100
-    vocabulary = getattr(model, "module", model).config.get_text_config().vocab_size
-
-    def compute(layer, states):
-        return in_chunks(function, layer, vocabulary, states[places], labels[places])
-
-    return call_with_output(model, compute, logits_to_keep=labels.shape[1], **inputs)
-
-
-def line_terms(function, model, lines, pad, device):
-    """at_labels of lines of examples, in their order.
+def line_logprobs(model, lines, pad, device, also=None):
+    """(log p (N,), others (N,) or None) of the tokens with a label in lines of examples, in their order; also, others:
+    as of `token_logprobs`.
 
     No mask is passed: padding is on the right, and without a cache transformers keeps apart what begins at position 0,
     by a block-diagonal mask for each kind of layer (its masking_utils.py). Rows of an encoder-decoder are laid out as
@@ -193,8 +173,10 @@ def line_terms(function, model, lines, pad, device):
     if not lm.config.is_encoder_decoder:
         ids, positions, labels = (x.to(device) for x in collate(lines, pad))
         first = int((labels != -100).any(0).int().argmax()) or ids.shape[1] - 1  # no label at all: one position
+        labels = labels[:, first:]
         inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1]}
-        return at_labels(function, model, labels[:, first:], **inputs)
+        logprobs, _, others = token_logprobs(model, labels, labels != -100, also=also, **inputs)
+        return logprobs, others
     rows = [line[0] for line in lines]
     begins = [first_label(labels) for _, labels, *_ in rows]
     left = max(begins)
@@ -207,18 +189,19 @@ def line_terms(function, model, lines, pad, device):
         return torch.tensor(padded, device=device)
 
     ids = stack([ids for ids, *_ in rows], pad)
-    labels = stack([labels for _, labels, *_ in rows], -100)
+    labels = stack([labels for _, labels, *_ in rows], -100)[:, left:]
     mask = stack([[1] * len(ids) for ids, *_ in rows], 0)
-    return at_labels(function, model, labels[:, left:], input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
+    inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
+    logprobs, _, others = token_logprobs(model, labels, labels != -100, also=also, **inputs)
+    return logprobs, others
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def nll_and_hits(logits, labels):
-    """(2, N): token_nll, and 1 where the likeliest token is the label."""
-    nll = token_nll(logits, labels)
-    return torch.stack([nll, (logits.argmax(-1) == labels).to(nll)])
+def hits(logits, labels):
+    """Whether the likeliest token is the label: logits (N, V), labels (N,)."""
+    return (logits.argmax(-1) == labels).to(logits.dtype)
 
 
 @torch.no_grad()
@@ -230,18 +213,18 @@ def evaluate_loss(accelerator, model, examples, args, pad):
         ids, _ = examples[0]
         local.append((ids, [-100] * len(ids)))
     lines = [[example] for example in sorted(local, key=lambda example: len(example[0]))]  # never packed
-    loss = 0.0
-    hits = 0
+    nll = 0.0
+    right = 0.0
     count = 0
     for i in range(0, share, args.micro_batch_size):
         micro_batch = lines[i : i + args.micro_batch_size]
-        nll, right = line_terms(nll_and_hits, model, micro_batch, pad, accelerator.device)
-        loss += nll.double().sum()
-        hits += right.double().sum()
-        count += len(nll)
-    sums = torch.stack([loss, hits, loss.new_tensor(count)])
-    loss, hits, count = accelerator.reduce(sums).tolist()
-    return {"loss": loss / count, "perplexity": math.exp(min(loss / count, 700.0)), "accuracy": hits / count}
+        logprobs, is_right = line_logprobs(model, micro_batch, pad, accelerator.device, also=hits)
+        nll -= logprobs.double().sum()
+        right += is_right.double().sum()
+        count += len(logprobs)
+    sums = torch.stack([nll, right, nll.new_tensor(count)])
+    nll, right, count = accelerator.reduce(sums).tolist()
+    return {"loss": nll / count, "perplexity": math.exp(min(nll / count, 700.0)), "accuracy": right / count}
 
 
 def evaluate(run, step, model, tokenizer, data, args):
@@ -385,7 +368,11 @@ def main(args):
     device = accelerator.device
     lm, tokenizer = load(args, path, device)
     max_length = encode(data, lm, tokenizer, args)
-    line_nll = partial(line_terms, token_nll, pad=tokenizer.pad_token_id, device=device)
+
+    def line_nll(model, lines):
+        logprobs, _ = line_logprobs(model, lines, tokenizer.pad_token_id, device)
+        return -logprobs
+
     packing = can_pack(run, lm, args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both

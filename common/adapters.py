@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from common.cli import InputError, stop_if
+from common.forward import routers
 from common.seeding import rng
-from common.structure import routers
 
 
 def train_adapters(lm, args, heads=()):

@@ -23,7 +23,7 @@ from common.cli import ROOT, flag_of
 from common.functions import spec_path
 
 # Flags that change memory, and so stand in config.yaml, but not the result (to rounding).
-SIZES = """micro_batch_size decode_batch_size packing cache_trunk gradient_checkpointing""".split()
+SIZES = """micro_batch_size decode_batch_size packing gradient_checkpointing""".split()
 # Flags that may differ when a run is continued.
 NEUTRAL = """run_dir name resume threads save_every keep_checkpoints track wandb_project push_to_hub check""".split()
 NEUTRAL += SIZES

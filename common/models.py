@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from common.cli import InputError, stop_if
+from common.forward import has_plain_output, one_token, padding_problem, routers
 from common.functions import refuse_mistyped, spec_path
-from common.output import has_plain_output, one_token
 from common.report import screen
-from common.structure import padding_problem, routers
+from common.seeding import rng
 
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken")
 NOT_TAKEN = ("bias", "trainable_token_indices", "ensure_weight_tying", "use_dora")  # of adapters: would not be exported
@@ -319,6 +319,19 @@ def freeze(lm, num_layers_unfrozen):
     return depth
 
 
+def draw_layers(head, seed, *stream):
+    """Initialises the linear layers of a new head: torch's default, but keyed, the same on every process. stream: the
+    name of the draw, which the number of a weight completes."""
+    number = 0
+    for layer in head.modules():
+        if isinstance(layer, nn.Linear):
+            bound = layer.in_features**-0.5
+            for weight in layer.parameters():
+                drawn = rng(seed, *stream, number).uniform(-bound, bound, weight.shape)
+                weight.data.copy_(torch.from_numpy(drawn))
+                number += 1
+
+
 def modules_after(lm, block):
     """What runs after a block: the norm, the output layer and what holds them. Found by a forward pass of one token."""
     ran = []
@@ -396,7 +409,7 @@ class Seq2Seq:
 
 
 def as_decoder(lm):
-    """The model as the scripts call it, with an answer to whether they need all of its logits (`call_with_output`): an
+    """The model as the scripts call it, with an answer to whether they need all of its logits (`token_logprobs`): an
     encoder-decoder with the calls of Seq2Seq, a decoder as it is. InputError for one that padding on the left
     changes."""
     if lm.config.is_encoder_decoder and not isinstance(lm, Seq2Seq):

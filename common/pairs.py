@@ -5,8 +5,8 @@ import math
 
 import torch
 
+from common.forward import packing_problem
 from common.report import screen
-from common.structure import packing_problem
 from common.tokens import fill_lines
 
 

@@ -309,7 +309,7 @@ def logprobs(directory, batch):
     """Of the sampled tokens, by the model that plain transformers finds in a directory."""
     lm = AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.no_grad():
-        return ppo.score_tokens(lm, *batch.tokens())[0]
+        return ppo.response_logprobs(lm, *batch.tokens())[0]
 
 
 def test_the_reference_of_ppo_has_no_adapter(gpt2_dir, tmp_path, rollouts):

@@ -32,9 +32,9 @@ from transformers import (
 
 from algos import dpo
 from benchmarks.tasks import randomwalks
-from common import output, sampling
+from common import forward, sampling
 from common.cli import InputError, from_task
-from common.output import has_plain_output
+from common.forward import has_plain_output
 from common.rows import load_rows, pair_texts
 from common.tokens import fill_lines
 
@@ -360,7 +360,7 @@ def test_logprobs_are_sums_over_the_response(
     model.set_attn_implementation(attention)
     if chunks:
         model.plain_output = has_plain_output(model)
-        monkeypatch.setattr(output, "CHUNK", 2 * 25)
+        monkeypatch.setattr(forward, "CHUNK", 2 * 25)
     with torch.no_grad():
         expected = slow_logprobs(model, PAIRS)
         for size in 7, 3, 1:
@@ -378,7 +378,7 @@ def test_gradients_are_those_of_the_definition(monkeypatch, build_model, family,
     tolerance = 1e-10 if family == "gpt2" else 1e-6  # the norms of the others round gradients to float32, after sums
     if chunks:
         model.plain_output = has_plain_output(model)
-        monkeypatch.setattr(output, "CHUNK", 3 * 25)
+        monkeypatch.setattr(forward, "CHUNK", 3 * 25)
     gradients = []
     for logprobs in slow_logprobs, lambda model, pairs: dpo.pair_logprobs(model, packing, pairs):
         model.zero_grad()
@@ -494,7 +494,7 @@ def test_the_loss_needs_little_memory(build_model):
     largest = []
     with TensorSizes(largest):
         dpo.pair_logprobs(model, True, pairs).sum().backward()
-    assert len(pairs) * 120 > 1400 and max(largest) <= output.CHUNK
+    assert len(pairs) * 120 > 1400 and max(largest) <= forward.CHUNK
 
 
 class TensorSizes(TorchDispatchMode):

@@ -405,12 +405,12 @@ ADVANTAGES = tensor(1.5, -0.75, 0.5, -1.25, 2.0)
 
 def losses_of(monkeypatch, new, args, old=OLD, ref=REF):
     """What grpo.losses says of log-probabilities (B, R), as of a model that gives them."""
-    monkeypatch.setattr(grpo, "response_logprobs", lambda *_: new)
+    monkeypatch.setattr(grpo, "response_logprobs", lambda *_: (new, None, None))
     ids = torch.zeros(B, R, dtype=torch.long)
     token_weights = grpo.token_weights(MASK.sum(1), args.loss_mean, args.max_new_tokens)
     columns = {"logprobs": old, "ref_logprobs": ref}
-    episodes = grpo.Batch(ids, ids == 0, ids, MASK, ADVANTAGES, token_weights, **columns)
-    return grpo.losses(None, episodes, args)
+    episodes = grpo.Rollout(ids, ids == 0, ids, MASK, advantages=ADVANTAGES, **columns)
+    return grpo.losses(None, episodes, token_weights, args)
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=["-".join(map(str, golden[:5])) for golden in GOLDEN])
@@ -423,7 +423,7 @@ def test_losses_are_those_of_trl(monkeypatch, golden):
     loss.backward()
     close(new.grad[MASK], gradient, 1e-9)
     assert not new.grad[~MASK].any()
-    total = terms["loss/policy"] + beta * terms.get("loss/kl", 0)
+    total = terms["step"]["loss/policy"] + beta * terms["step"].get("loss/kl", 0)
     assert total.item() == pytest.approx(value, rel=1e-9)
 
 
@@ -488,37 +488,10 @@ def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
             expected["policy/ratio"] += ratio
             expected["policy/nll"] -= OLD[b, t].item()
     assert expected["policy/clipfrac"] > 0
-    assert {name: term.item() for name, term in terms.items()} == pytest.approx(expected, rel=1e-9)
-
-
-def test_take_narrows_what_it_knows():
-    query_mask = torch.arange(5) >= torch.tensor([[4], [2], [0]])
-    mask = torch.arange(R) < torch.tensor([[2], [7], [4]])
-    logprobs = random(3, R)
-    advantages = random(3, seed=1)
-    batch = grpo.Batch(random(3, 5), query_mask, random(3, R), mask, advantages, advantages + 1, logprobs)
-    taken = batch.take(torch.tensor([2, 0]))
-    assert torch.equal(taken.query, batch.query[[2, 0]]) and torch.equal(taken.query_mask, query_mask[[2, 0]])
-    assert torch.equal(taken.response, batch.response[[2, 0], :4]) and torch.equal(taken.logprobs, logprobs[[2, 0], :4])
-    assert torch.equal(taken.response_mask, mask[[2, 0], :4]) and taken.ref_logprobs is None
-    assert torch.equal(taken.advantages, advantages[[2, 0]]) and torch.equal(taken.weights, advantages[[2, 0]] + 1)
-    alone = batch.take(torch.tensor([0]))
-    assert torch.equal(alone.query, batch.query[:1, 4:]) and alone.response.shape == (1, 2)
-    assert batch.lengths().tolist() == [3, 10, 9]
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_ppo(build_model, family, temperature):
-    """Bit for bit."""
-    ids = torch.randint(0, 21, (3, 12), generator=torch.Generator().manual_seed(1))
-    query_mask = torch.arange(5) >= torch.tensor([[2], [0], [1]])
-    mask = torch.arange(7) < torch.tensor([[7], [3], [5]])
-    inputs = ids[:, :5], query_mask, ids[:, 5:], mask, temperature
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        model = build_model(family, dtype)
-        found = grpo.response_logprobs(model, *inputs)
-        assert torch.equal(found, ppo.score_tokens(model, *inputs)[0])
-        assert found[mask].all() and not found[~mask].any()
+    found = terms["step"] | terms["sequence"] | terms["token"]
+    assert {name: term.item() for name, term in found.items()} == pytest.approx(expected, rel=1e-9)
+    assert [*terms["sequence"]] == ["objective/kl", "objective/kl_k3"]
+    assert [*terms["step"]] == ["loss/policy", "loss/kl"]
 
 
 # ---- The first step --------------------------------------------------------------------------------------------------
@@ -569,12 +542,12 @@ def test_with_more_steps_the_ratio_is_one_at_the_first_of_each_iteration(monkeyp
     run_grpo(gpt2_dir, tmp_path / "run", batch_size=7, micro_batch_size=2, kl_coef=0.1)
     deviations = []
     for _, (_, terms) in micro:
-        deviations.append(terms["policy/approxkl"].item())
+        deviations.append(terms["token"]["policy/approxkl"].item())
     assert len(deviations) == 2 * 3 * 4  # iterations, steps, micro-batches
     first = deviations[:4] + deviations[12:16]
     assert max(first) < 1e-20
     assert min(deviations[4:12]) >= 0 and sorted(deviations[4:12])[2] > 1e-5
-    for (_, episodes, _), _ in micro:
+    for (_, episodes, *_), _ in micro:
         assert episodes.logprobs is not None
 
 
@@ -687,19 +660,19 @@ def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_pa
     micro = recorded(monkeypatch, grpo, "losses")
     stacked = recorded(monkeypatch, grpo, "stack")
     short = run_grpo(gpt2_dir, tmp_path / "short", **flags)
-    rows = sum(len(episodes.query) for (_, episodes, _), _ in micro)
+    rows = sum(len(episodes.query) for (_, episodes, *_), _ in micro)
     assert rows == sum(int(batch.advantages.count_nonzero()) for _, batch in stacked) <= 2 * 15
     monkeypatch.setattr(grpo, "micro_batches", keep_idle_rows)
     micro.clear()
     whole = run_grpo(gpt2_dir, tmp_path / "whole", **flags)
-    assert sum(len(episodes.query) for (_, episodes, _), _ in micro) == 2 * 21
+    assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
     assert_close_runs(short, whole)
 
 
 def test_rows_without_an_advantage_stay_where_there_is_a_kl(monkeypatch, gpt2_dir, tmp_path):
     micro = recorded(monkeypatch, grpo, "losses")
     run_grpo(gpt2_dir, tmp_path / "run", kl_coef=0.1, micro_batch_size=5)
-    assert sum(len(episodes.query) for (_, episodes, _), _ in micro) == 2 * 21
+    assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
@@ -796,7 +769,7 @@ def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
     """A single row is left for the forward pass, and the weights stay as they are, bit for bit."""
     micro = recorded(monkeypatch, grpo, "losses")
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", reward=constant)
-    assert [len(episodes.query) for (_, episodes, _), _ in micro] == [1, 1]
+    assert [len(episodes.query) for (_, episodes, *_), _ in micro] == [1, 1]
     before = safetensors.torch.load_file(f"{gpt2_dir}/model.safetensors")
     after = weights(run_dir)
     assert all(torch.equal(after[f"model.{name}"], weight.double()) for name, weight in before.items())

@@ -110,7 +110,7 @@ def start(accelerator, directory, tokenizer, dtype, reward=vowels, **flags):
     rows = [{"prompt": p} for p in PROMPTS]
     queries = tokenizer(PROMPTS)["input_ids"]
 
-    models = model.eval(), ref.eval(), ppo.Trunk(0, SimpleNamespace(trunk=None))
+    models = model.eval(), ref.eval()
     return model, ppo.rollout(accelerator, *models, tokenizer, rows, queries, reward, 1, args)
 
 

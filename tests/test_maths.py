@@ -4,7 +4,6 @@ Against hand and golden numbers (those of TRL's and trlX's code that are right),
 a small vocabulary. Sizes are distinct primes, so that a wrong broadcast fails.
 """
 
-import dataclasses
 import math
 from itertools import product
 from types import SimpleNamespace
@@ -277,12 +276,6 @@ def test_token_nll_computes_at_least_in_float32():
     assert sft.token_nll(logits, labels).dtype == torch.float64
 
 
-def test_token_logprobs_is_the_slow_definition():
-    logits, ids = random(3, 5, V) * 4, torch.arange(15).reshape(3, 5) % V
-    close(ppo.token_logprobs(logits, ids), -sft.token_nll(logits, ids))
-    close(ppo.token_logprobs(logits + 1e6, ids), ppo.token_logprobs(logits, ids), 1e-8)
-
-
 # ---- Episodes --------------------------------------------------------------------------------------------------------
 
 
@@ -290,21 +283,17 @@ def test_take_narrows_what_it_knows_and_leaves_the_rest():
     """Of queries of 1, 3 and 5 tokens and responses of 2, 7 and 4: what runs along neither is taken whole."""
     query_mask, mask = torch.arange(5) >= tensor(4, 2, 0)[:, None], torch.arange(R) < tensor(2, 7, 4)[:, None]
     columns = {name: random(3, R, seed=seed) for seed, name in enumerate(("values", "scores", "entropies"))}
-    trunk, truncated = random(3, 5 + R - 1, 2, seed=7), random(3, seed=8)
-    batch = ppo.Rollout(random(3, 5), query_mask, random(3, R), mask, trunk=trunk, truncated=truncated, **columns)
+    truncated = random(3, seed=8)
+    batch = ppo.Rollout(random(3, 5), query_mask, random(3, R), mask, truncated=truncated, **columns)
     taken = batch.take(torch.tensor([2, 0]))
     assert torch.equal(taken.query, batch.query[[2, 0]]) and torch.equal(taken.query_mask, query_mask[[2, 0]])
-    assert torch.equal(taken.response_mask, mask[[2, 0], :4]) and torch.equal(taken.trunk, trunk[[2, 0], : 5 + 4 - 1])
+    assert torch.equal(taken.response_mask, mask[[2, 0], :4])
     assert all(torch.equal(getattr(taken, name), x[[2, 0], :4]) for name, x in columns.items())
     assert torch.equal(taken.truncated, truncated[[2, 0]]) and taken.returns is None
     alone = batch.take(torch.tensor([0]))
-    assert torch.equal(alone.query, batch.query[:1, 4:]) and torch.equal(alone.trunk, trunk[:1, 4 : 5 + 2 - 1])
+    assert torch.equal(alone.query, batch.query[:1, 4:]) and alone.response.shape == (1, 2)
 
-    fields = [("notes", torch.Tensor | None, None)]
-    Noted = dataclasses.make_dataclass("Noted", fields, bases=(ppo.Rollout,))
-    notes = random(3, 11)
-    noted = Noted(batch.query, query_mask, batch.response, mask, notes=notes)
-    assert torch.equal(noted.take(torch.tensor([0])).notes, notes[:1])
+    assert batch.lengths().tolist() == [3, 10, 9]
 
 
 # ---- Learning rate ---------------------------------------------------------------------------------------------------

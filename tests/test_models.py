@@ -91,12 +91,12 @@ def test_left_padding_changes_nothing(build_model, family, dtype, attention, tol
     response_mask = torch.arange(7) < ends[:, None]
     wide = [torch.nn.functional.pad(x, (4, 0)) for x in (query, query_mask)]
     with torch.no_grad():
-        together = model(query, query_mask, response, response_mask, temperature=0.7, entropy=True)
-        padded = model(*wide, response, response_mask, temperature=0.7, entropy=True)
+        together = model(query, query_mask, response, response_mask, temperature=0.7, also=ppo.token_entropies)
+        padded = model(*wide, response, response_mask, temperature=0.7, also=ppo.token_entropies)
         for row in range(4):
             bare = query[row, query_mask[row]][None], response[row, response_mask[row]][None]
             masks = [torch.ones_like(x, dtype=torch.bool) for x in bare]
-            alone = model(bare[0], masks[0], bare[1], masks[1], temperature=0.7, entropy=True)
+            alone = model(bare[0], masks[0], bare[1], masks[1], temperature=0.7, also=ppo.token_entropies)
             for a, b, c in zip(alone, together, padded, strict=True):
                 for batch in (b, c):
                     torch.testing.assert_close(batch[row, : ends[row]], a[0], rtol=tolerance, atol=tolerance)
@@ -377,7 +377,7 @@ def test_the_reference_is_another_model(monkeypatch, tiny_dirs, build_model, let
     reference.set_attn_implementation("eager")
     for model, batch in rollouts:
         with torch.no_grad():
-            expected, _, _ = ppo.score_tokens(reference, *batch.tokens(), temperature=0.7)
+            expected, _, _ = ppo.response_logprobs(reference, *batch.tokens(), temperature=0.7)
         keep = batch.response_mask
         torch.testing.assert_close(batch.ref_logprobs[keep], expected[keep], rtol=1e-4, atol=1e-4)
         assert (batch.logprobs - expected)[keep].abs().max() > 0.5
@@ -394,7 +394,7 @@ def test_the_reference_of_grpo_is_another_model(monkeypatch, tiny_dirs, build_mo
     reference = reload(tmp_path / "ref")
     for ((_, batch), logprobs), ((model, _), ref_logprobs) in zip(scored[::2], scored[1::2], strict=True):
         with torch.no_grad():
-            expected = grpo.response_logprobs(reference, *batch.tokens(), temperature=0.7)
+            expected, _, _ = grpo.response_logprobs(reference, *batch.tokens(), temperature=0.7)
         keep = batch.response_mask
         torch.testing.assert_close(ref_logprobs[keep], expected[keep], rtol=1e-4, atol=1e-4)
         assert (logprobs - expected)[keep].abs().max() > 0.5

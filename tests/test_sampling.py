@@ -307,7 +307,7 @@ def test_the_cache_has_the_type_that_attention_computes_in(build_model, family, 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_logprobs_are_those_of_the_sampler(build_model, family, temperature):
-    """P(first token) and P(second | first), measured by drawing over a grid, are exp of score_tokens' numbers."""
+    """P(first token) and P(second | first), measured by drawing over a grid, are exp of response_logprobs' numbers."""
     model, rows = build_model(family, torch.float64), 1001
     query, mask = prompts(5, 2)
     query, mask = query[1:].expand(rows, -1), mask[1:].expand(rows, -1)  # three columns of left padding
@@ -317,7 +317,7 @@ def test_logprobs_are_those_of_the_sampler(build_model, family, temperature):
         frequency = torch.bincount(ids[:, position], minlength=25).double() / rows
         some = unique_rows(ids[:, position])
         with torch.no_grad():
-            logprobs, _, _ = ppo.score_tokens(model, query[some], mask[some], ids[some], keep[some], temperature)
+            logprobs, _, _ = ppo.response_logprobs(model, query[some], mask[some], ids[some], keep[some], temperature)
         assert len(some) > 3
         assert (logprobs[:, position].exp() - frequency[ids[some, position]]).abs().max() < 1 / rows
 
@@ -327,7 +327,7 @@ def unique_rows(tokens):
     return [tokens.tolist().index(token) for token in sorted(set(tokens.tolist()))]
 
 
-def test_score_tokens_is_the_plain_forward(build_model, family):
+def test_response_logprobs_is_the_plain_forward(build_model, family):
     """Row by row, without padding: log softmax of the logits / temperature, values and entropies by hand."""
     model = build_model(family, torch.float64)
     policy = ppo.PolicyWithValue(model, init="normal")
@@ -335,7 +335,7 @@ def test_score_tokens_is_the_plain_forward(build_model, family):
     eos = frequent_token(model, query, mask, u)
     ids, keep = ppo.sample(model, query, mask, u, [eos], PAD, 0.7)
     with torch.no_grad():
-        scored = policy(query, mask, ids, keep, 0.7, entropy=True)
+        scored = policy(query, mask, ids, keep, 0.7, also=ppo.token_entropies)
         assert [x.shape for x in scored] == [(3, 7)] * 3
         for row in range(3):
             q, r = query[row, mask[row]], ids[row, keep[row]]
@@ -350,14 +350,14 @@ def test_score_tokens_is_the_plain_forward(build_model, family):
                 torch.testing.assert_close(got[row, : len(r)], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_score_tokens_attends_to_holes(build_model):
+def test_response_logprobs_attends_to_holes(build_model):
     """Text of a tool has mask False but was read: the tokens behind it are scored as its continuation."""
     model, (query, mask) = build_model(dtype=torch.float64), prompts(5)
     ids = torch.tensor([[3, 9, 4, 17, 5, 8, PAD]])
     full = torch.tensor([[True] * 6 + [False]])
     holes = full & ~torch.tensor([[False, True, True, False, False, False, False]])
     with torch.no_grad():
-        a, b = (ppo.score_tokens(model, query, mask, ids, keep)[0] for keep in (full, holes))
+        a, b = (ppo.response_logprobs(model, query, mask, ids, keep)[0] for keep in (full, holes))
     torch.testing.assert_close(a[:, [0, 3, 4, 5]], b[:, [0, 3, 4, 5]], rtol=1e-12, atol=1e-12)
 
 

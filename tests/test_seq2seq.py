@@ -177,7 +177,7 @@ def test_what_moves_a_log_probability(folder):
     @torch.no_grad()
     def moved(other_query, other_response):
         first, second = ((query, query_mask, response, mask), (other_query, query_mask, other_response, mask))
-        return (ppo.score_tokens(lm, *first)[0] - ppo.score_tokens(lm, *second)[0]).abs()
+        return (ppo.response_logprobs(lm, *first)[0] - ppo.response_logprobs(lm, *second)[0]).abs()
 
     for t in range(7):
         other = response.clone()

@@ -348,9 +348,9 @@ LONG = [{"prompt": p, "completion": c} for p, c in (("abc", "defghijk"), ("l", "
 
 def losses_and_gradients(model, lines):
     model.zero_grad()
-    nll = sft.line_terms(sft.token_nll, model, lines, PAD, "cpu")
-    nll.sum().backward()
-    return nll.detach(), [w.grad.clone() for w in model.parameters()]
+    logprobs, _ = sft.line_logprobs(model, lines, PAD, "cpu")
+    logprobs.sum().backward()
+    return logprobs.detach(), [w.grad.clone() for w in model.parameters()]
 
 
 @pytest.mark.parametrize(("attention", "plain"), [("sdpa", True), ("eager", False)])
@@ -380,8 +380,8 @@ def test_packed_rows_are_rows_alone(letters, build_model, family, attention, pla
 def packing_error(model, line):
     """Largest difference of a token's loss between the examples of a line packed and each alone."""
     with torch.no_grad():
-        packed = sft.line_terms(sft.token_nll, model, [line], PAD, "cpu")
-        alone = [sft.line_terms(sft.token_nll, model, [[example]], PAD, "cpu") for example in line]
+        packed, _ = sft.line_logprobs(model, [line], PAD, "cpu")
+        alone = [sft.line_logprobs(model, [[example]], PAD, "cpu")[0] for example in line]
     return (packed - torch.cat(alone)).abs().max()
 
 
@@ -396,6 +396,9 @@ class Leaky(torch.nn.Module):
     def __init__(self, model, positions):
         super().__init__()
         self.model, self.positions, self.config = model, positions, model.config
+
+    def get_output_embeddings(self):
+        return self.model.get_output_embeddings()
 
     def forward(self, input_ids, position_ids, **options):
         position_ids = torch.arange(input_ids.shape[1])[None] if self.positions else position_ids
@@ -425,13 +428,13 @@ def unpacked(request, tiny_dirs, tmp_path_factory):
 def test_packing_changes_no_metric(monkeypatch, unpacked, gpt2_dir, tmp_path, size):
     """Training is packed, evaluation never."""
     dtype, tolerance, plain = unpacked
-    shapes, line_terms = {True: [], False: []}, sft.line_terms
+    shapes, line_logprobs = {True: [], False: []}, sft.line_logprobs
 
-    def watched(function, model, lines, *more, **options):
+    def watched(model, lines, *more, **options):
         shapes[model.training].append([len(line) for line in lines])
-        return line_terms(function, model, lines, *more, **options)
+        return line_logprobs(model, lines, *more, **options)
 
-    monkeypatch.setattr(sft, "line_terms", watched)
+    monkeypatch.setattr(sft, "line_logprobs", watched)
     flags = PACKED | {"dtype": dtype, "micro_batch_size": size, "packing": True}
     metrics, run_dir = run_sft(gpt2_dir, tmp_path / "run", ROWS + LONG, **flags)
     assert max(map(max, shapes[True])) >= 2 and max(map(len, shapes[True])) == min(size, 5)

@@ -1,16 +1,16 @@
-"""The output layer in chunks is the output layer: `python -m pytest tests/test_output.py`
+"""The output layer in chunks is the output layer: `python -m pytest tests/test_forward.py`
 
 Values and gradients against whole logits in float64, for models whose logits are a plain product and for those that
 change them; and what is in memory meanwhile, counted in tensors.
 """
 
 import weakref
+from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,9 +25,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from common import output
+from common import forward
+from common.forward import has_plain_output, in_chunks, token_logprobs, token_nll
 from common.models import as_decoder
-from common.output import call_with_output, describe_output, has_plain_output, in_chunks
 
 V, H, N = 25, 12, 7  # words as of build_model, width, rows
 SIZES = {"vocab_size": V, "hidden_size": H, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -45,13 +45,12 @@ def random(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def nll(logits, ids):
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, ids, reduction="none")
+def entropies(logits, ids):
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
 
 
 def nll_and_entropy(logits, ids):
-    return torch.stack([nll(logits, ids), logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)])
+    return torch.stack([token_nll(logits, ids), entropies(logits, ids)])
 
 
 def close(a, b):
@@ -61,19 +60,14 @@ def close(a, b):
 # ---- Chunks ----------------------------------------------------------------------------------------------------------
 
 
-class Other(nn.Linear):
-    """A layer of another class, as adapters make one."""
-
-
-@pytest.mark.parametrize("function", [nll, nll_and_entropy])
-@pytest.mark.parametrize("kind", [nn.Linear, Other])
+@pytest.mark.parametrize("function", [token_nll, nll_and_entropy])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 11])
-def test_chunks_are_the_whole(monkeypatch, function, kind, bias, size):
+def test_chunks_are_the_whole(monkeypatch, function, bias, size):
     """Values and gradients of states, weights and bias, whatever the weights of the tokens in the loss. Two chunks are
     computed at once, and not again in the backward pass."""
-    monkeypatch.setattr(output, "CHUNK", size * V + V - 1)  # rounded down to whole rows
-    layer = kind(H, V, bias=bias).double()
+    monkeypatch.setattr(forward, "CHUNK", size * V + V - 1)  # rounded down to whole rows
+    layer = nn.Linear(H, V, bias=bias).double()
     states = random(N, H).requires_grad_()
     ids = torch.tensor([0, 3, 3, 24, 5, 9, 1])
     weighed = random(N, seed=1)
@@ -88,7 +82,7 @@ def test_chunks_are_the_whole(monkeypatch, function, kind, bias, size):
     chunked = in_chunks(terms, layer.forward, V, states, ids, weighed)
     at_once = N <= 2 * size
     assert rows == ([N] if at_once else [min(size, N - i) for i in range(0, N, size)])
-    assert chunked.shape == whole.shape == ((N,) if function is nll else (2, N))
+    assert chunked.shape == whole.shape == ((N,) if function is token_nll else (2, N))
     close(chunked.data, whole.data)
     factors = random(*whole.shape, seed=2)
     inputs = [states, *layer.parameters()]
@@ -101,12 +95,12 @@ def test_chunks_are_the_whole(monkeypatch, function, kind, bias, size):
 
 def test_a_frozen_layer(monkeypatch):
     """Gradients of the states alone."""
-    monkeypatch.setattr(output, "CHUNK", 2 * V)
+    monkeypatch.setattr(forward, "CHUNK", 2 * V)
     layer = nn.Linear(H, V).double().requires_grad_(False)
     states = random(N, H).requires_grad_()
     ids = torch.tensor([0, 3, 3, 24, 5, 9, 1])
     gradients = []
-    for terms in (in_chunks(nll, layer, V, states, ids), nll(layer(states), ids)):
+    for terms in (in_chunks(token_nll, layer, V, states, ids), token_nll(layer(states), ids)):
         gradients += torch.autograd.grad(terms.sum(), states)
     close(*gradients)
     assert layer.weight.grad is None
@@ -118,12 +112,12 @@ def test_gradients_are_added_up_in_float32(monkeypatch):
     layer = nn.Linear(64, 101, bias=False)
     states = torch.randn(997, 64)
     ids = torch.randint(0, 101, (997,))
-    (exact,) = torch.autograd.grad(nll(layer(states), ids).sum(), layer.weight)
+    (exact,) = torch.autograd.grad(token_nll(layer(states), ids).sum(), layer.weight)
     errors = []
     for limit in (997 * 101, 3 * 101):
-        monkeypatch.setattr(output, "CHUNK", limit)
+        monkeypatch.setattr(forward, "CHUNK", limit)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = in_chunks(nll, layer, 101, states, ids).sum()
+            loss = in_chunks(token_nll, layer, 101, states, ids).sum()
         (gradient,) = torch.autograd.grad(loss, layer.weight)
         assert gradient.dtype == torch.float32
         errors.append(((gradient - exact).norm() / exact.norm()).item())
@@ -133,7 +127,7 @@ def test_gradients_are_added_up_in_float32(monkeypatch):
 
 def test_no_rows_and_no_gradients(monkeypatch):
     """No row gives no term, of which gradients are zero; under no_grad nothing is kept for a backward pass."""
-    monkeypatch.setattr(output, "CHUNK", 2 * V)
+    monkeypatch.setattr(forward, "CHUNK", 2 * V)
     layer = nn.Linear(H, V).double()
     ids = torch.zeros(N, dtype=torch.long)
 
@@ -185,9 +179,9 @@ def test_memory_of_a_loss(monkeypatch):
     ids = torch.arange(rows) % words
 
     def memory(limit):
-        monkeypatch.setattr(output, "CHUNK", limit)
+        monkeypatch.setattr(forward, "CHUNK", limit)
         with Memory() as seen:
-            in_chunks(nll, layer, words, states, ids).sum().backward()
+            in_chunks(token_nll, layer, words, states, ids).sum().backward()
         layer.weight.grad = None
         states.grad = None
         return seen
@@ -208,31 +202,32 @@ def inputs_of(lm):
         return {"input_ids": IDS}
     prompts = IDS[:, :5]
     mask = torch.ones(len(IDS), 5 + IDS.shape[1] - 1)
-    return {"input_ids": torch.cat([prompts, IDS[:, :-1]], 1), "attention_mask": mask, "logits_to_keep": IDS.shape[1]}
+    return {"input_ids": torch.cat([prompts, IDS[:, :-1]], 1), "attention_mask": mask}
 
 
-def terms_of(model, places, targets, seen, **inputs):
-    """What a script does: the terms of some places."""
-
-    def compute(layer, states):
-        seen.append(tuple(states.shape))
-        return in_chunks(nll_and_entropy, layer, V, states[places], targets[places])
-
-    return call_with_output(model, compute, **inputs)
-
-
-def check(model, lm, plain, tolerance=1e-12):
+def check(monkeypatch, model, lm, plain, tolerance=1e-12):
     """Terms, and gradients of all weights, against those of the logits that the model returns."""
     places = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.6
     targets = IDS.roll(-1, 1)
     lm.plain_output = has_plain_output(lm)
     assert lm.plain_output == plain
-    assert ("chunks" in describe_output(lm)) == plain
-    seen = []
-    terms = terms_of(model, places, targets, seen, **inputs_of(lm))
-    assert seen == [(*IDS.shape, H if plain else V)]
+    widths = []
+
+    def watched(function, layer, vocabulary, states, *columns):
+        widths.append(states.shape[-1])
+        return in_chunks(function, layer, vocabulary, states, *columns)
+
+    monkeypatch.setattr(forward, "in_chunks", watched)
+    read = []
+    hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    logprobs, states, others = token_logprobs(model, targets, places, 0.7, entropies, **inputs_of(lm))
+    hook.remove()
+    assert widths == [H if plain else V]
+    assert torch.equal(states, read[0]) and states.shape == (*IDS.shape, H)
     assert "forward" not in vars(lm.get_output_embeddings())
-    whole = nll_and_entropy(lm(**inputs_of(lm), use_cache=False).logits[places], targets[places])
+    terms = torch.stack([-logprobs, others])
+    logits = lm(**inputs_of(lm), logits_to_keep=IDS.shape[1], use_cache=False).logits
+    whole = nll_and_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32))[places] / 0.7, targets[places])
     assert terms.shape == whole.shape == (2, int(places.sum()))
     assert_close(terms, whole, rtol=tolerance, atol=tolerance)
     weights = [weight for weight in lm.parameters() if weight.requires_grad]
@@ -250,25 +245,25 @@ def check(model, lm, plain, tolerance=1e-12):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Two rows at a time, where a test does not say otherwise."""
-    monkeypatch.setattr(output, "CHUNK", 2 * V)
+    monkeypatch.setattr(forward, "CHUNK", 2 * V)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
-def test_plain_products(build_model, kind):
+def test_plain_products(monkeypatch, build_model, kind):
     """Of GPT-2 and Qwen3 the output layer is that of the embeddings, of Llama it is not."""
     lm = build_model(kind, torch.float64)
-    check(lm, lm, plain=True)
+    check(monkeypatch, lm, lm, plain=True)
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_changed_logits_stay_whole(kind):
+def test_changed_logits_stay_whole(monkeypatch, kind):
     """Scaled or capped logits are taken as the model returns them."""
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(CHANGED[kind], dtype=torch.float64, attn_implementation="eager").eval()
-    check(lm, lm, plain=False)
+    check(monkeypatch, lm, lm, plain=False)
 
 
-def test_bias_of_bart_stays():
+def test_bias_of_bart_stays(monkeypatch):
     """It is added to the logits behind the output layer."""
     torch.manual_seed(0)
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -276,42 +271,43 @@ def test_bias_of_bart_stays():
     ids = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23, "decoder_start_token_id": 22}
     lm = BartForConditionalGeneration(BartConfig(**sizes, **ids)).double().eval()
     lm.final_logits_bias.normal_()
-    check(lm, as_decoder(lm), plain=False)
+    check(monkeypatch, lm, as_decoder(lm), plain=False)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_t5_is_a_plain_product(tied):
+def test_t5_is_a_plain_product(monkeypatch, tied):
     """It scales what its output layer reads, not the logits."""
     torch.manual_seed(0)
     sizes = {"d_model": H, "d_kv": 6, "d_ff": 20, "num_layers": 1, "num_heads": 2, "vocab_size": V}
     ids = {"eos_token_id": 22, "pad_token_id": 23, "decoder_start_token_id": 23}
     lm = T5ForConditionalGeneration(T5Config(**sizes, **ids, tie_word_embeddings=tied, dropout_rate=0.0))
     lm = as_decoder(lm.double())
-    check(lm, lm, plain=True)
+    check(monkeypatch, lm, lm, plain=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_adapter_on_the_output_layer(build_model, kind):
+def test_adapter_on_the_output_layer(monkeypatch, build_model, kind):
     """Counts, and is trained."""
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
     lm = peft.get_peft_model(build_model(kind, torch.float64), config).base_model.model.double()
     assert any("lm_head.lora_A" in name for name, weight in lm.named_parameters() if weight.requires_grad)
-    check(lm, lm, plain=True)
+    check(monkeypatch, lm, lm, plain=True)
 
 
-def test_autocast(build_model):
+def test_autocast(monkeypatch, build_model):
     """Logits have the type of autocast; terms and gradients are float32, and equal to rounding in bfloat16."""
     lm = build_model("qwen3", torch.float32, initializer_range=0.05)
     types = []
 
-    def compute(layer, states):
-        types.append(layer(states).dtype)
-        return states[..., 0]
+    def logits_type(logits, labels):
+        types.append(logits.dtype)
+        return labels
 
     with torch.autocast("cpu", torch.bfloat16):
-        check(lm, lm, plain=True, tolerance=0.02)
-        call_with_output(lm, compute, input_ids=IDS)
-    assert types == [torch.bfloat16]
+        check(monkeypatch, lm, lm, plain=True, tolerance=0.02)
+        in_chunks(logits_type, lm.get_output_embeddings(), V, random(3, H).float(), IDS[0, :3])
+        logprobs, _, _ = token_logprobs(lm, IDS, IDS > 3, input_ids=IDS)
+    assert types == [torch.bfloat16] and logprobs.dtype == torch.float32
 
 
 class Wrapped(nn.Module):
@@ -328,7 +324,7 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "granite"])
-def test_wrapper_of_several_processes_is_called(build_model, kind):
+def test_wrapper_of_several_processes_is_called(monkeypatch, build_model, kind):
     """Else gradients would not be averaged."""
     torch.manual_seed(0)
     if kind == "gpt2":
@@ -336,32 +332,57 @@ def test_wrapper_of_several_processes_is_called(build_model, kind):
     else:
         lm = AutoModelForCausalLM.from_config(CHANGED[kind], dtype=torch.float64).eval()
     wrapper = Wrapped(lm)
-    check(wrapper, lm, plain=kind == "gpt2")
+    check(monkeypatch, wrapper, lm, plain=kind == "gpt2")
     assert wrapper.calls == 1
 
 
-def test_output_layer_is_back_after_an_error(build_model):
+def test_output_layer_is_back_after_an_error(monkeypatch, build_model):
     lm = build_model("gpt2", torch.float64)
     logits = lm(IDS).logits
     lm.plain_output = has_plain_output(lm)
 
-    def compute(layer, states):
+    def broken(logits, labels):
         raise KeyError("in the loss")
 
     with pytest.raises(KeyError, match="in the loss"):
-        call_with_output(lm, compute, input_ids=IDS)
+        token_logprobs(lm, IDS, IDS > 3, also=broken, input_ids=IDS)
     assert torch.equal(lm(IDS).logits, logits)
 
 
-def test_nobody_has_asked(build_model):
-    """Without has_plain_output all logits are there, as the model returns them."""
-    lm = build_model("gpt2", torch.float64)
+# ---- Episodes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 99])
+@pytest.mark.parametrize(("processes", "process"), [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3)])
+def test_rows_are_scored_by_length_and_come_back_in_order(size, processes, process):
+    """Of queries of 1 to 5 tokens and responses of 2 to 7, some with holes; 5 rows among up to 4 processes."""
+    query_mask = torch.arange(5) >= torch.tensor([[4], [2], [0], [3], [1]])
+    mask = torch.arange(7) < torch.tensor([[2], [7], [4], [5], [3]])
+    mask[1, 2] = False
+    episodes = forward.Episodes(random(5, 5), query_mask, random(5, 7), mask)
+    lengths = episodes.lengths()
     seen = []
+    share = -(-5 // processes)
+    gathered = []
 
-    def compute(layer, states):
-        seen.append(states.shape)
-        return layer(states)
+    def gather(column):
+        gathered.append(column)
+        return torch.cat([torch.zeros(process * share, 7), column, torch.zeros(9, 7)])
 
-    logits = call_with_output(lm, compute, input_ids=IDS)
-    assert torch.equal(logits, lm(IDS).logits)
-    assert seen == [(*IDS.shape, V)]
+    def score(part):
+        seen.append(part.lengths().tolist())
+        assert len(part.query) <= size
+        return {"twice": torch.where(part.response_mask, 2 * part.response, 0.0)}
+
+    accelerator = SimpleNamespace(
+        num_processes=processes, process_index=process, device=torch.device("cpu"), gather=gather
+    )
+    found = forward.score_all(accelerator, episodes, size, score)["twice"]
+    assert found.shape == (5, 7) and len(gathered) == 1 and len(gathered[0]) == share
+    local = [min(row, 4) for row in range(process * share, process * share + share)]
+    expected = torch.where(mask, 2 * episodes.response, 0.0)
+    assert torch.equal(gathered[0].double(), expected[local])
+    flat = [length for part in seen for length in part]
+    assert flat == sorted(lengths[local].tolist()) and len(seen) == -(-share // size)
+    here = [row for row in range(5) if row // share == process]
+    assert torch.equal(found[here].double(), expected[here])

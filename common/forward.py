@@ -1,0 +1,262 @@
+"""Log-probabilities of tokens without all logits in memory at once, and what an architecture lets rows share.
+
+A token has as many logits as the vocabulary has words: 0.6 MB in float32 for the 152k of Qwen3, so that those of a
+batch, of which a loss holds several copies, exceed the rest of an update.
+"""
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+# Logits that are computed at a time, of more than two times as many: 64 MB in float32. A loss holds three copies.
+CHUNK = 2**24
+CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight, which costs a GPU more than memory is worth
+
+# ---- Log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def token_nll(logits, labels):
+    """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
+
+    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t].
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
+
+
+def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
+    """(logprobs (N,), states (B, K, H), others (N,) or None): the one scoring function of all scripts.
+
+    model: a language model, maybe wrapped for several processes. labels (B, K) are predicted from the last K positions
+    of inputs, the arguments of its forward pass. places (B, K) bool: the N labels to score, row by row. logprobs are
+    log softmax(logits / temperature), at least in float32. states[:, t] is what the output layer reads to predict
+    labels[:, t]; a head may read it, too. also(logits (n, V), labels (n,)) -> (n,), if given, computes others.
+    """
+    lm = getattr(model, "module", model)
+    vocabulary = lm.get_output_embeddings().weight.shape[0]
+    is_plain = getattr(lm, "plain_output", False)
+    read = []
+
+    def terms_of(logits, labels):
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if temperature != 1:
+            logits = logits / temperature
+        terms = [-token_nll(logits, labels)]
+        if also is not None:
+            terms.append(also(logits, labels))
+        return torch.stack(terms)
+
+    def output_layer(layer, states):
+        read.append(states)
+        if not is_plain:
+            return layer(states)
+        return in_chunks(terms_of, layer, vocabulary, states[places], labels[places])
+
+    with output_replaced(lm, output_layer):  # within the forward pass, where wrappers have gathered the weights
+        terms = model(**inputs, logits_to_keep=labels.shape[1], use_cache=False).logits
+    if not is_plain:
+        terms = in_chunks(terms_of, nn.Identity(), vocabulary, terms[places], labels[places])
+    logprobs, *others = terms
+    return logprobs, read[0], others[0] if others else None
+
+
+def response_logprobs(model, query, query_mask, response, response_mask, temperature=1.0, also=None):
+    """(logprobs (B, R), states (B, R, H), others (B, R) or None) of responses, as `token_logprobs` computes them.
+
+    query (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts, other tokens get 0.
+    """
+    tokens = torch.cat([query, response], 1)[:, :-1]
+    up_to_last = response_mask.flip(1).cumsum(1).flip(1) > 0  # holes included
+    attention = torch.cat([query_mask, up_to_last], 1)[:, :-1].long()
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
+    logprobs, states, others = token_logprobs(model, response, response_mask, temperature, also, **inputs)
+    if others is not None:
+        others = spread(others, response_mask)
+    return spread(logprobs, response_mask), states, others
+
+
+def spread(tokens, mask):
+    """(B, R) that holds tokens (N,) where mask (B, R) is True, row by row, and is zero elsewhere."""
+    rows = tokens.new_zeros(mask.shape)
+    rows[mask] = tokens
+    return rows
+
+
+# ---- Episodes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Episodes:
+    """Queries with responses: a whole iteration's, on every process, or a micro-batch of them. A script adds fields of
+    its own, (B,) or (B, R), None where they are not known."""
+
+    query: torch.Tensor  # (B, Q) ids, left-padded
+    query_mask: torch.Tensor  # (B, Q) bool
+    response: torch.Tensor  # (B, R) ids as sampled, right-padded
+    response_mask: torch.Tensor  # (B, R) bool, the end token counts
+
+    def take(self, rows):
+        """The rows, without the columns in which none of them has a token."""
+        begin = int(self.query_mask[rows].any(0).int().argmax())
+        end = int(self.response_mask[rows].any(0).nonzero().max()) + 1
+        taken = {}
+        for name, field in vars(self).items():
+            if field is not None:
+                taken[name] = field[rows]
+            if name in ("query", "query_mask"):
+                taken[name] = field[rows, begin:]
+            elif field is not None and field.ndim > 1:
+                taken[name] = field[rows, :end]
+        return type(self)(**taken)
+
+    def tokens(self):
+        """The arguments of response_logprobs."""
+        return self.query, self.query_mask, self.response, self.response_mask
+
+    def lengths(self):
+        """(B,) tokens of query and response."""
+        return self.query_mask.sum(1) + self.response_mask.sum(1)
+
+
+def score_all(accelerator, episodes, micro_batch_size, score):
+    """{name: (B, R)} of all episodes, on every process: what score(episodes) says of a micro-batch, {name: (b, r)}.
+
+    Each process scores its share of the rows, those of similar lengths together; all run as many forward passes.
+    """
+    count, width = episodes.response.shape
+    share = math.ceil(count / accelerator.num_processes)
+    begin = accelerator.process_index * share
+    local = torch.arange(begin, begin + share, device=accelerator.device).clamp(max=count - 1)
+    columns = {}
+    for places in episodes.lengths()[local].argsort(stable=True).split(micro_batch_size):
+        for name, values in score(episodes.take(local[places])).items():
+            if name not in columns:
+                columns[name] = values.new_zeros(share, width)
+            columns[name][places, : values.shape[1]] = values[:, :width]
+    return {name: accelerator.gather(column)[:count] for name, column in columns.items()}
+
+
+# ---- The output layer ------------------------------------------------------------------------------------------------
+
+
+def in_chunks(function, layer, vocabulary, states, *columns):
+    """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), for as many rows at a time as have
+    CHUNK logits. A chunk is computed again in the backward pass, so that only one is in memory. What would be no more
+    than two chunks is computed at once, and only once."""
+    size = max(1, (CHUNK_ON_GPU if states.is_cuda else CHUNK) // vocabulary)
+    if len(states) <= 2 * size:
+        return function(layer(states), *columns)
+
+    def of_chunk(states, *columns):
+        return function(layer(states), *columns)
+
+    kind = states.device.type
+    autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+    parts = []
+    with torch.autocast(kind, **autocast, cache_enabled=False):  # one cast for all would add up gradients in its type
+        for chunk in zip(*(column.split(size) for column in (states, *columns)), strict=True):
+            parts.append(checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(parts, -1)
+
+
+@contextmanager
+def output_replaced(lm, compute):
+    """Within it the output layer of lm returns compute(layer, states)."""
+    module = lm.get_output_embeddings()
+    layer = module.forward
+    own = vars(module).get("forward")  # one that a library has put there
+    module.forward = lambda states: compute(layer, states)
+    try:
+        yield
+    finally:
+        del module.forward  # that of its class is back
+        if own is not None:
+            module.forward = own
+
+
+@torch.no_grad()
+def has_plain_output(lm):
+    """Whether the model returns what its output layer computes as it is. Cohere, Granite and Gemma 2 scale or cap the
+    logits, BART adds a bias."""
+    mark = torch.zeros(1, 1, lm.get_output_embeddings().weight.shape[0], device=lm.device)
+    with output_replaced(lm, lambda layer, states: mark):
+        return one_token(lm).logits is mark
+
+
+def one_token(lm):
+    """What the model returns for a row of one token."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
+    with autocast_on_gpu(lm):
+        return lm(input_ids=ids, use_cache=False, logits_to_keep=1)
+
+
+def autocast_on_gpu(lm):
+    """Flash attention has no float32."""
+    return torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.device.type == "cuda")
+
+
+# ---- What the architecture allows ------------------------------------------------------------------------------------
+#
+# Rows are apart where the gradient of one with respect to the embeddings of another is exactly zero, in any type and
+# for any weights: a few tokens tell, without a list of architectures. `*_problem` says in words what is in the way, or
+# None.
+
+
+def padding_problem(lm):
+    """Why a row is not as if alone when padding on its left is masked."""
+    row = torch.arange(9) >= 4
+    positions = (row.long().cumsum(0) - 1).clamp(min=0)
+    if leaks(lm, ~row, row, attention_mask=row.long(), position_ids=positions):
+        return "its layers read the padding before a row"
+    return None
+
+
+def packing_problem(lm):
+    """Why rows in one line, told apart by positions that begin anew, are not as if alone."""
+    if "flash" in str(lm.config._attn_implementation):
+        return "flash attention reads such positions where there is one line alone"
+    first = torch.arange(9) < 4
+    positions = torch.tensor([*range(4), *range(5)])
+    if leaks(lm, first, ~first, position_ids=positions):
+        return "its layers read on from one row into the next"
+    return None
+
+
+def leaks(lm, sources, readers, **inputs):
+    """Whether what lm computes at readers depends on the embeddings at sources, (T,) bool. inputs: tensors (T,)."""
+    embeddings = []
+
+    def replace(module, inputs, output):
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[0]
+
+    inputs["input_ids"] = torch.arange(len(sources))
+    inputs = {name: x[None].to(lm.device) for name, x in inputs.items()}
+    hook = lm.get_input_embeddings().register_forward_hook(replace)
+    try:
+        with torch.enable_grad(), autocast_on_gpu(lm):
+            states = lm.base_model(**inputs, use_cache=False)[0]  # (1, T, H)
+    finally:
+        hook.remove()
+    if embeddings[0].shape[:2] != states.shape[:2]:  # of a model with an order of its own
+        return True
+    directions = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
+    directions[:, ~readers] = 0
+    (gradient,) = torch.autograd.grad(states, embeddings[0], directions)  # (1, T, H)
+    return bool(gradient[0, sources].abs().amax() > 0)  # nan, of eager attention in float64, is found while sampling
+
+
+def routers(lm):
+    """{name: module} of what chooses the experts of tokens, in a mixture of experts: beside its experts."""
+    found = {}
+    for name, module in lm.named_modules():
+        parent, _, last = name.rpartition(".")
+        if last == "router" or (last == "gate" and hasattr(lm.get_submodule(parent), "experts")):
+            found[name] = module
+    return found

@@ -59,7 +59,7 @@ def out_of_range(args):
         allowed = find_range(declared.type)
         values = value if isinstance(value, list | tuple) else [value]
         if allowed is not None and value is not None and not all(map(allowed.holds, values)):
-            problems.append(f"{flag_of(declared.name)} {value!r} must be {allowed.rule}")
+            problems.append(f"{flag_of(declared.name)} {value} must be {allowed.rule}")
     return problems
 
 

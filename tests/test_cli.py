@@ -62,7 +62,7 @@ def test_every_range_by_its_bounds(annotation, inside, outside):
         assert out_of_range(args_class(value)) == []
     for value in outside:
         rule = find_range(annotation).rule
-        assert out_of_range(args_class(value)) == [f"--some-field {value!r} must be {rule}"]
+        assert out_of_range(args_class(value)) == [f"--some-field {value} must be {rule}"]
 
 
 def test_all_fields_are_told_at_once():

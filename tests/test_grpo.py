@@ -322,7 +322,7 @@ def test_kinds_that_there_are_not():
         with pytest.raises(ValueError, match=f"there is no mean {wrong!r}"):
             grpo.token_weights(torch.tensor([1, 2]), wrong, 7)
     for flag in ("advantage_kind", "loss_mean", "ratio_level"):
-        with pytest.raises(InputError, match=f"--{flag.replace('_', '-')} 'nothing' must be one of"):
+        with pytest.raises(InputError, match=f"--{flag.replace('_', '-')} nothing must be one of"):
             args_of(**{flag: "nothing"})
 
 

@@ -220,7 +220,7 @@ def files_of_code(value):
     for thing in things:
         with contextlib.suppress(TypeError, OSError):  # of C, or of a notebook
             file = Path(inspect.getfile(thing)).resolve()
-            if is_own(file):
+            if file not in files and is_own(file):
                 files += with_imports(file)
     return sorted(set(files))
 

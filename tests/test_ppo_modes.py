@@ -1,7 +1,8 @@
 """What ppo.py does on request: `python -m pytest tests/test_ppo_modes.py`
 
 Blocks shared with the reference in twelve families, reward models, shaped scores, stops, limits, truncation, early
-ends, skipped steps, chats and several evaluation sets; each against the slow definition or another layout of the same work.
+ends, skipped steps, chats and several evaluation sets; each against the slow definition or another layout of the same
+work.
 """
 
 import copy

@@ -452,7 +452,7 @@ def line_logprobs(model, lines, pad, device, also=None):
     return logprobs, others
 
 
-def line_nll(model, lines, pad, device):
+def nll_of_lines(model, lines, pad, device):
     """-log p (N,) of the tokens with a label in lines of examples."""
     logprobs, _ = line_logprobs(model, lines, pad, device)
     return -logprobs
@@ -521,7 +521,7 @@ def check(run, model, optimizer, tokenizer, data, packing, args):
     lines = max(micro_batches, key=tokens_of)
 
     def loss():
-        return line_nll(model, lines, tokenizer.pad_token_id, run.accelerator.device).mean()
+        return nll_of_lines(model, lines, tokenizer.pad_token_id, run.accelerator.device).mean()
 
     run.say(try_update(run.accelerator, model, optimizer, loss))
     run.say("check passed")
@@ -694,9 +694,9 @@ def main(args):
     run = Run("sft", args, __file__, accelerator)
     if run.finished:
         return run.newest_metrics(), run.dir
-    nll_of_lines = partial(line_nll, pad=tokenizer.pad_token_id, device=device)
+    line_nll = partial(nll_of_lines, pad=tokenizer.pad_token_id, device=device)
     packing = not lm.config.is_encoder_decoder and packing_is_exact(
-        run, lm, probe_line(data.examples), nll_of_lines, "loss", args
+        run, lm, probe_line(data.examples), line_nll, "loss", args
     )
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
@@ -726,7 +726,7 @@ def main(args):
         for lines in micro_batches:
             last = lines is micro_batches[-1]
             with nullcontext() if last else accelerator.no_sync(model):
-                nll = nll_of_lines(model, lines).sum() / count
+                nll = line_nll(model, lines).sum() / count
                 # data-parallel training averages gradients over the processes, hence the factor
                 accelerator.backward(nll * accelerator.num_processes)
             loss += nll.detach()

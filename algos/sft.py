@@ -196,6 +196,12 @@ def line_logprobs(model, lines, pad, device, also=None):
     return logprobs, others
 
 
+def nll_of_lines(model, lines, pad, device):
+    """-log p (N,) of the tokens with a label in lines of examples."""
+    logprobs, _ = line_logprobs(model, lines, pad, device)
+    return -logprobs
+
+
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -369,10 +375,7 @@ def main(args):
     lm, tokenizer = load(args, path, device)
     max_length = encode(data, lm, tokenizer, args)
 
-    def line_nll(model, lines):
-        logprobs, _ = line_logprobs(model, lines, tokenizer.pad_token_id, device)
-        return -logprobs
-
+    line_nll = partial(nll_of_lines, pad=tokenizer.pad_token_id, device=device)
     packing = can_pack(run, lm, args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "algos/ARCHITECTURES.md"
-COLUMNS = ["--packing", "--cache-trunk", "logits in chunks", "ppo", "sft", "dpo", "ilql", "reward"]
+COLUMNS = ["--packing", "logits in chunks", "ppo", "sft", "dpo", "ilql", "reward"]
 
 
 class Cells:

@@ -25,7 +25,7 @@ EVERY = SCRIPTS + COMMON + sorted((ROOT / "benchmarks").rglob("*.py"))
 OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}
 # What each script has of its own under the same name.
 DIFFERENT = set("Args Data main read load encode summary evaluate quality update check".split())
-DIFFERENT |= set("Batch Episode losses minibatches rollout rollout_metrics".split())
+DIFFERENT |= set("Batch Episode Rollout losses minibatches rollout rollout_metrics".split())
 # Flags of a script, and those of them that stand in it. These limits only shrink; one was added when runs got names,
 # which --run-dir cannot put in front of the hash.
 FLAGS = {"ppo": 74, "grpo": 62, "sft": 53, "reward": 45, "dpo": 61, "ilql": 63, "ddpo": 51}

@@ -32,7 +32,7 @@ from measurement import THREADS, TINY, append, cpu_ticks, machine, steal_since, 
 from tables import distinct, grouped, markdown, provenance
 from torch.profiler import profile, record_function
 
-from common import output  # found by way of measurement
+from common import forward  # found by way of measurement
 from common.launch import fast_cpu_matmul
 
 # ---- Workload: the peer imports it from here -------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def sft_update(lm, ids, before):
         nll, logits = plain_nll(lm, ids, 1)
     else:
         lines = [[(row, [-100, *row[1:]])] for row in ids.tolist()]
-        nll = sft.line_terms(sft.token_nll, lm, lines, 0, "cpu")
+        nll = -sft.line_logprobs(lm, lines, 0, "cpu")[0]
     loss = nll.sum() / nll.numel()
     loss.backward()
     return loss.item()
@@ -153,13 +153,14 @@ def score(lm, ids, before, entropy):
     query, response = ids[:, :PROMPT], ids[:, PROMPT:]
     masks = [torch.ones_like(part, dtype=torch.bool) for part in (query, response)]
     if not before:
-        logprobs, _, entropies = ppo.score_tokens(lm, query, masks[0], response, masks[1], entropy=entropy)
+        also = ppo.token_entropies if entropy else None
+        logprobs, _, entropies = ppo.response_logprobs(lm, query, masks[0], response, masks[1], also=also)
         return logprobs, entropies
     logits = lm(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=response.shape[1]).logits
     entropies = None
     if entropy:
         entropies = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
-    return ppo.token_logprobs(logits, response), entropies
+    return -forward.token_nll(logits, response), entropies
 
 
 @torch.no_grad()
@@ -183,7 +184,7 @@ def ilql_update(policy, batch, args, before):
     """before: the output layer and the heads at once, which is not what ilql.py did."""
     from algos import ilql
 
-    with patch.object(output, "CHUNK", 2**62 if before else output.CHUNK):
+    with patch.object(forward, "CHUNK", 2**62 if before else forward.CHUNK):
         loss = ilql.ilql_losses(policy, batch, args)["loss"].mean()
         loss.backward()
     return loss.item()
@@ -194,7 +195,7 @@ def updates(loss, vocabulary, rows):
     that it returns)."""
     lm = build(vocabulary)
     ids = row_ids(vocabulary, rows)
-    lm.plain_output = output.has_plain_output(lm)
+    lm.plain_output = forward.has_plain_output(lm)
     gradients = lm.lm_head.weight.nbytes
     trained = lm
     functions = {"sft": sft_update, "dpo": dpo_update, "ppo-scoring": ppo_scoring, "ppo-update": ppo_update}

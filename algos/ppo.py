@@ -62,7 +62,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.adapters import adapter_problems, to_export, train_adapters
-from common.cache import closed_ranks, write_in_place
 from common.card import SEQ2SEQ_USAGE, USAGE
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, embedded_task, missing, stop_if
@@ -105,11 +104,11 @@ from common.sampling import (
     has_ended,
     kept_ids,
     pad_left,
+    sample,
     score_outputs,
 )
 from common.screen import visible
-from common.seeding import draw, rng, seed_libraries, stream_rows
-from common.structure import cache_problem
+from common.seeding import rng, seed_libraries, stream_rows
 
 
 @embedded_task("benchmarks/tasks/randomwalks/ppo.yaml")
@@ -647,61 +646,6 @@ class Trunk:
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
 
-LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
-
-
-@torch.no_grad()
-def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, ended=None):
-    """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
-
-    uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. ends: ids
-    of the tokens that end a row; ended(rows, ids (b, t)) -> (b,) bool ends some without one. Rows that have ended leave
-    batch and key-value cache a few at a time. The model's generation_config is not used.
-    """
-    num_rows, width = uniforms.shape
-    ids = torch.full((num_rows, width), pad_id, device=query.device)
-    mask = torch.zeros(num_rows, width, dtype=torch.bool, device=query.device)
-    ends = torch.tensor(ends, dtype=torch.long, device=query.device)
-    rows = torch.arange(num_rows, device=query.device)  # those in the batch
-    alive = torch.ones_like(rows, dtype=torch.bool)  # of these, those that go on
-    tokens = query
-    attention = query_mask.long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    cache = None
-    for t in range(width):
-        inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
-        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        if cache is None:
-            cache = output.past_key_values
-            write_in_place(cache, width)
-        logits = output.logits[:, -1]
-        broken = alive & ~logits.amax(-1).isfinite()
-        if broken.any():
-            raise FloatingPointError(f"row {int(rows[broken][0])}: logits are not finite at response token {t + 1}")
-        tokens = draw(logits, uniforms[rows, t], temperature)
-        tokens = torch.where(alive, tokens, pad_id)
-        ids[rows, t] = tokens
-        mask[rows, t] = alive
-        alive = alive & ~torch.isin(tokens, ends)
-        if ended is not None:
-            going = alive.nonzero()[:, 0]
-            alive[going] = ~ended(rows[going], ids[rows[going], : t + 1])
-        num_alive = int(alive.sum())
-        if num_alive == 0:
-            break
-        if num_alive <= LEAVING * len(rows):
-            staying = closed_ranks(alive)
-            cache.reorder_cache(staying)
-            rows = rows[staying]
-            alive = alive[staying]
-            tokens = tokens[staying]
-            attention = attention[staying]
-            positions = positions[staying]
-        tokens = tokens[:, None]
-        positions = positions[:, -1:] + 1
-        attention = F.pad(attention, (0, 1), value=1)
-    return ids, mask
-
 
 @dataclass
 class Rollout:
@@ -1021,9 +965,6 @@ def load(args, path, device):
     blocks policy and reference can share as a trunk."""
     lm, tokenizer = load_model(args, path)
     lm = as_decoder(lm.to(device))
-    problem = None if lm.config.is_encoder_decoder else cache_problem(lm.eval())
-    if problem:
-        raise InputError(f"--model {args.model}: {problem}, with which ppo samples")
     train_adapters(lm, args)
     depth = freeze(lm, args.num_layers_unfrozen)
     if lm.config.is_encoder_decoder or not args.cache_trunk:

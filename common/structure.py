@@ -1,4 +1,4 @@
-"""What the architecture of a decoder allows: padding, rows packed into a line, a cache.
+"""What the architecture of a decoder allows: padding, rows packed into a line.
 
 Rows are apart where the gradient of one with respect to the embeddings of another is exactly zero, in any type and for
 any weights: a few tokens tell, without a list of architectures. `*_problem` says in words what is in the way, or None.
@@ -51,22 +51,6 @@ def leaks(lm, sources, readers, **inputs):
     directions[:, ~readers] = 0
     (gradient,) = torch.autograd.grad(states, embeddings[0], directions)  # (1, T, H)
     return bool(gradient[0, sources].abs().amax() > 0)  # nan, of eager attention in float64, is found while sampling
-
-
-@torch.no_grad()
-def cache_problem(lm):
-    """Why responses cannot be sampled by a key-value cache that rows leave."""
-    ids = torch.arange(6, device=lm.device).view(2, 3)
-    with autocast_on_gpu(lm):
-        cache = getattr(lm(input_ids=ids, use_cache=True), "past_key_values", None)
-        if cache is None:
-            return "it returns no past_key_values"
-        try:
-            cache.reorder_cache(torch.tensor([1], device=lm.device))
-            lm(input_ids=ids[:1, :1], past_key_values=cache, use_cache=True)
-        except (AttributeError, RuntimeError, IndexError, NotImplementedError):
-            return "rows cannot leave its key-value cache"
-    return None
 
 
 def autocast_on_gpu(lm):

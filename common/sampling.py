@@ -21,15 +21,19 @@ from common.seeding import draw, uniforms
 
 
 class WrittenLayer:
-    """Mixin for a plain layer of a cache: keys and values of a new token are written behind those that are there, where
-    the library copies all of them. keys, values (B, heads, T, size) are the used part of buffers."""
+    """Mixin of a DynamicLayer that takes the place of another one: keys and values of a new token are written behind
+    those that are there, where the library copies all of them. keys, values (B, heads, T, size) are the used part of
+    buffers with room for so many more tokens."""
 
-    def make_room(self, room):
-        """Moves keys and values into buffers with room for so many more tokens."""
-        rows, _, length, _ = self.keys.shape
+    def __init__(self, layer, room):
+        super().__init__()
+        rows, _, length, _ = layer.keys.shape
+        self.is_initialized = True
+        self.device = layer.device
+        self.dtype = layer.dtype
         if torch.is_autocast_enabled(self.device.type):
             self.dtype = torch.get_autocast_dtype(self.device.type)  # what attention casts them to
-        self.buffers = [F.pad(states.to(self.dtype), (0, 0, 0, room)) for states in (self.keys, self.values)]
+        self.buffers = [F.pad(states.to(self.dtype), (0, 0, 0, room)) for states in (layer.keys, layer.values)]
         self.use(rows, length)
 
     def use(self, rows, length):
@@ -59,11 +63,11 @@ def with_room(cache, room):
 
     if type(cache) not in (DynamicCache, EncoderDecoderCache):
         return None
-    written = type("WrittenLayer", (WrittenLayer, DynamicLayer), {})
-    for layer in getattr(cache, "self_attention_cache", cache).layers:
+    written_layer = type("WrittenLayer", (WrittenLayer, DynamicLayer), {})
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    for place, layer in enumerate(layers):
         if type(layer) is DynamicLayer:
-            layer.__class__ = written
-            layer.make_room(room)
+            layers[place] = written_layer(layer, room)
     return cache
 
 
@@ -107,23 +111,22 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
         ids[rows, t] = newest
         mask[rows, t] = alive
         alive = alive & ~torch.isin(newest, ends)
-        if ended is not None:
-            going = alive.nonzero()[:, 0]
+        going = alive.nonzero()[:, 0]
+        if ended is not None and len(going):
             alive[going] = ~ended(rows[going], ids[rows[going], : t + 1])
+            going = alive.nonzero()[:, 0]
+        if len(going) == 0:
+            break
         tokens = torch.cat([tokens, newest[:, None]], 1)
         attention = F.pad(attention, (0, 1), value=1)
         unread = tokens.shape[1] if cache is None else 1
-        num_alive = int(alive.sum())
-        if num_alive == 0:
-            break
-        if num_alive <= LEAVING * len(rows):
-            staying = alive.nonzero()[:, 0]
+        if len(going) <= LEAVING * len(rows):
             if cache is not None:
-                cache.reorder_cache(staying)
-            rows = rows[staying]
-            alive = alive[staying]
-            tokens = tokens[staying]
-            attention = attention[staying]
+                cache.reorder_cache(going)
+            rows = rows[going]
+            alive = alive[going]
+            tokens = tokens[going]
+            attention = attention[going]
     return ids, mask
 
 
@@ -145,7 +148,8 @@ def end_of_rows(tokenizer, stop, limits):
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         if stop:
             places = may_hold_stop(tokenizer, ids, stop)
-            done[places] = torch.tensor(stopped(tokenizer, ids[places], stop), dtype=torch.bool, device=ids.device)
+            if places:
+                done[places] = torch.tensor(stopped(tokenizer, ids[places], stop), device=ids.device)
         if limits is not None:
             done = done | (ids.shape[1] >= limits[rows])
         return done

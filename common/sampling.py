@@ -206,7 +206,9 @@ def generate_all(
         for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
             chunk = local[places]
             columns = slice(query.shape[1] - int(lengths[places].max()), None)
-            ended = end_of_rows(tokenizer, stop, None if limits is None else limits[chunk])
+            chunk_limits = limits
+            if limits is not None:
+                chunk_limits = limits[chunk]
             response[places], response_mask[places] = sample(
                 lm,
                 query[chunk, columns],
@@ -214,7 +216,7 @@ def generate_all(
                 draws[places],
                 end_tokens(lm),
                 pad_id,
-                ended=ended,
+                ended=end_of_rows(tokenizer, stop, chunk_limits),
                 **options,
             )
             screen.advance(len(places))

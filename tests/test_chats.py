@@ -328,9 +328,6 @@ def test_a_run_on_chats(name, model_dir, tmp_path, capsys):
     assert "'role': 'user'" in usage and "<|start_header_id|>" not in usage
     exec(usage, {})
     assert capsys.readouterr().out.splitlines()[-1] != ""
-    if name != "reward":
-        assert [message["content"] for message in samples[0]["messages"]] == [m["content"] for m in CHAT[:3]]
-        assert "<|start_header_id|>" not in card and "user: " in card
     if name == "reward":  # the scores are those of plain transformers
         lm = AutoModelForSequenceClassification.from_pretrained(run_dir / "hf_model").eval()
         for side, chat in WHOLE.items():

@@ -631,6 +631,18 @@ def test_the_last_byte_of_a_character_completes_a_stop():
         assert found[0] == length, stop
 
 
+def test_stops_behind_pieces_of_characters_and_tokens_without_text():
+    """Not to be seen in the last tokens alone: a cut character makes others unreadable, or they have no text."""
+    tokenizer = build_tokenizer("sentencepiece")
+    a, *_ = tokenizer.convert_tokens_to_ids(FEW_BYTES[:1])
+    smile = tokenizer.convert_tokens_to_ids(FEW_BYTES[-4:])
+    user = tokenizer.convert_tokens_to_ids(["\u2581U", "ser"])
+    for stop, row in (("🙂A", [a, *smile * 5, a]), ("User", [*user[:1], *[99] * 30, *user[1:]])):
+        ended = end_of_rows(tokenizer, (stop,), None)
+        found = [bool(ended(torch.arange(1), torch.tensor([row[:n]]))) for n in range(1, len(row) + 1)]
+        assert found == [False] * (len(row) - 1) + [True]
+
+
 def test_few_rows_are_decoded_whole():
     """Of long ones those alone whose last tokens may hold a stop string, or begin within a character."""
     tokenizer = build_tokenizer("byte-level")

@@ -54,7 +54,6 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from common.adapters import train_adapters
@@ -71,7 +70,6 @@ from common.args import (
     SamplingArgs,
     problems_of,
 )
-from common.cache import closed_ranks, write_in_place
 from common.classifiers import RewardModel
 from common.cli import cli, stop_if
 from common.forward import Episodes, response_logprobs, score_all
@@ -103,10 +101,11 @@ from common.sampling import (
     has_ended,
     kept_ids,
     pad_left,
+    sample,
     score_outputs,
     total,
 )
-from common.seeding import draw, rng
+from common.seeding import rng
 from common.tokens import encode_prompts
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # of a command without --model, --dataset and --config
@@ -285,61 +284,6 @@ def steps_per_iteration(args):
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
-
-LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
-
-
-@torch.no_grad()
-def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, ended=None):
-    """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
-
-    uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. ends: ids
-    of the tokens that end a row; ended(rows, ids (b, t)) -> (b,) bool ends some without one. Rows that have ended leave
-    batch and key-value cache a few at a time. The model's generation_config is not used.
-    """
-    num_rows, width = uniforms.shape
-    ids = torch.full((num_rows, width), pad_id, device=query.device)
-    mask = torch.zeros(num_rows, width, dtype=torch.bool, device=query.device)
-    ends = torch.tensor(ends, dtype=torch.long, device=query.device)
-    rows = torch.arange(num_rows, device=query.device)  # those in the batch
-    alive = torch.ones_like(rows, dtype=torch.bool)  # of these, those that go on
-    tokens = query
-    attention = query_mask.long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    cache = None
-    for t in range(width):
-        inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
-        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        if cache is None:
-            cache = output.past_key_values
-            write_in_place(cache, width)
-        logits = output.logits[:, -1]
-        broken = alive & ~logits.amax(-1).isfinite()
-        if broken.any():
-            raise FloatingPointError(f"row {int(rows[broken][0])}: logits are not finite at response token {t + 1}")
-        tokens = draw(logits, uniforms[rows, t], temperature)
-        tokens = torch.where(alive, tokens, pad_id)
-        ids[rows, t] = tokens
-        mask[rows, t] = alive
-        alive = alive & ~torch.isin(tokens, ends)
-        if ended is not None:
-            going = alive.nonzero()[:, 0]
-            alive[going] = ~ended(rows[going], ids[rows[going], : t + 1])
-        num_alive = int(alive.sum())
-        if num_alive == 0:
-            break
-        if num_alive <= LEAVING * len(rows):
-            staying = closed_ranks(alive)
-            cache.reorder_cache(staying)
-            rows = rows[staying]
-            alive = alive[staying]
-            tokens = tokens[staying]
-            attention = attention[staying]
-            positions = positions[staying]
-        tokens = tokens[:, None]
-        positions = positions[:, -1:] + 1
-        attention = F.pad(attention, (0, 1), value=1)
-    return ids, mask
 
 
 @dataclass

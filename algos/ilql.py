@@ -598,8 +598,9 @@ def evaluate(run, step, model, tokenizer, data, args):
         for beta in betas:
             with policy.guided(beta, args.top_k, args.top_p, data.logit_mask):
                 means, beta_samples = evaluate_samples(
-                    accelerator, policy.lm, tokenizer, data.prompts, data.queries, data.metric, args, filtered=False
-                )
+                    accelerator, policy.lm, tokenizer, data.prompts, data.queries, data.metric, args,
+                    top_k=0, top_p=1.0,
+                )  # fmt: skip
             metrics |= {f"eval/{name}@beta={beta:g}": value for name, value in means.items()}
             samples.append([{"beta": beta} | sample for sample in beta_samples])
         for name, episodes in data.eval_sets.items():

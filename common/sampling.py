@@ -1,14 +1,13 @@
-"""Samples for evaluations: responses by transformers' own `generate`, their texts, and what functions say of them.
+"""The decode loop of rollouts and evaluations, the texts of what it samples, and what functions say of them.
 
 Every token is a keyed draw (`common/seeding.py`), so a response depends on the seed and on its place among the queries,
 not on the rows beside it, the size of a batch or the number of processes.
 """
 
-import functools
-import json
 import math
 
 import torch
+from torch.nn import functional as F
 
 from common.adapters import for_sampling
 from common.classifiers import RewardModel
@@ -18,94 +17,117 @@ from common.models import end_tokens
 from common.report import screen
 from common.seeding import draw, uniforms
 
+# ---- The key-value cache ---------------------------------------------------------------------------------------------
+
+
+class WrittenLayer:
+    """Mixin of a DynamicLayer that takes the place of another one: keys and values of a new token are written behind
+    those that are there, where the library copies all of them. keys, values (B, heads, T, size) are the used part of
+    buffers with room for so many more tokens."""
+
+    def __init__(self, layer, room):
+        super().__init__()
+        rows, _, length, _ = layer.keys.shape
+        self.is_initialized = True
+        self.device = layer.device
+        self.dtype = layer.dtype
+        if torch.is_autocast_enabled(self.device.type):
+            self.dtype = torch.get_autocast_dtype(self.device.type)  # what attention casts them to
+        self.buffers = [F.pad(states.to(self.dtype), (0, 0, 0, room)) for states in (layer.keys, layer.values)]
+        self.use(rows, length)
+
+    def use(self, rows, length):
+        """Sets the part of the buffers that is used."""
+        keys, values = self.buffers
+        self.keys = keys[:rows, :, :length]
+        self.values = values[:rows, :, :length]
+
+    def update(self, key_states, value_states, *args, **options):
+        rows, _, begin, _ = self.keys.shape
+        self.use(rows, begin + key_states.shape[2])
+        self.keys[:, :, begin:] = key_states
+        self.values[:, :, begin:] = value_states
+        return self.keys, self.values
+
+    def reorder_cache(self, rows):
+        for states in (self.keys, self.values):
+            states[: len(rows)] = states[rows]
+        self.use(len(rows), self.keys.shape[2])
+
+
+def with_room(cache, room):
+    """The cache of a first forward pass, whose plain layers get room for so many more tokens. Others (windows,
+    convolutions, recurrent states, what an encoder said) stay as they are. None, where it is not of the library's own
+    kinds: rows may then be unable to leave it."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+
+    if type(cache) not in (DynamicCache, EncoderDecoderCache):
+        return None
+    written_layer = type("WrittenLayer", (WrittenLayer, DynamicLayer), {})
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    for place, layer in enumerate(layers):
+        if type(layer) is DynamicLayer:
+            layers[place] = written_layer(layer, room)
+    return cache
+
+
 # ---- Ids -------------------------------------------------------------------------------------------------------------
 
-
-class KeyedDraws:
-    """Draws the next token of each row that goes on, and leaves it as the only one that `generate` can take.
-
-    Arguments are those of `sample_by_generate`. Fills ids (B, R) and mask (B, R); going (B,): rows that have not ended.
-    """
-
-    def __init__(self, uniforms, ends, pad_id, ended, **options):
-        self.uniforms = uniforms
-        self.ends = torch.tensor(ends, dtype=torch.long, device=uniforms.device)
-        self.ended = ended
-        self.options = options  # of `draw`
-        self.ids = torch.full(uniforms.shape, pad_id, device=uniforms.device)
-        self.mask = torch.zeros_like(self.ids, dtype=torch.bool)
-        self.going = torch.ones_like(self.mask[:, 0])
-        self.length = 0  # tokens drawn so far
-        self.logits = None
-
-    def keep_logits(self, lm, inputs, output):
-        """Forward hook: the newest logits (B, V) in the model's own type, which `generate` rounds to float32."""
-        self.logits = output.logits[:, -1]
-
-    def __call__(self, input_ids, scores):
-        rows = self.going.nonzero()[:, 0]
-        logits = self.logits[rows]
-        finite = logits.amax(-1).isfinite()
-        if not finite.all():
-            row = int(rows[~finite][0])
-            raise FloatingPointError(f"row {row}: logits are not finite at response token {self.length + 1}")
-        tokens = draw(logits, self.uniforms[rows, self.length], **self.options)
-        self.ids[rows, self.length] = tokens
-        self.mask[rows, self.length] = True
-        taken = self.ids[:, self.length, None]  # padding in rows that have ended
-        self.length += 1
-        done = torch.isin(tokens, self.ends)
-        if self.ended is not None:
-            done = done | self.ended(rows, self.ids[rows, : self.length])
-        self.going[rows] = ~done
-        self.logits = None
-        return scores.fill_(-math.inf).scatter_(1, taken, 0.0)
-
-    def rows_ended(self, input_ids, scores, **options):
-        """Stopping criterion, asked behind every token."""
-        return ~self.going
+LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
 
 
 @torch.no_grad()
-def sample_by_generate(lm, query, query_mask, uniforms, ends, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None):
+def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None):
     """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
 
-    uniforms: (B, R) float64, drawn before decoding starts. ends: ids of the tokens that end a row; ended(rows, ids
-    (b, t)) -> (b,) bool ends some without one. The model's generation_config is set aside meanwhile. Raises
-    FloatingPointError for logits that are not finite, except of rows that have ended.
+    uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. ends: ids
+    of the tokens that end a row; ended(rows, ids (b, t)) -> (b,) bool ends some without one. Rows that have ended leave
+    batch and key-value cache a few at a time. A model without a cache that rows can leave reads all tokens again for
+    each new one. The model's generation_config is not used. Raises FloatingPointError for logits that are not finite,
+    except of rows that have ended.
     """
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-    from transformers.utils import logging as transformers_logging
-
-    start = None
-    if lm.config.is_encoder_decoder:  # some encoders count padding as positions: it goes to the right
-        order = (query_mask == 0).byte().argsort(dim=1, stable=True)
-        query = query.gather(1, order)
-        query_mask = query_mask.gather(1, order)
-        start = lm.config.decoder_start_token_id
-    settings = GenerationConfig(max_new_tokens=uniforms.shape[1], do_sample=False, use_cache=True)
-    settings.pad_token_id = pad_id
-    settings.decoder_start_token_id = start
-    draws = KeyedDraws(uniforms, ends, pad_id, ended, temperature=temperature, top_k=top_k, top_p=top_p)
-    own_settings = lm.generation_config
-    verbosity = transformers_logging.get_verbosity()
-    hook = lm.register_forward_hook(draws.keep_logits)
-    try:
-        transformers_logging.set_verbosity_error()  # it takes the padding behind ended rows for a missing mask
-        lm.generation_config = settings  # `generate` looks there, too
-        lm.generate(
-            input_ids=query,
-            attention_mask=query_mask.long(),
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([draws]),
-            stopping_criteria=StoppingCriteriaList([draws.rows_ended]),
-            synced_gpus=False,  # weights are whole, so no process waits for another
-        )
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        lm.generation_config = own_settings
-        hook.remove()
-    return draws.ids, draws.mask
+    num_rows, width = uniforms.shape
+    ids = torch.full((num_rows, width), pad_id, device=query.device)
+    mask = torch.zeros(num_rows, width, dtype=torch.bool, device=query.device)
+    ends = torch.tensor(ends, dtype=torch.long, device=query.device)
+    rows = torch.arange(num_rows, device=query.device)  # those in the batch
+    alive = torch.ones_like(rows, dtype=torch.bool)  # of these, those that go on
+    tokens = query
+    attention = query_mask.long()
+    unread = query.shape[1]
+    cache = None
+    for t in range(width):
+        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        inputs = {"input_ids": tokens[:, -unread:], "attention_mask": attention, "position_ids": positions[:, -unread:]}
+        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if t == 0:
+            cache = with_room(getattr(output, "past_key_values", None), width)
+        logits = output.logits[:, -1]
+        broken = alive & ~logits.amax(-1).isfinite()
+        if broken.any():
+            raise FloatingPointError(f"row {int(rows[broken][0])}: logits are not finite at response token {t + 1}")
+        newest = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
+        newest = torch.where(alive, newest, pad_id)
+        ids[rows, t] = newest
+        mask[rows, t] = alive
+        alive = alive & ~torch.isin(newest, ends)
+        going = alive.nonzero()[:, 0]
+        if ended is not None and len(going):
+            alive[going] = ~ended(rows[going], ids[rows[going], : t + 1])
+            going = alive.nonzero()[:, 0]
+        if len(going) == 0:
+            break
+        tokens = torch.cat([tokens, newest[:, None]], 1)
+        attention = F.pad(attention, (0, 1), value=1)
+        unread = tokens.shape[1] if cache is None else 1
+        if len(going) <= LEAVING * len(rows):
+            if cache is not None:
+                cache.reorder_cache(going)
+            rows = rows[going]
+            alive = alive[going]
+            tokens = tokens[going]
+            attention = attention[going]
+    return ids, mask
 
 
 def pad_left(queries, pad_id, device):
@@ -117,18 +139,17 @@ def pad_left(queries, pad_id, device):
 
 
 def end_of_rows(tokenizer, stop, limits):
-    """The `ended` of a sampler: ended(rows, ids (b, t)) -> (b,) bool, True where ids hold a string of stop or have
-    limits (B,)[rows] tokens. None where neither is given. Texts are made of the rows alone whose newest token may
-    complete a stop string."""
+    """The `ended` of a sampler: ended(rows, ids (b, t)) -> (b,) bool, True where the newest of ids completes a string
+    of stop or is the last of limits (B,)[rows]. None where neither is given."""
     if not stop and limits is None:
         return None
 
     def ended(rows, ids):
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         if stop:
-            newest = ids[:, -1].tolist()
-            places = [place for place, token in enumerate(newest) if may_complete(tokenizer, token, tuple(stop))]
-            done[places] = torch.tensor(stopped(tokenizer, ids[places], stop), dtype=torch.bool, device=ids.device)
+            places = may_hold_stop(tokenizer, ids, stop)
+            if places:
+                done[places] = torch.tensor(stopped(tokenizer, ids[places], stop), device=ids.device)
         if limits is not None:
             done = done | (ids.shape[1] >= limits[rows])
         return done
@@ -136,90 +157,67 @@ def end_of_rows(tokenizer, stop, limits):
     return ended
 
 
-# Decoders of `tokenizers` by which a token adds its text to that of the tokens before it. Others look further: they
-# close gaps before punctuation, or mark the end of a word at its last token.
-ADDING = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
+CONTEXT = 8  # tokens before a stop string, since tokenizers write the first ones of a text in another way
 
 
-@functools.lru_cache(maxsize=4)
-def adds_text(tokenizer):
-    """Whether a token leaves the text of those before it as it is, but for the bytes of an unfinished character."""
-    if not tokenizer.is_fast:
-        return False
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    if tokenizer.clean_up_tokenization_spaces and backend["model"]["type"] != "BPE":  # which is not cleaned up
-        return False
-    decoder = backend["decoder"]
-    if decoder is None:
-        return True
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return all(step["type"] in ADDING and not step.get("stop") for step in steps)
+def may_hold_stop(tokenizer, ids, stops):
+    """Places of the rows of ids (b, t) whose newest token may complete a string of stops, by the text of the last
+    tokens. The whole text decides where these hold a stop string, begin within a character, or have little text."""
+    longest = max(len(stop.encode()) for stop in stops)
+    texts = tokenizer.batch_decode(ids[:, -longest - CONTEXT :])  # few tokens have no byte
+    places = []
+    for place, text in enumerate(texts):
+        is_short = len(text.encode()) < longest + CONTEXT // 2
+        if is_short or "\ufffd" in text or any(stop in text for stop in stops):
+            places.append(place)
+    return places
 
 
-@functools.lru_cache(maxsize=2**18)
-def may_complete(tokenizer, token, stops):
-    """Whether a stop string can end within the text that the token adds."""
-    if not adds_text(tokenizer) or "\ufffd" in "".join(stops):
-        return True
-    first, both = tokenizer.batch_decode([[token], [token, token]])
-    if "\ufffd" in first or not both.startswith(first):  # a piece of a character
-        return True
-    behind = both[len(first) :]  # behind another token, where some have a space that they lose at the beginning
-    for stop in stops:
-        if ends_within(stop, first) or ends_within(stop, behind):
-            return True
-    return False
-
-
-def ends_within(stop, text):
-    """Whether the string stop can end at a character of text, whatever stands before text."""
-    if stop in text:
-        return True
-    beginnings = [text[:length] for length in range(1, len(text) + 1)]
-    return any(map(stop.endswith, beginnings))
+def local_rows(accelerator, num_rows):
+    """The share of a process, as a list: the last ones repeat the last row where the rows do not divide."""
+    share = math.ceil(num_rows / accelerator.num_processes)
+    begin = accelerator.process_index * share
+    return [min(row, num_rows - 1) for row in range(begin, begin + share)]
 
 
 def generate_all(
-    accelerator, lm, tokenizer, queries, stream, *, seed, max_new_tokens, temperature=1.0, stop=(),
-    decode_batch_size=1024, limits=None, sample=sample_by_generate, **filters,
+    accelerator, lm, tokenizer, queries, stream, *, seed, max_new_tokens, stop=(), limits=None,
+    decode_batch_size=1024, sample=sample, **options,
 ):  # fmt: skip
     """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
 
     stream: (name, step); the uniforms of row i are keyed by (seed, name, step, i). limits: (B,) longest response of a
-    row. sample: takes the arguments of `sample_by_generate`; top_k and top_p, the filters, only where they are given.
-    Returns query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
+    row. sample: a function as the one above, which gets options (temperature, top_k, top_p). Returns query, query_mask
+    (B, Q) left-padded and response, response_mask (B, R), on every process.
     """
     device = accelerator.device
     pad_id = tokenizer.pad_token_id
     query, query_mask = pad_left(queries, pad_id, device)
-    # the last processes repeat the last row where the rows do not divide
-    share = math.ceil(len(queries) / accelerator.num_processes)
-    begin = accelerator.process_index * share
-    local = torch.arange(begin, begin + share).clamp(max=len(queries) - 1).to(device)
-    draws = uniforms(seed, *stream, local.tolist(), max_new_tokens).to(device)
+    rows = local_rows(accelerator, len(queries))
+    draws = uniforms(seed, *stream, rows, max_new_tokens).to(device)
+    local = torch.tensor(rows, device=device)
     lengths = query_mask.sum(1)[local]
-    response = torch.full((share, max_new_tokens), pad_id, device=device)
-    response_mask = torch.zeros(share, max_new_tokens, dtype=torch.bool, device=device)
-    screen.show("sampling" if stream[0] == "rollout" else "evaluating", share)
+    response = torch.full(draws.shape, pad_id, device=device)
+    response_mask = torch.zeros(draws.shape, dtype=torch.bool, device=device)
+    screen.show("sampling" if stream[0] == "rollout" else "evaluating", len(rows))
     autocast_type = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     with for_sampling(lm, autocast_type), accelerator.autocast():
         # the longest first: where memory does not suffice, it shows at once
         for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
-            rows = local[places]
-            row_limits = limits
-            if limits is not None:
-                row_limits = limits[rows]
+            chunk = local[places]
             columns = slice(query.shape[1] - int(lengths[places].max()), None)
+            chunk_limits = limits
+            if limits is not None:
+                chunk_limits = limits[chunk]
             response[places], response_mask[places] = sample(
                 lm,
-                query[rows, columns],
-                query_mask[rows, columns],
+                query[chunk, columns],
+                query_mask[chunk, columns],
                 draws[places],
                 end_tokens(lm),
                 pad_id,
-                temperature=temperature,
-                ended=end_of_rows(tokenizer, stop, row_limits),
-                **filters,
+                ended=end_of_rows(tokenizer, stop, chunk_limits),
+                **options,
             )
             screen.advance(len(places))
     screen.show("scoring")
@@ -282,9 +280,9 @@ def text_arguments(tokenizer, rows, outputs, output_ids):
     }
 
 
-def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *, reward=None, filtered=True):
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *, reward=None, **options):
     """Means of what a metric function and a reward (their names in args; None: not asked) say of sampled responses, as
-    {name: mean}, and the samples, a dict for each row. filtered: by args.top_k and args.top_p.
+    {name: mean}, and the samples, a dict for each row. options: of `generate_all`, in place of those in args.
 
     The uniforms are the same at every evaluation, so that a difference between two of them is the model's.
     """
@@ -292,13 +290,12 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *,
         "seed": args.seed,
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.eval_temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
         "stop": args.stop,
         "decode_batch_size": args.decode_batch_size,
     }
-    if filtered:
-        sampling["top_k"] = args.top_k
-        sampling["top_p"] = args.top_p
-    _, _, response, mask = generate_all(accelerator, lm, tokenizer, queries, ("eval", 0), **sampling)
+    _, _, response, mask = generate_all(accelerator, lm, tokenizer, queries, ("eval", 0), **sampling | options)
     output_ids = kept_ids(response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
     values = {}
@@ -310,8 +307,7 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *,
         scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended)
         values["reward"] = list(map(total, scores))
     means = {name: sum(column) / len(column) for name, column in values.items()}
-    prompts = [row["prompt"] for row in rows]
-    columns = {"prompt": prompts, "output": outputs, **values}
+    columns = {"prompt": [row["prompt"] for row in rows], "output": outputs, **values}
     samples = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     return means, samples
 
@@ -331,9 +327,7 @@ def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_id
         scores = on_main(accelerator, call_reward, reward, args.reward, rows, given, lengths)
         screen.show("training")
         return scores
-    share = math.ceil(len(rows) / accelerator.num_processes)
-    begin = accelerator.process_index * share
-    local = [min(row, len(rows) - 1) for row in range(begin, begin + share)]
+    local = local_rows(accelerator, len(rows))
     samples = [given["samples"][row] for row in local]
     with accelerator.autocast():
         scores = reward(samples, [ended[row] for row in local], args.micro_batch_size)

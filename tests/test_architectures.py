@@ -88,7 +88,14 @@ FAMILIES = {
     "rwkv": (tf.RwkvConfig, {"hidden_size": 12, "num_hidden_layers": 2, "attention_hidden_size": 12}),
 }
 MATRICES_OF_ONES = {"mamba", "rwkv"}  # which are built with weights that give every row the same logits
-IN_FLOAT32 = {"llama4", "qwen3_5", "granite_hybrid", "falcon_h1", "deepseek_v3"}  # parts of theirs, in any dtype
+IN_FLOAT32 = {
+    "llama4",
+    "qwen3_5",
+    "granite_hybrid",
+    "falcon_h1",
+    "deepseek_v3",
+    "mamba",
+}  # parts of theirs, in any dtype
 NAN_IN_FLOAT64 = {"gemma2", "bloom"}  # only eager attention, whose mask overflows
 TABLE = Path(__file__).parents[1] / "algos/ARCHITECTURES.md"
 
@@ -257,6 +264,8 @@ def test_the_structure_says_what_the_model_computes(family, folder, cell, dtype)
 def test_left_padding_and_the_cache_change_nothing(family, folder, dtype, attention):
     """Log-probabilities, values, entropies and sampled tokens of a row in a batch are those of a plain forward."""
     lm = load_model(from_task(ppo.Args, ppo.TASK, dtype=dtype, attn_implementation=None), folder)[0].eval()
+    if padding_problem(lm):
+        pytest.skip("refused, see test_ppo")
     tolerance = 3e-5 if dtype == "float32" or family in IN_FLOAT32 else 1e-12
     if attention == "eager" or lm._supports_sdpa:  # else it refuses, and set_attention leaves it alone
         lm.set_attn_implementation(attention)
@@ -319,7 +328,7 @@ def test_grpo(monkeypatch, run, family):
     flags = {"dataset": PPO["dataset"], "reward": digits, "max_new_tokens": 6, "total_episodes": 10, "batch_size": 10}
     flags |= {"rollout_batch_size": 10, "group_size": 5, "ppo_epochs": 2, "kl_coef": 0.1, "temperature": 0.7}
     if read_table()[family]["ppo"] != "yes":
-        with pytest.raises(InputError, match="with which grpo samples|cannot be sampled"):
+        with pytest.raises(InputError, match="cannot be sampled"):
             run(grpo, **flags)
         return
     calls = recorded(monkeypatch, grpo, "grpo_loss")

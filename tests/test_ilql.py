@@ -28,7 +28,7 @@ from benchmarks.tasks import randomwalks
 from common import forward, sampling
 from common.cli import InputError, from_task
 from common.models import as_decoder, load_model
-from common.sampling import sample_by_generate
+from common.sampling import sample
 from common.seeding import draw
 
 BOS, EOS, PAD, NAN, INF = 21, 22, 23, math.nan, math.inf
@@ -908,11 +908,8 @@ def test_greedy_generation_of_transformers_is_ours(build_model, family, beta):
     for options in ({}, filters):
         with policy.guided(beta, **options):
             theirs, _ = transformers_generate(policy.lm, do_sample=False)
-            ours, mask = sample_by_generate(policy.lm, *left_padded(), draws(4), [EOS], PAD, temperature=0.0)
-            alone = [
-                sample_by_generate(policy.lm, *left_padded([p]), draws(1), [EOS], PAD, temperature=0.0)[0]
-                for p in PROMPTS
-            ]
+            ours, mask = sample(policy.lm, *left_padded(), draws(4), [EOS], PAD, temperature=0.0)
+            alone = [sample(policy.lm, *left_padded([p]), draws(1), [EOS], PAD, temperature=0.0)[0] for p in PROMPTS]
         assert torch.equal(ours[:, : theirs.shape[1]], theirs) and not mask[:, theirs.shape[1] :].any()
         assert torch.equal(torch.cat(alone), ours) and len(ours.unique()) > 4
 
@@ -931,7 +928,7 @@ def test_sampling_of_transformers_is_from_the_same_distribution(monkeypatch, bui
             return theirs[:, len(seen) - 1]
 
         monkeypatch.setattr(sampling, "draw", draw)
-        sample_by_generate(policy.lm, *left_padded(), draws(4), [EOS], PAD, temperature)
+        sample(policy.lm, *left_padded(), draws(4), [EOS], PAD, temperature)
     assert len(seen) == len(scores) == 11
     for ours, score in zip(seen, scores, strict=True):
         close(ours, score.double().softmax(-1), 1e-6 if score.dtype == torch.float32 else 1e-9)
@@ -961,9 +958,9 @@ def test_forbidden_bigrams_are_never_sampled(build_model, size, beta):
     free = forbidden = 0
     for seed in range(9):
         with policy.guided(beta):
-            free += count(*sample_by_generate(policy.lm, query, mask, draws(size, seed=seed), [EOS], PAD))
+            free += count(*sample(policy.lm, query, mask, draws(size, seed=seed), [EOS], PAD))
         with policy.guided(beta, logit_mask=BIGRAMS):
-            forbidden += count(*sample_by_generate(policy.lm, query, mask, draws(size, seed=seed), [EOS], PAD))
+            forbidden += count(*sample(policy.lm, query, mask, draws(size, seed=seed), [EOS], PAD))
             torch.manual_seed(seed)
             theirs, _ = transformers_generate(policy.lm, PROMPTS[:size], do_sample=True)
             ends = (theirs == EOS).int()

@@ -1,7 +1,8 @@
-"""Sampling for rollouts, and the log-probabilities of what was sampled: `python -m pytest tests/test_sampling.py`
+"""The decode loop of rollouts and evaluations, and the texts it makes: `python -m pytest tests/test_sampling.py`
 
-`draw` against softmax over a grid of uniforms; ppo's `sample` against a slow loop without cache, padding or batch; both
-in float64, where another layout of the same work gives the same tokens.
+`draw` against softmax over a grid of uniforms; `sample` against a slow loop of this file: one row at a time, the whole
+sequence through the model for every token, neither cache nor padding, and the inverse CDF in Python. In float64, where
+another layout of the same work gives the same tokens.
 """
 
 import math
@@ -9,18 +10,80 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer
+import transformers as tf
+from transformers import AutoModelForSeq2SeqLM
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from algos import ppo
-from common.cache import closed_ranks, write_in_place
+from algos import ilql, ppo
+from common import sampling
 from common.cli import from_task
-from common.models import load_model
-from common.sampling import decode, generate_all
+from common.models import as_decoder, load_model
+from common.sampling import (
+    decode,
+    end_of_rows,
+    generate_all,
+    has_ended,
+    may_hold_stop,
+    sample,
+    stopped,
+    text_arguments,
+    with_room,
+)
 from common.seeding import draw
-from common.written_layer import WrittenLayer
+from common.seeding import uniforms as keyed_uniforms
 
-EOS, PAD = 22, 23
+BOS, EOS, PAD = 21, 22, 23
 GRID = 4001
+T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 2, "num_heads": 3, "relative_attention_num_buckets": 6}
+T5 |= {"relative_attention_max_distance": 9, "decoder_start_token_id": PAD}
+BART = {"d_model": 12, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 20}
+BART |= {"decoder_attention_heads": 3, "decoder_ffn_dim": 28, "max_position_embeddings": 32, "forced_eos_token_id": EOS}
+BART |= {"decoder_start_token_id": EOS}
+ENCODER_DECODERS = {"t5": (tf.T5Config, T5), "bart": (tf.BartConfig, BART)}
+LENGTHS = 5, 1, 3, 7, 2, 4, 1
+
+
+def build_encoder_decoder(name):
+    config, settings = ENCODER_DECODERS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = config(vocab_size=25, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, **settings)
+        lm = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float64)
+        for parameter_name, weight in lm.named_parameters():
+            if weight.ndim > 1:
+                weight.data.normal_(0, 1 if "shared" in parameter_name else 0.5)
+    return as_decoder(lm.eval())
+
+
+WINDOWS = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+WINDOWS |= {"num_key_value_heads": 1, "head_dim": 6, "max_position_embeddings": 32, "sliding_window": 4}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+HYBRID = WINDOWS | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 1}
+MINIMAX = WINDOWS | {"layer_types": ["full_attention", "linear_attention"], "block_size": 4, "num_local_experts": 2}
+OTHERS = {
+    "mistral": (tf.MistralConfig, WINDOWS),
+    "gemma3": (tf.Gemma3TextConfig, WINDOWS | MIXED),
+    "lfm2": (tf.Lfm2Config, {name: value for name, value in HYBRID.items() if name != "sliding_window"}),
+    "mamba": (tf.MambaConfig, {"hidden_size": 12, "num_hidden_layers": 2, "state_size": 5}),
+    "minimax": (tf.MiniMaxConfig, MINIMAX),
+}
+
+
+def build_any(kind, build_model):
+    """A random model in float64 of any kind of cache: full, windows, convolutions, encoder-decoder."""
+    if kind in ENCODER_DECODERS:
+        return build_encoder_decoder(kind)
+    if kind not in OTHERS:
+        return build_model(kind, torch.float64)
+    config, settings = OTHERS[kind]
+    tokens = {"vocab_size": 25, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = config(**settings, **tokens, initializer_range=0.5)
+        lm = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        if kind == "minimax":
+            lm.set_experts_implementation("eager")  # torch's grouped products have no float64
+        return lm.eval()
 
 
 def grid(n=GRID):
@@ -38,15 +101,20 @@ def some_logits(n=11, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).normal(size=n) * 2)
 
 
-def prompts(*lengths, seed=0):
+def prompts(*lengths, pad=PAD):
     """Left-padded queries of these lengths and their mask."""
-    width, random = max(lengths), np.random.default_rng(seed)
-    ids = [[PAD] * (width - n) + random.integers(0, 21, n).tolist() for n in lengths]
+    width = max(lengths)
+    random = np.random.default_rng(0)
+    ids = [[pad] * (width - n) + random.integers(0, 21, n).tolist() for n in lengths]
     return torch.tensor(ids), torch.arange(width) >= width - torch.tensor(lengths)[:, None]
 
 
 def uniforms(rows, width, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).random((rows, width)))
+
+
+def rows_of(ids, mask):
+    return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
 
 
 # ---- One token -------------------------------------------------------------------------------------------------------
@@ -134,67 +202,152 @@ def test_top_k_comes_before_top_p():
 # ---- Responses -------------------------------------------------------------------------------------------------------
 
 
-def slow_sample(model, query, row_uniforms, ends, temperature):
-    """One row: the whole sequence through the model for every token, inverse CDF in Python."""
+@torch.no_grad()
+def slow_sample(lm, query, row_uniforms, ends, temperature=1.0, top_k=0, top_p=1.0):
+    """The response (ids) to one query (ids)."""
     ids = []
     for u in row_uniforms.tolist():
-        logits = model(torch.tensor([query + ids])).logits[0, -1].double().tolist()
-        weights = [math.exp((x - max(logits)) / temperature) for x in logits]
-        target, token = u * sum(weights), 0
-        while target >= weights[token]:
-            target, token = target - weights[token], token + 1
-        ids.append(token)
-        if token in ends:
+        if lm.config.is_encoder_decoder:
+            start = lm.config.decoder_start_token_id
+            output = lm(input_ids=torch.tensor([query]), decoder_input_ids=torch.tensor([[start, *ids]]))
+        else:
+            whole = torch.tensor([query + ids])
+            output = lm(whole, attention_mask=torch.ones_like(whole))
+        logits = output.logits[0, -1].double().tolist()
+        if temperature == 0:
+            ids.append(logits.index(max(logits)))
+        else:
+            threshold = sorted(logits)[-top_k] if top_k else -math.inf
+            weights = [math.exp((x - max(logits)) / temperature) if x >= threshold else 0.0 for x in logits]
+            total, before = sum(weights), 0.0
+            for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
+                weight = weights[place]
+                if before >= top_p * total:
+                    weights[place] = 0.0
+                before += weight
+            target, token = u * sum(weights), 0
+            while target >= weights[token]:
+                target, token = target - weights[token], token + 1
+            ids.append(token)
+        if ids[-1] in ends:
             break
     return ids
 
 
-def frequent_token(model, query, mask, u):
-    """A token that some rows draw early and others never: a good end token for a test."""
-    ids, _ = ppo.sample(model, query, mask, u, [-1], PAD)
-    ended = (ids[:, :, None] == torch.arange(25)).any(1).sum(0)  # rows in which each token occurs
-    return int((ended - len(ids) / 2).abs().argmin())
+def common_token(lm, query, mask, u):
+    """A token that about half of the rows draw early: a good end token for a test."""
+    ids, _ = sample(lm, query, mask, u, [-1], PAD)
+    rows = (ids[:, :, None] == torch.arange(25)).any(1).sum(0)  # in which each token occurs
+    return int((rows - len(ids) / 2).abs().argmin())
 
 
-def rows_of(ids, mask):
-    return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sample_is_the_slow_loop(build_model, family, temperature):
-    model = build_model(family, torch.float64)
-    (query, mask), u = prompts(5, 1, 3, 7, 2, 4, 1), uniforms(7, 11)
-    eos = frequent_token(model, query, mask, u)
-    ids, response_mask = ppo.sample(model, query, mask, u, [eos], PAD, temperature)
-    found = rows_of(ids, response_mask)
+def check(lm, eos=None, query_pad=PAD, **options):
+    """sample is the slow loop; returns its ids and mask. eos: by default a frequent token."""
+    (query, mask), u = prompts(*LENGTHS, pad=query_pad), uniforms(7, 11)
+    eos = common_token(lm, query, mask, u) if eos is None else eos
+    ids, response_mask = sample(lm, query, mask, u, [eos], query_pad, **options)
+    responses = rows_of(ids, response_mask)
     queries = rows_of(query, mask)
-    assert found == [slow_sample(model, queries[i], u[i], [eos], temperature) for i in range(7)]
-    lengths = {len(row) for row in found}
-    assert len(lengths) > 2 and max(lengths) == 11  # rows left the batch at different times, and one never did
+    assert responses == [slow_sample(lm, queries[i], u[i], [eos], **options) for i in range(7)]
+    assert (ids[~response_mask] == query_pad).all() and ids.shape == response_mask.shape == (7, 11)
+    return ids, response_mask
+
+
+OPTIONS = {
+    "plain": {},
+    "top_k": {"temperature": 0.7, "top_k": 3},
+    "top_p": {"temperature": 1.3, "top_p": 0.6},
+    "both": {"top_k": 5, "top_p": 0.7},
+    "greedy": {"temperature": 0},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", *ENCODER_DECODERS])
+def test_tokens_are_those_of_the_slow_loop(build_model, kind, options):
+    _, response_mask = check(build_any(kind, build_model), **options)
+    lengths = response_mask.sum(1)
+    assert options or (len(lengths.unique()) > 2 and lengths.max() == 11)  # rows left at different times, one never
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mistral", "lfm2", "t5"])
+def test_greedy_tokens_are_those_of_generate(build_model, kind):
+    lm = build_any(kind, build_model)
+    query, mask = prompts(*LENGTHS)
+    ids, response_mask = sample(lm, query, mask, uniforms(7, 11), [EOS], PAD, 0)
+    for row, prompt in enumerate(rows_of(query, mask)):
+        prompt = torch.tensor([prompt])
+        attention = torch.ones_like(prompt)
+        whole = lm.generate(prompt, attention_mask=attention, do_sample=False, max_new_tokens=11, pad_token_id=PAD)[0]
+        begin = 1 if kind == "t5" else prompt.shape[1]
+        assert ids[row, response_mask[row]].tolist() == whole[begin:].tolist()
 
 
 def test_a_row_does_not_depend_on_the_others(build_model, family):
     model = build_model(family, torch.float64)
     (query, mask), u = prompts(5, 1, 3, 7, 2), uniforms(5, 11)
-    eos = frequent_token(model, query, mask, u)
-    together = rows_of(*ppo.sample(model, query, mask, u, [eos], PAD, 0.7))
+    eos = common_token(model, query, mask, u)
+    together = rows_of(*sample(model, query, mask, u, [eos], PAD, 0.7))
     for i in range(5):
         bare = query[i : i + 1, mask[i]]
-        alone = ppo.sample(model, bare, torch.ones_like(bare, dtype=torch.bool), u[i : i + 1], [eos], PAD, 0.7)
+        alone = sample(model, bare, torch.ones_like(bare, dtype=torch.bool), u[i : i + 1], [eos], PAD, 0.7)
         assert rows_of(*alone) == together[i : i + 1]
     order = [3, 0, 4]
-    assert rows_of(*ppo.sample(model, query[order], mask[order], u[order], [eos], PAD, 0.7)) == [
-        together[i] for i in order
-    ]
+    assert rows_of(*sample(model, query[order], mask[order], u[order], [eos], PAD, 0.7)) == [together[i] for i in order]
+
+
+def forget(module, inputs, output):
+    """Forward hook: the model returns no cache."""
+    output.past_key_values = None
+
+
+class OtherCache(DynamicCache):
+    """As MiniMax's: rows cannot leave it."""
+
+    def reorder_cache(self, rows):
+        raise AssertionError("rows do not leave it")
+
+
+def replace(module, inputs, output):
+    """Forward hook: the model returns a cache of its own kind."""
+    output.past_key_values = OtherCache()
+
+
+@pytest.mark.parametrize("hook", [forget, replace])
+def test_without_a_cache_rows_are_read_again(build_model, family, hook):
+    lm = build_model(family, torch.float64)
+    (query, mask), u = prompts(*LENGTHS), uniforms(7, 11)
+    eos = common_token(lm, query, mask, u)
+    expected = sample(lm, query, mask, u, [eos], PAD)
+    lm.register_forward_hook(hook)
+    read = []
+
+    def note(module, inputs, keywords):
+        read.append(tuple(keywords["input_ids"].shape))
+
+    lm.register_forward_pre_hook(note, with_kwargs=True)
+    found = sample(lm, query, mask, u, [eos], PAD)
+    assert all(map(torch.equal, found, expected))
+    assert [columns for _, columns in read] == [7 + t for t in range(len(read))]
+    assert read[0][0] == 7 and read[-1][0] < 7  # rows leave
+
+
+@pytest.mark.parametrize("kind", ["mamba", "minimax"])
+def test_models_whose_rows_cannot_leave_the_cache(build_model, kind):
+    lm = build_any(kind, build_model)
+    query, mask = prompts(3, 5)
+    output = lm(query, use_cache=True)
+    assert with_room(getattr(output, "past_key_values", None), 1) is None
+    check(lm)
 
 
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_the_end_token_counts_and_nothing_after_it(build_model, pad_is_eos):
     model = build_model()
     (query, mask), u = prompts(5, 1, 3, 7, 2, 4, 6, 2, 3, 1, 1), uniforms(11, 7)
-    eos = frequent_token(model, query, mask, u)
+    eos = common_token(model, query, mask, u)
     pad = eos if pad_is_eos else PAD
-    ids, response_mask = ppo.sample(model, query, mask, u, [eos], pad)
+    ids, response_mask = sample(model, query, mask, u, [eos], pad)
     ended = 0
     for row, keep in zip(ids.tolist(), response_mask.tolist(), strict=True):
         length = row.index(eos) + 1 if eos in row else 7
@@ -209,7 +362,7 @@ def test_an_end_token_with_id_zero(build_model):
     with torch.no_grad():
         model.lm_head.weight[0] += 50 * model.transformer.ln_f.bias + 1  # tied: also the embedding of token 0
     (query, mask), u = prompts(3, 5), torch.full((2, 7), 1e-12, dtype=torch.float64)  # token 0 comes first in the CDF
-    ids, response_mask = ppo.sample(model, query, mask, u, [0], 0)
+    ids, response_mask = sample(model, query, mask, u, [0], 0)
     assert ids.tolist() == [[0] * 7] * 2 and response_mask.sum(1).tolist() == [1, 1]
 
 
@@ -218,8 +371,25 @@ def test_logits_that_are_not_finite_are_an_error(build_model):
     (query, mask), u = prompts(3, 5), uniforms(2, 7)
     model.transformer.wpe.weight.data[6] = math.nan  # position 6: reached by the second row at its third token
     with pytest.raises(FloatingPointError, match="row 1: logits are not finite at response token 3"):
-        ppo.sample(model, query, mask, u, [-1], PAD)
-    ppo.sample(model, query[:1], mask[:1], u[:1, :3], [-1], PAD)  # a row that does not get there
+        sample(model, query, mask, u, [-1], PAD)
+    sample(model, query[:1], mask[:1], u[:1, :3], [-1], PAD)  # a row that does not get there
+
+
+def test_logits_behind_the_end_of_a_row_are_not_looked_at(build_model, monkeypatch):
+    monkeypatch.setattr(sampling, "LEAVING", 0)
+    lm, (query, mask), u = build_model(), prompts(3, 5), uniforms(2, 4)
+    limits = torch.tensor([4, 2])
+    expected, _ = sample(lm, query, mask, u, [-1], PAD)
+    lm.transformer.wpe.weight.data[6] = math.nan
+    ids, response_mask = sample(lm, query, mask, u, [-1], PAD, ended=end_of_rows(None, (), limits))
+    assert response_mask.sum(1).tolist() == [4, 2] and rows_of(ids, response_mask) == rows_of(expected, response_mask)
+
+
+def test_decoding_ends_with_the_last_row(build_model):
+    lm, (query, mask), calls = build_model(), prompts(3, 5), []
+    lm.register_forward_hook(lambda *_: calls.append(1))
+    sample(lm, query, mask, uniforms(2, 9), [-1], PAD, ended=end_of_rows(None, (), torch.tensor([4, 2])))
+    assert len(calls) == 4
 
 
 def test_the_models_generation_config_is_ignored(tmp_path, build_model, letters):
@@ -232,23 +402,91 @@ def test_the_models_generation_config_is_ignored(tmp_path, build_model, letters)
     forced, _ = load_model(from_task(ppo.Args, ppo.TASK), str(tmp_path))
     assert forced.generation_config.top_k == 1 and forced.generation_config.forced_eos_token_id == EOS
     (query, mask), u = prompts(3, 5, 2, 4, 1), uniforms(5, 7)
-    free, bound = (rows_of(*ppo.sample(model, query, mask, u, [EOS], PAD)) for model in (plain, forced.eval()))
+    free, bound = (rows_of(*sample(model, query, mask, u, [EOS], PAD)) for model in (plain, forced.eval()))
     assert free == bound and len(set(sum(free, [])) & set(range(20))) > 3
 
 
-def test_rollouts_do_not_depend_on_the_decode_batch(build_model, letters, accelerator):
-    model, queries = build_model(dtype=torch.float64), [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12, 13], [14]]
+@pytest.mark.parametrize("options", [{}, {"top_k": 4, "top_p": 0.9}], ids=["plain", "filtered"])
+def test_guided(build_model, family, options):
+    """`guided` of ilql shapes the logits that are drawn from."""
+    policy = ilql.PolicyWithQ(build_model(family, torch.float64))
+    for name, weight in policy.named_parameters():
+        if "head" in name.partition(".")[0]:
+            weight.data *= 5
+    free, _ = check(policy.lm, EOS)
+    with policy.guided(4.0, **options):
+        guided, _ = check(policy.lm, EOS)
+        check(policy.lm)
+    assert not torch.equal(free, guided)
 
-    def generate(iteration, size=1024):
-        options = {"seed": 1, "max_new_tokens": 7, "temperature": 0.7, "decode_batch_size": size}
-        return generate_all(accelerator, model, letters, queries, ("rollout", iteration), sample=ppo.sample, **options)
 
-    whole = generate(2)
-    assert rows_of(*whole[:2]) == queries
+def test_bfloat16(build_model, family):
+    """Rows need not be those of the slow loop (rounding); they are at least those of a second call."""
+    lm, (query, mask), u = build_model(family, torch.bfloat16), prompts(*LENGTHS), uniforms(7, 11)
+    first = sample(lm, query, mask, u, [EOS], PAD)
+    assert all(map(torch.equal, first, sample(lm, query, mask, u, [EOS], PAD)))
+
+
+def test_generate_all_does_not_depend_on_the_decode_batch(build_model, letters, accelerator):
+    lm = build_model(dtype=torch.float64)
+    queries = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12, 13], [14]]
+    options = {"seed": 1, "max_new_tokens": 7, "temperature": 0.7, "limits": torch.tensor([7, 2, 7, 1, 4])}
+    whole = generate_all(accelerator, lm, letters, queries, ("rollout", 2), **options)
+    assert rows_of(*whole[:2]) == queries and whole[2].shape == (5, 7)
+    assert (whole[3].sum(1) <= options["limits"]).all() and (whole[3].sum(1) == options["limits"]).sum() > 2
     for size in (1, 2, 3):
-        assert all(torch.equal(a, b) for a, b in zip(whole, generate(2, size), strict=True))
-    other = generate(3)
-    assert not torch.equal(whole[2], other[2])
+        again = generate_all(accelerator, lm, letters, queries, ("rollout", 2), **options, decode_batch_size=size)
+        assert all(map(torch.equal, whole, again))
+    for other in (("rollout", 3), ("eval", 2)):
+        assert not torch.equal(whole[2], generate_all(accelerator, lm, letters, queries, other, **options)[2])
+
+
+@pytest.mark.parametrize("leaving", [1, 3 / 4, 0], ids=["at once", "a few at a time", "never"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", *OTHERS, "t5"])
+def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, leaving, monkeypatch):
+    """Seven rows of odd lengths, three at a time; limits, a stop string and several end tokens."""
+    lm = build_any(kind, build_model)
+    random = np.random.default_rng(0)
+    queries = [random.integers(0, 21, length).tolist() for length in (5, 1, 3, 11, 2, 7, 1)]
+    draws = keyed_uniforms(1, "rollout", 2, list(range(7)), 13)
+    plain = lm
+    if lm.config.is_encoder_decoder:
+        plain = tf.T5ForConditionalGeneration(lm.config).double().eval()
+        plain.load_state_dict(lm.state_dict())
+    whole = [slow_sample(plain, query, row, [], 0.7) for query, row in zip(queries, draws, strict=True)]
+    ends = [EOS, whole[0][6], whole[3][4]]
+    stop = "zz", letters.decode(whole[5][2:4])
+    limits = torch.tensor([13, 13, 9, 13, 3, 13, 1])
+    expected = []
+    for ids, limit in zip(whole, limits.tolist(), strict=True):
+        done = [n for n in range(1, 14) if ids[n - 1] in ends or any(text in letters.decode(ids[:n]) for text in stop)]
+        expected.append(ids[: min([limit, *done])])
+    assert len({*map(len, expected)}) > 3
+    lm.generation_config.eos_token_id = ends
+    monkeypatch.setattr(sampling, "LEAVING", leaving)
+    options = {"seed": 1, "max_new_tokens": 13, "temperature": 0.7, "stop": stop, "limits": limits}
+    for size in (3, 7):
+        sampled = generate_all(accelerator, lm, letters, queries, ("rollout", 2), **options, decode_batch_size=size)
+        assert rows_of(*sampled[:2]) == queries
+        assert rows_of(*sampled[2:]) == expected, size
+        assert (sampled[2][~sampled[3]] == letters.pad_token_id).all()
+    ended = has_ended(letters, expected, ends, stop)
+    assert ended == [ids[-1] in ends or any(text in letters.decode(ids) for text in stop) for ids in expected]
+    assert {*ended} == {True, False}
+
+
+def test_chunks_are_of_similar_length_and_without_empty_columns(build_model, letters, accelerator):
+    lm = build_model()
+    queries = [[3] * length for length in (2, 11, 1, 7, 3, 5, 2)]
+    shapes = []
+
+    def noted(lm, query, query_mask, draws, *arguments, **options):
+        shapes.append((*query.shape, query_mask.sum(1).tolist()))
+        return sample(lm, query, query_mask, draws, *arguments, **options)
+
+    options = {"seed": 1, "max_new_tokens": 3, "decode_batch_size": 3, "sample": noted}
+    generate_all(accelerator, lm, letters, queries, ("rollout", 2), **options)
+    assert shapes == [(3, 11, [11, 7, 5]), (3, 3, [3, 2, 2]), (1, 1, [1])]
 
 
 # ---- The cache -------------------------------------------------------------------------------------------------------
@@ -259,7 +497,10 @@ def test_a_written_layer_is_the_librarys():
     states = torch.randn(13, 2, 7, 3, 5, generator=torch.Generator().manual_seed(0))
     plain = DynamicLayer()
     plain.update(states[0], states[0] + 1)
-    written = WrittenLayer(plain, 12)
+    cache = DynamicCache()
+    cache.layers = [plain]
+    (written,) = with_room(cache, 12).layers
+    assert type(written).__name__ == "WrittenLayer"
     memory = [buffer.data_ptr() for buffer in written.buffers]
     states = states[:, :, :, :1]
     for t in range(1, 13):
@@ -267,20 +508,11 @@ def test_a_written_layer_is_the_librarys():
         expected = plain.update(states[t], -states[t])
         assert all(map(torch.equal, found, expected)) and written.get_seq_length() == plain.get_seq_length()
         assert written.get_mask_sizes(1) == plain.get_mask_sizes(1)
-    staying = closed_ranks(torch.tensor([False, True]))
+    staying = torch.tensor([1])
     for layer in (written, plain):
         layer.reorder_cache(staying)
     assert torch.equal(written.keys, plain.keys) and torch.equal(written.values, plain.values)
     assert [buffer.data_ptr() for buffer in written.buffers] == memory
-
-
-def test_closed_ranks_moves_few_rows():
-    for seed in range(50):
-        staying = torch.rand(11, generator=torch.Generator().manual_seed(seed)) < 0.6
-        places = closed_ranks(staying)
-        assert sorted(places.tolist()) == staying.nonzero()[:, 0].tolist()
-        kept = staying[: len(places)]
-        assert torch.equal(places[kept], torch.arange(len(places))[kept])  # nobody moves without need
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -289,17 +521,163 @@ def test_the_cache_has_the_type_that_attention_computes_in(build_model, family, 
     caches = []
 
     def recorded(cache, room):
-        caches.append(cache)
-        write_in_place(cache, room)
+        caches.append(with_room(cache, room))
+        return caches[-1]
 
-    monkeypatch.setattr(ppo, "write_in_place", recorded)
+    monkeypatch.setattr(sampling, "with_room", recorded)
     (query, mask), u = prompts(5, 1, 3), uniforms(3, 7)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ppo.sample(model, query, mask, u, [-1], PAD)
+        sample(model, query, mask, u, [-1], PAD)
     expected = torch.bfloat16 if autocast else torch.float32
-    assert [type(layer) for layer in caches[0].layers] == [WrittenLayer] * 2
+    assert [type(layer).__name__ for layer in caches[0].layers] == ["WrittenLayer"] * 2
     assert all(layer.keys.dtype == layer.values.dtype == expected for layer in caches[0].layers)
     assert caches[0].get_seq_length() == 5 + 7 - 1
+
+
+# ---- Stop strings ----------------------------------------------------------------------------------------------------
+
+TEXTS = ["hello world, héllo wörld.", "日本語 text €uro 🙂🙃", "a b  c\n\nUser: stop here ", "end. of 'it' don't !"]
+FEW_BYTES = [f"<0x{byte:02X}>" for byte in (0x41, 0x20, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x99, 0x82)]
+
+
+def build_tokenizer(kind):
+    """A small tokenizer, with special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special = ["<unk>", "<end>", "<|user|>"]
+    if kind == "byte-level":
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+        backend.train_from_iterator(TEXTS * 9, trainer)
+    elif kind in ("sentencepiece", "metaspace"):
+        pieces = ["▁", "▁hello", "▁world", "hel", "lo", "ser", ":", "\n", ".", "▁U", "A", "▁▁", "a", "b", "日", "€"]
+        names = special + pieces + (FEW_BYTES if kind == "sentencepiece" else [])
+        backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>"))
+        backend.decoder = decoders.Metaspace()
+        if kind == "sentencepiece":
+            steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            backend.decoder = decoders.Sequence(steps)
+    else:
+        names = special + ["a", "b", "##c", "'", ".", "do", "not", "n't", "!", "b</w>", "c</w>"]
+        backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+        decoder = {"wordpiece": decoders.WordPiece(), "word ends": decoders.BPEDecoder(), "words": None}[kind]
+        if decoder is not None:
+            backend.decoder = decoder
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="<end>", additional_special_tokens=["<|user|>"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_stops_and_limits(build_model, letters, kind):
+    """A response ends with the token that completes a stop string, or at its limit."""
+    lm = build_any(kind, build_model)
+    (query, mask), u = prompts(*LENGTHS), uniforms(7, 11)
+    whole = [slow_sample(lm, ids, row, [EOS]) for ids, row in zip(rows_of(query, mask), u, strict=True)]
+    stop = "zz", letters.decode(whole[0][2:4]), letters.decode(whole[3][5:7])
+    limits = torch.tensor([11, 2, 11, 11, 5, 11, 1])
+    expected = []
+    for ids, limit in zip(whole, limits.tolist(), strict=True):
+        lengths = [n for n in range(1, len(ids) + 1) if any(text in letters.decode(ids[:n]) for text in stop)]
+        expected.append(ids[: min([limit, *lengths])])
+    ids = sample(lm, query, mask, u, [EOS], PAD, ended=end_of_rows(letters, stop, limits))
+    assert rows_of(*ids) == expected and len(expected[0]) <= 4 and len(expected[1]) <= 2
+    done = [any(text in letters.decode(ids) for text in stop) for ids in expected]
+    assert stopped(letters, expected, stop) == done and stopped(letters, expected, ()) == [False] * 7
+
+
+KINDS = ["byte-level", "sentencepiece", "metaspace", "words", "wordpiece", "word ends"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stops_are_found_where_the_slow_definition_finds_them(kind):
+    """Random ids, and as stops pieces of their texts: a space at the end, parts of words, special tokens, characters of
+    several bytes. The definition: the first n for which the text of n ids holds a stop string."""
+    tokenizer = build_tokenizer(kind)
+    random = np.random.default_rng(0)
+    found = 0
+    for _ in range(60):
+        ids = torch.from_numpy(random.integers(0, len(tokenizer), (5, 37)))
+        texts = tokenizer.batch_decode(ids)
+        stops = ["<end>" if random.random() < 0.2 else "zz"]
+        for text in texts[:2]:
+            begin = int(random.integers(0, max(1, len(text) - 3)))
+            stops.append(text[begin : begin + int(random.integers(1, 6))] or "zz")
+        ended = end_of_rows(tokenizer, stops, None)
+        expected = []
+        for row in ids.tolist():
+            lengths = [n for n in range(1, 38) if any(stop in tokenizer.decode(row[:n]) for stop in stops)]
+            expected.append(min(lengths, default=None))
+        lengths = [None] * 5
+        for n in range(1, 38):
+            going = torch.tensor([row for row in range(5) if lengths[row] is None], dtype=torch.long)
+            if len(going):
+                for row in going[ended(going, ids[going, :n])].tolist():
+                    lengths[row] = n
+        assert lengths == expected, stops
+        found += 5 - lengths.count(None)
+    assert found > 60
+
+
+def test_the_last_byte_of_a_character_completes_a_stop():
+    tokenizer = build_tokenizer("byte-level")
+    ids = tokenizer("a ж字b").input_ids
+    assert len(ids) == 2 + 2 + 3 + 1
+    for stop, length in (("ж", 4), ("字", 7), (" ж字", 7), ("字b", 8)):
+        ended = end_of_rows(tokenizer, (stop,), None)
+        found = [n for n in range(1, 9) if ended(torch.arange(1), torch.tensor([ids[:n]])).item()]
+        assert found[0] == length, stop
+
+
+def test_stops_behind_pieces_of_characters_and_tokens_without_text():
+    """Not to be seen in the last tokens alone: a cut character makes others unreadable, or they have no text."""
+    tokenizer = build_tokenizer("sentencepiece")
+    a, *_ = tokenizer.convert_tokens_to_ids(FEW_BYTES[:1])
+    smile = tokenizer.convert_tokens_to_ids(FEW_BYTES[-4:])
+    user = tokenizer.convert_tokens_to_ids(["\u2581U", "ser"])
+    for stop, row in (("🙂A", [a, *smile * 5, a]), ("User", [*user[:1], *[99] * 30, *user[1:]])):
+        ended = end_of_rows(tokenizer, (stop,), None)
+        found = [bool(ended(torch.arange(1), torch.tensor([row[:n]]))) for n in range(1, len(row) + 1)]
+        assert found == [False] * (len(row) - 1) + [True]
+
+
+def test_few_rows_are_decoded_whole():
+    """Of long ones those alone whose last tokens may hold a stop string, or begin within a character."""
+    tokenizer = build_tokenizer("byte-level")
+    texts = ["hello world " * 9, "stop User:" + "hello world " * 9, "hello world " * 9 + "User:", "🙂" * 30]
+    rows = [tokenizer(text).input_ids[-30:] for text in texts]
+    assert min(map(len, rows)) == 30
+    assert may_hold_stop(tokenizer, torch.tensor(rows), ("User:",))[0] == 2
+    assert may_hold_stop(tokenizer, torch.tensor(rows[:2]), ("User:",)) == []
+
+
+def test_texts(letters):
+    """Cut before the earliest stop string, which may be a special token."""
+    queries, responses = [[0, 1], [2], [3]], [[4, 5, 6, EOS], [6, 4, 7], [8, 9]]
+    assert decode(letters, queries, responses, ()) == ["efg", "geh", "ij"]
+    assert decode(letters, queries, responses, ("g", "e", "<eos>")) == ["", "", "ij"]
+    assert decode(letters, queries, responses, ("<eos>",)) == ["efg", "geh", "ij"]
+    assert stopped(letters, responses, ("<eos>", "j")) == [True, False, True]
+    rows = [{"prompt": "ab", "x": 1}, {"prompt": "c", "x": 2}]
+    given = text_arguments(letters, rows, ["efg", ""], [[4, 5, 6], []])
+    assert given.pop("tokenizer") is letters
+    expected = {"samples": ["abefg", "c"], "prompts": ["ab", "c"], "outputs": ["efg", ""]}
+    assert given == expected | {"output_ids": [[4, 5, 6], []]}
+
+
+def test_decode_keeps_the_space_between_prompt_and_output():
+    """Many tokenizers (Llama's) drop the space before a first token: outputs are decoded behind their queries."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"▁hello": 0, "▁world": 1, "</s>": 2, "<unk>": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    assert decode(tokenizer, [[0], [0]], [[1, 2], [0, 1]], ()) == [" world", " hello world"]
 
 
 # ---- Scores of what was sampled --------------------------------------------------------------------------------------
@@ -313,7 +691,7 @@ def test_logprobs_are_those_of_the_sampler(build_model, family, temperature):
     query, mask = query[1:].expand(rows, -1), mask[1:].expand(rows, -1)  # three columns of left padding
     first = torch.stack([grid(rows), torch.full((rows,), 0.5, dtype=torch.float64)], 1)
     for position, u in enumerate([first, first.flip(1)]):
-        ids, keep = ppo.sample(model, query, mask, u, [-1], PAD, temperature)
+        ids, keep = sample(model, query, mask, u, [-1], PAD, temperature)
         frequency = torch.bincount(ids[:, position], minlength=25).double() / rows
         some = unique_rows(ids[:, position])
         with torch.no_grad():
@@ -332,8 +710,8 @@ def test_response_logprobs_is_the_plain_forward(build_model, family):
     model = build_model(family, torch.float64)
     policy = ppo.PolicyWithValue(model, init="normal")
     (query, mask), u = prompts(5, 1, 3), uniforms(3, 7)
-    eos = frequent_token(model, query, mask, u)
-    ids, keep = ppo.sample(model, query, mask, u, [eos], PAD, 0.7)
+    eos = common_token(model, query, mask, u)
+    ids, keep = sample(model, query, mask, u, [eos], PAD, 0.7)
     with torch.no_grad():
         scored = policy(query, mask, ids, keep, 0.7, also=ppo.token_entropies)
         assert [x.shape for x in scored] == [(3, 7)] * 3
@@ -359,15 +737,3 @@ def test_response_logprobs_attends_to_holes(build_model):
     with torch.no_grad():
         a, b = (ppo.response_logprobs(model, query, mask, ids, keep)[0] for keep in (full, holes))
     torch.testing.assert_close(a[:, [0, 3, 4, 5]], b[:, [0, 3, 4, 5]], rtol=1e-12, atol=1e-12)
-
-
-def test_decode_keeps_the_space_between_prompt_and_output():
-    """Many tokenizers (Llama's) drop the space before a first token: outputs are decoded behind their queries."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.WordLevel({"▁hello": 0, "▁world": 1, "</s>": 2, "<unk>": 3}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    assert decode(tokenizer, [[0], [0]], [[1, 2], [0, 1]], ()) == [" world", " hello world"]

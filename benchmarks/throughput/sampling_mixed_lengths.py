@@ -23,8 +23,7 @@ from measurement import THREADS, TINY, append, cpu_ticks, machine, steal_since, 
 from tables import distinct, markdown, provenance, spread
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteriaList
 
-from algos import ppo  # found by way of measurement
-from common.adapters import train_adapters
+from common.adapters import train_adapters  # found by way of measurement
 from common.launch import fast_cpu_matmul
 from common.sampling import generate_all, pad_left
 from common.seeding import rng
@@ -42,7 +41,7 @@ SHAPES = {
     "qwen3": "Qwen3-like: 8 layers, width 512, 8 heads on 4 of keys, size 64, vocabulary 32000",
 }
 SYSTEMS = {
-    "now": "`generate_all` with the `sample` of algos/ppo.py",
+    "now": "`generate_all` of common/sampling.py",
     "generate": "`generate` of transformers, sampling, on batches of prompts sorted by length",
 }
 
@@ -93,10 +92,10 @@ def build(shape, lora_r):
 
 
 def run_now(lm, queries, limits):
-    """Samples with the script's loop."""
+    """Samples with the loop of the scripts."""
     lm.generation_config.eos_token_id = -1
     tokenizer = SimpleNamespace(pad_token_id=0)
-    options = {"max_new_tokens": LONGEST, "limits": limits, "decode_batch_size": BATCH, "sample": ppo.sample}
+    options = {"max_new_tokens": LONGEST, "limits": limits, "decode_batch_size": BATCH}
     generate_all(Accelerator(cpu=True), lm, tokenizer, queries, ("rollout", 1), seed=SEED, **options)
 
 

@@ -452,15 +452,15 @@ TEMPLATE = (
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("chat", [False, True])
-def test_lines_of_use_make_the_ids_of_training(adds_bos, chat, llama_dir, tmp_path, capsys):
+def test_lines_of_use_make_the_ids_of_training(adds_bos, chat, tiny_dirs, tmp_path):
     """Also of a chat whose template writes the beginning token: it stands there once."""
     rows = [{"prompt": "abc", "completion": "ddd"}] * 4
-    tokenizer = AutoTokenizer.from_pretrained(llama_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dirs["llama"])
     if chat:
         tokenizer.chat_template = TEMPLATE
         rows = [{"messages": [{"role": "user", "content": "bc"}, {"role": "assistant", "content": "ddd"}]}] * 4
     model = tmp_path / "model"
-    shutil.copytree(llama_dir, model)
+    shutil.copytree(tiny_dirs["llama"], model)
     tokenizer.save_pretrained(model)
     if adds_bos:
         file = model / "tokenizer.json"
@@ -475,7 +475,7 @@ def test_lines_of_use_make_the_ids_of_training(adds_bos, chat, llama_dir, tmp_pa
         file.write_text(json.dumps(settings))
     train(str(model), tmp_path / "run", dataset=rows, eval_dataset=rows[:1], total_steps=1, eval_every=0)
     lines = re.search(r"```python\n(.*?)\n```", (tmp_path / "run/README.md").read_text(), re.S)[1]
-    assert ("add_special_tokens=False" in lines) == chat
+    assert ("add_special_tokens=False" in lines) == (chat and not adds_bos)  # else the tokenizer writes it
     seen = []
     create = pipeline
 

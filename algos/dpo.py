@@ -97,7 +97,7 @@ from common.ranges import (
     Text,
     out_of_range,
 )
-from common.report import example_of_use, screen, visible
+from common.report import lines_of_use, screen, visible
 from common.sampling import evaluate_samples
 from common.seeding import seed_libraries, stream_rows
 from common.structure import packing_problem
@@ -990,7 +990,7 @@ def main(args):
     run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after DPO on {run.identity['flags']['dataset']}"
     chosen, _, prompt_length = data.pairs[0]
-    metrics = run.finish(title, *example_of_use(lm, tokenizer, chosen[:prompt_length]))
+    metrics = run.finish(title, *lines_of_use(lm, tokenizer, chosen[:prompt_length]))
     accelerator.end_training()
     return metrics, run.dir
 

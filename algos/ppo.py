@@ -97,7 +97,7 @@ from common.ranges import (
     Text,
     out_of_range,
 )
-from common.report import example_of_use, visible
+from common.report import lines_of_use, visible
 from common.sampling import (
     decode,
     evaluate_samples,
@@ -1192,7 +1192,7 @@ def main(args):
 
     run.export(to_export(lm, args), tokenizer, "hf_model", heads)
     title = f"{run.identity['flags']['model']} after PPO on {run.identity['flags']['reward']}"
-    metrics = run.finish(title, *example_of_use(lm, tokenizer, data.queries[0]))
+    metrics = run.finish(title, *lines_of_use(lm, tokenizer, data.queries[0]))
     accelerator.end_training()
     return metrics, run.dir
 

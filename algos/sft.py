@@ -79,7 +79,7 @@ from common.ranges import (
     Text,
     out_of_range,
 )
-from common.report import example_of_use, visible
+from common.report import lines_of_use, visible
 from common.sampling import evaluate_samples
 from common.seeding import seed_libraries, stream_rows
 from common.structure import packing_problem
@@ -774,7 +774,7 @@ def main(args):
     run.export(to_export(lm, args), tokenizer, "hf_model")
     title = f"{run.identity['flags']['model']} after SFT on {run.identity['flags']['dataset']}"
     ids, labels = data.examples[0]
-    metrics = run.finish(title, *example_of_use(lm, tokenizer, ids[: first_label(labels)]))
+    metrics = run.finish(title, *lines_of_use(lm, tokenizer, ids[: first_label(labels)]))
     accelerator.end_training()
     return metrics, run.dir
 

@@ -449,7 +449,7 @@ class Run:
 
     def finish(self, title, prompt, usage, library="transformers", pictures=""):
         """Prints the last lines and writes the model card, which marks the run as finished. prompt and usage: as
-        `example_of_use` returns them. Returns the newest value of every metric."""
+        `lines_of_use` returns them. Returns the newest value of every metric."""
         metrics = on_main(self.accelerator, self._finish, title, prompt, usage, library, pictures)
         self.close()
         return metrics

@@ -303,7 +303,7 @@ def model_card(env, title, names, records, samples, usage, library, pictures, co
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def example_of_use(lm, tokenizer, ids):
+def lines_of_use(lm, tokenizer, ids):
     """(text of a prompt, lines of use) with which the exported tokenizer makes these very ids of the text."""
     usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
     prompt = tokenizer.decode(ids, skip_special_tokens=True)

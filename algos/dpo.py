@@ -69,7 +69,7 @@ from common.models import (
     unsharded,
 )
 from common.pairs import can_pack, in_lines, longer_side, pair_length, score_pairs, split_rows
-from common.report import example_of_use, visible
+from common.report import lines_of_use, visible
 from common.rows import is_chat, load_rows, load_sets, pair_texts, prompt_messages, set_flag, set_prefix
 from common.sampling import evaluate_samples
 from common.tokens import collate, encode_prompts, have_bos, num_labels, tokenize
@@ -619,7 +619,7 @@ def main(args):
         run.save(step, export, best)
 
     chosen, _, prompt_length = data.pairs[0]
-    return run.finish(export, *example_of_use(lm, tokenizer, chosen[:prompt_length]))
+    return run.finish(export, *lines_of_use(lm, tokenizer, chosen[:prompt_length]))
 
 
 if __name__ == "__main__":

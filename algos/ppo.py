@@ -89,7 +89,7 @@ from common.models import (
     share_frozen,
     unsharded,
 )
-from common.report import example_of_use, visible
+from common.report import lines_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import (
     decode,
@@ -791,7 +791,7 @@ def main(args):
         run.log(run.step, metrics | evaluation, tokens=int(mask.sum()), episodes=size)
         run.save(run.step, export, evaluation.get(headline))
 
-    return run.finish(export, *example_of_use(lm, tokenizer, data.queries[0]))
+    return run.finish(export, *lines_of_use(lm, tokenizer, data.queries[0]))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from common.launch import accumulate, learning_rate, make_optimizer, optimizer_s
 from common.logging import Run, closes_run
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
 from common.pairs import can_pack
-from common.report import example_of_use, visible
+from common.report import lines_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import evaluate_samples
 from common.tokens import (
@@ -422,7 +422,7 @@ def main(args):
         run.save(step, export, score)
 
     ids, labels = data.examples[0]
-    return run.finish(export, *example_of_use(lm, tokenizer, ids[: first_label(labels)]))
+    return run.finish(export, *lines_of_use(lm, tokenizer, ids[: first_label(labels)]))
 
 
 if __name__ == "__main__":

@@ -482,7 +482,7 @@ class Run:
 
     def finish(self, export, prompt, usage, library="transformers", pictures=lambda: ""):
         """Exports the model, prints the last lines and writes the model card, which marks the run as finished. prompt
-        and usage: as `example_of_use` returns them. Returns the newest value of every metric, and the run directory."""
+        and usage: as `lines_of_use` returns them. Returns the newest value of every metric, and the run directory."""
         if self.args.check:
             parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
             peak = peak_memory_mb(self.accelerator.device)

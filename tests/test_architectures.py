@@ -88,14 +88,7 @@ FAMILIES = {
     "rwkv": (tf.RwkvConfig, {"hidden_size": 12, "num_hidden_layers": 2, "attention_hidden_size": 12}),
 }
 MATRICES_OF_ONES = {"mamba", "rwkv"}  # which are built with weights that give every row the same logits
-IN_FLOAT32 = {
-    "llama4",
-    "qwen3_5",
-    "granite_hybrid",
-    "falcon_h1",
-    "deepseek_v3",
-    "mamba",
-}  # parts of theirs, in any dtype
+IN_FLOAT32 = {"llama4", "qwen3_5", "granite_hybrid", "falcon_h1", "deepseek_v3", "mamba"}  # parts of theirs, always
 NAN_IN_FLOAT64 = {"gemma2", "bloom"}  # only eager attention, whose mask overflows
 TABLE = Path(__file__).parents[1] / "algos/ARCHITECTURES.md"
 

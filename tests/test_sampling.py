@@ -636,9 +636,9 @@ def test_stops_behind_pieces_of_characters_and_tokens_without_text():
     """Not to be seen in the last tokens alone: a cut character makes others unreadable, or they have no text."""
     tokenizer = build_tokenizer("sentencepiece")
     a, *_ = tokenizer.convert_tokens_to_ids(FEW_BYTES[:1])
-    smile = tokenizer.convert_tokens_to_ids(FEW_BYTES[-4:])
+    euro = tokenizer.convert_tokens_to_ids(FEW_BYTES[2:5])
     user = tokenizer.convert_tokens_to_ids(["\u2581U", "ser"])
-    for stop, row in (("🙂A", [a, *smile * 5, a]), ("User", [*user[:1], *[99] * 30, *user[1:]])):
+    for stop, row in (("€A", [a, *euro * 5, a]), ("User", [*user[:1], *[99] * 30, *user[1:]])):
         ended = end_of_rows(tokenizer, (stop,), None)
         found = [bool(ended(torch.arange(1), torch.tensor([row[:n]]))) for n in range(1, len(row) + 1)]
         assert found == [False] * (len(row) - 1) + [True]

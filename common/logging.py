@@ -228,7 +228,7 @@ class Run:
         self.optimizer = optimizer
         self.pretrained = pretrained
         self.stride = stride
-        self.iteration = self.state.get("iteration", 0)  # the last one that is done
+        self.iteration = self.state.get("iteration", self.begun // stride)  # the last one that is done
         self.num_iterations = iterations
         self.total_steps = self.begun + stride * max(0, iterations - self.iteration)
         self.headline = headline
@@ -322,7 +322,7 @@ class Run:
         143 or 130. export: takes the name of a directory. Collective."""
         if self.dir is None:
             return
-        if score is not None and (self.best_score is None or score > self.best_score):
+        if score is not None and math.isfinite(score) and (self.best_score is None or score > self.best_score):
             self.best_score = score
             self.best_step = step
             export("hf_model_best")
@@ -413,7 +413,7 @@ class Run:
         self.stepped = self.stepped or step > 0  # also where an iteration took no optimizer step
         if not self.main:
             return
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         perf = {}
         if step > 0:
             self._status(step, metrics)

@@ -81,19 +81,17 @@ from common.models import (
     draw_layers,
     end_tokens,
     freeze,
-    frozen_copy,
     lm_class,
     load_model,
-    load_reference,
+    make_reference,
     max_positions,
-    share_frozen,
     unsharded,
 )
 from common.report import example_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import (
     decode,
-    evaluate_samples,
+    evaluate_sets,
     generate_all,
     has_ended,
     kept_ids,
@@ -519,10 +517,11 @@ def rollout_metrics(batch, kl_coef):
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
-def minibatches(accelerator, lengths, args, iteration, epoch):
-    """(rows, micro_batches) of each optimizer step of a PPO epoch: global row indices, from a keyed permutation of the
-    episodes, and this process's share of them in pieces of micro_batch_size, by their lengths (B,)."""
+def minibatches(accelerator, batch, args, iteration, epoch):
+    """(rows, micro_batches) of each optimizer step of an epoch: global row indices, from a keyed permutation of the
+    episodes, and this process's share of them in pieces of micro_batch_size, by their lengths."""
     order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
+    lengths = batch.lengths()
     for rows in order.to(accelerator.device).split(args.batch_size):
         local = rows[accelerator.process_index :: accelerator.num_processes]
         yield rows, local[lengths[local].argsort(stable=True)].split(args.micro_batch_size)
@@ -570,7 +569,7 @@ def update(run, model, optimizer, batch, rows, args):
     model.train()
     for epoch in range(args.ppo_epochs):
         approxkl = 0.0
-        for minibatch, micro_batches in minibatches(accelerator, batch.lengths(), args, run.iteration, epoch):
+        for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
             count = batch.response_mask[minibatch].sum()  # response tokens of all processes
             ratios = 0.0
             for places in accumulate(accelerator, model, micro_batches):
@@ -608,18 +607,8 @@ def evaluate(run, step, model, tokenizer, data, args):
     accelerator = run.accelerator
     lm = accelerator.unwrap_model(model).lm
     model.eval()
-    metrics = {}
-    samples = []
-
     with unsharded(model):
-        for name, (rows, queries) in data.eval_sets.items():
-            means, set_samples = evaluate_samples(
-                accelerator, lm, tokenizer, rows, queries, data.metric, args, reward=data.reward
-            )
-            metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
-            if len(data.eval_sets) > 1:
-                set_samples = [{"set": name} | row for row in set_samples]
-            samples += set_samples
+        metrics, samples = evaluate_sets(accelerator, lm, tokenizer, data.eval_sets, data.metric, data.reward, args)
     run.samples(step, samples)
     return metrics
 
@@ -677,18 +666,6 @@ def encode(data, lm, tokenizer, args):
         f"{num_read} prompts, {num_read - len(data.rows)} dropped as too long; "
         f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
     )
-
-
-def make_reference(args, path, lm, tokenizer):
-    """The model of --ref-model, or the policy as it is now. It shares the memory of weights that are not trained."""
-    if path:
-        ref = load_reference(args, path, lm, tokenizer)
-        share_frozen(ref, lm)
-        return ref
-    ref = frozen_copy(lm)
-    if args.lora_r:
-        ref.disable_adapters()  # new ones add zero
-    return ref
 
 
 def make_policy(args, path, lm):

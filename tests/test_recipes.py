@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
@@ -175,9 +176,10 @@ def run_grpo(source, tmp_path, build_model, letters):
     module.rollout = kept_rollout
     module.update = kept_update
     args = module.Args(
-        model=build_model("gpt2"), tokenizer=letters, dataset=[{"prompt": letter} for letter in "bcdefghi"], group_size=2,
-        reward=lambda outputs, **columns: [float("a" in output) for output in outputs], run_dir=str(tmp_path / "run"),
-        total_episodes=16, rollout_batch_size=8, batch_size=8, max_new_tokens=9, eval_every=0, save_every=0, threads=1,
+        model=build_model("gpt2"), tokenizer=letters, dataset=[{"prompt": letter} for letter in "bcdefghi"],
+        reward=lambda outputs, **columns: [float(len(output) > 5) for output in outputs], run_dir=str(tmp_path / "run"),
+        group_size=2, total_episodes=64, rollout_batch_size=32, batch_size=32, max_new_tokens=9, eval_every=0,
+        save_every=0, threads=1,
     )  # fmt: skip
     module.main(args)
     return sampled, trained
@@ -191,11 +193,12 @@ def test_truncated_responses_have_no_advantage(tmp_path, build_model, letters):
 
 
 def test_groups_of_different_scores_are_taken_first(tmp_path, build_model, letters):
-    """Of eight groups for four: a reward that says little gives most groups of two equal scores."""
+    """Sixteen groups are taken of thirty-two."""
     source = changed(RECIPES[6], "grpo")
     sampled, trained = run_grpo(source, tmp_path, build_model, letters)
     for batch, whole in zip(trained, sampled, strict=True):
-        is_different = whole.scores.view(8, 2).diff()[:, 0] != 0
-        expected = [*whole.scores.view(8, 2)[is_different].tolist(), *whole.scores.view(8, 2)[~is_different].tolist()]
-        assert batch.scores.view(4, 2).tolist() == expected[:4]
-        assert 0 < is_different.sum() < 8
+        groups = whole.scores.view(32, 2)
+        is_different = groups[:, 0] != groups[:, 1]
+        expected = torch.cat([groups[is_different], groups[~is_different]])
+        assert torch.equal(batch.scores.view(16, 2), expected[:16])
+        assert 0 < is_different.sum() < 32

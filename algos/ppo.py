@@ -68,13 +68,7 @@ from common.classifiers import RewardModel
 from common.cli import InputError, cli, stop_if
 from common.forward import Episodes, response_logprobs, score_all, spread
 from common.functions import build, load_function, refuse_mistyped, spec_path
-from common.launch import (
-    accumulate,
-    learning_rate,
-    make_optimizer,
-    optimizer_step,
-    reduce_sums,
-)
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import (
     as_decoder,

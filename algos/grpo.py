@@ -40,7 +40,6 @@ Dimension key: B episodes, G of them a group, Q query (prompt) tokens, R respons
 """
 
 import math
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -70,7 +69,7 @@ from common.args import (
 from common.classifiers import RewardModel
 from common.cli import cli, stop_if
 from common.forward import Episodes, response_logprobs, score_all
-from common.functions import build, load_function, refuse_mistyped
+from common.functions import build, load_function, load_reward
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import (
@@ -472,11 +471,7 @@ class Data:
 def read(args):
     """The rows and functions that the flags name."""
     metric = load_function(args.metric, "--metric")
-    reward = None
-    if not isinstance(args.reward, str) or re.search(r"\.py(:|$)", args.reward):
-        reward = load_function(args.reward, "--reward")
-    else:
-        refuse_mistyped(args.reward, "--reward")
+    reward = load_reward(args.reward)
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     return Data(rows, eval_sets, reward, metric)

@@ -35,7 +35,6 @@ Dimension key: B episodes, Q query (prompt) tokens, R response tokens, T = Q + R
 """
 
 import math
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -67,7 +66,7 @@ from common.args import (
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, stop_if
 from common.forward import Episodes, response_logprobs, score_all, spread
-from common.functions import build, load_function, refuse_mistyped, spec_path
+from common.functions import build, load_function, load_reward, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import (
@@ -625,11 +624,7 @@ class Data:
 def read(args):
     """The rows and functions that the flags name."""
     metric = load_function(args.metric, "--metric")
-    reward = None
-    if not isinstance(args.reward, str) or re.search(r"\.py(:|$)", args.reward):
-        reward = load_function(args.reward, "--reward")
-    else:
-        refuse_mistyped(args.reward, "--reward")
+    reward = load_reward(args.reward)
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     return Data(rows, eval_sets, reward, metric)

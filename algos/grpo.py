@@ -8,19 +8,19 @@ the group takes the place of a value function.
     exp(-x) - 1 + x, x = log pi - log pi_ref               GRPO Eq. 4         kl_k3
     mean over responses of means over their tokens         GRPO Eq. 3         token_weights
     geometric mean of the ratios of a response             GSPO Eq. 7         sequence_means
-    other prompts for groups of equal scores               DAPO Sec. 3.2      rollout
 
 By flags:
 
     Dr. GRPO  Liu et al. 2025, arXiv 2503.20783      --advantage-kind mean --loss-mean constant --kl-coef 0
     RLOO      Ahmadian et al. 2024, arXiv 2402.14740 --advantage-kind loo --loss-mean constant --kl-coef 0
-    DAPO      Yu et al. 2025, arXiv 2503.14476       --loss-mean token --cliprange-high 0.28 --dynamic-sampling 8
-                                                     --kl-coef 0 --batch-size 64
+    DAPO      Yu et al. 2025, arXiv 2503.14476       --loss-mean token --cliprange-high 0.28 --kl-coef 0
+                                                     --batch-size 64
     GSPO      Zheng et al. 2025, arXiv 2507.18071    --ratio-level sequence --cliprange 3e-4 --cliprange-high 4e-4
                                                      --kl-coef 0 --batch-size 64
 
 Clip ranges and --ratio-level change something only with several optimizer steps an iteration: with one, the ratio is 1.
-DAPO's penalty on long responses is left to the reward. RLOO's KL, a part of the score, is not offered.
+DAPO's penalty on long responses is left to the reward; other prompts in place of groups of equal scores (DAPO Sec. 3.2)
+are a few lines in a copy (algos/README.md). RLOO's KL, a part of the score, is not offered.
 
 How this differs from the paper: reference and reward model stay, and a response has one score (Sec. 4.1.2).
 
@@ -28,9 +28,7 @@ How this differs from TRL's GRPO:
 - The defaults are the paper's. TRL's are the mean over tokens and no KL; a KL it multiplies by the ratio.
 - Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
   what the optimizer step holds in all processes. Each epoch has minibatches of its own.
-- Groups of equal scores have no gradient: without a KL they are left out of the update. --dynamic-sampling replaces
-  them.
-- A run that is killed continues to the same weights, replaced groups included.
+- Groups of equal scores have no gradient: without a KL they are left out of the update.
 
     accelerate launch algos/grpo.py                                # sums with written steps, on a CPU under a minute
     accelerate launch algos/grpo.py --model my_model/ --dataset problems.jsonl --reward my_reward.py:score \
@@ -42,19 +40,17 @@ Dimension key: B episodes, G of them a group, Q query (prompt) tokens, R respons
 """
 
 import math
-import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from common.adapters import train_adapters
 from common.args import (
@@ -73,34 +69,26 @@ from common.args import (
 from common.classifiers import RewardModel
 from common.cli import cli, stop_if
 from common.forward import Episodes, response_logprobs, score_all
-from common.functions import build, load_function, refuse_mistyped
-from common.launch import (
-    accumulate,
-    learning_rate,
-    make_optimizer,
-    optimizer_step,
-)
+from common.functions import build, load_function, load_reward
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import (
     as_decoder,
     end_tokens,
     freeze,
-    frozen_copy,
     load_model,
-    load_reference,
+    make_reference,
     max_positions,
-    share_frozen,
     unsharded,
 )
 from common.report import lines_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import (
     decode,
-    evaluate_samples,
+    evaluate_sets,
     generate_all,
     has_ended,
     kept_ids,
-    pad_left,
     sample,
     score_outputs,
     total,
@@ -148,10 +136,6 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     kl_coef: NonNegative = 0.04
     """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04); with 0 there is no
     reference, and no KL is logged."""
-    dynamic_sampling: Natural = 0
-    """Sample again in place of groups of equal scores, for the next prompts, at most so many times an iteration (DAPO
-    Sec. 3.2). Groups that are still equal then stay. --total-episodes and the metrics count those that stay. It made
-    no difference on the embedded countdown."""
 
     # ---- sampling
     max_new_tokens: Count = 512
@@ -287,94 +271,46 @@ def steps_per_iteration(args):
 
 
 @dataclass
-class Episode:
-    """A prompt with one of its responses."""
-
-    row: dict
-    query: list  # ids
-    response: list  # ids as sampled, with the end token
-    score: float
-    truncated: bool  # neither end token nor stop string
-
-
-@dataclass
 class Rollout(Episodes):
-    """Prompts with responses as tensors, and what is known of them."""
+    """Queries with responses, those of a group side by side, and what is known of them."""
 
-    advantages: torch.Tensor | None = None  # (B,) float64
     logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled; None: the only step computes them
     ref_logprobs: torch.Tensor | None = None  # (B, R)
-
-
-def in_groups(episodes, group_size):
-    """A list of lists: the episodes of a prompt stand side by side."""
-    return [episodes[begin : begin + group_size] for begin in range(0, len(episodes), group_size)]
-
-
-def has_equal_scores(group):
-    """Whether the episodes of a group differ in nothing that could be learned from."""
-    return len({episode.score for episode in group}) == 1
-
-
-def sample_groups(run, lm, tokenizer, data, first, count, stream, args):
-    """The episodes of `count` prompts, from place `first` of the endless stream of prompts. stream: the key of their
-    draws."""
-    accelerator = run.accelerator
-    places = []
-    for prompt in run.draw_rows([len(query) for query in data.queries], first, count):
-        places += [prompt] * args.group_size
-    rows = [data.rows[place] for place in places]
-    queries = [data.queries[place] for place in places]
-    _, _, response, mask = generate_all(
-        accelerator, lm, tokenizer, queries, stream, seed=args.seed, stop=args.stop,
-        max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
-        sample=sample,
-    )  # fmt: skip
-    output_ids = kept_ids(response, mask)
-    outputs = decode(tokenizer, queries, output_ids, args.stop)
-    ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
-    scores = score_outputs(accelerator, data.reward, args, tokenizer, rows, outputs, output_ids, ended)
-    episodes = []
-    score_of = {}
-    for row, query, ids, score, end in zip(rows, queries, output_ids, scores, ended, strict=True):
-        if isinstance(data.reward, RewardModel):  # rounding would give equal responses different scores
-            score = score_of.setdefault((tuple(query), tuple(ids)), score)
-        episodes.append(Episode(row, query, ids, total(score), not end))
-    return episodes
+    scores: torch.Tensor | None = None  # (B,) float64
+    truncated: torch.Tensor | None = None  # (B,) bool, neither end token nor stop string
+    advantages: torch.Tensor | None = None  # (B,) float64
 
 
 @torch.no_grad()
-def rollout(run, lm, tokenizer, data, state, args):
-    """(episodes of the next prompts, how many groups were sampled). state.prompts: how many the run has taken."""
-    size = args.group_size
-    num_groups = args.rollout_batch_size // size
-    stream = ("rollout", run.iteration)
-    episodes = sample_groups(run, lm, tokenizer, data, state.prompts, num_groups, stream, args)
-    num_sampled = num_groups
-    for attempt in range(args.dynamic_sampling):
-        equal = [place for place, group in enumerate(in_groups(episodes, size)) if has_equal_scores(group)]
-        if not equal:
-            break
-        stream = (f"rollout again {attempt}", run.iteration)
-        first = state.prompts + num_sampled
-        others = sample_groups(run, lm, tokenizer, data, first, len(equal), stream, args)
-        for place, group in zip(equal, in_groups(others, size), strict=True):
-            episodes[place * size : (place + 1) * size] = group
-        num_sampled += len(equal)
-    state.prompts += num_sampled
-    return episodes, num_sampled
-
-
-def stack(episodes, pad_id, device, args):
-    """The episodes as tensors, with their advantages."""
-    query, query_mask = pad_left([episode.query for episode in episodes], pad_id, device)
-    responses = [torch.tensor(episode.response) for episode in episodes]
-    response = pad_sequence(responses, batch_first=True, padding_value=pad_id).to(device)
-    lengths = torch.tensor([len(ids) for ids in responses], device=device)
-    response_mask = torch.arange(response.shape[1], device=device) < lengths[:, None]
-    scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float64, device=device)
-    advantages = group_advantages(scores, args.group_size, args.advantage_kind)
-    return Rollout(query, query_mask, response, response_mask, advantages)
+def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration, args):
+    """Samples a response to each query and scores it with policy, reference and reward."""
+    device = accelerator.device
+    lm = accelerator.unwrap_model(model)
+    # 1. y ~ pi(. | x)
+    sampled = generate_all(
+        accelerator, lm, tokenizer, queries, ("rollout", iteration), seed=args.seed, stop=args.stop,
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
+        sample=sample,
+    )  # fmt: skip
+    batch = Rollout(*sampled).take(slice(None))
+    mask = batch.response_mask
+    # 2. what the policy did, and what the reference thinks of it
+    if steps_per_iteration(args) > 1:  # in an only step the policy is still the one that sampled
+        batch.logprobs = all_logprobs(accelerator, model, batch, args)
+    if ref is not None:
+        batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)
+    # 3. the reward of the texts
+    output_ids = kept_ids(batch.response, mask)
+    outputs = decode(tokenizer, queries, output_ids, args.stop)
+    ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
+    scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended)
+    if isinstance(reward, RewardModel):  # rounding would give equal responses different scores
+        score_of = {}
+        for row, query_and_response in enumerate(zip(map(tuple, queries), map(tuple, output_ids), strict=True)):
+            scores[row] = score_of.setdefault(query_and_response, scores[row])
+    batch.scores = torch.tensor([total(score) for score in scores], dtype=torch.float64, device=device)
+    batch.truncated = ~torch.tensor(ended, device=device)
+    return batch
 
 
 @torch.no_grad()
@@ -389,50 +325,52 @@ def all_logprobs(accelerator, model, batch, args):
     return score_all(accelerator, batch, args.micro_batch_size, score)["logprobs"]
 
 
-def rollout_metrics(episodes, num_sampled, args):
-    """Of the episodes that are trained on; groups/sampled counts those that were replaced, too."""
-    scores = [episode.score for episode in episodes]
-    truncated_rate = fmean([episode.truncated for episode in episodes])
-    return {
-        "objective/scores": fmean(scores),
-        "objective/scores_std": pstdev(scores),
-        "groups/equal": fmean([has_equal_scores(group) for group in in_groups(episodes, args.group_size)]),
-        "groups/sampled": num_sampled,
-        "tokens/queries_len": fmean([len(episode.query) for episode in episodes]),
-        "tokens/responses_len": fmean([len(episode.response) for episode in episodes]),
-        "tokens/eos_rate": 1 - truncated_rate,  # stop strings included
-        "tokens/truncated_rate": truncated_rate,
+def rollout_metrics(batch, args):
+    """Means over the global batch."""
+    mask = batch.response_mask
+    scores = batch.scores
+    groups = scores.view(-1, args.group_size)
+    metrics = {
+        "objective/scores": scores.mean(),
+        "objective/scores_std": scores.std(correction=0),
+        "groups/equal": (groups.amax(1) == groups.amin(1)).double().mean(),
+        "tokens/queries_len": batch.query_mask.sum(1).double().mean(),
+        "tokens/responses_len": mask.sum(1).double().mean(),
+        "tokens/eos_rate": 1 - batch.truncated.double().mean(),  # stop strings included
+        "tokens/truncated_rate": batch.truncated.double().mean(),
     }
+    return {name: float(value) for name, value in metrics.items()}
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
-def minibatches(args, iteration, epoch):
-    """The rows of each optimizer step of an epoch: a keyed permutation of the episodes."""
+def minibatches(accelerator, batch, args, iteration, epoch):
+    """(rows, micro_batches) of each optimizer step of an epoch: global row indices, from a keyed permutation of the
+    episodes, and this process's share of them in pieces of micro_batch_size, by their lengths."""
     order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
-    return order.split(args.batch_size)
+    lengths = batch.lengths()
+    for rows in order.to(accelerator.device).split(args.batch_size):
+        trained = rows
+        if args.kl_coef == 0:
+            trained = with_gradient(rows, batch.advantages, accelerator.num_processes)
+        local = trained[accelerator.process_index :: accelerator.num_processes]
+        yield rows, local[lengths[local].argsort(stable=True)].split(args.micro_batch_size)
 
 
-def micro_batches(accelerator, rows, batch, args):
-    """This process's share of the rows of an optimizer step, in pieces of --micro-batch-size by length.
-
-    Without a KL, rows without an advantage have no gradient and are left out, but for as many as give every process the
-    same number of rows, so of forward passes."""
-    processes = accelerator.num_processes
-    if args.kl_coef == 0:
-        is_idle = batch.advantages[rows] == 0
-        rows = rows[is_idle.argsort(stable=True)]
-        num_busy = len(rows) - int(is_idle.sum())
-        rows = rows[: max(1, math.ceil(num_busy / processes)) * processes]
-    local = rows[accelerator.process_index :: processes]
-    return local[batch.lengths()[local].argsort(stable=True)].split(args.micro_batch_size)
+def with_gradient(rows, advantages, processes):
+    """The rows that have an advantage, without which there is no gradient where there is no KL, and as many others as
+    give every process the same number of rows, so of forward passes."""
+    is_idle = advantages[rows] == 0
+    num_busy = len(rows) - int(is_idle.sum())
+    share = max(1, math.ceil(num_busy / processes))
+    return rows[is_idle.argsort(stable=True)][: share * processes]
 
 
 def losses(model, episodes, weights, args):
-    """(loss, {unit: {metric: sum}}): a micro-batch's part of the loss of its optimizer step, and sums over its tokens
-    that have an advantage, over its sequences, or of a step. weights (B,): of each token of a row in the loss
-    (`token_weights`). A token counts as clipped where the clip takes its gradient."""
+    """A micro-batch's part of the loss of its optimizer step, and {metric: sum}: loss/ its parts of the step's losses,
+    objective/ sums over its sequences, policy/ over its tokens that have an advantage. weights (B,): of each token of a
+    row in the loss (`token_weights`). A token counts as clipped where the clip takes its gradient."""
     mask = episodes.response_mask
     advantages = episodes.advantages[:, None]
     weights = weights[:, None]
@@ -448,15 +386,14 @@ def losses(model, episodes, weights, args):
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     pg = grpo_loss(new_compared, compared, advantages, args.cliprange, cliprange_high)
     loss = (weights * pg)[mask].sum()
-    of_step = {"loss/policy": loss.detach()}
-    of_sequences = {}
+    sums = {"loss/policy": loss.detach()}
     if args.kl_coef:
         kl = kl_k3(new_logprobs, episodes.ref_logprobs)
         kl_loss = (weights * kl)[mask].sum()
         loss = loss + args.kl_coef * kl_loss
-        of_step["loss/kl"] = kl_loss.detach()
-        of_sequences["objective/kl"] = (logprobs - episodes.ref_logprobs)[mask].double().sum()
-        of_sequences["objective/kl_k3"] = kl_k3(logprobs, episodes.ref_logprobs)[mask].double().sum()
+        sums["loss/kl"] = kl_loss.detach()
+        sums["objective/kl"] = (logprobs - episodes.ref_logprobs)[mask].double().sum()
+        sums["objective/kl_k3"] = kl_k3(logprobs, episodes.ref_logprobs)[mask].double().sum()
     with torch.no_grad():
         log_ratio = new_compared - compared
         ratio = log_ratio.exp()
@@ -467,42 +404,37 @@ def losses(model, episodes, weights, args):
             "policy/nll": -logprobs,  # of sampled tokens: it falls with the entropy
         }
     trained = mask & (advantages != 0)
-    of_tokens = {name: term[trained].double().sum() for name, term in terms.items()}
-    return loss, {"step": of_step, "sequence": of_sequences, "token": of_tokens}
+    return loss, sums | {name: term[trained].sum(dtype=torch.float64) for name, term in terms.items()}
 
 
-def update(run, model, optimizer, batch, episodes, args):
-    """Epochs of minibatches, an optimizer step each. Returns metrics, means per unit of their sums: see `losses`.
-    episodes: those of the batch, for an error."""
+def update(run, model, optimizer, batch, rows, args):
+    """Epochs of minibatches, an optimizer step each. Returns metrics: means over steps, sequences or tokens of all
+    epochs, as `losses` says. rows: those of the prompts, for an error."""
     accelerator = run.accelerator
     mask = batch.response_mask
     step = run.step - run.stride  # optimizer steps taken
-    sums = {"step": {}, "sequence": {}, "token": {}}
+    sums = defaultdict(float)
     weights = torch.zeros_like(batch.advantages)
     model.train()
     for epoch in range(args.ppo_epochs):
-        for rows in minibatches(args, run.iteration, epoch):
-            rows = rows.to(accelerator.device)
-            weights[rows] = token_weights(mask[rows].sum(1), args.loss_mean, args.max_new_tokens)
-            for places in accumulate(accelerator, model, micro_batches(accelerator, rows, batch, args)):
-                loss, micro_batch_sums = losses(model, batch.take(places), weights[places], args)
+        for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
+            weights[minibatch] = token_weights(mask[minibatch].sum(1), args.loss_mean, args.max_new_tokens)
+            for places in accumulate(accelerator, model, micro_batches):
+                loss, terms = losses(model, batch.take(places), weights[places], args)
                 # data-parallel training averages gradients over the processes, hence the factor
                 accelerator.backward(loss * accelerator.num_processes)
-                for unit, terms in micro_batch_sums.items():
-                    for name, term in terms.items():
-                        sums[unit][name] = sums[unit].get(name, 0) + term
+                for name, term in terms.items():
+                    sums[name] += term
             lr = learning_rate(args, step, run.total_steps)
             step += 1
-            prompt = episodes[int(rows[0])].row["prompt"]
-            where = f"{len(rows)} episodes whose first is {prompt!r:.60}"
+            where = f"{len(minibatch)} episodes whose first is {rows[int(minibatch[0])]['prompt']!r:.60}"
             grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, where)
-    sums = accelerator.reduce(sums)
     trained = int((mask & (batch.advantages != 0)[:, None]).sum())
-    counts = {"step": run.stride, "sequence": len(mask) * args.ppo_epochs, "token": trained * args.ppo_epochs}
+    counts = {"loss": run.stride, "objective": len(mask) * args.ppo_epochs, "policy": trained * args.ppo_epochs}
     metrics = {"episode": run.iteration * args.rollout_batch_size}
-    for unit, terms in sums.items():
-        if counts[unit]:
-            metrics |= {name: term.item() / counts[unit] for name, term in terms.items()}
+    for name, value in reduce_sums(accelerator, sums).items():
+        if count := counts[name.split("/")[0]]:
+            metrics[name] = value / count
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
     return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}  # the norm is that of the last step
 
@@ -515,18 +447,8 @@ def evaluate(run, step, model, tokenizer, data, args):
     accelerator = run.accelerator
     lm = accelerator.unwrap_model(model)
     model.eval()
-    metrics = {}
-    samples = []
-
     with unsharded(model):
-        for name, (rows, queries) in data.eval_sets.items():
-            means, set_samples = evaluate_samples(
-                accelerator, lm, tokenizer, rows, queries, data.metric, args, reward=data.reward
-            )
-            metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
-            if len(data.eval_sets) > 1:
-                set_samples = [{"set": name} | row for row in set_samples]
-            samples += set_samples
+        metrics, samples = evaluate_sets(accelerator, lm, tokenizer, data.eval_sets, data.metric, data.reward, args)
     run.samples(step, samples)
     return metrics
 
@@ -549,11 +471,7 @@ class Data:
 def read(args):
     """The rows and functions that the flags name."""
     metric = load_function(args.metric, "--metric")
-    reward = None
-    if not isinstance(args.reward, str) or re.search(r"\.py(:|$)", args.reward):
-        reward = load_function(args.reward, "--reward")
-    else:
-        refuse_mistyped(args.reward, "--reward")
+    reward = load_reward(args.reward)
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     return Data(rows, eval_sets, reward, metric)
@@ -586,18 +504,6 @@ def encode(data, lm, tokenizer, args):
     )
 
 
-def make_reference(args, path, lm, tokenizer):
-    """The model of --ref-model, or the policy as it is now. It shares the memory of weights that are not trained."""
-    if path:
-        ref = load_reference(args, path, lm, tokenizer)
-        share_frozen(ref, lm)
-        return ref
-    ref = frozen_copy(lm)
-    if args.lora_r:
-        ref.disable_adapters()  # new ones add zero
-    return ref
-
-
 def summary(run, lm, data):
     """What is trained on what, in a few lines."""
     args = run.args
@@ -627,7 +533,7 @@ def summary(run, lm, data):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
-IN_STATUS = "objective/scores groups/equal tokens/responses_len tokens/truncated_rate optim/grad_norm".split()
+IN_STATUS = ["objective/scores", "groups/equal", "tokens/responses_len", "tokens/truncated_rate", "optim/grad_norm"]
 ALL_EQUAL = (
     "no group of the first iteration has two different scores, so nothing but a KL was learned from it: see what "
     "--reward returns for the samples, or raise --group-size or --temperature"
@@ -651,38 +557,40 @@ def main(args):
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
     export = partial(run.export, lm, tokenizer)
+    lengths = [len(query) for query in data.queries]
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    stride = steps_per_iteration(args)
-    state = run.begin(model, optimizer, lm, num_iterations(args), headline, IN_STATUS, stride=stride, prompts=0)
+    run.begin(model, optimizer, lm, num_iterations(args), headline, IN_STATUS, stride=steps_per_iteration(args))
     run.say(summary(run, lm, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))
 
     for iteration in run.iterations():
-        # 1. y_1 .. y_G ~ pi(. | x) for each prompt x, their scores, and A_i in the group
+        # 1. y_1 .. y_G ~ pi(. | x) for each prompt x: responses with their log-probabilities and scores
         model.eval()
+        size = args.rollout_batch_size
+        num_groups = size // args.group_size
+        drawn = []
+        for prompt in run.draw_rows(lengths, (iteration - 1) * num_groups, num_groups):
+            drawn += [prompt] * args.group_size
+        rows = [data.rows[i] for i in drawn]
+        queries = [data.queries[i] for i in drawn]
         with unsharded(model):
-            episodes, num_sampled = rollout(run, lm, tokenizer, data, state, args)
-            batch = stack(episodes, tokenizer.pad_token_id, accelerator.device, args)
-            if stride > 1:
-                batch.logprobs = all_logprobs(accelerator, model, batch, args)
-            if ref is not None:
-                batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)
+            batch = rollout(accelerator, model, ref, tokenizer, rows, queries, data.reward, iteration, args)
+        # 2. A_i: what a score has over those of its group
+        batch.advantages = group_advantages(batch.scores, args.group_size, args.advantage_kind)
         run.lap("rollout")
-        # 2. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
-        metrics = rollout_metrics(episodes, num_sampled, args)
-        metrics |= update(run, model, optimizer, batch, episodes, args)
+        # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
+        metrics = rollout_metrics(batch, args) | update(run, model, optimizer, batch, rows, args)
         run.lap("update")
         if iteration == 1 and metrics["groups/equal"] == 1:
             run.say(ALL_EQUAL)
-        # 3. evaluate, log, save
+        # 4. evaluate, log, save
         evaluation = {}
         if run.evaluation_due(run.step):
             evaluation = evaluate(run, run.step, model, tokenizer, data, args)
-        tokens = int(batch.response_mask.sum())
-        run.log(run.step, metrics | evaluation, tokens=tokens, episodes=args.rollout_batch_size)
+        run.log(run.step, metrics | evaluation, tokens=int(batch.response_mask.sum()), episodes=size)
         run.save(run.step, export, evaluation.get(headline))
 
     return run.finish(export, *lines_of_use(lm, tokenizer, data.queries[0]))

@@ -35,7 +35,6 @@ Dimension key: B episodes, Q query (prompt) tokens, R response tokens, T = Q + R
 """
 
 import math
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -67,33 +66,25 @@ from common.args import (
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, stop_if
 from common.forward import Episodes, response_logprobs, score_all, spread
-from common.functions import build, load_function, refuse_mistyped, spec_path
-from common.launch import (
-    accumulate,
-    learning_rate,
-    make_optimizer,
-    optimizer_step,
-    reduce_sums,
-)
+from common.functions import build, load_function, load_reward, spec_path
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import (
     as_decoder,
     draw_layers,
     end_tokens,
     freeze,
-    frozen_copy,
     lm_class,
     load_model,
-    load_reference,
+    make_reference,
     max_positions,
-    share_frozen,
     unsharded,
 )
 from common.report import lines_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import (
     decode,
-    evaluate_samples,
+    evaluate_sets,
     generate_all,
     has_ended,
     kept_ids,
@@ -519,10 +510,11 @@ def rollout_metrics(batch, kl_coef):
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
-def minibatches(accelerator, lengths, args, iteration, epoch):
-    """(rows, micro_batches) of each optimizer step of a PPO epoch: global row indices, from a keyed permutation of the
-    episodes, and this process's share of them in pieces of micro_batch_size, by their lengths (B,)."""
+def minibatches(accelerator, batch, args, iteration, epoch):
+    """(rows, micro_batches) of each optimizer step of an epoch: global row indices, from a keyed permutation of the
+    episodes, and this process's share of them in pieces of micro_batch_size, by their lengths."""
     order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
+    lengths = batch.lengths()
     for rows in order.to(accelerator.device).split(args.batch_size):
         local = rows[accelerator.process_index :: accelerator.num_processes]
         yield rows, local[lengths[local].argsort(stable=True)].split(args.micro_batch_size)
@@ -570,7 +562,7 @@ def update(run, model, optimizer, batch, rows, args):
     model.train()
     for epoch in range(args.ppo_epochs):
         approxkl = 0.0
-        for minibatch, micro_batches in minibatches(accelerator, batch.lengths(), args, run.iteration, epoch):
+        for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
             count = batch.response_mask[minibatch].sum()  # response tokens of all processes
             ratios = 0.0
             for places in accumulate(accelerator, model, micro_batches):
@@ -608,18 +600,8 @@ def evaluate(run, step, model, tokenizer, data, args):
     accelerator = run.accelerator
     lm = accelerator.unwrap_model(model).lm
     model.eval()
-    metrics = {}
-    samples = []
-
     with unsharded(model):
-        for name, (rows, queries) in data.eval_sets.items():
-            means, set_samples = evaluate_samples(
-                accelerator, lm, tokenizer, rows, queries, data.metric, args, reward=data.reward
-            )
-            metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
-            if len(data.eval_sets) > 1:
-                set_samples = [{"set": name} | row for row in set_samples]
-            samples += set_samples
+        metrics, samples = evaluate_sets(accelerator, lm, tokenizer, data.eval_sets, data.metric, data.reward, args)
     run.samples(step, samples)
     return metrics
 
@@ -642,11 +624,7 @@ class Data:
 def read(args):
     """The rows and functions that the flags name."""
     metric = load_function(args.metric, "--metric")
-    reward = None
-    if not isinstance(args.reward, str) or re.search(r"\.py(:|$)", args.reward):
-        reward = load_function(args.reward, "--reward")
-    else:
-        refuse_mistyped(args.reward, "--reward")
+    reward = load_reward(args.reward)
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     return Data(rows, eval_sets, reward, metric)
@@ -677,18 +655,6 @@ def encode(data, lm, tokenizer, args):
         f"{num_read} prompts, {num_read - len(data.rows)} dropped as too long; "
         f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
     )
-
-
-def make_reference(args, path, lm, tokenizer):
-    """The model of --ref-model, or the policy as it is now. It shares the memory of weights that are not trained."""
-    if path:
-        ref = load_reference(args, path, lm, tokenizer)
-        share_frozen(ref, lm)
-        return ref
-    ref = frozen_copy(lm)
-    if args.lora_r:
-        ref.disable_adapters()  # new ones add zero
-    return ref
 
 
 def make_policy(args, path, lm):

@@ -103,6 +103,14 @@ def refuse_mistyped(name, flag):
         raise InputError(f"{flag} {name}: there is no such directory or file")
 
 
+def load_reward(spec):
+    """The function that --reward names, or None where it names a model."""
+    if not isinstance(spec, str) or re.search(r"\.py(:|$)", spec):
+        return load_function(spec, "--reward")
+    refuse_mistyped(spec, "--reward")
+    return None
+
+
 # ---- Functions of the user -------------------------------------------------------------------------------------------
 
 

@@ -233,6 +233,18 @@ def end_tokens(lm):
     return list(ends) if isinstance(ends, list | tuple) else [ends]
 
 
+def make_reference(args, path, lm, tokenizer):
+    """The model of --ref-model, or the policy as it is now. It shares the memory of weights that are not trained."""
+    if path:
+        ref = load_reference(args, path, lm, tokenizer)
+        share_frozen(ref, lm)
+        return ref
+    ref = frozen_copy(lm)
+    if args.lora_r:
+        ref.disable_adapters()  # new ones add zero
+    return ref
+
+
 def load_reference(args, path, lm, tokenizer):
     """The model of --ref-model, on the device of lm and without gradients.
 

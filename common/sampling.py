@@ -15,6 +15,7 @@ from common.functions import call_metric, call_reward
 from common.logging import on_main
 from common.models import end_tokens
 from common.report import screen
+from common.rows import set_prefix
 from common.seeding import draw, uniforms
 
 # ---- The key-value cache ---------------------------------------------------------------------------------------------
@@ -310,6 +311,19 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *,
     columns = {"prompt": [row["prompt"] for row in rows], "output": outputs, **values}
     samples = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     return means, samples
+
+
+def evaluate_sets(accelerator, lm, tokenizer, sets, metric, reward, args):
+    """(metrics, samples) as `evaluate_samples` gives them, of evaluation sets {name: (rows, queries)}."""
+    metrics = {}
+    samples = []
+    for name, (rows, queries) in sets.items():
+        means, set_samples = evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, reward=reward)
+        metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
+        if len(sets) > 1:
+            set_samples = [{"set": name} | row for row in set_samples]
+        samples += set_samples
+    return metrics, samples
 
 
 def total(score):

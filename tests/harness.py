@@ -265,7 +265,7 @@ SETTINGS = {  # runs of a second or two in which all that a checkpoint must hold
     "--temperature 0.7 --max-new-tokens 6 --save-every 4 --eval-every 8 --lr 1e-2 --score-scaling running",
     "grpo": "--dataset prompts.jsonl --eval-dataset eval.jsonl --reward user.py:coarse_reward --metric user.py:metric "
     "--total-episodes 48 --rollout-batch-size 8 --group-size 2 --batch-size 4 --ppo-epochs 2 --kl-coef 0.05 "
-    "--dynamic-sampling 1 --cliprange-high 0.28 --temperature 0.7 --max-new-tokens 6 --save-every 4 --eval-every 8 "
+    "--cliprange-high 0.28 --temperature 0.7 --max-new-tokens 6 --save-every 4 --eval-every 8 "
     "--lr 1e-2",
     "ilql": "--dataset rewarded.jsonl --eval-dataset held_out_rewarded.jsonl --eval-prompts eval.jsonl --betas 0 4 "
     "--metric user.py:metric --total-steps 12 --batch-size 8 --max-new-tokens 6 --save-every 2 --eval-every 4 "

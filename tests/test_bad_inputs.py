@@ -918,7 +918,7 @@ WORKS = [
     accepted(32, "equal"),
     accepted(32, "zero"),
     works(32, "ppo", "whitened", "--reward user.py:result:kind=equal --score-scaling running-norm --whiten-rewards"),
-    works(32, "grpo", "replaced", "--reward user.py:result:kind=equal --dynamic-sampling 3 --kl-coef 0"),
+    works(32, "grpo", "without a KL", "--reward user.py:result:kind=equal --kl-coef 0"),
     works(32, "ddpo", "all prompts", "--reward user.py:result:kind=equal --no-per-prompt-stats"),
     # 37: too long, and cut or dropped
     works(37, ROLLED, "dropped", "--check --max-prompt-length 28", "2 prompts, 1 dropped as too long",

@@ -238,7 +238,6 @@ FLAGS = [
     ("grpo", "--batch-size 3", "--rollout-batch-size 4 must be a multiple of --batch-size 3"),
     ("grpo", "--total-episodes 6", "--total-episodes 6 must be a multiple of --rollout-batch-size 4"),
     ("grpo", "--ppo-epochs 0", "--ppo-epochs 0 must be at least 1"),
-    ("grpo", "--dynamic-sampling -1", "--dynamic-sampling -1 must be at least 0"),
     ("grpo", "--cliprange nan", "--cliprange nan must be"),
     ("grpo", "--cliprange-high -0.28", "--cliprange-high -0.28 must be 0 or a positive number"),
     ("grpo", "--kl-coef -0.1", "--kl-coef -0.1 must be 0 or a positive number"),

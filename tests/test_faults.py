@@ -191,7 +191,6 @@ def test_the_runs_are_worth_comparing(whole, work):
     metrics = lines(whole("ppo")[0] / "metrics.jsonl")
     assert len({line["objective/kl_coef"] for line in metrics[1:]}) > 3
     metrics = lines(whole("grpo")[0] / "metrics.jsonl")
-    assert sum(line["groups/sampled"] > 4 for line in metrics[1:]) > 2, "groups are replaced"
     assert len({line["groups/equal"] for line in metrics[1:]}) > 1
     newest = max((whole("ilql")[0] / "checkpoints").iterdir())
     weights = load_file(newest / "model.safetensors")

@@ -1,21 +1,18 @@
 """What grpo.py computes: `python -m pytest tests/test_grpo.py`
 
-Advantages, losses and weights against slow definitions, hand numbers, and golden numbers of TRL; updates and replaced
-groups of `main` on tiny models against the definition and against each other; runs that learn, and one that cannot.
+Advantages, losses and weights against slow definitions, hand numbers, and golden numbers of TRL; updates of `main` on
+tiny models against the definition and against each other; runs that learn, and one that cannot.
 What all scripts share (flags, layouts, kills, rows) is in the tests of all scripts.
 """
 
 import itertools
-import json
 import math
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from harness import ROOT, lines, same
 from test_invariants import PROMPTS, log, pad_is_eos, recorded, vowels, weights
 
 from algos import grpo, ppo
@@ -23,6 +20,7 @@ from benchmarks.tasks import randomwalks
 from common import seeding
 from common.cli import InputError
 from common.models import load_model
+from common.sampling import kept_ids
 
 B, R, G = 5, 7, 3
 LENGTHS = [1, 2, 4, 7, 3]
@@ -423,7 +421,7 @@ def test_losses_are_those_of_trl(monkeypatch, golden):
     loss.backward()
     close(new.grad[MASK], gradient, 1e-9)
     assert not new.grad[~MASK].any()
-    total = terms["step"]["loss/policy"] + beta * terms["step"].get("loss/kl", 0)
+    total = terms["loss/policy"] + beta * terms.get("loss/kl", 0)
     assert total.item() == pytest.approx(value, rel=1e-9)
 
 
@@ -488,10 +486,7 @@ def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
             expected["policy/ratio"] += ratio
             expected["policy/nll"] -= OLD[b, t].item()
     assert expected["policy/clipfrac"] > 0
-    found = terms["step"] | terms["sequence"] | terms["token"]
-    assert {name: term.item() for name, term in found.items()} == pytest.approx(expected, rel=1e-9)
-    assert [*terms["sequence"]] == ["objective/kl", "objective/kl_k3"]
-    assert [*terms["step"]] == ["loss/policy", "loss/kl"]
+    assert {name: term.item() for name, term in terms.items()} == pytest.approx(expected, rel=1e-9)
 
 
 # ---- The first step --------------------------------------------------------------------------------------------------
@@ -502,13 +497,13 @@ def test_with_one_step_the_ratio_is_one_and_the_loss_minus_the_mean_advantage(
     monkeypatch, gpt2_dir, tmp_path, loss_mean
 ):
     """Exactly one, of all tokens of all iterations: the update's own log-probabilities are compared with themselves."""
-    stacked = recorded(monkeypatch, grpo, "stack")
+    rollouts = recorded(monkeypatch, grpo, "rollout")
     scored = recorded(monkeypatch, grpo, "all_logprobs")
     micro = recorded(monkeypatch, grpo, "losses")
     flags = {"loss_mean": loss_mean, "micro_batch_size": 5}
     _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **flags)
-    assert not scored and len(stacked) == 2 and len(micro) == 2 * 3  # 15 of 21 rows have an advantage
-    for record, (_, batch) in zip(log(run_dir), stacked, strict=True):
+    assert not scored and len(rollouts) == 2 and len(micro) == 2 * 3  # 15 of 21 rows have an advantage
+    for record, (_, batch) in zip(log(run_dir), rollouts, strict=True):
         assert record["policy/ratio"] == 1 and record["policy/clipfrac"] == 0 and record["policy/approxkl"] == 0
         assert "objective/kl" not in record and "loss/kl" not in record
         assert record["loss/total"] == record["loss/policy"]
@@ -542,7 +537,7 @@ def test_with_more_steps_the_ratio_is_one_at_the_first_of_each_iteration(monkeyp
     run_grpo(gpt2_dir, tmp_path / "run", batch_size=7, micro_batch_size=2, kl_coef=0.1)
     deviations = []
     for _, (_, terms) in micro:
-        deviations.append(terms["token"]["policy/approxkl"].item())
+        deviations.append(terms["policy/approxkl"].item())
     assert len(deviations) == 2 * 3 * 4  # iterations, steps, micro-batches
     first = deviations[:4] + deviations[12:16]
     assert max(first) < 1e-20
@@ -579,24 +574,26 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
     flags |= {"micro_batch_size": 2, "total_episodes": 21, "max_grad_norm": 0.5, "weight_decay": 0.1}
     flags |= {"cliprange": 0.05, "cliprange_high": 0.1, "lr_schedule": "linear"}
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **MANY_STEPS | flags)
-    [(_, (episodes, _))] = rollouts
-    scores = [episode.score for episode in episodes]
+    [(_, batch)] = rollouts
+    queries = kept_ids(batch.query, batch.query_mask)
+    responses = kept_ids(batch.response, batch.response_mask)
+    scores = batch.scores.tolist()
     advantages = slow_advantages(scores, G, kind)
     model, _ = load_model(grpo.Args(dtype="float64", model="m", dataset="d", reward="r"), gpt2_dir)
     ref, _ = load_model(grpo.Args(dtype="float64", model="m", dataset="d", reward="r"), ref_dir)
 
-    def logprobs_of(lm, episode):
-        """One row, without padding, token by token."""
-        ids = torch.tensor([episode.query + episode.response])
+    def logprobs_of(lm, row):
+        """Without padding, token by token."""
+        ids = torch.tensor([queries[row] + responses[row]])
         logits = lm(ids).logits[0].double() / 0.7
         found = []
-        for t, token in enumerate(episode.response):
-            found.append(logits[len(episode.query) - 1 + t].log_softmax(-1)[token])
+        for t, token in enumerate(responses[row]):
+            found.append(logits[len(queries[row]) - 1 + t].log_softmax(-1)[token])
         return torch.stack(found)
 
     with torch.no_grad():
-        old = [logprobs_of(model, episode) for episode in episodes]
-        reference = [logprobs_of(ref, episode) for episode in episodes]
+        old = [logprobs_of(model, row) for row in range(21)]
+        reference = [logprobs_of(ref, row) for row in range(21)]
     optimizer = torch.optim.AdamW(
         [{"params": [w for w in model.parameters() if w.ndim > 1], "weight_decay": 0.1},
          {"params": [w for w in model.parameters() if w.ndim < 2], "weight_decay": 0.0}],
@@ -607,10 +604,10 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
         order = seeding.rng(1, "minibatches", 1, epoch).permutation(21)
         steps += [order[:7], order[7:14], order[14:]]
     for number, rows in enumerate(steps):
-        total_length = sum(len(episodes[row].response) for row in rows)
+        total_length = sum(len(responses[row]) for row in rows)
         loss = 0.0
         for row in rows:
-            new = logprobs_of(model, episodes[row])
+            new = logprobs_of(model, row)
             length = len(new)
             log_ratio = new - old[row]
             if level == "sequence":
@@ -641,16 +638,11 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
     kls = [(a - b).sum().item() for a, b in zip(old, reference, strict=True)]
     assert metrics.get("objective/kl", 0) == pytest.approx(sum(kls) / 21 if beta else 0, rel=1e-9)
     entropies = [-old[row].sum().item() for row in range(21) if advantages[row]]
-    tokens = sum(len(episodes[row].response) for row in range(21) if advantages[row])
+    tokens = sum(len(responses[row]) for row in range(21) if advantages[row])
     assert metrics["policy/nll"] == pytest.approx(sum(entropies) / tokens, rel=1e-9)
     assert metrics["objective/scores"] == pytest.approx(np.mean(scores), rel=1e-9)
     assert metrics["objective/scores_std"] == pytest.approx(np.std(scores), rel=1e-9)
     assert metrics["policy/clipfrac"] > 0.05
-
-
-def keep_idle_rows(accelerator, rows, batch, args):
-    """micro_batches that leaves nothing out."""
-    return rows[batch.lengths()[rows].argsort(stable=True)].split(args.micro_batch_size)
 
 
 @pytest.mark.parametrize("loss_mean", MEANS)
@@ -658,11 +650,11 @@ def keep_idle_rows(accelerator, rows, batch, args):
 def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_path, loss_mean, batch_size):
     flags = {"loss_mean": loss_mean, "batch_size": batch_size, "micro_batch_size": 5}
     micro = recorded(monkeypatch, grpo, "losses")
-    stacked = recorded(monkeypatch, grpo, "stack")
+    rollouts = recorded(monkeypatch, grpo, "rollout")
     short = run_grpo(gpt2_dir, tmp_path / "short", **flags)
     rows = sum(len(episodes.query) for (_, episodes, *_), _ in micro)
-    assert rows == sum(int(batch.advantages.count_nonzero()) for _, batch in stacked) <= 2 * 15
-    monkeypatch.setattr(grpo, "micro_batches", keep_idle_rows)
+    assert rows == sum(int(batch.advantages.count_nonzero()) for _, batch in rollouts) <= 2 * 15
+    monkeypatch.setattr(grpo, "with_gradient", lambda rows, advantages, processes: rows)
     micro.clear()
     whole = run_grpo(gpt2_dir, tmp_path / "whole", **flags)
     assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
@@ -691,10 +683,10 @@ def test_padding_tokens_and_sides_change_nothing(plain, plain_kl, letters, gpt2_
 
 
 def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain, plain_kl, gpt2_dir, ref_dir, tmp_path):
-    """Two columns more on both sides of whatever is stacked; wherever no mask counts, random ids and, instead of
+    """Two columns more on both sides of what is sampled; wherever no mask counts, random ids and, instead of
     log-probabilities, NaN."""
     dirty_rows = []
-    stack = grpo.stack
+    take = grpo.Rollout.take
     score = grpo.all_logprobs
 
     def dirty(ids, mask):
@@ -702,8 +694,10 @@ def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain, plain_k
         dirty_rows.append(int((~mask).sum()))
         return torch.where(mask, ids, noise)
 
-    def dirty_stack(*args):
-        batch = stack(*args)
+    def dirty_take(batch, rows):
+        batch = take(batch, rows)
+        if not isinstance(rows, slice):  # a micro-batch
+            return batch
         pad = torch.nn.functional.pad
         batch.query_mask = pad(batch.query_mask, (2, 0))
         batch.query = dirty(pad(batch.query, (2, 0)), batch.query_mask)
@@ -714,7 +708,7 @@ def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain, plain_k
     def dirty_score(accelerator, model, batch, args):
         return torch.where(batch.response_mask, score(accelerator, model, batch, args), NAN)
 
-    monkeypatch.setattr(grpo, "stack", dirty_stack)
+    monkeypatch.setattr(grpo.Rollout, "take", dirty_take)
     monkeypatch.setattr(grpo, "all_logprobs", dirty_score)
     assert_close_runs(run_grpo(gpt2_dir, tmp_path / "plain"), plain)
     assert_close_runs(run_grpo(gpt2_dir, tmp_path / "kl", ref_model=ref_dir, **MANY_STEPS), plain_kl)
@@ -737,7 +731,7 @@ def test_with_more_steps_they_are_not(plain_kl, gpt2_dir, ref_dir, tmp_path):
 
 def test_without_a_kl_there_is_no_reference(monkeypatch, plain, gpt2_dir, tmp_path):
     """Neither loaded nor copied nor asked."""
-    for name in ("make_reference", "frozen_copy", "load_reference", "kl_k3"):
+    for name in ("make_reference", "kl_k3"):
         monkeypatch.delattr(grpo, name)
     assert same_bits(run_grpo(gpt2_dir, tmp_path / "run"), plain)
 
@@ -773,7 +767,7 @@ def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
     before = safetensors.torch.load_file(f"{gpt2_dir}/model.safetensors")
     after = weights(run_dir)
     assert all(torch.equal(after[f"model.{name}"], weight.double()) for name, weight in before.items())
-    assert metrics["groups/equal"] == 1 and metrics["groups/sampled"] == 7 and metrics["optim/grad_norm"] == 0
+    assert metrics["groups/equal"] == 1 and metrics["optim/grad_norm"] == 0
     assert metrics["loss/total"] == 0 and "policy/ratio" not in metrics
     assert capsys.readouterr().out.count(grpo.ALL_EQUAL) == 1
 
@@ -789,15 +783,16 @@ def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
 
     rollouts = recorded(monkeypatch, grpo, "rollout")
     run_grpo(gpt2_dir, tmp_path / "run", dataset=rows, reward=reward)
-    for iteration, (_, (episodes, num_sampled)) in enumerate(rollouts):
+    for iteration, ((*_, rows_of_batch, given, _, _, _), batch) in enumerate(rollouts):
         places = seeding.stream_rows(1, "data", 7, 7 * iteration, 7)
-        assert num_sampled == 7 and sorted(places) == list(range(7))
-        assert len(episodes) == 7 * G
-        for number, episode in enumerate(episodes):
+        assert sorted(places) == list(range(7))
+        queries = kept_ids(batch.query, batch.query_mask)
+        assert len(queries) == 7 * G and queries == given
+        for number, score in enumerate(batch.scores.tolist()):
             place = places[number // G]
-            assert episode.row == rows[place] and math.floor(episode.score) == place
-            assert episode.query == episodes[number - number % G].query
-        texts = {(tuple(episode.query), tuple(episode.response)) for episode in episodes}
+            assert rows_of_batch[number] == rows[place] and math.floor(score) == place
+            assert queries[number] == queries[number - number % G]
+        texts = {*zip(map(tuple, queries), map(tuple, kept_ids(batch.response, batch.response_mask)), strict=True)}
         assert len(texts) > 7 + 4
         prompts, numbers = seen[iteration]
         assert prompts == [PROMPTS[n] for n in numbers] and numbers == np.repeat(places, G).tolist()
@@ -812,183 +807,41 @@ def test_lists_of_a_number_per_token_are_summed(monkeypatch, gpt2_dir, tmp_path)
 
     rollouts = recorded(monkeypatch, grpo, "rollout")
     run_grpo(gpt2_dir, tmp_path / "run", reward=mixed, total_episodes=21)
-    [(_, (episodes, _))] = rollouts
-    for row, episode in enumerate(episodes):
-        expected = sum(episode.response) + 0.5 * len(episode.response) if row % 2 else 7
-        assert episode.score == pytest.approx(expected)
-    assert any(len(episode.response) > 1 for episode in episodes)
-
-
-# ---- Dynamic sampling ------------------------------------------------------------------------------------------------
-
-
-def fake_rollout(monkeypatch, equal, rounds, prompts=0, num_groups=7):
-    """grpo.rollout, of which the groups at the places `equal` of the stream of prompts have equal scores. Returns the
-    places of the groups of the episodes that it returns, how many were sampled, state.prompts behind it, and (first,
-    count, stream) of every call of sample_groups."""
-    calls = []
-
-    def sample_groups(run, lm, tokenizer, data, first, count, stream, args):
-        calls.append((first, count, stream))
-        episodes = []
-        for place in range(first, first + count):
-            scores = [0.1, 0.1, 0.1] if place in equal else [0.1, 0.1, 0.2]
-            episodes += [SimpleNamespace(score=score, place=place) for score in scores]
-        return episodes
-
-    monkeypatch.setattr(grpo, "sample_groups", sample_groups)
-    args = args_of(group_size=G, rollout_batch_size=G * num_groups, batch_size=G, total_episodes=G * num_groups,
-                   dynamic_sampling=rounds)  # fmt: skip
-    state = SimpleNamespace(prompts=prompts)
-    episodes, num_sampled = grpo.rollout(SimpleNamespace(iteration=5), None, None, None, state, args)
-    places = [episode.place for episode in episodes]
-    assert places == np.repeat(places[::G], G).tolist()
-    return places[::G], num_sampled, state.prompts, calls
-
-
-def test_groups_of_equal_scores_are_replaced_in_place(monkeypatch):
-    """By those of the next prompts; of these, again, those that are equal."""
-    found = fake_rollout(monkeypatch, {11, 13, 18, 19}, rounds=5, prompts=11)
-    places, num_sampled, prompts, calls = found
-    assert places == [20, 12, 21, 14, 15, 16, 17]
-    assert num_sampled == 11 and prompts == 22
-    assert [(first, count) for first, count, _ in calls] == [(11, 7), (18, 2), (20, 2)]
-    assert fake_rollout(monkeypatch, {11, 13, 18, 19}, rounds=5, prompts=11) == found
-
-
-def test_groups_are_replaced_at_most_so_often(monkeypatch):
-    equal = {0, 2, 7, 8, 9, 10}
-    assert fake_rollout(monkeypatch, equal, rounds=0)[:3] == ([0, 1, 2, 3, 4, 5, 6], 7, 7)
-    assert fake_rollout(monkeypatch, equal, rounds=1)[:3] == ([7, 1, 8, 3, 4, 5, 6], 9, 9)
-    assert fake_rollout(monkeypatch, equal, rounds=2)[:3] == ([9, 1, 10, 3, 4, 5, 6], 11, 11)
-    assert fake_rollout(monkeypatch, equal, rounds=3)[:3] == ([11, 1, 12, 3, 4, 5, 6], 13, 13)
-    assert fake_rollout(monkeypatch, equal, rounds=9)[:3] == ([11, 1, 12, 3, 4, 5, 6], 13, 13)
-    everything = set(range(999))
-    places, num_sampled, prompts, calls = fake_rollout(monkeypatch, everything, rounds=3)
-    assert places == [21, 22, 23, 24, 25, 26, 27] and num_sampled == prompts == 28 and len(calls) == 4
-    assert len({stream for *_, stream in calls}) == 4
-
-
-def dynamic_run(monkeypatch, model, run_dir, **flags):
-    """(metrics, run_dir), the arguments first and count of sample_groups with the episodes that it returned, and the
-    streams of its draws."""
-    calls = []
-    streams = []
-    sample_groups = grpo.sample_groups
-
-    def sample_and_keep(*args):
-        episodes = sample_groups(*args)
-        calls.append((args[4], args[5], list(episodes)))  # the list itself is changed where groups are replaced
-        streams.append(args[6])
-        return episodes
-
-    with monkeypatch.context() as patched:
-        patched.setattr(grpo, "sample_groups", sample_and_keep)
-        result = run_grpo(model, run_dir, total_episodes=63, **flags)
-    return result, calls, streams
+    [(_, batch)] = rollouts
+    responses = kept_ids(batch.response, batch.response_mask)
+    for row, (ids, score) in enumerate(zip(responses, batch.scores.tolist(), strict=True)):
+        expected = sum(ids) + 0.5 * len(ids) if row % 2 else 7
+        assert score == pytest.approx(expected)
+    assert any(len(ids) > 1 for ids in responses)
 
 
 def test_a_run_takes_each_prompt_of_the_stream_once(monkeypatch, gpt2_dir, tmp_path):
     rows = [{"prompt": p} for p in PROMPTS]
-    flags = {"dynamic_sampling": 2, "dataset": rows}
-    result, calls, streams = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "run", **flags)
-    place = 0
-    for first, count, episodes in calls:
-        assert first == place
-        place += count
-        expected = [rows[n] for n in seeding.stream_rows(1, "data", 7, first, count)]
-        assert [episode.row for episode in episodes[::G]] == expected
-    assert len(set(streams)) == len(streams) > 3 + 2
-    assert sum(record["groups/sampled"] for record in log(result[1])) == place
-    assert min(record["groups/sampled"] for record in log(result[1])) >= 9  # two of seven prompts teach nothing
-    checkpoint = max((result[1] / "checkpoints").iterdir())
-    assert json.loads((checkpoint / "state.json").read_text())["prompts"] == place
-    again, _, _ = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "again", **flags)
-    assert same_bits(result, again)
-    other, _, _ = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "other", **flags | {"dynamic_sampling": 0})
-    assert not same_bits(result, other)
+    rollouts = recorded(monkeypatch, grpo, "rollout")
+    flags = {"dataset": rows, "rollout_batch_size": 15, "batch_size": 15, "total_episodes": 45}
+    run_grpo(gpt2_dir, tmp_path / "run", **flags)
+    taken = []
+    for (*_, rows_of_batch, _, _, _, _), _ in rollouts:
+        taken += rows_of_batch[::G]
+    assert taken == [rows[n] for n in seeding.stream_rows(1, "data", 7, 0, 15)]
 
 
 def test_a_prompt_that_comes_again_gets_other_responses(monkeypatch, gpt2_dir, tmp_path):
     """One prompt, no learning: what differs between two groups is their draws."""
-    flags = {"dataset": [{"prompt": "cde"}], "reward": constant, "dynamic_sampling": 2}
-    result, calls, _ = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "run", **flags)
-    assert [count for _, count, _ in calls] == [7] * 9
-    texts = []
-    for _, _, episodes in calls:
-        texts.append([episode.response for episode in episodes])
+    rollouts = recorded(monkeypatch, grpo, "rollout")
+    run_grpo(gpt2_dir, tmp_path / "run", dataset=[{"prompt": "cde"}], reward=constant)
+    texts = [kept_ids(batch.response, batch.response_mask) for _, batch in rollouts]
     for one, two in itertools.combinations(texts, 2):
         equal = sum(a == b for a, b in zip(one, two, strict=True))
         assert equal < 7
-    for record in log(result[1]):
-        assert record["groups/equal"] == 1 and record["groups/sampled"] == 21 and record["optim/grad_norm"] == 0
 
 
-def test_scores_are_those_of_the_groups_that_were_kept(monkeypatch, gpt2_dir, tmp_path):
-    """Whatever was sampled besides: its mean would be another one."""
-    stacked = recorded(monkeypatch, grpo, "stack")
-    result, calls, _ = dynamic_run(monkeypatch, gpt2_dir, tmp_path / "run", dynamic_sampling=9)
-    for record, ((episodes, *_), _) in zip(log(result[1]), stacked, strict=True):
-        scores = [episode.score for episode in episodes]
-        assert len(scores) == 21 and record["objective/scores"] == pytest.approx(np.mean(scores), rel=1e-12)
-        assert record["groups/equal"] == 0
-        assert all(len(set(scores[begin : begin + G])) > 1 for begin in range(0, 21, G))
-    everything = []
-    for _, _, episodes in calls:
-        everything += [episode.score for episode in episodes]
-    kept = np.mean([record["objective/scores"] for record in log(result[1])])
-    assert abs(np.mean(everything) - kept) > 0.01
-
-
-USER = '''
-"""SIGNAL_AT=5: this process is killed at its fifth call of the reward."""
-import os, signal
-
-calls = 0
-
-
-def reward(samples, prompts, outputs, **columns):
-    global calls
-    calls += 1
-    print(f"call of {len(samples)} rows", flush=True)
-    if calls == int(os.environ.get("SIGNAL_AT", "0")):
-        os.kill(os.getpid(), signal.SIGKILL)
-    scores = [float("a" in output) for output in outputs]
-    return [0.1 if len(p) == 1 else score for p, score in zip(prompts, scores, strict=True)]
-'''
-
-
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_were_not(scripts, work, tmp_path):
-    """Also while groups are replaced. An iteration calls the reward at most 3 times, so each start gets further."""
-    (tmp_path / "user.py").write_text(USER)
-    prompts = "".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS)
-    (tmp_path / "prompts.jsonl").write_text(prompts)
-    text = "--dataset prompts.jsonl --reward user.py:reward --dynamic-sampling 2 --save-every 1 --eval-every 0 "
-    text += "--group-size 3 --rollout-batch-size 15 --batch-size 15 --total-episodes 45 --max-new-tokens 7 --lr 1e-2 "
-    text += "--lr-schedule cosine --threads 1"
-    argv = [ROOT / "algos/grpo.py", "--model", work / "model", *text.split(), "--run-dir"]
-    scripts.run([*argv, "whole"], tmp_path)
-    sizes = []
-    while len(sizes) < 9:
-        process = scripts.start([*argv, "run"], tmp_path, SIGNAL_AT="5")
-        code = process.wait()
-        assert code in (0, -9), process.err
-        if code == 0:
-            break
-        sizes.append(int(process.out.rsplit("call of ")[-1].split()[0]))
-    assert len(sizes) > 1 and min(sizes) < 15, sizes
-    same(tmp_path / "run", tmp_path / "whole")
-    sampled = [line["groups/sampled"] for line in lines(tmp_path / "whole/metrics.jsonl")]
-    assert len(sampled) == 3 and max(sampled) > 5
-
-
-def test_a_run_that_is_made_longer_goes_on_in_the_stream(monkeypatch, gpt2_dir, tmp_path):
+def test_a_run_that_is_made_longer_goes_on_in_the_stream(gpt2_dir, tmp_path):
     """From the checkpoint of a shorter one, to the prompts, weights and metrics of a run that was as long at once."""
-    flags = {"dynamic_sampling": 2, "save_every": 1}
-    whole = run_grpo(gpt2_dir, tmp_path / "whole", total_episodes=84, **flags)
+    whole = run_grpo(gpt2_dir, tmp_path / "whole", total_episodes=84, save_every=1)
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     [checkpoint] = (tmp_path / "part/checkpoints").glob("step_*3")
-    part = run_grpo(gpt2_dir, tmp_path / "new", total_episodes=84, resume=str(checkpoint), **flags)
+    part = run_grpo(gpt2_dir, tmp_path / "new", total_episodes=84, resume=str(checkpoint), save_every=1)
     assert log(part[1]) == log(whole[1])[3:]
     x = weights(part[1])
     assert all(torch.equal(weight, x[name]) for name, weight in weights(whole[1]).items())
@@ -1009,7 +862,6 @@ def test_a_run_that_is_made_longer_goes_on_in_the_stream(monkeypatch, gpt2_dir, 
         ({"num_layers_unfrozen": 0}, "--num-layers-unfrozen 0 leaves nothing to train"),
         ({"cliprange": -0.1}, "--cliprange -0.1"),
         ({"kl_coef": -0.1}, "--kl-coef -0.1"),
-        ({"dynamic_sampling": -1}, "--dynamic-sampling -1"),
         ({"temperature": 0.0}, "--temperature 0"),
         ({"reward": None}, "--reward"),
     ],

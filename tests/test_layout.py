@@ -121,7 +121,7 @@ CASES = {
     },
     "ppo-classifier": PPO | {"reward": "classifier", "score_scaling": "running", "total_episodes": 24},
     "grpo": GRPO | {
-        "reward": "short", "ppo_epochs": 2, "kl_coef": 0.1, "dynamic_sampling": 2, "num_layers_unfrozen": 1,
+        "reward": "short", "ppo_epochs": 2, "kl_coef": 0.1, "num_layers_unfrozen": 1,
         "stop": ["ab", "ki"], "loss_mean": "token", "cliprange_high": 0.28,
     },
     "grpo-idle": GRPO | {  # rows without an advantage are left out of the forward passes
@@ -287,8 +287,8 @@ def shuffled(script, job):
         return lambda *args: reorder(draw_rows(*args))
 
     def minibatches_reordered(minibatches):
-        def generator(accelerator, lengths, args, *more):
-            for rows, _ in minibatches(accelerator, lengths, args, *more):
+        def generator(accelerator, batch, args, *more):
+            for rows, _ in minibatches(accelerator, batch, args, *more):
                 rows = torch.stack(reorder(rows))
                 yield rows, rows.split(args.micro_batch_size)
 
@@ -301,12 +301,9 @@ def shuffled(script, job):
 
         return generator
 
-    def episodes_reordered(minibatches):
-        return lambda *args: [torch.stack(reorder(rows)) for rows in minibatches(*args)]
-
     own = {
         ppo: (ppo, "minibatches", minibatches_reordered),
-        grpo: (grpo, "minibatches", episodes_reordered),
+        grpo: (grpo, "minibatches", minibatches_reordered),
         ddpo: (ddpo, "pair_minibatches", pairs_reordered),
     }
     owner, name, make = own.get(script, (Run, "draw_rows", rows_reordered))
@@ -532,7 +529,6 @@ def test_the_plain_runs_are_worth_comparing(base, places, case):
     if algo_of(case) == "grpo":
         assert all(line["groups/equal"] < 1 for line in records[1:])
         assert sum(line["groups/equal"] for line in records[1:]) > 0
-        assert case != "grpo" or max(line["groups/sampled"] for line in records[1:]) > 4
         assert records[-1]["policy/ratio"] == 1 or "classifier" not in case
 
 

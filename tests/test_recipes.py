@@ -5,9 +5,9 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
@@ -157,11 +157,48 @@ def test_noise_on_the_embeddings_is_in_training_alone(tmp_path, build_model, let
     assert not drawn[:1].equal(module.noise(lines[:1], (1, 50, 40), seed=1, step=3))
 
 
-def test_truncated_responses_have_no_advantage(tmp_path):
-    module = load(changed(RECIPES[5], "grpo"), tmp_path)
-    truncated = [True, False, False, True]
-    episodes = []
-    for score, cut in zip([1.0, 3.0, 7.0, 5.0], truncated, strict=True):
-        episodes.append(module.Episode({"prompt": "b"}, [1], [2, 3], score, cut))
-    batch = module.stack(episodes, 0, "cpu", SimpleNamespace(group_size=4, advantage_kind="mean"))
-    assert batch.advantages.tolist() == [0.0, -1.0, 3.0, 0.0]
+def run_grpo(source, tmp_path, build_model, letters):
+    """The batches of two iterations, as they are sampled and as they are trained on."""
+    module = load(source, tmp_path)
+    rollout = module.rollout
+    update = module.update
+    sampled = []
+    trained = []
+
+    def kept_rollout(*args):
+        sampled.append(rollout(*args))
+        return sampled[-1]
+
+    def kept_update(run, model, optimizer, batch, *args):
+        trained.append(batch)
+        return update(run, model, optimizer, batch, *args)
+
+    module.rollout = kept_rollout
+    module.update = kept_update
+    args = module.Args(
+        model=build_model("gpt2"), tokenizer=letters, dataset=[{"prompt": letter} for letter in "bcdefghi"],
+        reward=lambda outputs, **columns: [float(len(output) > 5) for output in outputs], run_dir=str(tmp_path / "run"),
+        group_size=2, total_episodes=64, rollout_batch_size=32, batch_size=32, max_new_tokens=9, eval_every=0,
+        save_every=0, threads=1,
+    )  # fmt: skip
+    module.main(args)
+    return sampled, trained
+
+
+def test_truncated_responses_have_no_advantage(tmp_path, build_model, letters):
+    _, trained = run_grpo(changed(RECIPES[5], "grpo"), tmp_path, build_model, letters)
+    for batch in trained:
+        assert batch.truncated.any() and not batch.advantages[batch.truncated].any()
+        assert batch.advantages[~batch.truncated].any()
+
+
+def test_groups_of_different_scores_are_taken_first(tmp_path, build_model, letters):
+    """Sixteen groups are taken of thirty-two."""
+    source = changed(RECIPES[6], "grpo")
+    sampled, trained = run_grpo(source, tmp_path, build_model, letters)
+    for batch, whole in zip(trained, sampled, strict=True):
+        groups = whole.scores.view(32, 2)
+        is_different = groups[:, 0] != groups[:, 1]
+        expected = torch.cat([groups[is_different], groups[~is_different]])
+        assert torch.equal(batch.scores.view(16, 2), expected[:16])
+        assert 0 < is_different.sum() < 32

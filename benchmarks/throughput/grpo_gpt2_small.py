@@ -370,7 +370,7 @@ prompt and the longest response, as TRL has them, {padding_together} % of the po
   plainrl (`use_bias_correction_kl=False`). bf16 and gradient checkpointing are on by default.
 - TRL gives the model no positions where it scores, so that GPT-2 would count the padding to the left of a prompt, as
   `generate` does not. Here a hook adds them: without it, the gradients of the two systems differ.
-- Not measured: longer responses, vLLM, groups that are replaced (`--dynamic-sampling`).
+- Not measured: longer responses, vLLM.
 
 Did the runs do the same work? Largest relative differences in the first step (fp32: at most {TOLERANCE};
 log-probability: the mean of the tokens):

@@ -391,14 +391,14 @@ def test_gradients_are_those_of_the_definition(monkeypatch, build_model, family,
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 def test_what_fills_a_batch_changes_nothing(monkeypatch, build_model, family, packing):
     model, results, layouts = build_model(family), [], []
-    lay_out = dpo.collate
+    lay_out = forward.collate
     for fill in 0, EOS, 17:
 
         def filled(lines, pad, fill=fill):
             layouts.append(lay_out(lines, fill)[0])
             return lay_out(lines, fill)
 
-        monkeypatch.setattr(dpo, "collate", filled)
+        monkeypatch.setattr(forward, "collate", filled)
         with torch.no_grad():
             results.append(dpo.pair_logprobs(model, packing, PAIRS))
     assert all(torch.equal(result, results[0]) for result in results)

@@ -72,6 +72,7 @@ from common.report import example_of_use, visible
 from common.rows import is_chat, load_rows, load_sets, pair_texts, prompt_messages, set_flag, set_prefix
 from common.sampling import evaluate_samples
 from common.tokens import (
+    beginning,
     encode_prompts,
     have_bos,
     in_lines,
@@ -264,8 +265,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     for number, (head, chosen, rejected) in enumerate(zip(heads, chosen_ids, rejected_ids, strict=True), 1):
         prompt_length = len(os.path.commonprefix((head, chosen, rejected)))
         if prompt_length == 0:
-            if bos is None:
-                raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
+            bos = beginning(tokenizer, f"{flag} row {number}")
             chosen = [bos, *chosen]
             rejected = [bos, *rejected]
             prompt_length = 1

@@ -18,7 +18,7 @@ import torch
 from test_invariants import ROWS, assert_same_result, log, recorded, run_sft, weights
 
 from algos import ppo, sft
-from common import identity, logging
+from common import forward, identity, logging
 from common.cli import InputError, cli, from_task
 from common.rows import load_sets
 from common.tokens import collate, encode_prompts, pack
@@ -448,7 +448,7 @@ def test_packing_changes_no_metric(monkeypatch, unpacked, gpt2_dir, tmp_path, si
 def test_packing_is_off_where_rows_see_each_other(monkeypatch, unpacked, gpt2_dir, tmp_path, capsys):
     """By the structure of the model."""
     dtype, _, plain = unpacked
-    monkeypatch.setattr(sft, "packing_problem", lambda lm: "its layers read on")
+    monkeypatch.setattr(forward, "packing_problem", lambda lm: "its layers read on")
     flags = PACKED | {"dtype": dtype, "packing": True}
     metrics, _ = run_sft(gpt2_dir, tmp_path / "run", ROWS + LONG, **flags)
     assert "--packing is off: its layers read on\n" in capsys.readouterr().out

@@ -148,7 +148,7 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
 def split_batch(batch, packing, accelerator, args):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels). Every process has
     equally many. packing: several examples stand side by side in a line (`fill_lines`)."""
-    lines, _ = in_lines(packing, batch, [len(ids) for ids, _ in batch])
+    lines, _ = in_lines(packing, batch, [len(ids) for ids, *_ in batch])
     lines.sort(key=line_length)
     while len(lines) % accelerator.num_processes:
         lines.append([without_labels(batch)])
@@ -158,7 +158,7 @@ def split_batch(batch, packing, accelerator, args):
 
 def without_labels(examples):
     """A short example that adds nothing, for a process that has one less than others: all run as many forwards."""
-    ids, _ = examples[0]
+    ids, *_ = examples[0]
     return ids[:2], [-100, -100]
 
 

@@ -10,7 +10,7 @@ How this differs from other implementations:
 - Prompt and response are parted at one token for both sides of a pair; a response is never cut to nothing; the end
   token is there once. Log-probabilities are sums over the response, at least in float32.
 - Texts of different lengths stand side by side in a line (`in_lines`): equal to a forward pass of each, to rounding.
-  Logits are computed only where a response token is predicted, and not all at once.
+  Logits are computed only where a response token is predicted, and not all at once (`line_logprobs`).
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt where the two hold it.
 
@@ -21,7 +21,7 @@ Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt wh
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
-Dimension key: B pairs (N in a set, or scored tokens), T tokens of a line, K positions with logits, V vocabulary.
+Dimension key: B pairs, N all pairs of a set or all scored tokens.
 """
 
 import functools

@@ -21,7 +21,7 @@ Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
-Dimension key: B pairs (N in a set), T tokens of a row.
+Dimension key: B pairs, N all pairs of a set.
 """
 
 import functools

@@ -10,7 +10,7 @@ How this differs from other implementations:
 - Prompt and response are parted at one token for both sides of a pair; a response is never cut to nothing; the end
   token is there once. Log-probabilities are sums over the response, at least in float32.
 - Texts of different lengths stand side by side in a line (`in_lines`): equal to a forward pass of each, to rounding.
-  Logits are computed only where a response token is predicted, and not all at once.
+  Logits are computed only where a response token is predicted, and not all at once (`line_logprobs`).
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt where the two hold it.
 
@@ -21,7 +21,7 @@ Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt wh
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
-Dimension key: B pairs (N in a set, or scored tokens), T tokens of a line, K positions with logits, V vocabulary.
+Dimension key: B pairs, N all pairs of a set or all scored tokens.
 """
 
 import functools
@@ -54,7 +54,7 @@ from common.args import (
     problems_of,
 )
 from common.cli import InputError, cli, stop_if
-from common.forward import packing_problem, token_logprobs
+from common.forward import can_pack, line_logprobs, packing_problem
 from common.functions import build, load_function
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
@@ -68,11 +68,21 @@ from common.models import (
     max_positions,
     unsharded,
 )
-from common.pairs import can_pack, in_lines, longer_side, pair_length, score_pairs, split_rows
 from common.report import lines_of_use, visible
 from common.rows import is_chat, load_rows, load_sets, pair_texts, prompt_messages, set_flag, set_prefix
 from common.sampling import evaluate_samples
-from common.tokens import collate, encode_prompts, have_bos, num_labels, tokenize
+from common.tokens import (
+    beginning,
+    encode_prompts,
+    have_bos,
+    in_lines,
+    longer_side,
+    num_labels,
+    pair_length,
+    score_pairs,
+    split_rows,
+    tokenize,
+)
 
 TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # of a command without --model, --dataset and --config
 
@@ -255,8 +265,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     for number, (head, chosen, rejected) in enumerate(zip(heads, chosen_ids, rejected_ids, strict=True), 1):
         prompt_length = len(os.path.commonprefix((head, chosen, rejected)))
         if prompt_length == 0:
-            if bos is None:
-                raise InputError(f"{flag} row {number}: the prompt is empty and the tokenizer has no beginning token")
+            bos = beginning(tokenizer, f"{flag} row {number}")
             chosen = [bos, *chosen]
             rejected = [bos, *rejected]
             prompt_length = 1
@@ -311,10 +320,10 @@ def pair_logprobs(model, packing, pairs):
     texts stand side by side in lines."""
     examples = examples_of(pairs)
     lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
-    nll = response_nll(model, lines)  # (N,)
-    responses = nll.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
-    sums = torch.stack([tokens.sum() for tokens in responses])  # a deterministic index_add
-    return -sums[places.to(sums.device)].view(2, -1)
+    logprobs, _ = line_logprobs(model, lines, pad=0)  # (N,)
+    responses = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
+    sums = torch.stack([tokens.sum() for tokens in responses])  # index_add would not be deterministic
+    return sums[places.to(sums.device)].view(2, -1)
 
 
 def examples_of(pairs):
@@ -326,21 +335,6 @@ def examples_of(pairs):
             prompt_length = pair[2]
             examples.append((ids, [-100] * prompt_length + ids[prompt_length:]))
     return examples
-
-
-def response_nll(model, lines):
-    """-log p of the tokens with a label in lines of examples (ids, labels), (N,), in their order.
-
-    No mask is passed: padding is on the right, and without a cache transformers keeps apart what begins at position 0,
-    by a block-diagonal mask for each kind of layer (its masking_utils.py).
-    """
-    lm = getattr(model, "module", model)
-    ids, positions, labels = (x.to(lm.device) for x in collate(lines, 0))
-    first = int((labels != -100).any(0).int().argmax())
-    inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1]}
-    labels = labels[:, first:]
-    logprobs, _, _ = token_logprobs(model, labels, labels != -100, **inputs)
-    return -logprobs
 
 
 # ---- Reference -------------------------------------------------------------------------------------------------------
@@ -367,13 +361,16 @@ class Reference:
         if not args.reference_free:
             for pairs in data.eval_sets.values():
                 self.score(pairs)
-            if args.precompute_ref and not args.check:
-                self.score(data.pairs)
+            if args.precompute_ref:
+                pairs = data.pairs
+                if args.check:  # which trains on the longest pairs alone
+                    pairs = sorted(pairs, key=pair_length, reverse=True)[: args.batch_size]
+                self.score(pairs)
         if data.prompts:
             _, samples = evaluate_samples(accelerator, self.model, tokenizer, data.prompts, data.queries, None, args)
             outputs = [sample["output"] for sample in samples]
             data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
-        if args.precompute_ref and not args.check:
+        if args.precompute_ref:
             self.model = None
 
     def score(self, pairs):

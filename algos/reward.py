@@ -21,7 +21,7 @@ Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
-Dimension key: B pairs (N in a set), T tokens of a row.
+Dimension key: B pairs, N all pairs of a set.
 """
 
 import functools
@@ -40,20 +40,15 @@ from common.adapters import train_adapters
 from common.args import Count, DataArgs, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, problems_of
 from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
 from common.cli import InputError, cli, stop_if
+from common.forward import can_pack
 from common.functions import build
-from common.launch import (
-    accumulate,
-    learning_rate,
-    make_optimizer,
-    optimizer_step,
-    reduce_sums,
-)
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import freeze, load_pretrained, max_positions, set_attention, unsharded
-from common.pairs import can_pack, in_lines, longer_side, pair_length, score_pairs, split_rows
 from common.report import visible
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
 from common.seeding import rng
+from common.tokens import in_lines, longer_side, pair_length, score_pairs, split_rows
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
@@ -328,7 +323,7 @@ def summary(run, lm, new_head, data, max_length):
     return "\n".join(lines)
 
 
-def example_of_use(args, lm, tokenizer, data):
+def example_of_scoring(args, lm, tokenizer, data):
     """A text or chat to score, and the lines that load the exported model and score it."""
     loading = LOADING_ADAPTER if exports_adapter(lm, args) else LOADING
     if is_chat(data.rows, ["chosen"]):
@@ -401,7 +396,7 @@ def main(args):
         run.log(step, metrics | evaluation, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
         run.save(step, export, evaluation.get(headline))
 
-    return run.finish(export, *example_of_use(args, lm, tokenizer, data))
+    return run.finish(export, *example_of_scoring(args, lm, tokenizer, data))
 
 
 if __name__ == "__main__":

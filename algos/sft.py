@@ -1,13 +1,13 @@
 """Supervised fine-tuning (SFT) of a language model: maximum likelihood of the completions.
 
-Loss: mean over the labelled tokens of the global batch of -log p(token | tokens before it): `token_nll`.
+Loss: mean over the labelled tokens of the global batch of -log p(token | tokens before it): `token_loss`.
 
 How this differs from other implementations:
 - The sum of token losses is divided by the number of labelled tokens of the whole batch, over micro-batches and
   processes, so neither changes the result. A mean of micro-batch means would weigh short rows more.
 - The end token is appended, trained and scored, also where it doubles as padding: masks come from lengths.
-- Rows stand side by side in lines (`fill_lines`) where the model keeps them apart. Logits are computed only where a
-  token is trained, and not all at once (`token_logprobs`).
+- Rows stand side by side in lines (`in_lines`) where the model keeps them apart. Logits are computed only where a
+  token is trained, and not all at once (`line_logprobs`).
 - Data order, schedule and evaluation samples are functions of (seed, step, row): a killed run continues exactly.
 
 Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats (loss on the completion), {"messages"}
@@ -18,7 +18,7 @@ Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats
     python algos/sft.py --model google-t5/t5-small --dataset translations.jsonl --lora-r 16 --lr 2e-4 # T5
     torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/chats:train --max-length 2048
 
-Dimension key: B rows, T tokens of a row, K positions with logits, V vocabulary.
+Dimension key: N tokens with a label, V vocabulary.
 """
 
 import itertools
@@ -36,25 +36,16 @@ import torch
 from common.adapters import train_adapters
 from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, RunArgs, SamplingArgs, problems_of
 from common.cli import InputError, cli, stop_if
-from common.forward import token_logprobs
+from common.forward import can_pack, line_logprobs
 from common.forward import token_nll as token_nll  # for those who import it from here
 from common.functions import build, load_function
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.logging import Run, closes_run
 from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
-from common.pairs import can_pack
 from common.report import lines_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import evaluate_samples
-from common.tokens import (
-    collate,
-    encode_prompts,
-    encode_segments,
-    fill_lines,
-    first_label,
-    line_length,
-    num_labels,
-)
+from common.tokens import encode_prompts, encode_segments, first_label, in_lines, line_length, num_labels
 
 TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # of a command without --model, --dataset and --config
 
@@ -104,6 +95,16 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
 # ---- Maths -----------------------------------------------------------------------------------------------------------
 
 
+def token_loss(logprobs):
+    """Loss of each token with a label, (N,), unreduced: minus its log-probability given the tokens before it, (N,)."""
+    return -logprobs
+
+
+def is_likeliest(logits, labels):
+    """Whether the likeliest token is the label, (N,), as a number: logits (N, V), labels (N,)."""
+    return (logits.argmax(-1) == labels).to(logits.dtype)
+
+
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
 
 
@@ -147,67 +148,21 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
 def split_batch(batch, packing, accelerator, args):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels). Every process has
     equally many. packing: several examples stand side by side in a line (`fill_lines`)."""
-    groups = fill_lines([len(ids) for ids, _ in batch], packing)
-    lines = [[batch[place] for place in group] for group in groups]
+    lines, _ = in_lines(packing, batch, [len(ids) for ids, *_ in batch])
     lines.sort(key=line_length)
-    ids, _ = batch[0]
-    without_labels = ids, [-100] * len(ids)
     while len(lines) % accelerator.num_processes:
-        lines.append([without_labels])
+        lines.append([without_labels(batch)])
     local = lines[accelerator.process_index :: accelerator.num_processes]
     return [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
 
 
-# ---- Forward pass ----------------------------------------------------------------------------------------------------
-
-
-def line_logprobs(model, lines, pad, device, also=None):
-    """(log p (N,), others (N,) or None) of the tokens with a label in lines of examples, in their order; also, others:
-    as of `token_logprobs`.
-
-    No mask is passed: padding is on the right, and without a cache transformers keeps apart what begins at position 0,
-    by a block-diagonal mask for each kind of layer (its masking_utils.py). Rows of an encoder-decoder are laid out as
-    in sampling: prompts left-padded, completions right-padded.
-    """
-    lm = getattr(model, "module", model)
-    if not lm.config.is_encoder_decoder:
-        ids, positions, labels = (x.to(device) for x in collate(lines, pad))
-        first = int((labels != -100).any(0).int().argmax()) or ids.shape[1] - 1  # no label at all: one position
-        labels = labels[:, first:]
-        inputs = {"input_ids": ids[:, :-1], "position_ids": positions[:, :-1]}
-        logprobs, _, others = token_logprobs(model, labels, labels != -100, also=also, **inputs)
-        return logprobs, others
-    rows = [line[0] for line in lines]
-    begins = [first_label(labels) for _, labels, *_ in rows]
-    left = max(begins)
-    right = max(len(ids) - begin for (ids, *_), begin in zip(rows, begins, strict=True))
-
-    def stack(column, fill):
-        padded = []
-        for tokens, begin in zip(column, begins, strict=True):
-            padded.append([fill] * (left - begin) + tokens + [fill] * (right + begin - len(tokens)))
-        return torch.tensor(padded, device=device)
-
-    ids = stack([ids for ids, *_ in rows], pad)
-    labels = stack([labels for _, labels, *_ in rows], -100)[:, left:]
-    mask = stack([[1] * len(ids) for ids, *_ in rows], 0)
-    inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
-    logprobs, _, others = token_logprobs(model, labels, labels != -100, also=also, **inputs)
-    return logprobs, others
-
-
-def nll_of_lines(model, lines, pad, device):
-    """-log p (N,) of the tokens with a label in lines of examples."""
-    logprobs, _ = line_logprobs(model, lines, pad, device)
-    return -logprobs
+def without_labels(examples):
+    """A short example that adds nothing, for a process that has one less than others: all run as many forwards."""
+    ids, *_ = examples[0]
+    return ids[:2], [-100, -100]
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
-
-
-def hits(logits, labels):
-    """Whether the likeliest token is the label: logits (N, V), labels (N,)."""
-    return (logits.argmax(-1) == labels).to(logits.dtype)
 
 
 @torch.no_grad()
@@ -215,16 +170,15 @@ def evaluate_loss(accelerator, model, examples, args, pad):
     """Loss, perplexity and accuracy per label of the whole set, the same for any batch size and number of processes."""
     share = math.ceil(len(examples) / accelerator.num_processes)
     local = examples[accelerator.process_index :: accelerator.num_processes]
-    if len(local) < share:  # every process runs the same number of forwards
-        ids, _ = examples[0]
-        local.append((ids, [-100] * len(ids)))
+    if len(local) < share:
+        local.append(without_labels(examples))
     lines = [[example] for example in sorted(local, key=lambda example: len(example[0]))]  # never packed
     nll = 0.0
     right = 0.0
     count = 0
     for i in range(0, share, args.micro_batch_size):
         micro_batch = lines[i : i + args.micro_batch_size]
-        logprobs, is_right = line_logprobs(model, micro_batch, pad, accelerator.device, also=hits)
+        logprobs, is_right = line_logprobs(model, micro_batch, pad, also=is_likeliest)
         nll -= logprobs.double().sum()
         right += is_right.double().sum()
         count += len(logprobs)
@@ -371,11 +325,8 @@ def main(args):
     if run.finished:
         return run.result()
     accelerator = run.accelerator
-    device = accelerator.device
-    lm, tokenizer = load(args, path, device)
+    lm, tokenizer = load(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
-
-    line_nll = partial(nll_of_lines, pad=tokenizer.pad_token_id, device=device)
     packing = can_pack(run, lm, args)
     optimizer = make_optimizer(lm, args)
     model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
@@ -398,13 +349,14 @@ def main(args):
         batch = [data.examples[row] for row in rows]
         count = sum(num_labels(labels) for _, labels in batch)  # of all processes
         # 2. loss = -1/count sum log p(token | tokens before it), and its gradient
-        loss = torch.zeros((), dtype=torch.float64, device=device)
+        loss = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         micro_batches = split_batch(batch, packing, accelerator, args)
         for lines in accumulate(accelerator, model, micro_batches):
-            nll = line_nll(model, lines).sum() / count
+            logprobs, _ = line_logprobs(model, lines, tokenizer.pad_token_id)
+            share = token_loss(logprobs).sum() / count
             # data-parallel training averages gradients over the processes, hence the factor
-            accelerator.backward(nll * accelerator.num_processes)
-            loss += nll.detach()
+            accelerator.backward(share * accelerator.num_processes)
+            loss += share.detach()
         loss = accelerator.reduce(loss).item()
         # 3. a step of AdamW
         lr = learning_rate(args, step - 1, total_steps)

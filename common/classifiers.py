@@ -4,11 +4,13 @@ import contextlib
 import copy
 import itertools
 
+import safetensors.torch
 import torch
 
 from common.cli import InputError
 from common.functions import spec_path
 from common.models import adapter_base, load_pretrained, max_positions, share_frozen
+from common.tokens import collate
 
 
 class RewardModel:
@@ -57,13 +59,27 @@ def load_scorer(args, name, is_adapter):
     model, tokenizer, missing = load_pretrained(auto_class, own_args, path=name, flag="--reward", **keywords)
     if missing:
         raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
-    if getattr(model.config, "reward_norm", {}).get("gain", 1.0) != 1.0:  # earlier versions of reward.py wrote it
-        problem = "its config.json scales the scores by reward_norm, which is not applied any more"
+    norm_file = "config.json"
+    norm = getattr(model.config, "reward_norm", {})  # earlier versions of reward.py wrote it
+    if is_adapter:
+        norm_file = "reward_norm.safetensors"
+        norm = adapter_norm(str(spec_path(name) or name), norm_file)
+    if norm.get("gain", 1.0) != 1.0:
+        problem = f"its {norm_file} scales the scores by reward_norm, which is not applied any more"
         raise InputError(
             f"--reward {args.reward}: {problem}: remove it there, and give ppo.py --score-scaling ref-norm"
         )
     raise_heads(model)
     return model, tokenizer
+
+
+def adapter_norm(path, name):
+    """The tensors of a file beside a LoRA adapter, {} without it."""
+    from transformers.utils import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = cached_file(path, name, **quiet)
+    return safetensors.torch.load_file(file) if file else {}
 
 
 def label_number(model, label, reward):
@@ -145,15 +161,16 @@ def classifier_logits(model, lines):
     side by side, like the rows of sft.py. Others take one text a line and find the place themselves, some by padding.
     """
     lm = getattr(model, "module", model)
+    examples = [[with_end(ids) for ids in line] for line in lines]
     if scores_tokens(lm):
-        ids, positions, is_end = (x.to(lm.device) for x in line_up(lines, 0))
+        ids, positions, is_end = (x.to(lm.device) for x in collate(examples, 0, no_label=False))
         lm.config.get_text_config().pad_token_id = 0  # transformers asks for one; what it reads by it is not used
         with read_at(lm.score, is_end):
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return logits[0].view(int(is_end.sum()), -1)
     used = set().union(*itertools.chain(*lines))
     pad = next(number for number in itertools.count() if number not in used)
-    ids, _, is_end = (x.to(lm.device) for x in line_up(lines, pad))
+    ids, _, is_end = (x.to(lm.device) for x in collate(examples, pad, no_label=False))
     lm.config.get_text_config().pad_token_id = pad
     mask = is_end.long().flip(1).cumsum(1).flip(1)  # 1 up to the end
     return model(input_ids=ids, attention_mask=mask).logits
@@ -164,24 +181,9 @@ def scores_tokens(lm):
     return hasattr(lm, "score")
 
 
-def line_up(lines, pad):
-    """ids, positions and is_end (whether a token is the last of its text), (B, T) each, right-padded. Positions count
-    from 0 in each text, and on through the padding."""
-    width = max(sum(map(len, line)) for line in lines)
-    rows = []
-    for line in lines:
-        ids = []
-        positions = []
-        is_end = []
-        for text in line:
-            ids += text
-            positions += range(len(text))
-            is_end += [False] * (len(text) - 1) + [True]
-        fill = width - len(ids)
-        after = positions[-1] + 1
-        rows.append((ids + [pad] * fill, [*positions, *range(after, after + fill)], is_end + [False] * fill))
-    ids, positions, is_end = map(torch.tensor, zip(*rows, strict=True))
-    return ids, positions, is_end
+def with_end(ids):
+    """An example (ids, labels) of a text; its labels say which token is the last one."""
+    return ids, [False] * (len(ids) - 1) + [True]
 
 
 @contextlib.contextmanager

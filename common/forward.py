@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from common.tokens import collate, first_label, pad_rows
+
 # Logits that are computed at a time, of more than two times as many: 64 MB in float32. A loss holds three copies.
 CHUNK = 2**24
 CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight, which costs a GPU more than memory is worth
@@ -79,6 +81,33 @@ def response_logprobs(model, query, query_mask, response, response_mask, tempera
     if others is not None:
         others = spread(others, response_mask)
     return spread(logprobs, response_mask), states, others
+
+
+def line_logprobs(model, lines, pad, also=None):
+    """(logprobs (N,), others (N,) or None) of the tokens with a label in lines of examples (ids, labels), in their
+    order, as `token_logprobs` computes them.
+
+    No mask is passed to a decoder: padding is on the right, and without a cache transformers keeps apart what begins at
+    position 0, by a block-diagonal mask for each kind of layer (its masking_utils.py). An encoder-decoder has one
+    example in a line, laid out as in sampling: prompts left-padded, outputs right-padded.
+    """
+    lm = getattr(model, "module", model)
+    if lm.config.is_encoder_decoder:
+        rows = [line[0][0] for line in lines]
+        row_labels = [line[0][1] for line in lines]
+        begins = [first_label(labels) for labels in row_labels]
+        ids = pad_rows(rows, pad, begins)
+        labels = pad_rows(row_labels, -100, begins)
+        mask = pad_rows([[1] * len(row) for row in rows], 0, begins)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+    else:
+        ids, positions, labels = collate(lines, pad)
+        inputs = {"input_ids": ids, "position_ids": positions}
+    first = int((labels != -100).any(0).int().argmax()) or ids.shape[1] - 1  # no label at all: one position
+    labels = labels[:, first:].to(lm.device)
+    inputs = {name: x[:, :-1].to(lm.device) for name, x in inputs.items()}
+    logprobs, _, others = token_logprobs(model, labels, labels != -100, also=also, **inputs)
+    return logprobs, others
 
 
 def spread(tokens, mask):
@@ -226,6 +255,16 @@ def packing_problem(lm):
     if leaks(lm, first, ~first, position_ids=positions):
         return "its layers read on from one row into the next"
     return None
+
+
+def can_pack(run, lm, args):
+    """Whether texts stand side by side in lines: by --packing, and where the model's layers keep them apart."""
+    if not args.packing or lm.config.is_encoder_decoder:
+        return False
+    problem = packing_problem(lm)
+    if problem is not None:
+        run.say(f"--packing is off: {problem}")
+    return problem is None
 
 
 def leaks(lm, sources, readers, **inputs):

@@ -529,7 +529,7 @@ class Run:
         env = json.loads((self.dir / "env.json").read_text())
         samples = self._records("samples.jsonl")
         continuing = how_to_continue(self.dir, self.total_steps, self.longer, self.best_step)
-        names = [self.headline, *self.shown]
+        names = [*dict.fromkeys([self.headline, *self.shown])]  # the headline may be one of those shown
         card = model_card(env, title, names, records, samples, usage, library, pictures(), continuing)
         ckpt.write_text(self.dir / "README.md", card)
         return metrics

@@ -1,11 +1,13 @@
 """Texts become tokens, tokens become lines of several texts or padded tensors."""
 
 import itertools
+import math
 import os
 
 import torch
 
 from common.cli import InputError
+from common.report import screen
 from common.rows import chat_text, is_chat, need_columns, row_segments, texts
 
 # ---- Texts -> tokens -------------------------------------------------------------------------------------------------
@@ -192,6 +194,14 @@ def fill_lines(lengths, packing):
     return pack(lengths, max(lengths))
 
 
+def in_lines(packing, examples, lengths):
+    """(lines, places): the examples in lines, one each or with packing several (`fill_lines`), and the place (N,) of
+    every example when the lines stand one behind the other."""
+    groups = fill_lines(lengths, packing)
+    lines = [[examples[i] for i in group] for group in groups]
+    return lines, torch.tensor([*itertools.chain(*groups)]).argsort()
+
+
 def collate(lines, pad_id, no_label=-100):
     """(ids, positions, labels), each (B, T), right-padded. A line is a list of examples (ids, labels, ...); positions
     count from 0 in each of them, and on through the padding."""
@@ -220,3 +230,42 @@ def pad_rows(rows, fill, begins=None, dtype=None, device=None):
         aligned = [fill] * (left - begin) + row
         padded.append(aligned + [fill] * (width - len(aligned)))
     return torch.tensor(padded, dtype=dtype or torch.tensor(fill).dtype, device=device)
+
+
+# ---- Pairs: (ids of chosen, ids of rejected, what a script has beside them) ------------------------------------------
+
+
+def pair_length(pair):
+    """Tokens of both sides of a pair."""
+    return len(pair[0]) + len(pair[1])
+
+
+def longer_side(pair):
+    """Tokens of the longer side of a pair."""
+    return max(len(pair[0]), len(pair[1]))
+
+
+def split_rows(accelerator, rows, pairs, packing, batch_size):
+    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows."""
+    local = rows[accelerator.process_index :: accelerator.num_processes]
+    if not packing:  # in rows of similar length there is little padding
+        local = sorted(local, key=lambda row: pair_length(pairs[row]))
+    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
+
+
+def score_pairs(accelerator, score, pairs, batch_size):
+    """score(pairs) -> (2, b) of all pairs, (2, N) in float64 on every process; each of them scores a share."""
+    device = accelerator.device
+    share = math.ceil(len(pairs) / accelerator.num_processes)
+    begin = accelerator.process_index * share
+    last = len(pairs) - 1
+    # the last processes repeat the last pair where the pairs do not divide
+    local = [pairs[min(place, last)] for place in range(begin, begin + share)]
+    longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
+    scores = torch.empty(share, 2, dtype=torch.float64, device=device)
+    screen.show("scoring pairs", share)
+    for places in longest_first.split(batch_size):
+        with torch.no_grad(), accelerator.autocast():
+            scores[places.to(device)] = score([local[place] for place in places]).T.double()
+        screen.advance(len(places))
+    return accelerator.gather(scores)[: len(pairs)].T

@@ -391,14 +391,14 @@ def test_gradients_are_those_of_the_definition(monkeypatch, build_model, family,
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 def test_what_fills_a_batch_changes_nothing(monkeypatch, build_model, family, packing):
     model, results, layouts = build_model(family), [], []
-    lay_out = dpo.collate
+    lay_out = forward.collate
     for fill in 0, EOS, 17:
 
         def filled(lines, pad, fill=fill):
             layouts.append(lay_out(lines, fill)[0])
             return lay_out(lines, fill)
 
-        monkeypatch.setattr(dpo, "collate", filled)
+        monkeypatch.setattr(forward, "collate", filled)
         with torch.no_grad():
             results.append(dpo.pair_logprobs(model, packing, PAIRS))
     assert all(torch.equal(result, results[0]) for result in results)
@@ -477,7 +477,7 @@ def test_packing_is_off_where_layers_mix_rows(letters, tmp_path, capsys, kind):
     plain = run_dpo(build_kind(kind), tmp_path / "plain", packing=False, **flags)
     assert "--packing" not in capsys.readouterr().out
     found = run_dpo(build_kind(kind), tmp_path / "run", **flags)
-    said = re.findall(r"--packing is off: .*conv.* read on from one row into the next\n", capsys.readouterr().out)
+    said = re.findall(r"--packing is off: its layers read on from one row into the next\n", capsys.readouterr().out)
     assert len(said) == (kind == "lfm2")
     for one, other in zip(log(found[1]), log(plain[1]), strict=True):
         if one["step"] == 1:  # margins are zero to rounding, of either sign
@@ -1314,7 +1314,7 @@ def test_the_best_model_is_that_of_the_metric_or_the_headline(
     flags = flags | {"total_steps": 6, "keep_checkpoints": 1, "lr": 2e-2, "eval_prompts": flags.get("eval_prompts")}
     metrics, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
     assert headline in metrics and f"\n{headline} " in capsys.readouterr().out
-    assert (run_dir / "README.md").read_text().count(f"| {headline} |") == 1 and (run_dir / "curve.png").exists()
+    assert (run_dir / "README.md").read_text().count(f"| ` {headline} ` |") == 1 and (run_dir / "curve.png").exists()
     if "eval_every" not in flags:
         assert not (run_dir / "hf_model_best").exists()
         return
@@ -1343,6 +1343,25 @@ def test_names_of_the_metrics(gpt2_dir, tmp_path):
     assert last == evaluated | {"train/loss", "train/nll", "train/epoch", "optim/lr", "optim/grad_norm", *kinds}
     (perf,) = log_of(run_dir / "perf.jsonl")
     assert {"perf/pairs_per_sec", "perf/seconds_update", "perf/peak_memory_mb"} <= perf.keys()
+
+
+@pytest.mark.parametrize("precompute", [True, False])
+def test_check_compares_with_the_model_as_it_was(monkeypatch, gpt2_dir, tmp_path, precompute):
+    """In both steps, of which the second one finds a changed model; both have the longest pairs."""
+    policies, references = [], []
+    pair_losses = dpo.pair_losses
+
+    def watched(policy, pairs, reference, args):
+        policies.append(policy.detach())
+        references.append(reference(pairs))
+        return pair_losses(policy, pairs, reference, args)
+
+    monkeypatch.setattr(dpo, "pair_losses", watched)
+    flags = {"batch_size": 2, "micro_batch_size": 2, "lr": 1e-2, "precompute_ref": precompute}
+    run_dpo(gpt2_dir, tmp_path / "run", check=True, **flags)
+    assert len(policies) == 2 and (policies[1] - policies[0]).abs().min() > 1e-6
+    for found in references:
+        assert (found - policies[0]).abs().max() < 1e-12
 
 
 def test_check_writes_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):

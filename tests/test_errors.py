@@ -729,7 +729,7 @@ def test_responses_that_end_at_once_or_never(end, rate, variant, command, here):
 def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, here, monkeypatch):
     """At the third step; the checkpoint of the second one is finite, and the rows are named."""
     module, calls = SCRIPTS[algo], []
-    name = {"ppo": "policy_loss", "grpo": "grpo_loss", "sft": "token_nll"}[algo]
+    name = {"ppo": "policy_loss", "grpo": "grpo_loss", "sft": "token_loss"}[algo]
     function = getattr(module, name)
 
     def poisoned(*args):

@@ -19,6 +19,7 @@ from algos import ppo, sft
 from common import seeding
 from common.cli import InputError, from_task
 from common.models import load_model
+from common.tokens import collate
 
 EOS, PAD, NAN = 22, 23, math.nan
 PROMPTS = ["b", "cde", "fg", "hijkl", "m", "nopqrst", "ba"]
@@ -522,7 +523,7 @@ def test_the_end_token_is_appended_once_and_labelled(letters, same):
     assert report == (
         "3 rows, 0 cut at the end, 0 dropped without a label left; labels on 66.7% of 9 tokens, a row 1 to 3, median 2"
     )
-    ids, positions, labels = sft.collate([[example] for example in examples], tokenizer.pad_token_id)
+    ids, positions, labels = collate([[example] for example in examples], tokenizer.pad_token_id)
     assert positions.tolist() == [[0, 1, 2, 3]] * 3
     assert labels.tolist() == [[-100, 1, 2, EOS], [-100, 1, EOS, -100], [-100, EOS, -100, -100]]
     assert ids[2, 2:].tolist() == [tokenizer.pad_token_id] * 2

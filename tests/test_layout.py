@@ -29,7 +29,7 @@ from test_runs import launch, torchrun
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
-from common import checkpoint, classifiers, sampling
+from common import checkpoint, classifiers, forward, sampling
 from common.logging import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -220,20 +220,11 @@ def wide(script, job):
         return call
 
     def wide_collate(collate):
-        def call(lines, pad):
+        def call(lines, pad, no_label=-100):
             reached.add("collate")
-            ids, positions, labels = collate(lines, pad)
+            ids, positions, labels = collate(lines, pad, no_label)
             more = positions[:, -1:] + torch.arange(1, 3)
-            return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(labels, 0, 2, -100)
-
-        return call
-
-    def wide_lines(line_up):
-        def call(lines, pad):
-            reached.add("line_up")
-            ids, positions, is_end = line_up(lines, pad)
-            more = positions[:, -1:] + torch.arange(1, 3)
-            return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(is_end, 0, 2, False)
+            return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(labels, 0, 2, no_label)
 
         return call
 
@@ -264,9 +255,9 @@ def wide(script, job):
         ppo: (ppo.Rollout, "take", wide_rollout),
         grpo: (grpo.Rollout, "take", wide_rollout),
         ilql: (ilql.Batch, "of", wide_episodes),
-        sft: (sft, "collate", wide_collate),
-        reward: (classifiers, "line_up", wide_lines),
-        dpo: (dpo, "collate", wide_collate),
+        sft: (forward, "collate", wide_collate),
+        reward: (classifiers, "collate", wide_collate),
+        dpo: (forward, "collate", wide_collate),
     }
     with replaced(sampling, "pad_left", wide_queries), replaced(*rows[script]):
         yield

@@ -18,10 +18,10 @@ import torch
 from test_invariants import ROWS, assert_same_result, log, recorded, run_sft, weights
 
 from algos import ppo, sft
-from common import identity, logging
+from common import forward, identity, logging
 from common.cli import InputError, cli, from_task
 from common.rows import load_sets
-from common.tokens import encode_prompts, pack
+from common.tokens import collate, encode_prompts, pack
 
 BOS, EOS, PAD, SCRIPT = 21, 22, 23, Path(sft.__file__)
 
@@ -315,7 +315,7 @@ def optimum(lengths, max_length):
 
 def test_collate_counts_positions_in_each_row():
     lines = [[([4, 5, 6], [-100, 5, 6]), ([7, 8], [-100, 8])], [([9, 1], [-100, 1])]]
-    ids, positions, labels = sft.collate(lines, PAD)
+    ids, positions, labels = collate(lines, PAD)
     assert ids.tolist() == [[4, 5, 6, 7, 8], [9, 1, PAD, PAD, PAD]]
     assert positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]  # no row begins in the padding
     assert labels.tolist() == [[-100, 5, 6, -100, 8], [-100, 1, -100, -100, -100]]
@@ -348,7 +348,7 @@ LONG = [{"prompt": p, "completion": c} for p, c in (("abc", "defghijk"), ("l", "
 
 def losses_and_gradients(model, lines):
     model.zero_grad()
-    logprobs, _ = sft.line_logprobs(model, lines, PAD, "cpu")
+    logprobs, _ = sft.line_logprobs(model, lines, PAD)
     logprobs.sum().backward()
     return logprobs.detach(), [w.grad.clone() for w in model.parameters()]
 
@@ -380,8 +380,8 @@ def test_packed_rows_are_rows_alone(letters, build_model, family, attention, pla
 def packing_error(model, line):
     """Largest difference of a token's loss between the examples of a line packed and each alone."""
     with torch.no_grad():
-        packed, _ = sft.line_logprobs(model, [line], PAD, "cpu")
-        alone = [sft.line_logprobs(model, [[example]], PAD, "cpu")[0] for example in line]
+        packed, _ = sft.line_logprobs(model, [line], PAD)
+        alone = [sft.line_logprobs(model, [[example]], PAD)[0] for example in line]
     return (packed - torch.cat(alone)).abs().max()
 
 
@@ -395,7 +395,7 @@ class Leaky(torch.nn.Module):
 
     def __init__(self, model, positions):
         super().__init__()
-        self.model, self.positions, self.config = model, positions, model.config
+        self.model, self.positions, self.config, self.device = model, positions, model.config, model.device
 
     def get_output_embeddings(self):
         return self.model.get_output_embeddings()
@@ -448,7 +448,7 @@ def test_packing_changes_no_metric(monkeypatch, unpacked, gpt2_dir, tmp_path, si
 def test_packing_is_off_where_rows_see_each_other(monkeypatch, unpacked, gpt2_dir, tmp_path, capsys):
     """By the structure of the model."""
     dtype, _, plain = unpacked
-    monkeypatch.setattr(sft, "packing_problem", lambda lm: "its layers read on")
+    monkeypatch.setattr(forward, "packing_problem", lambda lm: "its layers read on")
     flags = PACKED | {"dtype": dtype, "packing": True}
     metrics, _ = run_sft(gpt2_dir, tmp_path / "run", ROWS + LONG, **flags)
     assert "--packing is off: its layers read on\n" in capsys.readouterr().out

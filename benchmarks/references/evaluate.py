@@ -21,9 +21,9 @@ import safetensors.torch
 
 from algos import ddpo, dpo, ppo, reward
 from common.cli import from_task
+from common.forward import can_pack
 from common.functions import build
 from common.launch import launch, set_threads
-from common.pairs import can_pack
 from common.seeding import seed_libraries
 
 BEFORE = {"step": 0, "episode": 0, "seconds": 0.0, "model": None}

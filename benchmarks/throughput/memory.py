@@ -125,7 +125,7 @@ def sft_update(lm, ids, before):
         nll, logits = plain_nll(lm, ids, 1)
     else:
         lines = [[(row, [-100, *row[1:]])] for row in ids.tolist()]
-        nll = -sft.line_logprobs(lm, lines, 0, "cpu")[0]
+        nll = -sft.line_logprobs(lm, lines, 0)[0]
     loss = nll.sum() / nll.numel()
     loss.backward()
     return loss.item()

@@ -49,7 +49,7 @@ from common.launch import (
     reduce_sums,
 )
 from common.logging import Run, closes_run
-from common.models import freeze, load_pretrained, max_positions, set_attention, unsharded
+from common.models import freeze, load_pretrained, max_positions, unsharded
 from common.pairs import can_pack, in_lines, longer_side, pair_length, score_pairs, split_rows
 from common.report import visible
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
@@ -151,7 +151,6 @@ def load_classifier(args, path):
         drawn = rng(args.seed, "head", number).normal(0.0, scale, weight.shape)
         weight.data.copy_(torch.from_numpy(drawn))
     raise_heads(model)
-    set_attention(model, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokenizer.padding_side = "right"  # as transformers reads a batch for such a model

@@ -649,18 +649,18 @@ def test_a_mask_from_python(gpt2_dir, tmp_path):
 
 
 MASKS = [
-    ("user.py:thin", " must be bool of shape [25, 25], the model's vocabulary; it is torch.bool of shape [25, 24]\n"),
-    ("user.py:whole_numbers", " must be bool of shape [25, 25], the model's vocabulary; it is torch.int64 of shape "),
-    ("user.py:ragged", ""),
-    ("mask.pt", ""),
+    "user.py:thin",
+    "user.py:whole_numbers",
+    "user.py:ragged",
+    "mask.pt",
 ]
 
 
-@pytest.mark.parametrize(("mask", "sentence"), MASKS)
-def test_masks_that_do_not_fit(command, here, mask, sentence):
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_that_do_not_fit(command, here, mask):
     code, _, err = command(*SAMPLE, f"--logit-mask {mask}")
     assert code == 2 and not Path("run").exists()
-    assert err.startswith("error: --logit-mask" + sentence) and len(err.splitlines()) == 1, err
+    assert err == "error: --logit-mask must be bool of shape [25, 25], the size of the model's vocabulary\n"
 
 
 def greedy(run, beta):
@@ -891,8 +891,8 @@ BAD = {name: [0, -3] for name in AT_LEAST_ONE} | {name: [-1] for name in AT_LEAS
 BAD |= {name: [-1.0, NAN, INF] for name in ZERO_OR_MORE}
 BAD |= {name: [0.0, -1.0, NAN, INF] for name in ("lr", "epochs")}
 BAD |= {"top_p": [0.0, 1.5, NAN], "tau": [0.0, 1.0, NAN], "gamma": [-0.1, 1.1, NAN], "polyak_alpha": [0.0, 1.1, NAN]}
-BAD |= {"betas": [(0.0, NAN), (INF,), (-1.0,), (0.0, 1.0, 1 + 1e-9)], "adam_betas": [(0.9, 1.0), (-0.1, 0.9)]}
-BAD |= {"awac_clip": [0.5, 0.99, 0.0, -1.0, NAN, INF]}
+BAD |= {"betas": [(0.0, NAN), (INF,), (-1.0,)], "adam_betas": [(0.9, 1.0), (-0.1, 0.9)]}
+BAD |= {"awac_clip": [0.0, -1.0, NAN, INF]}
 BAD |= {"num_layers_unfrozen": [-2], "stop": [("x", "")], "push_to_hub": ["name"]}
 GOOD = {"gamma": [0.0, 1.0], "polyak_alpha": [1.0], "top_p": [1.0], "betas": [(3.0,)], "awac_clip": [1.0]}
 GOOD |= {"tau": [0.01, 0.99], "top_k": [0], "warmup_steps": [0], "cql_scale": [0.0], "num_layers_unfrozen": [0]}

@@ -1015,8 +1015,11 @@ BAD_COMMANDS = [
     ("--lr 0 --tau 1", "2 problems:"),
     ("--gamma 1.5", "--gamma 1.5 must be in [0, 1]"),
     ("--alpha 0.1", "there is no --alpha here: use --polyak-alpha"),
-    ("--filter shaped", "there is no --filter here: it is gone; --top-k and --top-p filter what the base model propos"),
-    ("--advantage-clip 0", "there is no --advantage-clip here: it is gone; in a copy of the script, clamp q - v"),
+    ("--filter shaped", "there is no --filter here: use --top-k, --top-p. They filter what the base model propos"),
+    (
+        "--advantage-clip 0",
+        "there is no --advantage-clip here: it is gone. The authors clip the product of beta and Q - V.",
+    ),
 ]
 
 

@@ -221,8 +221,9 @@ class Run:
         keeps them as they are then. Collective.
 
         pretrained: the model of --model, of which checkpoints leave out what is frozen. iterations: of the whole run,
-        each of `stride` optimizer steps. headline: the metric that the picture and the card begin with. shown: the
-        metrics of the status line, which the picture has, too. evaluates: whether there is anything to evaluate.
+        each of `stride` optimizer steps. headline: the metric that the picture and the card begin with, until
+        `set_headline` names another. shown: the metrics of the status line, which the picture has, too. evaluates:
+        whether there is anything to evaluate.
         """
         self.model = model
         self.optimizer = optimizer

@@ -271,8 +271,8 @@ def blocks(lm):
 
 
 def freeze(lm, num_layers_unfrozen):
-    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything). Returns the number of
-    frozen blocks. InputError where weights of 16 bits would be trained."""
+    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything), without the routers of
+    experts. Returns the number of frozen blocks. InputError where weights of 16 bits would be trained."""
     depth = 0
     if num_layers_unfrozen >= 0:
         layers = blocks(lm)

@@ -782,9 +782,9 @@ def test_the_best_beta_of_the_last_evaluation_is_reported(gpt2_dir, tmp_path, ca
     assert line in out and line in (run / "README.md").read_text()
 
 
-@pytest.mark.parametrize("after", [2, 5])
+@pytest.mark.parametrize("after", [2, 5, 6])
 def test_the_best_beta_is_known_to_a_run_that_continues(monkeypatch, gpt2_dir, tmp_path, after, capsys):
-    """It keeps its best model, and ends with the same last lines."""
+    """It keeps its best model, and ends with the same last lines, also where no step was left."""
 
     def metric(outputs, **columns):  # depends on what is sampled alone
         return {"first": [len(output) + sum(map(ord, output)) % 7 for output in outputs]}
@@ -809,6 +809,8 @@ def test_the_best_beta_is_known_to_a_run_that_continues(monkeypatch, gpt2_dir, t
     assert said[headline:] in capsys.readouterr().out
     one, two = all_bytes(whole), all_bytes(run)
     assert one == two and "hf_model_best/ilql_heads.safetensors" in one
+    told = said[headline:].split()[0]
+    assert {json.loads((folder / "env.json").read_text())["headline"] for folder in (whole, run)} == {told}
 
 
 def test_a_score_that_is_not_finite_is_no_best_beta(gpt2_dir, tmp_path, capsys):

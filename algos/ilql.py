@@ -359,7 +359,9 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
         outputs = [(begin - num_over, end - num_over) for begin, end in outputs]
         longest += prompt_length - num_over
     if truncated:
-        ids = without_end(ids, outputs[-1][0], ends)
+        begin, _ = outputs[-1]
+        end_places = [place for place in range(begin, len(ids)) if ids[place] in ends]
+        ids = ids[: max(end_places, default=len(ids))]
     places = [range(max(1, begin), min(end, len(ids))) for begin, end in outputs]  # nothing predicts the first
     received = place_rewards(row.get("reward"), places, where)
     actions = list(itertools.chain(*places))
@@ -371,12 +373,6 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
     rewards = [received.get(place, 0.0) for place in actions]
     episode = Episode(ids, actions, rewards, done=not (truncated or is_long))
     return episode, is_long or num_over > 0
-
-
-def without_end(ids, begin, ends):
-    """ids without the last end token and what is behind it, if there is one from begin on."""
-    last = max((place for place in range(begin, len(ids)) if ids[place] in ends), default=len(ids))
-    return ids[:last]
 
 
 def place_rewards(reward, outputs, where):
@@ -393,14 +389,6 @@ def place_rewards(reward, outputs, where):
     if placed and any(value for places, value in rewarded if not places):  # without any action the row is dropped
         raise InputError(f"{where}: an output without tokens has a reward")
     return placed
-
-
-def scale_rewards(episodes, mean, std):
-    """Divides each reward by std, and takes mean / std from the last one of each episode that ended."""
-    for episode in episodes:
-        episode.rewards = [reward / std for reward in episode.rewards]
-        if episode.done:
-            episode.rewards[-1] -= mean / std
 
 
 @dataclass
@@ -701,8 +689,10 @@ def normalize_rewards(data, args):
         std = 1.0
         equal = "all returns are equal (rows that are cut lose theirs)"
         data.report += f"\nwarning: {equal}: little is to be learnt but to imitate"
-    for episodes in (data.episodes, *data.eval_sets.values()):
-        scale_rewards(episodes, mean if all_end else 0.0, std)  # the mean belongs to the end
+    for episode in itertools.chain(data.episodes, *data.eval_sets.values()):
+        episode.rewards = [reward / std for reward in episode.rewards]
+        if all_end and episode.done:  # the mean belongs to the end
+            episode.rewards[-1] -= mean / std
 
 
 def summary(run, policy, tokenizer, data):

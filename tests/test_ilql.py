@@ -773,16 +773,19 @@ def test_cutting_keeps_a_prefix_whatever_the_dialogue(letters):
     assert seen == {"dropped", "cut", "whole"}
 
 
-def test_scale_rewards_standardises_the_returns_that_ended():
-    rows = [([1.0, 0, 3], True), ([2.0], True), ([0, -5.0], True), ([7.0, 1.0], False)]
-    episodes = [ilql.Episode([], [], rewards, done) for rewards, done in rows]
-    ilql.scale_rewards(episodes, 0.5, 4.0)
-    assert [e.rewards for e in episodes] == [[0.25, 0, 0.625], [0.375], [0, -1.375], [1.75, 0.25]]
-    ended = [sum(rewards) for rewards, done in rows if done]
-    episodes = [ilql.Episode([], [], rewards, done) for rewards, done in rows]
-    ilql.scale_rewards(episodes, np.mean(ended), np.std(ended, ddof=1))
-    scaled = [sum(e.rewards) for e in episodes if e.done]
-    assert np.mean(scaled) == pytest.approx(0, abs=1e-12) and np.std(scaled, ddof=1) == pytest.approx(1)
+@pytest.mark.parametrize("last_ends", [True, False])
+def test_returns_are_standardised_where_all_rows_end(last_ends):
+    """Where one goes on they are scaled alone; rewards of evaluation rows follow, the mean only where a row ends."""
+    rows = [([1.0, 0, 3], True), ([2.0], True), ([0, -5.0], last_ends)]
+    data = ilql.Data([], {"": [ilql.Episode([], [], [7.0, 1.0], end) for end in (True, False)]}, [], None, None)
+    data.episodes = [ilql.Episode([], [], rewards, done) for rewards, done in rows]
+    ilql.normalize_rewards(data, SimpleNamespace(normalize_rewards=True))
+    mean, std = np.mean([4, 2, -5]) * last_ends, np.std([4, 2, -5], ddof=1)
+    expected = [[1 / std, 0, (3 - mean) / std], [(2 - mean) / std], [0, (-5 - mean) / std]]
+    expected += [[7 / std, (1 - mean) / std], [7 / std, 1 / std]]
+    found = [episode.rewards for episode in data.episodes + data.eval_sets[""]]
+    assert [len(rewards) for rewards in found] == [3, 1, 2, 2, 2]
+    assert sum(found, []) == pytest.approx(sum(expected, []), abs=1e-12)
 
 
 # ---- The policy ------------------------------------------------------------------------------------------------------

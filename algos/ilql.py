@@ -708,11 +708,11 @@ def summary(run, policy, tokenizer, data):
     lines = [
         run.describe(policy),
         f"data: {data.report}",
-        f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {data.max_length}",
+        f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first row, [not actions]: {marked_actions(tokenizer, first_row)[:800]}; its return, as used: "
         f"{sum(first_row.rewards):.4g}",
-        f"lr {args.lr:g} {args.lr_schedule}, beta {betas}, {args.max_new_tokens} new tokens, {epochs:.3g} epochs; "
-        f"targets take over {taken_over:.0%} of Q",
+        f"lr {args.lr:g} {args.lr_schedule}, beta {betas}, at most {data.max_length} tokens a row, "
+        f"{args.max_new_tokens} new tokens, {epochs:.3g} epochs; targets take over {taken_over:.0%} of Q",
         f"{run.total_steps} steps x {args.batch_size} rows; each step {share} rows a process, at most "
         f"{args.micro_batch_size} a forward pass",
     ]

@@ -616,7 +616,8 @@ def test_rows_are_cut_at_the_positions_of_the_model(command, here):
     assert (
         code == 0
         and "2 rows, 1 cut, 0 dropped" in out
-        and "longest 32; return 1 +- 1.414, scaled to any mean +- 1" in out
+        and "; return 1 +- 1.414, scaled to any mean +- 1\n" in out
+        and "longest 32\n" in out
     ), err
 
 

@@ -405,14 +405,14 @@ class Batch:
 
     @classmethod
     def of(cls, episodes, pad, device, encoder=False):
-        # the first token of a decoder, or the start token before the output, gives state 0
-        begins = [1] * len(episodes)
-        for row, episode in enumerate(episodes):
-            if encoder and episode.actions:
-                begins[row] = episode.actions[0]
+        begins = []
         states = []
         not_done = []
-        for episode, begin in zip(episodes, begins, strict=True):
+        for episode in episodes:
+            begin = 1  # the token behind state 0: the second one of a decoder
+            if encoder and episode.actions:
+                begin = episode.actions[0]  # the first one of the output
+            begins.append(begin)
             states.append([place - begin for place in [*episode.actions, len(episode.ids)]])
             going_on = [True] * len(episode.actions)
             if episode.done and going_on:

@@ -272,16 +272,14 @@ def blocks(lm):
 
 def freeze(lm, num_layers_unfrozen):
     """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything), without the routers of
-    experts. Returns the number of frozen blocks. InputError where weights of 16 bits would be trained."""
-    depth = 0
+    experts. InputError where weights of 16 bits would be trained."""
     if num_layers_unfrozen >= 0:
         layers = blocks(lm)
         if num_layers_unfrozen > len(layers):
             raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
-        depth = len(layers) - num_layers_unfrozen
         lm.requires_grad_(False)
         if num_layers_unfrozen:
-            layers[depth:].requires_grad_(True)
+            layers[-num_layers_unfrozen:].requires_grad_(True)
             for module in modules_after(lm, layers[-1]):
                 if module is not lm.get_output_embeddings():
                     for weight in module.parameters(recurse=False):
@@ -294,7 +292,6 @@ def freeze(lm, num_layers_unfrozen):
                 "--dtype bfloat16: most updates of such weights would round to nothing: leave it out and give "
                 "--mixed-precision bf16, or train adapters with --lora-r"
             )
-    return depth
 
 
 def draw_layers(head, seed, *stream):

@@ -17,8 +17,6 @@ How this differs from trlX's ILQL and the authors' code:
 - One transformer, as in trlX; the authors have three (algos/README.md has recipes for a separate policy and target).
 - --top-k and --top-p choose from pi, before Q is added, as the authors do. So no beta leaves the likely tokens of pi,
   unless both are off.
-- The targets' Q is computed only for the action taken. Logits are computed only for actions, in chunks, where the model
-  returns them unchanged.
 - Rows that are cut or `truncated` bootstrap from V of their last state, as in the authors' code; in trlX all rows end.
 - The targets follow every --steps-for-target-q-sync optimizer steps, counted over the whole run.
 - Losses are means over the actions of the global batch, so neither micro-batches, processes nor padding change them.
@@ -42,8 +40,8 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -112,7 +110,7 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     awac_beta: NonNegative = 0.0
     """In the imitation loss a token weighs exp(beta x its advantage); 0: plain imitation (trlX and the authors)."""
     awac_clip: Positive = 20.0
-    """Largest such weight, at least 1."""
+    """Largest such weight."""
     two_qs: bool = True
     """Two Q heads, of which the lower value counts; --no-two-qs: one. Losses are summed over the heads. With a target
     each, gradients and moments they take 12.5 GB beside a model of width 1024 and 152k words."""
@@ -161,12 +159,8 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
         problems = problems_of(self)
         if self.tau in (0, 1):
             problems.append(f"--tau {self.tau} must be above 0 and below 1, or V has no bound")
-        if 0 < self.awac_clip < 1:
-            problems.append(f"--awac-clip {self.awac_clip} must be at least 1, the weight where the advantage is 0")
         if not self.betas:
             problems.append("--betas is empty: name one number or several")
-        if len({f"{beta:g}" for beta in self.betas}) < len(self.betas):
-            problems.append(f"--betas {self.betas} must differ in their six digits, which name the metrics")
         if self.eval_prompts is not None and self.metric is None:
             problems.append("--eval-prompts is given without --metric, which scores what is sampled")
         stop_if(problems)
@@ -222,18 +216,6 @@ def shape_logits(logits, q, v, beta, top_k=0, top_p=1.0, forbidden=None):
         drop = ranked.cumsum(-1) - ranked >= top_p  # the probability before a token already reaches top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
     return logits.log_softmax(-1) + beta * (q - v[..., None])
-
-
-# ---- Products with the vocabulary ------------------------------------------------------------------------------------
-
-
-def chosen_q(head, features, actions):
-    """Q(s, a) (N,) of actions (N,) and features, head[:-1](states) (N, 2H), from the rows of the last layer that the
-    actions need. The gradient of these rows is sparse; autograd adds it to the dense one of the CQL loss, without which
-    AdamW would refuse it."""
-    last = head[-1]
-    weights = F.embedding(actions, last.weight, sparse=True)  # (N, 2H)
-    return (features * weights).sum(-1) + last.bias[actions]
 
 
 # ---- Heads -----------------------------------------------------------------------------------------------------------
@@ -377,7 +359,9 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
         outputs = [(begin - num_over, end - num_over) for begin, end in outputs]
         longest += prompt_length - num_over
     if truncated:
-        ids = without_end(ids, outputs[-1][0], ends)
+        begin, _ = outputs[-1]
+        end_places = [place for place in range(begin, len(ids)) if ids[place] in ends]
+        ids = ids[: max(end_places, default=len(ids))]
     places = [range(max(1, begin), min(end, len(ids))) for begin, end in outputs]  # nothing predicts the first
     received = place_rewards(row.get("reward"), places, where)
     actions = list(itertools.chain(*places))
@@ -389,12 +373,6 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
     rewards = [received.get(place, 0.0) for place in actions]
     episode = Episode(ids, actions, rewards, done=not (truncated or is_long))
     return episode, is_long or num_over > 0
-
-
-def without_end(ids, begin, ends):
-    """ids without the last end token and what is behind it, if there is one from begin on."""
-    last = max((place for place in range(begin, len(ids)) if ids[place] in ends), default=len(ids))
-    return ids[:last]
 
 
 def place_rewards(reward, outputs, where):
@@ -413,14 +391,6 @@ def place_rewards(reward, outputs, where):
     return placed
 
 
-def scale_rewards(episodes, mean, std):
-    """Divides each reward by std, and takes mean / std from the last one of each episode that ended."""
-    for episode in episodes:
-        episode.rewards = [reward / std for reward in episode.rewards]
-        if episode.done:
-            episode.rewards[-1] -= mean / std
-
-
 @dataclass
 class Batch:
     """Right-padded episodes; for an encoder-decoder their outputs all begin at the same place."""
@@ -435,14 +405,14 @@ class Batch:
 
     @classmethod
     def of(cls, episodes, pad, device, encoder=False):
-        # the first token of a decoder, or the start token before the output, gives state 0
-        begins = [1] * len(episodes)
-        for row, episode in enumerate(episodes):
-            if encoder and episode.actions:
-                begins[row] = episode.actions[0]
+        begins = []
         states = []
         not_done = []
-        for episode, begin in zip(episodes, begins, strict=True):
+        for episode in episodes:
+            begin = 1  # the token behind state 0: the second one of a decoder
+            if encoder and episode.actions:
+                begin = episode.actions[0]  # the first one of the output
+            begins.append(begin)
             states.append([place - begin for place in [*episode.actions, len(episode.ids)]])
             going_on = [True] * len(episode.actions)
             if episode.done and going_on:
@@ -495,6 +465,15 @@ def action_logprobs(lm, batch):
     logprobs, hidden, _ = token_logprobs(lm, labels, labels != -100, **inputs)
     rows = torch.arange(count, device=batch.ids.device)[:, None]
     return logprobs, hidden[rows, batch.states]
+
+
+def chosen_q(head, features, actions):
+    """Q(s, a) (N,) of actions (N,) and features, head[:-1](states) (N, 2H), from the rows of the last layer that the
+    actions need. The gradient of these rows is sparse; autograd adds it to the dense one of the CQL loss, without which
+    AdamW would refuse it."""
+    last = head[-1]
+    weights = F.embedding(actions, last.weight, sparse=True)  # (N, 2H)
+    return (features * weights).sum(-1) + last.bias[actions]
 
 
 def ilql_losses(policy, batch, args):
@@ -567,15 +546,12 @@ def loss_metrics(sums, count):
 @torch.no_grad()
 def evaluate_losses(accelerator, model, episodes, args, pad):
     """The losses of the whole set, the same for any batch size and number of processes."""
-    world = accelerator.num_processes
-    share = math.ceil(len(episodes) / world)
-    empty = Episode(episodes[0].ids, [], [], True)  # every process runs the same number of forwards
-    local = (episodes[accelerator.process_index :: world] + [empty])[:share]
-    local.sort(key=lambda episode: len(episode.ids))
+    empty = Episode(episodes[0].ids, [], [], True)  # every process runs the same number of forward passes
+    padded = episodes + [empty] * (-len(episodes) % accelerator.num_processes)
     encoder = getattr(model, "module", model).lm.config.is_encoder_decoder
     sums = dict.fromkeys([*LOSSES, "actions"], 0)
-    for i in range(0, share, args.micro_batch_size):
-        batch = Batch.of(local[i : i + args.micro_batch_size], pad, accelerator.device, encoder)
+    for part in split_episodes(padded, accelerator, args):
+        batch = Batch.of(part, pad, accelerator.device, encoder)
         terms = model(batch, args)
         for name in LOSSES:
             sums[name] += terms[name].double().sum()
@@ -611,16 +587,15 @@ def evaluate(run, step, model, tokenizer, data, args):
     return metrics
 
 
-def headline(metrics, data, args):
+def headline(metrics, data):
     """The name of the metric that chooses the best model: the first one of --metric, with the beta for which it is
     highest, the first of equal ones; without samples a loss."""
-    first_metrics = []
-    for beta in args.betas:
-        with_beta = [name for name in metrics if name.endswith(f"@beta={beta:g}")]
-        first_metrics += with_beta[:1]
-    scores = {name: metrics[name] for name in first_metrics if math.isfinite(metrics[name])}
-    if scores:
-        return max(scores, key=scores.get)
+    sampled = [name for name in metrics if "@beta=" in name]
+    if sampled:
+        first_metric = sampled[0].partition("@beta=")[0] + "@beta="
+        names = [name for name in sampled if name.startswith(first_metric) and math.isfinite(metrics[name])]
+        if names:
+            return max(names, key=metrics.get)
     loss = f"{set_prefix(next(iter(data.eval_sets), ''))}loss"
     return loss if loss in metrics else "losses/loss"
 
@@ -640,10 +615,7 @@ class Data:
     max_length: int = 0  # of a row, in tokens
     episodes: list | None = None
     queries: list | None = None  # ids of the prompts
-    report: str = ""
-    remarks: list = field(default_factory=list)  # for the summary
-    mean_return: float = 0.0  # of the training episodes, as their rewards are given
-    std_return: float = 0.0
+    report: str = ""  # on rows, actions and returns, for the summary
 
 
 def read(args):
@@ -674,26 +646,23 @@ def load(args, path, device):
     return policy, tokenizer
 
 
-def check_logit_mask(logit_mask, lm, args):
+def check_logit_mask(logit_mask, lm):
     """The mask of --logit-mask as a tensor (V, V), or None. InputError where it does not fit the model."""
     if logit_mask is None:
         return None
     if lm.config.is_encoder_decoder:
         raise InputError("--logit-mask is not for encoder-decoders")
-    try:
-        logit_mask = torch.as_tensor(logit_mask)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"--logit-mask {args.logit_mask!r:.60} is no matrix or file.py:function: {error}") from None
     size = lm.get_output_embeddings().weight.shape[0]
-    if logit_mask.dtype != torch.bool or logit_mask.shape != (size, size):
-        form = f"{logit_mask.dtype} of shape {[*logit_mask.shape]}"
-        raise InputError(f"--logit-mask must be bool of shape {[size, size]}, the model's vocabulary; it is {form}")
+    with suppress(TypeError, ValueError, RuntimeError):
+        logit_mask = torch.as_tensor(logit_mask)
+    if getattr(logit_mask, "dtype", None) != torch.bool or logit_mask.shape != (size, size):
+        raise InputError(f"--logit-mask must be bool of shape {[size, size]}, the size of the model's vocabulary")
     return logit_mask
 
 
 def encode(data, lm, tokenizer, args):
     """Makes tokens of all rows, and a tensor of the mask."""
-    data.logit_mask = check_logit_mask(data.logit_mask, lm, args)
+    data.logit_mask = check_logit_mask(data.logit_mask, lm)
     encoder = lm.config.is_encoder_decoder
     limit = max_positions(lm)
     data.max_length = min(args.max_length, limit or args.max_length)
@@ -709,29 +678,27 @@ def encode(data, lm, tokenizer, args):
 def normalize_rewards(data, args):
     """Scales all rewards by the returns of the training episodes, unless --no-normalize-rewards is given."""
     returns = [sum(episode.rewards) for episode in data.episodes]
-    data.mean_return = fmean(returns)
-    data.std_return = stdev(returns) if len(returns) > 1 else 0.0
-    if data.std_return <= 1e-9 * max(map(abs, returns)):  # which is rounding
-        data.std_return = 0.0
+    mean = fmean(returns)
+    std = stdev(returns) if len(returns) > 1 else 0.0
+    data.report += f"; return {mean:.4g} +- {std:.4g}"
     if not args.normalize_rewards:
         return
-    if data.std_return == 0:
+    all_end = all(episode.done for episode in data.episodes)
+    data.report += f", scaled to {'0' if all_end else 'any mean'} +- 1"
+    if std <= 1e-9 * max(map(abs, returns)):  # which is rounding
+        std = 1.0
         equal = "all returns are equal (rows that are cut lose theirs)"
-        data.remarks.append(f"warning: {equal}: little is to be learnt but to imitate")
-    # the mean belongs to the end
-    mean = data.mean_return if all(episode.done for episode in data.episodes) else 0.0
-    for episodes in (data.episodes, *data.eval_sets.values()):
-        scale_rewards(episodes, mean, data.std_return or 1.0)
+        data.report += f"\nwarning: {equal}: little is to be learnt but to imitate"
+    for episode in itertools.chain(data.episodes, *data.eval_sets.values()):
+        episode.rewards = [reward / std for reward in episode.rewards]
+        if all_end and episode.done:  # the mean belongs to the end
+            episode.rewards[-1] -= mean / std
 
 
 def summary(run, policy, tokenizer, data):
     """What is trained on what, in a few lines."""
     args = run.args
     lengths = sorted(len(episode.ids) for episode in data.episodes)
-    returns = f"{data.mean_return:.4g} +- {data.std_return:.4g}"
-    if args.normalize_rewards:
-        all_end = all(episode.done for episode in data.episodes)
-        returns += f", scaled to {'0' if all_end else 'any mean'} +- 1"
     first_row = data.episodes[0]
     epochs = run.total_steps * args.batch_size / len(data.episodes)
     betas = " ".join(f"{beta:g}" for beta in args.betas)
@@ -739,9 +706,9 @@ def summary(run, policy, tokenizer, data):
     taken_over = 1 - (1 - args.polyak_alpha) ** syncs
     share = args.batch_size // run.accelerator.num_processes
     lines = [
-        *data.remarks,
         run.describe(policy),
-        f"data: {data.report}; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}; return {returns}",
+        f"data: {data.report}",
+        f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first row, [not actions]: {marked_actions(tokenizer, first_row)[:800]}; its return, as used: "
         f"{sum(first_row.rewards):.4g}",
         f"lr {args.lr:g} {args.lr_schedule}, beta {betas}, at most {data.max_length} tokens a row, "
@@ -765,10 +732,10 @@ def marked_actions(tokenizer, episode):
     return text
 
 
-def usage(headline, args):
+def usage(metric, args):
     """The lines that load the exported model and sample from it with the beta of the headline metric, or without one
     with the first beta above 0."""
-    _, evaluated, beta = headline.rpartition("@beta=")
+    _, evaluated, beta = metric.rpartition("@beta=")
     reason = "the best beta by the last evaluation"
     if not evaluated:
         beta = next((f"{beta:g}" for beta in args.betas if beta > 0), "0")
@@ -850,8 +817,10 @@ def main(args):
         best = None
         if run.evaluation_due(step):
             metrics |= evaluate(run, step, model, tokenizer, data, args)
-            run.headline = headline(metrics, data, args)
-            best = metrics[run.headline] if data.metric else -metrics[run.headline]
+            run.set_headline(headline(metrics, data))
+            best = metrics[run.headline]
+            if "@beta=" not in run.headline:  # a loss
+                best = -best
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows))
         run.save(step, export, best)
 

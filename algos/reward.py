@@ -44,7 +44,7 @@ from common.forward import can_pack
 from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import freeze, load_pretrained, max_positions, set_attention, unsharded
+from common.models import freeze, load_pretrained, max_positions, unsharded
 from common.report import visible
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
 from common.seeding import rng
@@ -146,7 +146,6 @@ def load_classifier(args, path):
         drawn = rng(args.seed, "head", number).normal(0.0, scale, weight.shape)
         weight.data.copy_(torch.from_numpy(drawn))
     raise_heads(model)
-    set_attention(model, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokenizer.padding_side = "right"  # as transformers reads a batch for such a model

@@ -50,7 +50,8 @@ class RewardModel:
 def load_scorer(args, name, is_adapter):
     """(model, tokenizer) of --reward: name is that flag without the label. InputError for what is no classifier."""
     own_args = copy.copy(args)
-    own_args.tokenizer = None  # that flag is about --model
+    own_args.tokenizer = None  # this flag and the next are about --model
+    own_args.attn_implementation = None
     own_args.load_in_4bit = args.load_in_4bit and is_adapter
     keywords = {}
     if is_adapter:

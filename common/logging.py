@@ -221,8 +221,9 @@ class Run:
         keeps them as they are then. Collective.
 
         pretrained: the model of --model, of which checkpoints leave out what is frozen. iterations: of the whole run,
-        each of `stride` optimizer steps. headline: the metric that the picture and the card begin with. shown: the
-        metrics of the status line, which the picture has, too. evaluates: whether there is anything to evaluate.
+        each of `stride` optimizer steps. headline: the metric that the picture and the card begin with, until
+        `set_headline` names another. shown: the metrics of the status line, which the picture has, too. evaluates:
+        whether there is anything to evaluate.
         """
         self.model = model
         self.optimizer = optimizer
@@ -231,7 +232,7 @@ class Run:
         self.iteration = self.state.get("iteration", self.begun // stride)  # the last one that is done
         self.num_iterations = iterations
         self.total_steps = self.begun + stride * max(0, iterations - self.iteration)
-        self.headline = headline
+        self.headline = self.state.get("headline", headline) if self.same else headline
         self.shown = shown
         self.eval_every = self.args.eval_every if evaluates else 0
         self.best_score = self.state.get("best_score")
@@ -306,6 +307,13 @@ class Run:
         self.seconds[part] = now - self.since
         self.since = now
 
+    def set_headline(self, name):
+        """Another metric becomes the headline, as in `begin`; benchmarks/compare.py reads it in env.json."""
+        self.headline = name
+        if self.main and self.dir:
+            env = json.loads((self.dir / "env.json").read_text())
+            ckpt.write_text(self.dir / "env.json", json.dumps(env | {"headline": name}, indent=1))
+
     def evaluation_due(self, step):
         """At the start, every --eval-every steps, and at the end."""
         if step == 0:
@@ -322,7 +330,8 @@ class Run:
         143 or 130. export: takes the name of a directory. Collective."""
         if self.dir is None:
             return
-        if score is not None and math.isfinite(score) and (self.best_score is None or score > self.best_score):
+        best_score = -math.inf if self.best_score is None else self.best_score
+        if score is not None and score > best_score:  # which nan never is
             self.best_score = score
             self.best_step = step
             export("hf_model_best")
@@ -342,7 +351,7 @@ class Run:
     def _save(self, step):
         """Writes a checkpoint. A full disk is a warning: older checkpoints are intact, the next save tries again."""
         screen.show("saving")
-        best = {"best_score": self.best_score, "best_step": self.best_step}
+        best = {"best_score": self.best_score, "best_step": self.best_step, "headline": self.headline}
         settings = ckpt.changed_settings(self.optimizer, self.first_groups)
         state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": self.iteration}
         state |= {"optimizer_settings": settings} | vars(self.quantities) | best

@@ -35,8 +35,8 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     from transformers import AutoTokenizer
 
     quiet_libraries()
+    screen.show(f"loading {flag}")
     path = spec_path(path) or path
-    screen.show(f"loading {'/'.join(Path(path).parts[-2:]) if isinstance(path, str | Path) else flag}")
     if isinstance(path, Path):
         path = str(path)
     revision = args.revision if flag == "--model" else None
@@ -45,18 +45,20 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     check_directory("--tokenizer", source)
     base = adapter_base(path, revision)
     source = tokenizer_source(source, path, base, flag)
-    hub = {"trust_remote_code": args.trust_remote_code}
-    keywords |= hub | {"dtype": getattr(torch, args.dtype)}
+    code = {"trust_remote_code": args.trust_remote_code}
+    keywords |= code | {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attn_implementation}
     if args.load_in_4bit:
         keywords |= four_bits(keywords["dtype"])
     try:
         tokenizer = source
         if isinstance(source, str):
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision if source == path else None, **hub)
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision if source == path else None, **code)
         model, missing, mismatched = load_weights(auto_class, path, base, revision, keywords)
     except Exception as error:  # the libraries' errors have no common class
-        where = describe_source(args, path, flag, base, revision)
-        raise InputError(f"{where} cannot be loaded: {' '.join(str(error).split())}") from None
+        named = f"{flag} {path}"
+        if isinstance(args.tokenizer, str):
+            named += f" or --tokenizer {args.tokenizer}"
+        raise InputError(f"{named} cannot be loaded: {' '.join(str(error).split())}") from None
     model = repaired(model, args)
     problems = model_problems(model, tokenizer, mismatched, is_classifier="Sequence" in auto_class)
     stop_if([f"{flag} {path}: {problem}" for problem in problems[:1]])
@@ -110,6 +112,8 @@ def load_weights(auto_class, path, base, revision, keywords):
     revision, and its report knows nothing of what the base lacks.
     """
     if not isinstance(path, str):
+        if keywords["attn_implementation"]:
+            path.set_attn_implementation(keywords["attn_implementation"])
         return path, set(), []
     import transformers
 
@@ -129,18 +133,6 @@ def load_weights(auto_class, path, base, revision, keywords):
         if Path(base).is_dir():  # found from everywhere
             model.peft_config["default"].base_model_name_or_path = str(Path(base).resolve())
     return model, missing, sorted(mismatched)
-
-
-def describe_source(args, path, flag, base, revision):
-    """The flags that a model was to be loaded by, for an error."""
-    text = f"{flag} {path}"
-    if base:
-        text += f", an adapter of {base},"
-    if revision:
-        text += f" --revision {revision}"
-    if isinstance(args.tokenizer, str):
-        text += f" --tokenizer {args.tokenizer}"
-    return text
 
 
 def repaired(model, args):
@@ -210,7 +202,6 @@ def load_model(args, path, flag="--model"):
         raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
-    set_attention(model, args)
     if args.dtype == "float64":
         model.set_experts_implementation("eager")  # torch's grouped products have no float64
     if args.gradient_checkpointing:
@@ -278,19 +269,6 @@ def max_positions(lm):
     return getattr(config, "max_position_embeddings", None)
 
 
-def set_attention(lm, args):
-    """Lets the model compute its attention as --attn-implementation says."""
-    if args.attn_implementation is None:
-        return
-    before = lm.config._attn_implementation
-    try:
-        lm.set_attn_implementation(args.attn_implementation)
-        if args.attn_implementation != before and lm.config._attn_implementation == before:  # some warn and go on
-            raise ValueError(f"{type(lm).__name__} stays with {before}")
-    except (ValueError, ImportError) as error:
-        raise InputError(f"--attn-implementation {args.attn_implementation}: {error}") from None
-
-
 # ---- What is trained -------------------------------------------------------------------------------------------------
 
 
@@ -305,17 +283,15 @@ def blocks(lm):
 
 
 def freeze(lm, num_layers_unfrozen):
-    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything). Returns the number of
-    frozen blocks. InputError where weights of 16 bits would be trained."""
-    depth = 0
+    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything), without the routers of
+    experts. InputError where weights of 16 bits would be trained."""
     if num_layers_unfrozen >= 0:
         layers = blocks(lm)
         if num_layers_unfrozen > len(layers):
             raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
-        depth = len(layers) - num_layers_unfrozen
         lm.requires_grad_(False)
         if num_layers_unfrozen:
-            layers[depth:].requires_grad_(True)
+            layers[-num_layers_unfrozen:].requires_grad_(True)
             for module in modules_after(lm, layers[-1]):
                 if module is not lm.get_output_embeddings():
                     for weight in module.parameters(recurse=False):
@@ -328,7 +304,6 @@ def freeze(lm, num_layers_unfrozen):
                 "--dtype bfloat16: most updates of such weights would round to nothing: leave it out and give "
                 "--mixed-precision bf16, or train adapters with --lora-r"
             )
-    return depth
 
 
 def draw_layers(head, seed, *stream):

@@ -260,7 +260,7 @@ def test_left_padding_and_the_cache_change_nothing(family, folder, dtype, attent
     if padding_problem(lm):
         pytest.skip("refused, see test_ppo")
     tolerance = 3e-5 if dtype == "float32" or family in IN_FLOAT32 else 1e-12
-    if attention == "eager" or lm._supports_sdpa:  # else it refuses, and set_attention leaves it alone
+    if attention == "eager" or lm._supports_sdpa:  # else it refuses
         lm.set_attn_implementation(attention)
     model, random = ppo.PolicyWithValue(lm, "mlp", "normal"), torch.Generator().manual_seed(0)
     lengths, limits = torch.tensor([5, 1, 3, 7]), torch.tensor([4, 7, 1, 6])

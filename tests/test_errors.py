@@ -221,7 +221,7 @@ FLAGS = [
     ("sft", "--num-layers-unfrozen 3", "--num-layers-unfrozen 3: the model has 2 layers"),
     ("ppo", "--num-layers-unfrozen -2", "--num-layers-unfrozen -2 must be"),
     ("ppo", "--num-layers-unfrozen 3", "--num-layers-unfrozen 3: the model has 2 layers"),
-    ("sft", "--packing --attn-implementation flash_attention_2", "--attn-implementation flash_attention_2"),
+    ("sft", "--packing --attn-implementation flash_attention_2", "cannot be loaded: FlashAttention2"),
     ("ppo", "--score-clip -1", "--score-clip -1.0 must be"),
     ("ppo", "--missing-eos-penalty nan", "--missing-eos-penalty nan must be"),
     ("ppo", "--early-stop-kl -1", "--early-stop-kl -1.0 must be"),

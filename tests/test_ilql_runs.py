@@ -616,7 +616,8 @@ def test_rows_are_cut_at_the_positions_of_the_model(command, here):
     assert (
         code == 0
         and "2 rows, 1 cut, 0 dropped" in out
-        and "longest 32; return 1 +- 1.414, scaled to any mean +- 1" in out
+        and "; return 1 +- 1.414, scaled to any mean +- 1\n" in out
+        and "longest 32\n" in out
     ), err
 
 
@@ -649,18 +650,18 @@ def test_a_mask_from_python(gpt2_dir, tmp_path):
 
 
 MASKS = [
-    ("user.py:thin", " must be bool of shape [25, 25], the model's vocabulary; it is torch.bool of shape [25, 24]\n"),
-    ("user.py:whole_numbers", " must be bool of shape [25, 25], the model's vocabulary; it is torch.int64 of shape "),
-    ("user.py:ragged", ""),
-    ("mask.pt", ""),
+    "user.py:thin",
+    "user.py:whole_numbers",
+    "user.py:ragged",
+    "mask.pt",
 ]
 
 
-@pytest.mark.parametrize(("mask", "sentence"), MASKS)
-def test_masks_that_do_not_fit(command, here, mask, sentence):
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_that_do_not_fit(command, here, mask):
     code, _, err = command(*SAMPLE, f"--logit-mask {mask}")
     assert code == 2 and not Path("run").exists()
-    assert err.startswith("error: --logit-mask" + sentence) and len(err.splitlines()) == 1, err
+    assert err == "error: --logit-mask must be bool of shape [25, 25], the size of the model's vocabulary\n"
 
 
 def greedy(run, beta):
@@ -782,9 +783,9 @@ def test_the_best_beta_of_the_last_evaluation_is_reported(gpt2_dir, tmp_path, ca
     assert line in out and line in (run / "README.md").read_text()
 
 
-@pytest.mark.parametrize("after", [2, 5])
+@pytest.mark.parametrize("after", [2, 5, 6])
 def test_the_best_beta_is_known_to_a_run_that_continues(monkeypatch, gpt2_dir, tmp_path, after, capsys):
-    """It keeps its best model, and ends with the same last lines."""
+    """It keeps its best model, and ends with the same last lines, also where no step was left."""
 
     def metric(outputs, **columns):  # depends on what is sampled alone
         return {"first": [len(output) + sum(map(ord, output)) % 7 for output in outputs]}
@@ -809,6 +810,8 @@ def test_the_best_beta_is_known_to_a_run_that_continues(monkeypatch, gpt2_dir, t
     assert said[headline:] in capsys.readouterr().out
     one, two = all_bytes(whole), all_bytes(run)
     assert one == two and "hf_model_best/ilql_heads.safetensors" in one
+    told = said[headline:].split()[0]
+    assert {json.loads((folder / "env.json").read_text())["headline"] for folder in (whole, run)} == {told}
 
 
 def test_a_score_that_is_not_finite_is_no_best_beta(gpt2_dir, tmp_path, capsys):
@@ -891,8 +894,8 @@ BAD = {name: [0, -3] for name in AT_LEAST_ONE} | {name: [-1] for name in AT_LEAS
 BAD |= {name: [-1.0, NAN, INF] for name in ZERO_OR_MORE}
 BAD |= {name: [0.0, -1.0, NAN, INF] for name in ("lr", "epochs")}
 BAD |= {"top_p": [0.0, 1.5, NAN], "tau": [0.0, 1.0, NAN], "gamma": [-0.1, 1.1, NAN], "polyak_alpha": [0.0, 1.1, NAN]}
-BAD |= {"betas": [(0.0, NAN), (INF,), (-1.0,), (0.0, 1.0, 1 + 1e-9)], "adam_betas": [(0.9, 1.0), (-0.1, 0.9)]}
-BAD |= {"awac_clip": [0.5, 0.99, 0.0, -1.0, NAN, INF]}
+BAD |= {"betas": [(0.0, NAN), (INF,), (-1.0,)], "adam_betas": [(0.9, 1.0), (-0.1, 0.9)]}
+BAD |= {"awac_clip": [0.0, -1.0, NAN, INF]}
 BAD |= {"num_layers_unfrozen": [-2], "stop": [("x", "")], "push_to_hub": ["name"]}
 GOOD = {"gamma": [0.0, 1.0], "polyak_alpha": [1.0], "top_p": [1.0], "betas": [(3.0,)], "awac_clip": [1.0]}
 GOOD |= {"tau": [0.01, 0.99], "top_k": [0], "warmup_steps": [0], "cql_scale": [0.0], "num_layers_unfrozen": [0]}
@@ -1015,8 +1018,11 @@ BAD_COMMANDS = [
     ("--lr 0 --tau 1", "2 problems:"),
     ("--gamma 1.5", "--gamma 1.5 must be in [0, 1]"),
     ("--alpha 0.1", "there is no --alpha here: use --polyak-alpha"),
-    ("--filter shaped", "there is no --filter here: it is gone; --top-k and --top-p filter what the base model propos"),
-    ("--advantage-clip 0", "there is no --advantage-clip here: it is gone; in a copy of the script, clamp q - v"),
+    ("--filter shaped", "there is no --filter here: use --top-k, --top-p. They filter what the base model propos"),
+    (
+        "--advantage-clip 0",
+        "there is no --advantage-clip here: it is gone. The authors clip the product of beta and Q - V.",
+    ),
 ]
 
 

@@ -76,8 +76,9 @@ def test_shared_blocks_of_every_family(family, k):
     lm = build(family)
     # frozen as the reference is: torch.matmul calls another kernel where a factor may get a gradient
     initial, layers = copy.deepcopy(lm).requires_grad_(False), blocks(lm)
-    depth = freeze(lm, k)
-    assert len(layers) == LAYERS and depth == (LAYERS - k if k >= 0 else 0)
+    freeze(lm, k)
+    assert len(layers) == LAYERS
+    depth = LAYERS - k if k >= 0 else 0
     trained = {name for name, weight in lm.named_parameters() if weight.requires_grad}
     tops = [id(weight) for layer in layers[depth:] for weight in layer.parameters()] if k else []
     outside = [name for name, weight in lm.named_parameters() if name in trained and id(weight) not in tops]

@@ -282,15 +282,6 @@ def test_guidance_is_the_formula(policy, monkeypatch, weight, negative):
     assert (found - guided).std() > 0.05
 
 
-def test_no_guidance_is_one_call(policy, monkeypatch):
-    pipeline, schedule, embed = policy()
-    latents, timesteps, embeds = random(B, 5, 4, 12), torch.tensor([667, 1, 334]), embed(PROMPTS)
-    expected, calls, forward = pipeline.unet(latents, timesteps, embeds[:, 0]).sample, [], pipeline.unet.forward
-    monkeypatch.setattr(pipeline.unet, "forward", lambda x, *rest: calls.append(len(x)) or forward(x, *rest))
-    close(ddpo.predict(pipeline.unet, latents, timesteps, embeds, 1.0), expected)
-    assert calls == [B] and embeds.shape == (B, 1, 8, 12)
-
-
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
 def test_outputs_are_at_least_float32(policy, guidance):
     timesteps = torch.tensor([667, 1, 334])
@@ -344,25 +335,6 @@ def test_embeddings_forget():
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_denoise_is_a_loop_over_the_scheduler(policy, dtype):
-    """Its rows do not depend on one another."""
-    pipeline, schedule, embed = policy(dtype=dtype, guidance=3.0, negative="a green circle", eta=0.6)
-    noise = random(B, 4, 5, 4, 12).to(torch.promote_types(dtype, torch.float32))
-    with torch.no_grad():
-        latents, logprobs = ddpo.denoise(pipeline.unet, schedule, embed(PROMPTS), noise, 3.0)
-        for row in range(B):
-            x = noise[row : row + 1, 0]
-            for i, timestep in enumerate(pipeline.scheduler.timesteps):
-                embeds = embed(PROMPTS[row : row + 1])
-                plain, guided = pipeline.unet(x.to(dtype).repeat(2, 1, 1, 1), timestep, embeds[0]).sample.to(x).split(1)
-                drawn = noise[row : row + 1, i + 1]
-                out = plain + 3.0 * (guided - plain)
-                x = pipeline.scheduler.step(out, timestep, x, eta=0.6, variance_noise=drawn).prev_sample
-                torch.testing.assert_close(latents[row, i + 1], x[0], rtol=2e-3, atol=2e-3)
-    assert logprobs.isfinite().all() and latents.isfinite().all()
 
 
 def sample(policy, prompts, stream=("rollout", 3), trajectories=True, world=1, gather=None, **options):
@@ -448,18 +420,6 @@ def test_latents_are_at_least_float32(policy, dtype):
     assert torch.equal(latents[:, 0], torch.from_numpy(noise).to(latents.dtype))
     reference = sample(policy, PROMPTS)[0][1]
     assert (latents - reference).abs().max() < (1 if dtype == torch.bfloat16 else 1e-3)
-
-
-def test_images_of_square_models(policy):
-    load = policy
-
-    def square(**options):
-        pipeline, schedule, embed = load(**options)
-        pipeline.unet.register_to_config(sample_size=6)
-        return pipeline, schedule, embed
-
-    (images, latents, _), _ = sample(square, PROMPTS)
-    assert images.shape == (B, 3, 12, 12) and latents.shape == (B, 4, 5, 6, 6)
 
 
 def test_images_that_are_not_finite(policy):
@@ -650,16 +610,6 @@ def test_a_directory_is_loaded_frozen(build_pipeline, saved, dtype):
     assert pipeline.safety_checker is None and not pipeline.config.requires_safety_checker
 
 
-def test_dropout_is_off(build_pipeline):
-    pipeline = build_pipeline(dtype=torch.float64)
-    inputs = random(2, 5, 4, 12), torch.tensor([1, 500]), random(2, 8, 12)
-    assert not torch.equal(pipeline.unet.eval()(*inputs).sample, pipeline.unet.train()(*inputs).sample)
-    pipeline.text_encoder.train(), pipeline.vae.train()
-    unet = load(pipeline).unet
-    assert not (pipeline.text_encoder.training or pipeline.vae.training or unet.training)
-    assert torch.equal(unet.train()(*inputs).sample, unet.eval()(*inputs).sample)
-
-
 SCHEDULERS = [
     ("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1}, {"clip_sample": False, "steps_offset": 1}),
     ("EulerDiscreteScheduler", {"prediction_type": "v_prediction"}, {"clip_sample": False}),
@@ -720,13 +670,6 @@ def test_a_pipeline_of_another_kind(build_pipeline, saved, tmp_path):
                 load(model)
     with pytest.raises(InputError, match="is a dict, expected a StableDiffusionPipeline"):
         load({})
-
-
-def test_a_scheduler_without_betas(build_pipeline):
-    pipeline = build_pipeline()
-    pipeline.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    with pytest.raises(InputError, match="its FlowMatchEulerDiscreteScheduler has no beta_start, as DDIM needs"):
-        load(pipeline)
 
 
 LORA = {"lora_r": 3, "lora_alpha": 7.0}
@@ -1114,13 +1057,6 @@ def test_the_committed_pipeline_draws_its_captions():
     found = shapes.metric(images.transpose(0, 3, 1, 2), prompts)
     assert np.mean(found["agreement"]) >= 0.9
     assert np.std(found["kilobytes"]) > 0.05 and np.std(found["brightness"]) > 0.03
-
-
-def test_the_committed_pipeline_runs_without_a_dtype():
-    """Plain diffusers then makes UNet and VAE float32, and leaves the text encoder the type of its file."""
-    pipeline = StableDiffusionPipeline.from_pretrained(shapes.BASE_MODEL)
-    pipeline.set_progress_bar_config(disable=True)
-    assert pipeline("a red circle", num_inference_steps=1, guidance_scale=1.0, output_type="np").images.std() > 0
 
 
 def test_training_of_the_pipeline(monkeypatch, tmp_path, capsys):

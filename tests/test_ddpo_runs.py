@@ -903,14 +903,6 @@ def test_check_writes_nothing(command, here, embedded):
 
 
 @pytest.mark.case(72, "ddpo")
-def test_one_step(command, here):
-    """A single denoising step that has noise is trained."""
-    code, out, err = command("--num-inference-steps 1 --num-epochs 2 --cliprange 1e-2")
-    assert code == 0 and "images of 1 steps, 1 of them with noise" in out, err
-    assert all(math.isfinite(v) for r in log("run") for v in r.values()) and log("run")[-1]["optim/grad_norm"] > 0
-
-
-@pytest.mark.case(72, "ddpo")
 def test_a_last_step_without_noise_is_not_trained(monkeypatch, command, here):
     """set_alpha_to_one: its log-probability would be infinite. No loss is of that step."""
     scheduler("model2", "DDIMScheduler", set_alpha_to_one=True, clip_sample=False)

@@ -61,12 +61,12 @@ from common.args import (
 from common.checkpoint import replacing
 from common.cli import InputError, cli, stop_if
 from common.functions import build, call_metric, call_reward, load_function, spec_path
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run, on_main
 from common.models import check_directory, quiet_libraries
 from common.report import screen, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix, with_prompts
-from common.seeding import rng
+from common.seeding import rng, stream_rows
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
 REWARD = """file.py:function. --reward my.py:score calls this:
@@ -146,8 +146,6 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     """file.py:function(images, prompts, **columns) -> {name: list}."""
 
     # ---- model
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights (and so of the optimizer state)."""
     lora_r: Natural = 0
     """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights."""
     lora_targets: tuple[str, ...] = ATTENTION
@@ -364,30 +362,30 @@ def sample_images(accelerator, policy, prompts, stream, args, trajectories):
     share = math.ceil(len(prompts) / accelerator.num_processes)
     begin = accelerator.process_index * share
     # the last processes repeat the last prompt where they do not divide
-    local = [min(row, len(prompts) - 1) for row in range(begin, begin + share)]
+    own_rows = [min(row, len(prompts) - 1) for row in range(begin, begin + share)]
     screen.show("drawing", share, "images")
     batches = []
     for i in range(0, share, args.decode_batch_size):
-        rows = local[i : i + args.decode_batch_size]
+        rows = own_rows[i : i + args.decode_batch_size]
         noise = np.stack([rng(args.seed, *stream, row).standard_normal(noise_shape) for row in rows])
         noise = torch.from_numpy(noise).to(accelerator.device, dtype)
         embeds = policy.embed([prompts[row] for row in rows])
         latents, logprobs = denoise(policy.unet, policy.schedule, embeds, noise, args.guidance_scale)
         decoded = vae.decode(latents[:, -1].to(vae.dtype) / vae.config.scaling_factor).sample.float()
+        finite = decoded.isfinite().flatten(1).all(dim=1).tolist()
+        if False in finite:
+            prompt = prompts[rows[finite.index(False)]]
+            raise FloatingPointError(f"the image of {prompt!r:.60} is not finite")
         images = ((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-        batch = {"images": images, "finite": decoded.flatten(1).isfinite().all(dim=1)}
+        batch = {"images": images}
         if trajectories:
             batch |= {"latents": latents, "logprobs": logprobs}
         batches.append(batch)
         screen.advance(len(rows))
     sampled = {}
     for name in batches[0]:
-        whole_share = torch.cat([batch[name] for batch in batches])
-        sampled[name] = accelerator.gather(whole_share)[: len(prompts)]
-    finite = sampled.pop("finite")
-    if not finite.all():  # on every process
-        prompt = prompts[int(finite.int().argmin())]
-        raise FloatingPointError(f"the image of {prompt!r:.60} is not finite")
+        own_part = torch.cat([batch[name] for batch in batches])
+        sampled[name] = accelerator.gather(own_part)[: len(prompts)]
     return sampled
 
 
@@ -451,7 +449,6 @@ def update(run, policy, optimizer, batch, args):
     and that before the first update; learning rate and gradient norm of the last."""
     accelerator = run.accelerator
     unet = policy.unet
-    world = accelerator.num_processes
     epoch = run.iteration
     step = run.step - run.stride  # optimizer steps taken
     trained = trained_steps(policy.schedule)
@@ -459,12 +456,13 @@ def update(run, policy, optimizer, batch, args):
     sums = dict.fromkeys(("loss/policy", "policy/approxkl", "policy/clipfrac", "policy/ratio"), 0.0)
     largest = torch.zeros((), device=accelerator.device)
     at_first = None
+    where = f"in epoch {epoch}, whose first prompt is {batch.prompts[0]!r:.60}"
     unet.train()
-    for micro_batches in pair_minibatches(args, epoch, trained, accelerator.process_index, world):
+    for micro_batches in pair_minibatches(args, epoch, trained, accelerator.process_index, accelerator.num_processes):
         for pairs in accumulate(accelerator, unet, micro_batches):
             losses, log_ratio = step_losses(policy, batch, pairs, args)
-            # data-parallel training averages gradients over the processes, hence the factor world
-            accelerator.backward(losses.sum() * world / num_pairs)
+            # data-parallel training averages gradients over the processes, hence their number
+            accelerator.backward(losses.sum() * accelerator.num_processes / num_pairs)
             log_ratio = log_ratio.double()
             ratio = log_ratio.exp()
             deviation = (ratio - 1).abs()
@@ -479,13 +477,11 @@ def update(run, policy, optimizer, batch, args):
                 run.say(f"warning: rounding moves the ratio by {at_first:.1e}, --cliprange is {args.cliprange}")
         lr = learning_rate(args, step, run.total_steps)
         step += 1
-        where = f"in epoch {epoch}, whose first prompt is {batch.prompts[0]!r:.60}"
         grad_norm = optimizer_step(accelerator, unet, optimizer, lr, args, step, where)
     if not all(weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad):
         raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
-    metrics = {}
-    for name, value in sums.items():
-        metrics[name] = accelerator.reduce(value).item() / (num_pairs * updates_per_epoch(args))
+    totals = reduce_sums(accelerator, sums)
+    metrics = {name: total / (num_pairs * updates_per_epoch(args)) for name, total in totals.items()}
     metrics["policy/ratio_deviation"] = accelerator.gather(largest).max().item()
     metrics["policy/ratio_deviation_first"] = at_first
     metrics["optim/lr"] = lr
@@ -495,7 +491,6 @@ def update(run, policy, optimizer, batch, args):
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
-GRID = "images/step_{:08d}{}.png"
 TEXT_HEIGHT = 13  # pixels of a line below an image
 TAKEN = ("prompt", "set", "reward", "reward_std", "diversity")  # what a metric function may not call its columns
 
@@ -505,6 +500,7 @@ def evaluate(run, step, policy, data, args):
     accelerator = run.accelerator
     metrics = {}
     samples = []
+    grids = {}  # {name in a tracker: file}
     for name, rows in data.eval_sets.items():
         prompts = [row["prompt"] for row in rows]
         images = sample_images(accelerator, policy, prompts, ["eval"], args, trajectories=False)["images"]
@@ -516,16 +512,16 @@ def evaluate(run, step, policy, data, args):
             metrics[prefix + column] = sum(values) / len(values)
         metrics[prefix + "reward_std"] = float(np.std(columns["reward"]))
         metrics[prefix + "diversity"] = diversity(images)
-        for i, prompt in enumerate(prompts):
-            sample = {"set": name} if len(data.eval_sets) > 1 else {}
-            sample["prompt"] = prompt
-            for column, values in columns.items():
-                sample[column] = values[i]
-            samples.append(sample)
+        shared = {"set": name} if len(data.eval_sets) > 1 else {}
+        for prompt, *values in zip(prompts, *columns.values(), strict=True):
+            samples.append(shared | {"prompt": prompt} | dict(zip(columns, values, strict=True)))
         if run.dir and run.main:
             suffix = f"_{name.replace('/', '_')}" if name else ""
-            grid(images, prompts, columns["reward"], run.dir / GRID.format(step, suffix))
+            path = run.dir / f"images/step_{step:08d}{suffix}.png"
+            grid(images, prompts, columns["reward"], path)
+            grids[f"eval/images{suffix}"] = path
     run.samples(step, samples)
+    mirror_grids(accelerator, step, grids)
     return metrics
 
 
@@ -563,29 +559,25 @@ def grid(images, prompts, rewards, path):
     tile_height = height + 2 * TEXT_HEIGHT
     sheet = Image.new("RGB", (8 * width, math.ceil(len(images) / 8) * tile_height), "white")
     font = ImageFont.load_default(size=10)
-    for i, (image, prompt, reward) in enumerate(zip(images, prompts, rewards, strict=False)):
+    for i, image in enumerate(images):
         tile = Image.new("RGB", (width, tile_height), "white")  # which cuts text that is too long
         # boxes are means where the image shrinks, and squares where it grows
         tile.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BOX))
         draw = ImageDraw.Draw(tile)
-        for line, text in enumerate([visible(prompt[:width]), f"{reward:.3g}"], 1):
-            draw.text((2, height + line * TEXT_HEIGHT - 3), text, "black", font, anchor="ls")
+        draw.text((2, height + TEXT_HEIGHT - 3), visible(prompts[i][:width]), "black", font, anchor="ls")
+        draw.text((2, height + 2 * TEXT_HEIGHT - 3), f"{rewards[i]:.3g}", "black", font, anchor="ls")
         sheet.paste(tile, (i % 8 * width, i // 8 * tile_height))
     path.parent.mkdir(exist_ok=True)
     sheet.save(path)
 
 
-def mirror_grid(run, step):
-    """Shows the grids of an evaluation, where this step had one, to wandb or tensorboard. They may fail, see Run."""
-    if not run.main:
-        return
-    for tracker in run.accelerator.trackers:
+def mirror_grids(accelerator, step, grids):
+    """Shows grids {name: file} to wandb or tensorboard. It may fail; training goes on."""
+    for tracker in accelerator.trackers:
         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-        for path in run.dir.glob(GRID.format(step, "*")):
-            suffix = path.stem.removeprefix(f"step_{step:08d}")
+        for name, path in grids.items():
             with suppress(Exception):
-                pixels = np.asarray(Image.open(path))[None]
-                tracker.log_images({f"eval/images{suffix}": pixels}, step=step, **layout)
+                tracker.log_images({name: np.asarray(Image.open(path))[None]}, step=step, **layout)
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -734,41 +726,36 @@ def add_lora(unet, args):
 def summary(run, policy, data):
     """What is trained on what, in a few lines."""
     args = run.args
-    pipeline = policy.pipeline
+    tokenizer = policy.pipeline.tokenizer
     prompts = [row["prompt"] for row in data.rows]
+    num_cut = sum(len(ids) > tokenizer.model_max_length for ids in tokenizer(prompts).input_ids)
+    cut = f", {num_cut} of them cut to {tokenizer.model_max_length} tokens" if num_cut else ""
     num_evaluated = sum(len(rows) for rows in data.eval_sets.values())
-    max_length = pipeline.tokenizer.model_max_length
-    num_cut = sum(len(ids) > max_length for ids in pipeline.tokenizer(prompts).input_ids)
-    cut = f", {num_cut} of them cut to {max_length} tokens" if num_cut else ""
-    num_steps = len(policy.schedule.timesteps)
     with_noise = trained_steps(policy.schedule)
     steps = steps_per_image(args, with_noise)
     pairs = args.batch_size // run.accelerator.num_processes * steps
     return (
-        f"{run.describe(pipeline.unet)}\n"
+        f"{run.describe(policy.pipeline.unet)}\n"
         f"data: {len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {visible(prompts[0])[:200]}\n"
         f"lr {args.lr:g} {args.lr_schedule}, cliprange {args.cliprange:g}, guidance {args.guidance_scale:g}, "
         f"eta {args.eta:g}\n"
-        f"{args.num_epochs} epochs x ({args.rollout_batch_size} images of {num_steps} steps, {len(with_noise)} of them "
-        f"with noise; then {updates_per_epoch(args)} optimizer steps of {args.batch_size} images x {steps} steps: "
-        f"{pairs} pairs a process, {args.micro_batch_size} a forward)"
+        f"{args.num_epochs} epochs x ({args.rollout_batch_size} images of {args.num_inference_steps} steps, "
+        f"{len(with_noise)} of them with noise; then {updates_per_epoch(args)} optimizer steps of {args.batch_size} "
+        f"images x {steps} steps: {pairs} pairs a process, {args.micro_batch_size} a forward)"
     )
 
 
 def sampling_code(args, unet):
-    """How the pipeline is loaded and sampled from, for the last lines of a run and for its card, which put in {folder}
-    and {prompt}."""
-    dtype = "" if unet.dtype == torch.float32 else f", dtype={unet.dtype}"  # else diffusers mixes types
+    """Python that loads the exported pipeline and samples from it; `Run.finish` fills in {folder} and {prompt}."""
     settings = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
     if args.negative_prompt:
         negative_prompt = repr(args.negative_prompt).replace("{", "{{").replace("}", "}}")
         settings += f", negative_prompt={negative_prompt}"
-    lines = [
-        "import torch; from diffusers import StableDiffusionPipeline",
-        f"pipeline = StableDiffusionPipeline.from_pretrained({{folder!r}}{dtype})",
-        f"pipeline({{prompt!r}}, {settings}).images[0].save('sample.png')",
-    ]
-    return "\n".join(lines)
+    return (
+        "import torch; from diffusers import StableDiffusionPipeline\n"
+        f"pipeline = StableDiffusionPipeline.from_pretrained({{folder!r}}, dtype={unet.dtype})\n"
+        f"pipeline({{prompt!r}}, {settings}).images[0].save('sample.png')"
+    )
 
 
 def pictures(run):
@@ -826,19 +813,18 @@ def main(args):
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
     stride = updates_per_epoch(args)
-    unet_alone = pipeline.unet
-    state = run.begin(unet, optimizer, unet_alone, args.num_epochs, headline, IN_STATUS, stride=stride, rewards={})
+    state = run.begin(unet, optimizer, pipeline.unet, args.num_epochs, headline, IN_STATUS, stride=stride, rewards={})
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
     stats.rewards = state.rewards  # the same mapping, so checkpoints have what `update` adds
     run.say(summary(run, policy, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, policy, data, args))
-        mirror_grid(run, 0)
 
     for epoch in run.iterations():
         # 1. x_0 ~ p(. | c): images with the latents and log-probabilities of their steps
         size = args.rollout_batch_size
-        rows = [data.rows[i] for i in run.draw_rows([1] * len(data.rows), (epoch - 1) * size, size)]
+        drawn = stream_rows(args.seed, "data", len(data.rows), (epoch - 1) * size, size)
+        rows = [data.rows[i] for i in drawn]
         prompts = [row["prompt"] for row in rows]
         sampled = sample_images(accelerator, policy, prompts, ["rollout", epoch], args, trajectories=True)
         run.lap("rollout")
@@ -865,7 +851,6 @@ def main(args):
         if run.evaluation_due(run.step):
             evaluation = evaluate(run, run.step, policy, data, args)
         run.log(run.step, metrics | evaluation, images=size)
-        mirror_grid(run, run.step)
         run.save(run.step, save_pipeline, evaluation.get(headline))
 
     code = sampling_code(args, pipeline.unet)

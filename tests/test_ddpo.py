@@ -30,7 +30,6 @@ from algos import ddpo
 from benchmarks.tasks import shapes
 from common import logging
 from common.cli import InputError, from_task
-from common.rows import with_prompts
 from common.seeding import rng
 
 B, N, C, H, W = 3, 5, 2, 7, 11  # of the pure functions; that of the pipelines are 5 x 4 x 12
@@ -160,14 +159,6 @@ def test_steps_of_a_mixed_batch_are_those_of_single_ones(prediction):
             close(single, mixed[i : i + 1])
 
 
-def test_log_probabilities_have_the_type_of_the_latents():
-    schedule = ddpo.ddim_schedule(exact_scheduler(N), N, 1.0)
-    for dtype in (torch.float32, torch.float64):
-        latents, output, noise = (random(B, C, H, W, seed=i).to(dtype) for i in range(3))
-        found = ddpo.ddim_step_with_logprob(schedule, output, torch.tensor([0, 1, 2]), latents, noise)
-        assert [x.dtype for x in found] == [dtype] * 2
-
-
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("to_one", [True, False])
 def test_a_step_without_noise_counts_nothing(prediction, to_one):
@@ -250,27 +241,6 @@ def test_advantages_are_the_slow_definition(size, count):
     assert max(map(len, history.values())) > 13
 
 
-def test_a_prompt_has_its_own_statistics_from_min_count_on():
-    stats = ddpo.PerPromptStats(8, 3)
-    assert stats.update(["a", "a", "b"], [0, 2, 10]) == pytest.approx(np.array([-4, -2, 6]) / np.std([0, 2, 10]))
-    assert stats.update(["a", "b"], [4, 30]) == pytest.approx([2 / np.std([0, 2, 4]), 13 / 13])
-    assert stats.update(["c"], [5.0])[0] == 0
-
-
-def test_prompts_that_begin_alike_are_not_mixed():
-    """TRL knew a prompt by its first 77 tokens, without capitals (pitfall X8)."""
-    long = "a red circle " * 80
-    prompts = [long + "on grey", long + "on white", "A", "a"] * 2
-    found = ddpo.PerPromptStats(8, 2).update(prompts, [1, 100, 5, -5, 3, 104, 6, -8])
-    assert found == pytest.approx([-1, -1, -1, 1, 1, 1, 1, -1], abs=1e-4)
-
-
-@pytest.mark.parametrize("count", [1, 16])
-def test_equal_rewards_give_no_advantage(count):
-    found = ddpo.PerPromptStats(16, count).update(["a", "b", "b"] * 3, [0.1] * 9)
-    assert np.abs(found).max() < 1e-9
-
-
 @pytest.mark.parametrize(
     ("advantage", "ratio", "loss", "slope"),  # eps is 0.1; the slope is that by the new log-probability
     [
@@ -294,26 +264,7 @@ def test_ddpo_loss_by_hand(advantage, ratio, loss, slope):
     assert new.grad.item() == pytest.approx(slope)
 
 
-def test_ddpo_loss_is_unreduced():
-    old, advantages = random(7), random(7, seed=1)
-    assert ddpo.ddpo_loss(old + 0.01, old, advantages, 1e-3).shape == (7,)
-    close(ddpo.ddpo_loss(old, old, advantages, 1e-3), -advantages)
-
-
 # ---- Model -----------------------------------------------------------------------------------------------------------
-
-
-def test_no_caption_without_effect(policy):
-    """Otherwise the tests below could be right by accident: captions, steps and guidance matter."""
-    pipeline, schedule, embed = policy()
-    latents = random(1, 5, 4, 12)
-
-    def output(prompt, step):
-        return ddpo.predict(pipeline.unet, latents, schedule.timesteps[[step]], embed([prompt]), 1.0)
-
-    first = output(PROMPTS[0], 0)
-    assert first.std() > 0.3
-    assert (output(PROMPTS[1], 0) - first).std() > 0.1 and (output(PROMPTS[0], 2) - first).std() > 0.01
 
 
 @pytest.mark.parametrize("weight", [1.5, 5.0])
@@ -329,23 +280,6 @@ def test_guidance_is_the_formula(policy, monkeypatch, weight, negative):
     plain, guided = (pipeline.unet(latents, timesteps, text).sample for text in texts)
     close(found, plain + weight * (guided - plain))
     assert (found - guided).std() > 0.05
-
-
-def test_no_guidance_is_one_call(policy, monkeypatch):
-    pipeline, schedule, embed = policy()
-    latents, timesteps, embeds = random(B, 5, 4, 12), torch.tensor([667, 1, 334]), embed(PROMPTS)
-    expected, calls, forward = pipeline.unet(latents, timesteps, embeds[:, 0]).sample, [], pipeline.unet.forward
-    monkeypatch.setattr(pipeline.unet, "forward", lambda x, *rest: calls.append(len(x)) or forward(x, *rest))
-    close(ddpo.predict(pipeline.unet, latents, timesteps, embeds, 1.0), expected)
-    assert calls == [B] and embeds.shape == (B, 1, 8, 12)
-
-
-def test_the_negative_prompt_matters(policy):
-    found = []
-    for negative in ("", "a green square"):
-        pipeline, _, embed = policy(guidance=3.0, negative=negative)
-        found.append(ddpo.predict(pipeline.unet, random(B, 5, 4, 12), torch.tensor([667] * B), embed(PROMPTS), 3.0))
-    assert (found[0] - found[1]).std() > 0.1
 
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
@@ -401,70 +335,6 @@ def test_embeddings_forget():
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
-
-
-def rolled_out(policy, dtype, guidance, prediction="epsilon", autocast=None, **options):
-    """Largest |ratio - 1| of new log-probabilities of denoise's own latents, in mixed batches of 4 pairs."""
-    pipeline, schedule, embed = policy(prediction, dtype, N, guidance, **options)
-    unet, dtype = pipeline.unet, torch.promote_types(dtype, torch.float32)
-    noise = random(B, N + 1, 5, 4, 12).to(dtype)
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast))
-    with torch.no_grad(), cast:
-        latents, logprobs = ddpo.denoise(unet, schedule, embed(PROMPTS), noise, guidance)
-    assert latents.shape == (B, N + 1, 5, 4, 12) and logprobs.shape == (B, N)
-    assert latents.dtype == logprobs.dtype == dtype and torch.equal(latents[:, 0], noise[:, 0])
-    unet.train().requires_grad_(True)
-    pairs = torch.tensor([*product(range(B), range(N))])[np.random.default_rng(0).permutation(B * N)]
-    largest = 0.0
-    for image, steps in (part.unbind(1) for part in pairs.split(4)):
-        with cast:
-            x, embeds = latents[image, steps], embed([PROMPTS[i] for i in image])
-            output = ddpo.predict(unet, x, schedule.timesteps[steps], embeds, guidance)
-            after = latents[image, steps + 1]
-            _, new = ddpo.ddim_step_with_logprob(schedule, output, steps, x, next_latents=after)
-        assert new.requires_grad and new.dtype == dtype
-        largest = max(largest, ((new - logprobs[image, steps]).double().exp() - 1).abs().max().item())
-    return largest
-
-
-@pytest.mark.parametrize("guidance", [1.0, 5.0])
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_the_first_ratio_is_one(policy, prediction, guidance):
-    """In training mode, with gradients, and whatever the other rows of a batch are (pitfalls X4, X9)."""
-    # the log-probability of a step moves by up to 70 times what its output does (1 / sigma of the last steps); guidance
-    # adds two outputs
-    bound = {dtype: 200 * torch.finfo(dtype).eps * (2 * guidance - 1) for dtype in (torch.float32, torch.float64)}
-    for dtype, largest in bound.items():
-        assert rolled_out(policy, dtype, guidance, prediction) < largest
-    clipped = rolled_out(policy, torch.float64, guidance, prediction, steps_offset=0, clip_sample=True)
-    assert clipped < bound[torch.float64]
-
-
-@pytest.mark.parametrize("guidance", [1.0, 5.0])
-def test_the_first_ratio_under_autocast_is_near_one(policy, guidance):
-    """Exactly 1 where this was written; kernels that add in another order for another number of rows may round an
-    output otherwise. Latents are not rounded: with those that are, TRL's ratio was off by 2.4e-3."""
-    assert rolled_out(policy, torch.float32, guidance, autocast=True) < 1e-3
-    assert rolled_out(policy, torch.bfloat16, guidance) < 1e-3
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_denoise_is_a_loop_over_the_scheduler(policy, dtype):
-    """Its rows do not depend on one another."""
-    pipeline, schedule, embed = policy(dtype=dtype, guidance=3.0, negative="a green circle", eta=0.6)
-    noise = random(B, 4, 5, 4, 12).to(torch.promote_types(dtype, torch.float32))
-    with torch.no_grad():
-        latents, logprobs = ddpo.denoise(pipeline.unet, schedule, embed(PROMPTS), noise, 3.0)
-        for row in range(B):
-            x = noise[row : row + 1, 0]
-            for i, timestep in enumerate(pipeline.scheduler.timesteps):
-                embeds = embed(PROMPTS[row : row + 1])
-                plain, guided = pipeline.unet(x.to(dtype).repeat(2, 1, 1, 1), timestep, embeds[0]).sample.to(x).split(1)
-                drawn = noise[row : row + 1, i + 1]
-                out = plain + 3.0 * (guided - plain)
-                x = pipeline.scheduler.step(out, timestep, x, eta=0.6, variance_noise=drawn).prev_sample
-                torch.testing.assert_close(latents[row, i + 1], x[0], rtol=2e-3, atol=2e-3)
-    assert logprobs.isfinite().all() and latents.isfinite().all()
 
 
 def sample(policy, prompts, stream=("rollout", 3), trajectories=True, world=1, gather=None, **options):
@@ -550,18 +420,6 @@ def test_latents_are_at_least_float32(policy, dtype):
     assert torch.equal(latents[:, 0], torch.from_numpy(noise).to(latents.dtype))
     reference = sample(policy, PROMPTS)[0][1]
     assert (latents - reference).abs().max() < (1 if dtype == torch.bfloat16 else 1e-3)
-
-
-def test_images_of_square_models(policy):
-    load = policy
-
-    def square(**options):
-        pipeline, schedule, embed = load(**options)
-        pipeline.unet.register_to_config(sample_size=6)
-        return pipeline, schedule, embed
-
-    (images, latents, _), _ = sample(square, PROMPTS)
-    assert images.shape == (B, 3, 12, 12) and latents.shape == (B, 4, 5, 6, 6)
 
 
 def test_images_that_are_not_finite(policy):
@@ -672,7 +530,9 @@ ROWS = [{"prompt": "one", "k": 3, "tags": ["x"]}, {"prompt": "two", "k": 5, "tag
 PIXELS = (torch.arange(2 * 3 * 5 * 7) % 256).to(torch.uint8).reshape(2, 3, 5, 7)
 
 
+@pytest.mark.case(31, "ddpo")
 def test_a_function_gets_images_prompts_and_columns():
+    """Copies: it may write into them."""
     seen = {}
 
     def reward(images, prompts, **columns):
@@ -695,12 +555,8 @@ def test_a_function_gets_what_it_names():
     assert ddpo.image_scores(lambda images: images.sum(dim=(1, 2, 3)), "r", ROWS, PIXELS * 0 + 255) == [105.0, 105.0]
     assert ddpo.image_scores(lambda prompts: map_list(len, prompts), "r", ROWS, PIXELS) == [3.0, 3.0]
     assert ddpo.image_scores(lambda k, images, other=2: [x * other for x in k], "r", ROWS, PIXELS) == [6.0, 10.0]
-    assert ddpo.image_scores(
-        partial(lambda images, k, factor: [x * factor for x in k], factor=3), "r", ROWS, PIXELS
-    ) == [
-        9.0,
-        15.0,
-    ]
+    scaled = partial(lambda images, k, factor: [x * factor for x in k], factor=3)
+    assert ddpo.image_scores(scaled, "r", ROWS, PIXELS) == [9.0, 15.0]
 
     class Judge:
         def __call__(self, prompts, k):
@@ -715,74 +571,6 @@ def map_list(function, values):
     return list(map(function, values))
 
 
-def returns(value):
-    return lambda images, prompts, **columns: value
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        [2, -3],
-        (2.0, -3.0),
-        np.array([2, -3]),
-        np.array([2, -3], dtype=np.float16),
-        torch.tensor([2, -3]),
-        torch.tensor([2.0, -3.0], dtype=torch.bfloat16, requires_grad=True),
-        [torch.tensor(2.0), np.float32(-3)],
-        [np.int64(2), torch.tensor(-3)],
-    ],
-    ids=repr,
-)
-def test_scores_of_all_kinds(value):
-    found = ddpo.image_scores(returns(value), "r", ROWS, PIXELS)
-    assert found == [2.0, -3.0] and {type(score) for score in found} == {float}
-
-
-BAD_SCORES = [
-    ([1.0], "my.py:r returned 1 values, expected a list of 2 numbers, one per sample"),
-    ([1.0] * 3, "returned 3 values, expected a list of 2"),
-    (torch.ones(2, 1), r"returned \[1.0\] for row 1, prompt 'one'"),
-    (np.ones((1, 2)), "returned 1 values, expected a list of 2"),
-    (torch.tensor(1.0), "returned float, expected a list of 2"),
-    (None, "returned NoneType, expected a list"),
-    ({"a": 1, "b": 2}, "returned dict, expected a list"),
-    ("ab", "returned str, expected a list"),
-    (iter([1, 2]), "returned list_iterator, expected a list"),
-    ([1.0, NAN], "my.py:r returned nan for row 2, prompt 'two'; expected a finite number"),
-    (torch.tensor([1.0, -INF]), "returned -inf for row 2, prompt 'two'"),
-    ([1.0, "2"], "returned '2' for row 2, prompt 'two'"),
-    ([None, 2.0], "returned None for row 1, prompt 'one'"),
-    ([1.0, [2.0]], r"returned \[2.0\] for row 2"),
-    ([1.0, 2j], "returned 2j for row 2"),
-    ([10**400, 1], "returned 10+ for row 1"),
-]
-
-
-@pytest.mark.parametrize(("value", "sentence"), BAD_SCORES, ids=lambda x: repr(x)[:24])
-def test_bad_scores(value, sentence):
-    with pytest.raises(InputError, match=sentence):
-        ddpo.image_scores(returns(value), "my.py:r", ROWS, PIXELS)
-
-
-@pytest.mark.parametrize("call", [ddpo.image_scores, ddpo.image_metrics])
-def test_an_exception_in_a_function_is_shown(call):
-    def raises(images, prompts, **columns):
-        raise KeyError("seven")
-
-    with pytest.raises(InputError, match="my.py:r raised KeyError: 'seven'") as error:
-        call(raises, "my.py:r", ROWS, PIXELS)
-    assert isinstance(error.value.__cause__, KeyError)
-    with pytest.raises(InputError, match="my.py:r raised TypeError: .* missing 1 required .*'pictures'"):
-        call(lambda pictures, prompts: [1, 2], "my.py:r", ROWS, PIXELS)
-
-
-def test_metrics_are_columns():
-    found = ddpo.image_metrics(lambda prompts, k: {"k": k, "n": [1.5, 2], "yes": [True, False]}, "m", ROWS, PIXELS)
-    assert found == {"k": [3, 5], "n": [1.5, 2], "yes": [True, False]}
-    arrays = {"t": torch.tensor([1.5, 2]), "a": np.array([3, 5])}
-    assert ddpo.image_metrics(lambda prompts: arrays, "m", ROWS, PIXELS) == {"t": [1.5, 2], "a": [3, 5]}
-
-
 def test_a_tokenizer_of_another_pipeline(build_pipeline):
     """As transformers makes where the files of the tokenizer are missing: every word is unknown."""
     for vocab_size in (1000, 65):
@@ -791,35 +579,6 @@ def test_a_tokenizer_of_another_pipeline(build_pipeline):
         sentence = rf"its tokenizer \(66 tokens\) does not fit its text encoder \({vocab_size} tokens\)"
         with pytest.raises(InputError, match=sentence):
             ddpo.load_pipeline(from_task(ddpo.Args, ddpo.TASK), pipeline)
-
-
-TAKEN = "prompt set reward reward_std diversity".split()
-BAD_METRICS = [
-    ([1, 2], r"my.py:m must return {name: list of 2 finite numbers}, it returned \[1, 2\]"),
-    (None, "it returned None"),
-    ({}, "it returned {}"),
-    ({"a": [1.0]}, "'a' is not one"),
-    ({"a": 1.0}, "'a' is not one"),
-    ({"good": [1, 2], "a": [1.0, NAN]}, "'a' is not one"),
-    ({"a": [1.0, "2"]}, "'a' is not one"),
-    ({"a": [1.0, None]}, "'a' is not one"),
-    *(({key: [1.0, 2.0]}, f"my.py:m must not return the name {key!r}, which is taken") for key in TAKEN),
-]
-
-
-@pytest.mark.parametrize(("value", "sentence"), BAD_METRICS, ids=lambda x: repr(x)[:30])
-def test_bad_metrics(value, sentence):
-    with pytest.raises(InputError, match=sentence):
-        ddpo.image_metrics(returns(value), "my.py:m", ROWS, PIXELS)
-
-
-def test_rows_with_prompts():
-    assert with_prompts([{"text": "a", "k": 1}, {"text": " "}], "--dataset") == [{"prompt": "a", "text": "a", "k": 1}]
-    rows = [{"prompt": "a", "text": "b", "k": 1}, {"prompt": "", "text": "c", "k": 2}]
-    assert with_prompts(rows, "--dataset") == rows
-    for row in ({"prompt": 3}, {"words": "a"}, {"prompt": None, "text": "b"}, {"prompt": ["a"]}):
-        with pytest.raises(InputError, match="--dataset row 2: 'prompt' must be a string, it is "):
-            with_prompts([{"prompt": "a"}, row], "--dataset")
 
 
 # ---- Pipelines -------------------------------------------------------------------------------------------------------
@@ -849,16 +608,6 @@ def test_a_directory_is_loaded_frozen(build_pipeline, saved, dtype):
     assert dropouts and not any(dropouts)
     assert pipeline.scheduler.config.prediction_type == "v_prediction"
     assert pipeline.safety_checker is None and not pipeline.config.requires_safety_checker
-
-
-def test_dropout_is_off(build_pipeline):
-    pipeline = build_pipeline(dtype=torch.float64)
-    inputs = random(2, 5, 4, 12), torch.tensor([1, 500]), random(2, 8, 12)
-    assert not torch.equal(pipeline.unet.eval()(*inputs).sample, pipeline.unet.train()(*inputs).sample)
-    pipeline.text_encoder.train(), pipeline.vae.train()
-    unet = load(pipeline).unet
-    assert not (pipeline.text_encoder.training or pipeline.vae.training or unet.training)
-    assert torch.equal(unet.train()(*inputs).sample, unet.eval()(*inputs).sample)
 
 
 SCHEDULERS = [
@@ -921,24 +670,6 @@ def test_a_pipeline_of_another_kind(build_pipeline, saved, tmp_path):
                 load(model)
     with pytest.raises(InputError, match="is a dict, expected a StableDiffusionPipeline"):
         load({})
-
-
-def test_a_scheduler_without_betas(build_pipeline):
-    pipeline = build_pipeline()
-    pipeline.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    with pytest.raises(InputError, match="its FlowMatchEulerDiscreteScheduler has no beta_start, as DDIM needs"):
-        load(pipeline)
-
-
-def test_a_directory_that_cannot_be_loaded(saved, tmp_path):
-    for path in (str(tmp_path / "nowhere"), "./nowhere", "~/nowhere/at/all", "a/b/c"):
-        with pytest.raises(InputError, match=f"--model {path}: there is no such directory"):
-            load(path)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="empty cannot be loaded: "):
-        load(str(tmp_path / "empty"))
-    with pytest.raises(InputError, match="--model org/nothing-of-that-name cannot be loaded: [^\n]*$"):
-        load("org/nothing-of-that-name")
 
 
 LORA = {"lora_r": 3, "lora_alpha": 7.0}
@@ -1015,20 +746,6 @@ def test_adapters_are_at_least_float32(build_pipeline, tmp_path):
     close(ddpo.predict(merged.unet, INPUTS[0].float(), INPUTS[1], embeds, 1.0).data, out.data, 1e-6)
 
 
-def test_the_optimizer_has_what_is_trained(build_pipeline):
-    args = from_task(ddpo.Args, ddpo.TASK, weight_decay=0.3, lr=0.7, **LORA)
-    unet = adapted(build_pipeline).unet
-    groups = ddpo.make_optimizer(unet, args).param_groups
-    trained = {id(weight) for weight in unet.parameters() if weight.requires_grad}
-    assert {id(weight) for group in groups for weight in group["params"]} == trained
-    assert [(group["weight_decay"], group["lr"]) for group in groups] == [(0.3, 0.7)]  # adapters are matrices
-    unet = load(build_pipeline()).unet.requires_grad_(True)
-    groups = ddpo.make_optimizer(unet, args).param_groups
-    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-    assert all(weight.ndim > 1 for weight in groups[0]["params"]) and all(w.ndim == 1 for w in groups[1]["params"])
-    assert sum(len(group["params"]) for group in groups) == len([*unet.parameters()])
-
-
 def state(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
@@ -1058,7 +775,7 @@ def test_an_export_is_used_as_its_card_says(build_pipeline, tmp_path, monkeypatc
     args = from_task(ddpo.Args, ddpo.TASK, num_inference_steps=2)
     code = ddpo.sampling_code(args, SimpleNamespace(dtype=getattr(torch, dtype)))
     assert "num_inference_steps=2, eta=1.0, guidance_scale=1.0" in code
-    assert code.count(f", dtype=torch.{dtype}") == (dtype != "float32")
+    assert f", dtype=torch.{dtype})" in code
     monkeypatch.chdir(tmp_path)
     exec(code.format(folder="out", prompt="a red circle"), {})
     assert Image.open(tmp_path / "sample.png").size == (24, 8)
@@ -1162,35 +879,6 @@ def test_diversity():
     assert ddpo.diversity(draws) == pytest.approx((draws.numpy() / 255).std(axis=0).mean(), rel=1e-12)
 
 
-def test_grids_are_mirrored(tmp_path):
-    shown = []
-
-    def run(trackers, main=True):
-        return SimpleNamespace(main=main, dir=tmp_path, accelerator=SimpleNamespace(trackers=trackers))
-
-    def tracker(name, fails=False):
-        def log_images(images, step, **options):
-            shown.append((name, step, options, {key: value.shape for key, value in images.items()}))
-            if fails:
-                raise OSError("no network")
-
-        return SimpleNamespace(name=name, log_images=log_images)
-
-    for step, prefix in ((7, ""), (7, "_hard"), (8, "")):
-        ddpo.grid(PIXELS, [""] * len(PIXELS), [0.0] * len(PIXELS), tmp_path / ddpo.GRID.format(step, prefix))
-    trackers = [tracker("wandb", fails=True), tracker("tensorboard")]
-    ddpo.mirror_grid(run(trackers), 7)
-    size = (1, 5 * 18 + 2 * ddpo.TEXT_HEIGHT, 8 * 7 * 18, 3)
-    assert sorted(shown, key=str) == [
-        (name, 7, options, {f"eval/images{prefix}": size})
-        for name, options in (("tensorboard", {"dataformats": "NHWC"}), ("wandb", {}))
-        for prefix in ("", "_hard")
-    ]
-    ddpo.mirror_grid(run(trackers, main=False), 8)
-    ddpo.mirror_grid(run([]), 8)
-    assert len(shown) == 4
-
-
 def test_due():
     """A multiple of --eval-every among the steps of the epoch; at the start and the end; never for 0."""
     for step, updates, every in product(range(30), range(1, 6), range(8)):
@@ -1207,88 +895,6 @@ def test_due():
 # ---- Flags -----------------------------------------------------------------------------------------------------------
 
 OWN = {"model": "my_pipeline", "dataset": "prompts.jsonl", "reward": "my.py:score"}
-COUNTS = """threads decay_steps keep_checkpoints batch_size micro_batch_size num_epochs rollout_batch_size ppo_epochs
-stat_buffer_size stat_min_count num_inference_steps decode_batch_size""".split()
-NATURALS = "warmup_steps save_every eval_every lora_r".split()
-NOT_NEGATIVE = "lr_final adam_eps weight_decay max_grad_norm cliprange".split()
-BAD_FLAGS = [
-    *(({name: value}, f"--{name} {value} must be at least 1") for name, value in product(COUNTS, (-1, 0))),
-    *(({name: -1}, f"--{name} -1 must be at least 0") for name in NATURALS),
-    *(
-        ({name: value}, f"--{name} {value} must be 0 or a positive number")
-        for name, value in product(NOT_NEGATIVE, (-0.1, NAN, INF))
-    ),
-    *(
-        ({name: value, "lora_r": 2}, f"--{name} {value} must be a positive number")
-        for name, value in product("lr lora_alpha adv_clip_max".split(), (-1.0, 0.0, NAN, INF))
-    ),
-    *(
-        ({name: value}, f"--{name} {value} must be in (0, 1]")
-        for name, value in product(("timestep_fraction", "eta"), (0.0, -0.5, 1.01, NAN))
-    ),
-    *(
-        ({"guidance_scale": value}, f"--guidance-scale {value} must be 1 (no guidance) or more")
-        for value in (0.0, 0.5, NAN, INF)
-    ),
-    ({"adam_betas": (0.9, 1.0)}, "--adam-betas (0.9, 1.0) must be in [0, 1)"),
-    ({"adam_betas": (-0.1, 0.9)}, "--adam-betas (-0.1, 0.9) must be in [0, 1)"),
-    ({"rollout_batch_size": 40, "batch_size": 32}, "--rollout-batch-size 40 must be a multiple of --batch-size 32"),
-    ({"rollout_batch_size": 16, "batch_size": 32}, "--rollout-batch-size 16 must be a multiple of --batch-size 32"),
-    ({"stat_min_count": 33, "stat_buffer_size": 32}, "--stat-min-count 33 must be at most --stat-buffer-size 32"),
-    ({"guidance_scale": 1.0, "negative_prompt": "grey"}, "--negative-prompt needs a --guidance-scale above 1"),
-    ({"lora_alpha": 4.0}, "--lora-alpha is given without --lora-r"),
-    ({"push_to_hub": "name"}, "--push-to-hub name must be org/name"),
-    ({"model": None}, "--model is missing: "),
-    ({"dataset": None}, "--dataset is missing: "),
-    ({"reward": None}, "--reward is missing: file.py:function"),
-]
-
-
-@pytest.mark.parametrize(("flags", "sentence"), BAD_FLAGS, ids=str)
-def test_bad_flags(flags, sentence):
-    with pytest.raises(InputError) as error:
-        ddpo.Args(**OWN | flags)
-    flag, space, rest = sentence.partition(" ")
-    assert flag.replace("_", "-") + space + rest in str(error.value)
-    assert len(str(error.value).split("\n  - ")) <= 3  # what follows from it may be named too
-
-
-def test_all_bad_flags_are_named_at_once():
-    with pytest.raises(InputError) as error:
-        from_task(ddpo.Args, ddpo.TASK, lr=-1.0, eta=0.0, num_epochs=0)
-    assert str(error.value).startswith("3 problems:")
-
-
-GOOD_FLAGS = [
-    {},
-    {"lora_r": 4, "lora_alpha": 8.0},
-    {"lora_r": 1},
-    {"guidance_scale": 1.0001, "negative_prompt": "grey"},
-    {"rollout_batch_size": 32, "batch_size": 32},
-    {"stat_min_count": 32, "stat_buffer_size": 32},
-    {"stat_min_count": 1, "stat_buffer_size": 1},
-    {"eta": 1e-3, "timestep_fraction": 0.01},
-    {"save_every": 0, "eval_every": 0, "max_grad_norm": 0.0, "adam_eps": 0.0, "weight_decay": 0.0},
-    {"push_to_hub": "org/name"},
-    {"threads": 1, "decay_steps": 1},
-]
-
-
-@pytest.mark.parametrize("flags", GOOD_FLAGS, ids=str)
-def test_good_flags(flags):
-    """They are what was asked for, and change no other one."""
-    assert vars(ddpo.Args(**OWN | flags)) == vars(ddpo.Args(**OWN)) | flags
-    task = from_task(ddpo.Args, ddpo.TASK)
-    assert vars(from_task(ddpo.Args, ddpo.TASK, **flags)) == vars(task) | flags
-
-
-TASK = "benchmarks/tasks/shapes.py"
-EMBEDDED = {  # what the curves of the shapes were made with, where it is not the default
-    "model": f"{TASK}:base_model", "dataset": f"{TASK}:prompts", "eval_dataset": f"{TASK}:eval_prompts",
-    "reward": f"{TASK}:compressibility", "metric": f"{TASK}:metric", "lr": 3e-4, "batch_size": 16,
-    "micro_batch_size": 64, "num_epochs": 40, "rollout_batch_size": 128, "cliprange": 1e-3, "num_inference_steps": 10,
-    "guidance_scale": 1.0, "decode_batch_size": 64, "save_every": 80, "eval_every": 80,
-}  # fmt: skip
 PRETRAINED = {  # Black et al. 2023, the authors' code for eight GPUs, TRL 0.8
     "num_epochs": 100, "rollout_batch_size": 256, "batch_size": 64, "ppo_epochs": 1, "timestep_fraction": 1.0,
     "cliprange": 1e-4, "adv_clip_max": 5.0, "per_prompt_stats": True, "stat_buffer_size": 32, "stat_min_count": 16,
@@ -1303,23 +909,9 @@ def test_defaults_are_for_pretrained_pipelines():
     assert args == args | PRETRAINED | OWN
 
 
-def test_the_embedded_task_is_a_file_of_flags():
-    """From Python with neither model nor dataset; what it names is there."""
-    own = vars(ddpo.Args(**OWN))
-    embedded = vars(from_task(ddpo.Args, ddpo.TASK))
-    assert embedded == own | EMBEDDED
-    assert vars(from_task(ddpo.Args, ddpo.TASK, lr=1.0, metric=None)) == own | EMBEDDED | {"lr": 1.0, "metric": None}
-    for name in ("model", "dataset", "eval_dataset", "reward", "metric"):
-        path, _, function = embedded[name].rpartition(":")
-        assert path == TASK and callable(getattr(shapes, function))
-
-
-@pytest.mark.parametrize("given", ["model", "dataset"])
-def test_half_of_your_own_is_refused(given):
-    with pytest.raises(InputError) as error:
-        ddpo.Args(**{given: OWN[given]})
-    absent = {"model", "dataset", "reward"} - {given}
-    assert all(f"--{name} is missing: " in str(error.value) for name in absent) and "2 problems" in str(error.value)
+def test_rules_between_flags_at_their_limits():
+    sizes = {"rollout_batch_size": 32, "batch_size": 32, "stat_min_count": 32, "stat_buffer_size": 32}
+    ddpo.Args(**OWN, **sizes, guidance_scale=1.0001, negative_prompt="grey")
 
 
 # ---- Shapes ----------------------------------------------------------------------------------------------------------
@@ -1360,20 +952,6 @@ def test_recognise_by_hand():
         noisy = painted(box)
         noisy[:, 31, 31] = torch.tensor([1.0, 0.0, 0.0])  # one pixel does not widen the box
         assert shapes.recognise(noisy) == ("red", shape)
-
-
-@pytest.mark.parametrize(("height", "width"), [(20, 20), (31, 17), (4, 9)])
-def test_templates_fill_their_box(height, width):
-    found = shapes.templates(height, width)
-    assert list(found) == list(shapes.SHAPES)
-    areas = {"square": 1.0, "circle": math.pi / 4, "triangle": 0.5}
-    for shape, mask in found.items():
-        assert mask.shape == (height, width) and mask.dtype == bool
-        assert mask.mean() == pytest.approx(areas[shape], abs=0.02 if height > 4 else 0.12)
-        assert (mask == mask[:, ::-1]).all() and mask[-1].any()
-    rows = found["triangle"].sum(axis=1)
-    assert (np.diff(rows) >= 0).all() and rows[0] <= 2 < rows[-1]  # apex up
-    assert (found["circle"] == found["circle"][::-1]).all()
 
 
 def size_of_jpeg(pixels):
@@ -1465,13 +1043,6 @@ def test_the_committed_pipeline_draws_its_captions():
     found = shapes.metric(images.transpose(0, 3, 1, 2), prompts)
     assert np.mean(found["agreement"]) >= 0.9
     assert np.std(found["kilobytes"]) > 0.05 and np.std(found["brightness"]) > 0.03
-
-
-def test_the_committed_pipeline_runs_without_a_dtype():
-    """Plain diffusers then makes UNet and VAE float32, and leaves the text encoder the type of its file."""
-    pipeline = StableDiffusionPipeline.from_pretrained(shapes.BASE_MODEL)
-    pipeline.set_progress_bar_config(disable=True)
-    assert pipeline("a red circle", num_inference_steps=1, guidance_scale=1.0, output_type="np").images.std() > 0
 
 
 def test_training_of_the_pipeline(monkeypatch, tmp_path, capsys):

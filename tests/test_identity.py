@@ -57,6 +57,7 @@ USER_TREE = {
     "package/deep.py": "D = 1\n",
     "package/other.py": "",
     "other.py": "",
+    "random.py": "",
     "notes.txt": "",
 }
 IMPORTED = "reward beside package/__init__ package/sibling package/middle package/inner/__init__ package/inner/weights"
@@ -258,6 +259,31 @@ def test_files_of_modules_that_a_function_imports(tree, monkeypatch, given, file
     assert (hash_of(reward=given_by(tree, REWARD, given)) != before) == (file != "other.py")
 
 
+MODELS = """
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+torch.manual_seed(0)
+MODEL = GPT2LMHeadModel(GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=8))
+MODEL.generation_config = GenerationConfig(eos_token_id=5, bos_token_id=4)
+
+
+def of_model(model):
+    return lambda outputs, **columns: [model.config.n_embd for _ in outputs]
+
+
+class Holder:
+    def __init__(self):
+        self.models = {"judge": MODEL}
+
+
+def reads_global(outputs, **columns):
+    return [MODEL.config.n_embd for _ in outputs]
+
+
+closure = of_model(MODEL)
+partial = functools.partial(max, MODEL)
+"""
+
 PROGRAM = """
 import sys
 sys.path[:0] = [{root!r}, {tree!r}]
@@ -270,8 +296,9 @@ for given in {given!r}:
 
 def test_another_process_finds_the_same(tree):
     """With other addresses and another order of sets."""
-    (tree / "rewards.py").write_text(REWARD)
-    given = sorted({row[0] for row in CHANGES})
+    (tree / "rewards.py").write_text(REWARD + MODELS)
+    (tree / "random.py").unlink()
+    given = sorted({row[0] for row in CHANGES}) + ["closure", "reads_global", "Holder()", "partial", "{'a': [MODEL]}"]
     program = PROGRAM.format(root=str(ROOT), tree=str(tree), given=given)
     outputs = set()
     for seed in "12":
@@ -344,6 +371,7 @@ def test_models_are_their_weights_configuration_and_own_code(build_model):
             torch.nn.init.zeros_(self.bias)
 
     assert described(Judge(1.0)) == described(Judge(1.0)) != described(Judge(2.0))
+    assert described(Judge(1.0)) == described(Judge(1.0).eval())
     assert described(Judge(["good"])) == described(Judge(["good"])) != described(Judge(["bad"]))
     buffered = [Judge(1.0) for _ in range(2)]
     for value, judge in enumerate(buffered):

@@ -33,8 +33,11 @@ NEUTRAL = """run_dir name resume threads save_every keep_checkpoints track wandb
 NEUTRAL += SIZES
 # Flags of how long a run is.
 LENGTHS = "epochs num_epochs total_steps total_episodes".split()
+# What errors call the files that no flag names.
+OF_SCRIPT = {"script": "the script", "imports": "a file that the script imports"}
 # What counts in a directory: files of models, tokenizers and data sets.
 SUFFIXES = ".safetensors .bin .json .jsonl .txt .model .jinja .arrow .parquet .csv .py".split()
+PLAIN = bool | int | float | str
 # Fields of every torch module besides its weights and parts (train or eval, hooks), and notes of transformers.
 MODULE_FIELDS = {*vars(torch.nn.Module()), "warnings_issued"} - {"_parameters", "_buffers", "_modules"}
 
@@ -46,8 +49,12 @@ def identity(algo, args, script):
     The hash does not cover what functions read from other files while they run.
     """
     flags = {}
-    files = code_hashes(script)
     not_compared = []
+    files = {"script": sha256(script)}
+    if imported := with_imports(script)[1:]:
+        files["imports"] = hash_of_files(imported)
+    for path in sorted((ROOT / "common").glob("*.py")):
+        files[f"common/{path.name}"] = sha256(path)
     for name, value in vars(args).items():
         if name in NEUTRAL:
             continue
@@ -63,17 +70,6 @@ def identity(algo, args, script):
 
 
 # ---- Files -----------------------------------------------------------------------------------------------------------
-
-
-def code_hashes(script):
-    """{"script": sha256, "common/....py": sha256} of a script and of what all scripts share, "imports" of other files
-    of the user that the script imports."""
-    hashes = {"script": sha256(script)}
-    if imported := with_imports(script)[1:]:
-        hashes["imports"] = hash_of_files(imported)
-    for path in sorted((ROOT / "common").glob("*.py")):
-        hashes[f"common/{path.name}"] = sha256(path)
-    return hashes
 
 
 def files_of_flag(value):
@@ -166,9 +162,9 @@ def describe(value):
         return str(value)
     if isinstance(value, np.generic):
         return value.item()
-    if is_plain(value):
+    if value is None or isinstance(value, PLAIN):
         return value
-    if isinstance(value, list | tuple) and all(is_plain(item) and item is not None for item in value):
+    if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
         return list(value)
     name = name_of(value)
     try:
@@ -178,10 +174,6 @@ def describe(value):
         return f"<{name} {hash_of_object(value)[:16]}>"
     except Exception:  # objects refuse in their own ways
         return f"<{name}>"
-
-
-def is_plain(value):
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def name_of(value):
@@ -200,10 +192,12 @@ def hash_of_object(value):
     files = set()
 
     def parts(value):
-        if "__wrapped__" in getattr(value, "__dict__", ()):
-            files.update(files_of_code(inspect.unwrap(value)))
-        elif isinstance(value, type | FunctionType | ModuleType):
-            files.update(files_of_code(value))
+        code = inspect.unwrap(value) if "__wrapped__" in getattr(value, "__dict__", ()) else value
+        if isinstance(code, type | FunctionType | ModuleType):
+            with contextlib.suppress(TypeError, OSError):  # of C, or of a notebook
+                file = Path(inspect.getfile(code)).resolve()
+                if file not in files and is_own(file):
+                    files.update(with_imports(file))
         return reduced(value)
 
     stored = io.BytesIO()
@@ -230,16 +224,7 @@ def reduced(value):
         value = value.to_dict()
     elif type(value).__name__ != "FrozenDict":  # of diffusers
         return NotImplemented
-    return dict, ({name: item for name, item in value.items() if name[0] != "_"},)
-
-
-def files_of_code(value):
-    """The user's file in which a function, class or module stands, with what it imports."""
-    with contextlib.suppress(TypeError, OSError):  # of C, or of a notebook
-        file = Path(inspect.getfile(value)).resolve()
-        if is_own(file):
-            return with_imports(file)
-    return []
+    return dict, ({name: item for name, item in value.items() if not name.startswith("_")},)
 
 
 # ---- Two runs --------------------------------------------------------------------------------------------------------
@@ -255,17 +240,11 @@ def differences(old, new):
     flags = changed(old, new, "flags")
     lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
     for name in changed(old, new, "files"):
-        if name not in flags and name != "resume":  # the line of the flag says it; where it continues is no difference
-            lines.append(f"{file_name(name)} has changed")
+        if name in flags or name == "resume":  # the line of the flag says it; where it continues is no difference
+            continue
+        what = name if name.startswith("common/") else f"the file of {flag_of(name)}"
+        lines.append(f"{OF_SCRIPT.get(name, what)} has changed")
     return lines
-
-
-def file_name(key):
-    if key == "script":
-        return "the script"
-    if key == "imports":
-        return "a file that the script imports"
-    return key if key.startswith("common/") else f"the file of {flag_of(key)}"
 
 
 def nearly_the_same(folder, new):

@@ -210,12 +210,9 @@ def draw_curves(records, names, title, path):
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings(action="ignore"):
         figure = Figure(figsize=(4.5 * columns, 0.8 + 1.8 * rows), layout="constrained")
         figure.suptitle(visible(title)[: 50 * columns], fontsize=11)
-        every_axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True).flat)
-        for axes, label in itertools.zip_longest(every_axes, panels):
-            if label is None:
-                axes.set_axis_off()
-                continue
-            for name in panels[label]:
+        for place, (label, metrics) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(rows, columns, place)
+            for name in metrics:
                 curve = points(records, name)
                 marker = "." if name.startswith("eval/") or len(curve) < 3 else None
                 axes.plot(*zip(*curve, strict=True), label=visible(name), marker=marker, linewidth=1)

@@ -85,9 +85,8 @@ def closes_run(main):
             check_tracker(args.track)
             return main(args)
         except RuntimeError as error:
-            from accelerate.utils.memory import should_reduce_batch_size
-
-            if should_reduce_batch_size(error):
+            words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # of CUDA, cuBLAS, a CPU
+            if any(word in str(error) for word in words):
                 raise InputError(OUT_OF_MEMORY) from error
             raise
         finally:

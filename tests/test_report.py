@@ -41,7 +41,7 @@ def test_the_live_line_says_what_happens(columns, work, tmp_path):
     pieces, code = in_terminal(argv, columns, tmp_path, env)
     text = "".join(piece for _, piece in pieces)
     assert code == 0 and "Traceback" not in text
-    pictures = re.findall(r"(?:\r\x1b\[2K|\n)([^\r\n]*)\r(?!\n)", text)
+    pictures = re.findall(r"(?:\r\x1b\[2K|\n|\x1b\[\?25h)([^\r\n]*)\r(?!\n)", text)
     assert columns - 5 < max(map(len, pictures)) <= columns
     assert text.index("loading libraries") < text.index("parameters")
     activities = []

@@ -469,6 +469,18 @@ def test_a_flag_that_a_copy_adds(tree):
     assert neutral == hash_now("notes.txt", name="run_dir")
 
 
+NEUTRAL = {"run_dir": "x", "name": "x", "resume": "never", "threads": 3, "save_every": 1, "keep_checkpoints": 1}
+NEUTRAL |= {"track": "wandb", "wandb_project": "x", "push_to_hub": "a/b", "check": True}
+NEUTRAL |= {"micro_batch_size": 1, "decode_batch_size": 1, "gradient_checkpointing": True}
+
+
+def test_flags_that_do_not_change_the_result():
+    before = hash_of()
+    assert [name for name, value in NEUTRAL.items() if hash_of(**{name: value}) != before] == []
+    others = {"seed": 2, "eval_every": 1, "stop": (".",), "mixed_precision": "bf16"}
+    assert [name for name, value in others.items() if hash_of(**{name: value}) == before] == []
+
+
 def test_a_difference_is_said_once_and_names_the_flag():
     old = {"flags": {"model": "m", "eval_dataset": "a"}, "files": {"model": "1", "eval_dataset": "1"}}
     new = {"flags": {"model": "n", "eval_dataset": "a"}, "files": {"model": "2", "eval_dataset": "2"}}

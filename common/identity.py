@@ -2,9 +2,11 @@
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import inspect
+import io
 import json
 import platform
 import re
@@ -13,7 +15,9 @@ import subprocess
 import sys
 import sysconfig
 import warnings
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import numpy as np
 import torch
@@ -29,8 +33,13 @@ NEUTRAL = """run_dir name resume threads save_every keep_checkpoints track wandb
 NEUTRAL += SIZES
 # Flags of how long a run is.
 LENGTHS = "epochs num_epochs total_steps total_episodes".split()
+# What errors call the files that no flag names.
+OF_SCRIPT = {"script": "the script", "imports": "a file that the script imports"}
 # What counts in a directory: files of models, tokenizers and data sets.
 SUFFIXES = ".safetensors .bin .json .jsonl .txt .model .jinja .arrow .parquet .csv .py".split()
+PLAIN = bool | int | float | str
+# Fields of every torch module besides its weights and parts (train or eval, hooks), and notes of transformers.
+MODULE_FIELDS = {*vars(torch.nn.Module()), "warnings_issued"} - {"_parameters", "_buffers", "_modules"}
 
 
 def identity(algo, args, script):
@@ -40,8 +49,12 @@ def identity(algo, args, script):
     The hash does not cover what functions read from other files while they run.
     """
     flags = {}
-    files = code_hashes(script)
     not_compared = []
+    files = {"script": sha256(script)}
+    if imported := with_imports(script)[1:]:
+        files["imports"] = hash_of_files(imported)
+    for path in sorted((ROOT / "common").glob("*.py")):
+        files[f"common/{path.name}"] = sha256(path)
     for name, value in vars(args).items():
         if name in NEUTRAL:
             continue
@@ -59,37 +72,25 @@ def identity(algo, args, script):
 # ---- Files -----------------------------------------------------------------------------------------------------------
 
 
-def code_hashes(script):
-    """{"script": sha256, "common/....py": sha256} of a script and of what all scripts share, "imports" of other files
-    of the user that the script imports."""
-    hashes = {"script": sha256(script)}
-    if imported := with_imports(script)[1:]:
-        hashes["imports"] = hash_of_files(imported)
-    for path in sorted((ROOT / "common").glob("*.py")):
-        hashes[f"common/{path.name}"] = sha256(path)
-    return hashes
-
-
 def files_of_flag(value):
     """The files that the value of a flag names: as a path, as a spec string, or several, joined by commas."""
-    specs = []
-    for text in value if isinstance(value, list | tuple) else [value]:
+    is_list = isinstance(value, list | tuple)
+    paths = []
+    for text in value if is_list else [value]:
         if isinstance(text, str | Path):
             text = str(text)
-            specs += [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # a classifier's label, sets, options
+            specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # a classifier's label, sets, options
+            paths += [spec_path(spec.strip()) for spec in specs if spec.strip()]
     files = []
-    for spec in specs:
-        path = spec_path(spec.strip()) if spec.strip() else None
-        if path is None:
-            continue
-        if path.is_dir() and not isinstance(value, list | tuple):  # no text to stop at, as "." is
+    for path in filter(None, dict.fromkeys(paths)):
+        if path.is_dir() and not is_list:  # no text to stop at, as "." is
             files += files_of_directory(path)
         elif path.is_file() and path.suffix == ".py":
             files += with_imports(path)
             files += sorted(path.with_suffix("").rglob("*.safetensors"))  # the models of an embedded task
         elif path.is_file():
             files.append(path)
-    return list(dict.fromkeys(files))
+    return files
 
 
 def files_of_directory(path):
@@ -106,34 +107,37 @@ def with_imports(path):
     put together while the program runs (importlib) is not found."""
     files = [Path(path).resolve()]
     for file in files:  # which grows
-        with contextlib.suppress(SyntaxError, ValueError):  # an extension in C, or a file that nobody can import
-            for node in ast.walk(ast.parse(file.read_bytes())):
-                files += [found for found in imported_files(node, file) if found not in files]
+        for level, name in imported_names(file.read_bytes()):
+            folders = [file.parents[level - 1]] if level else [*sys.path, file.parent]
+            files += [found for found in module_files(name, folders) if found not in files]
     return files
 
 
-def imported_files(node, file):
-    """The user's files that a node of a file's syntax tree imports: modules, and the packages that they are in."""
-    folders = [*sys.path, file.parent]
+@functools.cache
+def imported_names(source):
+    """[(level, name)] of what Python source imports: modules, and things in them; level: the dots before the name."""
     names = []
-    if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        names = [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
-        if node.level:
-            folders = [file.parents[node.level - 1]]
+    with contextlib.suppress(SyntaxError, ValueError):  # an extension in C, or a file that nobody can import
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names += [(0, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names += [(node.level, f"{node.module or ''}.{alias.name}".lstrip(".")) for alias in node.names]
+    return names
+
+
+def module_files(name, folders):
+    """The user's files of a module and of the packages that it is in. The last part of a name may be that of a thing in
+    a module."""
     files = []
-    for name in names:
-        for folder in folders:
-            place = Path(folder).resolve()
-            present = []
-            for part in name.split("."):
-                place = place / part
-                present += [path for path in (Path(f"{place}.py"), place / "__init__.py") if path.is_file()]
-            if present:
-                files += filter(is_own, present)
-                break
-    return list(dict.fromkeys(files))
+    for part in name.split("."):
+        found = PathFinder.find_spec(part, [str(folder) for folder in folders])
+        if found is None:
+            break
+        if found.has_location and is_own(Path(found.origin).resolve()):
+            files.append(Path(found.origin).resolve())
+        folders = found.submodule_search_locations or []
+    return files
 
 
 def is_own(file):
@@ -153,17 +157,14 @@ def hash_of_files(files):
 
 def describe(value):
     """A JSON value that is equal for two flags that mean the same, in any process: a plain value itself, or the name of
-    an object with a digest, without one where it cannot be hashed.
-
-    The digest covers what datasets.fingerprint.Hasher does (closures, globals, fields) and the files of its code.
-    """
+    an object with a hash of its contents, without one where it cannot be hashed."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, np.generic):
         return value.item()
-    if is_plain(value):
+    if value is None or isinstance(value, PLAIN):
         return value
-    if isinstance(value, list | tuple) and all(is_plain(item) and item is not None for item in value):
+    if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
         return list(value)
     name = name_of(value)
     try:
@@ -171,11 +172,7 @@ def describe(value):
         if all(map(is_rows, sets)):  # by their text: a pickle depends on which rows of two sets are one object
             with contextlib.suppress(TypeError):  # else rows of objects
                 return f"<{name} {hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]}>"
-        from datasets.fingerprint import Hasher  # takes a second
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return f"<{name} {Hasher.hash([parts_of(value), [sha256(file) for file in files_of_code(value)]])}>"
+        return f"<{name} {hash_of_object(value)[:16]}>"
     except Exception:  # objects refuse in their own ways
         return f"<{name}>"
 
@@ -185,10 +182,6 @@ def is_rows(value):
     return type(value) is list and all(type(row) is dict for row in value)
 
 
-def is_plain(value):
-    return value is None or isinstance(value, bool | int | float | str)
-
-
 def name_of(value):
     """The name of a function or class, or that of an object's class, with its module."""
     named = value if hasattr(value, "__qualname__") else type(value)
@@ -196,39 +189,48 @@ def name_of(value):
     return named.__qualname__ if module in (None, "builtins") else f"{module}.{named.__qualname__}"
 
 
-def parts_of(value):
-    """What Hasher gets: of a pretrained model its weights and configuration, of a pipeline its parts. Whole, a model
-    would be copied in memory, and its generation_config holds a number that differs between processes."""
-    if type(value) is dict:
-        return {name: parts_of(item) for name, item in value.items()}
-    if isinstance(getattr(value, "components", None), dict):  # of diffusers
-        return [name_of(value), parts_of(value.components)]
-    if not isinstance(value, torch.nn.Module) or not hasattr(value, "config"):
-        return value
-    config = value.config.to_dict() if hasattr(value.config, "to_dict") else dict(value.config)
-    weights = {}
-    for name, weight in value.state_dict().items():
-        data = weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        weights[name] = [str(weight.dtype), list(weight.shape), hashlib.sha256(data).hexdigest()]
-    return [name_of(value), {key: item for key, item in config.items() if key[0] != "_"}, weights]
+def hash_of_object(value):
+    """A hash of all that an object consists of: what the pickler of datasets stores of it (fields, closures, globals
+    that its functions read), `reduced` where that would not do, and the user's files that hold its code. The pickler
+    stores a function or class of an imported module by its name alone."""
+    from datasets.utils._dill import Pickler  # takes a second
+
+    files = set()
+
+    def parts(value):
+        code = inspect.unwrap(value) if "__wrapped__" in getattr(value, "__dict__", ()) else value
+        if isinstance(code, type | FunctionType | ModuleType):
+            with contextlib.suppress(TypeError, OSError):  # of C, or of a notebook
+                file = Path(inspect.getfile(code)).resolve()
+                if file not in files and is_own(file):
+                    files.update(with_imports(file))
+        return reduced(value)
+
+    stored = io.BytesIO()
+    pickler = Pickler(stored, recurse=True)
+    pickler.reducer_override = parts
+    with warnings.catch_warnings(action="ignore"):
+        pickler.dump(value)
+    return hashlib.sha256(stored.getvalue() + hash_of_files(sorted(files)).encode()).hexdigest()
 
 
-def files_of_code(value):
-    """The user's files in which the code of an object stands, and that of what a function reads by name, with what they
-    import. Hasher knows a function of an imported module by its name alone."""
-    function = getattr(value, "func", value)  # of functools.partial
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    things = [function, type(value), type(getattr(value, "__self__", None))]
-    with contextlib.suppress(TypeError, ValueError):  # no function in Python
-        read = inspect.getclosurevars(function)
-        things += [*read.globals.values(), *read.nonlocals.values()]
-    files = []
-    for thing in things:
-        with contextlib.suppress(TypeError, OSError):  # of C, or of a notebook
-            file = Path(inspect.getfile(thing)).resolve()
-            if file not in files and is_own(file):
-                files += with_imports(file)
-    return sorted(set(files))
+def reduced(value):
+    """What pickle is to store (a class, its arguments, fields) of tensors, so that a model is not copied in memory, of
+    torch modules and configurations, which hold what differs between processes or changes in use; else
+    NotImplemented."""
+    from transformers import GenerationConfig, PretrainedConfig
+
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return type(value), (str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest())
+    if isinstance(value, torch.nn.Module):
+        fields = {name: field for name, field in vars(value).items() if name not in MODULE_FIELDS}
+        return type(value), (), fields
+    if isinstance(value, GenerationConfig | PretrainedConfig):
+        value = value.to_dict()
+    elif type(value).__name__ != "FrozenDict":  # of diffusers
+        return NotImplemented
+    return dict, ({name: item for name, item in value.items() if not name.startswith("_")},)
 
 
 # ---- Two runs --------------------------------------------------------------------------------------------------------
@@ -244,17 +246,11 @@ def differences(old, new):
     flags = changed(old, new, "flags")
     lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
     for name in changed(old, new, "files"):
-        if name not in flags and name != "resume":  # the line of the flag says it; where it continues is no difference
-            lines.append(f"{file_name(name)} has changed")
+        if name in flags or name == "resume":  # the line of the flag says it; where it continues is no difference
+            continue
+        what = name if name.startswith("common/") else f"the file of {flag_of(name)}"
+        lines.append(f"{OF_SCRIPT.get(name, what)} has changed")
     return lines
-
-
-def file_name(key):
-    if key == "script":
-        return "the script"
-    if key == "imports":
-        return "a file that the script imports"
-    return key if key.startswith("common/") else f"the file of {flag_of(key)}"
 
 
 def nearly_the_same(folder, new):

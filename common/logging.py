@@ -42,6 +42,7 @@ from common.report import (
 from common.seeding import seed_libraries, stream_rows
 
 CHECKPOINTS = "a run directory with checkpoints, or one of these (checkpoints/step_00000100)"
+PICTURE = 30  # seconds between two pictures of a run that goes on; each takes about one
 _open = []  # runs of this process that are not closed
 
 
@@ -85,9 +86,8 @@ def closes_run(main):
             check_tracker(args.track)
             return main(args)
         except RuntimeError as error:
-            from accelerate.utils.memory import should_reduce_batch_size
-
-            if should_reduce_batch_size(error):
+            words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # of CUDA, cuBLAS, a CPU
+            if any(word in str(error) for word in words):
                 raise InputError(OUT_OF_MEMORY) from error
             raise
         finally:
@@ -125,6 +125,7 @@ class Run:
         self.handlers = {}
         self.seconds = {}  # of the parts of this iteration
         self.last_line = 0.0
+        self.drawn = 0.0
         _open.append(self)
         self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(self.accelerator, self._claim)
         self.begun = self.state.get("step", 0)
@@ -436,7 +437,7 @@ class Run:
         if perf:
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
         self._mirror(self.accelerator.log, finite | perf, step=step)
-        if 0 < step < self.total_steps and self.evaluation_due(step):
+        if 0 < step < self.total_steps and self.evaluation_due(step) and time.monotonic() > self.drawn + PICTURE:
             self._draw()
 
     def _status(self, step, metrics):
@@ -513,6 +514,7 @@ class Run:
 
     def _draw(self):
         """Draws curve.png. It may fail; training goes on."""
+        self.drawn = time.monotonic()
         try:
             title = f"{self.dir.resolve().name}: {self.identity['flags']['model']}"
             draw_curves(self._records(), [self.headline, *self.shown], title, self.dir / "curve.png")

@@ -208,19 +208,11 @@ def draw_curves(records, names, title, path):
     temporary = path.with_name(f".tmp-{path.name}")
     # names of metrics and models are no formulas; a letter that the font lacks is no reason for a warning
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings(action="ignore"):
-        width = 4.5 * columns  # inches of 100 pixels
-        height = 0.8 + 1.8 * rows
-        figure = Figure(figsize=(width, height))
-        # by hand: matplotlib's own layouts take as long as the rest of the drawing
-        corners = 0.9 / width, 0.45 / height, 1 - 0.15 / width, 1 - 0.35 / height
-        figure.subplots_adjust(*corners, wspace=0.3, hspace=0.2)
-        figure.suptitle(visible(title)[: 50 * columns], y=1 - 0.07 / height, va="top", fontsize=11)
-        every_axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axes, label in itertools.zip_longest(every_axes, panels):
-            if label is None:
-                axes.set_axis_off()
-                continue
-            for name in panels[label]:
+        figure = Figure(figsize=(4.5 * columns, 0.8 + 1.8 * rows), layout="constrained")
+        figure.suptitle(visible(title)[: 50 * columns], fontsize=11)
+        for place, (label, metrics) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(rows, columns, place)
+            for name in metrics:
                 curve = points(records, name)
                 marker = "." if name.startswith("eval/") or len(curve) < 3 else None
                 axes.plot(*zip(*curve, strict=True), label=visible(name), marker=marker, linewidth=1)
@@ -230,8 +222,7 @@ def draw_curves(records, names, title, path):
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
-        for axes in every_axes[-columns:]:
-            axes.set_xlabel("optimizer step", fontsize=9)
+        figure.supxlabel("optimizer step", fontsize=10)
         try:
             figure.savefig(temporary, format="png", dpi=100)
             temporary.replace(path)

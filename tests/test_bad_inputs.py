@@ -802,8 +802,8 @@ REFUSED = [
     entry(64, "ddpo", "4 bits", ["Unrecognized", "--load-in-4bit"], "--load-in-4bit"),
     entry(64, TEXT, "4 bits float64", "--load-in-4bit does not go with --dtype float64",
           "--load-in-4bit --lora-r 2 --dtype float64"),
-    entry(64, TEXT, "flash", "--model model cannot be loaded: FlashAttention2", "--attn-implementation flash_attention_2",
-          shared=TEXT),
+    entry(64, TEXT, "flash", "--model model cannot be loaded: FlashAttention2",
+          "--attn-implementation flash_attention_2", shared=TEXT),
     # 72: ddpo
     entry(72, "ddpo", "eta 0", "--eta 0.0 must be in (0, 1]", "--eta 0"),
     entry(72, "ddpo", "guidance 0", "--guidance-scale 0.0 must be 1 (no guidance) or more", "--guidance-scale 0"),

@@ -732,9 +732,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, here, mo
     name = {"ppo": "policy_loss", "grpo": "grpo_loss", "sft": "token_loss"}[algo]
     function = getattr(module, name)
 
-    def poisoned(*args):
+    def poisoned(*args, **options):
         calls.append(1)
-        return function(*args) * (float("nan") if len(calls) == 3 else 1.0)
+        return function(*args, **options) * (float("nan") if len(calls) == 3 else 1.0)
 
     monkeypatch.setattr(module, name, poisoned)
     of_sft = "--total-steps 4 --metric None --eval-prompts None --no-packing"
@@ -798,9 +798,10 @@ def test_a_reward_that_fails_in_the_first_evaluation_leaves_nothing(refused, her
     err = refused(
         "ppo",
         ["--reward", "mine.py:score", "--eval-every", "1"],
-        "error: mine.py:score raised TypeError: score() missing ",
+        "\nerror: mine.py:score raised TypeError: score() missing ",
+        user_code=True,
     )
-    assert not (here / "run").exists() and one_sentence(err)
+    assert not (here / "run").exists() and err.endswith("argument: 'answer'\n")
 
 
 def test_another_configuration_in_the_directory(command, here):

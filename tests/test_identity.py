@@ -57,6 +57,7 @@ USER_TREE = {
     "package/deep.py": "D = 1\n",
     "package/other.py": "",
     "other.py": "",
+    "random.py": "",
     "notes.txt": "",
 }
 IMPORTED = "reward beside package/__init__ package/sibling package/middle package/inner/__init__ package/inner/weights"
@@ -197,66 +198,104 @@ made = {}
 exec("def length(x): return 2 * len(x)\\ndef of(outputs): return [length(x) for x in outputs]", made)
 """
 
-CHANGES = [  # what is given, what is changed in the file: another run
-    ("score", '"fine"', '"poor"'),
-    ("score", 're.compile("a+")', 're.compile("b+")'),
-    ("score", "0.5", "0.6"),
-    ("score", "arange(4.0)", "arange(5.0)"),
-    ("score", "torch.ones(2", "torch.ones(3"),
-    ("score", "bfloat16", "float16"),
-    ("score", "len(text) + 1", "len(text) + 2"),  # a helper's helper, behind functools.cache
-    ("score", '"x", "y"', '"x", "z"'),
-    ("score", "if n else ARRAY", "if n > 1 else ARRAY"),
-    ("score", "factor=1", "factor=2"),
-    ("score", "shift=0", "shift=1"),
-    ("score", "output not in", "output in"),
-    ("functools.partial(score, factor=3)", "len(text) + 1", "len(text) + 2"),
-    ("adding(1)", "bonus + len", "bonus - len"),
-    ("Scorer(1)", "min(x, 5)", "min(x, 6)"),
-    ("Scorer(1)", "scale = 2", "scale = 3"),
-    ("Scorer(1)", "        return 1\n", "        return 2\n"),
-    ("Scorer(1)", "len(text) + 1", "len(text) + 2"),
-    ("Scorer(1).__call__", "min(x, 5)", "min(x, 6)"),
-    ('pair["second"]', "[2.0]", "[3.0]"),
-    ('made["of"]', "2 * len", "3 * len"),
+CHANGES = [  # what is given, what is changed in the file, whether that is another run
+    ("score", "\n\nWORDS", "\n\n# why\nWORDS", False),
+    ("score", "UNUSED = 1", "UNUSED = 2", False),
+    ("score", "# a comment", "# another", False),
+    ("score", '"good", "fine", "nice"', '"nice", "good", "fine"', False),
+    ("score", "return min(x, 5)", "return min(x, 6)", False),  # of a class that it does not read
+    ("score", '"fine"', '"poor"', True),
+    ("score", 're.compile("a+")', 're.compile("b+")', True),
+    ("score", "0.5", "0.6", True),
+    ("score", "arange(4.0)", "arange(5.0)", True),
+    ("score", "torch.ones(2", "torch.ones(3", True),
+    ("score", "bfloat16", "float16", True),
+    ("score", "len(text) + 1", "len(text) + 2", True),  # a helper's helper, behind functools.cache
+    ("score", '"x", "y"', '"x", "z"', True),
+    ("score", "if n else ARRAY", "if n > 1 else ARRAY", True),
+    ("score", "factor=1", "factor=2", True),
+    ("score", "shift=0", "shift=1", True),
+    ("score", "output not in", "output in", True),
+    ("functools.partial(score, factor=3)", "UNUSED = 1", "UNUSED = 2", False),
+    ("functools.partial(score, factor=3)", "len(text) + 1", "len(text) + 2", True),
+    ("adding(1)", "bonus + len", "bonus - len", True),
+    ("adding(1)", "len(text) + 1", "len(text) + 2", False),
+    ("Scorer(1)", "min(x, 5)", "min(x, 6)", True),
+    ("Scorer(1)", "scale = 2", "scale = 3", True),
+    ("Scorer(1)", "        return 1\n", "        return 2\n", True),
+    ("Scorer(1)", "len(text) + 1", "len(text) + 2", True),
+    ("Scorer(1)", "arange(4.0)", "arange(5.0)", False),
+    ("Scorer(1).__call__", "min(x, 5)", "min(x, 6)", True),
+    ('pair["second"]', "[2.0]", "[3.0]", True),
+    ('pair["second"]', "[1.0]", "[3.0]", False),
+    ('made["of"]', "2 * len", "3 * len", True),
+    ("lazy", "len(text) + 1", "len(text) + 2", False),
 ]
 
 
-def given_by(tree, text, expression):
+def given_by(text, expression, file="<notebook>"):
     """The value of an expression in a module of this text."""
-    path = tree / "rewards.py"
-    path.write_text(text)
     module = {"__name__": "__main__"}
-    exec(compile(text, str(path), "exec"), module)
+    exec(compile(text, str(file), "exec"), module)
     return eval(expression, module)
 
 
-@pytest.mark.parametrize(("given", "old", "new"), CHANGES, ids=lambda x: repr(x)[:30])
-def test_what_a_function_reads(tree, monkeypatch, given, old, new):
+@pytest.mark.parametrize(("given", "old", "new", "differs"), CHANGES, ids=lambda x: repr(x)[:30])
+def test_what_a_function_of_a_notebook_reads(tree, monkeypatch, given, old, new, differs):
+    """There is no file: what it reads counts, and nothing else."""
     monkeypatch.syspath_prepend(tree)
     assert REWARD.count(old) == 1
-    before = hash_of(reward=given_by(tree, REWARD, given))
-    assert before == hash_of(reward=given_by(tree, REWARD, given))
-    after = hash_of(reward=given_by(tree, REWARD.replace(old, new), given))
-    assert before != after
+    before = hash_of(reward=given_by(REWARD, given))
+    assert before == hash_of(reward=given_by(REWARD, given))
+    after = hash_of(reward=given_by(REWARD.replace(old, new), given))
+    assert (before != after) == differs
 
 
 def test_two_lambdas_of_a_line_two_closures_two_objects(tree, monkeypatch):
     monkeypatch.syspath_prepend(tree)
     given = ['pair["first"]', 'pair["second"]', "adding(1)", "adding(2)", "Scorer(1)", "Scorer(2)", "score"]
     given += ["functools.partial(score, factor=2)", "functools.partial(score, factor=3)", "Scorer(1).method", "helper"]
-    hashes = {expression: hash_of(reward=given_by(tree, REWARD, expression)) for expression in given}
+    hashes = {expression: hash_of(reward=given_by(REWARD, expression)) for expression in given}
     assert len(set(hashes.values())) == len(given), hashes
 
 
-@pytest.mark.parametrize("given", ["lazy", "by_module"])
-@pytest.mark.parametrize("file", ["beside.py", "package/inner/weights.py", "other.py"])
-def test_files_of_modules_that_a_function_imports(tree, monkeypatch, given, file):
+@pytest.mark.parametrize("given", ["lazy", "by_module", "beside.Judge()", "[{'prompt': Scorer(beside.Judge)}]"])
+@pytest.mark.parametrize("file", ["rewards.py", "beside.py", "package/inner/weights.py", "other.py"])
+def test_files_in_which_code_stands(tree, monkeypatch, given, file):
+    """That of a function, those of the modules that it reads or imports, that of the class of an object."""
     monkeypatch.syspath_prepend(tree)
-    before = hash_of(reward=given_by(tree, REWARD, given))
+    (tree / "beside.py").write_text(USER_TREE["beside.py"] + "class Judge: pass\n")
+    (tree / "rewards.py").write_text(REWARD)
+    before = hash_of(reward=given_by(REWARD, given, tree / "rewards.py"))
     (tree / file).write_text((tree / file).read_text() + "\nnew = 1\n")
-    assert (hash_of(reward=given_by(tree, REWARD, given)) != before) == (file != "other.py")
+    changed = hash_of(reward=given_by(REWARD, given, tree / "rewards.py")) != before
+    assert changed == (file != "other.py" and (file, given) != ("rewards.py", "beside.Judge()"))
 
+
+MODELS = """
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+torch.manual_seed(0)
+MODEL = GPT2LMHeadModel(GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=8))
+MODEL.generation_config = GenerationConfig(eos_token_id=5, bos_token_id=4)
+
+
+def of_model(model):
+    return lambda outputs, **columns: [model.config.n_embd for _ in outputs]
+
+
+class Holder:
+    def __init__(self):
+        self.models = {"judge": MODEL}
+
+
+def reads_global(outputs, **columns):
+    return [MODEL.config.n_embd for _ in outputs]
+
+
+closure = of_model(MODEL)
+partial = functools.partial(max, MODEL)
+"""
 
 PROGRAM = """
 import sys
@@ -270,8 +309,9 @@ for given in {given!r}:
 
 def test_another_process_finds_the_same(tree):
     """With other addresses and another order of sets."""
-    (tree / "rewards.py").write_text(REWARD)
-    given = sorted({row[0] for row in CHANGES})
+    (tree / "rewards.py").write_text(REWARD + MODELS)
+    (tree / "random.py").unlink()
+    given = sorted({row[0] for row in CHANGES}) + ["closure", "reads_global", "Holder()", "partial", "{'a': [MODEL]}"]
     program = PROGRAM.format(root=str(ROOT), tree=str(tree), given=given)
     outputs = set()
     for seed in "12":
@@ -344,6 +384,7 @@ def test_models_are_their_weights_configuration_and_own_code(build_model):
             torch.nn.init.zeros_(self.bias)
 
     assert described(Judge(1.0)) == described(Judge(1.0)) != described(Judge(2.0))
+    assert described(Judge(1.0)) == described(Judge(1.0).eval())
     assert described(Judge(["good"])) == described(Judge(["good"])) != described(Judge(["bad"]))
     buffered = [Judge(1.0) for _ in range(2)]
     for value, judge in enumerate(buffered):
@@ -428,6 +469,18 @@ def test_a_flag_that_a_copy_adds(tree):
     assert neutral == hash_now("notes.txt", name="run_dir")
 
 
+NEUTRAL = {"run_dir": "x", "name": "x", "resume": "never", "threads": 3, "save_every": 1, "keep_checkpoints": 1}
+NEUTRAL |= {"track": "wandb", "wandb_project": "x", "push_to_hub": "a/b", "check": True}
+NEUTRAL |= {"micro_batch_size": 1, "decode_batch_size": 1, "gradient_checkpointing": True}
+
+
+def test_flags_that_do_not_change_the_result():
+    before = hash_of()
+    assert [name for name, value in NEUTRAL.items() if hash_of(**{name: value}) != before] == []
+    others = {"seed": 2, "eval_every": 1, "stop": (".",), "mixed_precision": "bf16"}
+    assert [name for name, value in others.items() if hash_of(**{name: value}) == before] == []
+
+
 def test_a_difference_is_said_once_and_names_the_flag():
     old = {"flags": {"model": "m", "eval_dataset": "a"}, "files": {"model": "1", "eval_dataset": "1"}}
     new = {"flags": {"model": "n", "eval_dataset": "a"}, "files": {"model": "2", "eval_dataset": "2"}}
@@ -459,6 +512,29 @@ def test_a_longer_run_names_the_shorter_one(gpt2_dir, tmp_path, capsys):
     assert steps == [3]
     run(sft, gpt2_dir, tmp_path / "other", total_steps=3, seed=2)
     assert "nearly" not in capsys.readouterr().out
+
+
+def test_an_unfinished_run_whose_script_has_changed_is_named(gpt2_dir, tmp_path, capsys):
+    """It differs in one or two files, or has other code in more of them."""
+
+    def begin(name):
+        run(sft, gpt2_dir, tmp_path / name, total_steps=2)
+        return capsys.readouterr().out
+
+    begin("old")
+    env = json.loads((tmp_path / "old/env.json").read_text())
+    for count, changed in enumerate(["script", "common/cli.py", "common/rows.py"], start=1):
+        env["files"][changed] = "other"
+        env["hash"] = changed
+        (tmp_path / "old/env.json").write_text(json.dumps(env))
+        assert "nearly" not in begin(f"finished {count}")  # that is another experiment
+        (tmp_path / "old/README.md").rename(tmp_path / "README.md")
+        line = f"{tmp_path}/old holds nearly this run (the script has changed"
+        line += "; common/cli.py has changed" * (count - 1)
+        line += f"); to continue that one: --resume {tmp_path}/old\n"
+        out = begin(f"unfinished {count}")
+        assert (line in out) == (count < 3) == ("nearly" in out)
+        (tmp_path / "README.md").rename(tmp_path / "old/README.md")
 
 
 def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):

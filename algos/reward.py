@@ -328,7 +328,7 @@ def summary(run, lm, new_head, data, max_length):
     return "\n".join(lines)
 
 
-def example_of_use(args, lm, tokenizer, data):
+def example_of_scoring(args, lm, tokenizer, data):
     """A text or chat to score, and the lines that load the exported model and score it."""
     loading = LOADING_ADAPTER if exports_adapter(lm, args) else LOADING
     if is_chat(data.rows, ["chosen"]):
@@ -401,7 +401,7 @@ def main(args):
         run.log(step, metrics | evaluation, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
         run.save(step, export, evaluation.get(headline))
 
-    return run.finish(export, *example_of_use(args, lm, tokenizer, data))
+    return run.finish(export, *example_of_scoring(args, lm, tokenizer, data))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ NonNegative = Annotated[float, Range("0 or a positive number", lambda value: 0 <
 Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
-Text = Annotated[str, Range("a text that is not empty", bool)]
+NonEmpty = Annotated[str, Range("a text that is not empty", bool)]
 Name = Annotated[
     str,
     Range(
@@ -157,7 +157,7 @@ class SamplingArgs:
 
     max_new_tokens: Count = 64
     """Longest response, in tokens."""
-    stop: tuple[Text, ...] = ()
+    stop: tuple[NonEmpty, ...] = ()
     """Strings that end a response. It keeps the tokens through the one that completes the string, and rollouts train
     them; reward and metric see the text before it, without trailing space."""
     eval_temperature: NonNegative = 1.0

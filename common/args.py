@@ -158,8 +158,8 @@ class SamplingArgs:
     max_new_tokens: Count = 64
     """Longest response, in tokens."""
     stop: tuple[NonEmpty, ...] = ()
-    """Strings that end a response. It keeps the tokens through the one that completes the string, and rollouts train
-    them; reward and metric see the text before it, without trailing space."""
+    """Strings that end a response. The tokens through the one that completes the string stay, and rollouts train them.
+    Reward and metric see the text before it, without trailing space."""
     eval_temperature: NonNegative = 1.0
     """Sampling temperature of evaluations; 0: greedy."""
     top_k: Natural = 0
@@ -213,8 +213,8 @@ class RunArgs:
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs (by affinity and the container's quota)
-    divided by the processes on this machine."""
+    """CPU threads of this process; default: OMP_NUM_THREADS, else the CPUs that it may use (by affinity) divided by the
+    processes on this machine."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None
@@ -233,4 +233,4 @@ class RunArgs:
     push_to_hub: Repository | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
-    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
+    """Run the first iteration on the longest rows, print its seconds and the peak memory, and exit; writes nothing."""

@@ -268,7 +268,9 @@ def test_the_files_of_an_export_follow_the_umask(build_model, letters, tmp_path)
     model = build_model("gpt2")
     before = os.umask(0o026)
     try:
-        export_model(model, full_weights(model), letters, tmp_path / "model", {"head.safetensors": {"weight": torch.ones(3)}})
+        export_model(
+            model, full_weights(model), letters, tmp_path / "model", {"head.safetensors": {"weight": torch.ones(3)}}
+        )
     finally:
         os.umask(before)
     files = list((tmp_path / "model").iterdir())

@@ -150,14 +150,15 @@ def test_most_bytes_by_hand():
 
 
 def test_ilql_copies_no_gradient_of_a_head(monkeypatch):
-    """The gradients of Q(s, a) and of CQL are added in place: what else there is, chunks of 7 rows, is far smaller."""
+    """The gradients of Q(s, a) and of CQL are added in place: what else there is, is the gradient of a chunk of 7 rows,
+    as large as the weight. A copy would be one more."""
     words = 50257
     monkeypatch.setattr(memory, "TINY", True)
     monkeypatch.setitem(memory.WIDTHS, words, 48)
     monkeypatch.setattr(forward, "CHUNK", 7 * words)
     lm, policy, update, gradients = memory.updates("ilql", words, 2)
     needed, _ = memory.measured(lm, functools.partial(update, False), gradients)
-    assert needed * memory.MB < policy.q_heads[0][-1].weight.nbytes / 2
+    assert needed * memory.MB < policy.q_heads[0][-1].weight.nbytes * 1.5
 
 
 @pytest.mark.parametrize(

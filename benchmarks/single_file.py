@@ -95,7 +95,7 @@ def without_shared_imports(name, text):
         for alias in node.names:
             if node.module == "common":
                 modules[alias.asname or alias.name] = f"common/{alias.name}.py"
-            elif alias.asname:
+            elif alias.asname not in (None, alias.name):
                 raise SystemExit(f"error: {name} imports {alias.name} as {alias.asname}: it needs one name")
             else:
                 shared[alias.name] = f"{node.module.replace('.', '/')}.py"

@@ -28,7 +28,7 @@ NonNegative = Annotated[float, Range("0 or a positive number", lambda value: 0 <
 Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
-Text = Annotated[str, Range("a text that is not empty", bool)]
+NonEmpty = Annotated[str, Range("a text that is not empty", bool)]
 Name = Annotated[
     str,
     Range(
@@ -157,9 +157,9 @@ class SamplingArgs:
 
     max_new_tokens: Count = 64
     """Longest response, in tokens."""
-    stop: tuple[Text, ...] = ()
-    """Strings that end a response. It keeps the tokens through the one that completes the string, and rollouts train
-    them; reward and metric see the text before it, without trailing space."""
+    stop: tuple[NonEmpty, ...] = ()
+    """Strings that end a response. The tokens through the one that completes the string stay, and rollouts train them.
+    Reward and metric see the text before it, without trailing space."""
     eval_temperature: NonNegative = 1.0
     """Sampling temperature of evaluations; 0: greedy."""
     top_k: Natural = 0
@@ -234,4 +234,4 @@ class RunArgs:
     push_to_hub: Repository | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
-    """Validate flags, data, model and functions, print the summary, try an update of the largest size, and exit."""
+    """Run the first iteration on the longest rows, print its seconds and the peak memory, and exit; writes nothing."""

@@ -231,7 +231,7 @@ def full_weights(lm):
     return weights
 
 
-def export(lm, weights, tokenizer, directory, heads):
+def export_model(lm, weights, tokenizer, directory, heads):
     """Writes model and tokenizer so that plain transformers loads them, heads {file name: tensors} beside."""
     with replacing(directory) as temporary:
         lm.save_pretrained(temporary, state_dict=weights)

@@ -118,18 +118,16 @@ def read_config(path):
     return {str(key).replace("-", "_"): value for key, value in entries.items()}
 
 
-SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-
-
 def words_of(settings, args_class):
     """Settings of a file as words of a command line."""
     types = {field.name: field.type for field in dataclasses.fields(args_class)}
     words = []
     for name, value in settings.items():
         if types[name] is bool:
-            if str(value).lower() not in SWITCHES:
+            is_on = yaml.safe_load(str(value))
+            if not isinstance(is_on, bool):
                 raise InputError(f"{flag_of(name)} must be true or false in a file, it is {value!r}")
-            words.append(flag_of(name) if SWITCHES[value.lower()] else flag_of(f"no_{name}"))
+            words.append(flag_of(name if is_on else f"no_{name}"))
         elif isinstance(value, list):
             words += [flag_of(name), *map(str, value)]
         else:
@@ -185,35 +183,37 @@ LONGEST_VALUES = 50  # characters; longer lists of choices stand in the text
 
 def help_text(args_class):
     """The flags of Args with types, defaults and docstrings: what must be given, its own ones, those of each base."""
-    bases = [base for base in args_class.__mro__ if dataclasses.is_dataclass(base)]
-    home = {}  # {field: the first base that has it}
-    texts = {}
-    for base in reversed(bases):
-        home = dict.fromkeys(base.__annotations__, base) | home
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for node, below in pairwise(body):
-            if isinstance(node, ast.AnnAssign):
-                texts[node.target.id] = inspect.cleandoc(below.value.value)
     parser = argparse.ArgumentParser(
         prog=Path(inspect.getfile(args_class)).name,
         usage="%(prog)s [flags]",
         description=inspect.getdoc(args_class),
         add_help=False,
     )
-    hints = typing.get_type_hints(args_class)
-    fields = {field.name: field for field in dataclasses.fields(args_class)}
     groups = {"must be given, but for the embedded task": list(args_class.required), "algorithm": []}
-    groups |= {inspect.getdoc(base): [] for base in reversed(bases[1:])}
-    for name in fields:
-        if name in args_class.required:
-            continue
-        groups["algorithm" if home[name] is args_class else inspect.getdoc(home[name])].append(name)
+    texts = {}
+    for base in filter(dataclasses.is_dataclass, reversed(args_class.__mro__)):
+        title = "algorithm" if base is args_class else inspect.getdoc(base).lower().rstrip(".")
+        written = docstrings(base)
+        groups[title] = [name for name in written if name not in texts and name not in args_class.required]
+        texts |= written
+    hints = typing.get_type_hints(args_class)
+    defaults = {field.name: field.default for field in dataclasses.fields(args_class)}
     for title, names in groups.items():
-        group = parser.add_argument_group(title.lower().rstrip("."))
+        group = parser.add_argument_group(title)
         for name in names:
-            flag = flag_of(f"no_{name}" if fields[name].default is True else name)
-            group.add_argument(flag, **help_options(texts[name], hints[name], fields[name].default))
+            flag = flag_of(f"no_{name}" if defaults[name] is True else name)
+            group.add_argument(flag, **help_options(texts[name], hints[name], defaults[name]))
     return parser.format_help()
+
+
+def docstrings(base):
+    """{field: the docstring below it} of the fields that are written in a class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+    texts = {}
+    for node, below in pairwise(body):
+        if isinstance(node, ast.AnnAssign):
+            texts[node.target.id] = inspect.cleandoc(below.value.value)
+    return texts
 
 
 def help_options(text, hint, default):

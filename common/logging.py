@@ -488,7 +488,7 @@ class Run:
         whole = {}
         for file, tensors in (heads or {}).items():  # gathered where FSDP2 has sharded them
             whole[file] = {key: getattr(x, "full_tensor", x.detach)() for key, x in tensors.items()}
-        on_main(self.accelerator, ckpt.export, lm, weights, tokenizer, self.dir / name, whole)
+        on_main(self.accelerator, ckpt.export_model, lm, weights, tokenizer, self.dir / name, whole)
 
     def finish(self, export, prompt, usage, library="transformers", pictures=lambda: ""):
         """Exports the model, prints the last lines and writes the model card, which marks the run as finished. prompt

@@ -24,12 +24,10 @@ COMMON = sorted((ROOT / "common").glob("*.py"))
 EVERY = SCRIPTS + COMMON + sorted((ROOT / "benchmarks").rglob("*.py"))
 OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}
 # What each script has of its own under the same name.
-DIFFERENT = set("Args Data main read load encode summary evaluate quality update check".split())
-DIFFERENT |= set("Batch Episode Rollout losses minibatches rollout rollout_metrics".split())
-# Flags of a script, and those of them that stand in it. These limits only shrink; one was added when runs got names,
-# which --run-dir cannot put in front of the hash.
-FLAGS = {"ppo": 74, "grpo": 62, "sft": 53, "reward": 45, "dpo": 61, "ilql": 63, "ddpo": 51}
-OWN_FLAGS = {"ppo": 34, "grpo": 23, "sft": 8, "reward": 8, "dpo": 17, "ilql": 22, "ddpo": 28}
+DIFFERENT = set("Args Data main read load encode summary evaluate update".split())
+DIFFERENT |= set("Episode Rollout losses minibatches rollout rollout_metrics".split())
+OWN_FLAGS = 35  # that stand in one script at most
+MODULES = 16  # of common/ at most
 
 
 def definitions(path):
@@ -103,10 +101,10 @@ def differing_copies(paths):
 
 def test_same_name_same_bytes(tmp_path):
     assert differing_copies(SCRIPTS) == []
-    text = (ROOT / "algos/sft.py").read_text()
-    changed = tmp_path / "changed.py"
-    changed.write_text(text.replace("max(1, args.decay_steps", "max(2, args.decay_steps"))
-    assert differing_copies([*SCRIPTS, changed]) == [("learning_rate", "ppo.py", "changed.py")]
+    copies = [tmp_path / "one.py", tmp_path / "two.py", tmp_path / "three.py"]
+    for path, number in zip(copies, (1, 1, 2), strict=True):
+        path.write_text(f"def half(x):\n    return x / {number}\n\n\ndef main(x):\n    return {path.stem!r}\n")
+    assert differing_copies(copies) == [("half", "one.py", "three.py")]
 
 
 def test_a_script_defines_nothing_that_common_has():
@@ -134,10 +132,8 @@ def test_every_flag_is_read(path):
     assert not dead, f"{path.name}: nothing reads {sorted(dead)}"
     unknown = args_read([path]) - flags(path).keys()
     assert not unknown, f"{path.name} reads args.{sorted(unknown)}, which Args does not have"
-    found = len(flags(path))
-    assert found <= FLAGS[path.stem], f"{path.name} has {found} flags"
     written = len(written_flags(path))
-    assert written <= OWN_FLAGS[path.stem], f"{path.name} has {written} flags that stand in it"
+    assert written <= OWN_FLAGS, f"{path.name} has {written} flags that stand in it"
 
 
 def test_what_common_reads_are_flags():
@@ -152,7 +148,8 @@ def test_imports(path):
 
 
 def test_common_imports_without_circles():
-    names = {path.stem: path for path in COMMON}
+    names = {path.stem: path for path in COMMON if path.stem != "__init__"}
+    assert len(names) <= MODULES
     needs = {}
     for name, path in names.items():
         needs[name] = set()
@@ -226,9 +223,10 @@ def test_an_edited_copy_runs_and_breaks_no_test(tmp_path, beside, tiny_dirs):
         shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
     copy = (checkout / "algos" if beside else tmp_path) / "mine.py"
     text = (ROOT / "algos/sft.py").read_text()
-    edited = text.replace("return args.lr * (step + 1) / args.warmup_steps", "return args.lr")
-    assert edited != text
-    copy.write_text(edited.replace('Run("sft"', 'Run("mine"'))
+    edited = text.replace("lr = learning_rate(args, step - 1, total_steps)", "lr = args.lr")
+    edited = edited.replace("accumulate, learning_rate, make_optimizer", "accumulate, make_optimizer")
+    assert "learning_rate" not in edited
+    copy.write_text(edited)
     (tmp_path / "rows.jsonl").write_text('{"text": "abc"}\n{"text": "da"}\n')
     command = [sys.executable, copy, "--model", tiny_dirs["gpt2"], "--dataset", "rows.jsonl", "--total-steps", "2"]
     command += ["--batch-size", "2", "--warmup-steps", "0", "--threads", "1"]

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algos import grpo, ilql, ppo, sft
-from common.checkpoint import export, full_weights
+from common.checkpoint import export_model, full_weights
 from common.cli import InputError, from_task
 from common.models import end_tokens, load_model
 
@@ -108,7 +108,7 @@ def test_left_padding_changes_nothing(build_model, family, dtype, attention, tol
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_export_is_read_back_by_plain_transformers(build_model, letters, family, dtype, tmp_path):
     model = build_model(family, dtype)
-    export(model, full_weights(model), letters, tmp_path / "model", {})
+    export_model(model, full_weights(model), letters, tmp_path / "model", {})
     back = reload(tmp_path / "model")
     assert back.dtype == dtype
     assert_same_model(back, model)
@@ -268,7 +268,9 @@ def test_the_files_of_an_export_follow_the_umask(build_model, letters, tmp_path)
     model = build_model("gpt2")
     before = os.umask(0o026)
     try:
-        export(model, full_weights(model), letters, tmp_path / "model", {"head.safetensors": {"weight": torch.ones(3)}})
+        export_model(
+            model, full_weights(model), letters, tmp_path / "model", {"head.safetensors": {"weight": torch.ones(3)}}
+        )
     finally:
         os.umask(before)
     files = list((tmp_path / "model").iterdir())

@@ -139,7 +139,7 @@ def run_sft(source, run_dir, build_model, letters, **options):
 
 
 def test_noise_on_the_embeddings_is_in_training_alone(tmp_path, build_model, letters):
-    """Uniform, keyed by step and row: the same for any micro-batches, and for packed rows."""
+    """Uniform, keyed by step and tokens: the same for any micro-batches, and for packed rows."""
     source = changed(RECIPES[4], "sft")
     _, quiet = run_sft((ROOT / "algos/sft.py").read_text(), tmp_path / "quiet", build_model, letters)
     module, noisy = run_sft(source, tmp_path / "noisy", build_model, letters)
@@ -147,7 +147,7 @@ def test_noise_on_the_embeddings_is_in_training_alone(tmp_path, build_model, let
     for number, options in enumerate(({"micro_batch_size": 1}, {"packing": True})):
         _, other = run_sft(source, tmp_path / f"{number}", build_model, letters, **options)
         assert [pytest.approx(record, rel=1e-5, abs=1e-6) for record in other] == noisy
-    lines = [[([1] * 50, None, 3)], [([1] * 30, None, 4), ([1] * 19, None, 5)]]
+    lines = [[([1] * 50, None)], [([2] * 30, None), ([3] * 19, None)]]
     drawn = module.noise(lines, (2, 50, 40), seed=1, step=2)
     for row, length in ((drawn[0], 50), (drawn[1, :30], 30), (drawn[1, 30:49], 19)):
         units = row.flatten() * (length * 40) ** 0.5 / 5.0

@@ -13,7 +13,7 @@ import torch
 from harness import ROOT
 from torch.profiler import profile, record_function
 
-from common import output
+from common import forward
 
 sys.path.insert(0, str(ROOT / "benchmarks/throughput"))
 
@@ -150,14 +150,15 @@ def test_most_bytes_by_hand():
 
 
 def test_ilql_copies_no_gradient_of_a_head(monkeypatch):
-    """The gradients of Q(s, a) and of CQL are added in place: what else there is, chunks of 7 rows, is far smaller."""
+    """The gradients of Q(s, a) and of CQL are added in place: what else there is, is the gradient of a chunk of 7 rows,
+    as large as the weight. A copy would be one more."""
     words = 50257
     monkeypatch.setattr(memory, "TINY", True)
     monkeypatch.setitem(memory.WIDTHS, words, 48)
-    monkeypatch.setattr(output, "CHUNK", 7 * words)
+    monkeypatch.setattr(forward, "CHUNK", 7 * words)
     lm, policy, update, gradients = memory.updates("ilql", words, 2)
     needed, _ = memory.measured(lm, functools.partial(update, False), gradients)
-    assert needed * memory.MB < policy.q_heads[0][-1].weight.nbytes / 2
+    assert needed * memory.MB < policy.q_heads[0][-1].weight.nbytes * 1.5
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_the_peer_of_ilql_does_the_same_steps(monkeypatch):
         monkeypatch.setattr(ilql_vs_trlx, name, lambda name=name: switches.append(name))
     theirs = ilql_vs_trlx.peer_steps("walks", True, None)
     assert switches == ["fast_cpu_matmul", "keep_freed_memory"]
-    monkeypatch.setattr(output, "CHUNK", 25 * 50)
+    monkeypatch.setattr(forward, "CHUNK", 25 * 50)
     ours = ilql_vs_trlx.our_steps("walks", "fp32", {"micro_batch_size": 10}, None)
     assert ours[1][0] == pytest.approx(theirs[1][0], rel=1e-4)
     assert [step["loss"] for step in ours[1]] == pytest.approx([step["loss"] for step in theirs[1]], rel=1e-3)

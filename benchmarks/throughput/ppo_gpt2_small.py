@@ -36,14 +36,14 @@ MODES = {  # of algos/ppo.py: flags, and what they show
     "fp32-sdpa": ({"attn_implementation": "sdpa"}, "fp32 without eager attention"),
     "fp32-decode-4": ({"decode_batch_size": 4}, "fp32 without one-batch rollouts: 4 rows at a time"),
     "bf16": ({"mixed_precision": "bf16"}, "`--mixed-precision bf16`: weights and optimizer fp32"),
-    "fp32-2-layers": ({"num_layers_unfrozen": 2}, "`--num-layers-unfrozen 2`: the frozen blocks run in no update"),
-    "fp32-2-layers-no-cache": (
-        {"num_layers_unfrozen": 2},  # both were measured when frozen states were kept by default
-        "the same with `--no-cache-trunk`: the frozen blocks run in every pass",
-    ),
+    "fp32-2-layers": ({"num_layers_unfrozen": 2}, "`--num-layers-unfrozen 2`"),
     "bf16-2-layers": ({"mixed_precision": "bf16", "num_layers_unfrozen": 2}, "both"),
 }
 OLDER_MODES = {  # of stored rows alone: what they switch off is gone
+    "fp32-2-layers-no-cache": (
+        {},
+        "the same with `--no-cache-trunk`: the frozen blocks run in every pass",
+    ),
     "fp32-malloc": ({}, "fp32 without keeping freed memory (glibc's default thresholds)"),
 }
 PEER_MODES = {  # of PPOTrainer of TRL 0.8.6: (rows of a generate call, our matmul precision); 2-layers trains as many

@@ -98,6 +98,9 @@ Goals that are missed, and what the profile at the end of this page says:
 - The systems run in turn, one process a run, with the same weights and data; first steps or iterations are not counted.
   Dropout, evaluation and saving are off. In sft, reward, dpo and grpo, both systems have AdamW of the same betas, a
   constant learning rate and gradients clipped at 1.
+- All rows are of commit b94b7cd or older. Since then ppo no longer keeps what frozen blocks return, which the rows
+  `2-layers` do, but for `no-cache`. Chunks of logits are torch's own checkpoints: where the output layer or a Q head is
+  trained, the gradient of a chunk, as large as the weight, is in memory beside the sum of them.
 - What no flag gives TRL: at the commits of these tables plainrl let the C library keep freed memory, and computed
   GPT-2's GELU in one kernel of torch. It no longer does either. The modes `kept-memory` of TRL, and `same-flags` of
   ilql's peer, keep freed memory, too; what that would save TRL in a table without such a mode is not measured. All

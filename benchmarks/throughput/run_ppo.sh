@@ -23,6 +23,5 @@ for repeat in $(seq "$repeats"); do
     ours fp32-sdpa
     ours fp32-decode-4
     old 2-layers-tuned
-    ours fp32-2-layers-no-cache
 done
 finish

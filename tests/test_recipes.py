@@ -65,8 +65,8 @@ def plain(tmp_path_factory, build_model):
     return run(source, tmp_path_factory.mktemp("plain"), build_model, randomwalks.tokenizer())
 
 
-def test_there_are_six_recipes():
-    assert len(RECIPES) == 6
+def test_there_are_seven_recipes():
+    assert len(RECIPES) == 7
 
 
 def test_an_entropy_bonus_changes_the_loss(plain, tmp_path, build_model, letters):

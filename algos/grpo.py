@@ -72,27 +72,10 @@ from common.forward import Episodes, response_logprobs, score_all
 from common.functions import build, load_function, load_reward
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import (
-    as_decoder,
-    end_tokens,
-    freeze,
-    load_model,
-    make_reference,
-    max_positions,
-    unsharded,
-)
+from common.models import as_decoder, end_tokens, freeze, load_model, make_reference, max_positions, unsharded
 from common.report import lines_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
-from common.sampling import (
-    decode,
-    evaluate_sets,
-    generate_all,
-    has_ended,
-    kept_ids,
-    sample,
-    score_outputs,
-    total,
-)
+from common.sampling import decode, evaluate_sets, generate_all, has_ended, kept_ids, sample, score_outputs, total
 from common.seeding import rng
 from common.tokens import encode_prompts
 

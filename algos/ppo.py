@@ -82,15 +82,7 @@ from common.models import (
 )
 from common.report import lines_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
-from common.sampling import (
-    decode,
-    evaluate_sets,
-    generate_all,
-    has_ended,
-    kept_ids,
-    sample,
-    score_outputs,
-)
+from common.sampling import decode, evaluate_sets, generate_all, has_ended, kept_ids, sample, score_outputs
 from common.seeding import rng
 from common.tokens import encode_prompts
 

@@ -201,8 +201,9 @@ CLAIMS = {
             "differences from default are within the spread: of loss-token, in which long responses weigh more; of "
             "loss-constant; of advantage-mean, which leaves the deviation out; of four-steps-clip-high "
             "(--cliprange-high 0.28), where a clip at 0.2 would meet 0.3 % of the tokens on average. The columns "
-            "behind the scores are of the last iteration alone. Leave-one-out is advantage-mean times 8/7, which AdamW does not see, and was not run. ppo: four PPO "
-            "epochs, so four steps. Up to six runs shared the two cores, so the seconds are too many."
+            "behind the scores are of the last iteration alone. Leave-one-out is advantage-mean times 8/7, which "
+            "AdamW does not see, and was not run. ppo: four PPO epochs, so four steps. Up to six runs shared the two "
+            "cores, so the seconds are too many."
         ),
         axis="episode",
         panels=["eval/accuracy", "eval/length"],

@@ -239,7 +239,7 @@ PLACES = {
 SAMPLING = ("torch", "searchsorted", 15)
 OWN_PLACES = {
     "ppo": {"sampling": SAMPLING, "reward": "reward:5", "evaluation": "metric:2"},
-    "grpo": {"sampling": SAMPLING, "reward": "reward:5", "evaluation": "metric:2", "replaced groups": "reward:9"},
+    "grpo": {"sampling": SAMPLING, "reward": "reward:5", "evaluation": "metric:2"},
     "ilql": {"sampling": SAMPLING, "evaluation": "metric:3"},
     "sft": {"sampling": SAMPLING, "evaluation": "metric:2"},
     "reward": {"evaluation": ("common.logging", "Run.samples", 2)},
@@ -247,7 +247,7 @@ OWN_PLACES = {
     "ddpo": {"sampling": ("diffusers", "AutoencoderKL.decode", 3), "reward": "reward:4", "evaluation": "metric:2"},
 }
 DEFAULT = {("ppo", "reward"), ("ilql", "optimizer step"), ("sft", "sampling"), ("reward", "between steps")}
-DEFAULT |= {("dpo", "logging"), ("grpo", "replaced groups")}
+DEFAULT |= {("dpo", "logging")}
 
 
 def kill_at(place):

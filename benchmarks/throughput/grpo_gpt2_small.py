@@ -310,7 +310,6 @@ def measure_ours(mode, model):
     with ExitStack() as stack:
         stack.enter_context(patch.object(sampling, "uniforms", given_ids))
         stack.enter_context(patch.object(sampling, "draw", draw_given))
-        stack.enter_context(patch.object(grpo, "draw", draw_given))
         stack.enter_context(patch.object(grpo, "all_logprobs", timed_score))
         stack.enter_context(patch.object(Accelerator, "clip_grad_norm_", noted_clip))
         settings = {

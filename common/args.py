@@ -213,8 +213,9 @@ class RunArgs:
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of this process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process, else the
-    CPUs that it may use divided by the processes on this machine. A container's quota is not read: give it here."""
+    """CPU threads of this process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; else
+    the CPUs that it may use, divided by the processes on this machine. A container's quota is not read: give it
+    here."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None

@@ -85,7 +85,7 @@ def test_an_edited_file_is_another_run(alone, scripts, work, tmp_path):
         (tmp_path / "one.py").write_text(text.replace("# ==== common/seeding.py", f"{comment}# ==== common/seeding.py"))
         for _ in range(2):
             scripts.run(argv, tmp_path, patch=WITHOUT_COMMON)
-    assert len(list(tmp_path.glob("runs/sft-*"))) == 2
+    assert len(list(tmp_path.glob("runs/one-*"))) == 2
 
 
 def test_the_embedded_task_is_not_in_the_file(alone, scripts, tmp_path):

@@ -351,9 +351,9 @@ def with_gradient(rows, advantages, processes):
 
 
 def losses(model, episodes, weights, args):
-    """A micro-batch's part of the loss of its optimizer step, and {metric: sum}: loss/ its parts of the step's losses,
-    objective/ sums over its sequences, policy/ over its tokens that have an advantage. weights (B,): of each token of a
-    row in the loss (`token_weights`). A token counts as clipped where the clip takes its gradient."""
+    """A micro-batch's part of the loss of its optimizer step, and {(unit, metric): sum}: over steps, over sequences, or
+    over the tokens that have an advantage. weights (B,): of each token of a row in the loss (`token_weights`). A token
+    counts as clipped where the clip takes its gradient."""
     mask = episodes.response_mask
     advantages = episodes.advantages[:, None]
     weights = weights[:, None]
@@ -369,14 +369,14 @@ def losses(model, episodes, weights, args):
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     pg = grpo_loss(new_compared, compared, advantages, args.cliprange, cliprange_high)
     loss = (weights * pg)[mask].sum()
-    sums = {"loss/policy": loss.detach()}
+    sums = {("step", "loss/policy"): loss.detach()}
     if args.kl_coef:
         kl = kl_k3(new_logprobs, episodes.ref_logprobs)
         kl_loss = (weights * kl)[mask].sum()
         loss = loss + args.kl_coef * kl_loss
-        sums["loss/kl"] = kl_loss.detach()
-        sums["objective/kl"] = (logprobs - episodes.ref_logprobs)[mask].double().sum()
-        sums["objective/kl_k3"] = kl_k3(logprobs, episodes.ref_logprobs)[mask].double().sum()
+        sums["step", "loss/kl"] = kl_loss.detach()
+        sums["sequence", "objective/kl"] = (logprobs - episodes.ref_logprobs)[mask].double().sum()
+        sums["sequence", "objective/kl_k3"] = kl_k3(logprobs, episodes.ref_logprobs)[mask].double().sum()
     with torch.no_grad():
         log_ratio = new_compared - compared
         ratio = log_ratio.exp()
@@ -387,12 +387,14 @@ def losses(model, episodes, weights, args):
             "policy/nll": -logprobs,  # of sampled tokens: it falls with the entropy
         }
     trained = mask & (advantages != 0)
-    return loss, sums | {name: term[trained].sum(dtype=torch.float64) for name, term in terms.items()}
+    for name, term in terms.items():
+        sums["token", name] = term[trained].sum(dtype=torch.float64)
+    return loss, sums
 
 
 def update(run, model, optimizer, batch, rows, args):
     """Epochs of minibatches, an optimizer step each. Returns metrics: means over steps, sequences or tokens of all
-    epochs, as `losses` says. rows: those of the prompts, for an error."""
+    epochs, as their keys say. rows: those of the prompts, for an error."""
     accelerator = run.accelerator
     mask = batch.response_mask
     step = run.step - run.stride  # optimizer steps taken
@@ -406,18 +408,18 @@ def update(run, model, optimizer, batch, rows, args):
                 loss, terms = losses(model, batch.take(places), weights[places], args)
                 # data-parallel training averages gradients over the processes, hence the factor
                 accelerator.backward(loss * accelerator.num_processes)
-                for name, term in terms.items():
-                    sums[name] += term
+                for unit_and_name, term in terms.items():
+                    sums[unit_and_name] += term
             lr = learning_rate(args, step, run.total_steps)
             step += 1
             where = f"{len(minibatch)} episodes whose first is {rows[int(minibatch[0])]['prompt']!r:.60}"
             grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, where)
     trained = int((mask & (batch.advantages != 0)[:, None]).sum())
-    counts = {"loss": run.stride, "objective": len(mask) * args.ppo_epochs, "policy": trained * args.ppo_epochs}
+    counts = {"step": run.stride, "sequence": len(mask) * args.ppo_epochs, "token": trained * args.ppo_epochs}
     metrics = {"episode": run.iteration * args.rollout_batch_size}
-    for name, value in reduce_sums(accelerator, sums).items():
-        if count := counts[name.split("/")[0]]:
-            metrics[name] = value / count
+    for (unit, name), value in reduce_sums(accelerator, sums).items():
+        if counts[unit]:
+            metrics[name] = value / counts[unit]
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
     return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}  # the norm is that of the last step
 

@@ -408,7 +408,8 @@ def losses_of(monkeypatch, new, args, old=OLD, ref=REF):
     token_weights = grpo.token_weights(MASK.sum(1), args.loss_mean, args.max_new_tokens)
     columns = {"logprobs": old, "ref_logprobs": ref}
     episodes = grpo.Rollout(ids, ids == 0, ids, MASK, advantages=ADVANTAGES, **columns)
-    return grpo.losses(None, episodes, token_weights, args)
+    loss, sums = grpo.losses(None, episodes, token_weights, args)
+    return loss, {name: total for (_, name), total in sums.items()}
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=["-".join(map(str, golden[:5])) for golden in GOLDEN])

@@ -42,6 +42,7 @@ def flag_of(name):
 
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without
     try:
         if {"-h", "--help"} & set(sys.argv):
             with contextlib.suppress(BrokenPipeError):  # `| head`

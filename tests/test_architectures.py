@@ -334,6 +334,10 @@ def test_grpo(monkeypatch, run, family):
 
 def test_ppo_with_shared_blocks(run, folder):
     """The second of two updates starts from changed weights."""
+    if padding_problem(initial(folder)):
+        with pytest.raises(InputError, match="cannot be sampled"):
+            run(ppo, num_layers_unfrozen=1, **PPO)
+        return
     metrics, run_dir, model, _ = run(ppo, num_layers_unfrozen=1, ppo_epochs=2, **PPO)
     assert abs(metrics["objective/kl"]) < 1e-5 and abs(metrics["policy/ratio"] - 1) > 1e-4
     assert_exported(model.lm, run_dir)
@@ -382,7 +386,7 @@ def test_ilql(attempt, cell, folder, letters):
         cell("logits in chunks", "-")
         return
     metrics, run_dir, policy, text = result
-    cell("logits in chunks", "no" if "logits at once" in text else "yes")
+    cell("logits in chunks", "yes" if policy.lm.plain_output else "no")
     expected = -torch.cat(plain_logprobs(folder, letters, TEXTS)).mean().item()
     assert metrics["losses/loss_awac"] == pytest.approx(expected, rel=1e-5)
     assert_exported(policy.lm, run_dir)

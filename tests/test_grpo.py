@@ -538,7 +538,7 @@ def test_with_more_steps_the_ratio_is_one_at_the_first_of_each_iteration(monkeyp
     run_grpo(gpt2_dir, tmp_path / "run", batch_size=7, micro_batch_size=2, kl_coef=0.1)
     deviations = []
     for _, (_, terms) in micro:
-        deviations.append(terms["policy/approxkl"].item())
+        deviations.append(terms["token", "policy/approxkl"].item())
     assert len(deviations) == 2 * 3 * 4  # iterations, steps, micro-batches
     first = deviations[:4] + deviations[12:16]
     assert max(first) < 1e-20

@@ -279,6 +279,7 @@ def drawings(monkeypatch):
         path.write_text(f"{records[-1]['step']}")
 
     monkeypatch.setattr(logging, "draw_curves", draw)
+    monkeypatch.setattr(logging, "PICTURE", 0)
     return calls
 
 

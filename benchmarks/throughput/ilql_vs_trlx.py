@@ -14,7 +14,7 @@ import copy
 import os
 import time
 from functools import reduce
-from statistics import fmean, mean, median, stdev
+from statistics import mean, median
 
 import torch
 from measurement import keep_freed_memory, main, short_run
@@ -114,8 +114,7 @@ def load(workload, model):
     lm, tokenizer = models.load_model(args, path)
     episodes, _ = ilql.encode_episodes(args.dataset, tokenizer, LONGEST, "rows")
     assert len(episodes) == len(args.dataset)
-    returns = [sum(episode.rewards) for episode in episodes]
-    ilql.scale_rewards(episodes, fmean(returns), stdev(returns))
+    ilql.normalize_rewards(ilql.Data(args.dataset, {}, [], None, None, episodes=episodes), args)
     return lm, tokenizer, episodes, args
 
 

@@ -24,7 +24,7 @@ CASES = {
     15: ("--resume CHECKPOINT in a longer run", "continues; the schedule is that of the flags"),
     16: ("the command of a finished run", "says so, 0; nothing changes"),
     17: ("continued with another number of processes: 1, 2, 1", "as uninterrupted, to 1e-9 in float64"),
-    18: ("--resume with a checkpoint of another script", "error that names both"),
+    18: ("--resume with a checkpoint of another script", "error: it trained other weights"),
     19: ("a checkpoint of a newer format", "error: upgrade"),
     20: ("the disk is full at a checkpoint", "warning, older ones stay, training goes on; exact"),
     21: ("the disk is full at the export", "error code; with room again, exact"),

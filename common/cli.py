@@ -168,7 +168,7 @@ def advice_on(name, fields, script):
         if not line.startswith("|") or not re.search(rf"[`.]{re.escape(name)}`", theirs):
             continue
         flags = set(re.findall(r"--[a-z0-9-]+", here))
-        is_own = section in script
+        is_own = bool(re.search(rf"(?<![a-z]){section}", script))  # of my_dpo.py, too, not of ddpo.py
         is_shared = section == "Every script"
         if flags <= fields and (flags or is_own or is_shared):
             advice = "it is gone" if here == "gone" else f"use {here.replace('`', '')}"

@@ -192,7 +192,7 @@ def ddim_schedule(scheduler, num_inference_steps, eta, device="cpu"):
     scheduler.set_timesteps(num_inference_steps)
     timesteps = scheduler.timesteps
     if len(timesteps) != num_inference_steps or timesteps.min() < 0:  # of diffusers' trailing steps, for some numbers
-        raise ValueError(f"its {scheduler.config.timestep_spacing} timesteps are not {num_inference_steps}")
+        raise ValueError(f"the {scheduler.config.timestep_spacing} timesteps of its scheduler are not so many")
     products = scheduler.alphas_cumprod.double()
     final_alpha = scheduler.final_alpha_cumprod.double()
     alphas = products[timesteps]

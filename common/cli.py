@@ -75,7 +75,7 @@ def parse(argv, args_class, task=None):
     if task and not files.config and flags.isdisjoint(("--model", "--dataset")) and (ROOT / task).exists():
         settings = read_config(task)
         kept = {name: value for name, value in settings.items() if name in fields}
-        args = tyro.cli(args_class, args=words_of(kept, args_class) + words)
+        args = tyro.cli(args_class, args=words_of(kept, args_class, task) + words)
         if os.environ.get("RANK", "0") == "0":
             print(f"no --model, --dataset or --config: the embedded task, by --config {task}; own flags win")
             print("  " + ", ".join(f"{name} {value}" for name, value in kept.items()), flush=True)
@@ -88,7 +88,7 @@ def parse(argv, args_class, task=None):
         unknown = [flag_of(name) for name in settings if name not in fields]
         refuse_other_names(unknown, args_class, f"--config {path}: ")
         stop_if([f"--config {path}: there is no flag {flag}" for flag in unknown])
-        in_front += words_of(settings, args_class)
+        in_front += words_of(settings, args_class, path)
     return tyro.cli(args_class, args=in_front + words)
 
 
@@ -119,15 +119,15 @@ def read_config(path):
     return {str(key).replace("-", "_"): value for key, value in entries.items()}
 
 
-def words_of(settings, args_class):
-    """Settings of a file as words of a command line."""
+def words_of(settings, args_class, path):
+    """The settings of the file at path as words of a command line."""
     types = {field.name: field.type for field in dataclasses.fields(args_class)}
     words = []
     for name, value in settings.items():
         if types[name] is bool:
             is_on = yaml.safe_load(str(value))
             if not isinstance(is_on, bool):
-                raise InputError(f"{flag_of(name)} must be true or false in a file, it is {value!r}")
+                raise InputError(f"--config {path}: {name} must be true or false, it is {value!r}")
             words.append(flag_of(name if is_on else f"no_{name}"))
         elif isinstance(value, list):
             words += [flag_of(name), *map(str, value)]
@@ -168,7 +168,7 @@ def advice_on(name, fields, script):
         if not line.startswith("|") or not re.search(rf"[`.]{re.escape(name)}`", theirs):
             continue
         flags = set(re.findall(r"--[a-z0-9-]+", here))
-        is_own = section in script
+        is_own = bool(re.search(rf"(?<![a-z]){section}", script))  # of my_dpo.py, too, not of ddpo.py
         is_shared = section == "Every script"
         if flags <= fields and (flags or is_own or is_shared):
             advice = "it is gone" if here == "gone" else f"use {here.replace('`', '')}"

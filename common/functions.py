@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from pathlib import Path
@@ -24,8 +25,9 @@ def spec_path(spec):
     if not isinstance(spec, str):
         return None
     match = SPEC.fullmatch(spec)
-    path = Path(match["path"] if match else spec).expanduser()
-    found = [candidate for candidate in (path, ROOT / path) if candidate.exists()]
+    path = Path(os.path.expanduser(match["path"] if match else spec))
+    # os.path: any text may come here, and the methods of Path raise where it is too long or ~ is no user
+    found = [candidate for candidate in (path, ROOT / path) if os.path.exists(candidate)]
     if found:
         return found[0]
     return path if match else None

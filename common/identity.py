@@ -36,7 +36,7 @@ LENGTHS = "epochs num_epochs total_steps total_episodes".split()
 # What errors call the files that no flag names.
 OF_SCRIPT = {"script": "the script", "imports": "a file that the script imports"}
 # What counts in a directory: files of models, tokenizers and data sets.
-SUFFIXES = ".safetensors .bin .json .jsonl .txt .model .jinja .arrow .parquet .csv .py".split()
+SUFFIXES = ".safetensors .bin .json .jsonl .txt .model .tiktoken .spm .jinja .arrow .parquet .csv .py".split()
 PLAIN = bool | int | float | str
 # Fields of every torch module besides its weights and parts (train or eval, hooks), and notes of transformers.
 MODULE_FIELDS = {*vars(torch.nn.Module()), "warnings_issued"} - {"_parameters", "_buffers", "_modules"}

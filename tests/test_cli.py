@@ -217,7 +217,7 @@ def test_bad_files_of_flags(path, text, sentence, tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", ["[]", "[true, false]", "perhaps", "''"])
 def test_a_switch_in_yaml_is_true_or_false(value, tmp_path):
     (tmp_path / "a.yaml").write_text(f"check: {value}")
-    with pytest.raises(InputError, match="^--check must be true or false in a file, it is "):
+    with pytest.raises(InputError, match="^--config .*: check must be true or false, it is "):
         parse(["--config", str(tmp_path / "a.yaml")], sft.Args)
 
 

@@ -28,7 +28,7 @@ from test_adapters import run
 from algos import ppo, sft
 from benchmarks.tasks import randomwalks
 from common.cli import InputError
-from common.identity import describe, differences, identity, with_imports
+from common.identity import describe, differences, files_of_flag, identity, with_imports
 
 
 def hash_of(**flags):
@@ -611,3 +611,9 @@ def test_a_directory_that_was_there_is_never_removed(gpt2_dir, tmp_path, there):
     for name in there or []:
         if name != "env.json":  # of a run that failed before its first step, which begins again
             assert (folder / name).read_text() == "the user's"
+
+
+@pytest.mark.parametrize("text", ["low quality, " * 40, "~~~"], ids=["long", "tilde"])
+def test_a_text_that_cannot_be_a_path_names_no_file(text):
+    """A negative prompt, a stop string."""
+    assert files_of_flag(text) == [] == files_of_flag((text,))

@@ -340,7 +340,7 @@ def num_iterations(args):
 
 
 def steps_per_iteration(args):
-    """Optimizer steps of an iteration that does not end early."""
+    """Optimizer steps of an iteration."""
     return args.ppo_epochs * (args.rollout_batch_size // args.batch_size)
 
 

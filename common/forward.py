@@ -136,12 +136,14 @@ class Episodes:
         end = int(self.response_mask[rows].any(0).nonzero().max()) + 1
         taken = {}
         for name, field in vars(self).items():
-            if field is not None:
-                taken[name] = field[rows]
+            if field is None:
+                continue
             if name in ("query", "query_mask"):
                 taken[name] = field[rows, begin:]
-            elif field is not None and field.ndim > 1:
+            elif field.ndim > 1:
                 taken[name] = field[rows, :end]
+            else:
+                taken[name] = field[rows]
         return type(self)(**taken)
 
     def tokens(self):
@@ -167,7 +169,7 @@ def score_all(accelerator, episodes, micro_batch_size, score):
         for name, values in score(episodes.take(local[places])).items():
             if name not in columns:
                 columns[name] = values.new_zeros(share, width)
-            columns[name][places, : values.shape[1]] = values[:, :width]
+            columns[name][places, : values.shape[1]] = values
     return {name: accelerator.gather(column)[:count] for name, column in columns.items()}
 
 

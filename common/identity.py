@@ -242,9 +242,12 @@ def changed(old, new, part):
 
 
 def differences(old, new):
-    """One line for each flag or file in which two identities differ."""
+    """One line for each flag or file in which two identities differ, before these one for another script."""
     flags = changed(old, new, "flags")
-    lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
+    lines = []
+    if old["algo"] != new["algo"]:
+        lines.append(f"the script: was {old['algo']}.py, is {new['algo']}.py")
+    lines += [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
     for name in changed(old, new, "files"):
         if name in flags or name == "resume":  # the line of the flag says it; where it continues is no difference
             continue

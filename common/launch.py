@@ -1,4 +1,4 @@
-"""How a run uses the machine: processes, precision, threads, kernels and memory."""
+"""How a run uses the machine (processes, precision, threads, kernels, memory), its schedule and optimizer steps."""
 
 import math
 import os

@@ -482,10 +482,11 @@ def test_flags_that_do_not_change_the_result():
 
 
 def test_a_difference_is_said_once_and_names_the_flag():
-    old = {"flags": {"model": "m", "eval_dataset": "a"}, "files": {"model": "1", "eval_dataset": "1"}}
-    new = {"flags": {"model": "n", "eval_dataset": "a"}, "files": {"model": "2", "eval_dataset": "2"}}
+    old = {"algo": "sft", "flags": {"model": "m", "eval_dataset": "a"}, "files": {"model": "1", "eval_dataset": "1"}}
+    new = {"algo": "sft", "flags": {"model": "n", "eval_dataset": "a"}, "files": {"model": "2", "eval_dataset": "2"}}
     expected = ["--model: was m, is n", "the file of --eval-dataset has changed"]
     assert differences(old, new) == expected
+    assert differences(old, new | {"algo": "grpo"}) == ["the script: was sft.py, is grpo.py", *expected]
 
 
 # ---- Another length --------------------------------------------------------------------------------------------------

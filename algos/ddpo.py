@@ -372,12 +372,8 @@ def sample_images(accelerator, policy, prompts, stream, args, trajectories):
         embeds = policy.embed([prompts[row] for row in rows])
         latents, logprobs = denoise(policy.unet, policy.schedule, embeds, noise, args.guidance_scale)
         decoded = vae.decode(latents[:, -1].to(vae.dtype) / vae.config.scaling_factor).sample.float()
-        finite = decoded.isfinite().flatten(1).all(dim=1).tolist()
-        if False in finite:
-            prompt = prompts[rows[finite.index(False)]]
-            raise FloatingPointError(f"the image of {prompt!r:.60} is not finite")
         images = ((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-        batch = {"images": images}
+        batch = {"images": images, "finite": decoded.isfinite().flatten(1).all(dim=1)}
         if trajectories:
             batch |= {"latents": latents, "logprobs": logprobs}
         batches.append(batch)
@@ -386,6 +382,10 @@ def sample_images(accelerator, policy, prompts, stream, args, trajectories):
     for name in batches[0]:
         own_part = torch.cat([batch[name] for batch in batches])
         sampled[name] = accelerator.gather(own_part)[: len(prompts)]
+    finite = sampled.pop("finite")
+    if not finite.all():  # on every process
+        prompt = prompts[int(finite.int().argmin())]
+        raise FloatingPointError(f"the image of {prompt!r:.60} is not finite")
     return sampled
 
 

@@ -25,6 +25,8 @@ def train_adapters(lm, args, heads=()):
         raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
     if args.load_in_4bit and not (args.lora_r or is_loaded):
         raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
+    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
+        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
         add_adapters(lm, args, heads)
     elif not is_loaded:

@@ -109,7 +109,7 @@ def settings_of(optimizer):
     settings = []
     for group in optimizer.param_groups:
         plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
-        plain.pop("lr")
+        plain.pop("lr", None)
         settings.append(plain)
     return settings
 

@@ -123,6 +123,8 @@ def call_function(function, name, rows, given):
     """
     values = {}
     for column in rows[0]:
+        if column in given:
+            raise InputError(f"rename the column {column!r} of the rows: {name} gets something else by this name")
         if column != "prompt":
             values[column] = copy.deepcopy([row[column] for row in rows])
     values |= given

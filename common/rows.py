@@ -133,7 +133,10 @@ def with_prompts(rows, flag):
         texts(rows, "prompt", flag)
         return rows
     lines = texts(rows, "text", flag)
-    return [row | {"prompt": line} for row, line in zip(rows, lines, strict=True) if line.strip()]
+    rows = [row | {"prompt": line} for row, line in zip(rows, lines, strict=True) if line.strip()]
+    if not rows:
+        raise InputError(f"{flag} holds blank lines only")
+    return rows
 
 
 # ---- Rows -> texts ---------------------------------------------------------------------------------------------------

@@ -156,6 +156,7 @@ def advice_on(name, fields, script):
     """What algos/MIGRATION.md advises for a name of TRL or trlX in a script with these flags; "" where no row fits.
 
     A row fits whose flags the script has; one without flags must stand in the script's section, or in that of all.
+    Notes of other sections are about other scripts.
     """
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has none
@@ -173,7 +174,7 @@ def advice_on(name, fields, script):
         if flags <= fields and (flags or is_own or is_shared):
             advice = "it is gone" if here == "gone" else f"use {here.replace('`', '')}"
             fit = bool(flags), is_own, f"`{name}`" in theirs, is_shared
-            fitting.append((fit, f"{advice}. {note}" if note else advice))
+            fitting.append((fit, f"{advice}. {note}" if note and (is_own or is_shared) else advice))
     return max(fitting, key=lambda row: row[0], default=("", ""))[1]
 
 

@@ -73,7 +73,7 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
         if limit and positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-            how = "shorten it, lower --max-new-tokens, or in ppo.py and grpo.py set --max-prompt-length"
+            how = "lower --max-new-tokens, shorten the prompt, or in ppo.py and grpo.py set --max-prompt-length"
             raise InputError(f"{where}: a prompt of {sizes}: {how}")
         kept.append(place)
     if not kept:

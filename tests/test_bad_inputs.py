@@ -626,7 +626,7 @@ REFUSED = [
     entry(37, "sft", "max-length", "--dataset: no row has a label left within --max-length 1", "--max-length 1"),
     entry(37, "ilql", "max-length", "--dataset: no row has an action left within --max-length 1", "--max-length 1"),
     entry(
-        38, SAMPLED, "new tokens", ["tokens and --max-new-tokens 32 exceed the model's 32 positions: shorten it"],
+        38, SAMPLED, "new tokens", ["tokens and --max-new-tokens 32 exceed the model's 32 positions: lower"],
         {algo: f"{text} --max-new-tokens 32" for algo, text in SAMPLE.items()},
     ),
     entry(

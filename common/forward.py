@@ -169,7 +169,7 @@ def score_all(accelerator, episodes, micro_batch_size, score):
         for name, values in score(episodes.take(local[places])).items():
             if name not in columns:
                 columns[name] = values.new_zeros(share, width)
-            columns[name][places, : values.shape[1]] = values
+            columns[name][places, : values.shape[1]] = values[:, :width]
     return {name: accelerator.gather(column)[:count] for name, column in columns.items()}
 
 

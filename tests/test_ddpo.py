@@ -563,8 +563,8 @@ def test_a_function_gets_what_it_names():
             return [len(prompt) + x for prompt, x in zip(prompts, k, strict=True)]
 
     assert ddpo.image_scores(Judge(), "r", ROWS, PIXELS) == [6.0, 8.0]
-    masked = [{"prompt": "one", "images": 1, "prompts": 2}]  # columns do not hide the images
-    assert ddpo.image_scores(lambda images, prompts: [len(prompts[0])], "r", masked, PIXELS[:1]) == [3.0]
+    with pytest.raises(InputError, match="rename the column 'images' of the rows: r gets something else"):
+        ddpo.image_scores(lambda images: [0.0], "r", [{"prompt": "one", "images": 1}], PIXELS[:1])
 
 
 def map_list(function, values):

@@ -158,7 +158,7 @@ def test_ilql_copies_no_gradient_of_a_head(monkeypatch):
     monkeypatch.setattr(forward, "CHUNK", 7 * words)
     lm, policy, update, gradients = memory.updates("ilql", words, 2)
     needed, _ = memory.measured(lm, functools.partial(update, False), gradients)
-    assert needed * memory.MB < policy.q_heads[0][-1].weight.nbytes * 1.5
+    assert needed * memory.MB < policy.q_heads[0][-1].weight.nbytes * 1.25
 
 
 @pytest.mark.parametrize(

@@ -159,10 +159,6 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
 
     def __post_init__(self):
         problems = problems_of(self)
-        if self.rollout_batch_size % max(1, self.batch_size):
-            problems.append(
-                f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --batch-size {self.batch_size}"
-            )
         if self.stat_min_count > self.stat_buffer_size:
             problems.append(
                 f"--stat-min-count {self.stat_min_count} must be at most --stat-buffer-size {self.stat_buffer_size}"

@@ -54,16 +54,14 @@ import torch
 
 from common.adapters import train_adapters
 from common.args import (
-    REWARD,
     Count,
-    DataArgs,
     ModelArgs,
     Natural,
     NonNegative,
     OptimizerArgs,
     Positive,
+    RolloutArgs,
     RunArgs,
-    SamplingArgs,
     problems_of,
 )
 from common.classifiers import RewardModel
@@ -83,20 +81,14 @@ TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # of a command without --model, 
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
+class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """Group relative policy optimisation of a language model. Defaults are for pretrained models.
 
     Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
     a YAML file; flags win over it.
     """
 
-    required = DataArgs.required | {"reward": REWARD}
-
     # ---- algorithm
-    total_episodes: Count = 65536
-    """Length of the run: episodes (a prompt with one of its responses) over all iterations."""
-    rollout_batch_size: Count = 512
-    """Episodes of an iteration, all processes together: --group-size for each prompt."""
     group_size: Count = 8
     """Responses to a prompt, whose scores are compared (Shao et al. 2024: 64; TRL: 8)."""
     ppo_epochs: Count = 1
@@ -123,8 +115,6 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     # ---- sampling
     max_new_tokens: Count = 512
     """Longest response, in tokens (Shao et al. 2024: 1024; TRL: 512)."""
-    temperature: Positive = 1.0
-    """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
 
     # ---- optimizer
     lr: Positive = 1e-6
@@ -133,24 +123,6 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     """Course of the learning rate after the warm-up."""
     batch_size: Count = 512
     """Rows per optimizer step, all processes together (Shao et al. 2024: 1024, all episodes of an iteration)."""
-
-    # ---- data
-    dataset: str | None = None
-    """Rows with a prompt, text or chat messages (other columns reach the reward): a file, hub id:split,
-    file.py:function; from Python a list."""
-    eval_dataset: str | None = None
-    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; default: the
-    first --rollout-batch-size rows of --dataset."""
-    reward: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token, which
-    is summed; or the directory or hub id of a sequence classifier, with :label if it has several, or of the LoRA
-    adapter of one."""
-    max_prompt_length: Count | None = None
-    """Drop and count prompts of more tokens. Without it a prompt that does not fit the model is an error."""
-
-    # ---- model
-    ref_model: str | None = None
-    """Reference of the KL, named as --model; default: a frozen copy of --model as it is at the start."""
 
     # ---- run
     save_every: Natural = 20
@@ -162,18 +134,9 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
         problems = problems_of(self)
         if self.group_size == 1:
             problems.append("--group-size 1 must be at least 2: a response is compared with the others of its group")
-        if self.rollout_batch_size % max(1, self.batch_size):
-            problems.append(
-                f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --batch-size {self.batch_size}"
-            )
         if self.rollout_batch_size % max(1, self.group_size):
             problems.append(
                 f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --group-size {self.group_size}"
-            )
-        if self.total_episodes % max(1, self.rollout_batch_size):
-            problems.append(
-                f"--total-episodes {self.total_episodes} must be a multiple of "
-                f"--rollout-batch-size {self.rollout_batch_size}"
             )
         if self.num_layers_unfrozen == 0:
             problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
@@ -240,16 +203,6 @@ def token_weights(lengths, loss_mean, max_new_tokens):
     raise ValueError(f"there is no mean {loss_mean!r}")
 
 
-def num_iterations(args):
-    """Iterations of the whole run."""
-    return args.total_episodes // args.rollout_batch_size
-
-
-def steps_per_iteration(args):
-    """Optimizer steps of an iteration."""
-    return args.ppo_epochs * (args.rollout_batch_size // args.batch_size)
-
-
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
 
 
@@ -278,7 +231,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
     batch = Rollout(*sampled).take(slice(None))
     mask = batch.response_mask
     # 2. what the policy did, and what the reference thinks of it
-    if steps_per_iteration(args) > 1:  # in an only step the policy is still the one that sampled
+    if args.steps_per_iteration > 1:  # in an only step the policy is still the one that sampled
         batch.logprobs = all_logprobs(accelerator, model, batch, args)
     if ref is not None:
         batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)
@@ -507,7 +460,7 @@ def summary(run, lm, data):
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, ratios "
         f"by {args.ratio_level}, loss mean by {args.loss_mean}, {args.max_new_tokens} new tokens, "
         f"{args.total_episodes} episodes",
-        f"{num_iterations(args)} iterations x ({args.rollout_batch_size // args.group_size} groups of "
+        f"{args.num_iterations} iterations x ({args.rollout_batch_size // args.group_size} groups of "
         f"{args.group_size} episodes, then {run.stride} optimizer steps of {args.batch_size}: "
         f"{args.batch_size // run.accelerator.num_processes} rows a process, {args.micro_batch_size} a forward)",
     ]
@@ -546,7 +499,7 @@ def main(args):
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    run.begin(model, optimizer, lm, num_iterations(args), headline, IN_STATUS, stride=steps_per_iteration(args))
+    run.begin(model, optimizer, lm, args.num_iterations, headline, IN_STATUS, stride=args.steps_per_iteration)
     run.say(summary(run, lm, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))

@@ -11,18 +11,13 @@ https://github.com/openai/lm-human-preferences/blob/f774e89b9e3762a03b7f39531898
     squared error of the clipped value                     code of Ziegler et al.   value_loss
     beta <- beta (1 + clip(KL / target - 1) n / horizon)   Ziegler Sec. 2.2         next_kl_coef
 
-How this differs from TRL's and trlX's PPO:
+How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
 - One function, `response_logprobs`, gives the log-probabilities of rollout, reference and update, temperature
   included, so the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
-- A response ends at any end token of the checkpoint or the tokenizer. Logits are computed only of response tokens, and
-  not all at once.
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
-- The reward is any Python function of the texts, or a sequence classifier, or the LoRA adapter of one, which shares the
-  base of a policy with adapters.
-- Encoder-decoders run through the same lines. The reference of LoRA adapters is the policy without them,
-  or, where a --model that is an adapter is trained further, as it came.
-- `--num-layers-unfrozen k`: the reference shares the memory of the frozen blocks. TRL's shared layers shared none.
+- The reference of LoRA adapters is the policy without them, or, where a --model that is an adapter is trained further,
+  as it came. With `--num-layers-unfrozen k` it shares the memory of the frozen blocks.
 
     accelerate launch algos/ppo.py                                 # random walks, on a CPU under two minutes
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \
@@ -51,16 +46,14 @@ from torch import nn
 
 from common.adapters import train_adapters
 from common.args import (
-    REWARD,
     Count,
-    DataArgs,
     Fraction,
     ModelArgs,
     NonNegative,
     OptimizerArgs,
     Positive,
+    RolloutArgs,
     RunArgs,
-    SamplingArgs,
     problems_of,
 )
 from common.classifiers import RewardModel
@@ -90,20 +83,14 @@ TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # of a command without --model, 
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
+class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """Proximal policy optimisation of a language model. Defaults are for pretrained models.
 
     Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
     a YAML file; flags win over it.
     """
 
-    required = DataArgs.required | {"reward": REWARD}
-
     # ---- algorithm
-    total_episodes: Count = 65536
-    """Length of the run: episodes (a prompt with its response) over all iterations."""
-    rollout_batch_size: Count = 512
-    """Episodes of an iteration, all processes together (code of Ziegler et al.: 512)."""
     ppo_epochs: Count = 4
     """Passes over the episodes of an iteration (code of Ziegler et al.: 4)."""
     kl_coef: NonNegative = 0.05
@@ -151,8 +138,6 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     """Longest response, in tokens (Huang et al. 2024: 53)."""
     min_length_limit: Count | None = None
     """Draw the longest length of each rollout response uniformly from this to --max-new-tokens."""
-    temperature: Positive = 1.0
-    """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
 
     # ---- optimizer
     lr: Positive = 1e-5
@@ -165,34 +150,8 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     batch_size: Count = 512
     """Rows per optimizer step, all processes together (code of Ziegler et al.: all episodes of an iteration)."""
 
-    # ---- data
-    dataset: str | None = None
-    """Rows with a prompt, text or chat messages (other columns reach the reward): a file, hub id:split,
-    file.py:function; from Python a list."""
-    eval_dataset: str | None = None
-    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; default: the
-    first --rollout-batch-size rows of --dataset."""
-    reward: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token; or the
-    directory or hub id of a sequence classifier, with :label if it has several, or of the LoRA adapter of one."""
-    max_prompt_length: Count | None = None
-    """Drop and count prompts of more tokens. Without it a prompt that does not fit the model is an error."""
-
-    # ---- model
-    ref_model: str | None = None
-    """Reference of the KL penalty, named as --model; default: a frozen copy of --model as it is at the start."""
-
     def __post_init__(self):
         problems = problems_of(self)
-        if self.rollout_batch_size % max(1, self.batch_size):
-            problems.append(
-                f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --batch-size {self.batch_size}"
-            )
-        if self.total_episodes % max(1, self.rollout_batch_size):
-            problems.append(
-                f"--total-episodes {self.total_episodes} must be a multiple of "
-                f"--rollout-batch-size {self.rollout_batch_size}"
-            )
         if self.min_length_limit is not None and self.min_length_limit > self.max_new_tokens:
             problems.append(
                 f"--min-length-limit {self.min_length_limit} must be at most --max-new-tokens {self.max_new_tokens}"
@@ -332,16 +291,6 @@ def next_kl_coef(kl_coef, kl, target, horizon, n):
     Source: Ziegler et al. 2019, Sec. 2.2. n <= horizon keeps beta positive.
     """
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
-
-
-def num_iterations(args):
-    """Iterations of the whole run."""
-    return args.total_episodes // args.rollout_batch_size
-
-
-def steps_per_iteration(args):
-    """Optimizer steps of an iteration."""
-    return args.ppo_epochs * (args.rollout_batch_size // args.batch_size)
 
 
 # ---- Values ----------------------------------------------------------------------------------------------------------
@@ -673,7 +622,7 @@ def summary(run, policy, data):
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
-        f"{num_iterations(args)} iterations x ({args.rollout_batch_size} episodes, then {run.stride} "
+        f"{args.num_iterations} iterations x ({args.rollout_batch_size} episodes, then {run.stride} "
         f"optimizer steps of {args.batch_size}: {args.batch_size // run.accelerator.num_processes} rows a process, "
         f"{args.micro_batch_size} a forward)",
     ]
@@ -709,9 +658,9 @@ def main(args):
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    stride = steps_per_iteration(args)
+    stride = args.steps_per_iteration
     quantities = {"kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}
-    state = run.begin(model, optimizer, lm, num_iterations(args), headline, IN_STATUS, stride=stride, **quantities)
+    state = run.begin(model, optimizer, lm, args.num_iterations, headline, IN_STATUS, stride=stride, **quantities)
     run.say(summary(run, policy, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))

@@ -83,6 +83,12 @@ def problems_of(args):
             problems.append("--merge-adapters does not go with --load-in-4bit")
         if args.load_in_4bit and args.dtype == "float64":
             problems.append("--load-in-4bit does not go with --dtype float64")
+    if hasattr(args, "rollout_batch_size") and args.rollout_batch_size % max(1, args.batch_size):
+        size = f"--rollout-batch-size {args.rollout_batch_size}"
+        problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
+    if isinstance(args, RolloutArgs) and args.total_episodes % max(1, args.rollout_batch_size):
+        size = f"--rollout-batch-size {args.rollout_batch_size}"
+        problems.append(f"--total-episodes {args.total_episodes} must be a multiple of {size}")
     return problems
 
 
@@ -235,3 +241,42 @@ class RunArgs:
     """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
     check: bool = False
     """Run the first iteration on the longest rows, print its seconds and the peak memory, and exit; writes nothing."""
+
+
+@dataclass
+class RolloutArgs(DataArgs, SamplingArgs):
+    """Rollouts."""
+
+    required = DataArgs.required | {"reward": REWARD}
+
+    dataset: str | None = None
+    """Rows with a prompt, text or chat messages (other columns reach the reward): a file, hub id:split,
+    file.py:function; from Python a list."""
+    eval_dataset: str | None = None
+    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; default: the
+    first --rollout-batch-size rows of --dataset."""
+    max_prompt_length: Count | None = None
+    """Drop and count prompts of more tokens. Without it a prompt that does not fit the model is an error."""
+    reward: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token; or the
+    directory or hub id of a sequence classifier, with :label if it has several, or of the LoRA adapter of one."""
+    ref_model: str | None = None
+    """Reference of the KL, named as --model; default: a frozen copy of --model as it is at the start."""
+    total_episodes: Count = 65536
+    """Length of the run: episodes (a prompt with a response) over all iterations."""
+    rollout_batch_size: Count = 512
+    """Episodes of an iteration, all processes together (code of Ziegler et al.: 512)."""
+    ppo_epochs: Count = 1
+    """Passes over the episodes of an iteration."""
+    temperature: Positive = 1.0
+    """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
+
+    @property
+    def num_iterations(self):
+        """Of the whole run."""
+        return self.total_episodes // self.rollout_batch_size
+
+    @property
+    def steps_per_iteration(self):
+        """Optimizer steps of an iteration."""
+        return self.ppo_epochs * (self.rollout_batch_size // self.batch_size)

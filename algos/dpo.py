@@ -307,9 +307,8 @@ def cut_prompt(prompt, bos, args):
 
 def response_lengths(pairs):
     """(2, B): tokens of the responses, chosen first."""
-    chosen_lengths = [len(chosen) - prompt_length for chosen, _, prompt_length in pairs]
-    rejected_lengths = [len(rejected) - prompt_length for _, rejected, prompt_length in pairs]
-    return torch.tensor([chosen_lengths, rejected_lengths])
+    lengths = [[len(pair[side]) - pair[2] for pair in pairs] for side in (0, 1)]
+    return torch.tensor(lengths)
 
 
 # ---- Forward pass ----------------------------------------------------------------------------------------------------
@@ -351,7 +350,6 @@ class Reference:
     def __init__(self, accelerator, lm, tokenizer, ref_path, data, packing, args):
         self.accelerator = accelerator
         self.args = args
-        self.scores = {}  # {id of a pair: its two log-probabilities}; a run never copies its pairs
         self.model = lm.eval()
         if args.ref_model is not None:
             self.model = load_reference(args, ref_path, lm, tokenizer)
@@ -359,13 +357,14 @@ class Reference:
             self.model = frozen_copy(lm)
         self.packing = packing and packing_problem(self.model) is None
         if not args.reference_free:
-            for pairs in data.eval_sets.values():
-                self.score(pairs)
+            for name, pairs in data.eval_sets.items():
+                data.eval_sets[name] = self.scored(pairs)
+            count = len(data.pairs)
+            if args.check:  # which trains on the longest pairs alone
+                data.pairs.sort(key=pair_length, reverse=True)
+                count = args.batch_size
             if args.precompute_ref:
-                pairs = data.pairs
-                if args.check:  # which trains on the longest pairs alone
-                    pairs = sorted(pairs, key=pair_length, reverse=True)[: args.batch_size]
-                self.score(pairs)
+                data.pairs[:count] = self.scored(data.pairs[:count])
         if data.prompts:
             _, samples = evaluate_samples(accelerator, self.model, tokenizer, data.prompts, data.queries, None, args)
             outputs = [sample["output"] for sample in samples]
@@ -373,24 +372,23 @@ class Reference:
         if args.precompute_ref:
             self.model = None
 
-    def score(self, pairs):
-        """Keeps the log-probabilities of a set of pairs in `scores`."""
+    def scored(self, pairs):
+        """The pairs, each with the two log-probabilities of its responses behind."""
         score = functools.partial(pair_logprobs, self.model, self.packing)
         logprobs = score_pairs(self.accelerator, score, pairs, self.args.micro_batch_size)
         finite = logprobs.isfinite().all(0)
         if not finite.all():
             number = int((~finite).nonzero()[0]) + 1
             raise FloatingPointError(f"the reference's log-probabilities of pair {number} are not finite")
-        for pair, *both in zip(pairs, *logprobs.tolist(), strict=True):
-            self.scores[id(pair)] = both
+        return [(*pair, both) for pair, both in zip(pairs, logprobs.T.tolist(), strict=True)]
 
     @torch.no_grad()
     def __call__(self, pairs):
         device = self.accelerator.device
         if self.args.reference_free:
             return torch.zeros(2, len(pairs), device=device)
-        if id(pairs[0]) in self.scores:
-            scores = [self.scores[id(pair)] for pair in pairs]
+        if len(pairs[0]) > 3:
+            scores = [both for *_, both in pairs]
             return torch.tensor(scores, dtype=torch.float64, device=device).T.contiguous()
         with self.accelerator.autocast():
             return pair_logprobs(self.model, self.packing, pairs)
@@ -446,7 +444,7 @@ class Data:
     eval_sets: dict  # {name: rows}, then {name: pairs}
     prompts: list  # rows to sample from
     metric: Callable | None
-    pairs: list | None = None  # (ids of chosen, ids of rejected, tokens of the prompt)
+    pairs: list | None = None  # (ids of chosen, of rejected, tokens of the prompt), and what `Reference.scored` adds
     queries: list | None = None  # ids of the prompts
     report: str = ""
 
@@ -510,7 +508,7 @@ def summary(run, lm, tokenizer, data, max_length):
         named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
         lines.append(f"warning: no row trains the end token {named}: responses will not end")
     lengths = sorted(map(longer_side, data.pairs))
-    chosen, rejected, prompt_length = data.pairs[0]
+    chosen, rejected, prompt_length, *_ = data.pairs[0]
     prompt = visible(tokenizer.decode(chosen[:prompt_length]))
     chosen = visible(tokenizer.decode(chosen[prompt_length:]))
     rejected = visible(tokenizer.decode(rejected[prompt_length:]))
@@ -538,7 +536,7 @@ def summary(run, lm, tokenizer, data, max_length):
 
 def trains_end(pair, ends):
     """Whether a response of the pair holds an end token."""
-    chosen, rejected, prompt_length = pair
+    chosen, rejected, prompt_length, *_ = pair
     return not set(ends).isdisjoint(chosen[prompt_length:] + rejected[prompt_length:])
 
 
@@ -615,7 +613,7 @@ def main(args):
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
         run.save(step, export, best)
 
-    chosen, _, prompt_length = data.pairs[0]
+    chosen, _, prompt_length, *_ = data.pairs[0]
     return run.finish(export, *lines_of_use(lm, tokenizer, chosen[:prompt_length]))
 
 

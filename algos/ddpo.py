@@ -17,8 +17,6 @@ How this differs from TRL's DDPO (algos/MIGRATION.md has the details):
 - Gradients are means over (image, step) pairs of all processes; `--batch-size` counts images.
 - Latents and log-probabilities are at least float32 whatever the autocast: the first ratio is 1, to rounding.
 - A step without noise (sigma = 0) is sampled, not trained.
-- Statistics are keyed by the prompt as it was given, kept as floats, and resumed.
-- Prompts come in permutations of the data; weight decay is on matrices only; images are decoded without autocast.
 
     accelerate launch algos/ddpo.py                                  # coloured shapes on a CPU
     accelerate launch algos/ddpo.py --model my_pipeline/ --dataset prompts.jsonl --reward my_reward.py:score
@@ -66,6 +64,7 @@ from common.logging import Run, closes_run, on_main
 from common.models import check_directory, quiet_libraries
 from common.report import screen, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix, with_prompts
+from common.sampling import local_rows
 from common.seeding import rng, stream_rows
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
@@ -355,13 +354,10 @@ def sample_images(accelerator, policy, prompts, stream, args, trajectories):
     num_steps = len(policy.schedule.timesteps)
     height, width = np.broadcast_to(policy.pipeline.unet.config.sample_size, 2)  # of a square model one number
     noise_shape = (num_steps + 1, vae.config.latent_channels, height, width)
-    share = math.ceil(len(prompts) / accelerator.num_processes)
-    begin = accelerator.process_index * share
-    # the last processes repeat the last prompt where they do not divide
-    own_rows = [min(row, len(prompts) - 1) for row in range(begin, begin + share)]
-    screen.show("drawing", share, "images")
+    own_rows = local_rows(accelerator, len(prompts))
+    screen.show("drawing", len(own_rows), "images")
     batches = []
-    for i in range(0, share, args.decode_batch_size):
+    for i in range(0, len(own_rows), args.decode_batch_size):
         rows = own_rows[i : i + args.decode_batch_size]
         noise = np.stack([rng(args.seed, *stream, row).standard_normal(noise_shape) for row in rows])
         noise = torch.from_numpy(noise).to(accelerator.device, dtype)
@@ -500,9 +496,10 @@ def evaluate(run, step, policy, data, args):
     for name, rows in data.eval_sets.items():
         prompts = [row["prompt"] for row in rows]
         images = sample_images(accelerator, policy, prompts, ["eval"], args, trajectories=False)["images"]
-        columns = {"reward": on_main(accelerator, image_scores, data.reward, args.reward, rows, images)}
+        given = image_arguments(rows, images)
+        columns = {"reward": on_main(accelerator, call_reward, data.reward, args.reward, rows, given)}
         if data.metric:
-            columns |= on_main(accelerator, image_metrics, data.metric, args.metric, rows, images)
+            columns |= on_main(accelerator, call_metric, data.metric, args.metric, rows, given, TAKEN)
         prefix = set_prefix(name)
         for column, values in columns.items():
             metrics[prefix + column] = sum(values) / len(values)
@@ -519,16 +516,6 @@ def evaluate(run, step, policy, data, args):
     run.samples(step, samples)
     mirror_grids(accelerator, step, grids)
     return metrics
-
-
-def image_scores(reward, name, rows, images):
-    """What a reward function gives to uint8 images: a float for each."""
-    return call_reward(reward, name, rows, image_arguments(rows, images))
-
-
-def image_metrics(metric, name, rows, images):
-    """{column: values per image} of a metric function."""
-    return call_metric(metric, name, rows, image_arguments(rows, images), TAKEN)
 
 
 def image_arguments(rows, images):
@@ -825,7 +812,8 @@ def main(args):
         sampled = sample_images(accelerator, policy, prompts, ["rollout", epoch], args, trajectories=True)
         run.lap("rollout")
         # 2. r(x_0, c), and advantages by the statistics of each prompt
-        scores = on_main(accelerator, image_scores, data.reward, args.reward, rows, sampled["images"])
+        given = image_arguments(rows, sampled["images"])
+        scores = on_main(accelerator, call_reward, data.reward, args.reward, rows, given)
         if epoch == 1 and min(scores) == max(scores):
             run.say(f"warning: all rewards of the first epoch are {scores[0]}, so there is nothing to learn from them")
         advantages = stats.update(prompts, scores) if args.per_prompt_stats else standardized(scores)

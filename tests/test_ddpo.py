@@ -530,6 +530,10 @@ ROWS = [{"prompt": "one", "k": 3, "tags": ["x"]}, {"prompt": "two", "k": 5, "tag
 PIXELS = (torch.arange(2 * 3 * 5 * 7) % 256).to(torch.uint8).reshape(2, 3, 5, 7)
 
 
+def image_scores(reward, name, rows, images):
+    return ddpo.call_reward(reward, name, rows, ddpo.image_arguments(rows, images))
+
+
 @pytest.mark.case(31, "ddpo")
 def test_a_function_gets_images_prompts_and_columns():
     """Copies: it may write into them."""
@@ -542,29 +546,29 @@ def test_a_function_gets_images_prompts_and_columns():
         return [1, 2]
 
     before, rows = PIXELS.clone(), copy.deepcopy(ROWS)
-    assert ddpo.image_scores(reward, "r", ROWS, PIXELS) == [1.0, 2.0]
+    assert image_scores(reward, "r", ROWS, PIXELS) == [1.0, 2.0]
     assert seen["images"].dtype == torch.float32 and seen["images"].shape == (2, 3, 5, 7)
     close(seen["images"], PIXELS.float() / 255, 1e-7)
     assert seen["images"].min() == 0 and PIXELS.max() / 255 == seen["images"].max() <= 1
     assert {key: seen[key] for key in ("prompts", "k")} == {"prompts": ["one", "two"], "k": [3, 5]}
     assert torch.equal(PIXELS, before) and ROWS == rows  # it may write into what it got
-    assert ddpo.image_scores(reward, "r", ROWS, PIXELS) and seen["images"].any()
+    assert image_scores(reward, "r", ROWS, PIXELS) and seen["images"].any()
 
 
 def test_a_function_gets_what_it_names():
-    assert ddpo.image_scores(lambda images: images.sum(dim=(1, 2, 3)), "r", ROWS, PIXELS * 0 + 255) == [105.0, 105.0]
-    assert ddpo.image_scores(lambda prompts: map_list(len, prompts), "r", ROWS, PIXELS) == [3.0, 3.0]
-    assert ddpo.image_scores(lambda k, images, other=2: [x * other for x in k], "r", ROWS, PIXELS) == [6.0, 10.0]
+    assert image_scores(lambda images: images.sum(dim=(1, 2, 3)), "r", ROWS, PIXELS * 0 + 255) == [105.0, 105.0]
+    assert image_scores(lambda prompts: map_list(len, prompts), "r", ROWS, PIXELS) == [3.0, 3.0]
+    assert image_scores(lambda k, images, other=2: [x * other for x in k], "r", ROWS, PIXELS) == [6.0, 10.0]
     scaled = partial(lambda images, k, factor: [x * factor for x in k], factor=3)
-    assert ddpo.image_scores(scaled, "r", ROWS, PIXELS) == [9.0, 15.0]
+    assert image_scores(scaled, "r", ROWS, PIXELS) == [9.0, 15.0]
 
     class Judge:
         def __call__(self, prompts, k):
             return [len(prompt) + x for prompt, x in zip(prompts, k, strict=True)]
 
-    assert ddpo.image_scores(Judge(), "r", ROWS, PIXELS) == [6.0, 8.0]
+    assert image_scores(Judge(), "r", ROWS, PIXELS) == [6.0, 8.0]
     with pytest.raises(InputError, match="rename the column 'images' of the rows: r gets something else"):
-        ddpo.image_scores(lambda images: [0.0], "r", [{"prompt": "one", "images": 1}], PIXELS[:1])
+        image_scores(lambda images: [0.0], "r", [{"prompt": "one", "images": 1}], PIXELS[:1])
 
 
 def map_list(function, values):
@@ -983,8 +987,9 @@ def test_agreement_with_the_caption():
     assert found["kilobytes"] == shapes.incompressibility(images, prompts)
     assert shapes.agreement(images, prompts) == [1.0, 0.5, 0.5, 0.0, 0.5, 0.0]
     for function in (shapes.compressibility, shapes.incompressibility, shapes.brightness, shapes.agreement):
-        assert len(ddpo.image_scores(function, "r", [{"prompt": p, "k": 1} for p in prompts], images * 255)) == 6
-    ddpo.image_metrics(shapes.metric, "m", [{"prompt": p, "k": 1} for p in prompts], images * 255)
+        assert len(image_scores(function, "r", [{"prompt": p, "k": 1} for p in prompts], images * 255)) == 6
+    rows = [{"prompt": p, "k": 1} for p in prompts]
+    ddpo.call_metric(shapes.metric, "m", rows, ddpo.image_arguments(rows, images * 255))
 
 
 def test_rows_of_the_shapes():

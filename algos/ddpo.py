@@ -242,10 +242,10 @@ def ddim_step_with_logprob(schedule, output, steps, latents, noise=None, next_la
 class PerPromptStats:
     """Mean and standard deviation of the last rewards of each prompt (App. D.3)."""
 
-    def __init__(self, buffer_size, min_count):
+    def __init__(self, buffer_size, min_count, rewards):
         self.buffer_size = buffer_size
         self.min_count = min_count
-        self.rewards = {}  # {prompt: the last ones}, what a checkpoint keeps
+        self.rewards = rewards  # {prompt: the last ones}, a mapping that checkpoints keep
 
     def update(self, prompts, rewards):
         """Keeps rewards (B,), then returns advantages (B,): (reward - mean) / (std + 1e-6) of the prompt's rewards, or
@@ -797,8 +797,7 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
     stride = updates_per_epoch(args)
     state = run.begin(unet, optimizer, pipeline.unet, args.num_epochs, headline, IN_STATUS, stride=stride, rewards={})
-    stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count)
-    stats.rewards = state.rewards  # the same mapping, so checkpoints have what `update` adds
+    stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count, state.rewards)
     run.say(summary(run, policy, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, policy, data, args))

@@ -61,7 +61,7 @@ from common.cli import InputError, cli, stop_if
 from common.functions import build, call_metric, call_reward, load_function, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run, on_main
-from common.models import check_directory, quiet_libraries
+from common.models import loading, quiet_libraries
 from common.report import screen, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix, with_prompts
 from common.sampling import local_rows
@@ -647,8 +647,7 @@ def read_pipeline(args, path):
     """The pipeline in a directory or on the hub."""
     from diffusers import DiffusionPipeline
 
-    check_directory("--model", path)
-    try:
+    with loading("--model", path):
         return DiffusionPipeline.from_pretrained(
             path,
             dtype=getattr(torch, args.dtype),
@@ -656,8 +655,6 @@ def read_pipeline(args, path):
             trust_remote_code=args.trust_remote_code,
             safety_checker=None,
         )
-    except Exception as error:  # the libraries' errors have no common class
-        raise InputError(f"--model {path} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
 def ddim_scheduler(scheduler, path):

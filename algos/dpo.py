@@ -58,16 +58,7 @@ from common.forward import can_pack, line_logprobs, packing_problem
 from common.functions import build, load_function
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import (
-    as_decoder,
-    end_tokens,
-    freeze,
-    frozen_copy,
-    load_model,
-    load_reference,
-    max_positions,
-    unsharded,
-)
+from common.models import as_decoder, end_tokens, freeze, load_model, make_reference, max_positions, unsharded
 from common.report import lines_of_use, visible
 from common.rows import is_chat, load_rows, load_sets, pair_texts, prompt_messages, set_flag, set_prefix
 from common.sampling import evaluate_samples
@@ -351,10 +342,8 @@ class Reference:
         self.accelerator = accelerator
         self.args = args
         self.model = lm.eval()
-        if args.ref_model is not None:
-            self.model = load_reference(args, ref_path, lm, tokenizer)
-        elif not (args.precompute_ref or args.reference_free):
-            self.model = frozen_copy(lm)
+        if args.ref_model is not None or not (args.precompute_ref or args.reference_free):
+            self.model = make_reference(args, ref_path, lm, tokenizer)
         self.packing = packing and packing_problem(self.model) is None
         if not args.reference_free:
             for name, pairs in data.eval_sets.items():

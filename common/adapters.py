@@ -6,12 +6,12 @@ of weights, and neither attention, blocks nor export of a transformers model.
 
 import contextlib
 import copy
+import os
 import warnings
-from pathlib import Path
 
 import torch
 
-from common.cli import InputError, stop_if
+from common.cli import InputError
 from common.forward import routers
 from common.seeding import rng
 
@@ -23,15 +23,11 @@ def train_adapters(lm, args, heads=()):
     is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
     if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
         raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
-    if args.load_in_4bit and not (args.lora_r or is_loaded):
-        raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
-    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
-        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
         add_adapters(lm, args, heads)
+    elif args.load_in_4bit and not is_loaded:
+        raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
     elif not is_loaded:
-        if args.merge_adapters:
-            raise InputError("--merge-adapters: there are no adapters to merge: add --lora-r")
         return
     for name, weight in lm.named_parameters():
         weight.requires_grad_("lora_" in name or "modules_to_save" in name)
@@ -41,26 +37,20 @@ def train_adapters(lm, args, heads=()):
             bound = weight.shape[1] ** -0.5
             values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
             weight.data.copy_(torch.from_numpy(values))
-    if not any("lora_" in name for name, _ in lm.named_parameters()):
-        raise InputError("--model is an adapter of another kind than LoRA")
     if args.merge_adapters:
         check_mergeable(lm)
 
 
 def add_adapters(lm, args, heads):
-    """Puts new adapters into lm."""
+    """Puts new adapters into lm. InputError for targets that it does not have; peft skips a misspelt one of several."""
     from peft import LoraConfig
 
-    targets = list(args.lora_targets)
-    if targets == ["all-linear"]:
-        targets = "all-linear"
-    else:
-        names = [f".{name}" for name, _ in lm.named_modules()]
-        unknown = [target for target in targets if not any(name.endswith(f".{target}") for name in names)]
-        stop_if([f"--lora-targets {target}: no module of --model has this name" for target in unknown])
     task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
     if heads:
         task = "SEQ_CLS"
+    targets = list(args.lora_targets)
+    if targets == ["all-linear"]:
+        targets = "all-linear"
     config = LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha or args.lora_r,
@@ -70,15 +60,15 @@ def add_adapters(lm, args, heads):
         task_type=task,
         revision=args.revision,
     )
-    if not (lm.name_or_path or args.merge_adapters):
-        raise InputError(
-            "--model is an object without name_or_path, which adapters need to find it: give --merge-adapters"
-        )
-    if Path(lm.name_or_path).is_dir():  # found from everywhere
-        lm.name_or_path = str(Path(lm.name_or_path).resolve())
+    if os.path.isdir(lm.name_or_path):  # found from everywhere
+        lm.name_or_path = os.path.realpath(lm.name_or_path)
     try:
         with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
             lm.add_adapter(config)
+        adapted = [f".{name}" for name, module in lm.named_modules() if hasattr(module, "lora_A")]
+        for target in args.lora_targets:
+            if targets != "all-linear" and not any(name.endswith(f".{target}") for name in adapted):
+                raise ValueError(f"no module of --model has the name {target}")
     except ValueError as error:
         raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
 
@@ -89,9 +79,8 @@ def check_mergeable(lm):
     for module in lm.modules():
         layer = getattr(module, "base_layer", getattr(module, "original_module", None))
         if hasattr(layer, "weight") and uses.count(id(layer.weight)) > 1:
-            raise InputError(
-                "--merge-adapters: an adapted layer shares its weight with another one: export the adapters alone"
-            )
+            problem = "an adapted layer shares its weight with another one"
+            raise InputError(f"--merge-adapters: {problem}: export the adapters alone")
 
 
 def can_be_added(layer):
@@ -108,8 +97,7 @@ def for_sampling(lm, dtype=None):
     autocast keeps the casts of frozen weights. After it, weights and flags are what they were, bit for bit.
 
     Adapters of weights of 4 or 16 bits stay apart: a sum would be rounded to these. The others are added to a copy of
-    the base weight, so that a tied layer does not change. The layers stay where they are, with their hooks. dtype: that
-    of the autocast within, in which sums are kept.
+    the base weight, so that a tied layer does not change. dtype: that of the autocast within, in which sums are kept.
     """
     bases = []
     frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
@@ -134,10 +122,8 @@ def for_sampling(lm, dtype=None):
 
 
 def to_export(lm, args):
-    """The model to export; with --merge-adapters a copy whose adapters are part of the weights.
-
-    Source: peft's merge_and_unload, which is a method of its wrapper alone.
-    """
+    """The model to export; with --merge-adapters a copy whose adapters are part of the weights, as by peft's
+    merge_and_unload, which is a method of its wrapper alone."""
     if not args.merge_adapters:
         return lm
     lm = copy.deepcopy(lm)

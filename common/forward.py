@@ -1,8 +1,4 @@
-"""Log-probabilities of tokens without all logits in memory at once, and what an architecture lets rows share.
-
-A token has as many logits as the vocabulary has words: 0.6 MB in float32 for the 152k of Qwen3, so that those of a
-batch, of which a loss holds several copies, exceed the rest of an update.
-"""
+"""Log-probabilities of tokens without all logits in memory at once, and what an architecture lets rows share."""
 
 import math
 from contextlib import contextmanager
@@ -15,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.tokens import collate, first_label, pad_rows
 
-# Logits that are computed at a time, of more than two times as many: 64 MB in float32. A loss holds three copies.
-CHUNK = 2**24
+CHUNK = 2**24  # logits that are computed at a time, 64 MB in float32, of which a loss holds three copies
 CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight, which costs a GPU more than memory is worth
 
 # ---- Log-probabilities -----------------------------------------------------------------------------------------------
@@ -34,10 +29,10 @@ def token_nll(logits, labels):
 def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     """(logprobs (N,), states (B, K, H), others (N,) or None): the one scoring function of all scripts.
 
-    model: a language model, maybe wrapped for several processes. labels (B, K) are predicted from the last K positions
-    of inputs, the arguments of its forward pass. places (B, K) bool: the N labels to score, row by row. logprobs are
-    log softmax(logits / temperature), at least in float32. states[:, t] is what the output layer reads to predict
-    labels[:, t]; a head may read it, too. also(logits (n, V), labels (n,)) -> (n,), if given, computes others.
+    labels (B, K) are predicted from the last K positions of inputs, the arguments of the model's forward pass. places
+    (B, K) bool: the N labels to score, row by row. logprobs are log softmax(logits / temperature), at least in float32.
+    states[:, t] is what the output layer, and a head, reads for labels[:, t]. also(logits (n, V), labels (n,)) -> (n,),
+    if given, computes others.
     """
     lm = getattr(model, "module", model)
     vocabulary = lm.get_output_embeddings().weight.shape[0]
@@ -84,12 +79,10 @@ def response_logprobs(model, query, query_mask, response, response_mask, tempera
 
 
 def line_logprobs(model, lines, pad, also=None):
-    """(logprobs (N,), others (N,) or None) of the tokens with a label in lines of examples (ids, labels), in their
-    order, as `token_logprobs` computes them.
+    """(logprobs (N,), others (N,) or None) of the tokens with a label in lines of examples (ids, labels), in order.
 
     No mask is passed to a decoder: padding is on the right, and without a cache transformers keeps apart what begins at
-    position 0, by a block-diagonal mask for each kind of layer (its masking_utils.py). An encoder-decoder has one
-    example in a line, laid out as in sampling: prompts left-padded, outputs right-padded.
+    position 0 (its masking_utils.py). An encoder-decoder has one example in a line, padded as in sampling.
     """
     lm = getattr(model, "module", model)
     if lm.config.is_encoder_decoder:
@@ -122,8 +115,8 @@ def spread(tokens, mask):
 
 @dataclass
 class Episodes:
-    """Queries with responses: a whole iteration's, on every process, or a micro-batch of them. A script adds fields of
-    its own, (B,) or (B, R), None where they are not known."""
+    """Queries with responses: an iteration's, on every process, or a micro-batch. A script adds fields of its own, (B,)
+    or (B, R), None where they are not known."""
 
     query: torch.Tensor  # (B, Q) ids, left-padded
     query_mask: torch.Tensor  # (B, Q) bool
@@ -136,14 +129,10 @@ class Episodes:
         end = int(self.response_mask[rows].any(0).nonzero().max()) + 1
         taken = {}
         for name, field in vars(self).items():
-            if field is None:
-                continue
             if name in ("query", "query_mask"):
                 taken[name] = field[rows, begin:]
-            elif field.ndim > 1:
-                taken[name] = field[rows, :end]
-            else:
-                taken[name] = field[rows]
+            elif field is not None:
+                taken[name] = field[rows, :end] if field.ndim > 1 else field[rows]
         return type(self)(**taken)
 
     def tokens(self):
@@ -178,21 +167,21 @@ def score_all(accelerator, episodes, micro_batch_size, score):
 
 def in_chunks(function, layer, vocabulary, states, *columns):
     """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), for as many rows at a time as have
-    CHUNK logits. A chunk is computed again in the backward pass, so that only one is in memory. What would be no more
-    than two chunks is computed at once, and only once."""
+    CHUNK logits. A chunk is computed again in the backward pass, so that only one is in memory; up to two are computed
+    at once, and only once."""
+
+    def of_rows(states, *columns):
+        return function(layer(states), *columns)
+
     size = max(1, (CHUNK_ON_GPU if states.is_cuda else CHUNK) // vocabulary)
     if len(states) <= 2 * size:
-        return function(layer(states), *columns)
-
-    def of_chunk(states, *columns):
-        return function(layer(states), *columns)
-
+        return of_rows(states, *columns)
     kind = states.device.type
     autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
     parts = []
     with torch.autocast(kind, **autocast, cache_enabled=False):  # one cast for all would add up gradients in its type
         for chunk in zip(*(column.split(size) for column in (states, *columns)), strict=True):
-            parts.append(checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False))
+            parts.append(checkpoint(of_rows, *chunk, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts, -1)
 
 
@@ -213,8 +202,7 @@ def output_replaced(lm, compute):
 
 @torch.no_grad()
 def has_plain_output(lm):
-    """Whether the model returns what its output layer computes as it is. Cohere, Granite and Gemma 2 scale or cap the
-    logits, BART adds a bias."""
+    """Whether the logits are what the output layer computes. Cohere, Granite and Gemma 2 scale or cap them."""
     mark = torch.zeros(1, 1, lm.get_output_embeddings().weight.shape[0], device=lm.device)
     with output_replaced(lm, lambda layer, states: mark):
         return one_token(lm).logits is mark
@@ -234,9 +222,8 @@ def autocast_on_gpu(lm):
 
 # ---- What the architecture allows ------------------------------------------------------------------------------------
 #
-# Rows are apart where the gradient of one with respect to the embeddings of another is exactly zero, in any type and
-# for any weights: a few tokens tell, without a list of architectures. `*_problem` says in words what is in the way, or
-# None.
+# Rows are apart where the gradient of one with respect to the embeddings of another is exactly zero: a few tokens tell,
+# without a list of architectures. `*_problem` says in words what is in the way, or None.
 
 
 def padding_problem(lm):

@@ -7,20 +7,19 @@ class. Adapters: common/adapters.py; classifiers: common/classifiers.py.
 import contextlib
 import copy
 import json
+import re
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.cli import InputError, stop_if
+from common.adapters import train_adapters
+from common.cli import InputError
 from common.forward import has_plain_output, one_token, padding_problem, routers
 from common.functions import refuse_mistyped, spec_path
 from common.report import screen
 from common.seeding import rng
-
-TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken")
-NOT_TAKEN = ("bias", "trainable_token_indices", "ensure_weight_tying", "use_dora")  # of adapters: would not be exported
-UNUSED = ("none", None, False)  # values of these that ask for nothing
 
 # ---- In --------------------------------------------------------------------------------------------------------------
 
@@ -29,40 +28,46 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     """(model, tokenizer, names of the weights that the files lack), by a class of transformers that auto_class names.
 
     path: a directory, a hub id, a LoRA adapter in one of these, or a model. All weights are finite and dropout is off.
-    An encoder-decoder is loaded as one. flag names the path in errors; --revision counts for --model alone, since other
-    flags name other repositories. keywords go to from_pretrained. Raises InputError.
+    A language model lacks none. flag names the path in errors; --revision counts for --model alone, since other flags
+    name other repositories. keywords go to from_pretrained. Raises InputError.
     """
-    from transformers import AutoTokenizer
+    import transformers
 
     quiet_libraries()
     screen.show(f"loading {flag}")
-    path = spec_path(path) or path
-    if isinstance(path, Path):
-        path = str(path)
+    if isinstance(path, str | Path):
+        path = str(spec_path(str(path)) or path)
     revision = args.revision if flag == "--model" else None
-    source = args.tokenizer or getattr(path, "name_or_path", path)
-    check_directory(flag, path)
-    check_directory("--tokenizer", source)
-    base = adapter_base(path, revision)
-    source = tokenizer_source(source, path, base, flag)
-    code = {"trust_remote_code": args.trust_remote_code}
-    keywords |= code | {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attn_implementation}
-    if args.load_in_4bit:
-        keywords |= four_bits(keywords["dtype"])
+    dtype = getattr(torch, args.dtype)
+    keywords |= {"dtype": dtype, "attn_implementation": args.attn_implementation}
+    keywords["trust_remote_code"] = args.trust_remote_code
+    with loading(flag, path):
+        base = adapter_base(path, revision)
+        if args.load_in_4bit:  # NF4, arXiv 2305.14314
+            options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+            keywords["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
+    with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
+        tokenizer = load_tokenizer(args, path, base, revision)
+    with loading(flag, path):
+        model, missing = load_weights(auto_class, path, base, revision, keywords)
+        model = repaired(model, args)
+        for problem in problems_of(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM"):
+            raise ValueError(problem)
+    return model, tokenizer, missing
+
+
+@contextlib.contextmanager
+def loading(flag, name):
+    """Within it, an exception becomes an InputError with the library's sentence. Refuses a path to nothing, and a run
+    in place of its model."""
+    if isinstance(name, str):
+        refuse_mistyped(name, flag)
+        if Path(name, "hf_model").is_dir():
+            raise InputError(f"{flag} {name} is a run directory: name {name}/hf_model")
     try:
-        tokenizer = source
-        if isinstance(source, str):
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision if source == path else None, **code)
-        model, missing, mismatched = load_weights(auto_class, path, base, revision, keywords)
+        yield
     except Exception as error:  # the libraries' errors have no common class
-        named = f"{flag} {path}"
-        if isinstance(args.tokenizer, str):
-            named += f" or --tokenizer {args.tokenizer}"
-        raise InputError(f"{named} cannot be loaded: {' '.join(str(error).split())}") from None
-    model = repaired(model, args)
-    problems = model_problems(model, tokenizer, mismatched, is_classifier="Sequence" in auto_class)
-    stop_if([f"{flag} {path}: {problem}" for problem in problems[:1]])
-    return model, tokenizer, sorted(missing)
+        raise InputError(f"{flag} {name} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
 def quiet_libraries():
@@ -74,39 +79,25 @@ def quiet_libraries():
     transformers_logging.get_logger("bitsandbytes").setLevel("ERROR")  # it complains where nobody asks for 4 bits
 
 
-def check_directory(flag, path):
-    """InputError for a path to nothing, or to a run in place of its model. Hub ids and objects pass."""
-    if not isinstance(path, str):
-        return
-    refuse_mistyped(path, flag)
-    if Path(path, "hf_model").is_dir():
-        raise InputError(f"{flag} {path} is a run directory: name {path}/hf_model")
+def load_tokenizer(args, path, base, revision):
+    """The tokenizer of --tokenizer or of the model; of the base where an adapter has none; an object as it is."""
+    from transformers import AutoTokenizer
 
-
-def tokenizer_source(source, path, base, flag):
-    """Where the tokenizer is: source, or the base of an adapter that has none. InputError for a directory without."""
-    if not isinstance(source, str) or not Path(source).is_dir():
+    source = args.tokenizer or getattr(path, "name_or_path", path)
+    if not isinstance(source, str):
         return source
-    for pattern in TOKENIZER_FILES:
-        if any(Path(source).glob(pattern)):
-            return source
-    if base and source == path:
-        return base
-    raise InputError(f"{flag} {source} holds no tokenizer: name one with --tokenizer")
-
-
-def four_bits(dtype):
-    """What from_pretrained is told to load weights in 4 bits (NF4; arXiv 2305.14314)."""
-    from transformers import BitsAndBytesConfig
-
-    config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    config = BitsAndBytesConfig(**config, bnb_4bit_compute_dtype=dtype)
-    return {"quantization_config": config, "device_map": {"": device}}
+    files = " ".join(file.name for file in Path(source).glob("*"))  # none of a hub id
+    if files and not re.search("token|vocab|[.]model", files):
+        if source != path or not base:  # transformers would make one up
+            raise ValueError("it holds no tokenizer: name one with --tokenizer")
+        source = base
+    if source != path:
+        revision = None
+    return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
 def load_weights(auto_class, path, base, revision, keywords):
-    """(model, missing names, mismatched (name, shape, expected shape)); an object comes back as it is.
+    """(model, sorted names of weights that the files lack); an object comes back as it is.
 
     An adapter is put on its base here, and not by from_pretrained: that asks the base's repository for the adapter's
     revision, and its report knows nothing of what the base lacks.
@@ -114,25 +105,22 @@ def load_weights(auto_class, path, base, revision, keywords):
     if not isinstance(path, str):
         if keywords["attn_implementation"]:
             path.set_attn_implementation(keywords["attn_implementation"])
-        return path, set(), []
+        return path, []
     import transformers
 
+    model_class = getattr(transformers, auto_class)
     if auto_class == "AutoModelForCausalLM":
         model_class = lm_class(path, revision=revision, trust_remote_code=keywords["trust_remote_code"])
-    else:
-        model_class = getattr(transformers, auto_class)
     keywords = keywords | {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, report = model_class.from_pretrained(base or path, revision=None if base else revision, **keywords)
+    for name, shape, expected in report["mismatched_keys"]:
+        raise ValueError(f"{name} is of shape {[*shape]}, expected {[*expected]}")
     missing = {*report["missing_keys"]}
-    mismatched = {*report["mismatched_keys"]}
     if base:
-        report = model.load_adapter(path, adapter_kwargs={"revision": revision}, ignore_mismatched_sizes=True)
+        report = model.load_adapter(path, adapter_kwargs={"revision": revision})
         from_base = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
         missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings
-        mismatched = {entry for entry in mismatched if entry[0] in from_base} | {*report.mismatched_keys}
-        if Path(base).is_dir():  # found from everywhere
-            model.peft_config["default"].base_model_name_or_path = str(Path(base).resolve())
-    return model, missing, sorted(mismatched)
+    return model, sorted(missing)
 
 
 def repaired(model, args):
@@ -143,7 +131,7 @@ def repaired(model, args):
     if args.load_in_4bit and getattr(model, "is_loaded_in_4bit", False):
         from peft import prepare_model_for_kbit_training
 
-        prepare_model_for_kbit_training(model, args.gradient_checkpointing, {"use_reentrant": False})
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     for module in model.modules():
         for name, value in vars(module).items():
             is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
@@ -158,18 +146,26 @@ def repaired(model, args):
     return model
 
 
-def model_problems(model, tokenizer, mismatched, is_classifier):
-    """What is broken, would be lost in an export, or would stay random. mismatched: as load_weights returns it."""
-    problems = [f"{name} is of shape {[*shape]}, expected {[*expected]}" for name, shape, expected in mismatched]
-    problems += [f"{name} is not finite" for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    for adapter in getattr(model, "peft_config", {}).values():
-        if (adapter.task_type == "SEQ_CLS") != is_classifier:
-            problems.append(f"the adapter is one for {adapter.task_type}, not for this kind of model")
-        unsaved = [name for name in NOT_TAKEN if getattr(adapter, name, None) not in UNUSED]
-        problems += [f"adapters with {name} are not taken" for name in unsaved]
+def problems_of(model, tokenizer, missing, is_lm):
+    """What would be random, lost in an export, or fail late. missing: names of weights, which a classifier may lack."""
+    adapters = getattr(model, "peft_config", {}).values()
+    for adapter in adapters:
+        is_plain = adapter.peft_type == "LORA" and adapter.bias == "none"
+        if not is_plain or adapter.trainable_token_indices or adapter.ensure_weight_tying:
+            yield "its adapter is not plain LoRA: the export would lose a part of it"
+    if is_lm:
+        kinds = [model.config.architectures, *[adapter.task_type for adapter in adapters]]
+        if re.search("Classification|SEQ_CLS", str(kinds)):  # whose output layer may be the embedding
+            yield "it is a classifier: name a language model"
+        for name in missing:
+            yield f"{name} is missing"
+        if tokenizer.eos_token_id is None:
+            yield "the tokenizer has no end-of-sequence token, so no response could end: set its eos_token"
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            yield f"{name} is not finite"
     if len(tokenizer) > len(model.get_input_embeddings().weight):
-        problems.append(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
-    return problems
+        yield f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer"
 
 
 def adapter_base(path, revision=None):
@@ -194,12 +190,7 @@ def lm_class(path, revision=None, **keywords):
 
 def load_model(args, path, flag="--model"):
     """The language model and its tokenizer, with a padding token."""
-    model, tokenizer, missing = load_pretrained("AutoModelForCausalLM", args, path, flag)
-    stop_if([f"{flag} {path}: {name} is missing" for name in missing[:1]])
-    if "Classification" in str(model.config.architectures):  # whose output layer may be the embedding
-        raise InputError(f"{flag} {path} is a classifier: name a language model")
-    if tokenizer.eos_token_id is None:
-        raise InputError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
+    model, tokenizer, _ = load_pretrained("AutoModelForCausalLM", args, path, flag)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
     if args.dtype == "float64":
@@ -215,9 +206,17 @@ def load_model(args, path, flag="--model"):
     return model, tokenizer
 
 
+def load_policy(args, path, device):
+    """The language model on the device, with frozen weights or adapters as the flags say, and its tokenizer."""
+    lm, tokenizer = load_model(args, path)
+    lm = as_decoder(lm.to(device))
+    train_adapters(lm, args)
+    freeze(lm, args.num_layers_unfrozen)
+    return lm, tokenizer
+
+
 def end_tokens(lm):
-    """Ids of the tokens that end a response. `load_model` puts that of the tokenizer beside those of the checkpoint's
-    generation_config: instruction-tuned models end their turns with another token than their documents."""
+    """Ids of the tokens that end a response. Instruction-tuned models end turns with another token than documents."""
     ends = lm.generation_config.eos_token_id
     if ends is None:
         return []
@@ -225,46 +224,29 @@ def end_tokens(lm):
 
 
 def make_reference(args, path, lm, tokenizer):
-    """The model of --ref-model, or the policy as it is now. It shares the memory of weights that are not trained."""
+    """The model of --ref-model, or the policy as it is now, without gradients. It shares the memory of weights that are
+    not trained. InputError where the model is of another kind or has another vocabulary."""
     if path:
-        ref = load_reference(args, path, lm, tokenizer)
-        share_frozen(ref, lm)
-        return ref
-    ref = frozen_copy(lm)
+        ref, ref_tokenizer = load_model(args, path, "--ref-model")
+        same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
+        if not same_vocabulary or ref.config.is_encoder_decoder != lm.config.is_encoder_decoder:
+            raise InputError(f"--ref-model {args.ref_model} is of another kind or has another vocabulary than --model")
+        if ref is not lm:  # one object for both flags
+            ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
+            share_frozen(ref, lm)
+            return ref
+    frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
+    ref = copy.deepcopy(lm, frozen).requires_grad_(False).eval()  # shares what is frozen
     if args.lora_r:
         ref.disable_adapters()  # new ones add zero
     return ref
 
 
-def load_reference(args, path, lm, tokenizer):
-    """The model of --ref-model, on the device of lm and without gradients.
-
-    InputError unless it is of lm's kind and has the vocabulary of lm's tokenizer.
-    """
-    ref, ref_tokenizer = load_model(args, path, "--ref-model")
-    if ref is lm:  # one object for both flags
-        return frozen_copy(lm)
-    same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
-    if not same_vocabulary or ref.config.is_encoder_decoder != lm.config.is_encoder_decoder:
-        raise InputError(f"--ref-model {args.ref_model} is of another kind or has another vocabulary than --model")
-    return as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
-
-
-def frozen_copy(lm):
-    """The model as it is now, without gradients. It shares the memory of the weights that lm does not train."""
-    shared = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
-    return copy.deepcopy(lm, shared).requires_grad_(False).eval()
-
-
 def max_positions(lm):
-    """The longest row that the model's configuration allows, in tokens; None where it sets no limit.
-
-    With longrope (arXiv 2402.13753) that is its first length: beyond it the longest row of a batch decides how all
-    positions turn, so that a row would depend on its neighbours.
-    """
+    """The longest row that the model's configuration allows, in tokens; None where it sets no limit."""
     config = lm.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
+    if rope.get("rope_type") == "longrope":  # beyond this length, rows depend on the longest one of their batch
         return rope["original_max_position_embeddings"]
     return getattr(config, "max_position_embeddings", None)
 
@@ -273,8 +255,7 @@ def max_positions(lm):
 
 
 def blocks(lm):
-    """The transformer blocks, of an encoder-decoder those of the decoder: the longest ModuleList that lies in no other
-    (as experts of a block do)."""
+    """The transformer blocks, of the decoder: the longest ModuleList that lies in no other (as experts do)."""
     if lm.config.is_encoder_decoder:
         lm = lm.get_decoder()
     lists = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
@@ -292,23 +273,22 @@ def freeze(lm, num_layers_unfrozen):
         lm.requires_grad_(False)
         if num_layers_unfrozen:
             layers[-num_layers_unfrozen:].requires_grad_(True)
-            for module in modules_after(lm, layers[-1]):
+            ran = []
+            with register_module_forward_pre_hook(lambda module, _: ran.append(module)):
+                one_token(lm)
+            for module in ran[ran.index(layers[-1]) :]:
                 if module is not lm.get_output_embeddings():
-                    for weight in module.parameters(recurse=False):
-                        weight.requires_grad_(True)
+                    module.requires_grad_(True)
     for router in routers(lm).values():
         router.requires_grad_(False)
     for weight in lm.parameters():
         if weight.requires_grad and weight.itemsize < 4:  # measured: 15 % of the weights change in 300 steps of 1e-5
-            raise InputError(
-                "--dtype bfloat16: most updates of such weights would round to nothing: leave it out and give "
-                "--mixed-precision bf16, or train adapters with --lora-r"
-            )
+            problem = "most updates of such weights would round to nothing: leave it out"
+            raise InputError(f"--dtype bfloat16: {problem} and give --mixed-precision bf16, or --lora-r")
 
 
 def draw_layers(head, seed, *stream):
-    """Initialises the linear layers of a new head: torch's default, but keyed, the same on every process. stream: the
-    name of the draw, which the number of a weight completes."""
+    """Draws the linear layers of a new head: torch's default, but keyed by the seed, stream and number of a weight."""
     number = 0
     for layer in head.modules():
         if isinstance(layer, nn.Linear):
@@ -319,19 +299,8 @@ def draw_layers(head, seed, *stream):
                 number += 1
 
 
-def modules_after(lm, block):
-    """What runs after a block: the norm, the output layer and what holds them. Found by a forward pass of one token."""
-    ran = []
-    hooks = [module.register_forward_hook(lambda module, *_: ran.append(module)) for module in lm.modules()]
-    one_token(lm)
-    for hook in hooks:
-        hook.remove()
-    return ran[ran.index(block) + 1 :]
-
-
 def share_frozen(model, lm):
-    """Lets model use the memory of the frozen weights of lm that it has under the same name, bit for bit; returns how
-    many numbers these are. Adapters leave a weight its name, but for `base_layer`."""
+    """Lets model use the memory of those frozen weights of lm that it has, too; returns how many numbers these are."""
     frozen = {name.replace(".base_layer", ""): w for name, w in lm.named_parameters() if not w.requires_grad}
     shared = 0
     for name, weight in model.named_parameters():
@@ -344,8 +313,8 @@ def share_frozen(model, lm):
 
 @contextlib.contextmanager
 def unsharded(model):
-    """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token, also for calls of
-    parts of the model; after it they are shards, where forward passes alone would leave some of them whole."""
+    """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token; after it they are
+    shards, where forward passes alone would leave some of them whole."""
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -365,10 +334,9 @@ def unsharded(model):
 
 
 class Seq2Seq:
-    """Mixin that lets an encoder-decoder be called as a decoder is, with the query left-padded and the response behind
-    it: the last logits_to_keep - 1 tokens of input_ids. The encoder reads the query, moved to the left, since some
-    encoders count padding as positions; the decoder reads its start token and the response. So the logits are those of
-    the response tokens and of the one behind, whatever the family. A call without logits_to_keep is the model's own."""
+    """Lets an encoder-decoder be called as a decoder is: input_ids are a left-padded query and a response, the last
+    logits_to_keep - 1 tokens. The encoder reads the query, moved to the left, since some encoders count padding as
+    positions; the decoder reads its start token and the response. Without logits_to_keep a call is the model's own."""
 
     def forward(self, *inputs, **options):
         if "logits_to_keep" not in options:
@@ -396,15 +364,13 @@ class Seq2Seq:
 
 
 def as_decoder(lm):
-    """The model as the scripts call it, with an answer to whether they need all of its logits (`token_logprobs`): an
-    encoder-decoder with the calls of Seq2Seq, a decoder as it is. InputError for one that padding on the left
-    changes."""
-    if lm.config.is_encoder_decoder and not isinstance(lm, Seq2Seq):
-        if getattr(lm.config, "decoder_start_token_id", None) is None:
-            raise InputError("the configuration of the encoder-decoder has no decoder_start_token_id")
+    """The model as the scripts call it: an encoder-decoder by Seq2Seq, a decoder as it is. plain_output: see
+    `token_logprobs`. InputError for a decoder that padding on the left changes."""
+    if not lm.config.is_encoder_decoder:
+        problem = padding_problem(lm)
+        if problem:
+            raise InputError(f"--model {lm.name_or_path}: {problem}, so that rows of several lengths cannot be sampled")
+    elif not isinstance(lm, Seq2Seq):
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
-    problem = None if lm.config.is_encoder_decoder else padding_problem(lm)
-    if problem:
-        raise InputError(f"--model {lm.name_or_path}: {problem}, so that rows of several lengths cannot be sampled")
     lm.plain_output = has_plain_output(lm)
     return lm

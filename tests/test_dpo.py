@@ -1434,7 +1434,7 @@ def test_models_that_do_not_fit(build_model, letters, gpt2_dir, tmp_path, proble
         sentence = "--ref-model .*other: there is no such directory"
     else:
         build_model().save_pretrained(other)
-        sentence = "--ref-model .*other holds no tokenizer"
+        sentence = "--ref-model .*other cannot be loaded: it holds no tokenizer"
     with pytest.raises(InputError, match=sentence):
         run_dpo(gpt2_dir, tmp_path / "run", **flags)
     assert not (tmp_path / "run").exists()

@@ -877,7 +877,7 @@ def labels(family, build_model, n=3):
 def test_several_labels_are_refused(family, build_model, letters, tmp_path):
     labels(family, build_model).save_pretrained(tmp_path)
     letters.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=f"--model {tmp_path}: score.weight is of shape .3, 12., expected .1, 12."):
+    with pytest.raises(InputError, match="--model .* cannot be loaded: score.weight is of shape .3, 12., expected .1"):
         run_reward(str(tmp_path), tmp_path / "run")
 
 

@@ -439,13 +439,6 @@ def test_refusals(run):
             run(script, **{"dataset": ROWS} | flags)
 
 
-def test_an_encoder_decoder_needs_a_start_token(folder):
-    lm = AutoModelForSeq2SeqLM.from_pretrained(folder)
-    lm.config.decoder_start_token_id = None
-    with pytest.raises(InputError, match="the configuration of the encoder-decoder has no decoder_start_token_id"):
-        as_decoder(lm)
-
-
 def test_lora(run, folder, pairs):
     """The adapter, and the model that it is merged into, load in plain transformers; the adapter is trained on."""
     flags = {"dataset": ROWS, "eval_dataset": ROWS, "eval_every": 2, "total_steps": 2, "lora_r": 3}

@@ -4,7 +4,6 @@ A token has as many logits as the vocabulary has words: 0.6 MB in float32 for th
 batch, of which a loss holds several copies, exceed the rest of an update.
 """
 
-import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.tokens import collate, first_label, pad_rows
+from common.tokens import collate, first_label, local_rows, pad_rows
 
 # Logits that are computed at a time, of more than two times as many: 64 MB in float32. A loss holds three copies.
 CHUNK = 2**24
@@ -161,14 +160,12 @@ def score_all(accelerator, episodes, micro_batch_size, score):
     Each process scores its share of the rows, those of similar lengths together; all run as many forward passes.
     """
     count, width = episodes.response.shape
-    share = math.ceil(count / accelerator.num_processes)
-    begin = accelerator.process_index * share
-    local = torch.arange(begin, begin + share, device=accelerator.device).clamp(max=count - 1)
+    local = torch.tensor(local_rows(accelerator, count), device=accelerator.device)
     columns = {}
     for places in episodes.lengths()[local].argsort(stable=True).split(micro_batch_size):
         for name, values in score(episodes.take(local[places])).items():
             if name not in columns:
-                columns[name] = values.new_zeros(share, width)
+                columns[name] = values.new_zeros(len(local), width)
             columns[name][places, : values.shape[1]] = values[:, :width]
     return {name: accelerator.gather(column)[:count] for name, column in columns.items()}
 

@@ -36,7 +36,7 @@ from common import forward, sampling
 from common.cli import InputError, from_task
 from common.forward import has_plain_output
 from common.rows import load_rows, pair_texts
-from common.tokens import fill_lines
+from common.tokens import in_lines, pack
 
 A, BOS, EOS, LN2 = 0, 21, 22, math.log(2)
 ROWS = [
@@ -408,7 +408,8 @@ def test_what_fills_a_batch_changes_nothing(monkeypatch, build_model, family, pa
 def test_neighbours_in_a_line_change_nothing(build_model, family):
     """The first pair beside others of the same lengths, in lines that hold several texts."""
     model, results = build_model(family, torch.float64), []
-    assert max(map(len, fill_lines([len(pair[side]) for side in (0, 1) for pair in PAIRS], True))) > 1
+    lengths = [len(pair[side]) for side in (0, 1) for pair in PAIRS]
+    assert max(map(len, pack(lengths, max(lengths)))) > 1
     for shift in 0, 1, 5:
         others = [([(x + shift) % 21 for x in c], [(x + shift) % 21 for x in r], n) for c, r, n in PAIRS[1:]]
         with torch.no_grad():
@@ -423,11 +424,12 @@ LENGTHS = [[7], [3, 5], [5, 3, 11, 7], [128, 90, 60, 50, 40, 31, 30, 3], [16] * 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_lines_of_texts(lengths):
     """Every text is there once; together the lines have no more positions than with one text each."""
-    lines = fill_lines(lengths, True)
+    lines, places = in_lines(True, range(len(lengths)), lengths)
+    assert torch.tensor([i for line in lines for i in line])[places].tolist() == list(range(len(lengths)))
     widths = [sum(lengths[i] for i in line) for line in lines]
     assert sorted(i for line in lines for i in line) == list(range(len(lengths)))
     assert len(lines) * max(widths) <= len(lengths) * max(lengths) and max(widths) == max(lengths)
-    assert fill_lines(lengths, False) == [[i] for i in range(len(lengths))]
+    assert in_lines(False, range(len(lengths)), lengths)[0] == [[i] for i in range(len(lengths))]
     if len(lengths) == 8:
         assert len(lines) * max(widths) <= 1.2 * sum(lengths)
 

@@ -602,9 +602,7 @@ def test_a_bad_chat_without_a_prompt_is_named(chatty, side):
 
 
 def test_a_chat_needs_a_template(letters):
-    with pytest.raises(
-        InputError, match="^--dataset row 1: the chat template cannot write .*chat_template is not set"
-    ):
+    with pytest.raises(InputError, match="^--dataset row 1: the chat template cannot write .*chat_template is not set"):
         encode(CHATS, letters)
 
 
@@ -638,7 +636,7 @@ def test_missing_columns_are_listed(letters, row, found):
 
 
 def test_rows_with_other_columns(gpt2_dir, tmp_path):
-    with pytest.raises(InputError, match=r"--dataset row 3 is \['chosen', 'rejected'\], expected"):
+    with pytest.raises(InputError, match="--dataset row 3 must be .* see prompt"):
         run_reward(gpt2_dir, tmp_path / "run", [*PAIRS[:2], *as_rows(("a", "b"))])
     with pytest.raises(InputError, match="--eval-dataset y row 2: 'chosen' must be valid text, it is 5"):
         sets = {"x": PAIRS, "y": [PAIRS[0], PAIRS[0] | {"chosen": 5}]}

@@ -627,7 +627,7 @@ BAD_SETS = [
     ("easy.jsonl,nope.jsonl", "--eval-dataset nope nope.jsonl"),
     ("easy.jsonl,", "--eval-dataset"),
     ({"x": []}, "--eval-dataset x .*holds no rows"),
-    ({"x": ROWS, "y": [5]}, "--eval-dataset y row 1 is 5"),
+    ({"x": ROWS, "y": [5]}, "--eval-dataset y row 1 must be a mapping with the columns of row 1: see 5"),
 ]
 
 

@@ -51,8 +51,7 @@ def load_rows(data, flag):
 
 
 def read_rows(name, path):
-    """The rows of a saved directory or a file at path, else of a file elsewhere or a hub data set (the library
-    datasets). A .jsonl file has a value in each line that is not blank."""
+    """The rows of a saved directory or a file at path, else of a file elsewhere or a hub data set."""
     if path and path.suffix == ".jsonl":
         values = []
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -174,7 +173,7 @@ def answered_chat(tokenizer, row, columns, where):
 
 def chat_turns(tokenizer, row, where):
     """The text of a chat in parts, every second one trained: of the answers in messages or completion what the template
-    marks with {% generation %}, or without such marks whole messages with the end of their turn."""
+    marks with {% generation %}, or without such marks whole messages with the end of their turns."""
     columns = ["messages"] if "messages" in row else ["prompt", "completion"]
     messages, text = answered_chat(tokenizer, row, columns, where)
     tools = row.get("tools")
@@ -199,8 +198,7 @@ def chat_turns(tokenizer, row, where):
 
 
 def marked_spans(tokenizer, messages, tools):
-    """(begin, end) of the characters of a chat's text that the template marks as generated; see apply_chat_template,
-    which gives masks of tokens."""
+    """(begin, end) of the characters that the template marks as generated, as apply_chat_template finds them."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template(tools=tools)
@@ -282,8 +280,7 @@ def chat_pair(tokenizer, row, where):
 
 
 def prompt_messages(row):
-    """The prompt of a row of chats: its column, or the messages that both sides begin with, up to where the assistant
-    answers in both."""
+    """The prompt of a row of chats: its column, or what both sides begin with, up to where both have an answer."""
     if prompt := messages_in(row, "prompt"):
         return prompt
     shared = 0

@@ -134,9 +134,8 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
 
     uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. ends: ids
     of the tokens that end a row; ended(rows, ids (b, t)) -> (b,) bool ends some without one. Rows that have ended leave
-    batch and key-value cache a few at a time. A model without a cache that rows can leave reads all tokens again for
-    each new one. The model's generation_config is not used. Raises FloatingPointError for logits that are not finite,
-    except of rows that have ended.
+    batch and key-value cache a few at a time. A model without a cache that they can leave reads all tokens for each new
+    one. Its generation_config is not used. FloatingPointError for logits of rows going on that are not finite.
     """
     num_rows, width = uniforms.shape
     ids = torch.full((num_rows, width), pad_id, device=query.device)
@@ -218,11 +217,11 @@ def generate_all(
     accelerator, lm, tokenizer, queries, stream, *, seed, max_new_tokens, stop=(), limits=None,
     decode_batch_size=1024, sample=sample, **options,
 ):  # fmt: skip
-    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
+    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share. Returns
+    query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
 
     stream: (name, step); the uniforms of row i are keyed by (seed, name, step, i). limits: (B,) longest response of a
-    row. sample: a function as the one above, which gets options (temperature, top_k, top_p). Returns query, query_mask
-    (B, Q) left-padded and response, response_mask (B, R), on every process.
+    row. sample: a function as the one above, which gets options (temperature, top_k, top_p).
     """
     device = accelerator.device
     pad_id = tokenizer.pad_token_id
@@ -242,9 +241,7 @@ def generate_all(
         for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
             chunk = local[places]
             columns = slice(query.shape[1] - int(lengths[places].max()), None)
-            chunk_limits = limits
-            if limits is not None:
-                chunk_limits = limits[chunk]
+            chunk_limits = None if limits is None else limits[chunk]
             response[places], response_mask[places] = sample(
                 lm,
                 query[chunk, columns],
@@ -281,14 +278,12 @@ def stopped(tokenizer, responses, stops):
 def has_ended(tokenizer, output_ids, ends, stops):
     """Whether each response (ids) holds an end token or a stop string."""
     with_stop = stopped(tokenizer, output_ids, stops)
-    with_end = [not set(ends).isdisjoint(ids) for ids in output_ids]
-    return [stop or end for stop, end in zip(with_stop, with_end, strict=True)]
+    return [stop or not set(ends).isdisjoint(ids) for stop, ids in zip(with_stop, output_ids, strict=True)]
 
 
 def decode(tokenizer, queries, responses, stops):
-    """Texts of the responses, without special tokens, cut before a stop string and stripped there. All arguments are
-    lists of lists of ids. Responses are decoded behind their queries, since many tokenizers drop the space before a
-    first token."""
+    """Texts of responses to queries (lists of ids), without special tokens, cut before a stop string and stripped there.
+    Responses are decoded behind their queries, since many tokenizers drop the space before a first token."""
     whole = [query + response for query, response in zip(queries, responses, strict=True)]
     prompts = tokenizer.batch_decode(queries, skip_special_tokens=True)
     samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
@@ -318,10 +313,8 @@ def text_arguments(tokenizer, rows, outputs, output_ids):
 
 def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *, reward=None, **options):
     """Means of what a metric function and a reward (their names in args; None: not asked) say of sampled responses, as
-    {name: mean}, and the samples, a dict for each row. options: of `generate_all`, in place of those in args.
-
-    The uniforms are the same at every evaluation, so that a difference between two of them is the model's.
-    """
+    {name: mean}, and the samples, a dict for each row. options: of `generate_all`, in place of those in args. The
+    uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
     sampling = {
         "seed": args.seed,
         "max_new_tokens": args.max_new_tokens,

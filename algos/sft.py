@@ -147,7 +147,7 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
 
 def split_batch(batch, packing, accelerator, args):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels). Every process has
-    equally many. packing: several examples stand side by side in a line (`fill_lines`)."""
+    equally many. packing: several examples stand side by side in a line (`in_lines`)."""
     lines, _ = in_lines(packing, batch, [len(ids) for ids, *_ in batch])
     lines.sort(key=line_length)
     while len(lines) % accelerator.num_processes:

@@ -1,6 +1,5 @@
 """Log-probabilities of tokens without all logits in memory at once, and what an architecture lets rows share."""
 
-import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.tokens import collate, first_label, pad_rows
+from common.tokens import collate, first_label, local_rows, pad_rows
 
 CHUNK = 2**24  # logits that are computed at a time, 64 MB in float32, of which a loss holds three copies
 CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight, which costs a GPU more than memory is worth
@@ -150,14 +149,12 @@ def score_all(accelerator, episodes, micro_batch_size, score):
     Each process scores its share of the rows, those of similar lengths together; all run as many forward passes.
     """
     count, width = episodes.response.shape
-    share = math.ceil(count / accelerator.num_processes)
-    begin = accelerator.process_index * share
-    local = torch.arange(begin, begin + share, device=accelerator.device).clamp(max=count - 1)
+    local = torch.tensor(local_rows(accelerator, count), device=accelerator.device)
     columns = {}
     for places in episodes.lengths()[local].argsort(stable=True).split(micro_batch_size):
         for name, values in score(episodes.take(local[places])).items():
             if name not in columns:
-                columns[name] = values.new_zeros(share, width)
+                columns[name] = values.new_zeros(len(local), width)
             columns[name][places, : values.shape[1]] = values[:, :width]
     return {name: accelerator.gather(column)[:count] for name, column in columns.items()}
 

@@ -28,48 +28,47 @@ ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MU
 
 def load_rows(data, flag):
     """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
-    rows = data
     screen.show(f"reading {flag}")
-    path = spec_path(data)
-    if path and path.suffix == ".jsonl":
-        rows = read_jsonl(path, f"{flag} {data}")
-    elif isinstance(data, str):
-        refuse_mistyped(data, flag)
+    rows = data
+    if isinstance(data, str):
+        path = spec_path(data)
+        if not path:
+            refuse_mistyped(data, flag)
         try:
-            rows = read_dataset(data, path)
+            rows = read_rows(data, path)
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
-    if isinstance(rows, dict):
-        raise InputError(f"{flag} {data} holds several splits ({', '.join(rows)}): name the directory of one")
     rows = list(rows)
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or row.keys() != rows[0].keys():
-            content = list(row) if isinstance(row, dict) else repr(row)[:60]
-            raise InputError(f"{flag} row {number} is {content}, expected a mapping with the columns of row 1")
     if not rows:
         raise InputError(f"{flag} {data} holds no rows")
+    for number, row in enumerate(rows, 1):
+        found = repr(row)[:60]
+        if isinstance(row, dict):
+            found = ", ".join(sorted(row.keys() ^ rows[0].keys()))
+        if found:
+            raise InputError(f"{flag} row {number} must be a mapping with the columns of row 1: see {found}")
     return rows
 
 
-def read_jsonl(path, where):
-    """The values in a file of one JSON value a line; blank lines are skipped."""
-    values = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        try:
-            if line.strip():
-                values.append(json.loads(line, strict=False))
-        except ValueError as error:
-            raise InputError(f"{where}:{number} is not valid JSON: {error}") from None
-    return values
-
-
-def read_dataset(name, path):
-    """What the library datasets reads: a saved directory or a file at path, else a file elsewhere or a hub data set."""
+def read_rows(name, path):
+    """The rows of a saved directory or a file at path, else of a file elsewhere or a hub data set."""
+    if path and path.suffix == ".jsonl":
+        values = []
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+            try:
+                if line.strip():
+                    values.append(json.loads(line, strict=False))
+            except ValueError as error:
+                raise ValueError(f"line {number} is not valid JSON: {error}") from None
+        return values
     import datasets
 
     file_kind = FILE_KINDS.get(Path(name.removesuffix(".gz")).suffix)
     if path and path.is_dir():
-        return datasets.load_from_disk(str(path))
+        rows = datasets.load_from_disk(str(path))
+        if isinstance(rows, dict):
+            raise ValueError(f"it holds several splits ({', '.join(rows)}): name the directory of one")
+        return rows
     if file_kind:
         return datasets.load_dataset(file_kind, data_files=str(path or name), split="train")
     if path:
@@ -85,12 +84,12 @@ def load_sets(spec, flag):
         return {}
     sets = {}
     # a comma before key= lies between the options of a function
-    sources = re.split(r",\s*(?!\w+=)", spec) if isinstance(spec, str) else []
-    for source in filter(None, sources):
+    sources = re.split(r",\s*(?!\w+=)", spec.rstrip(",")) if isinstance(spec, str) else []
+    for source in sources:
         name = source.split(":")[1] if ":" in source else Path(source).stem
-        if name in sets:
-            raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
         sets[name] = source
+    if len(sets) < len(sources):
+        raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
     if len(sets) < 2:
         sets = build(spec, flag)
     if not isinstance(sets, dict):
@@ -115,27 +114,20 @@ def need_columns(rows, columns, flag, forms):
 
 
 def texts(rows, column, flag):
-    """The strings of a column. InputError at what is no string, and at half a surrogate pair, which is no text."""
+    """The strings of a column. InputError at what is none, and at half a surrogate pair, which no tokenizer takes."""
     for number, row in enumerate(rows, 1):
-        where = f"{flag} row {number}: {column!r}"
         text = row.get(column)
-        if not isinstance(text, str):
-            raise InputError(f"{where} must be a string, it is {text!r:.60}")
-        if text.encode(errors="ignore").decode() != text:
-            raise InputError(f"{where} holds half a surrogate pair, which is no text")
+        if not isinstance(text, str) or text.encode(errors="ignore").decode() != text:
+            raise InputError(f"{flag} row {number}: {column!r} must be valid text, it is {text!r:.60}")
     return [row[column] for row in rows]
 
 
 def with_prompts(rows, flag):
     """The rows with a string as prompt, from the column `prompt`, or `text` as a file of lines has it, some blank."""
-    if "prompt" in rows[0] or "text" not in rows[0]:
-        need_columns(rows, ["prompt"], flag, "prompt, a text")
-        texts(rows, "prompt", flag)
-        return rows
-    lines = texts(rows, "text", flag)
-    rows = [row | {"prompt": line} for row, line in zip(rows, lines, strict=True) if line.strip()]
-    if not rows:
-        raise InputError(f"{flag} holds blank lines only")
+    if "prompt" not in rows[0] and "text" in rows[0]:
+        rows = [row | {"prompt": row["text"]} for row in rows if str(row["text"]).strip()]
+    need_columns(rows, ["prompt"], flag, "prompt, a text")
+    texts(rows, "prompt", flag)
     return rows
 
 
@@ -147,11 +139,13 @@ def is_chat(rows, columns):
     return any(isinstance(rows[0].get(column), list) for column in columns)
 
 
+def messages_in(row, column):
+    """The messages in a column of a row, none if it holds no list."""
+    return row[column] if isinstance(row.get(column), list) else []
+
+
 def chat_text(tokenizer, messages, where, tools=None, answering=False):
-    """The messages as the tokenizer's chat template writes them; answering: up to where the assistant answers.
-    InputError without a template, at what is no chat, and where the template refuses the messages."""
-    if not tokenizer.chat_template:
-        raise InputError(f"{where}: the tokenizer has no chat template: save it with one, or take rows of plain text")
+    """The messages as the tokenizer's chat template writes them; answering: up to where the assistant answers."""
     for message in messages if isinstance(messages, list) and messages else [None]:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
@@ -160,106 +154,87 @@ def chat_text(tokenizer, messages, where, tools=None, answering=False):
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, add_generation_prompt=answering)
     except Exception as error:  # templates raise what they like
-        raise InputError(f"{where}: the chat template refuses the messages: {error}") from None
+        raise InputError(f"{where}: the chat template cannot write the messages: {error}") from None
 
 
-def chat_segments(tokenizer, messages, prompt_length, tools, where):
-    """Segments (`row_segments`) of a chat, whose answers behind the first prompt_length messages are trained: what the
-    template marks with {% generation %}, or without such marks the assistant's messages with the end of their turn."""
-    chat_text(tokenizer, messages, where, tools)  # stops at what is no chat
-    if messages[-1]["role"] != "assistant":
-        raise InputError(f"{where}: the last message must be the assistant's, it is by {messages[-1]['role']!r}")
-    answers = [i for i in range(prompt_length, len(messages)) if messages[i]["role"] == "assistant"]
-    if not re.search(r"\{%-?\s*generation\b", tokenizer.get_chat_template(tools=tools)):
-        return turn_segments(tokenizer, messages, answers, tools, where)
-    text, spans = marked_spans(tokenizer, messages, tools)
-    if prompt_length:
-        prompt = messages[: answers[0]]
-        chat_text(tokenizer, prompt, where, tools)  # stops where the template refuses these alone
-        _, prompt_spans = marked_spans(tokenizer, prompt, tools)
-        spans = spans[len(prompt_spans) :]
-    if not spans:
-        raise InputError(f"{where}: the chat template marks nothing of the answers with {{% generation %}}")
-    edges = [0, *itertools.chain(*spans), len(text)]
-    return alternating(text[begin:end] for begin, end in itertools.pairwise(edges))
+def answered_chat(tokenizer, row, columns, where):
+    """(messages, text) of the chat whose messages stand in columns of a row. The last column ends with an answer."""
+    messages = []
+    for column in columns:
+        part = row.get(column)
+        if not isinstance(part, list):
+            part = [part]  # no message: chat_text refuses it
+        messages += part
+    text = chat_text(tokenizer, messages, where, row.get("tools"))
+    if not row[columns[-1]] or messages[-1]["role"] != "assistant":
+        raise InputError(f"{where}: the last message of {columns[-1]} must be the assistant's")
+    return messages, text
+
+
+def chat_turns(tokenizer, row, where):
+    """The text of a chat in parts, every second one trained: of the answers in messages or completion what the template
+    marks with {% generation %}, or without such marks whole messages with the end of their turns."""
+    columns = ["messages"] if "messages" in row else ["prompt", "completion"]
+    messages, text = answered_chat(tokenizer, row, columns, where)
+    tools = row.get("tools")
+    begin = len(messages) - len(row[columns[-1]])
+    answers = [i for i in range(begin, len(messages)) if messages[i]["role"] == "assistant"]
+    beginnings = [""]  # of the text, up to where training begins or ends
+    if re.search(r"\{%-?\s*generation\b", tokenizer.get_chat_template(tools=tools)):
+        spans = marked_spans(tokenizer, messages, tools)
+        if begin:
+            prompt = messages[: answers[0]]
+            chat_text(tokenizer, prompt, where, tools)  # stops where the template refuses these alone
+            spans = spans[len(marked_spans(tokenizer, prompt, tools)) :]
+        if not spans:
+            raise InputError(f"{where}: the chat template marks nothing of the answers with {{% generation %}}")
+        beginnings += [text[:edge] for edge in itertools.chain(*spans)]
+        beginnings.append(text)
+    else:
+        for i in answers:
+            beginnings.append(chat_text(tokenizer, messages[:i], where, tools, answering=True) if i else "")
+            beginnings.append(chat_text(tokenizer, messages[: i + 1], where, tools))
+    return [added(longer, shorter, where) for shorter, longer in itertools.pairwise(beginnings)]
 
 
 def marked_spans(tokenizer, messages, tools):
-    """(text, spans) of a chat; a span is (begin, end) of characters that the template marks as generated."""
+    """(begin, end) of the characters that the template marks as generated, as apply_chat_template finds them."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template(tools=tools)
-    # as in apply_chat_template, which gives masks of tokens
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    (text,), (spans,) = render_jinja_template(
-        [chat],
-        chat_template=template,
-        tools=tools,
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
-    return text, spans
+    options = {"tools": tools, "return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
+    _, (spans,) = render_jinja_template([chat], chat_template=template, **options)
+    return spans
 
 
-def turn_segments(tokenizer, messages, answers, tools, where):
-    """Segments of a chat whose messages at the places `answers` are trained: what the template adds to the text of the
-    chat before an answer, and then through it."""
-    parts = []
-    done = ""
-    for i in answers:
-        before = chat_text(tokenizer, messages[:i], where, tools, answering=True) if i else ""
-        after = chat_text(tokenizer, messages[: i + 1], where, tools)
-        if not (before.startswith(done) and after.startswith(before)):
-            how = "mark the answers in it with {% generation %}, or make a row of prompt and completion of each answer"
-            raise InputError(f"{where}: the chat template changes earlier turns when message {i + 1} follows: {how}")
-        parts += [before[len(done) :], after[len(before) :]]
-        done = after
-    return alternating(parts)
+def added(text, beginning, where):
+    """What the text of a chat has behind that of its first messages."""
+    if not text.startswith(beginning):
+        how = "for sft and ilql mark answers in it with {% generation %}, or make rows of prompt and completion"
+        raise InputError(f"{where}: the chat template changes earlier turns of a longer chat: {how}")
+    return text[len(beginning) :]
 
 
 def row_segments(rows, tokenizer, flag):
     """Segments [(text, trained), ...] of each row, alternately not trained and trained; the first one may be empty.
     Trained are a text, a completion, the outputs of a dialogue, and the answers of a chat, or of its completion."""
     columns = rows[0].keys()
-    wheres = [f"{flag} row {number}" for number in range(1, len(rows) + 1)]
     if "messages" in columns or is_chat(rows, ["prompt"]):
-        chats = [whole_chat(row, where) for row, where in zip(rows, wheres, strict=True)]
-        return [chat_segments(tokenizer, *chat, where) for chat, where in zip(chats, wheres, strict=True)]
-    if "dialogue" in columns:
-        turns = [dialogue(row, where) for row, where in zip(rows, wheres, strict=True)]
+        turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+    elif "dialogue" in columns:
+        turns = [dialogue(row["dialogue"], f"{flag} row {number}") for number, row in enumerate(rows, 1)]
     elif "prompt" in columns or "completion" in columns:
         need_columns(rows, ["prompt", "completion"], flag, TEXT_FORMS)
         turns = zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True)
     else:
         need_columns(rows, ["text"], flag, TEXT_FORMS)
         turns = [("", text) for text in texts(rows, "text", flag)]
-    return [alternating(turns_of_row) for turns_of_row in turns]
+    return [[(text, place % 2 == 1) for place, text in enumerate(turns_of_row)] for turns_of_row in turns]
 
 
-def alternating(turns):
-    """Segments of texts that are alternately not trained and trained."""
-    return [(text, place % 2 == 1) for place, text in enumerate(turns)]
-
-
-def whole_chat(row, where):
-    """(messages, how many of them are the prompt's, tools) of a row of messages, or of a prompt and a completion."""
-    if "messages" in row:
-        return row["messages"], 0, row.get("tools")
-    prompt = messages_in(row, "prompt")
-    completion = messages_in(row, "completion")
-    if prompt != row["prompt"] or not completion:
-        raise InputError(f"{where}: prompt and completion must be two lists of messages")
-    return prompt + completion, len(prompt), row.get("tools")
-
-
-def messages_in(row, column):
-    """The messages in a column of a row, none if it holds no list."""
-    return row[column] if isinstance(row.get(column), list) else []
-
-
-def dialogue(row, where):
+def dialogue(turns, where):
     """The texts of a dialogue, as many outputs as prompts."""
-    turns = row["dialogue"]
     if not isinstance(turns, list) or not turns or len(turns) % 2:
         raise InputError(f"{where}: 'dialogue' must be a list prompt, output, prompt, output, ...")
     return texts([{"dialogue": turn} for turn in turns], "dialogue", f"{where}, part of")
@@ -272,21 +247,19 @@ def pair_texts(rows, tokenizer, flag):
     need_columns(rows, SIDES, flag, "chosen and rejected (and prompt), each a text or a chat")
     if is_chat(rows, ["chosen"]):
         return [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-    pairs = list(zip(texts(rows, "chosen", flag), texts(rows, "rejected", flag), strict=True))
+    both = zip(texts(rows, "chosen", flag), texts(rows, "rejected", flag), strict=True)
     if "prompt" in rows[0]:
-        prompts = texts(rows, "prompt", flag)
-        return [(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
+        return [(prompt, *pair) for prompt, pair in zip(texts(rows, "prompt", flag), both, strict=True)]
     triples = []
-    for chosen, rejected in pairs:
+    for chosen, rejected in both:
         prompt = shared_prompt(chosen, rejected)
         triples.append((prompt, chosen[len(prompt) :], rejected[len(prompt) :]))
     return triples
 
 
 def shared_prompt(chosen, rejected):
-    """What two texts begin with, up to the last place at which both have the assistant answer, so that no beginning
-    that two answers share is part of it: behind "Assistant:" or "### Response:" at the start of a line, in any case.
-    Without such a marker whole words; the space goes with the next word."""
+    """What two texts begin with, up to the last "Assistant:" or "### Response:" at the start of a line, in any case,
+    and not what two answers share. Without such a marker whole words; the space goes with the next word."""
     common = os.path.commonprefix([chosen, rejected])
     markers = list(ANSWER_MARKER.finditer(common))
     if markers:
@@ -296,31 +269,24 @@ def shared_prompt(chosen, rejected):
 
 def chat_pair(tokenizer, row, where):
     """(prompt, chosen, rejected) of a row of chats, as the chat template writes them."""
-    head = messages_in(row, "prompt")
-    chats = [head + messages_in(row, side) for side in SIDES]
-    whole = [chat_text(tokenizer, chat, where, row.get("tools")) for chat in chats]
-    for side, chat in zip(SIDES, chats, strict=True):
-        if len(chat) == len(head) or chat[-1]["role"] != "assistant":
-            raise InputError(f"{where}: {side} must be a list of messages that ends with one of the assistant")
+    head = ["prompt"] if messages_in(row, "prompt") else []
+    whole = [answered_chat(tokenizer, row, [*head, side], where)[1] for side in SIDES]
     prompt = ""
     if messages := prompt_messages(row):
         prompt = chat_text(tokenizer, messages, where, row.get("tools"), answering=True)
     elif isinstance(row.get("prompt"), str):
         raise InputError(f"{where}: the prompt is a text that the chats do not begin with: make it a list of messages")
-    if not all(text.startswith(prompt) for text in whole):
-        raise InputError(f"{where}: the chat template changes the prompt when the answer follows")
-    return prompt, *(text[len(prompt) :] for text in whole)
+    return prompt, *(added(text, prompt, where) for text in whole)
 
 
 def prompt_messages(row):
-    """The prompt of a row of chats: its column, or the messages that both sides begin with, up to where the assistant
-    answers in both."""
+    """The prompt of a row of chats: its column, or what both sides begin with, up to where both have an answer."""
     if prompt := messages_in(row, "prompt"):
         return prompt
-    pairs = list(zip(row["chosen"], row["rejected"], strict=False))
     shared = 0
-    while shared < len(pairs) - 1 and pairs[shared][0] == pairs[shared][1]:
-        shared += 1
-    while shared > 0 and {message["role"] for message in pairs[shared]} != {"assistant"}:
-        shared -= 1
+    for place, (chosen, rejected) in enumerate(zip(row["chosen"], row["rejected"], strict=False)):
+        if chosen["role"] == rejected["role"] == "assistant":
+            shared = place
+        if chosen != rejected:
+            break
     return row["chosen"][:shared]

@@ -5,18 +5,69 @@ not on the rows beside it, the size of a batch or the number of processes.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from common.adapters import for_sampling
 from common.classifiers import RewardModel
-from common.functions import call_metric, call_reward
+from common.functions import build, call_metric, call_reward, load_function, load_reward
 from common.logging import on_main
-from common.models import end_tokens
+from common.models import Seq2Seq, end_tokens, max_positions
 from common.report import screen
-from common.rows import set_prefix
+from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.seeding import draw, uniforms
+from common.tokens import encode_prompts, local_rows, pad_rows
+
+# ---- Prompts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Prompts:
+    """What a run on prompts reads: rows at first, tokens as soon as there is a tokenizer."""
+
+    rows: list
+    eval_sets: dict  # {name: rows}, then {name: (rows, queries)}
+    reward: Callable | None  # None: a model, which needs that of the policy to be loaded
+    metric: Callable | None
+    queries: list | None = None  # ids of the prompts
+    report: str = ""
+
+    def encode(self, lm, tokenizer, args):
+        """Makes tokens of all prompts. Without evaluation rows these are the first ones."""
+        encode_set = partial(
+            encode_prompts,
+            tokenizer=tokenizer,
+            max_new_tokens=args.max_new_tokens,
+            limit=max_positions(lm),
+            max_length=args.max_prompt_length,
+            encoder=lm.config.is_encoder_decoder,
+        )
+        num_read = len(self.rows)
+        self.rows, self.queries = encode_set(self.rows, flag="--dataset")
+        for name, rows in self.eval_sets.items():
+            self.eval_sets[name] = encode_set(rows, flag=set_flag(name))
+        if not self.eval_sets:
+            size = args.rollout_batch_size
+            self.eval_sets = {"": (self.rows[:size], self.queries[:size])}
+        lengths = sorted(map(len, self.queries))
+        self.report = (
+            f"{num_read} prompts, {num_read - len(self.rows)} dropped as too long; "
+            f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
+        )
+
+
+def read_prompts(args):
+    """The rows and functions that the flags name."""
+    metric = load_function(args.metric, "--metric")
+    reward = load_reward(args.reward)
+    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
+    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
+    return Prompts(rows, eval_sets, reward, metric)
+
 
 # ---- The key-value cache ---------------------------------------------------------------------------------------------
 
@@ -83,9 +134,8 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
 
     uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. ends: ids
     of the tokens that end a row; ended(rows, ids (b, t)) -> (b,) bool ends some without one. Rows that have ended leave
-    batch and key-value cache a few at a time. A model without a cache that rows can leave reads all tokens again for
-    each new one. The model's generation_config is not used. Raises FloatingPointError for logits that are not finite,
-    except of rows that have ended.
+    batch and key-value cache a few at a time. A model without a cache that they can leave reads all tokens for each new
+    one. Its generation_config is not used. FloatingPointError for logits of rows going on that are not finite.
     """
     num_rows, width = uniforms.shape
     ids = torch.full((num_rows, width), pad_id, device=query.device)
@@ -97,10 +147,11 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
     attention = query_mask.long()
     unread = query.shape[1]
     cache = None
+    is_seq2seq = isinstance(model, Seq2Seq)  # which tells by logits_to_keep how many tokens are of the response
     for t in range(width):
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         inputs = {"input_ids": tokens[:, -unread:], "attention_mask": attention, "position_ids": positions[:, -unread:]}
-        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=t + 1 if is_seq2seq else 1)
         if t == 0:
             cache = with_room(getattr(output, "past_key_values", None), width)
         logits = output.logits[:, -1]
@@ -131,12 +182,18 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
     return ids, mask
 
 
-def pad_left(queries, pad_id, device):
-    """query and query_mask, (B, Q), of a list of lists of ids."""
-    width = max(len(ids) for ids in queries)
-    rows = [[pad_id] * (width - len(ids)) + ids for ids in queries]
-    padding = torch.tensor([[width - len(ids)] for ids in queries], device=device)
-    return torch.tensor(rows, device=device), torch.arange(width, device=device) >= padding
+CONTEXT = 8  # tokens before a stop string, since tokenizers write the first ones of a text in another way
+
+
+def may_hold_stop(tokenizer, ids, stops):
+    """Places of the rows of ids (b, t) whose newest token may complete a string of stops, by the text of the last
+    tokens. The whole text decides where these hold a stop string, begin within a character, or have little text."""
+    longest = max(len(stop.encode()) for stop in stops)
+    enough = longest + CONTEXT // 2
+    doubtful = ["\ufffd", *stops]
+    texts = tokenizer.batch_decode(ids[:, -longest - CONTEXT :])  # few tokens have no byte
+    places = enumerate(texts)
+    return [i for i, text in places if len(text.encode()) < enough or any(part in text for part in doubtful)]
 
 
 def end_of_rows(tokenizer, stop, limits):
@@ -147,53 +204,30 @@ def end_of_rows(tokenizer, stop, limits):
 
     def ended(rows, ids):
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        if stop:
-            places = may_hold_stop(tokenizer, ids, stop)
-            if places:
-                done[places] = torch.tensor(stopped(tokenizer, ids[places], stop), device=ids.device)
         if limits is not None:
-            done = done | (ids.shape[1] >= limits[rows])
+            done = ids.shape[1] >= limits[rows]
+        if stop and (places := may_hold_stop(tokenizer, ids, stop)):
+            done[places] |= torch.tensor(stopped(tokenizer, ids[places], stop), device=ids.device)
         return done
 
     return ended
-
-
-CONTEXT = 8  # tokens before a stop string, since tokenizers write the first ones of a text in another way
-
-
-def may_hold_stop(tokenizer, ids, stops):
-    """Places of the rows of ids (b, t) whose newest token may complete a string of stops, by the text of the last
-    tokens. The whole text decides where these hold a stop string, begin within a character, or have little text."""
-    longest = max(len(stop.encode()) for stop in stops)
-    texts = tokenizer.batch_decode(ids[:, -longest - CONTEXT :])  # few tokens have no byte
-    places = []
-    for place, text in enumerate(texts):
-        is_short = len(text.encode()) < longest + CONTEXT // 2
-        if is_short or "\ufffd" in text or any(stop in text for stop in stops):
-            places.append(place)
-    return places
-
-
-def local_rows(accelerator, num_rows):
-    """The share of a process, as a list: the last ones repeat the last row where the rows do not divide."""
-    share = math.ceil(num_rows / accelerator.num_processes)
-    begin = accelerator.process_index * share
-    return [min(row, num_rows - 1) for row in range(begin, begin + share)]
 
 
 def generate_all(
     accelerator, lm, tokenizer, queries, stream, *, seed, max_new_tokens, stop=(), limits=None,
     decode_batch_size=1024, sample=sample, **options,
 ):  # fmt: skip
-    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share.
+    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share. Returns
+    query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
 
     stream: (name, step); the uniforms of row i are keyed by (seed, name, step, i). limits: (B,) longest response of a
-    row. sample: a function as the one above, which gets options (temperature, top_k, top_p). Returns query, query_mask
-    (B, Q) left-padded and response, response_mask (B, R), on every process.
+    row. sample: a function as the one above, which gets options (temperature, top_k, top_p).
     """
     device = accelerator.device
     pad_id = tokenizer.pad_token_id
-    query, query_mask = pad_left(queries, pad_id, device)
+    lengths = [len(ids) for ids in queries]
+    query = pad_rows(queries, pad_id, begins=lengths, device=device)
+    query_mask = pad_rows([[True] * length for length in lengths], False, begins=lengths, device=device)
     rows = local_rows(accelerator, len(queries))
     draws = uniforms(seed, *stream, rows, max_new_tokens).to(device)
     local = torch.tensor(rows, device=device)
@@ -207,9 +241,7 @@ def generate_all(
         for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
             chunk = local[places]
             columns = slice(query.shape[1] - int(lengths[places].max()), None)
-            chunk_limits = limits
-            if limits is not None:
-                chunk_limits = limits[chunk]
+            chunk_limits = None if limits is None else limits[chunk]
             response[places], response_mask[places] = sample(
                 lm,
                 query[chunk, columns],
@@ -246,14 +278,12 @@ def stopped(tokenizer, responses, stops):
 def has_ended(tokenizer, output_ids, ends, stops):
     """Whether each response (ids) holds an end token or a stop string."""
     with_stop = stopped(tokenizer, output_ids, stops)
-    with_end = [not set(ends).isdisjoint(ids) for ids in output_ids]
-    return [stop or end for stop, end in zip(with_stop, with_end, strict=True)]
+    return [stop or not set(ends).isdisjoint(ids) for stop, ids in zip(with_stop, output_ids, strict=True)]
 
 
 def decode(tokenizer, queries, responses, stops):
-    """Texts of the responses, without special tokens, cut before a stop string and stripped there. All arguments are
-    lists of lists of ids. Responses are decoded behind their queries, since many tokenizers drop the space before a
-    first token."""
+    """Texts of responses to queries (lists of ids), without special tokens, cut before a stop string and stripped there.
+    Responses are decoded behind their queries, since many tokenizers drop the space before a first token."""
     whole = [query + response for query, response in zip(queries, responses, strict=True)]
     prompts = tokenizer.batch_decode(queries, skip_special_tokens=True)
     samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
@@ -269,8 +299,8 @@ def decode(tokenizer, queries, responses, stops):
 
 
 def text_arguments(tokenizer, rows, outputs, output_ids):
-    """What a reward or metric function of texts gets by name, besides the rows' other columns: a list each, with an
-    entry for every row, and the tokenizer."""
+    """What a reward or metric function of texts gets by name beside the rows' other columns: a list each, with an entry
+    for every row, and the tokenizer."""
     prompts = [row["prompt"] for row in rows]
     return {
         "samples": [prompt + output for prompt, output in zip(prompts, outputs, strict=True)],
@@ -283,10 +313,8 @@ def text_arguments(tokenizer, rows, outputs, output_ids):
 
 def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *, reward=None, **options):
     """Means of what a metric function and a reward (their names in args; None: not asked) say of sampled responses, as
-    {name: mean}, and the samples, a dict for each row. options: of `generate_all`, in place of those in args.
-
-    The uniforms are the same at every evaluation, so that a difference between two of them is the model's.
-    """
+    {name: mean}, and the samples, a dict for each row. options: of `generate_all`, in place of those in args. The
+    uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
     sampling = {
         "seed": args.seed,
         "max_new_tokens": args.max_new_tokens,
@@ -336,19 +364,18 @@ def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_id
     ended: as `has_ended` returns it; a classifier sees an end token there."""
     screen.show("scoring")
     given = text_arguments(tokenizer, rows, outputs, output_ids)
-    if not isinstance(reward, RewardModel):
+    if isinstance(reward, RewardModel):
+        local = local_rows(accelerator, len(rows))
+        samples = [given["samples"][row] for row in local]
+        with accelerator.autocast():
+            scores = reward(samples, [ended[row] for row in local], args.micro_batch_size)
+        scores = accelerator.gather(scores)[: len(rows)].tolist()
+        for row, score in enumerate(scores):
+            if not math.isfinite(score):
+                where = f"{rows[row]['prompt']!r:.60} and {outputs[row]!r:.60}"
+                raise FloatingPointError(f"{args.reward}: {score} for {where}")
+    else:
         lengths = [len(ids) for ids in output_ids]
         scores = on_main(accelerator, call_reward, reward, args.reward, rows, given, lengths)
-        screen.show("training")
-        return scores
-    local = local_rows(accelerator, len(rows))
-    samples = [given["samples"][row] for row in local]
-    with accelerator.autocast():
-        scores = reward(samples, [ended[row] for row in local], args.micro_batch_size)
-    scores = accelerator.gather(scores)[: len(rows)].tolist()
-    for row, score in enumerate(scores):
-        if not math.isfinite(score):
-            where = f"{rows[row]['prompt']!r:.60} and {outputs[row]!r:.60}"
-            raise FloatingPointError(f"{args.reward}: {score} for {where}")
     screen.show("training")
     return scores

@@ -40,8 +40,7 @@ def tokenize(tokenizer, texts, special_tokens, end, target=False):
 
 
 def row_ends(tokenizer):
-    """Ids of the tokens that end a response: those of the model that `load_model` has read the tokenizer with, or the
-    tokenizer's own."""
+    """Ids of the tokens that end a response: those of the model of `load_model`, or the tokenizer's own."""
     return getattr(tokenizer, "ends", [tokenizer.eos_token_id])
 
 
@@ -91,16 +90,15 @@ def beginning(tokenizer, where):
 def encode_segments(rows, tokenizer, flag, encoder=False):
     """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
 
-    The segments of a row are tokenised together; one begins at the longest common prefix with the tokens of what
-    precedes it, so a merge across the boundary belongs to the later one. An empty prompt becomes the beginning token.
-    The end token is appended once; in a chat the template ends the turns. encoder: the model has one, so prompt and
-    output are tokenised apart (`encode_apart`).
+    The segments of a row are tokenised together, but for an encoder. One begins at the longest common prefix with the
+    tokens of what precedes it, so a merge across the boundary belongs to the later one. An empty prompt becomes the
+    beginning token. The end token is appended once; in a chat the template ends the turns.
     """
     chat = is_chat(rows, ("messages", "prompt"))
     has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
     segments = row_segments(rows, tokenizer, flag)
     if encoder:
-        yield from encode_apart(*prompts_and_outputs(segments, chat or has_prompt, flag), tokenizer, chat)
+        yield from encode_apart(segments, chat or has_prompt, tokenizer, chat, flag)
         return
     bos = tokenizer.bos_token_id
     whole = ["".join(text for text, _ in row) for row in segments]
@@ -123,22 +121,8 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
         yield ids, [(begin, end, trained) for begin, end, (_, trained) in zip(begins, ends, row, strict=True)]
 
 
-def encode_apart(prompts, outputs, tokenizer, chat):
-    """As `encode_segments`, of prompts for an encoder and outputs for its decoder, which always get an end token."""
-    bos = tokenizer.bos_token_id
-    eos = tokenizer.eos_token_id
-    heads = tokenize(tokenizer, prompts, not chat, end="template")
-    tails = tokenize(tokenizer, outputs, not chat, end="template" if chat else "once", target=True)
-    for head, tail in zip(heads, tails, strict=True):
-        head = head or [eos if bos is None else bos]
-        if tail[-1:] != [eos]:  # a chat template may leave out the end
-            tail.append(eos)
-        end = len(head) + len(tail)
-        yield head + tail, [(0, len(head), False), (len(head), end, True)]
-
-
-def prompts_and_outputs(segments, has_prompt, flag):
-    """The texts for the encoder and those for the decoder, of rows of one prompt and one output."""
+def encode_apart(segments, has_prompt, tokenizer, chat, flag):
+    """As `encode_segments`, of a prompt for an encoder and an output for its decoder, which always gets an end token."""
     prompts = []
     outputs = []
     for number, row in enumerate(segments, 1):
@@ -149,7 +133,16 @@ def prompts_and_outputs(segments, has_prompt, flag):
             raise InputError(f"{flag} row {number}: an encoder-decoder takes rows of one prompt and one output")
         prompts.append(texts[0])
         outputs.append(texts[1])
-    return prompts, outputs
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    heads = tokenize(tokenizer, prompts, not chat, end="template")
+    tails = tokenize(tokenizer, outputs, not chat, end="template" if chat else "once", target=True)
+    for head, tail in zip(heads, tails, strict=True):
+        head = head or [eos if bos is None else bos]
+        if tail[-1:] != [eos]:  # a chat template may leave out the end
+            tail.append(eos)
+        end = len(head) + len(tail)
+        yield head + tail, [(0, len(head), False), (len(head), end, True)]
 
 
 # ---- Tokens -> lines and tensors -------------------------------------------------------------------------------------
@@ -187,19 +180,15 @@ def pack(lengths, max_length):
     return lines
 
 
-def fill_lines(lengths, packing):
-    """Lists of indices of the texts in a line: one, or with packing as many as fit where the longest text does."""
-    if not packing:
-        return [[i] for i in range(len(lengths))]
-    return pack(lengths, max(lengths))
-
-
 def in_lines(packing, examples, lengths):
-    """(lines, places): the examples in lines, one each or with packing several (`fill_lines`), and the place (N,) of
-    every example when the lines stand one behind the other."""
-    groups = fill_lines(lengths, packing)
+    """(lines, places): the examples in lines, one each or with packing as many as fit where the longest one does, and
+    the place (N,) of every example when the lines stand one behind the other."""
+    groups = [[i] for i in range(len(lengths))]
+    if packing:
+        groups = pack(lengths, max(lengths))
     lines = [[examples[i] for i in group] for group in groups]
-    return lines, torch.tensor([*itertools.chain(*groups)]).argsort()
+    order = torch.tensor([*itertools.chain(*groups)])
+    return lines, order.argsort()
 
 
 def collate(lines, pad_id, no_label=-100):
@@ -220,8 +209,7 @@ def collate(lines, pad_id, no_label=-100):
 
 def pad_rows(rows, fill, begins=None, dtype=None, device=None):
     """Tensor (B, T) of lists of different lengths, right-padded with fill. begins: a place of each row; these come to
-    stand in one column, with padding on the left. So the lengths of the rows give left-padded ones. dtype: by default
-    that of fill."""
+    stand in one column, so that the lengths of the rows give left-padded ones. dtype: by default that of fill."""
     begins = begins or [0] * len(rows)
     left = max(begins)
     width = left + max(len(row) - begin for row, begin in zip(rows, begins, strict=True))
@@ -230,6 +218,13 @@ def pad_rows(rows, fill, begins=None, dtype=None, device=None):
         aligned = [fill] * (left - begin) + row
         padded.append(aligned + [fill] * (width - len(aligned)))
     return torch.tensor(padded, dtype=dtype or torch.tensor(fill).dtype, device=device)
+
+
+def local_rows(accelerator, num_rows):
+    """The share of a process, as a list: the last ones repeat the last row where the rows do not divide."""
+    share = math.ceil(num_rows / accelerator.num_processes)
+    begin = accelerator.process_index * share
+    return [min(row, num_rows - 1) for row in range(begin, begin + share)]
 
 
 # ---- Pairs: (ids of chosen, ids of rejected, what a script has beside them) ------------------------------------------
@@ -256,14 +251,10 @@ def split_rows(accelerator, rows, pairs, packing, batch_size):
 def score_pairs(accelerator, score, pairs, batch_size):
     """score(pairs) -> (2, b) of all pairs, (2, N) in float64 on every process; each of them scores a share."""
     device = accelerator.device
-    share = math.ceil(len(pairs) / accelerator.num_processes)
-    begin = accelerator.process_index * share
-    last = len(pairs) - 1
-    # the last processes repeat the last pair where the pairs do not divide
-    local = [pairs[min(place, last)] for place in range(begin, begin + share)]
+    local = [pairs[place] for place in local_rows(accelerator, len(pairs))]
     longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
-    scores = torch.empty(share, 2, dtype=torch.float64, device=device)
-    screen.show("scoring pairs", share)
+    scores = torch.empty(len(local), 2, dtype=torch.float64, device=device)
+    screen.show("scoring pairs", len(local))
     for places in longest_first.split(batch_size):
         with torch.no_grad(), accelerator.autocast():
             scores[places.to(device)] = score([local[place] for place in places]).T.double()

@@ -645,21 +645,21 @@ REFUSED = [
             f'"{COLUMN[algo]}": "b"', f'"{COLUMN[algo]}": "b{end}"') if algo not in ("ppo", "grpo") else jsonl(
             [*ROWS["ppo"][:2], {"prompt": "QQ"}]).replace("QQ", f"b{end}"), shared=EVERY)
         for end in ("\\ud800", "\\udc00c")
-        for algos, says in ((EVERY, "--dataset row 3: 'TEXT' holds half a surrogate pair, which is no text"),)
+        for algos, says in ((EVERY, "--dataset row 3: 'TEXT' must be valid text, it is 'b"),)
     ),
     # 45: types of columns
     *(
-        entry(45, TEXT, type(value).__name__, f"--dataset row 3: 'TEXT' must be a string, it is {value!r}",
+        entry(45, TEXT, type(value).__name__, f"--dataset row 3: 'TEXT' must be valid text, it is {value!r}",
               shared=TEXT, rows=spoilt(3, TEXT=value))
         for value in (None, 5, 1.5, True, {"role": "user"})
     ),
     *(
-        entry(45, "ddpo", type(value).__name__, ["--dataset row 3", "a string", "'prompt'"],
+        entry(45, "ddpo", type(value).__name__, ["--dataset row 3", "valid text", "'prompt'"],
               rows=spoilt(3, TEXT=value))
         for value in (None, 5, 1.5, True, {"role": "user"}, ["b"])
     ),
     entry(45, "ppo grpo sft ilql", "list", "--dataset row 3: ", rows=spoilt(3, TEXT=["b"])),
-    entry(45, PAIRS, "list", "--dataset row 3: 'chosen' must be a string, it is ['b']", rows=spoilt(3, TEXT=["b"])),
+    entry(45, PAIRS, "list", "--dataset row 3: 'chosen' must be valid text, it is ['b']", rows=spoilt(3, TEXT=["b"])),
     # 46: names of columns
     entry(46, ROLLED, "misspelt", "--dataset has the columns Prompt; expected prompt, a text or a chat",
           rows=[{"Prompt": "b"}]),
@@ -676,7 +676,8 @@ REFUSED = [
           rows=[{"prompt": "b", "chosen": "c"}]),
     entry(46, "ddpo", "misspelt", "--dataset has the columns caption; expected prompt, a text",
           rows=[{"caption": "a red circle"}]),
-    entry(46, EVERY, "extra", "--dataset row 3 is ", shared=EVERY, rows=spoilt(3, extra=1)),
+    entry(46, EVERY, "extra", "--dataset row 3 must be a mapping with the columns of row 1: see extra",
+          shared=EVERY, rows=spoilt(3, extra=1)),
     # 47, 48: pairs
     entry(47, PAIRS, "equal", ["--dataset: no pair is left", "4", "as equal"],
           rows=every_row(chosen="fg", rejected="fg")),
@@ -691,12 +692,12 @@ REFUSED = [
     talk("no keys", [{"role": "user"}, ANSWER], CHAT),
     talk("no mapping", ["b", "c"], CHAT),
     talk("empty", [], CHAT, "ppo grpo sft ilql"),
-    talk("empty", [], "chosen must be a list of messages|" + CHAT, PAIRS),
+    talk("empty", [], "the last message of chosen must be the assistant's|" + CHAT, PAIRS),
     talk("none", None, CHAT, "sft ilql"),
-    talk("user", [USER], "the last message must be the assistant's, it is by 'user'", "sft ilql"),
-    talk("user", [USER], "chosen must be a list of messages that ends with one of the assistant", PAIRS),
-    entry(49, "ddpo", "chat", ["--dataset row 1: 'prompt' must be a string"], rows=[{"prompt": [USER]}]),
-    entry(50, TEXT, "no template", ["--dataset row 1: the tokenizer has no chat template", "rows of plain text"],
+    talk("user", [USER], "the last message of messages must be the assistant's", "sft ilql"),
+    talk("user", [USER], "the last message of chosen must be the assistant's", PAIRS),
+    entry(49, "ddpo", "chat", ["--dataset row 1: 'prompt' must be valid text"], rows=[{"prompt": [USER]}]),
+    entry(50, TEXT, "no template", ["--dataset row 1: the chat template cannot write", "chat_template is not set"],
           shared=TEXT, rows=chatting([USER, ANSWER])),
     # 51: tokenizers
     entry(51, SAMPLED, "no eos", ["--model model", "the tokenizer has no end-of-sequence token"], model="no_eos",
@@ -715,13 +716,14 @@ REFUSED = [
     # 52: files
     entry(52, EVERY, "empty", "--dataset rows.jsonl holds no rows", shared=EVERY, rows=""),
     entry(52, EVERY, "blank", "--dataset rows.jsonl holds no rows", shared=EVERY, rows="\n  \n"),
-    entry(52, EVERY, "torn", "--dataset rows.jsonl:7 is not valid JSON: ", shared=EVERY,
+    entry(52, EVERY, "torn", "--dataset rows.jsonl cannot be loaded: line 7 is not valid JSON: ", shared=EVERY,
           rows=lambda algo: jsonl(spoilt(1, 6)(algo)) + '{"prompt": "b"\n' + jsonl(ROWS[algo])),
-    entry(52, EVERY, "comma", "--dataset rows.jsonl:1 is not valid JSON: ", shared=EVERY,
+    entry(52, EVERY, "comma", "--dataset rows.jsonl cannot be loaded: line 1 is not valid JSON: ", shared=EVERY,
           rows='{"prompt": "b"},\n'),
-    entry(52, EVERY, "latin-1", "--dataset rows.jsonl:1 is not valid JSON: 'utf-8' codec", shared=EVERY,
-          rows=b'{"prompt": "caf\xe9"}\n'),
-    entry(52, EVERY, "a number", "--dataset row 1 is 5, expected a mapping", shared=EVERY, rows="5\n"),
+    entry(52, EVERY, "latin-1", "--dataset rows.jsonl cannot be loaded: line 1 is not valid JSON: 'utf-8' codec",
+          shared=EVERY, rows=b'{"prompt": "caf\xe9"}\n'),
+    entry(52, EVERY, "a number", "--dataset row 1 must be a mapping with the columns of row 1: see 5",
+          shared=EVERY, rows="5\n"),
     entry(52, EVERY, "bad gz", "--dataset rows.jsonl.gz cannot be loaded: ", "--dataset rows.jsonl.gz",
           shared=EVERY, rows_jsonl_gz=b"no gzip"),
     # 55, 56: names of data sets and models
@@ -737,7 +739,7 @@ REFUSED = [
     entry(55, EVERY, "model file", "--model nope.py:build: there is no file nope.py", "--model nope.py:build",
           shared=EVERY),
     entry(55, TEXT, "tokenizer", "--tokenizer ./nope: there is no such directory", "--tokenizer ./nope", shared=TEXT),
-    entry(56, EVERY, "splits", "--dataset splits holds several splits (train, test): name the directory of one",
+    entry(56, EVERY, "splits", "--dataset splits cannot be loaded: it holds several splits (train, test): name",
           "--dataset splits", shared=EVERY),
     # 57: flags
     *(

@@ -89,10 +89,10 @@ def test_segments_that_the_template_marks(letters):
             [{"completion": "a", "text": "b"}],
             "has the columns completion, text; expected text, prompt and completion, ",
         ),
-        ([{"text": "a"}, {"text": "\ud800"}], "row 2: 'text' holds half a surrogate pair"),
+        ([{"text": "a"}, {"text": "\ud800"}], "row 2: 'text' must be valid text, it is '.ud800'"),
         ([{"dialogue": ["a", "b"]}, {"dialogue": ["a"]}], "row 2: 'dialogue' must be a list prompt, output"),
-        ([{"prompt": CHAT[:1], "completion": "a"}], "row 1: prompt and completion must be two lists of messages"),
-        ([{"messages": CHAT[:1]}], "row 1: the last message must be the assistant's, it is by 'user'"),
+        ([{"prompt": CHAT[:1], "completion": "a"}], "row 1: a chat is a list of .* found 'a'"),
+        ([{"messages": CHAT[:1]}], "row 1: the last message of messages must be the assistant's"),
     ],
     ids=lambda x: repr(x)[:40],
 )
@@ -275,8 +275,10 @@ def test_names_of_evaluation_sets(tmp_path, monkeypatch):
 def test_a_line_that_is_no_json_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n\n{"text": \n')
-    with pytest.raises(InputError, match=rf"^--dataset {path}:3 is not valid JSON: "):
+    with pytest.raises(InputError, match=rf"^--dataset {path} cannot be loaded: line 3 is not valid JSON: "):
         load_rows(str(path), "--dataset")
     path.write_text('{"text": "a"}\n\n{"other": "b"}\n')
-    with pytest.raises(InputError, match=r"^--dataset row 2 is \['other'\], expected a mapping"):
+    with pytest.raises(
+        InputError, match="^--dataset row 2 must be a mapping with the columns of row 1: see other, text$"
+    ):
         load_rows(str(path), "--dataset")

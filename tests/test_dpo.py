@@ -36,7 +36,7 @@ from common import forward, sampling
 from common.cli import InputError, from_task
 from common.forward import has_plain_output
 from common.rows import load_rows, pair_texts
-from common.tokens import fill_lines
+from common.tokens import in_lines, pack
 
 A, BOS, EOS, LN2 = 0, 21, 22, math.log(2)
 ROWS = [
@@ -408,7 +408,8 @@ def test_what_fills_a_batch_changes_nothing(monkeypatch, build_model, family, pa
 def test_neighbours_in_a_line_change_nothing(build_model, family):
     """The first pair beside others of the same lengths, in lines that hold several texts."""
     model, results = build_model(family, torch.float64), []
-    assert max(map(len, fill_lines([len(pair[side]) for side in (0, 1) for pair in PAIRS], True))) > 1
+    lengths = [len(pair[side]) for side in (0, 1) for pair in PAIRS]
+    assert max(map(len, pack(lengths, max(lengths)))) > 1
     for shift in 0, 1, 5:
         others = [([(x + shift) % 21 for x in c], [(x + shift) % 21 for x in r], n) for c, r, n in PAIRS[1:]]
         with torch.no_grad():
@@ -423,11 +424,12 @@ LENGTHS = [[7], [3, 5], [5, 3, 11, 7], [128, 90, 60, 50, 40, 31, 30, 3], [16] * 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_lines_of_texts(lengths):
     """Every text is there once; together the lines have no more positions than with one text each."""
-    lines = fill_lines(lengths, True)
+    lines, places = in_lines(True, range(len(lengths)), lengths)
+    assert torch.tensor([i for line in lines for i in line])[places].tolist() == list(range(len(lengths)))
     widths = [sum(lengths[i] for i in line) for line in lines]
     assert sorted(i for line in lines for i in line) == list(range(len(lengths)))
     assert len(lines) * max(widths) <= len(lengths) * max(lengths) and max(widths) == max(lengths)
-    assert fill_lines(lengths, False) == [[i] for i in range(len(lengths))]
+    assert in_lines(False, range(len(lengths)), lengths)[0] == [[i] for i in range(len(lengths))]
     if len(lengths) == 8:
         assert len(lines) * max(widths) <= 1.2 * sum(lengths)
 
@@ -710,16 +712,16 @@ def test_pairs_that_cannot_be_told_apart_are_dropped_and_counted(letters):
 
 
 BAD_TEXTS = [  # second row, what the sentence says; the first is good
-    ({"prompt": "a", "chosen": None, "rejected": "b"}, "row 2: 'chosen' must be a string, it is None"),
-    ({"prompt": "a", "chosen": 5, "rejected": "b"}, "row 2: 'chosen' must be a string, it is 5"),
-    ({"prompt": "a", "chosen": {"text": "b"}, "rejected": "b"}, "row 2: 'chosen' must be a string, it is {'text'"),
-    ({"prompt": "a", "chosen": ["b"], "rejected": "b"}, r"row 2: 'chosen' must be a string, it is \['b'\]"),
-    ({"prompt": "a", "chosen": "b", "rejected": None}, "row 2: 'rejected' must be a string, it is None"),
-    ({"prompt": "a", "chosen": "b", "rejected": 0.5}, "row 2: 'rejected' must be a string, it is 0.5"),
-    ({"prompt": None, "chosen": "b", "rejected": "c"}, "row 2: 'prompt' must be a string, it is None"),
-    ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, "row 2: 'prompt' must be a string"),
-    ({"prompt": "a", "chosen": "b\ud800", "rejected": "c"}, "row 2: 'chosen' holds half a surrogate pair"),
-    ({"prompt": "a", "chosen": "b"}, r"row 2 is \['prompt', 'chosen'\], expected a mapping with the columns of row 1"),
+    ({"prompt": "a", "chosen": None, "rejected": "b"}, "row 2: 'chosen' must be valid text, it is None"),
+    ({"prompt": "a", "chosen": 5, "rejected": "b"}, "row 2: 'chosen' must be valid text, it is 5"),
+    ({"prompt": "a", "chosen": {"text": "b"}, "rejected": "b"}, "row 2: 'chosen' must be valid text, it is {'text'"),
+    ({"prompt": "a", "chosen": ["b"], "rejected": "b"}, r"row 2: 'chosen' must be valid text, it is \['b'\]"),
+    ({"prompt": "a", "chosen": "b", "rejected": None}, "row 2: 'rejected' must be valid text, it is None"),
+    ({"prompt": "a", "chosen": "b", "rejected": 0.5}, "row 2: 'rejected' must be valid text, it is 0.5"),
+    ({"prompt": None, "chosen": "b", "rejected": "c"}, "row 2: 'prompt' must be valid text, it is None"),
+    ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, "row 2: 'prompt' must be valid text"),
+    ({"prompt": "a", "chosen": "b\ud800", "rejected": "c"}, "row 2: 'chosen' must be valid text, it is 'b.ud800'"),
+    ({"prompt": "a", "chosen": "b"}, "row 2 must be a mapping with the columns of row 1: see rejected"),
 ]
 
 
@@ -739,7 +741,7 @@ BAD_SETS = [  # all rows, what the sentence says
     ([{"text": "a"}], r"has the columns text; expected chosen and rejected \(and prompt\), each a text or a chat"),
     ([{"chosen": "a b", "rejected": "a c"}, {"chosen": "b", "rejected": "c"}], "row 2: chosen and rejected begin diff"),
     ([{"chosen": "abc", "rejected": "abd"}], "row 1: chosen and rejected begin differently: add the column prompt"),
-    ([{"prompt": "a", "chosen": None, "rejected": "b"}], "row 1: 'chosen' must be a string, it is None"),
+    ([{"prompt": "a", "chosen": None, "rejected": "b"}], "row 1: 'chosen' must be valid text, it is None"),
     ([{"prompt": "a", "chosen": "b", "rejected": "b"}], ": no pair is left: 1 pairs.* 1 dropped as equal"),
     ([], ".* holds no rows"),
 ]
@@ -811,16 +813,16 @@ BAD_CHATS = [  # row after a good one, what the sentence says
     ({"chosen": "ab", "rejected": [U, W]}, "a chat is a list of"),
     (
         {"chosen": [U, V], "rejected": [U, W, user("h")]},
-        "rejected must be a list of messages that ends with one of the",
+        "the last message of rejected must be the assistant's",
     ),
-    ({"chosen": [U], "rejected": [U, W]}, "chosen must be a list of messages that ends with one of the assistant"),
+    ({"chosen": [U], "rejected": [U, W]}, "the last message of chosen must be the assistant's"),
     ({"chosen": [U, answer(None)], "rejected": [U, W]}, "a chat is a list of .*None"),
     ({"chosen": [U, V], "rejected": [{"role": "user"}, W]}, "a chat is a list of"),
     ({"chosen": [U, "c"], "rejected": [U, W]}, "a chat is a list of .*'c'"),
     ({"chosen": [U, V], "rejected": [user("h"), W]}, "chosen and rejected begin differently"),
     (
         {"chosen": [U, turn("tool", "c"), V], "rejected": [U, W]},
-        "the chat template refuses the messages: tool is unknown",
+        "the chat template cannot write the messages: tool is unknown",
     ),
 ]
 
@@ -833,11 +835,11 @@ def test_a_bad_pair_of_chats_names_its_row(chatty, row, sentence):
 
 
 BAD_PROMPTS = [
-    ({"prompt": [U], "chosen": [V], "rejected": []}, "rejected must be a list of messages"),
-    ({"prompt": [U, V], "chosen": [W], "rejected": []}, "rejected must be a list of messages"),
-    ({"prompt": [U], "chosen": "cd", "rejected": [W]}, "chosen must be a list of messages"),
-    ({"prompt": [U], "chosen": None, "rejected": [W]}, "chosen must be a list of messages"),
-    ({"prompt": [U], "chosen": [user("h")], "rejected": [W]}, "chosen must be a list of messages that ends with"),
+    ({"prompt": [U], "chosen": [V], "rejected": []}, "the last message of rejected must be the assistant's"),
+    ({"prompt": [U, V], "chosen": [W], "rejected": []}, "the last message of rejected must be the assistant's"),
+    ({"prompt": [U], "chosen": "cd", "rejected": [W]}, "a chat is a list of .*'cd'"),
+    ({"prompt": [U], "chosen": None, "rejected": [W]}, "a chat is a list of .*None"),
+    ({"prompt": [U], "chosen": [user("h")], "rejected": [W]}, "the last message of chosen must be the assistant's"),
     ({"prompt": [turn("robot", "a")], "chosen": [V], "rejected": [W]}, "a chat is a list of .*'robot'"),
     ({"prompt": ["ab"], "chosen": [V], "rejected": [W]}, "a chat is a list of .*'ab'"),
 ]
@@ -851,14 +853,12 @@ def test_a_bad_pair_with_a_prompt_of_messages_names_its_row(chatty, row, sentenc
 
 def test_chats_need_a_template_that_keeps_the_prompt(letters):
     row = {"chosen": [U, V], "rejected": [U, W]}
-    with pytest.raises(InputError, match="--dataset row 1: the tokenizer has no chat template: save it with one, or"):
+    with pytest.raises(InputError, match="--dataset row 1: the chat template cannot write .*chat_template is not set"):
         encode([row], letters)
     letters.chat_template = FORGETFUL
     assert texts_of([row], letters) == ["^uab.s|qcd.|qefg."]
     letters.chat_template = TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ messages | length }}")
-    with pytest.raises(
-        InputError, match="--dataset row 1: the chat template changes the prompt when the answer follows"
-    ):
+    with pytest.raises(InputError, match="--dataset row 1: the chat template changes earlier turns"):
         encode([row], letters)
 
 
@@ -1376,9 +1376,9 @@ def test_check_writes_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
 
 def test_check_finds_a_bad_evaluation_row(gpt2_dir, tmp_path):
     bad = {"x": ROWS, "y": [*HELD_OUT, {"prompt": "a", "chosen": 5, "rejected": "b"}]}
-    with pytest.raises(InputError, match="--eval-dataset y row 4: 'chosen' must be a string, it is 5"):
+    with pytest.raises(InputError, match="--eval-dataset y row 4: 'chosen' must be valid text, it is 5"):
         run_dpo(gpt2_dir, tmp_path / "run", eval_dataset=bad, eval_every=1, check=True)
-    with pytest.raises(InputError, match="--eval-dataset row 1: 'chosen' must be a string, it is None"):
+    with pytest.raises(InputError, match="--eval-dataset row 1: 'chosen' must be valid text, it is None"):
         run_dpo(gpt2_dir, tmp_path / "run", eval_dataset=[{"prompt": "a", "chosen": None, "rejected": ""}], check=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -476,7 +476,7 @@ def test_a_bad_chat(chat, sentence, column, variant, refused, here):
 def test_a_chat_that_the_user_ends(variant, refused, command, here):
     flags = variant(tokenizer=lambda t: setattr(t, "chat_template", TEMPLATE))
     (here / "chats.jsonl").write_text(jsonl([{"messages": [USER]}]))
-    fragments = "--dataset row 1: ", "last message must be the assistant's", "'user'"
+    fragments = "--dataset row 1: ", "the last message of messages must be the assistant's"
     assert one_sentence(refused("sft", [*flags, "--dataset", "chats.jsonl"], *fragments))
     (here / "prompts.jsonl").write_text(jsonl([{"prompt": [USER]}]))
     assert command("ppo", *flags, "--dataset", "prompts.jsonl", "--check")[0] == 0

@@ -211,11 +211,10 @@ def wide(script, job):
     """Two columns more beside whatever is padded, of random tokens that no mask counts."""
     reached = set()
 
-    def wide_queries(pad_left):
-        def call(*args):
-            reached.add("pad_left")
-            query, query_mask = pad_left(*args)
-            return widen(query, 2, 0), widen(query_mask, 2, 0, False)
+    def wide_queries(pad_rows):
+        def call(rows, fill, **options):
+            reached.add("pad_rows")
+            return widen(pad_rows(rows, fill, **options), 2, 0, False if fill is False else None)
 
         return call
 
@@ -259,7 +258,7 @@ def wide(script, job):
         reward: (classifiers, "collate", wide_collate),
         dpo: (forward, "collate", wide_collate),
     }
-    with replaced(sampling, "pad_left", wide_queries), replaced(*rows[script]):
+    with replaced(sampling, "pad_rows", wide_queries), replaced(*rows[script]):
         yield
     assert len(reached) == (1 if script is reward else 2), reached  # a reward model samples nothing
 

@@ -507,8 +507,12 @@ NO_CHATS = [  # template, messages, what the error says
     (TEMPLATE, [{"role": "boss", "content": "b"}], "found {'role': 'boss'"),
     (TEMPLATE, [*CHATS[0], {"role": "user", "content": None}], "'content': None"),
     (TEMPLATE, [{"role": "user"}], "found {'role': 'user'}"),
-    ("{% if messages[1] %}{{ raise_exception('one') }}{% endif %}", CHATS[3], "the chat template refuses the messages"),
-    (None, CHATS[0], "--dataset row 1: the tokenizer has no chat template"),
+    (
+        "{% if messages[1] %}{{ raise_exception('one') }}{% endif %}",
+        CHATS[3],
+        "the chat template cannot write the messages",
+    ),
+    (None, CHATS[0], "chat_template is not set"),
 ]
 
 

@@ -314,8 +314,9 @@ def replace(module, inputs, output):
 
 
 @pytest.mark.parametrize("hook", [forget, replace])
-def test_without_a_cache_rows_are_read_again(build_model, family, hook):
-    lm = build_model(family, torch.float64)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "t5"])
+def test_without_a_cache_rows_are_read_again(build_model, kind, hook):
+    lm = build_any(kind, build_model)
     (query, mask), u = prompts(*LENGTHS), uniforms(7, 11)
     eos = common_token(lm, query, mask, u)
     expected = sample(lm, query, mask, u, [eos], PAD)

@@ -144,8 +144,8 @@ BAD_CHATS = [  # a messages column after a good row, what the error says
     ([user("a"), answer(None)], "found .*None"),
     ([user(["a"]), answer("b")], "content.*found"),
     ([user("a"), "b"], "found 'b'"),
-    ([user("a"), answer("b"), user("c")], "last message must be the assistant's, it is by 'user'"),
-    ([turn("tool", "a"), answer("b")], "the chat template refuses the messages: tool is unknown"),
+    ([user("a"), answer("b"), user("c")], "the last message of messages must be the assistant's"),
+    ([turn("tool", "a"), answer("b")], "the chat template cannot write the messages: tool is unknown"),
 ]
 
 
@@ -172,7 +172,7 @@ def test_a_bad_pair_of_chats_names_its_row(chatty, row):
 
 
 def test_a_chat_needs_a_template(letters):
-    with pytest.raises(InputError, match="--dataset row 1: the tokenizer has no chat template"):
+    with pytest.raises(InputError, match="--dataset row 1: .*chat_template is not set"):
         encode([{"messages": TURNS}], letters)
 
 
@@ -253,8 +253,8 @@ BAD_DIALOGUES = [
     ([], "must be a list prompt, output"),
     ("ab", "must be a list prompt, output"),
     (None, "must be a list prompt, output"),
-    (["a", 5], "part of row 2: 'dialogue' must be a string, it is 5"),
-    (["a", None], "part of row 2: 'dialogue' must be a string, it is None"),
+    (["a", 5], "part of row 2: 'dialogue' must be valid text, it is 5"),
+    (["a", None], "part of row 2: 'dialogue' must be valid text, it is None"),
 ]
 
 
@@ -627,7 +627,7 @@ BAD_SETS = [
     ("easy.jsonl,nope.jsonl", "--eval-dataset nope nope.jsonl"),
     ("easy.jsonl,", "--eval-dataset"),
     ({"x": []}, "--eval-dataset x .*holds no rows"),
-    ({"x": ROWS, "y": [5]}, "--eval-dataset y row 1 is 5"),
+    ({"x": ROWS, "y": [5]}, "--eval-dataset y row 1 must be a mapping with the columns of row 1: see 5"),
 ]
 
 
@@ -638,7 +638,7 @@ def test_bad_evaluation_sets(files, spec, sentence):
 
 
 def test_a_bad_row_of_one_of_several_sets_names_the_set(gpt2_dir, tmp_path):
-    with pytest.raises(InputError, match="--eval-dataset y row 2: 'text' must be a string, it is 5"):
+    with pytest.raises(InputError, match="--eval-dataset y row 2: 'text' must be valid text, it is 5"):
         sets = {"x": ROWS, "y": [{"text": "a"}, {"text": 5}]}
         run_sft(gpt2_dir, tmp_path / "run", ROWS, eval_dataset=sets, eval_every=1)
 

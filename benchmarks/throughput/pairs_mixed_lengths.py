@@ -10,7 +10,6 @@ tokenizer are those of ppo_gpt2_small.py, for reward with a head in place of the
 
 import importlib
 import os
-import sys
 import time
 from statistics import mean, median
 
@@ -152,8 +151,7 @@ def measure_ours(mode, model):
 
     algorithm, _, own = mode.partition("-")
     script, flags, seconds, packed = importlib.import_module(f"algos.{algorithm}"), MODES[mode][0], [0.0], []
-    layout = sys.modules[script.in_lines.__module__]
-    score_pairs, fill_lines = script.score_pairs, layout.fill_lines
+    score_pairs, in_lines = script.score_pairs, script.in_lines
 
     def timed(*args):
         begun = time.perf_counter()
@@ -161,9 +159,9 @@ def measure_ours(mode, model):
         seconds.append(time.perf_counter() - begun)
         return scores
 
-    def noted(lengths, packing):
+    def noted(packing, *args):
         packed.append(packing)
-        return fill_lines(lengths, packing)
+        return in_lines(packing, *args)
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     if algorithm == "reward":
@@ -176,7 +174,7 @@ def measure_ours(mode, model):
             script.encode_pairs(rows(), tokenizer, LONGEST, from_task(script.Args, script.TASK), "rows")[0] == expected
         )
         keys = ("logps/chosen", "logps/rejected")
-    script.score_pairs, layout.fill_lines = timed, noted
+    script.score_pairs, script.in_lines = timed, noted
     perf, metrics = short_run(
         script, own, model=str(model), dataset=rows(), max_length=LONGEST, batch_size=BATCH, total_steps=STEPS,
         seed=SEED, lr=LR, lr_schedule="constant", warmup_steps=0, adam_betas=BETAS,

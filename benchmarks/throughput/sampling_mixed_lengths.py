@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteri
 
 from common.adapters import train_adapters  # found by way of measurement
 from common.launch import fast_cpu_matmul
-from common.sampling import generate_all, pad_left
+from common.sampling import generate_all, pad_rows
 from common.seeding import rng
 
 # ---- Workload --------------------------------------------------------------------------------------------------------
@@ -105,7 +105,9 @@ def run_generate(lm, queries, limits):
     lm.generation_config.eos_token_id = None
     by_length = sorted(range(len(queries)), key=lambda row: -len(queries[row]))
     for rows in torch.tensor(by_length).split(BATCH):
-        query, query_mask = pad_left([queries[row] for row in rows], 0, "cpu")
+        lengths = [len(queries[row]) for row in rows]
+        query = pad_rows([queries[row] for row in rows], 0, begins=lengths)
+        query_mask = pad_rows([[True] * length for length in lengths], False, begins=lengths)
         last = query.shape[1] + limits[rows]
 
         def ended(ids, scores, last=last):

@@ -40,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional as F
 
-from common.adapters import train_adapters
 from common.args import (
     Count,
     DataArgs,
@@ -58,10 +57,10 @@ from common.forward import can_pack, line_logprobs, packing_problem
 from common.functions import build, load_function
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import as_decoder, end_tokens, freeze, load_model, make_reference, max_positions, unsharded
+from common.models import end_tokens, load_policy, make_reference, max_positions, unsharded
 from common.report import lines_of_use, visible
 from common.rows import is_chat, load_rows, load_sets, pair_texts, prompt_messages, set_flag, set_prefix
-from common.sampling import evaluate_samples
+from common.sampling import evaluate_samples, rows_to_sample
 from common.tokens import (
     beginning,
     encode_prompts,
@@ -443,25 +442,18 @@ def read(args):
     metric = load_function(args.metric, "--metric")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    prompts = []
-    if args.eval_prompts is not None:
-        prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
-    elif metric and eval_sets:
-        prompts = next(iter(eval_sets.values()))
+    prompts = rows_to_sample(args, metric, eval_sets)
     return Data(rows, eval_sets, prompts, metric)
 
 
 def load(args, path, device):
-    """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
-    lm, tokenizer = load_model(args, path)
+    """The language model, with frozen weights or adapters as the flags say, and its tokenizer. It is a decoder."""
+    lm, tokenizer = load_policy(args, path, device)
     if lm.config.is_encoder_decoder:
         raise InputError(
             f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; "
             "sft.py, ppo.py, grpo.py and ilql.py take both"
         )
-    lm = as_decoder(lm.to(device))
-    train_adapters(lm, args)
-    freeze(lm, args.num_layers_unfrozen)
     return lm, tokenizer
 
 
@@ -476,8 +468,6 @@ def encode(data, lm, tokenizer, args):
         data.report += f"\n{set_prefix(name)[:-1]}: {report}"
     if data.prompts and is_chat(data.prompts, ["chosen"]):
         data.prompts = [row | {"prompt": prompt_messages(row)} for row in data.prompts]
-    if data.metric and not (data.prompts and "prompt" in data.prompts[0]):
-        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
     if data.prompts:
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts"

@@ -42,7 +42,6 @@ Dimension key: B episodes, G of them a group, Q query (prompt) tokens, R respons
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,7 +51,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.adapters import train_adapters
 from common.args import (
     Count,
     ModelArgs,
@@ -67,15 +65,24 @@ from common.args import (
 from common.classifiers import RewardModel
 from common.cli import cli, stop_if
 from common.forward import Episodes, response_logprobs, score_all
-from common.functions import build, load_function, load_reward
+from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import as_decoder, end_tokens, freeze, load_model, make_reference, max_positions, unsharded
+from common.models import end_tokens, load_policy, make_reference, unsharded
 from common.report import lines_of_use, visible
-from common.rows import load_rows, load_sets, set_flag, set_prefix
-from common.sampling import decode, evaluate_sets, generate_all, has_ended, kept_ids, sample, score_outputs, total
+from common.rows import set_prefix
+from common.sampling import (
+    decode,
+    evaluate_sets,
+    generate_all,
+    has_ended,
+    kept_ids,
+    read_prompts,
+    sample,
+    score_outputs,
+    total,
+)
 from common.seeding import rng
-from common.tokens import encode_prompts
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # of a command without --model, --dataset and --config
 
@@ -394,54 +401,6 @@ def evaluate(run, step, model, tokenizer, data, args):
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Data:
-    """What a run reads: rows at first, tokens as soon as there is a tokenizer."""
-
-    rows: list
-    eval_sets: dict  # {name: rows}, then {name: (rows, queries)}
-    reward: Callable | None  # None: a model, which needs that of the policy to be loaded
-    metric: Callable | None
-    queries: list | None = None  # ids of the prompts
-    report: str = ""
-
-
-def read(args):
-    """The rows and functions that the flags name."""
-    metric = load_function(args.metric, "--metric")
-    reward = load_reward(args.reward)
-    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
-    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    return Data(rows, eval_sets, reward, metric)
-
-
-def load(args, path, device):
-    """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
-    lm, tokenizer = load_model(args, path)
-    lm = as_decoder(lm.to(device))
-    train_adapters(lm, args)
-    freeze(lm, args.num_layers_unfrozen)
-    return lm, tokenizer
-
-
-def encode(data, lm, tokenizer, args):
-    """Makes tokens of all prompts."""
-    limit = max_positions(lm)
-    options = {"max_length": args.max_prompt_length, "encoder": lm.config.is_encoder_decoder}
-    num_read = len(data.rows)
-    data.rows, data.queries = encode_prompts(data.rows, tokenizer, args.max_new_tokens, limit, "--dataset", **options)
-    for name, rows in data.eval_sets.items():
-        data.eval_sets[name] = encode_prompts(rows, tokenizer, args.max_new_tokens, limit, set_flag(name), **options)
-    if not data.eval_sets:
-        size = args.rollout_batch_size
-        data.eval_sets = {"": (data.rows[:size], data.queries[:size])}
-    lengths = sorted(map(len, data.queries))
-    data.report = (
-        f"{num_read} prompts, {num_read - len(data.rows)} dropped as too long; "
-        f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
-    )
-
-
 def summary(run, lm, data):
     """What is trained on what, in a few lines."""
     args = run.args
@@ -483,13 +442,13 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
-    data = read(args)
+    data = read_prompts(args)
     run = Run(args, __file__)
     if run.finished:
         return run.result()
     accelerator = run.accelerator
-    lm, tokenizer = load(args, path, accelerator.device)
-    encode(data, lm, tokenizer, args)
+    lm, tokenizer = load_policy(args, path, accelerator.device)
+    data.encode(lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
     data.reward = data.reward or RewardModel(args, lm)
     optimizer = make_optimizer(lm, args)

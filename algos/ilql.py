@@ -54,7 +54,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.adapters import train_adapters
 from common.args import (
     Count,
     DataArgs,
@@ -74,10 +73,10 @@ from common.forward import in_chunks, token_logprobs
 from common.functions import build, load_function, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import as_decoder, draw_layers, freeze, lm_class, load_model, max_positions, unsharded
+from common.models import as_decoder, draw_layers, lm_class, load_policy, max_positions, unsharded
 from common.report import visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix, texts
-from common.sampling import evaluate_samples
+from common.sampling import evaluate_samples, rows_to_sample
 from common.tokens import encode_prompts, encode_segments, pad_rows, row_ends
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
@@ -624,21 +623,14 @@ def read(args):
     logit_mask = build(args.logit_mask, "--logit-mask")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    prompts = next(iter(eval_sets.values()), [])
-    if args.eval_prompts:
-        prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
-    if metric and not (prompts and "prompt" in prompts[0]):
-        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
+    prompts = rows_to_sample(args, metric, eval_sets)
     return Data(rows, eval_sets, prompts, metric, logit_mask)
 
 
 def load(args, path, device):
     """The policy, with frozen weights or adapters as the flags say and the heads of an earlier run, and its
     tokenizer."""
-    lm, tokenizer = load_model(args, path)
-    lm = as_decoder(lm.to(device))
-    train_adapters(lm, args)
-    freeze(lm, args.num_layers_unfrozen)
+    lm, tokenizer = load_policy(args, path, device)
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
     folder = spec_path(path)
     if folder and (folder / HEADS_FILE).exists():

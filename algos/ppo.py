@@ -32,7 +32,6 @@ Dimension key: B episodes, Q query (prompt) tokens, R response tokens, T = Q + R
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,6 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from common.adapters import train_adapters
 from common.args import (
     Count,
     Fraction,
@@ -59,25 +57,31 @@ from common.args import (
 from common.classifiers import RewardModel
 from common.cli import InputError, cli, stop_if
 from common.forward import Episodes, response_logprobs, score_all, spread
-from common.functions import build, load_function, load_reward, spec_path
+from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import (
     as_decoder,
     draw_layers,
     end_tokens,
-    freeze,
     lm_class,
-    load_model,
+    load_policy,
     make_reference,
-    max_positions,
     unsharded,
 )
 from common.report import lines_of_use, visible
-from common.rows import load_rows, load_sets, set_flag, set_prefix
-from common.sampling import decode, evaluate_sets, generate_all, has_ended, kept_ids, sample, score_outputs
+from common.rows import set_prefix
+from common.sampling import (
+    decode,
+    evaluate_sets,
+    generate_all,
+    has_ended,
+    kept_ids,
+    read_prompts,
+    sample,
+    score_outputs,
+)
 from common.seeding import rng
-from common.tokens import encode_prompts
 
 TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # of a command without --model, --dataset and --config
 
@@ -550,54 +554,6 @@ def evaluate(run, step, model, tokenizer, data, args):
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Data:
-    """What a run reads: rows at first, tokens as soon as there is a tokenizer."""
-
-    rows: list
-    eval_sets: dict  # {name: rows}, then {name: (rows, queries)}
-    reward: Callable | None  # None: a model, which needs that of the policy to be loaded
-    metric: Callable | None
-    queries: list | None = None  # ids of the prompts
-    report: str = ""
-
-
-def read(args):
-    """The rows and functions that the flags name."""
-    metric = load_function(args.metric, "--metric")
-    reward = load_reward(args.reward)
-    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
-    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    return Data(rows, eval_sets, reward, metric)
-
-
-def load(args, path, device):
-    """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
-    lm, tokenizer = load_model(args, path)
-    lm = as_decoder(lm.to(device))
-    train_adapters(lm, args)
-    freeze(lm, args.num_layers_unfrozen)
-    return lm, tokenizer
-
-
-def encode(data, lm, tokenizer, args):
-    """Makes tokens of all prompts."""
-    limit = max_positions(lm)
-    options = {"max_length": args.max_prompt_length, "encoder": lm.config.is_encoder_decoder}
-    num_read = len(data.rows)
-    data.rows, data.queries = encode_prompts(data.rows, tokenizer, args.max_new_tokens, limit, "--dataset", **options)
-    for name, rows in data.eval_sets.items():
-        data.eval_sets[name] = encode_prompts(rows, tokenizer, args.max_new_tokens, limit, set_flag(name), **options)
-    if not data.eval_sets:
-        size = args.rollout_batch_size
-        data.eval_sets = {"": (data.rows[:size], data.queries[:size])}
-    lengths = sorted(map(len, data.queries))
-    data.report = (
-        f"{num_read} prompts, {num_read - len(data.rows)} dropped as too long; "
-        f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
-    )
-
-
 def make_policy(args, path, lm):
     """The language model with a new value head, or with that of the --model directory."""
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
@@ -641,13 +597,13 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
-    data = read(args)
+    data = read_prompts(args)
     run = Run(args, __file__)
     if run.finished:
         return run.result()
     accelerator = run.accelerator
-    lm, tokenizer = load(args, path, accelerator.device)
-    encode(data, lm, tokenizer, args)
+    lm, tokenizer = load_policy(args, path, accelerator.device)
+    data.encode(lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer)
     data.reward = data.reward or RewardModel(args, lm)
     policy = make_policy(args, path, lm)

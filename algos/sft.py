@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.adapters import train_adapters
 from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, RunArgs, SamplingArgs, problems_of
 from common.cli import InputError, cli, stop_if
 from common.forward import can_pack, line_logprobs
@@ -41,10 +40,10 @@ from common.forward import token_nll as token_nll  # for those who import it fro
 from common.functions import build, load_function
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.logging import Run, closes_run
-from common.models import as_decoder, end_tokens, freeze, load_model, max_positions, unsharded
+from common.models import end_tokens, load_policy, max_positions, unsharded
 from common.report import lines_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
-from common.sampling import evaluate_samples
+from common.sampling import evaluate_samples, rows_to_sample
 from common.tokens import encode_prompts, encode_segments, first_label, in_lines, line_length, num_labels
 
 TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # of a command without --model, --dataset and --config
@@ -233,24 +232,15 @@ def read(args):
     metric = load_function(args.metric, "--metric")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    prompts = []
-    if args.eval_prompts is not None:
-        prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
-    elif metric and eval_sets:
-        prompts = next(iter(eval_sets.values()))
-    if metric and not (prompts and "prompt" in prompts[0]):
-        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
+    prompts = rows_to_sample(args, metric, eval_sets)
     return Data(rows, eval_sets, prompts, metric)
 
 
 def load(args, path, device):
     """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
-    lm, tokenizer = load_model(args, path)
-    lm = as_decoder(lm.to(device))
+    lm, tokenizer = load_policy(args, path, device)
     if lm.config.is_encoder_decoder and not args.completion_only_loss:
         raise InputError("--no-completion-only-loss is not for encoder-decoders")
-    train_adapters(lm, args)
-    freeze(lm, args.num_layers_unfrozen)
     return lm, tokenizer
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from common.adapters import for_sampling
 from common.classifiers import RewardModel
+from common.cli import InputError
 from common.functions import build, call_metric, call_reward, load_function, load_reward
 from common.logging import on_main
 from common.models import Seq2Seq, end_tokens, max_positions
@@ -67,6 +68,18 @@ def read_prompts(args):
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     return Prompts(rows, eval_sets, reward, metric)
+
+
+def rows_to_sample(args, metric, eval_sets):
+    """The rows that evaluations sample from: those of --eval-prompts, or with a metric of the first evaluation set."""
+    rows = []
+    if args.eval_prompts is not None:
+        rows = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
+    elif metric:
+        rows = next(iter(eval_sets.values()), [])
+    if metric and not (rows and rows[0].keys() & {"prompt", "chosen"}):
+        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
+    return rows
 
 
 # ---- The key-value cache ---------------------------------------------------------------------------------------------
@@ -282,7 +295,7 @@ def has_ended(tokenizer, output_ids, ends, stops):
 
 
 def decode(tokenizer, queries, responses, stops):
-    """Texts of responses to queries (lists of ids), without special tokens, cut before a stop string and stripped there.
+    """Texts of responses to queries (lists of ids), without special tokens, cut before a stop string and stripped.
     Responses are decoded behind their queries, since many tokenizers drop the space before a first token."""
     whole = [query + response for query, response in zip(queries, responses, strict=True)]
     prompts = tokenizer.batch_decode(queries, skip_special_tokens=True)

@@ -19,11 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import safetensors.torch
 
-from algos import ddpo, dpo, ppo, reward
+from algos import ddpo, dpo, grpo, ppo, reward
 from common.cli import from_task
 from common.forward import can_pack
 from common.functions import build
 from common.launch import launch, set_threads
+from common.models import load_policy
+from common.sampling import read_prompts
 from common.seeding import seed_libraries
 
 BEFORE = {"step": 0, "episode": 0, "seconds": 0.0, "model": None}
@@ -31,10 +33,19 @@ BEFORE = {"step": 0, "episode": 0, "seconds": 0.0, "model": None}
 
 def measure_samples(script, run, args):
     """Metrics of a model by the evaluation of sft.py or grpo.py."""
-    data = script.read(args)
-    lm, tokenizer = script.load(args, build(args.model, "--model"), run.accelerator.device)
-    script.encode(data, lm, tokenizer, args)
+    data, lm, tokenizer = load(script, run, args)
     return script.evaluate(run, 0, lm, tokenizer, data, args)
+
+
+def load(script, run, args):
+    """(data, model, tokenizer) of a script that samples."""
+    data = read_prompts(args) if script in (ppo, grpo) else script.read(args)
+    lm, tokenizer = load_policy(args, build(args.model, "--model"), run.accelerator.device)
+    if script in (ppo, grpo):
+        data.encode(lm, tokenizer, args)
+    else:
+        script.encode(data, lm, tokenizer, args)
+    return data, lm, tokenizer
 
 
 def measure_reward(script, run, args):
@@ -49,9 +60,7 @@ def measure_reward(script, run, args):
 
 def measure_dpo(script, run, args):
     """Metrics of a model by the evaluation of dpo.py. The reference is the model before training."""
-    data = dpo.read(args)
-    lm, tokenizer = dpo.load(args, build(args.model, "--model"), run.accelerator.device)
-    dpo.encode(data, lm, tokenizer, args)
+    data, lm, tokenizer = load(dpo, run, args)
     packing = can_pack(run, lm, args)
     ref_path = build(args.ref_model, "--ref-model")
     reference = dpo.Reference(run.accelerator, lm, tokenizer, ref_path, data, packing, args)
@@ -62,9 +71,7 @@ def measure_dpo(script, run, args):
 
 def measure_ppo(script, run, args):
     """Metrics of a language model by the evaluation of ppo.py."""
-    data = ppo.read(args)
-    lm, tokenizer, _ = ppo.load(args, build(args.model, "--model"), run.accelerator.device)
-    ppo.encode(data, lm, tokenizer, args)
+    data, lm, tokenizer = load(ppo, run, args)
     return ppo.evaluate(run, 0, ppo.make_policy(args, None, lm), tokenizer, data, args)
 
 

@@ -297,8 +297,8 @@ def test_from_python_bad_flags_raise(here):
 # ---- Configuration files ---------------------------------------------------------------------------------------------
 
 CONFIGS = [
-    ("kl-coeff: 0.1", ["config.yaml", "there is no flag --kl-coeff"]),
-    ("learning: 1\nlr: 1", ["there is no flag --learning"]),
+    ("kl-coeff: 0.1", ["config.yaml", "Unrecognized", "--kl-coeff", "--kl-coef FLOAT"]),
+    ("learning: 1\nlr: 1", ["config.yaml", "Unrecognized", "--learning"]),
     ("lr: 0.1\nseed: 3\nlr: 0.2", ["lr is given twice"]),
     ("batch-size: 4\nbatch_size: 8", ["batch_size is given twice"]),
     ("\tlr: 1", ["config.yaml cannot be read"]),

@@ -78,17 +78,8 @@ def test_all_fields_are_told_at_once():
         "  - --lr -1.0 must be a positive number",
         "  - --adam-betas (0.9, 1.0) must be in [0, 1)",
         "  - --batch-size 0 must be at least 1",
-        "  - --lora-alpha is given without --lora-r",
+        "  - --lora-alpha and --lora-targets need --lora-r",
     ]
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_name_is_for_the_default_directory(name):
-    args_class = SCRIPTS[name].Args
-    args = from_task(args_class, SCRIPTS[name].TASK, name="mine")
-    assert args.name == "mine"
-    with pytest.raises(InputError, match="^--name is a part of the default --run-dir: leave out one of them$"):
-        dataclasses.replace(args, run_dir="here")
 
 
 def test_values_that_are_as_good():

@@ -194,8 +194,8 @@ class RunArgs:
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of a process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started it; else its CPUs, which
-    the processes of this machine share. A container's quota is not read: give it here."""
+    """CPU threads of a process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started it; else its share of
+    the CPUs among the processes on this machine. A container's quota is not read: give it here."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None

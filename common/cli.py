@@ -105,8 +105,8 @@ def read_config(path):
         problem = " ".join(str(error).split())
         raise InputError(f"--config {path} cannot be read as lines like `lr: 1e-5`: {problem}") from None
     names = [name.replace("-", "_") for name in re.findall(r"(?m)^([\w-]+) *:", text)]
-    doubled = [name for name in set(names) if names.count(name) > 1]  # PyYAML takes the last one without a word
-    stop_if([f"--config {path}: {name} is given twice" for name in doubled])
+    # PyYAML takes the last one without a word
+    stop_if([f"--config {path}: {name} is given twice" for name in set(names) if names.count(name) > 1])
     return {name.replace("-", "_"): value for name, value in entries}
 
 

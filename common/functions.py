@@ -40,9 +40,8 @@ def load_function(spec, flag):
     path = spec_path(spec)
     if not match or not path.is_file():
         raise InputError(f"{flag} {spec}: expected path/to/file.py:function of a file that exists")
-    path = path.resolve()
     with user_code(f"{flag} {spec}: importing {path.name}"):
-        module = import_file(path, path.read_bytes())
+        module = import_file(path.resolve(), path.read_bytes())
     function = getattr(module, match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")

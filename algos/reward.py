@@ -145,7 +145,6 @@ def load_classifier(args, path):
         scale = (weight.shape[-1] + 1) ** -0.5 if weight.ndim > 1 else 0.0
         drawn = rng(args.seed, "head", number).normal(0.0, scale, weight.shape)
         weight.data.copy_(torch.from_numpy(drawn))
-    raise_heads(model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokenizer.padding_side = "right"  # as transformers reads a batch for such a model

@@ -29,26 +29,18 @@ Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
 NonEmpty = Annotated[str, Range("a text that is not empty", bool)]
-Name = Annotated[
-    str,
-    Range(
-        "letters, digits, dots, dashes and underscores, with a letter or digit in front",
-        lambda value: re.fullmatch(r"[^\W_][\w.-]*", str(value)),
-    ),
-]
+Name = Annotated[str, Range("letters and digits, behind the first also . _ -", re.compile(r"[^\W_][\w.-]*").fullmatch)]
 Repository = Annotated[str, Range("org/name", lambda value: "/" in value)]
 
 
 def find_range(annotation):
     """The Range in a type such as `Count`, `Literal["a", "b"] | None` or `tuple[Decay, Decay]`; None if it has none."""
-    inner = [*getattr(annotation, "__metadata__", ()), *typing.get_args(annotation)]
+    if isinstance(annotation, Range):
+        return annotation
+    inner = typing.get_args(annotation)
     if typing.get_origin(annotation) is Literal:
         return Range(f"one of {', '.join(inner)}", inner.__contains__)
-    for item in inner:
-        allowed = item if isinstance(item, Range) else find_range(item)
-        if allowed is not None:
-            return allowed
-    return None
+    return next(filter(None, map(find_range, inner)), None)
 
 
 def out_of_range(args):
@@ -58,31 +50,23 @@ def out_of_range(args):
         value = getattr(args, declared.name)
         allowed = find_range(declared.type)
         values = value if isinstance(value, list | tuple) else [value]
-        if allowed is not None and value is not None and not all(map(allowed.holds, values)):
+        if allowed and value is not None and not all(map(allowed.holds, values)):
             problems.append(f"{flag_of(declared.name)} {value} must be {allowed.rule}")
     return problems
 
 
 def problems_of(args):
     """A sentence for each rule of shared flags that is broken; a script adds those of its own."""
-    problems = []
-    for name, expected in args.required.items():
-        if getattr(args, name) is None:
-            problems.append(f"{flag_of(name)} is missing: {expected}")
+    missing = [name for name in args.required if getattr(args, name) is None]
+    problems = [f"{flag_of(name)} is missing: {args.required[name]}" for name in missing]
     problems += out_of_range(args)
-    if args.name and args.run_dir:
-        problems.append("--name is a part of the default --run-dir: leave out one of them")
-    if args.lora_r == 0 and args.lora_alpha is not None:
-        problems.append("--lora-alpha is given without --lora-r")
-    if args.lora_r == 0 and tuple(args.lora_targets) != type(args).lora_targets:
-        problems.append("--lora-targets is given without --lora-r")
+    if args.lora_r == 0 and (args.lora_alpha or tuple(args.lora_targets) != type(args).lora_targets):
+        problems.append("--lora-alpha and --lora-targets need --lora-r")
     if isinstance(args, ModelArgs):
         if args.lora_r and args.num_layers_unfrozen != -1:
             problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
-        if args.merge_adapters and args.load_in_4bit:
-            problems.append("--merge-adapters does not go with --load-in-4bit")
-        if args.load_in_4bit and args.dtype == "float64":
-            problems.append("--load-in-4bit does not go with --dtype float64")
+        if args.load_in_4bit and (args.merge_adapters or args.dtype == "float64"):
+            problems.append("--load-in-4bit goes with neither --merge-adapters nor --dtype float64")
     if hasattr(args, "rollout_batch_size") and args.rollout_batch_size % max(1, args.batch_size):
         size = f"--rollout-batch-size {args.rollout_batch_size}"
         problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
@@ -123,8 +107,7 @@ class WeightArgs:
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights, and of the moments of those that are trained. bfloat16 is for adapters alone, which are
-    float32 beside it."""
+    """Type of the weights and of AdamW's moments. bfloat16 is for LoRA alone, whose adapters stay float32."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     gradient_checkpointing: bool = False
@@ -148,11 +131,9 @@ class ModelArgs(WeightArgs):
     """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
     gives NaN in float64 for left padding in several families."""
     num_layers_unfrozen: Layers = -1
-    """Train only the top k blocks and the norm after them, not embeddings and output layer. -1: train everything; 0:
-    only the heads that the script adds."""
+    """Train only the top k blocks and the norm after them; 0: only the heads that the script adds; -1: everything."""
     load_in_4bit: bool = False
-    """Load the frozen weights in 4 bits (NF4 of bitsandbytes; arXiv 2305.14314): for --lora-r, or a LoRA adapter as
-    --model."""
+    """Load the weights under LoRA adapters (--lora-r, or one as --model) in 4 bits (NF4; arXiv 2305.14314)."""
     merge_adapters: bool = False
     """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
 
@@ -219,9 +200,8 @@ class RunArgs:
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of this process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; else
-    the CPUs that it may use, divided by the processes on this machine. A container's quota is not read: give it
-    here."""
+    """CPU threads of a process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started it; else its share of
+    the CPUs among the processes on this machine. A container's quota is not read: give it here."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
     mixed_precision: Literal["no", "bf16"] | None = None

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import itertools
 
-import safetensors.torch
 import torch
 
 from common.cli import InputError
@@ -18,22 +17,18 @@ class RewardModel:
     named in `path:label`. Weights that the policy lm has and does not train are shared with it."""
 
     def __init__(self, args, lm):
-        name = args.reward
+        path = args.reward
         label = ""
-        if not spec_path(name):
-            name, _, label = name.partition(":")
-        path = str(spec_path(name) or name)
-        is_adapter = bool(adapter_base(path))
-        model, tokenizer = load_scorer(args, name, is_adapter)
+        if not spec_path(path):
+            path, _, label = path.partition(":")
+        model, self.tokenizer = load_scorer(args, path)
         self.label = label_number(model, label, args.reward)
         self.model = model.requires_grad_(False).eval().to(lm.device)
         self.shared = share_frozen(self.model, lm)
         total = sum(weight.numel() for weight in self.model.parameters())
         self.own = total - self.shared
-        self.tokenizer = tokenizer
         self.tokenizer.truncation_side = "left"
-        positions = max_positions(model) or 10**9
-        self.limit = min(positions, tokenizer.model_max_length)
+        self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
 
     @torch.no_grad()
     def __call__(self, samples, ended, batch_size):
@@ -47,52 +42,30 @@ class RewardModel:
         return scores
 
 
-def load_scorer(args, name, is_adapter):
-    """(model, tokenizer) of --reward: name is that flag without the label. InputError for what is no classifier."""
+def load_scorer(args, path):
+    """(model, tokenizer) of --reward; path is its value without the label. InputError for what is no classifier."""
+    is_adapter = bool(adapter_base(str(spec_path(path) or path)))
     own_args = copy.copy(args)
     own_args.tokenizer = None  # this flag and the next are about --model
     own_args.attn_implementation = None
     own_args.load_in_4bit = args.load_in_4bit and is_adapter
-    keywords = {}
-    if is_adapter:
-        keywords["num_labels"] = 1
+    keywords = {"num_labels": 1} if is_adapter else {}
     auto_class = "AutoModelForSequenceClassification"
-    model, tokenizer, missing = load_pretrained(auto_class, own_args, path=name, flag="--reward", **keywords)
+    model, tokenizer, missing = load_pretrained(auto_class, own_args, path, "--reward", **keywords)
     if missing:
         raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
-    norm_file = "config.json"
-    norm = getattr(model.config, "reward_norm", {})  # earlier versions of reward.py wrote it
-    if is_adapter:
-        norm_file = "reward_norm.safetensors"
-        norm = adapter_norm(str(spec_path(name) or name), norm_file)
-    if norm.get("gain", 1.0) != 1.0:
-        problem = f"its {norm_file} scales the scores by reward_norm, which is not applied any more"
-        raise InputError(
-            f"--reward {args.reward}: {problem}: remove it there, and give ppo.py --score-scaling ref-norm"
-        )
     raise_heads(model)
     return model, tokenizer
 
 
-def adapter_norm(path, name):
-    """The tensors of a file beside a LoRA adapter, {} without it."""
-    from transformers.utils import cached_file
-
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    file = cached_file(path, name, **quiet)
-    return safetensors.torch.load_file(file) if file else {}
-
-
 def label_number(model, label, reward):
-    """Which logit the label names. The empty label names the only one; InputError, with the flag's value, where there
-    are several or the model does not have the label."""
+    """Which logit the label names; an empty one names the only logit. reward: the flag's value, for errors."""
     numbers = {text: number for number, text in model.config.id2label.items()}
-    if label in numbers:
-        return numbers[label]
-    if label or len(numbers) > 1:
-        known = ", :".join(numbers)
-        raise InputError(f"--reward {reward} must end with the label to score, one of :{known}")
-    return 0
+    if len(numbers) == 1 and not label:
+        return 0
+    if label not in numbers:
+        raise InputError(f"--reward {reward} must end with the label to score, one of :{', :'.join(numbers)}")
+    return numbers[label]
 
 
 class FloatHead:
@@ -121,16 +94,14 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     """The tokens of texts as a classifier reads them, at most max_length, on the tokenizer's truncation_side. Where
     `ended` says so they have one end: that of a turn (`turn_end`) in a text that holds one, else the end token."""
     eos = tokenizer.eos_token_id
-    end_of_turn = turn_end(tokenizer)
-    truncation = {}
-    if max_length:
-        room_for_end = len(end_of_turn) or (0 if eos is None else 1)
-        truncation = {"truncation": True, "max_length": max_length - room_for_end}
-    encoded = tokenizer(texts, **truncation)["input_ids"]
+    end_token = [] if eos is None else [eos]
+    end_of_turn = turn_end(tokenizer) or end_token
+    room = max_length and max_length - len(end_of_turn)
+    encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
     for text, ids, is_ended in zip(texts, encoded, ended, strict=True):
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]  # a chat template writes its own
-        end = [] if eos is None else [eos]
+        end = end_token
         if end_of_turn and tokenizer.convert_ids_to_tokens(end_of_turn[0]) in text:
             end = end_of_turn
         if ids[-2:] == [eos, eos] or (ids[-1:] == [eos] and ids[-len(end) :] != end):
@@ -162,17 +133,18 @@ def classifier_logits(model, lines):
     side by side, like the rows of sft.py. Others take one text a line and find the place themselves, some by padding.
     """
     lm = getattr(model, "module", model)
-    examples = [[with_end(ids) for ids in line] for line in lines]
+    # labels of an example: which token of a text is the last one
+    examples = [[(ids, [False] * (len(ids) - 1) + [True]) for ids in line] for line in lines]
+    pad = 0
+    if not scores_tokens(lm):
+        used = set().union(*itertools.chain(*lines))
+        pad = next(number for number in itertools.count() if number not in used)
+    ids, positions, is_end = (x.to(lm.device) for x in collate(examples, pad, no_label=False))
+    lm.config.get_text_config().pad_token_id = pad  # what transformers reads of decoders by it is not used
     if scores_tokens(lm):
-        ids, positions, is_end = (x.to(lm.device) for x in collate(examples, 0, no_label=False))
-        lm.config.get_text_config().pad_token_id = 0  # transformers asks for one; what it reads by it is not used
         with read_at(lm.score, is_end):
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return logits[0].view(int(is_end.sum()), -1)
-    used = set().union(*itertools.chain(*lines))
-    pad = next(number for number in itertools.count() if number not in used)
-    ids, _, is_end = (x.to(lm.device) for x in collate(examples, pad, no_label=False))
-    lm.config.get_text_config().pad_token_id = pad
     mask = is_end.long().flip(1).cumsum(1).flip(1)  # 1 up to the end
     return model(input_ids=ids, attention_mask=mask).logits
 
@@ -180,11 +152,6 @@ def classifier_logits(model, lines):
 def scores_tokens(lm):
     """Whether the classifier is a decoder, whose head scores every token, of which transformers takes one."""
     return hasattr(lm, "score")
-
-
-def with_end(ids):
-    """An example (ids, labels) of a text; its labels say which token is the last one."""
-    return ids, [False] * (len(ids) - 1) + [True]
 
 
 @contextlib.contextmanager

@@ -245,17 +245,17 @@ def test_targets_rank_and_alpha(build_model):
     ("flags", "sentence"),
     [
         ({"lora_r": -1}, "--lora-r -1 must be at least 0"),
-        ({"lora_alpha": 8.0}, "--lora-alpha is given without --lora-r"),
+        ({"lora_alpha": 8.0}, "--lora-alpha and --lora-targets need --lora-r"),
         ({"lora_r": 3, "lora_alpha": 0.0}, "--lora-alpha 0.0 must be a positive number"),
         (
             {"lora_r": 3, "num_layers_unfrozen": 1},
             "--num-layers-unfrozen must be -1 with --lora-r",
         ),
-        ({"merge_adapters": True, "load_in_4bit": True}, "--merge-adapters does not go with --load-in-4bit"),
-        ({"lora_targets": ("c_fc",)}, "--lora-targets is given without --lora-r"),
+        ({"merge_adapters": True, "load_in_4bit": True}, "--load-in-4bit goes with neither --merge-adapters"),
+        ({"lora_targets": ("c_fc",)}, "--lora-alpha and --lora-targets need --lora-r"),
         (
             {"load_in_4bit": True, "lora_r": 3, "dtype": "float64"},
-            "--load-in-4bit does not go with --dtype float64",
+            "--load-in-4bit goes with neither --merge-adapters nor --dtype float64",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -808,7 +808,7 @@ BAD_COMMANDS = [
     ("--cliprange -1", "--cliprange -1.0 must be 0 or a positive number"),
     ("--adv-clip-max nan", "--adv-clip-max nan must be a positive number"),
     ("--stat-min-count 9 --stat-buffer-size 8", "--stat-min-count 9 must be at most --stat-buffer-size 8"),
-    ("--lora-alpha 4", "--lora-alpha is given without --lora-r"),
+    ("--lora-alpha 4", "--lora-alpha and --lora-targets need --lora-r"),
     ("--lora-r 2 --lora-targets nothing like it", "--lora-targets nothing like it: "),
     ("--eta 0 --lr 0 --batch-size 3", "3 problems:"),
     ("--dataset user.py:no_rows", "--dataset [] holds no rows"),

@@ -297,7 +297,7 @@ BAD_FLAGS += [
     ({"batch_size": 0}, "--batch-size 0 must be at least 1"),
     ({"epochs": 0.0}, "--epochs 0.0 must be a positive number"),
     ({"stop": ("a", "")}, "--stop .* must be a text that is not empty"),
-    ({"lora_alpha": 2.0}, "--lora-alpha is given without --lora-r"),
+    ({"lora_alpha": 2.0}, "--lora-alpha and --lora-targets need --lora-r"),
     ({"loss_type": "ipo", "label_smoothing": 0.1, "lr": 0.0}, "2 problems:"),
 ]
 

@@ -926,8 +926,8 @@ RULES = [
     ({"model": None}, "--model is missing: a directory or hub id"),
     ({"betas": ()}, "--betas is empty: name one number or several"),
     ({"eval_prompts": "prompts.jsonl"}, "--eval-prompts is given without --metric, which scores what is sampled"),
-    ({"lora_alpha": 2.0}, "--lora-alpha is given without --lora-r"),
-    ({"merge_adapters": True, "load_in_4bit": True}, "--merge-adapters does not go with --load-in-4bit"),
+    ({"lora_alpha": 2.0}, "--lora-alpha and --lora-targets need --lora-r"),
+    ({"merge_adapters": True, "load_in_4bit": True}, "--load-in-4bit goes with neither --merge-adapters"),
 ]
 
 

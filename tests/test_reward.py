@@ -713,26 +713,6 @@ def test_ppo_trains_on_it(monkeypatch, letters, gpt2_dir, tmp_path):
     assert metrics["eval/reward"] == pytest.approx(np.mean(expected), rel=1e-9)
 
 
-@pytest.mark.parametrize("lora", [0, 2])
-def test_a_norm_that_an_earlier_version_wrote_is_refused(gpt2_dir, tmp_path, lora):
-    """Rewards would have another scale than they had; where gain is 1 nothing was scaled. An adapter has a file."""
-    _, run_dir = run_reward(gpt2_dir, tmp_path / "run", total_steps=1, lora_r=lora)
-    folder = run_dir / "hf_model"
-    where = "its reward_norm.safetensors" if lora else "its config.json"
-    for gain, sentence in (1.0, None), (2.5, f"{where} scales the scores by reward_norm.*--score-scaling ref-norm"):
-        norm = {"gain": gain, "bias": 0.0}
-        if lora:
-            tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in norm.items()}
-            safetensors.torch.save_file(tensors, folder / "reward_norm.safetensors")
-        else:
-            (folder / "config.json").write_text(json.dumps(config(folder) | {"reward_norm": norm}))
-        if sentence is None:
-            assert len(ppo_scores(run_dir / "hf_model", ["ab"], [True], "float64")) == 1
-        else:
-            with pytest.raises(InputError, match=sentence):
-                ppo_scores(run_dir / "hf_model", ["ab"], [True], "float64")
-
-
 # ---- The export ------------------------------------------------------------------------------------------------------
 
 

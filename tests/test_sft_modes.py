@@ -810,7 +810,7 @@ BAD_FLAGS = [
     ({"adam_betas": (0.9, 1.0)}, "--adam-betas (0.9, 1.0) must be in [0, 1)"),
     ({"stop": ("a", "")}, "--stop ('a', '') must be a text that is not empty"),
     ({"push_to_hub": "mine"}, "--push-to-hub mine must be org/name"),
-    ({"lora_alpha": 4.0}, "--lora-alpha is given without --lora-r"),
+    ({"lora_alpha": 4.0}, "--lora-alpha and --lora-targets need --lora-r"),
     ({"num_layers_unfrozen": 0}, "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"),
     ({"lr": -1.0, "batch_size": 0, "num_layers_unfrozen": 0}, "3 problems:"),
 ]

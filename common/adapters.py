@@ -46,8 +46,6 @@ def add_adapters(lm, args, heads):
     from peft import LoraConfig
 
     task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
-    if heads:
-        task = "SEQ_CLS"
     targets = list(args.lora_targets)
     if targets == ["all-linear"]:
         targets = "all-linear"
@@ -57,7 +55,7 @@ def add_adapters(lm, args, heads):
         target_modules=targets,
         exclude_modules=[*routers(lm)] or None,
         modules_to_save=list(heads) or None,
-        task_type=task,
+        task_type="SEQ_CLS" if heads else task,
         revision=args.revision,
     )
     if os.path.isdir(lm.name_or_path):  # found from everywhere

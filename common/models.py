@@ -200,8 +200,7 @@ def load_model(args, path, flag="--model"):
     ends = end_tokens(model)
     if tokenizer.eos_token_id not in ends:
         ends.append(tokenizer.eos_token_id)
-    # the exported model ends where it was trained to
-    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]  # exports end where they were trained to
     tokenizer.ends = ends  # for `row_ends`
     return model, tokenizer
 
@@ -319,7 +318,7 @@ def unsharded(model):
 
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:  # the whole model comes first
-        module._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for it
+        module._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for the whole
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:

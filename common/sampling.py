@@ -282,7 +282,7 @@ def has_ended(tokenizer, output_ids, ends, stops):
 
 
 def decode(tokenizer, queries, responses, stops):
-    """Texts of responses to queries (lists of ids), without special tokens, cut before a stop string and stripped there.
+    """Texts of responses to queries (lists of ids) without special tokens, cut before a stop string and stripped there.
     Responses are decoded behind their queries, since many tokenizers drop the space before a first token."""
     whole = [query + response for query, response in zip(queries, responses, strict=True)]
     prompts = tokenizer.batch_decode(queries, skip_special_tokens=True)

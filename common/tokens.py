@@ -122,7 +122,7 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
 
 
 def encode_apart(segments, has_prompt, tokenizer, chat, flag):
-    """As `encode_segments`, of a prompt for an encoder and an output for its decoder, which always gets an end token."""
+    """As `encode_segments`, of a prompt for an encoder and an output for a decoder, which always gets an end token."""
     prompts = []
     outputs = []
     for number, row in enumerate(segments, 1):

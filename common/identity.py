@@ -73,11 +73,11 @@ def files_of_flag(value):
     for path in filter(None, paths):
         if path.is_dir() and not is_list:  # no text to stop at, as "." is
             files += files_of_directory(path)
+        elif path.is_file() and path.suffix == ".py":
+            files += with_imports(path.resolve())
+            files += sorted(path.with_suffix("").rglob("*.safetensors"))  # the models of an embedded task
         elif path.is_file():
             files.append(path)
-        if path.is_file() and path.suffix == ".py":
-            files += with_imports(path.resolve())[1:]
-            files += sorted(path.with_suffix("").rglob("*.safetensors"))  # the models of an embedded task
     return files
 
 
@@ -114,8 +114,7 @@ def imported_names(file):
 
 
 def module_files(name, folders):
-    """The user's files of a module and of the packages that it is in. The last part of a name may be that of a thing in
-    a module."""
+    """The user's files of a module, whose name may end in a thing in it, and of the packages that it is in."""
     files = []
     for part in name.split("."):
         found = PathFinder.find_spec(part, [str(folder) for folder in folders])
@@ -129,8 +128,8 @@ def module_files(name, folders):
 
 def is_own(file):
     """Whether a file is the user's: not of Python, of an installed package, or of common/, which is hashed anyway."""
-    others = [sysconfig.get_path("stdlib"), ROOT / "common"]
     installed = {"site-packages", "dist-packages"} & {*file.parts}
+    others = [sysconfig.get_path("stdlib"), ROOT / "common"]
     return file.is_file() and not installed and not any(map(file.is_relative_to, others))
 
 
@@ -213,8 +212,6 @@ def differences(old, new):
     """One line for each flag or file in which two identities differ."""
     flags = changed(old, new, "flags")
     lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
-    if old["algo"] != new["algo"]:
-        lines.insert(0, f"the script: was {old['algo']}.py, is {new['algo']}.py")
     for name in changed(old, new, "files"):
         if name == "script":
             lines.append("the script, or a file that it imports, has changed")

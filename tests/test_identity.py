@@ -486,7 +486,6 @@ def test_a_difference_is_said_once_and_names_the_flag():
     new = {"algo": "sft", "flags": {"model": "n", "eval_dataset": "a"}, "files": {"model": "2", "eval_dataset": "2"}}
     expected = ["--model: was m, is n", "the file of --eval-dataset has changed"]
     assert differences(old, new) == expected
-    assert differences(old, new | {"algo": "grpo"}) == ["the script: was sft.py, is grpo.py", *expected]
 
 
 # ---- Another length --------------------------------------------------------------------------------------------------

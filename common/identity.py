@@ -46,7 +46,9 @@ def identity(algo, args, script):
     files while they run does not count."""
     flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
     not_compared = [name for name, text in flags.items() if str(text).endswith(UNKNOWN)]
-    files = {"script": hash_of_files(with_imports(Path(script).resolve()))}
+    files = {"script": sha256(script)}
+    if imported := with_imports(Path(script).resolve())[1:]:
+        files["imports"] = hash_of_files(imported)
     files |= {f"common/{path.name}": sha256(path) for path in sorted((ROOT / "common").glob("*.py"))}
     for name in flags:
         if named := files_of_flag(getattr(args, name)):
@@ -212,11 +214,10 @@ def differences(old, new):
     """One line for each flag or file in which two identities differ."""
     flags = changed(old, new, "flags")
     lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
+    code = {"script": "the script", "imports": "a file that the script imports"}
     for name in changed(old, new, "files"):
-        if name == "script":
-            lines.append("the script, or a file that it imports, has changed")
-        elif name.startswith("common/"):
-            lines.append(f"{name} has changed")
+        if name in code or name.startswith("common/"):
+            lines.append(f"{code.get(name, name)} has changed")
         elif name not in flags and name != "resume":  # where it continues is no difference
             lines.append(f"the file of {flag_of(name)} has changed")
     return lines

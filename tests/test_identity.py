@@ -102,7 +102,7 @@ def test_a_changed_import_of_a_copied_script_is_another_run(tree):
     before = identity("ppo", args, script)
     (tree / "package/middle.py").write_text("W = 4\n")
     after = identity("ppo", args, script)
-    assert before["hash"] != after["hash"]
+    assert before["hash"] != after["hash"] and before["files"]["script"] == after["files"]["script"]
     (tree / "other.py").write_text("W = 4\n")
     assert identity("ppo", args, script) == after
 
@@ -529,7 +529,7 @@ def test_an_unfinished_run_whose_script_has_changed_is_named(gpt2_dir, tmp_path,
         (tmp_path / "old/env.json").write_text(json.dumps(env))
         assert "nearly" not in begin(f"finished {count}")  # that is another experiment
         (tmp_path / "old/README.md").rename(tmp_path / "README.md")
-        line = f"{tmp_path}/old holds nearly this run (the script, or a file that it imports, has changed"
+        line = f"{tmp_path}/old holds nearly this run (the script has changed"
         line += "; common/cli.py has changed" * (count - 1)
         line += f"); to continue that one: --resume {tmp_path}/old\n"
         out = begin(f"unfinished {count}")

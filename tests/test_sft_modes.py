@@ -556,7 +556,7 @@ def test_a_changed_byte_of_the_code_is_another_run(monkeypatch, tmp_path, name):
     content = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None
     (tmp_path / name).write_bytes((content or b"") + b"#")
     after = identity_now()
-    file = "the script, or a file that it imports," if name == "sft.py" else name
+    file = "the script" if name == "sft.py" else name
     assert identity.differences(before, after) == [f"{file} has changed"] and after["hash"] != before["hash"]
     if content is None:
         (tmp_path / name).unlink()

@@ -14,7 +14,7 @@ from torch import nn
 
 from common.cli import InputError
 
-FORMAT = 2  # of checkpoints; a larger number in a file means that it was written by a newer version
+FORMAT = 3  # of checkpoints
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
@@ -42,12 +42,22 @@ def frozen_weights(model):
     return total, set(map(id, weights))
 
 
-def pack_state(model, optimizer, frozen, **state):
-    """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors.
+def settings_of(optimizer):
+    """What each parameter group of an optimizer holds besides its parameters and the learning rate, as plain values."""
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
+        groups.append({name: value for name, value in plain.items() if name != "lr"})
+    return groups
 
-    Full state dicts come from torch.distributed.checkpoint, so DDP and FSDP2 use the same path. Tied parameters are
-    stored once. An optimizer that has not stepped is left out: reading its state would take a hidden step.
+
+def pack_state(model, optimizer, frozen, settings, **state):
+    """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors. What is tied is stored
+    once.
+
     frozen: the `frozen_weights` of --model, which are left out; others without gradient (target networks) are not.
+    settings: `settings_of` the optimizer before its first step. What it has changed there, such as a count of steps, is
+    stored; the rest are flags.
     """
     from torch.distributed.checkpoint import state_dict as dcp
 
@@ -59,16 +69,16 @@ def pack_state(model, optimizer, frozen, **state):
     kept.requires_grad_(False)
     tied = tied_weights(model)
     files = {"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items() if name not in tied}}
-    if optimizer.state:
+    if optimizer.state:  # else reading it would take a hidden step
         saved = dcp.get_optimizer_state_dict(model, optimizer, options=options)
         moments = {}
         for name, entry in saved.get("state", {}).items():
-            for key, value in entry.items():
-                moments[f"{name}//{key}"] = torch.as_tensor(value).contiguous()
+            moments |= {f"{name}//{key}": torch.as_tensor(value).contiguous() for key, value in entry.items()}
         files["optim.safetensors"] = moments
-        state["optimizer_groups"] = [group["params"] for group in saved.get("param_groups", [])]
-    stored_ties = {name: first_name for name, first_name in tied.items() if first_name in weights}
-    return files, {"format": FORMAT, "tied": stored_ties, "frozen": frozen_sum, **state}
+    changes = []
+    for now, before in zip(settings_of(optimizer), settings, strict=True):
+        changes.append(dict(now.items() - before.items()))
+    return files, {"format": FORMAT, "frozen": frozen_sum, "optimizer_settings": changes, **state}
 
 
 def unpack_state(path, state, model, optimizer, frozen):
@@ -77,74 +87,43 @@ def unpack_state(path, state, model, optimizer, frozen):
 
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     weights = safetensors.torch.load_file(path / "model.safetensors")
-    weights |= {name: weights[first_name] for name, first_name in state["tied"].items()}
-    lacking = sorted(weights.keys() - {name.removeprefix("module.") for name in model.state_dict()})
-    for name, weight in model.named_parameters():
-        name = name.removeprefix("module.")
-        if weight.requires_grad and (name not in weights or weights[name].shape != weight.shape):
-            lacking.append(name)
-    advice = "keep its --model and --lora-r, or name its model without --resume"
-    if lacking:
-        raise InputError(f"--resume {path} trained other weights, among them {min(lacking)}: {advice}")
+    shapes = {name.removeprefix("module."): weight.shape for name, weight in model.state_dict().items()}
+    trained = {name.removeprefix("module.") for name, weight in model.named_parameters() if weight.requires_grad}
+    others = [name for name, weight in weights.items() if weight.shape != shapes.get(name)]
+    others += sorted(trained - weights.keys())
     frozen_sum, _ = frozen
-    # format 1 has no such sum, it holds all weights; threads change the last digits
-    if not math.isclose(state.get("frozen", frozen_sum), frozen_sum, rel_tol=1e-9):
-        raise InputError(f"--resume {path} froze other weights than these: {advice}")
+    if not math.isclose(state["frozen"], frozen_sum, rel_tol=1e-9):  # threads change the last digits
+        others.append("frozen ones")
+    if others:
+        advice = "keep its --model and --lora-r, or name its model without --resume"
+        raise InputError(f"--resume {path} is of other weights, among them {others[0]}: {advice}")
     if (path / "optim.safetensors").exists():
         moments = {}
         for key, value in safetensors.torch.load_file(path / "optim.safetensors").items():
             name, _, quantity = key.partition("//")
             moments.setdefault(name, {})[quantity] = value
-        # Hyperparameters stay those of the flags; lr is a function of the step.
-        groups = [{"params": names} for names in state["optimizer_groups"]]
-        dcp.set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)
-        for group, changed in zip(optimizer.param_groups, state.get("optimizer_settings", []), strict=False):
-            group.update(changed)
+        # without settings, which stay those of the flags; lr is a function of the step
+        saved = {"state": moments, "param_groups": [{"params": [*weights]}]}
+        dcp.set_optimizer_state_dict(model, optimizer, saved, options=options)
+        for group, changes in zip(optimizer.param_groups, state["optimizer_settings"], strict=True):
+            group.update(changes)
     # after the optimizer, for whose moments torch takes a step with zero gradients: one without an epsilon gives NaN
     dcp.set_model_state_dict(model, weights, options=options)
 
 
-def settings_of(optimizer):
-    """What each parameter group of an optimizer holds besides its parameters and the learning rate, as plain values."""
-    settings = []
-    for group in optimizer.param_groups:
-        plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
-        plain.pop("lr", None)
-        settings.append(plain)
-    return settings
-
-
-def changed_settings(optimizer, first):
-    """What an optimizer has changed in its groups since `settings_of` returned first, such as a count of steps."""
-    changes = []
-    for now, before in zip(settings_of(optimizer), first, strict=True):
-        changes.append({name: value for name, value in now.items() if name not in before or value != before[name]})
-    return changes
-
-
 def write_checkpoint(run_dir, step, files, state, keep, protect=()):
-    """Writes checkpoints/step_XXXXXXXX under a temporary name, syncs it, renames it, and only then prunes to the newest
-    `keep` and those whose step is in protect. On an OSError (a full disk) the older checkpoints are untouched."""
+    """Writes checkpoints/step_XXXXXXXX, and only then prunes to the newest `keep` and those whose step is in protect.
+    On an OSError (a full disk) the older checkpoints are untouched."""
     folder = Path(run_dir) / "checkpoints"
     final = folder / f"step_{step:08d}"
-    temporary = folder / f".tmp-step_{step:08d}-{os.getpid()}"
     try:
-        temporary.mkdir(parents=True)
-        for name, tensors in files.items():
-            safetensors.torch.save_file(tensors, temporary / name)
-        (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
-        manifest = {}
-        for path in sorted(temporary.iterdir()):
-            manifest[path.name] = {"sha256": sha256(path), "bytes": path.stat().st_size}
-        (temporary / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
-        for path in [*temporary.iterdir(), temporary]:
-            fsync(path)
-        if final.exists():  # left by a run that was stopped after it, or broken: this one is whole
-            shutil.rmtree(final)
-        temporary.rename(final)
-        fsync(folder)
-    except (OSError, safetensors.SafetensorError) as error:  # safetensors has its own word for a full disk
-        shutil.rmtree(temporary, ignore_errors=True)
+        with replacing(final) as temporary:
+            for name, tensors in files.items():
+                safetensors.torch.save_file(tensors, temporary / name)
+            (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
+            manifest = {path.name: {"sha256": sha256(path)} for path in sorted(temporary.iterdir())}
+            (temporary / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
+    except safetensors.SafetensorError as error:  # its own word for a full disk
         raise OSError(str(error)) from error
     steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_????????") if p.name <= final.name)
     for old in set(steps[:-keep]) - set(protect):
@@ -157,13 +136,13 @@ def read_checkpoint(path):
         manifest = json.loads((path / "MANIFEST.json").read_text())
         for name, entry in manifest.items():
             if sha256(path / name) != entry["sha256"]:
-                raise InputError(f"checkpoint {path}: {name} does not match its checksum")
+                raise ValueError(f"{name} does not match its checksum")
         state = json.loads((path / "state.json").read_text())
+        if state["format"] != FORMAT:
+            raise ValueError("it was written by another version of plainrl")
+        return state
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"checkpoint {path} cannot be read: {error}") from None
-    if state["format"] > FORMAT:
-        raise InputError(f"checkpoint {path} was written by a newer version of plainrl: upgrade to read it")
-    return state
 
 
 def newest_checkpoint(run_dir, warn):
@@ -199,20 +178,20 @@ def fsync(path):
 
 @contextlib.contextmanager
 def replacing(directory):
-    """A new directory to write into that takes the place of a path when the block ends without an error."""
+    """A new directory to write into. Where the block ends without an error, it is synced and takes a path's place."""
     temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
         yield temporary
         mode = temporary.stat().st_mode & 0o666  # as the umask has it
-        for path in temporary.rglob("*.safetensors"):
-            with contextlib.suppress(OSError):  # a file system without modes
-                path.chmod(mode)  # safetensors 0.8 writes for the owner alone: huggingface/safetensors#782
         for path in [*temporary.rglob("*"), temporary]:
+            if path.suffix == ".safetensors":
+                with contextlib.suppress(OSError):  # a file system without modes
+                    path.chmod(mode)  # safetensors 0.8 writes for the owner alone: huggingface/safetensors#782
             fsync(path)
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
+        fsync(directory.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -221,13 +200,11 @@ def full_weights(lm):
     """The state dict of a model, or of its adapters, on the CPU of rank 0. Collective."""
     from torch.distributed.checkpoint import state_dict as dcp
 
-    options = dcp.StateDictOptions(
-        full_state_dict=True, cpu_offload=True, ignore_frozen_params=lm._hf_peft_config_loaded
-    )
+    adapters = lm._hf_peft_config_loaded
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
     weights = dcp.get_model_state_dict(lm, options=options)
-    for name, first_name in tied_weights(lm).items():
-        if first_name in weights:  # FSDP2 gathered it once for each name, and it would be written as often
-            weights[name] = weights[first_name]
+    # FSDP2 gathered what is tied once for each name, and it would be written as often
+    weights |= {name: weights[first] for name, first in tied_weights(lm).items() if first in weights}
     return weights
 
 

@@ -2,11 +2,9 @@
 
 import ast
 import contextlib
-import functools
 import hashlib
 import importlib.metadata
 import inspect
-import io
 import json
 import platform
 import re
@@ -17,7 +15,7 @@ import sysconfig
 import warnings
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -25,6 +23,7 @@ import torch
 from common.checkpoint import sha256
 from common.cli import ROOT, flag_of
 from common.functions import spec_path
+from common.launch import cpuinfo
 
 # Flags that change memory, and so stand in config.yaml, but not the result (to rounding).
 SIZES = """micro_batch_size decode_batch_size packing gradient_checkpointing""".split()
@@ -33,35 +32,26 @@ NEUTRAL = """run_dir name resume threads save_every keep_checkpoints track wandb
 NEUTRAL += SIZES
 # Flags of how long a run is.
 LENGTHS = "epochs num_epochs total_steps total_episodes".split()
-# What errors call the files that no flag names.
-OF_SCRIPT = {"script": "the script", "imports": "a file that the script imports"}
 # What counts in a directory: files of models, tokenizers and data sets.
 SUFFIXES = ".safetensors .bin .json .jsonl .txt .model .tiktoken .spm .jinja .arrow .parquet .csv .py".split()
 PLAIN = bool | int | float | str
+UNKNOWN = "of unknown contents>"  # how the description of an object ends that cannot be hashed
 # Fields of every torch module besides its weights and parts (train or eval, hooks), and notes of transformers.
 MODULE_FIELDS = {*vars(torch.nn.Module()), "warnings_issued"} - {"_parameters", "_buffers", "_modules"}
 
 
 def identity(algo, args, script):
     """What decides the result (flags, the bytes of the code, the files that flags name, with the user's files that
-    these import) and a hash of it. not_compared: flags whose objects cannot be hashed.
-
-    The hash does not cover what functions read from other files while they run.
-    """
-    flags = {}
-    not_compared = []
+    these import) and a hash of it. not_compared: flags whose objects cannot be hashed. What functions read from other
+    files while they run does not count."""
+    flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
+    not_compared = [name for name, text in flags.items() if str(text).endswith(UNKNOWN)]
     files = {"script": sha256(script)}
-    if imported := with_imports(script)[1:]:
+    if imported := with_imports(Path(script).resolve())[1:]:
         files["imports"] = hash_of_files(imported)
-    for path in sorted((ROOT / "common").glob("*.py")):
-        files[f"common/{path.name}"] = sha256(path)
-    for name, value in vars(args).items():
-        if name in NEUTRAL:
-            continue
-        flags[name] = describe(value)
-        if flags[name] == f"<{name_of(value)}>":
-            not_compared.append(name)
-        if named := files_of_flag(value):
+    files |= {f"common/{path.name}": sha256(path) for path in sorted((ROOT / "common").glob("*.py"))}
+    for name in flags:
+        if named := files_of_flag(getattr(args, name)):
             files[name] = hash_of_files(named)
     if args.resume not in ("auto", "never"):
         files["resume"] = str(Path(args.resume).resolve())
@@ -75,18 +65,18 @@ def identity(algo, args, script):
 def files_of_flag(value):
     """The files that the value of a flag names: as a path, as a spec string, or several, joined by commas."""
     is_list = isinstance(value, list | tuple)
-    paths = []
+    paths = {}
     for text in value if is_list else [value]:
         if isinstance(text, str | Path):
             text = str(text)
             specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # a classifier's label, sets, options
-            paths += [spec_path(spec.strip()) for spec in specs if spec.strip()]
+            paths |= {spec_path(spec.strip()): None for spec in specs if spec.strip()}
     files = []
-    for path in filter(None, dict.fromkeys(paths)):
+    for path in filter(None, paths):
         if path.is_dir() and not is_list:  # no text to stop at, as "." is
             files += files_of_directory(path)
         elif path.is_file() and path.suffix == ".py":
-            files += with_imports(path)
+            files += with_imports(path.resolve())
             files += sorted(path.with_suffix("").rglob("*.safetensors"))  # the models of an embedded task
         elif path.is_file():
             files.append(path)
@@ -102,23 +92,22 @@ def files_of_directory(path):
     return sorted(file for file in files if file.is_file() and file.suffix in SUFFIXES and file.name[0] != ".")
 
 
-def with_imports(path):
-    """A Python file and the files of the user that it imports, in functions, too, and through others. A name that is
-    put together while the program runs (importlib) is not found."""
-    files = [Path(path).resolve()]
+def with_imports(*paths):
+    """Python files and the user's files that they import, in functions, too, and through others. A name that is put
+    together while the program runs (importlib) is not found."""
+    files = [*paths]
     for file in files:  # which grows
-        for level, name in imported_names(file.read_bytes()):
+        for level, name in imported_names(file):
             folders = [file.parents[level - 1]] if level else [*sys.path, file.parent]
             files += [found for found in module_files(name, folders) if found not in files]
     return files
 
 
-@functools.cache
-def imported_names(source):
-    """[(level, name)] of what Python source imports: modules, and things in them; level: the dots before the name."""
+def imported_names(file):
+    """[(level, name)] of what a file imports: modules, and things in them; level: the dots before the name."""
     names = []
     with contextlib.suppress(SyntaxError, ValueError):  # an extension in C, or a file that nobody can import
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, ast.Import):
                 names += [(0, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -127,24 +116,23 @@ def imported_names(source):
 
 
 def module_files(name, folders):
-    """The user's files of a module and of the packages that it is in. The last part of a name may be that of a thing in
-    a module."""
+    """The user's files of a module, whose name may end in a thing in it, and of the packages that it is in."""
     files = []
     for part in name.split("."):
         found = PathFinder.find_spec(part, [str(folder) for folder in folders])
         if found is None:
             break
-        if found.has_location and is_own(Path(found.origin).resolve()):
+        if found.has_location:
             files.append(Path(found.origin).resolve())
         folders = found.submodule_search_locations or []
-    return files
+    return list(filter(is_own, files))
 
 
 def is_own(file):
     """Whether a file is the user's: not of Python, of an installed package, or of common/, which is hashed anyway."""
-    if not file.is_file() or {"site-packages", "dist-packages"} & {*file.parts}:
-        return False
-    return not any(file.is_relative_to(folder) for folder in (sysconfig.get_path("stdlib"), ROOT / "common"))
+    installed = {"site-packages", "dist-packages"} & {*file.parts}
+    others = [sysconfig.get_path("stdlib"), ROOT / "common"]
+    return file.is_file() and not installed and not any(map(file.is_relative_to, others))
 
 
 def hash_of_files(files):
@@ -157,7 +145,7 @@ def hash_of_files(files):
 
 def describe(value):
     """A JSON value that is equal for two flags that mean the same, in any process: a plain value itself, or the name of
-    an object with a hash of its contents, without one where it cannot be hashed."""
+    an object with a hash of its contents."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, np.generic):
@@ -166,58 +154,40 @@ def describe(value):
         return value
     if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
         return list(value)
-    name = name_of(value)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
     try:
-        sets = list(value.values()) if type(value) is dict else [value]
-        if all(map(is_rows, sets)):  # by their text: a pickle depends on which rows of two sets are one object
-            with contextlib.suppress(TypeError):  # else rows of objects
-                return f"<{name} {hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]}>"
         return f"<{name} {hash_of_object(value)[:16]}>"
     except Exception:  # objects refuse in their own ways
-        return f"<{name}>"
-
-
-def is_rows(value):
-    """Whether a value is a list of dicts. Those of a class of the user may do more."""
-    return type(value) is list and all(type(row) is dict for row in value)
-
-
-def name_of(value):
-    """The name of a function or class, or that of an object's class, with its module."""
-    named = value if hasattr(value, "__qualname__") else type(value)
-    module = getattr(named, "__module__", None)
-    return named.__qualname__ if module in (None, "builtins") else f"{module}.{named.__qualname__}"
+        return f"<{name} {UNKNOWN}"
 
 
 def hash_of_object(value):
     """A hash of all that an object consists of: what the pickler of datasets stores of it (fields, closures, globals
-    that its functions read), `reduced` where that would not do, and the user's files that hold its code. The pickler
-    stores a function or class of an imported module by its name alone."""
+    that its functions read), and the user's files that hold its code, as it stores imported functions by name alone."""
     from datasets.utils._dill import Pickler  # takes a second
 
+    if type(value) in (list, dict):  # rows by their text: a pickle depends on which rows of two sets are one object
+        with contextlib.suppress(TypeError):  # else rows of objects
+            return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    digest = hashlib.sha256()
     files = set()
 
     def parts(value):
-        code = inspect.unwrap(value) if "__wrapped__" in getattr(value, "__dict__", ()) else value
-        if isinstance(code, type | FunctionType | ModuleType):
-            with contextlib.suppress(TypeError, OSError):  # of C, or of a notebook
-                file = Path(inspect.getfile(code)).resolve()
-                if file not in files and is_own(file):
-                    files.update(with_imports(file))
+        with contextlib.suppress(TypeError, OSError):  # no code, or that of C or a notebook
+            files.add(Path(inspect.getfile(inspect.unwrap(value))).resolve())
         return reduced(value)
 
-    stored = io.BytesIO()
-    pickler = Pickler(stored, recurse=True)
+    pickler = Pickler(SimpleNamespace(write=digest.update), recurse=True)
     pickler.reducer_override = parts
     with warnings.catch_warnings(action="ignore"):
         pickler.dump(value)
-    return hashlib.sha256(stored.getvalue() + hash_of_files(sorted(files)).encode()).hexdigest()
+    digest.update(hash_of_files(with_imports(*sorted(filter(is_own, files)))).encode())
+    return digest.hexdigest()
 
 
 def reduced(value):
-    """What pickle is to store (a class, its arguments, fields) of tensors, so that a model is not copied in memory, of
-    torch modules and configurations, which hold what differs between processes or changes in use; else
-    NotImplemented."""
+    """What pickle is to store (a class, its arguments, fields) of tensors, so that a model is not copied in memory, and
+    of modules and configurations, which hold what differs between processes or changes in use."""
     from transformers import GenerationConfig, PretrainedConfig
 
     if isinstance(value, torch.Tensor):
@@ -225,12 +195,11 @@ def reduced(value):
         return type(value), (str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest())
     if isinstance(value, torch.nn.Module):
         fields = {name: field for name, field in vars(value).items() if name not in MODULE_FIELDS}
-        return type(value), (), fields
-    if isinstance(value, GenerationConfig | PretrainedConfig):
-        value = value.to_dict()
-    elif type(value).__name__ != "FrozenDict":  # of diffusers
+    elif isinstance(value, GenerationConfig | PretrainedConfig) or type(value).__name__ == "FrozenDict":  # of diffusers
+        fields = {name: field for name, field in vars(value).items() if not name.startswith("_")}
+    else:
         return NotImplemented
-    return dict, ({name: item for name, item in value.items() if not name.startswith("_")},)
+    return type(value), (), fields
 
 
 # ---- Two runs --------------------------------------------------------------------------------------------------------
@@ -242,17 +211,15 @@ def changed(old, new, part):
 
 
 def differences(old, new):
-    """One line for each flag or file in which two identities differ, before these one for another script."""
+    """One line for each flag or file in which two identities differ."""
     flags = changed(old, new, "flags")
-    lines = []
-    if old["algo"] != new["algo"]:
-        lines.append(f"the script: was {old['algo']}.py, is {new['algo']}.py")
-    lines += [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
+    lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
+    code = {"script": "the script", "imports": "a file that the script imports"}
     for name in changed(old, new, "files"):
-        if name in flags or name == "resume":  # the line of the flag says it; where it continues is no difference
-            continue
-        what = name if name.startswith("common/") else f"the file of {flag_of(name)}"
-        lines.append(f"{OF_SCRIPT.get(name, what)} has changed")
+        if name in code or name.startswith("common/"):
+            lines.append(f"{code.get(name, name)} has changed")
+        elif name not in flags and name != "resume":  # where it continues is no difference
+            lines.append(f"the file of {flag_of(name)} has changed")
     return lines
 
 
@@ -262,13 +229,12 @@ def nearly_the_same(folder, new):
     for path in sorted(folder.parent.glob("*/env.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a file of something else
             old = json.loads(path.read_text())
-            flags = set(changed(old, new, "flags"))
             files = changed(old, new, "files")
             finished = (path.parent / "README.md").exists()
-            near = flags <= {*LENGTHS} and (not files or len(files) < 3 and not finished)
-            if near and old["algo"] == new["algo"] and old["hash"] != new["hash"]:
-                if any(path.parent.glob("checkpoints/step_????????")):
-                    return path.parent
+            near = {*changed(old, new, "flags")} <= {*LENGTHS} and (not files or len(files) < 3 and not finished)
+            begun = any(path.parent.glob("checkpoints/step_????????"))
+            if near and begun and old["algo"] == new["algo"] and old["hash"] != new["hash"]:
+                return path.parent
     return None
 
 
@@ -285,10 +251,11 @@ def environment(accelerator):
     with contextlib.suppress(OSError):
         command = "git describe --always --dirty --exclude=* --abbrev=40".split()
         commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    named = re.search("model name.*: (.*)", cpuinfo())
+    cpu = named[1] if named else platform.machine()
+    device = f"{cpu}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()
-    else:
-        device = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses
     return {
         "command": shlex.join(sys.argv),
         "commit": commit,
@@ -297,10 +264,3 @@ def environment(accelerator):
         "threads": torch.get_num_threads(),
         "versions": versions,
     }
-
-
-def cpu_name():
-    with contextlib.suppress(OSError):
-        if named := re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text()):
-            return named[1]
-    return platform.machine()

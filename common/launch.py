@@ -16,25 +16,21 @@ from common.cli import InputError
 TIMEOUT = timedelta(hours=12)
 
 
-# ---- Processes -------------------------------------------------------------------------------------------------------
+# ---- Processes and precision -----------------------------------------------------------------------------------------
 
 
 def launch(args, fsdp=True):
-    """The Accelerator of a run. InputError for what the launcher asks and no script does.
-
-    fsdp: whether the script can shard its model.
-    """
+    """The Accelerator of a run. InputError for what the launcher asks and no script does. fsdp: whether this script can
+    shard its model."""
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
-    cuda = torch.cuda.is_available()
-    gpu_has_bfloat16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    if parse_flag_from_env("ACCELERATE_USE_CPU"):
-        gpu_has_bfloat16 = False
+    gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    gpu_has_bfloat16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
     accelerator = Accelerator(
-        cpu=not cuda,
+        cpu=not gpu,
         mixed_precision=autocast_type(args.mixed_precision, launcher, args.dtype, gpu_has_bfloat16),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)],
     )
@@ -47,75 +43,54 @@ def launch(args, fsdp=True):
         raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {processes} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
-    if accelerator.distributed_type == "FSDP":
-        if not fsdp:
-            raise InputError("FSDP: every process of this script trains the whole model: launch it without")
-        if not accelerator.is_fsdp2 or args.merge_adapters:
-            raise InputError("FSDP: set fsdp_version to 2, and leave out --merge-adapters, which needs whole weights")
+    if accelerator.distributed_type == "FSDP" and (not fsdp or not accelerator.is_fsdp2 or args.merge_adapters):
+        raise InputError("FSDP: set fsdp_version to 2; ddpo.py and --merge-adapters need whole weights, launch without")
     return accelerator
-
-
-# ---- Precision -------------------------------------------------------------------------------------------------------
 
 
 def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
     """Type of the autocast: that of the flag, or of the launcher, or bf16 for float32 weights on a GPU that has it.
-
-    `accelerate launch` says "no" where nothing was chosen, so its "no" is no choice. What stays outside of the autocast
-    (heads, losses) is float32 in full: TF32 stays off in matrix products, which is torch's default.
-    """
-    if flag is not None:
-        return flag
-    if launcher not in (None, "no"):
-        return launcher
-    if gpu_has_bfloat16 and dtype == "float32":
-        return "bf16"
-    return "no"
+    `accelerate launch` says "no" where nothing was chosen, so its "no" is no choice."""
+    if launcher == "no":
+        launcher = None
+    default = "bf16" if gpu_has_bfloat16 and dtype == "float32" else "no"
+    return flag or launcher or default
 
 
 def describe_layout(args, accelerator):
     """Types, device, processes and threads, for the summary at the start of a run."""
-    text = f"{args.dtype} weights, {accelerator.mixed_precision} autocast"
-    if accelerator.device.type == "cuda":
-        tf32 = "off" if torch.get_float32_matmul_precision() == "highest" else "on"
-        text += f", TF32 {tf32}"
-    return f"{text}, {accelerator.device}, {accelerator.num_processes} processes x {torch.get_num_threads()} threads"
+    types = f"{args.dtype} weights, {accelerator.mixed_precision} autocast"
+    return f"{types}, {accelerator.device}, {accelerator.num_processes} processes x {torch.get_num_threads()} threads"
 
 
-# ---- Threads ---------------------------------------------------------------------------------------------------------
+# ---- The machine -----------------------------------------------------------------------------------------------------
 
 
 def set_threads(threads=None):
     """Sets torch's CPU threads and returns their number: that given, else OMP_NUM_THREADS, else this process's share of
-    the CPUs. Another number of threads gives other bits, which is why the number is stored in checkpoints.
-
-    `accelerate launch` and torchrun export OMP_NUM_THREADS themselves (1, mostly), so it does not count under them.
-    """
+    the CPUs. `accelerate launch` and torchrun export OMP_NUM_THREADS themselves, so it does not count under them."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     exported = os.environ.get("OMP_NUM_THREADS", "")
     if not threads and not launched and exported.isdecimal():
         threads = int(exported)
     if not threads:
-        cpus = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):
-            cpus = len(os.sched_getaffinity(0))
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         threads = max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
     return threads
 
 
-# ---- Kernels ---------------------------------------------------------------------------------------------------------
+def cpuinfo():
+    """What Linux says of the CPUs; nothing on another system."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
 
 
 def fast_cpu_matmul():
-    """float32 matmul precision "medium" on AMD's CPUs, where it is exact.
-
-    It sends float32 matrix products to oneDNN, on AMD's CPUs with AVX-512 about twice as fast as MKL. On Intel's, MKL
-    is as fast, and for some shapes faster. A CPU that can round to bfloat16 within a product would do so at "medium":
-    one product of 256 x 256 is compared with float64 first.
-    """
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists() or "AuthenticAMD" not in cpuinfo.read_text():
+    """float32 matmul precision "medium" on AMD's CPUs: products go to oneDNN, with AVX-512 about twice as fast as MKL
+    there; on Intel's it is no faster. A CPU that can round to bfloat16 within a product would do so at "medium": one of
+    256 x 256 is compared with float64 first."""
+    if "AuthenticAMD" not in cpuinfo():
         return
     a = torch.linspace(-1.0, 1.0, 256 * 256).reshape(256, 256).sin()
     b = a.t().cos().contiguous()
@@ -125,8 +100,6 @@ def fast_cpu_matmul():
     if error.abs().max() / exact.abs().max() > 1e-5:
         torch.set_float32_matmul_precision("highest")
 
-
-# ---- Memory ----------------------------------------------------------------------------------------------------------
 
 # Said where memory runs out. The first three flags do not change the result.
 OUT_OF_MEMORY = (
@@ -177,9 +150,7 @@ def optimizer_step(accelerator, model, optimizer, lr, args, step, where, loss=No
     FloatingPointError, with the number of the step and where it was, before a gradient or a loss that is not finite
     changes the weights."""
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
-    numbers = {"gradient norm": grad_norm}
-    if loss is not None:
-        numbers = {"loss": loss, "gradient norm": grad_norm}
+    numbers = {"gradient norm": grad_norm} if loss is None else {"loss": loss, "gradient norm": grad_norm}
     if not all(map(math.isfinite, numbers.values())):
         found = ", ".join(f"{name} {value}" for name, value in numbers.items())
         raise FloatingPointError(f"step {step}: {found}, {where}; the last checkpoint is intact")

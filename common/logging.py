@@ -239,7 +239,7 @@ class Run:
         self.best_score = self.state.get("best_score")
         self.best_step = self.state.get("best_step")
         self.frozen = ckpt.frozen_weights(pretrained)
-        self.first_groups = ckpt.settings_of(optimizer)
+        self.settings = ckpt.settings_of(optimizer)
         stored = {name: self.state[name] for name in quantities if name in self.state}
         self.quantities = SimpleNamespace(**quantities | stored)
         if self.checkpoint:
@@ -353,10 +353,9 @@ class Run:
         """Writes a checkpoint. A full disk is a warning: older checkpoints are intact, the next save tries again."""
         screen.show("saving")
         best = {"best_score": self.best_score, "best_step": self.best_step, "headline": self.headline}
-        settings = ckpt.changed_settings(self.optimizer, self.first_groups)
         state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": self.iteration}
-        state |= {"optimizer_settings": settings} | vars(self.quantities) | best
-        files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, **state)
+        state |= vars(self.quantities) | best
+        files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
 
         def write():
             try:

@@ -404,7 +404,7 @@ def test_adapters_go_on_with_the_weights_that_they_adapt(whole, build_pipeline, 
     """They are saved alone: another base model is refused."""
     build_pipeline(seed=1).save_pretrained(tmp_path / "other")
     flags = LONG | {"lora_r": 2, "num_epochs": 5, "resume": str(newest(whole(2)))}
-    with pytest.raises(InputError, match="froze other weights than these: keep its --model"):
+    with pytest.raises(InputError, match="is of other weights, among them frozen ones: keep its --model"):
         run_ddpo(str(tmp_path / "other"), tmp_path / "run", **flags)
 
 

@@ -713,13 +713,13 @@ def test_a_checkpoint_of_another_script(algo, ended, scripts, work, tmp_path):
     run, steps = ended(other, tmp_path / "other")
     path = f"other/checkpoints/step_{steps[-1]:08d}"
     process = scripts.run(command(work, algo, "run", "--resume", path), tmp_path, expect=2)
-    assert f"--resume {path} trained other weights" in process.err
+    assert f"--resume {path} is of other weights" in process.err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.case(19)
 @every_script
-def test_a_checkpoint_of_a_newer_version(algo, ended, scripts, work, tmp_path):
+def test_a_checkpoint_of_another_version(algo, ended, scripts, work, tmp_path):
     run, steps = ended(algo, tmp_path / "source")
     newer = run / f"checkpoints/step_{steps[-1]:08d}"
     state = json.loads((newer / "state.json").read_text())
@@ -728,7 +728,7 @@ def test_a_checkpoint_of_a_newer_version(algo, ended, scripts, work, tmp_path):
     manifest["state.json"]["sha256"] = hashlib.sha256((newer / "state.json").read_bytes()).hexdigest()
     (newer / "MANIFEST.json").write_text(json.dumps(manifest))
     process = scripts.run(command(work, algo, "run", "--resume", newer), tmp_path, expect=2)
-    assert "newer version" in process.err and not (tmp_path / "run").exists()
+    assert "another version" in process.err and not (tmp_path / "run").exists()
 
 
 # ---- Surroundings ----------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_bf16_is_the_default_of_a_gpu_that_has_it(fresh_accelerator, monkeypatch
 
     monkeypatch.setattr(accelerate, "Accelerator", accelerator)
     launch.launch(run_args())
-    assert not asked["cpu"] and asked["mixed_precision"] == ("no" if use_cpu == "true" else "bf16")
+    assert (asked["cpu"], asked["mixed_precision"]) == ((True, "no") if use_cpu == "true" else (False, "bf16"))
 
 
 def test_layout(fresh_accelerator, monkeypatch):

@@ -711,7 +711,7 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
     stride = steps_per_iteration(args)
     quantities = {"kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}
-    state = run.begin(model, optimizer, lm, num_iterations(args), headline, IN_STATUS, stride=stride, **quantities)
+    state = run.begin(model, optimizer, lm, num_iterations(args), [headline, *IN_STATUS], stride=stride, **quantities)
     run.say(summary(run, policy, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))

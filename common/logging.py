@@ -65,8 +65,8 @@ def closes_run(main):
                 raise InputError(OUT_OF_MEMORY) from error
             raise
         finally:
-            for run in list(_open):
-                run.close()
+            while _open:
+                _open.pop().close()
             screen.stop()
 
     return wrapped
@@ -91,7 +91,7 @@ class Run:
             names = ", ".join(map(flag_of, unknown))
             self.say(f"warning: what {names} holds cannot be hashed: another object there is taken for the same run")
         self.signal = None
-        self.stepped = False  # since the start of this process
+        self.stepped = False  # whether this process has done an iteration
         self.made = False  # whether this process has made the directory
         self.dir = None
         self.lock = None
@@ -109,15 +109,14 @@ class Run:
     # -- the directory
 
     def _claim(self):
-        """(directory, checkpoint or None, its state or {}, whether the run is finished, whether the directory held this
-        very run), on rank 0. What it holds of another run, or of later steps, is still there. With --check there is no
-        directory."""
+        """(dir, checkpoint, state, finished, same), on rank 0. What the directory holds of another run, or of later
+        steps, is still there afterwards."""
         new = self.identity
         path = None
         state = {}
         if self.args.resume not in ("auto", "never"):
-            path = Path(self.args.resume)
-            path = max(path.glob("checkpoints/step_????????"), default=path)
+            named = Path(self.args.resume)
+            path = max(named.glob("checkpoints/step_????????"), default=named)
             state = ckpt.read_checkpoint(path)
         if self.args.check:
             return None, path, state, False, False
@@ -182,12 +181,12 @@ class Run:
 
     def begin(self, model, optimizer, pretrained, iterations, shown, stride=1, evaluates=True, **quantities):
         """Fills model and optimizer from the checkpoint, if there is one, and makes the directory that of this run.
-        Returns the running quantities of the algorithm as attributes: those given, or those of the checkpoint. `save`
-        keeps them as they are then. Collective.
+        Returns the running quantities of the algorithm as attributes, as given or as in the checkpoint; each checkpoint
+        keeps them. Collective.
 
         pretrained: the model of --model, of which checkpoints leave out what is frozen. iterations: of the whole run,
-        each of `stride` optimizer steps. shown: the metrics of status line, picture and card, the headline first, until
-        `set_headline` names another. evaluates: whether there is anything to evaluate.
+        each of `stride` optimizer steps. shown: the metrics of status line, picture and card, the headline first.
+        evaluates: whether there is anything to evaluate.
         """
         self.model = model
         self.optimizer = optimizer
@@ -208,7 +207,6 @@ class Run:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
             if self.iteration >= iterations and not self.same:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train; ask for more steps")
-        optimizer.register_step_post_hook(self._on_step)  # after a step that torch takes to fill the moments
         if self.dir:
             on_main(self.accelerator, self._begin)
         self.start = time.monotonic()
@@ -243,9 +241,8 @@ class Run:
     # -- the loop
 
     def iterations(self):
-        """Yields the numbers of the iterations that are left, counted from 1; `step` is the number of optimizer steps
-        at the end of each. With --check the first one alone, or two where an iteration is one optimizer step: the
-        second one finds the optimizer's moments in memory."""
+        """Yields the numbers of the iterations that are left, from 1; `step` is the optimizer step at the end of each.
+        With --check one, or two where each is one optimizer step: the second finds its moments in memory."""
         self.step = self.begun
         first = self.iteration + 1
         last = self.num_iterations
@@ -290,9 +287,8 @@ class Run:
         return every > 0 and step // every > (step - self.stride) // every
 
     def save(self, step, export, score=None):
-        """Ends an iteration: exports the model where score, that of an evaluation, is the highest so far; writes a
-        checkpoint then, every --save-every steps, and at the end; after SIGTERM and SIGINT, too, and leaves then with
-        143 or 130. export: takes the name of a directory. Collective."""
+        """Ends an iteration: exports the model where score, that of an evaluation, is the highest so far. Writes a
+        checkpoint then, every --save-every steps, at the end, and after a signal, with which it exits. Collective."""
         if self.dir is None:
             return
         kept = self.kept
@@ -316,21 +312,13 @@ class Run:
         state["optimizer_settings"] = ckpt.changed_settings(self.optimizer, self.first_groups)
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, **state)
 
-        def write():
-            try:
-                ckpt.write_checkpoint(self.dir, step, files, state, self.args.keep_checkpoints, {self.kept.best_step})
-            except OSError as error:
-                self.say(f"warning: no checkpoint was written at step {step} ({error}); older ones are intact")
-
-        on_main(self.accelerator, write)
+        arguments = (self.dir, step, files, state, self.args.keep_checkpoints, {self.kept.best_step})
+        try:
+            on_main(self.accelerator, ckpt.write_checkpoint, *arguments)
+        except (OSError, InputError) as error:  # the second on the other ranks
+            self.say(f"warning: no checkpoint was written at step {step} ({error}); older ones are intact")
 
     # -- signals
-
-    def _on_step(self, *_):
-        """After every optimizer step."""
-        self.stepped = True
-        if self.stride > 1:  # else each has a line of its own
-            screen.advance(1)
 
     def _on_signal(self, number, frame):
         """Ends at once where nothing is lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
@@ -349,9 +337,6 @@ class Run:
         return stop
 
     def close(self):
-        if self not in _open:
-            return
-        _open.remove(self)
         if self.made and self.dir and not self.stepped:  # an error or a signal came before the first step
             shutil.rmtree(self.dir, ignore_errors=True)
         while self.handlers:
@@ -375,7 +360,7 @@ class Run:
     def log(self, step, metrics, **counts):
         """One line of metrics.jsonl (bitwise reproducible; null for what is not finite), one of perf.jsonl, and a line
         on the screen. counts: how many tokens, episodes or the like the iteration has worked on."""
-        self.stepped = self.stepped or step > 0  # also where an iteration took no optimizer step
+        self.stepped = step > 0
         if not self.main:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -442,8 +427,8 @@ class Run:
         on_main(self.accelerator, ckpt.export_model, lm, weights, tokenizer, self.dir / name, whole)
 
     def finish(self, export, prompt, usage, library="transformers", pictures=lambda: ""):
-        """Exports the model, prints the last lines and writes the model card, which marks the run as finished. prompt
-        and usage: as `lines_of_use` returns them. Returns the newest value of every metric, and the run directory."""
+        """Exports the model, prints the last lines and writes the card, which marks the run as finished. Returns
+        `result`. prompt and usage: as `lines_of_use` returns them. pictures: returns markdown for the card."""
         if self.args.check:
             peak = peak_memory_mb(self.accelerator.device)
             self.say(f"one iteration: {self._seconds()}; peak memory {peak:,.0f} MB\ncheck passed")
@@ -456,7 +441,7 @@ class Run:
         return result
 
     def result(self):
-        """What `finish` has returned: the newest value of every metric, and the run directory."""
+        """The newest value of every metric, and the run directory."""
         return on_main(self.accelerator, lambda: report.newest_values(self._records("metrics.jsonl"))), self.dir
 
     def _records(self, name):

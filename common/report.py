@@ -4,8 +4,8 @@ import contextlib
 import io
 import math
 import os
-import re
 import shutil
+import textwrap
 import time
 import warnings
 
@@ -132,7 +132,7 @@ def cell_text(value):
     return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + "..."
 
 
-def table_of(rows, title):
+def table_of(rows, title=None):
     """Rows, dicts of equal keys, as the text of a table."""
     grid = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for row in rows:
@@ -140,6 +140,11 @@ def table_of(rows, title):
     sheet = Console(file=io.StringIO(), width=min(120, shutil.get_terminal_size().columns))
     sheet.print(grid)
     return sheet.file.getvalue().rstrip()
+
+
+def code_table(rows):
+    """The same in markdown, where what is indented is no markup."""
+    return textwrap.indent(table_of(rows), "    ")
 
 
 # ---- Metrics ---------------------------------------------------------------------------------------------------------
@@ -210,25 +215,6 @@ def draw_curves(records, names, title, path):
 # ---- Card ------------------------------------------------------------------------------------------------------------
 
 
-def markdown_table(rows):
-    """Rows, dicts, as a table of markdown. Texts are code, so nothing in them is markup."""
-    columns = list(newest_values(rows))
-    lines = [columns, ["---"] * len(columns)]
-    for row in rows:
-        lines.append([markdown_cell(row.get(name, "")) for name in columns])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def markdown_cell(value):
-    """A number as it is read; a text as code, between more backticks than it holds."""
-    text = cell_text(value)
-    if not isinstance(value, str) or not text.strip():
-        return text
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    text = text.replace("|", "\\|")
-    return f"{fence} {text} {fence}"
-
-
 def model_card(env, names, records, samples, usage, library, pictures):
     """README.md of a run.
 
@@ -237,19 +223,18 @@ def model_card(env, names, records, samples, usage, library, pictures):
     """
     flags = env["flags"]
     title = f"{flags['model']} trained by {env['algo']}.py on {flags.get('reward') or flags['dataset']}"
-    parts = [f"---\nlibrary_name: {library}\ntags: [plainrl, {env['algo']}]\n---\n# {title}"]
     numbers = []
-    for name in [*dict.fromkeys(names)][:MOST_NUMBERS]:
+    for name in dict.fromkeys(names):
         if curve := points(records, name):
-            numbers.append({"metric": name, "first": curve[0][1], "last": curve[-1][1]})
-    if curve := points(records, names[0]):
-        (first_step, first), (last_step, last) = curve[0], curve[-1]
-        parts.append(f"{names[0]}: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}.")
-    parts += ["![learning curve](curve.png)", markdown_table(numbers), pictures.strip()]
+            (first_step, first), (last_step, last) = curve[0], curve[-1]
+            numbers.append(f"- `{name}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
     newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
-    if newest:
-        parts += ["## Samples", markdown_table([*newest.values()][:MOST_PROMPTS])]
+    shown = [*newest.values()][:MOST_PROMPTS]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    parts = [f"---\nlibrary_name: {library}\ntags: [plainrl, {env['algo']}]\n---\n# {title}"]
+    parts += ["\n".join(numbers[:MOST_NUMBERS]), "![learning curve](curve.png)", pictures.strip()]
+    if shown:
+        parts += ["## Samples", code_table(shown)]
     parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{launch_line(env)}\n```"]
     parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -302,7 +287,7 @@ def log_samples(accelerator, samples, step):
     samples = samples[:MOST_SAMPLES]
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
-            tracker.tracker.add_text("eval/samples", markdown_table(samples), global_step=step)
+            tracker.tracker.add_text("eval/samples", code_table(samples), global_step=step)
         else:
             rows = [list(sample.values()) for sample in samples]
             tracker.log_table("eval/samples", columns=list(samples[0]), data=rows, step=step)

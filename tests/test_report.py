@@ -309,24 +309,17 @@ tags: [plainrl, ppo]
 ---
 # my/model trained by ppo.py on length
 
-eval/reward: 0.25 at step 0, **0.75** at step 12.
+- `eval/reward`: 0.25 at step 0, **0.75** at step 12
+- `objective/scores`: 0.3 at step 4, **0.6** at step 12
+- `objective/kl`: 0 at step 4, **2** at step 12
+- `loss/policy`: -0.1 at step 4, **-0.3** at step 12
+- `optim/lr`: 0.5 at step 4, **0.5** at step 4
 
 ![learning curve](curve.png)
 
-| metric | first | last |
-| --- | --- | --- |
-| ` eval/reward ` | 0.25 | 0.75 |
-| ` objective/scores ` | 0.3 | 0.6 |
-| ` objective/kl ` | 0 | 2 |
-| ` loss/policy ` | -0.1 | -0.3 |
-
 ## Samples
 
-| step | prompt | output | vowels | reward |
-| --- | --- | --- | --- | --- |
-| 12 | ` a ` | ` a12 ` | 1 | 5 |
-| 12 | ` b ` | ` b12 ` | 2 | 6 |
-| 12 | ` c ` | ` c12 ` | 3 | 7 |
+TABLE
 
 ## Use
 
@@ -347,48 +340,32 @@ Commit abc; python 3.11.7, torch 2.11.0; a CPU.
 def test_a_card():
     options = {"usage": "print(1)", "library": "transformers", "pictures": ""}
     names = ["eval/reward", *IN_STATUS, "eval/reward", "optim/lr"]
-    assert report.model_card(ENV, names, PPO, SAMPLES, **options) == CARD
+    newest = [SAMPLES[11], *SAMPLES[12:14]]  # one of each prompt
+    assert report.model_card(ENV, names, PPO, SAMPLES, **options) == CARD.replace("TABLE", report.code_table(newest))
     two = report.model_card(ENV | {"processes": 2}, names, PPO[1:2], [], **options)
     assert "\ntorchrun --nproc_per_node 2 algos/ppo.py --lr 1e-5\n" in two
     assert "## Samples" not in two and "eval/reward" not in two  # which were not evaluated
     report.model_card(ENV, names, [], [], **options)
 
 
-def cells(table):
-    """The text of the cells of a markdown table, [[cell, ...], ...], and what is in them but text and code."""
-    found = []
-    others = set()
-    for token in MarkdownIt("commonmark").enable("table").parse(table):
-        if token.type == "tr_open":
-            found.append([])
-        if token.type == "inline":
-            others |= {child.type for child in token.children} - {"text", "code_inline"}
-            found[-1].append("".join(child.content for child in token.children))
-    return found, others
-
-
 NASTY = ["a|b", "`", "``` x ```", "<b>x</b>", "![](http://x/y.png)", "two\nlines\r\n", "\\", "\\|", "*a* _b_ $x$"]
-NASTY += [" a ", "\x1b[31m\ud800", "| --- |", "&amp;"]
+NASTY += [" a ", "\x1b[31m\ud800", "| --- |", "&amp;", "[red]"]
 
 
 @pytest.mark.parametrize("text", NASTY)
 def test_samples_are_no_markup(text):
-    """What a model writes is shown as it is, in one cell; control characters are written out."""
+    """What a model writes is shown as it is; control characters are written out."""
     shown = text.encode("unicode_escape").decode() if not text.isprintable() else text
-    found, others = cells(report.markdown_table([{"step": 4, "prompt": text, "output": text, "reward": 0.12345}]))
-    assert found == [["step", "prompt", "output", "reward"], ["4", shown, shown, "0.123"]] and others == set()
+    table = report.code_table([{"step": 4, "prompt": text, "output": text, "reward": 0.12345}])
+    (block,) = MarkdownIt("commonmark").parse(f"before\n\n{table}\n\nafter")[3:-3]
+    assert block.type == "code_block"
+    last = block.content.splitlines()[-1]
+    assert last.count(shown) == 2 and last.split()[0] == "4" and last.split()[-1] == "0.123"
 
 
 def test_long_and_empty_samples():
-    samples = [{"prompt": "p" * 1000, "output": " \n", "reward": None, "empty": ""}]
-    (_, row), _ = cells(report.markdown_table(samples))
-    assert len(row[0]) == 203 and row[0].endswith("p...") and row[1:] == [" \\n", "not finite", ""]
-
-
-def test_a_metric_that_came_later():
-    """A run that was continued with another --metric."""
-    found, _ = cells(report.markdown_table([{"step": 0, "old": 1}, {"step": 5, "new": 2.5}]))
-    assert found == [["step", "old", "new"], ["0", "1", ""], ["5", "", "2.5"]]
+    assert report.cell_text("p" * 1000) == "p" * 200 + "..."
+    assert [report.cell_text(value) for value in (" \n", None, "")] == [" \\n", "not finite", ""]
 
 
 TEMPLATE = (
@@ -462,6 +439,4 @@ def test_samples_reach_the_trackers():
     (_, table), (text, options) = shown
     assert table["step"] == options["global_step"] == 7 and text[0] == "eval/samples"
     assert table["columns"] == ["prompt", "output", "r"] and table["data"][1] == ["<|x|>", "1|", 1 / 3]
-    found, _ = cells(text[1])
-    assert len(table["data"]) == 100 and len(found) == 101
-    assert found[:3] == [["prompt", "output", "r"], ["<|x|>", "0|", "0"], ["<|x|>", "1|", "0.333"]]
+    assert len(table["data"]) == 100 and text[1] == report.code_table(rows[:100])

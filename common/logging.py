@@ -84,7 +84,6 @@ class Run:
         self.args = args
         self.accelerator = launch(args, fsdp)
         self.main = self.accelerator.is_main_process
-        set_threads(args.threads)  # again: accelerate may have set them
         self.algo = Path(script).stem
         self.identity = identity(self.algo, args, script)
         if unknown := self.identity["not_compared"]:
@@ -100,8 +99,8 @@ class Run:
         _open.append(self)
         self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(self.accelerator, self._claim)
         self.begun = self.state.get("step", 0)
-        if self.state:  # another number of threads gives other bits
-            set_threads(args.threads or self.state["threads"])
+        # again: accelerate may have set them, and another number than before would give other bits
+        set_threads(args.threads or self.state.get("threads"))
         if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self.handlers[number] = signal.signal(number, self._on_signal)
@@ -219,15 +218,14 @@ class Run:
             for later in (self.dir / "checkpoints").glob("step_????????"):
                 if later.name > self.checkpoint.name:
                     shutil.rmtree(later)
-        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # these steps come again
-            keep_lines(self.dir / name, self.state.get("step", -1))
-        if not self.same:
-            sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
             notes = {"total_steps": self.total_steps, "headline": self.headline}
             env = self.identity | environment(self.accelerator) | notes
-            # first env.json, by which `_locked_folder` knows the directory of a run
+            # the first file, by which `_locked_folder` knows the directory of a run
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
-            ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
+        sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
+        ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
+        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # these steps come again
+            keep_lines(self.dir / name, self.state.get("step", -1))
         if self.args.track != "off":
             self._mirror(report.open_tracker, self.accelerator, self.args, self.dir, self.identity)
 

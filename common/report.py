@@ -175,7 +175,7 @@ def sparkline(values, width=40):
 
 
 def draw_curves(records, names, title, path):
-    """The metrics of a run as a picture; the file is replaced as a whole.
+    """Draws the metrics of a run.
 
     records: the lines of metrics.jsonl. names: the metrics to draw, that of the first panel first; then come those of
     evaluations. All sets and all betas of a metric share a panel, also with one of training of that name.
@@ -207,9 +207,7 @@ def draw_curves(records, names, title, path):
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
         figure.supxlabel("optimizer step")
-        temporary = path.with_name(f".tmp-{path.name}")
-        figure.savefig(temporary, format="png", dpi=100)
-        temporary.replace(path)
+        figure.savefig(path, dpi=100)
 
 
 # ---- Card ------------------------------------------------------------------------------------------------------------

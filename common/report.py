@@ -24,6 +24,7 @@ MOST_NUMBERS = 5  # in the card
 MOST_PROMPTS = 3  # in the card
 MOST_SAMPLES = 100  # of an evaluation, for wandb and tensorboard
 LONGEST_CELL = 200  # characters of a sample in a table
+WIDEST = 4000  # characters of a line of a table in markdown, so that rows are lines and no cell is cut
 
 # Last lines of a run, and of its card: how the model is loaded and sampled from.
 USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
@@ -132,19 +133,19 @@ def cell_text(value):
     return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + "..."
 
 
-def table_of(rows, title=None):
-    """Rows, dicts of equal keys, as the text of a table."""
+def table_of(rows, title=None, width=None):
+    """Rows, dicts of equal keys, as the text of a table, as wide as the terminal where no width is given."""
     grid = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for row in rows:
         grid.add_row(*(Text(cell_text(value)) for value in row.values()))
-    sheet = Console(file=io.StringIO(), width=min(120, shutil.get_terminal_size().columns))
+    sheet = Console(file=io.StringIO(), width=width or min(120, shutil.get_terminal_size().columns))
     sheet.print(grid)
     return sheet.file.getvalue().rstrip()
 
 
 def code_table(rows):
     """The same in markdown, where what is indented is no markup."""
-    return textwrap.indent(table_of(rows), "    ")
+    return textwrap.indent(table_of(rows, width=WIDEST), "    ")
 
 
 # ---- Metrics ---------------------------------------------------------------------------------------------------------

@@ -793,7 +793,8 @@ def main(args):
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
     stride = updates_per_epoch(args)
-    state = run.begin(unet, optimizer, pipeline.unet, args.num_epochs, headline, IN_STATUS, stride=stride, rewards={})
+    shown = [headline, *IN_STATUS]
+    state = run.begin(unet, optimizer, pipeline.unet, args.num_epochs, shown, stride=stride, rewards={})
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count, state.rewards)
     run.say(summary(run, policy, data))
     if run.evaluation_due(0):

@@ -549,7 +549,7 @@ def main(args):
     if data.eval_sets:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}rewards/accuracies"
     evaluates = bool(data.eval_sets or data.prompts)
-    run.begin(model, optimizer, lm, total_steps, headline, IN_STATUS, evaluates=evaluates)
+    run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
     run.say(summary(run, lm, tokenizer, data, max_length))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, score, losses_of, tokenizer, data, args))

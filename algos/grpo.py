@@ -458,7 +458,7 @@ def main(args):
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    run.begin(model, optimizer, lm, args.num_iterations, headline, IN_STATUS, stride=args.steps_per_iteration)
+    run.begin(model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], stride=args.steps_per_iteration)
     run.say(summary(run, lm, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))

@@ -769,7 +769,7 @@ def main(args):
     lengths = [len(episode.ids) for episode in data.episodes]
     total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)
     evaluates = bool(data.eval_sets or data.metric)
-    run.begin(model, optimizer, lm, total_steps, "losses/loss", IN_STATUS, evaluates=evaluates)
+    run.begin(model, optimizer, lm, total_steps, ["losses/loss", *IN_STATUS], evaluates=evaluates)
     run.say(summary(run, policy, tokenizer, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))

@@ -616,7 +616,8 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
     stride = args.steps_per_iteration
     quantities = {"kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}
-    state = run.begin(model, optimizer, lm, args.num_iterations, headline, IN_STATUS, stride=stride, **quantities)
+    shown = [headline, *IN_STATUS]
+    state = run.begin(model, optimizer, lm, args.num_iterations, shown, stride=stride, **quantities)
     run.say(summary(run, policy, data))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, tokenizer, data, args))

@@ -357,7 +357,7 @@ def main(args):
     headline = "rewards/accuracies"
     if data.eval_sets and args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}accuracy"
-    run.begin(model, optimizer, lm, total_steps, headline, IN_STATUS, evaluates=bool(data.eval_sets))
+    run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=bool(data.eval_sets))
     run.say(summary(run, lm, new_head, data, max_length))
     if run.evaluation_due(0):
         run.log(0, evaluate(run, 0, model, score, data, args))

@@ -1,16 +1,13 @@
 """A run: its directory, metrics, checkpoints and signals. Only rank 0 writes. Trackers mirror the directory."""
 
-import contextlib
 import fcntl
 import functools
 import json
 import math
 import os
 import platform
-import shlex
 import shutil
 import signal
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -21,60 +18,37 @@ import torch
 import yaml
 
 from common import checkpoint as ckpt
+from common import report
 from common.adapters import to_export
 from common.cli import InputError, flag_of
-from common.identity import LENGTHS, SIZES, describe, differences, environment, identity, nearly_the_same
+from common.identity import SIZES, describe, differences, environment, identity, nearly_the_same
 from common.launch import OUT_OF_MEMORY, describe_layout, launch, peak_memory_mb, set_threads
-from common.report import (
-    check_tracker,
-    draw_curves,
-    how_to_continue,
-    log_samples,
-    model_card,
-    newest_values,
-    open_tracker,
-    points,
-    screen,
-    sparkline,
-    table_of,
-    visible,
-)
+from common.report import screen, visible
 from common.seeding import seed_libraries, stream_rows
 
-CHECKPOINTS = "a run directory with checkpoints, or one of these (checkpoints/step_00000100)"
-PICTURE = 30  # seconds between two pictures of a run that goes on; each takes about one
 _open = []  # runs of this process that are not closed
 
 
 def on_main(accelerator, function, *args):
     """function(*args) on rank 0; its result, or its error, on every rank, so that no rank waits for a failed one."""
-    if accelerator.num_processes == 1:
-        return function(*args)
     from accelerate.utils import broadcast_object_list
 
-    result = None
-    failure = None
-    error_class = None
+    sent = [None, None]  # a result, an error
     if accelerator.is_main_process:
         try:
-            result = function(*args)
+            sent[0] = function(*args)
         except Exception as error:
-            failure = error
-            error_class = InputError if isinstance(error, InputError) else RuntimeError
-    box = [result, error_class, str(failure) or repr(failure)]
-    broadcast_object_list(box)
-    result, error_class, message = box
-    if failure is not None:
-        raise failure
-    if error_class is not None:
-        raise error_class(message)
-    return result
+            broadcast_object_list([None, InputError(str(error) or repr(error))])
+            raise
+    broadcast_object_list(sent)  # in a single process nothing happens
+    if sent[1]:
+        raise sent[1]
+    return sent[0]
 
 
 def closes_run(main):
-    """Decorator of main: seeds and threads are set before functions of the user run, and whatever ends main, the run's
-    lock is released and signals have their old handlers again. Where memory runs out, InputError names the flags that
-    lower it."""
+    """Decorator of main: sets seeds and threads before functions of the user run, closes the run whatever ends main,
+    and where memory runs out raises an InputError that names the flags which lower it."""
 
     @functools.wraps(main)
     def wrapped(args):
@@ -83,7 +57,7 @@ def closes_run(main):
         screen.start()
         screen.show("loading libraries")
         try:
-            check_tracker(args.track)
+            report.check_tracker(args.track)
             return main(args)
         except RuntimeError as error:
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # of CUDA, cuBLAS, a CPU
@@ -91,8 +65,8 @@ def closes_run(main):
                 raise InputError(OUT_OF_MEMORY) from error
             raise
         finally:
-            for run in list(_open):
-                run.close()
+            while _open:
+                _open.pop().close()
             screen.stop()
 
     return wrapped
@@ -110,27 +84,23 @@ class Run:
         self.args = args
         self.accelerator = launch(args, fsdp)
         self.main = self.accelerator.is_main_process
-        set_threads(args.threads)  # again: accelerate may have set them
         self.algo = Path(script).stem
         self.identity = identity(self.algo, args, script)
         if unknown := self.identity["not_compared"]:
             names = ", ".join(map(flag_of, unknown))
             self.say(f"warning: what {names} holds cannot be hashed: another object there is taken for the same run")
         self.signal = None
-        self.stepped = False  # since the start of this process
+        self.stepped = False  # whether this process has done an iteration
         self.made = False  # whether this process has made the directory
-        self.mirror = None
         self.dir = None
         self.lock = None
         self.handlers = {}
-        self.seconds = {}  # of the parts of this iteration
         self.last_line = 0.0
-        self.drawn = 0.0
         _open.append(self)
         self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(self.accelerator, self._claim)
         self.begun = self.state.get("step", 0)
-        if self.state:  # another number of threads gives other bits
-            set_threads(args.threads or self.state["threads"])
+        # again: accelerate may have set them, and another number than before would give other bits
+        set_threads(args.threads or self.state.get("threads"))
         if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self.handlers[number] = signal.signal(number, self._on_signal)
@@ -138,22 +108,20 @@ class Run:
     # -- the directory
 
     def _claim(self):
-        """(directory, checkpoint or None, its state or {}, whether the run is finished, whether the directory held this
-        very run), on rank 0. What it holds of another run, or of later steps, is still there. With --check there is no
-        directory."""
+        """(dir, checkpoint, state, finished, same), on rank 0. What the directory holds of another run, or of later
+        steps, is still there afterwards."""
         new = self.identity
         path = None
         state = {}
         if self.args.resume not in ("auto", "never"):
-            path = Path(self.args.resume)
-            path = max(path.glob("checkpoints/step_????????"), default=path)
-            if not (path / "state.json").is_file():
-                raise InputError(f"--resume {self.args.resume} must be auto, never, {CHECKPOINTS}")
+            named = Path(self.args.resume)
+            path = max(named.glob("checkpoints/step_????????"), default=named)
+            if not (path / "state.json").exists():
+                raise InputError(f"--resume {named} must be auto, never, a run directory or a checkpoint in one")
             state = ckpt.read_checkpoint(path)
         if self.args.check:
             return None, path, state, False, False
-        folder = self._make_folder()
-        self._lock(folder)
+        folder = self._locked_folder()
         # of a run that was killed: ours begin with .tmp-, those of safetensors with .tmp
         for stale in [*folder.glob(".tmp*"), *folder.glob("checkpoints/.tmp*")]:
             if stale.is_dir():
@@ -185,73 +153,65 @@ class Run:
             self.say(f"{other} holds nearly this run ({lines}); to continue that one: --resume {other}")
         return folder, path, state, False, same
 
-    def _make_folder(self):
-        name = self.args.name or self.algo
-        folder = Path(self.args.run_dir or f"runs/{name}-{self.identity['hash']}")
+    def _locked_folder(self):
+        """The run directory, which is made where it is new."""
+        first = Path(self.args.run_dir or f"runs/{self.args.name or self.algo}-{self.identity['hash']}")
+        folder = first
         try:
-            if self.args.resume == "never" and folder.exists():
-                number = 2
-                while folder.with_name(f"{folder.name}-{number}").exists():
+            if self.args.resume == "never":
+                number = 1
+                while folder.exists():
                     number += 1
-                folder = folder.with_name(f"{folder.name}-{number}")
+                    folder = first.with_name(f"{first.name}-{number}")
             self.made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            names = [path.name for path in folder.iterdir()]
-            foreign = [name for name in names if not name.startswith((".lock", ".tmp"))]
-            if foreign and "env.json" not in names:
-                raise InputError(f"--run-dir {folder} holds files but no run: choose another name")
+            names = [path.name for path in folder.iterdir() if not path.name.startswith((".lock", ".tmp"))]
+            if names and "env.json" not in names:
+                raise OSError("it holds files but no run")
             self.lock = open(folder / ".lock", "a+")
-        except (OSError, ValueError) as error:
-            raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
-        return folder
-
-    def _lock(self, folder):
-        try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.lock.seek(0)
-            owner = self.lock.read()
-            raise InputError(f"{folder} is locked by the running process {owner}: end that one first") from None
+        except (OSError, ValueError) as error:
+            problem = f"cannot be written: {error}"
+            if isinstance(error, BlockingIOError):
+                problem = f"is locked by the running process {(folder / '.lock').read_text()}: end that one first"
+            raise InputError(f"--run-dir {visible(str(folder))} {problem}") from None
         self.lock.truncate(0)
         self.lock.write(f"{os.getpid()} on {platform.node()}")
         self.lock.flush()
+        return folder
 
-    def begin(self, model, optimizer, pretrained, iterations, headline, shown, stride=1, evaluates=True, **quantities):
+    def begin(self, model, optimizer, pretrained, iterations, shown, stride=1, evaluates=True, **quantities):
         """Fills model and optimizer from the checkpoint, if there is one, and makes the directory that of this run.
-        Returns the running quantities of the algorithm as attributes: those given, or those of the checkpoint. `save`
-        keeps them as they are then. Collective.
+        Returns the running quantities of the algorithm as attributes, as given or as in the checkpoint; each checkpoint
+        keeps them. Collective.
 
         pretrained: the model of --model, of which checkpoints leave out what is frozen. iterations: of the whole run,
-        each of `stride` optimizer steps. headline: the metric that the picture and the card begin with, until
-        `set_headline` names another. shown: the metrics of the status line, which the picture has, too. evaluates:
-        whether there is anything to evaluate.
+        each of `stride` optimizer steps. shown: the metrics of status line, picture and card, the headline first.
+        evaluates: whether there is anything to evaluate.
         """
         self.model = model
         self.optimizer = optimizer
-        self.pretrained = pretrained
         self.stride = stride
         self.iteration = self.state.get("iteration", self.begun // stride)  # the last one that is done
         self.num_iterations = iterations
         self.total_steps = self.begun + stride * max(0, iterations - self.iteration)
-        self.headline = self.state.get("headline", headline) if self.same else headline
-        self.shown = shown
+        self.shown = [*dict.fromkeys(shown)]  # the headline may be one of those of the status line
+        self.headline = shown[0]
+        if self.same:
+            self.headline = self.state.get("headline", self.headline)
         self.eval_every = self.args.eval_every if evaluates else 0
-        self.best_score = self.state.get("best_score")
-        self.best_step = self.state.get("best_step")
+        kept = {"best_score": None, "best_step": None} | quantities
+        self.kept = SimpleNamespace(**{name: self.state.get(name, value) for name, value in kept.items()})
         self.frozen = ckpt.frozen_weights(pretrained)
         self.settings = ckpt.settings_of(optimizer)
-        stored = {name: self.state[name] for name in quantities if name in self.state}
-        self.quantities = SimpleNamespace(**quantities | stored)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
-        optimizer.register_step_post_hook(self._on_step)  # after a step that torch takes to fill the moments
-        self.longer = next(flag_of(name) for name in reversed(LENGTHS) if hasattr(self.args, name))
-        if self.checkpoint and self.iteration >= iterations and not self.same:
-            raise InputError(f"--resume {self.args.resume}: nothing is left to train; raise {self.longer}")
+            if self.iteration >= iterations and not self.same:
+                raise InputError(f"--resume {self.args.resume}: nothing is left to train; ask for more steps")
         if self.dir:
             on_main(self.accelerator, self._begin)
         self.start = time.monotonic()
-        return self.quantities
+        return self.kept
 
     def _begin(self):
         """Makes the directory that of this run: what came after the checkpoint that it goes on from is removed."""
@@ -260,15 +220,16 @@ class Run:
             for later in (self.dir / "checkpoints").glob("step_????????"):
                 if later.name > self.checkpoint.name:
                     shutil.rmtree(later)
-        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # these steps come again
-            keep_lines(self.dir / name, self.state.get("step", -1))
-        if not self.same:
-            sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
             notes = {"total_steps": self.total_steps, "headline": self.headline}
             env = self.identity | environment(self.accelerator) | notes
-            # first env.json, by which `_make_folder` knows the directory of a run
+            # the first file, by which `_locked_folder` knows the directory of a run
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
-            ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
+        sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
+        ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
+        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # these steps come again
+            keep_lines(self.dir / name, self.state.get("step", -1))
+        if self.args.track != "off":
+            self._mirror(report.open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
         """What is trained, in which types, where: the first line of a summary."""
@@ -280,9 +241,8 @@ class Run:
     # -- the loop
 
     def iterations(self):
-        """Yields the numbers of the iterations that are left, counted from 1; `step` is the number of optimizer steps
-        at the end of each. With --check the first one alone, or two where an iteration is one optimizer step: the
-        second one finds the optimizer's moments in memory."""
+        """Yields the numbers of the iterations that are left, from 1; `step` is the optimizer step at the end of each.
+        With --check one, or two where each is one optimizer step: the second finds its moments in memory."""
         self.step = self.begun
         first = self.iteration + 1
         last = self.num_iterations
@@ -307,6 +267,7 @@ class Run:
         now = time.perf_counter()
         self.seconds[part] = now - self.since
         self.since = now
+        screen.show("training")
 
     def set_headline(self, name):
         """Another metric becomes the headline, as in `begin`; benchmarks/compare.py reads it in env.json."""
@@ -326,51 +287,37 @@ class Run:
         return every > 0 and step // every > (step - self.stride) // every
 
     def save(self, step, export, score=None):
-        """Ends an iteration: exports the model where score, that of an evaluation, is the highest so far; writes a
-        checkpoint then, every --save-every steps, and at the end; after SIGTERM and SIGINT, too, and leaves then with
-        143 or 130. export: takes the name of a directory. Collective."""
+        """Ends an iteration: exports the model where score, that of an evaluation, is the highest so far. Writes a
+        checkpoint then, every --save-every steps, at the end, and after a signal, with which it exits. Collective."""
         if self.dir is None:
             return
-        best_score = -math.inf if self.best_score is None else self.best_score
-        if score is not None and score > best_score:  # which nan never is
-            self.best_score = score
-            self.best_step = step
+        kept = self.kept
+        if score is not None and math.isfinite(score) and (kept.best_score is None or score > kept.best_score):
+            kept.best_score = score
+            kept.best_step = step
             export("hf_model_best")
         stop = self.stop_requested()
-        if stop or step in (self.best_step, self.total_steps) or self._passed(step, self.args.save_every):
+        if stop or step in (kept.best_step, self.total_steps) or self._passed(step, self.args.save_every):
             self._save(step)
         if stop:
-            if self.main:
-                self._draw()
-            self.close()
-            launcher = [sys.executable]
-            if self.accelerator.num_processes > 1:
-                launcher = ["torchrun", "--nproc_per_node", str(self.accelerator.num_processes)]
-            self.say(f"stopped after step {step}; to continue: {shlex.join([*launcher, *sys.argv])}")
+            command = report.launch_line(environment(self.accelerator))
+            self.say(f"stopped after step {step}; to continue: {command}")
             raise SystemExit(128 + self.signal)
 
     def _save(self, step):
         """Writes a checkpoint. A full disk is a warning: older checkpoints are intact, the next save tries again."""
         screen.show("saving")
-        best = {"best_score": self.best_score, "best_step": self.best_step, "headline": self.headline}
         state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": self.iteration}
-        state |= vars(self.quantities) | best
+        state |= {"headline": self.headline, **vars(self.kept)}
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
 
-        def write():
-            try:
-                ckpt.write_checkpoint(self.dir, step, files, state, self.args.keep_checkpoints, {self.best_step})
-            except OSError as error:
-                self.say(f"warning: no checkpoint was written at step {step} ({error}); older ones are intact")
-
-        on_main(self.accelerator, write)
+        arguments = (self.dir, step, files, state, self.args.keep_checkpoints, {self.kept.best_step})
+        try:
+            on_main(self.accelerator, ckpt.write_checkpoint, *arguments)
+        except (OSError, InputError) as error:  # the second on the other ranks
+            self.say(f"warning: no checkpoint was written at step {step} ({error}); older ones are intact")
 
     # -- signals
-
-    def _on_step(self, *_):
-        """After every optimizer step."""
-        self.stepped = True
-        screen.step(self.stride)
 
     def _on_signal(self, number, frame):
         """Ends at once where nothing is lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
@@ -389,21 +336,14 @@ class Run:
         return stop
 
     def close(self):
-        screen.stop()
-        if self.made and not self.stepped and self.dir:  # an error or a signal came before the first step
+        if self.made and self.dir and not self.stepped:  # an error or a signal came before the first step
             shutil.rmtree(self.dir, ignore_errors=True)
-            if not self.args.run_dir:
-                with contextlib.suppress(OSError):  # other runs are there
-                    self.dir.parent.rmdir()
         while self.handlers:
             signal.signal(*self.handlers.popitem())
-        if self in _open and self.accelerator.num_processes > 1:
+        if self.accelerator.num_processes > 1:
             time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast still winds up
         if self.lock:
             self.lock.close()
-            self.lock = None
-        if self in _open:
-            _open.remove(self)
 
     # -- output
 
@@ -419,7 +359,7 @@ class Run:
     def log(self, step, metrics, **counts):
         """One line of metrics.jsonl (bitwise reproducible; null for what is not finite), one of perf.jsonl, and a line
         on the screen. counts: how many tokens, episodes or the like the iteration has worked on."""
-        self.stepped = self.stepped or step > 0  # also where an iteration took no optimizer step
+        self.stepped = step > 0
         if not self.main:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -436,46 +376,42 @@ class Run:
         if perf:
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
         self._mirror(self.accelerator.log, finite | perf, step=step)
-        if 0 < step < self.total_steps and self.evaluation_due(step) and time.monotonic() > self.drawn + PICTURE:
+        if 0 < step < self.total_steps and self.evaluation_due(step):
             self._draw()
 
     def _status(self, step, metrics):
         """For the live line of a terminal; elsewhere a line at most every 5 s, and one for the last step."""
         parts = [f"{name.partition('/')[2]} {metrics[name]:.3g}" for name in self.shown if name in metrics]
-        parts.append(" + ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items()))
-        text = " | ".join(parts)
+        parts.append(self._seconds())
         now = time.monotonic()
-        seconds_per_step = (now - self.start) / max(1, step - self.begun)
-        eta = f"eta {timedelta(seconds=round(seconds_per_step * (self.total_steps - step)))}"
+        seconds_left = (now - self.start) / (step - self.begun) * (self.total_steps - step)
+        eta = f"eta {timedelta(seconds=round(seconds_left))}"
         screen.headline = f"{step}/{self.total_steps}, {eta}"
-        screen.metrics = text
+        screen.metrics = " | ".join(parts)
         screen.show("training")
         if not screen.live and (now - self.last_line > 5 or step >= self.total_steps):
             self.last_line = now
-            self.say(f"{step}/{self.total_steps} | {text} | {eta}")
+            self.say(f"{step}/{self.total_steps} | {screen.metrics} | {eta}")
 
-    def _mirror(self, log, *values, step):
-        """log(*values, step=step) to wandb or tensorboard, through accelerate. It may fail; training goes on."""
-        if self.args.track == "off" or self.mirror is False:
-            return
+    def _seconds(self):
+        return " + ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
+
+    def _mirror(self, function, *values, **options):
+        """Calls what sends values to wandb or tensorboard. It may fail; training goes on."""
         try:
-            if self.mirror is None:
-                open_tracker(self.accelerator, self.args.track, self.args.wandb_project, self.dir, self.identity)
-                self.mirror = True
-            log(*values, step=step)
+            function(*values, **options)
         except Exception as error:
-            self.mirror = False
             self.accelerator.trackers = []
             self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
 
-    def samples(self, step, rows, show=3):
-        """Generated samples, dicts of equal keys: all to samples.jsonl, the first few as a table on the terminal."""
+    def samples(self, step, rows):
+        """Generated samples, dicts of equal keys: all to samples.jsonl, the first three as a table on the terminal."""
         if not self.main or not rows:
             return
         if self.dir:
             self.append("samples.jsonl", *({"step": step, **row} for row in rows))
-            self._mirror(log_samples, self.accelerator, rows, step=step)
-        self.say(table_of(rows[:show], f"samples at step {step}"))
+            self._mirror(report.log_samples, self.accelerator, rows, step=step)
+        self.say(report.table_of(rows[:3], f"samples at step {step}"))
 
     # -- the end
 
@@ -490,59 +426,53 @@ class Run:
         on_main(self.accelerator, ckpt.export_model, lm, weights, tokenizer, self.dir / name, whole)
 
     def finish(self, export, prompt, usage, library="transformers", pictures=lambda: ""):
-        """Exports the model, prints the last lines and writes the model card, which marks the run as finished. prompt
-        and usage: as `lines_of_use` returns them. Returns the newest value of every metric, and the run directory."""
+        """Exports the model, prints the last lines and writes the card, which marks the run as finished. Returns
+        `result`. prompt and usage: as `lines_of_use` returns them. pictures: returns markdown for the card."""
         if self.args.check:
-            parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
             peak = peak_memory_mb(self.accelerator.device)
-            self.say(f"one iteration: {parts}; peak memory {peak:,.0f} MB\ncheck passed")
+            self.say(f"one iteration: {self._seconds()}; peak memory {peak:,.0f} MB\ncheck passed")
             return {}, None
         export("hf_model")
-        metrics = on_main(self.accelerator, self._finish, prompt, usage, library, pictures)
+        on_main(self.accelerator, self._finish, prompt, usage, library, pictures)
+        result = self.result()
         self.close()
         self.accelerator.end_training()
-        return metrics, self.dir
+        return result
 
     def result(self):
-        """What `finish` has returned: the newest value of every metric, and the run directory."""
-        return on_main(self.accelerator, lambda: newest_values(self._records())), self.dir
+        """The newest value of every metric, and the run directory."""
+        return on_main(self.accelerator, lambda: report.newest_values(self._records("metrics.jsonl"))), self.dir
 
-    def _records(self, name="metrics.jsonl"):
+    def _records(self, name):
         path = self.dir / name
         return [json.loads(line) for line in open(path, encoding="utf-8")] if path.exists() else []
 
     def _draw(self):
         """Draws curve.png. It may fail; training goes on."""
-        self.drawn = time.monotonic()
         try:
             title = f"{self.dir.resolve().name}: {self.identity['flags']['model']}"
-            draw_curves(self._records(), [self.headline, *self.shown], title, self.dir / "curve.png")
+            names = [self.headline, *self.shown]
+            report.draw_curves(self._records("metrics.jsonl"), names, title, self.dir / "curve.png")
         except Exception as error:
             self.say(f"warning: curve.png is not drawn: {' '.join(str(error).split())}")
 
     def _finish(self, prompt, usage, library, pictures):
-        records = self._records()
-        metrics = newest_values(records)
-        values = [value for _, value in points(records, self.headline)]
         self._draw()
-        flags = self.identity["flags"]
-        title = f"{flags['model']} trained by {self.algo}.py on {flags.get('reward') or flags['dataset']}"
-        folder = str(self.dir / "hf_model")
+        records = self._records("metrics.jsonl")
+        values = [value for _, value in report.points(records, self.headline)]
+        if values:
+            self.say(f"\n{self.headline} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}")
+        folder = f"{self.dir}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
-        if values:
-            self.say(f"\n{self.headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}")
-        places = f"card: {self.dir}/README.md\npicture: {self.dir}/curve.png\nmodel: {self.dir}/hf_model"
-        self.say(f"\n{usage}\n\n{places}")
+        self.say(f"\n{usage}\n\ncard: {self.dir}/README.md\npicture: {self.dir}/curve.png\nmodel: {folder}")
         if self.args.push_to_hub:
             ckpt.push(folder, self.args.push_to_hub)
         env = json.loads((self.dir / "env.json").read_text())
         samples = self._records("samples.jsonl")
-        continuing = how_to_continue(self.dir, self.total_steps, self.longer, self.best_step)
-        names = [*dict.fromkeys([self.headline, *self.shown])]  # the headline may be one of those shown
-        card = model_card(env, title, names, records, samples, usage, library, pictures(), continuing)
+        names = [self.headline, *self.shown]
+        card = report.model_card(env, names, records, samples, usage, library, pictures())
         ckpt.write_text(self.dir / "README.md", card)
-        return metrics
 
 
 def keep_lines(path, step):

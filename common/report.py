@@ -2,11 +2,10 @@
 
 import contextlib
 import io
-import itertools
 import math
 import os
-import re
 import shutil
+import textwrap
 import time
 import warnings
 
@@ -21,11 +20,11 @@ from rich.text import Text
 from common.cli import InputError
 
 REPORT = 30  # seconds between two plain lines about a long activity, where there is no terminal
-MOST_PANELS = 8
 MOST_NUMBERS = 5  # in the card
 MOST_PROMPTS = 3  # in the card
 MOST_SAMPLES = 100  # of an evaluation, for wandb and tensorboard
 LONGEST_CELL = 200  # characters of a sample in a table
+WIDEST = 4000  # characters of a line of a table in markdown, so that rows are lines and no cell is cut
 
 # Last lines of a run, and of its card: how the model is loaded and sampled from.
 USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
@@ -66,9 +65,7 @@ class Screen:
         if self.live:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 self.live.stop()
-        self.live = None
-        self.headline = ""
-        self.metrics = ""
+        self.__init__()
 
     def show(self, activity, total=0, unit="rows"):
         """Says what begins: so many units of it are to be done; `advance` counts them."""
@@ -82,15 +79,6 @@ class Screen:
             with contextlib.suppress(OSError):
                 self.live.refresh()
 
-    def step(self, total):
-        """An optimizer step is done, of so many of an iteration."""
-        if self.activity != "training":
-            self.show("training")
-        if total > 1:
-            self.total = total
-            self.unit = "steps"
-            self.advance(1)
-
     def advance(self, count):
         self.done += count
         now = time.monotonic()
@@ -102,7 +90,9 @@ class Screen:
         """The activity in words."""
         count = ""
         if self.total:
-            count = f" {min(self.done, self.total):,}/{self.total:,} {self.unit}"
+            count = f" {self.done:,}/{self.total:,} {self.unit}"
+        elif self.done:
+            count = f" {self.done:,} steps"
         return f"{self.activity}{count}, {time.monotonic() - self.begin:.0f} s"
 
     def line(self):
@@ -143,14 +133,19 @@ def cell_text(value):
     return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + "..."
 
 
-def table_of(rows, title):
-    """Rows, dicts of equal keys, as the text of a table."""
+def table_of(rows, title=None, width=None):
+    """Rows, dicts of equal keys, as the text of a table, as wide as the terminal where no width is given."""
     grid = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for row in rows:
         grid.add_row(*(Text(cell_text(value)) for value in row.values()))
-    sheet = Console(file=io.StringIO(), width=min(120, shutil.get_terminal_size().columns))
+    sheet = Console(file=io.StringIO(), width=width or min(120, shutil.get_terminal_size().columns))
     sheet.print(grid)
     return sheet.file.getvalue().rstrip()
+
+
+def code_table(rows):
+    """The same in markdown, where what is indented is no markup."""
+    return textwrap.indent(table_of(rows, width=WIDEST), "    ")
 
 
 # ---- Metrics ---------------------------------------------------------------------------------------------------------
@@ -180,32 +175,24 @@ def sparkline(values, width=40):
 # ---- Picture ---------------------------------------------------------------------------------------------------------
 
 
-def panels_of(records, names):
-    """{label: metrics} of the picture: those of names, then what evaluations measure besides. All sets and all betas of
-    an evaluation metric share a panel, also with a metric of training of that name."""
-    evaluated = [name for name in newest_values(records) if name.startswith("eval/")]
-    panels = {}
-    for name in dict.fromkeys([*names, *evaluated]):
-        label = name.rpartition("/")[2].partition("@")[0]
-        if points(records, name):
-            panels.setdefault(label, []).append(name)
-    return dict(itertools.islice(panels.items(), MOST_PANELS))
-
-
 def draw_curves(records, names, title, path):
-    """The metrics of a run as a picture; the file is replaced as a whole.
+    """Draws the metrics of a run.
 
-    records: the lines of metrics.jsonl. names: the metrics to draw, that of the first panel first.
+    records: the lines of metrics.jsonl. names: the metrics to draw, that of the first panel first; then come those of
+    evaluations. All sets and all betas of a metric share a panel, also with one of training of that name.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = panels_of(records, names)
+    evaluated = [name for name in newest_values(records) if name.startswith("eval/")]
+    panels = {}
+    for name in dict.fromkeys([*names, *evaluated]):
+        if points(records, name):
+            panels.setdefault(name.rpartition("/")[2].partition("@")[0], []).append(name)
     if not panels:
         return
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / 2)
-    temporary = path.with_name(f".tmp-{path.name}")
     # names of metrics and models are no formulas; a letter that the font lacks is no reason for a warning
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings(action="ignore"):
         figure = Figure(figsize=(4.5 * columns, 0.8 + 1.8 * rows), layout="constrained")
@@ -216,82 +203,47 @@ def draw_curves(records, names, title, path):
                 curve = points(records, name)
                 marker = "." if name.startswith("eval/") or len(curve) < 3 else None
                 axes.plot(*zip(*curve, strict=True), label=visible(name), marker=marker, linewidth=1)
-            axes.set_ylabel(visible(label), fontsize=9)
-            axes.tick_params(labelsize=8)
+            axes.set_ylabel(visible(label))
             axes.yaxis.set_major_formatter("{x:.6g}")  # without a factor above the panel
-            axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
-        figure.supxlabel("optimizer step", fontsize=10)
-        try:
-            figure.savefig(temporary, format="png", dpi=100)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        figure.supxlabel("optimizer step")
+        figure.savefig(path, dpi=100)
 
 
 # ---- Card ------------------------------------------------------------------------------------------------------------
 
 
-def markdown_table(rows):
-    """Rows, dicts, as a table of markdown. Texts are code, so nothing in them is markup."""
-    columns = list(newest_values(rows))
-    lines = [columns, ["---"] * len(columns)]
-    for row in rows:
-        lines.append([markdown_cell(row.get(name, "")) for name in columns])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def markdown_cell(value):
-    """A number as it is read; a text as code, between more backticks than it holds."""
-    text = cell_text(value)
-    if not isinstance(value, str) or not text.strip():
-        return text
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    text = text.replace("|", "\\|")
-    return f"{fence} {text} {fence}"
-
-
-def before_and_after(samples, headline):
-    """Samples of the first evaluation and of the last: of the first prompts, one each. Of ilql's betas that of the
-    headline metric. samples: the lines of samples.jsonl."""
-    beta = headline.partition("@beta=")[2]
-    steps = [sample["step"] for sample in samples[:1] + samples[-1:]]
-    of_prompts = {}
-    for sample in samples:
-        if sample["step"] in steps and (not beta or f"{sample['beta']:g}" == beta):
-            versions = of_prompts.setdefault((sample.get("set"), sample["prompt"]), {})
-            versions.setdefault(sample["step"], sample)
-    shown = itertools.islice(of_prompts.values(), MOST_PROMPTS)
-    return [*itertools.chain.from_iterable(versions.values() for versions in shown)]
-
-
-def model_card(env, title, names, records, samples, usage, library, pictures, continuing):
+def model_card(env, names, records, samples, usage, library, pictures):
     """README.md of a run.
 
-    names: its most telling metrics, the headline first. records, samples: the lines of metrics.jsonl and samples.jsonl.
-    pictures: more of them, as markdown. continuing: what `how_to_continue` returns.
+    env: what env.json holds. names: the most telling metrics, the headline first. records, samples: the lines of
+    metrics.jsonl and samples.jsonl. pictures: more of them, as markdown.
     """
+    flags = env["flags"]
+    title = f"{flags['model']} trained by {env['algo']}.py on {flags.get('reward') or flags['dataset']}"
     numbers = []
-    for name in names[:MOST_NUMBERS]:
+    for name in dict.fromkeys(names):
         if curve := points(records, name):
-            numbers.append({"metric": name, "first": curve[0][1], "last": curve[-1][1]})
-    result = ""
-    if numbers:
-        curve = points(records, numbers[0]["metric"])
-        (first_step, first), (last_step, last) = curve[0], curve[-1]
-        result = f"{numbers[0]['metric']}: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}."
-    parts = [f"---\nlibrary_name: {library}\ntags: [plainrl, {env['algo']}]\n---\n# {title}", result]
-    parts += ["![learning curve](curve.png)", markdown_table(numbers), pictures.strip()]
-    if table := before_and_after(samples, names[0]):
-        parts += ["## Samples", markdown_table(table)]
-    command = f"python {env['command']}"
-    if env["processes"] > 1:
-        command = f"torchrun --nproc_per_node {env['processes']} {env['command']}"
+            (first_step, first), (last_step, last) = curve[0], curve[-1]
+            numbers.append(f"- `{name}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
+    newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
+    shown = [*newest.values()][:MOST_PROMPTS]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{command}\n```", continuing]
+    parts = [f"---\nlibrary_name: {library}\ntags: [plainrl, {env['algo']}]\n---\n# {title}"]
+    parts += ["\n".join(numbers[:MOST_NUMBERS]), "![learning curve](curve.png)", pictures.strip()]
+    if shown:
+        parts += ["## Samples", code_table(shown)]
+    parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{launch_line(env)}\n```"]
     parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def launch_line(env):
+    """The command that gives a run again. env: what `environment` returns."""
+    if env["processes"] > 1:
+        return f"torchrun --nproc_per_node {env['processes']} {env['command']}"
+    return f"python {env['command']}"
 
 
 def lines_of_use(lm, tokenizer, ids):
@@ -305,19 +257,6 @@ def lines_of_use(lm, tokenizer, ids):
     return prompt, usage.replace("OPTIONS", options)
 
 
-def how_to_continue(folder, last_step, longer, best_step):
-    """How a run is repeated and continued. longer: the flag that makes it longer."""
-    checkpoint = f"{folder}/checkpoints/step_{last_step:08d}"
-    text = (
-        "The same command goes on with a run that was stopped; with `--resume never` it repeats the run in another "
-        f"directory. `--config {folder}/config.yaml` has its flags. `--resume {checkpoint}` trains on from its end, "
-        f"with a larger `{longer}` or other flags."
-    )
-    if best_step is not None:
-        text += f" `{folder}/hf_model_best` is the model of step {best_step}, the best of the evaluations."
-    return text
-
-
 # ---- wandb and tensorboard, through accelerate: mirrors of the run directory -----------------------------------------
 
 
@@ -329,7 +268,7 @@ def check_tracker(name):
         raise InputError(f"--track {name} is not installed: pip install {name}, or leave --track out")
 
 
-def open_tracker(accelerator, name, project, folder, identity):
+def open_tracker(accelerator, args, folder, identity):
     """Starts the tracker of --track for the run in a folder, or goes on with what it has of that run."""
     from accelerate.tracking import filter_trackers
 
@@ -337,9 +276,9 @@ def open_tracker(accelerator, name, project, folder, identity):
     for flag, value in identity["flags"].items():
         flags[flag] = value if isinstance(value, int | float) else str(value)
     place = {"id": f"{folder.resolve().name}-{identity['hash']}", "name": folder.name, "dir": str(folder)}
-    accelerator.log_with = filter_trackers([name], folder)
+    accelerator.log_with = filter_trackers([args.track], folder)
     accelerator.project_configuration.logging_dir = str(folder)  # of tensorboard
-    accelerator.init_trackers(project, flags, {"wandb": {"resume": "allow", **place}})
+    accelerator.init_trackers(args.wandb_project, flags, {"wandb": {"resume": "allow", **place}})
 
 
 def log_samples(accelerator, samples, step):
@@ -347,7 +286,7 @@ def log_samples(accelerator, samples, step):
     samples = samples[:MOST_SAMPLES]
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
-            tracker.tracker.add_text("eval/samples", markdown_table(samples), global_step=step)
+            tracker.tracker.add_text("eval/samples", code_table(samples), global_step=step)
         else:
             rows = [list(sample.values()) for sample in samples]
             tracker.log_table("eval/samples", columns=list(samples[0]), data=rows, step=step)

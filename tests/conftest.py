@@ -26,7 +26,7 @@ from cases import CASES
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from benchmarks.tasks import randomwalks, shapes
-from common import logging
+from common import report
 
 pytest_plugins = ["harness"]
 FAMILIES = "gpt2", "llama", "qwen3"
@@ -41,7 +41,7 @@ def quick_ends():
     def undrawn(records, names, title, path):
         path.touch()
 
-    with patch.object(logging, "draw_curves", undrawn), patch.object(os, "fsync", lambda descriptor: None):
+    with patch.object(report, "draw_curves", undrawn), patch.object(os, "fsync", lambda descriptor: None):
         yield
 
 

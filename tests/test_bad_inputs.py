@@ -539,7 +539,6 @@ def margins(value):
     return [row | {"margin": margin} for row, margin in zip(PAIR, (1.0, value, 0.5, 0.0), strict=True)]
 
 
-RESUME = "must be auto, never, a run directory with checkpoints, or one of these (checkpoints/step_00000100)"
 FORMS = "expected text, prompt and completion, messages, or dialogue"
 REFUSED = [
     # 25, 26: not finite
@@ -787,12 +786,12 @@ REFUSED = [
           shared=EVERY),
     entry(22, EVERY, "no such place", "--run-dir /proc/nope/run cannot be written: ", "--run-dir /proc/nope/run",
           shared=EVERY),
-    entry(58, EVERY, "photos", "--run-dir photos holds files but no run: choose another name", "--run-dir photos",
+    entry(58, EVERY, "photos", "--run-dir photos cannot be written: it holds files but no run", "--run-dir photos",
           shared=EVERY),
     entry(58, EVERY, "name of a path", "--name a/b must be letters and digits, behind the first also . _ -",
           "--run-dir None --name a/b", shared=EVERY),
-    entry(58, EVERY, "resume word", f"--resume nevr {RESUME}", "--resume nevr", shared=EVERY),
-    entry(58, EVERY, "resume run", f"--resume runs/x {RESUME}", "--resume runs/x", shared=EVERY),
+    entry(58, EVERY, "resume word", "--resume nevr must be auto, never, a run directory or a checkpoint in one", "--resume nevr", shared=EVERY),
+    entry(58, EVERY, "resume run", "--resume runs/x must be auto, never, a run directory or a checkpoint in one", "--resume runs/x", shared=EVERY),
     entry(58, EVERY, "model run", "--model runs/x is a run directory: name runs/x/hf_model", "--model runs/x",
           shared=TEXT),
     # 60: code of others

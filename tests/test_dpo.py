@@ -1314,7 +1314,7 @@ def test_the_best_model_is_that_of_the_metric_or_the_headline(
     flags = flags | {"total_steps": 6, "keep_checkpoints": 1, "lr": 2e-2, "eval_prompts": flags.get("eval_prompts")}
     metrics, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
     assert headline in metrics and f"\n{headline} " in capsys.readouterr().out
-    assert (run_dir / "README.md").read_text().count(f"| ` {headline} ` |") == 1 and (run_dir / "curve.png").exists()
+    assert (run_dir / "README.md").read_text().count(f"- `{headline}`: ") == 1 and (run_dir / "curve.png").exists()
     if "eval_every" not in flags:
         assert not (run_dir / "hf_model_best").exists()
         return

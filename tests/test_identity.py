@@ -543,9 +543,9 @@ def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
     run(sft, gpt2_dir, folder, total_steps=4, save_every=1, keep_checkpoints=4)
     before = snapshot(folder)
     for total in (1, 2):
-        with pytest.raises(InputError, match="--resume .*step_00000002: nothing is left to train; raise --total-steps"):
+        with pytest.raises(InputError, match="--resume .*step_00000002: nothing is left to train"):
             run(sft, gpt2_dir, folder, total_steps=total, resume=str(folder / "checkpoints/step_00000002"))
-        with pytest.raises(InputError, match="--resume .*run: nothing is left to train; raise --total-steps"):
+        with pytest.raises(InputError, match="--resume .*run: nothing is left to train"):
             run(sft, gpt2_dir, tmp_path / "new", total_steps=total, resume=str(folder))
         assert snapshot(folder) == before and not (tmp_path / "new").exists()
     run(sft, gpt2_dir, folder, total_steps=3, resume=str(folder / "checkpoints/step_00000002"))
@@ -556,10 +556,7 @@ def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (
-            {"resume": "runs/x"},
-            "--resume runs/x must be auto, never, a run directory with checkpoints, or one of these",
-        ),
+        ({"resume": "runs/x"}, "--resume runs/x must be auto, never, a run directory or a checkpoint in one"),
         ({"resume": "{}/ppo"}, "--resume .* is of other weights"),
         ({"resume": "{}/sft", "lora_r": 2}, "--resume .* is of other weights"),
         ({"resume": "{}/sft", "total_steps": 1}, "nothing is left to train"),

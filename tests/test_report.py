@@ -24,9 +24,9 @@ from transformers import AutoTokenizer, pipeline
 
 from algos import sft
 from benchmarks.recording import in_terminal, transcript
-from common import logging, report
+from common import report
 from common.cli import InputError
-from common.report import Screen
+from common.report import Screen, draw_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -114,9 +114,10 @@ def test_long_activities_are_reported_without_a_terminal(monkeypatch, capsys):
     for now[0] in (110.0, 131.0, 140.0, 163.0):
         screen.advance(100)
     assert capsys.readouterr().out == "scoring pairs 200/700 pairs, 31 s\nscoring pairs 400/700 pairs, 63 s\n"
-    for now[0] in (200.0, 240.0):
-        screen.step(1)  # of an iteration of one step, which has its own line
-    assert capsys.readouterr().out == ""
+    screen.show("training")
+    for now[0] in (180.0, 200.0):
+        screen.advance(1)
+    assert capsys.readouterr().out == "training 2 steps, 37 s\n"
     monkeypatch.setattr(sys, "stdout", ClosedPipe())
     screen.show("sampling", 8)
     now[0] = 300.0
@@ -171,7 +172,7 @@ def drawn(monkeypatch, tmp_path):
     monkeypatch.setattr(Figure, "savefig", keep)
 
     def draw(records, names, title="run: model"):
-        report.draw_curves(records, names, title, tmp_path / "curve.png")
+        draw_curves(records, names, title, tmp_path / "curve.png")
         panels = {}
         for axes in figures[-1].axes:
             if axes.axison:
@@ -209,10 +210,6 @@ NAMES = {  # the metrics that a script logs; the panels of the first four of the
         "eval/x@beta=4 losses/loss losses/loss_q losses/loss_v eval/x@beta=0 eval/y@beta=0 eval/y@beta=4",
         ["eval/x@beta=4 eval/x@beta=0", "losses/loss", "losses/loss_q", "losses/loss_v", "eval/y@beta=0 eval/y@beta=4"],
     ),
-    "at most eight": (
-        "eval/r a b c " + " ".join(f"eval/m{i}" for i in range(20)),
-        ["eval/r", "a", "b", "c", *(f"eval/m{i}" for i in range(4))],
-    ),
 }
 
 
@@ -224,26 +221,13 @@ def test_panels_share_names(logged, drawn):
     assert [" ".join(lines) for lines in found.values()] == expected
 
 
-def test_the_file_is_replaced_as_a_whole(monkeypatch, tmp_path):
+def test_the_file_is_a_picture(tmp_path):
     path = tmp_path / "curve.png"
-    report.draw_curves([{"step": 0, "eval/reward": None}], ["eval/reward"], "x", path)
+    draw_curves([{"step": 0, "eval/reward": None}], ["eval/reward"], "x", path)
     assert not path.exists()  # there is nothing to draw
-    report.draw_curves(PPO, ["eval/reward", *IN_STATUS], "run: $x_ \u4e2d", path)
+    draw_curves(PPO, ["eval/reward", *IN_STATUS], "run: $x_ \u4e2d", path)
     image = Image.open(path)
     assert image.format == "PNG" and image.size == (900, 620)
-    first = path.read_bytes()
-
-    def full(figure, file, **options):
-        Path(file).write_bytes(b"half")
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Figure, "savefig", full)
-        with pytest.raises(OSError, match="No space left"):
-            report.draw_curves(PPO, ["eval/reward"], "run: model", path)
-    assert path.read_bytes() == first and [p.name for p in tmp_path.iterdir()] == ["curve.png"]
-    report.draw_curves(PPO[:2], ["eval/reward"], "run: model", path)
-    assert path.read_bytes() != first
 
 
 # ---- When it is drawn ------------------------------------------------------------------------------------------------
@@ -258,18 +242,8 @@ def train(tiny_dir, run_dir, **flags):
 
 @pytest.fixture
 def drawings(monkeypatch):
-    """The last steps of the pictures that runs draw; `fails`: with which error. `stop_at`: the step after which SIGTERM
-    comes."""
-    calls = SimpleNamespace(steps=[], fails=None, stop_at=None, step=0)
-    requested = logging.Run.stop_requested
-
-    def stop(run):
-        calls.step += 1
-        if calls.step == calls.stop_at:
-            os.kill(os.getpid(), 15)
-        return requested(run)
-
-    monkeypatch.setattr(logging.Run, "stop_requested", stop)
+    """The last steps of the pictures that runs draw; `fails`: with which error."""
+    calls = SimpleNamespace(steps=[], fails=None)
 
     def draw(records, names, title, path):
         calls.steps.append(records[-1]["step"])
@@ -278,8 +252,7 @@ def drawings(monkeypatch):
             raise calls.fails
         path.write_text(f"{records[-1]['step']}")
 
-    monkeypatch.setattr(logging, "draw_curves", draw)
-    monkeypatch.setattr(logging, "PICTURE", 0)
+    monkeypatch.setattr(report, "draw_curves", draw)
     return calls
 
 
@@ -292,13 +265,6 @@ def test_every_evaluation_makes_it_anew(drawings, gpt2_dir, tmp_path):
 def test_without_evaluations_the_end_does(drawings, gpt2_dir, tmp_path):
     train(gpt2_dir, tmp_path / "run", eval_every=0)
     assert drawings.steps == [6] and drawings.last[0] == "train/loss"
-
-
-def test_an_interrupt_makes_it(drawings, gpt2_dir, tmp_path):
-    drawings.stop_at = 3
-    with pytest.raises(SystemExit):
-        train(gpt2_dir, tmp_path / "run")
-    assert drawings.steps == [2, 3] and (tmp_path / "run/curve.png").read_text() == "3"
 
 
 def test_a_picture_that_fails_stops_nothing(drawings, gpt2_dir, tmp_path, capsys):
@@ -316,6 +282,7 @@ def test_a_picture_that_fails_stops_nothing(drawings, gpt2_dir, tmp_path, capsys
 
 ENV = {
     "algo": "ppo", "command": "algos/ppo.py --lr 1e-5", "processes": 1, "commit": "abc", "device": "a CPU",
+    "flags": {"model": "my/model", "reward": "length", "dataset": "rows"},
     "versions": {"python": "3.11.7", "torch": "2.11.0"},
 }  # fmt: skip
 SAMPLES = [
@@ -327,29 +294,19 @@ CARD = """---
 library_name: transformers
 tags: [plainrl, ppo]
 ---
-# my/model after PPO
+# my/model trained by ppo.py on length
 
-eval/reward: 0.25 at step 0, **0.75** at step 12.
+- `eval/reward`: 0.25 at step 0, **0.75** at step 12
+- `objective/scores`: 0.3 at step 4, **0.6** at step 12
+- `objective/kl`: 0 at step 4, **2** at step 12
+- `loss/policy`: -0.1 at step 4, **-0.3** at step 12
+- `optim/lr`: 0.5 at step 4, **0.5** at step 4
 
 ![learning curve](curve.png)
 
-| metric | first | last |
-| --- | --- | --- |
-| ` eval/reward ` | 0.25 | 0.75 |
-| ` objective/scores ` | 0.3 | 0.6 |
-| ` objective/kl ` | 0 | 2 |
-| ` loss/policy ` | -0.1 | -0.3 |
-
 ## Samples
 
-| step | prompt | output | vowels | reward |
-| --- | --- | --- | --- | --- |
-| 0 | ` a ` | ` a0 ` | 0 | 0 |
-| 12 | ` a ` | ` a12 ` | 0 | 4 |
-| 0 | ` b ` | ` b0 ` | 2 | 2 |
-| 12 | ` b ` | ` b12 ` | 2 | 6 |
-| 0 | ` c ` | ` c0 ` | 3 | 3 |
-| 12 | ` c ` | ` c12 ` | 3 | 7 |
+TABLE
 
 ## Use
 
@@ -363,68 +320,39 @@ print(1)
 python algos/ppo.py --lr 1e-5
 ```
 
-Again.
-
 Commit abc; python 3.11.7, torch 2.11.0; a CPU.
 """
 
 
 def test_a_card():
-    options = {"usage": "print(1)", "library": "transformers", "pictures": "", "continuing": "Again."}
-    names = ["eval/reward", *IN_STATUS, "optim/lr"]
-    assert report.model_card(ENV, "my/model after PPO", names, PPO, SAMPLES, **options) == CARD
-    two = report.model_card(ENV | {"processes": 2}, "x", names, PPO[1:2], [], **options)
+    options = {"usage": "print(1)", "library": "transformers", "pictures": ""}
+    names = ["eval/reward", *IN_STATUS, "eval/reward", "optim/lr"]
+    newest = [SAMPLES[11], *SAMPLES[12:14]]  # one of each prompt
+    assert report.model_card(ENV, names, PPO, SAMPLES, **options) == CARD.replace("TABLE", report.code_table(newest))
+    two = report.model_card(ENV | {"processes": 2}, names, PPO[1:2], [], **options)
     assert "\ntorchrun --nproc_per_node 2 algos/ppo.py --lr 1e-5\n" in two
     assert "## Samples" not in two and "eval/reward" not in two  # which were not evaluated
-    report.model_card(ENV, "x", names, [], [], **options)
-
-
-def cells(table):
-    """The text of the cells of a markdown table, [[cell, ...], ...], and what is in them but text and code."""
-    found = []
-    others = set()
-    for token in MarkdownIt("commonmark").enable("table").parse(table):
-        if token.type == "tr_open":
-            found.append([])
-        if token.type == "inline":
-            others |= {child.type for child in token.children} - {"text", "code_inline"}
-            found[-1].append("".join(child.content for child in token.children))
-    return found, others
+    report.model_card(ENV, names, [], [], **options)
 
 
 NASTY = ["a|b", "`", "``` x ```", "<b>x</b>", "![](http://x/y.png)", "two\nlines\r\n", "\\", "\\|", "*a* _b_ $x$"]
-NASTY += [" a ", "\x1b[31m\ud800", "| --- |", "&amp;"]
+NASTY += [" a ", "\x1b[31m\ud800", "| --- |", "&amp;", "[red]"]
 
 
 @pytest.mark.parametrize("text", NASTY)
 def test_samples_are_no_markup(text):
-    """What a model writes is shown as it is, in one cell; control characters are written out."""
+    """What a model writes is shown as it is; control characters are written out."""
     shown = text.encode("unicode_escape").decode() if not text.isprintable() else text
-    samples = [{"step": step, "prompt": text, "output": text, "reward": 0.12345} for step in (0, 4)]
-    found, others = cells(report.markdown_table(report.before_and_after(samples, "eval/reward")))
-    header = ["step", "prompt", "output", "reward"]
-    assert found == [header, ["0", shown, shown, "0.123"], ["4", shown, shown, "0.123"]] and others == set()
+    table = report.code_table([{"step": 4, "prompt": text, "output": text, "reward": 0.12345}])
+    (block,) = MarkdownIt("commonmark").parse(f"before\n\n{table}\n\nafter")[3:-3]
+    assert block.type == "code_block"
+    last = block.content.splitlines()[-1]
+    assert last.count(shown) == 2 and last.split()[0] == "4" and last.split()[-1] == "0.123"
 
 
 def test_long_and_empty_samples():
-    samples = [{"prompt": "p" * 1000, "output": " \n", "reward": None, "empty": ""}]
-    (_, row), _ = cells(report.markdown_table(samples))
-    assert len(row[0]) == 203 and row[0].endswith("p...") and row[1:] == [" \\n", "not finite", ""]
-
-
-def test_samples_of_sets_and_betas():
-    """Each set has its prompts; ilql: those of the beta of the headline."""
-    ilql = [{"step": s, "beta": float(b), "prompt": "p", "x": b} for s in (0, 5) for b in (0, 4)]
-    assert report.before_and_after(ilql, "eval/x@beta=4") == [ilql[1], ilql[3]]
-    sets = [{"step": s, "set": name, "prompt": "p", "x": s} for s in (0, 5) for name in "ab"]
-    assert report.before_and_after(sets, "eval/a/x") == [sets[0], sets[2], sets[1], sets[3]]
-    assert report.before_and_after([], "eval/reward") == []
-
-
-def test_a_metric_that_came_later():
-    """A run that was continued with another --metric."""
-    found, _ = cells(report.markdown_table([{"step": 0, "old": 1}, {"step": 5, "new": 2.5}]))
-    assert found == [["step", "old", "new"], ["0", "1", ""], ["5", "", "2.5"]]
+    assert report.cell_text("p" * 1000) == "p" * 200 + "..."
+    assert [report.cell_text(value) for value in (" \n", None, "")] == [" \\n", "not finite", ""]
 
 
 TEMPLATE = (
@@ -474,20 +402,6 @@ def test_lines_of_use_make_the_ids_of_training(adds_bos, chat, tiny_dirs, tmp_pa
     assert seen[0].tolist() == [ids + tokenizer.convert_tokens_to_ids(list(expected))]
 
 
-def test_how_it_is_continued(gpt2_dir, tmp_path, monkeypatch):
-    """The commands of a card are those that do what it says."""
-    monkeypatch.chdir(tmp_path)
-    train(gpt2_dir, "run")
-    text = Path("run/README.md").read_text()
-    assert "`--resume run/checkpoints/step_00000006` trains on from its end, with a larger `--total-steps`" in text
-    best = min((r for r in map(json.loads, open("run/metrics.jsonl")) if r["step"] and "eval/loss" in r),
-               key=lambda r: r["eval/loss"])  # fmt: skip
-    assert f"`run/hf_model_best` is the model of step {best['step']}, the best of the evaluations." in text
-    metrics, _ = train(gpt2_dir, "longer", resume="run/checkpoints/step_00000006", total_steps=8)
-    assert metrics["step"] == 8
-    assert Path("run/config.yaml").exists() and "`--config run/config.yaml` has its flags." in text
-
-
 # ---- Trackers --------------------------------------------------------------------------------------------------------
 
 
@@ -512,6 +426,4 @@ def test_samples_reach_the_trackers():
     (_, table), (text, options) = shown
     assert table["step"] == options["global_step"] == 7 and text[0] == "eval/samples"
     assert table["columns"] == ["prompt", "output", "r"] and table["data"][1] == ["<|x|>", "1|", 1 / 3]
-    found, _ = cells(text[1])
-    assert len(table["data"]) == 100 and len(found) == 101
-    assert found[:3] == [["prompt", "output", "r"], ["<|x|>", "0|", "0"], ["<|x|>", "1|", "0.333"]]
+    assert len(table["data"]) == 100 and text[1] == report.code_table(rows[:100])

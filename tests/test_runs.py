@@ -292,7 +292,7 @@ def test_track_tensorboard(work, whole, tmp_path):
         assert [value for found, value in scalars if found == name] == expected
     tables = [(values, options) for method, values, options in events if method == "add_text"]
     assert [options["global_step"] for _, options in tables] == [0, 8, 16, 24]
-    assert all(name == "eval/samples" and len(text.splitlines()) == 2 + 5 for (name, text), _ in tables)
+    assert all(name == "eval/samples" and "vowels" in text for (name, text), _ in tables)
 
 
 # ---- From Python -----------------------------------------------------------------------------------------------------

@@ -790,8 +790,10 @@ REFUSED = [
           shared=EVERY),
     entry(58, EVERY, "name of a path", "--name a/b must be letters and digits, behind the first also . _ -",
           "--run-dir None --name a/b", shared=EVERY),
-    entry(58, EVERY, "resume word", "--resume nevr must be auto, never, a run directory or a checkpoint in one", "--resume nevr", shared=EVERY),
-    entry(58, EVERY, "resume run", "--resume runs/x must be auto, never, a run directory or a checkpoint in one", "--resume runs/x", shared=EVERY),
+    entry(58, EVERY, "resume word", "--resume nevr must be auto, never, a run directory or a",
+          "--resume nevr", shared=EVERY),
+    entry(58, EVERY, "resume run", "--resume runs/x must be auto, never, a run directory or a",
+          "--resume runs/x", shared=EVERY),
     entry(58, EVERY, "model run", "--model runs/x is a run directory: name runs/x/hf_model", "--model runs/x",
           shared=TEXT),
     # 60: code of others

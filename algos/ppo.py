@@ -385,7 +385,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
         sample=sample,
     )  # fmt: skip
-    batch = Rollout(*sampled).take(slice(None))
+    batch = Rollout(*sampled)
     mask = batch.response_mask
     # 2. what the policy did, and what the reference thinks of it
     score = partial(score_episodes, accelerator, model, ref, args)

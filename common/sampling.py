@@ -198,29 +198,22 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
 CONTEXT = 8  # tokens before a stop string, since tokenizers write the first ones of a text in another way
 
 
-def may_hold_stop(tokenizer, ids, stops):
-    """Places of the rows of ids (b, t) whose newest token may complete a string of stops, by the text of the last
-    tokens. The whole text decides where these hold a stop string, begin within a character, or have little text."""
-    longest = max(len(stop.encode()) for stop in stops)
-    enough = longest + CONTEXT // 2
-    doubtful = ["\ufffd", *stops]
-    texts = tokenizer.batch_decode(ids[:, -longest - CONTEXT :])  # few tokens have no byte
-    places = enumerate(texts)
-    return [i for i, text in places if len(text.encode()) < enough or any(part in text for part in doubtful)]
-
-
 def end_of_rows(tokenizer, stop, limits):
     """The `ended` of a sampler: ended(rows, ids (b, t)) -> (b,) bool, True where the newest of ids completes a string
     of stop or is the last of limits (B,)[rows]. None where neither is given."""
     if not stop and limits is None:
         return None
+    window = CONTEXT + max((len(text.encode()) for text in stop), default=0)  # few tokens have no byte
 
     def ended(rows, ids):
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         if limits is not None:
             done = ids.shape[1] >= limits[rows]
-        if stop and (places := may_hold_stop(tokenizer, ids, stop)):
-            done[places] |= torch.tensor(stopped(tokenizer, ids[places], stop), device=ids.device)
+        if stop:
+            texts = tokenizer.batch_decode(ids[:, -window:])
+            # the whole text decides: the window may begin within a character
+            places = [i for i, text in enumerate(texts) if any(part in text for part in ("\ufffd", *stop))]
+            done[places] |= torch.tensor(stopped(tokenizer, ids[places], stop), dtype=torch.bool, device=ids.device)
         return done
 
     return ended
@@ -231,7 +224,7 @@ def generate_all(
     decode_batch_size=1024, sample=sample, **options,
 ):  # fmt: skip
     """Samples a response to each of a global list of queries (lists of ids); each process decodes its share. Returns
-    query, query_mask (B, Q) left-padded and response, response_mask (B, R), on every process.
+    query, query_mask (B, Q) left-padded and response, response_mask (B, R) of the longest one, on every process.
 
     stream: (name, step); the uniforms of row i are keyed by (seed, name, step, i). limits: (B,) longest response of a
     row. sample: a function as the one above, which gets options (temperature, top_k, top_p).
@@ -269,7 +262,8 @@ def generate_all(
     screen.show("scoring")
     response = accelerator.gather(response)[: len(queries)]
     response_mask = accelerator.gather(response_mask)[: len(queries)]
-    return query, query_mask, response, response_mask
+    longest = int(response_mask.sum(1).max())
+    return query, query_mask, response[:, :longest], response_mask[:, :longest]
 
 
 def kept_ids(response, mask):

@@ -68,7 +68,7 @@ from common.sampling import local_rows
 from common.seeding import rng, stream_rows
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
-REWARD = """file.py:function. --reward my.py:score calls this:
+IMAGE_REWARD = """file.py:function. --reward my.py:score calls this:
   def score(images, **columns):
       return images.mean((1, 2, 3)).tolist()  # a number for each image"""
 TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # of a command without --model, --dataset and --config
@@ -82,7 +82,7 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     a YAML file; flags win over it.
     """
 
-    required = DataArgs.required | {"reward": REWARD}
+    required = DataArgs.required | {"reward": IMAGE_REWARD}
 
     # ---- algorithm
     num_epochs: Count = 100

@@ -51,7 +51,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     with loading(flag, path):
         model, missing = load_weights(auto_class, path, base, revision, keywords)
         model = repaired(model, args)
-        for problem in problems_of(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM"):
+        for problem in problems_of_model(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM"):
             raise ValueError(problem)
     return model, tokenizer, missing
 
@@ -146,7 +146,7 @@ def repaired(model, args):
     return model
 
 
-def problems_of(model, tokenizer, missing, is_lm):
+def problems_of_model(model, tokenizer, missing, is_lm):
     """What would be random, lost in an export, or fail late. missing: names of weights, which a classifier may lack."""
     adapters = getattr(model, "peft_config", {}).values()
     for adapter in adapters:

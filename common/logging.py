@@ -96,6 +96,7 @@ class Run:
         self.lock = None
         self.handlers = {}
         self.last_line = 0.0
+        self.mirrored = args.track != "off"
         _open.append(self)
         self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(self.accelerator, self._claim)
         self.begun = self.state.get("step", 0)
@@ -228,8 +229,7 @@ class Run:
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
         for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # these steps come again
             keep_lines(self.dir / name, self.state.get("step", -1))
-        if self.args.track != "off":
-            self._mirror(report.open_tracker, self.accelerator, self.args, self.dir, self.identity)
+        self._mirror(report.open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
         """What is trained, in which types, where: the first line of a summary."""
@@ -397,10 +397,13 @@ class Run:
         return " + ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
 
     def _mirror(self, function, *values, **options):
-        """Calls what sends values to wandb or tensorboard. It may fail; training goes on."""
+        """Calls what sends values to the tracker of --track. It may fail; training goes on."""
+        if not self.mirrored:
+            return
         try:
             function(*values, **options)
         except Exception as error:
+            self.mirrored = False
             self.accelerator.trackers = []
             self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
 

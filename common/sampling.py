@@ -19,7 +19,7 @@ from common.functions import build, call_metric, call_reward, load_function, loa
 from common.logging import on_main
 from common.models import Seq2Seq, end_tokens, max_positions
 from common.report import screen
-from common.rows import load_rows, load_sets, set_flag, set_prefix
+from common.rows import is_chat, load_rows, load_sets, set_flag, set_prefix
 from common.seeding import draw, uniforms
 from common.tokens import encode_prompts, local_rows, pad_rows
 
@@ -77,7 +77,7 @@ def rows_to_sample(args, metric, eval_sets):
         rows = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
     elif metric:
         rows = next(iter(eval_sets.values()), [])
-    if metric and not (rows and rows[0].keys() & {"prompt", "chosen"}):
+    if metric and not (rows and ("prompt" in rows[0] or is_chat(rows, ["chosen"]))):
         raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
     return rows
 

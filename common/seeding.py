@@ -15,17 +15,23 @@ import torch
 
 
 def rng(seed, stream, *ids):
-    """A numpy generator that depends on its arguments alone: Philox keyed by a 128-bit hash of all of them, and not by
-    seed + step, whose streams collide across seeds. stream: the use ("rollout", ...); ids: step, global row, ..."""
+    """A numpy generator that depends on its arguments alone: Philox keyed by a 128-bit hash of all of them.
+
+    stream names the use ("rollout", "minibatches", ...), ids are integers (step, global row, ...). A hash and not
+    seed + step, whose streams collide across seeds.
+    """
     text = json.dumps([int(seed), stream, *map(int, ids)])
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    key = int.from_bytes(digest, "little")
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def uniforms(seed, stream, step, rows, n):
     """(len(rows), n) float64 tensor in [0, 1): row i depends on rows[i], a global index, and not on its neighbours."""
-    draws = [rng(seed, stream, step, row).random(n) for row in rows]
-    return torch.from_numpy(np.reshape(draws, (len(rows), n)))
+    draws = np.zeros((len(rows), n))
+    for place, row in enumerate(rows):
+        draws[place] = rng(seed, stream, step, row).random(n)
+    return torch.from_numpy(draws)
 
 
 def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
@@ -58,17 +64,22 @@ def stream_rows(seed, stream, size, start, count):
     epoch, end to end. No epoch has a short last batch, and any position is reached without drawing earlier ones."""
     first_epoch = start // size
     last_epoch = (start + count - 1) // size
-    permutations = [rng(seed, stream, epoch).permutation(size) for epoch in range(first_epoch, last_epoch + 1)]
+    permutations = []
+    for epoch in range(first_epoch, last_epoch + 1):
+        permutations.append(rng(seed, stream, epoch).permutation(size))
     begin = start - first_epoch * size
     return np.concatenate(permutations)[begin : begin + count].tolist()
 
 
 def seed_libraries(seed, deterministic=False):
     """Seeds the global generators for code that is not ours (a user's reward, an adapter's initialisation).
-    deterministic: also asks torch for deterministic kernels, before the first CUDA operation."""
+
+    deterministic also asks torch for deterministic kernels; call it before the first CUDA operation.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**64)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)  # cumsum in `draw` has none on GPUs
+        torch.backends.cudnn.benchmark = False

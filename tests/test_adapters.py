@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
-from common import logging
+from common import logging, models
 from common.adapters import for_sampling, train_adapters
 from common.classifiers import RewardModel
 from common.cli import InputError
@@ -701,8 +701,9 @@ def wide_dir(tmp_path_factory):
 @QUICK
 def test_four_bits(wide_dir, script, tmp_path, monkeypatch):
     """The frozen layers are quantised, the start is near that of the whole model, the adapter fits the whole model."""
-    seen, adapt = [], script.train_adapters
-    monkeypatch.setattr(script, "train_adapters", lambda lm, *args: seen.append(lm) or adapt(lm, *args))
+    owner = reward if script is reward else models  # the others by `load_policy`
+    seen, adapt = [], owner.train_adapters
+    monkeypatch.setattr(owner, "train_adapters", lambda lm, *args: seen.append(lm) or adapt(lm, *args))
     flags = {"lora_r": 3, "dtype": "float32"}
     _, run_dir = run(script, wide_dir, tmp_path / "run", load_in_4bit=True, **flags)
     layer = seen[0].model.layers[1].mlp.down_proj

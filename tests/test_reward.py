@@ -24,6 +24,7 @@ from common import logging, sampling, seeding
 from common.classifiers import classifier_ids, classifier_logits, raise_heads
 from common.cli import InputError, from_task
 from common.rows import chat_pair, pair_texts
+from common.tokens import encode_prompts
 
 BOS, EOS, PAD, UNK, WIDTH, NAN = 21, 22, 23, 24, 12, math.nan
 PAIRS = [
@@ -682,7 +683,7 @@ def test_ppo_reads_the_scores_of_chats(letters, variant, tmp_path, dtype, tolera
     flags = {"tokenizer": tokenizer, "eval_dataset": CHATS, "eval_every": 2}
     _, run_dir = run_reward(variant(), tmp_path / "run", CHATS, dtype=dtype, total_steps=2, **flags)
     found = samples(run_dir, 2)
-    prompts = ppo.encode_prompts([{"prompt": row["prompt"]} for row in CHATS], tokenizer, 5, 32, "--dataset")[0]
+    prompts = encode_prompts([{"prompt": row["prompt"]} for row in CHATS], tokenizer, 5, 32, "--dataset")[0]
     assert [row["prompt"] for row in found] == [row["prompt"] for row in prompts]
     for side in ("chosen", "rejected"):
         texts = [prompt["prompt"] + row[side][0]["content"] for prompt, row in zip(prompts, CHATS, strict=True)]

@@ -64,8 +64,8 @@ from common.logging import Run, closes_run, on_main
 from common.models import loading, quiet_libraries
 from common.report import screen, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix, with_prompts
-from common.sampling import local_rows
 from common.seeding import rng, stream_rows
+from common.tokens import local_rows
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
 IMAGE_REWARD = """file.py:function. --reward my.py:score calls this:
@@ -242,10 +242,10 @@ def ddim_step_with_logprob(schedule, output, steps, latents, noise=None, next_la
 class PerPromptStats:
     """Mean and standard deviation of the last rewards of each prompt (App. D.3)."""
 
-    def __init__(self, buffer_size, min_count, rewards):
+    def __init__(self, buffer_size, min_count, rewards=None):
         self.buffer_size = buffer_size
         self.min_count = min_count
-        self.rewards = rewards  # {prompt: the last ones}, a mapping that checkpoints keep
+        self.rewards = {} if rewards is None else rewards  # {prompt: the last ones}, which checkpoints keep
 
     def update(self, prompts, rewards):
         """Keeps rewards (B,), then returns advantages (B,): (reward - mean) / (std + 1e-6) of the prompt's rewards, or

@@ -57,7 +57,7 @@ from common.forward import can_pack, line_logprobs, packing_problem
 from common.functions import build, load_function
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import end_tokens, load_policy, make_reference, max_positions, unsharded
+from common.models import end_tokens, load_lm, make_reference, max_positions, unsharded
 from common.report import lines_of_use, visible
 from common.rows import is_chat, load_rows, load_sets, pair_texts, prompt_messages, set_flag, set_prefix
 from common.sampling import evaluate_samples, rows_to_sample
@@ -448,7 +448,7 @@ def read(args):
 
 def load(args, path, device):
     """The language model, with frozen weights or adapters as the flags say, and its tokenizer. It is a decoder."""
-    lm, tokenizer = load_policy(args, path, device)
+    lm, tokenizer = load_lm(args, path, device)
     if lm.config.is_encoder_decoder:
         raise InputError(
             f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; "

@@ -68,7 +68,7 @@ from common.forward import Episodes, response_logprobs, score_all
 from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import end_tokens, load_policy, make_reference, unsharded
+from common.models import end_tokens, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible
 from common.rows import set_prefix
 from common.sampling import (
@@ -96,6 +96,12 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """
 
     # ---- algorithm
+    reward: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token, which
+    is summed; or the directory or hub id of a sequence classifier, with :label if it has several, or of the LoRA
+    adapter of one."""
+    rollout_batch_size: Count = 512
+    """Episodes of an iteration, all processes together: --group-size for each prompt."""
     group_size: Count = 8
     """Responses to a prompt, whose scores are compared (Shao et al. 2024: 64; TRL: 8)."""
     ppo_epochs: Count = 1
@@ -447,7 +453,7 @@ def main(args):
     if run.finished:
         return run.result()
     accelerator = run.accelerator
-    lm, tokenizer = load_policy(args, path, accelerator.device)
+    lm, tokenizer = load_lm(args, path, accelerator.device)
     data.encode(lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
     data.reward = data.reward or RewardModel(args, lm)

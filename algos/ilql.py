@@ -73,7 +73,7 @@ from common.forward import in_chunks, token_logprobs
 from common.functions import build, load_function, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import as_decoder, draw_layers, lm_class, load_policy, max_positions, unsharded
+from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positions, unsharded
 from common.report import visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix, texts
 from common.sampling import evaluate_samples, rows_to_sample
@@ -630,7 +630,7 @@ def read(args):
 def load(args, path, device):
     """The policy, with frozen weights or adapters as the flags say and the heads of an earlier run, and its
     tokenizer."""
-    lm, tokenizer = load_policy(args, path, device)
+    lm, tokenizer = load_lm(args, path, device)
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
     folder = spec_path(path)
     if folder and (folder / HEADS_FILE).exists():

@@ -65,7 +65,7 @@ from common.models import (
     draw_layers,
     end_tokens,
     lm_class,
-    load_policy,
+    load_lm,
     make_reference,
     unsharded,
 )
@@ -95,6 +95,8 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """
 
     # ---- algorithm
+    rollout_batch_size: Count = 512
+    """Episodes of an iteration, all processes together (code of Ziegler et al.: 512)."""
     ppo_epochs: Count = 4
     """Passes over the episodes of an iteration (code of Ziegler et al.: 4)."""
     kl_coef: NonNegative = 0.05
@@ -602,7 +604,7 @@ def main(args):
     if run.finished:
         return run.result()
     accelerator = run.accelerator
-    lm, tokenizer = load_policy(args, path, accelerator.device)
+    lm, tokenizer = load_lm(args, path, accelerator.device)
     data.encode(lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer)
     data.reward = data.reward or RewardModel(args, lm)

@@ -40,7 +40,7 @@ from common.forward import token_nll as token_nll  # for those who import it fro
 from common.functions import build, load_function
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.logging import Run, closes_run
-from common.models import end_tokens, load_policy, max_positions, unsharded
+from common.models import end_tokens, load_lm, max_positions, unsharded
 from common.report import lines_of_use, visible
 from common.rows import load_rows, load_sets, set_flag, set_prefix
 from common.sampling import evaluate_samples, rows_to_sample
@@ -238,7 +238,7 @@ def read(args):
 
 def load(args, path, device):
     """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
-    lm, tokenizer = load_policy(args, path, device)
+    lm, tokenizer = load_lm(args, path, device)
     if lm.config.is_encoder_decoder and not args.completion_only_loss:
         raise InputError("--no-completion-only-loss is not for encoder-decoders")
     return lm, tokenizer

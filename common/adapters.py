@@ -23,10 +23,12 @@ def train_adapters(lm, args, heads=()):
     is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
     if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
         raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
+    if args.load_in_4bit and not (args.lora_r or is_loaded):
+        raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
+    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
+        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
         add_adapters(lm, args, heads)
-    elif args.load_in_4bit and not is_loaded:
-        raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
     elif not is_loaded:
         return
     for name, weight in lm.named_parameters():
@@ -58,6 +60,8 @@ def add_adapters(lm, args, heads):
         task_type="SEQ_CLS" if heads else task,
         revision=args.revision,
     )
+    if not (lm.name_or_path or args.merge_adapters):
+        raise InputError("--model is an object without name_or_path, by which adapters find it: give --merge-adapters")
     if os.path.isdir(lm.name_or_path):  # found from everywhere
         lm.name_or_path = os.path.realpath(lm.name_or_path)
     try:

@@ -245,9 +245,7 @@ class RolloutArgs(DataArgs, SamplingArgs):
     total_episodes: Count = 65536
     """Length of the run: episodes (a prompt with a response) over all iterations."""
     rollout_batch_size: Count = 512
-    """Episodes of an iteration, all processes together (code of Ziegler et al.: 512)."""
-    ppo_epochs: Count = 1
-    """Passes over the episodes of an iteration."""
+    """Episodes of an iteration, all processes together."""
     temperature: Positive = 1.0
     """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
 

@@ -77,7 +77,7 @@ def pack_state(model, optimizer, frozen, settings, **state):
         files["optim.safetensors"] = moments
     changes = []
     for now, before in zip(settings_of(optimizer), settings, strict=True):
-        changes.append(dict(now.items() - before.items()))
+        changes.append({name: value for name, value in now.items() if name not in before or before[name] != value})
     return files, {"format": FORMAT, "frozen": frozen_sum, "optimizer_settings": changes, **state}
 
 

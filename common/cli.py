@@ -71,12 +71,15 @@ def parse(argv, args_class, task=None):
     paths = [task] if takes_task else files.config
     settings = {}
     for path in paths:
-        settings |= read_config(path)
+        entries = read_config(path)
+        if not takes_task:
+            refuse_other_names(map(flag_of, entries), args_class, f"--config {path}: ")
+        settings |= entries
     left_out = []
     if takes_task:
         left_out = [name for name in settings if not hasattr(args_class, name)]
         settings = {name: value for name, value in settings.items() if name not in left_out}
-    refuse_other_names([*sorted(flags), *map(flag_of, settings)], args_class)
+    refuse_other_names(sorted(flags), args_class)
     prog = " --config ".join([Path(sys.argv[0]).name, *paths])  # so that tyro's errors name the files
     args = tyro.cli(args_class, prog=prog, args=words_of(settings, args_class) + words)
     if takes_task and os.environ.get("RANK", "0") == "0":
@@ -118,8 +121,10 @@ def words_of(settings, args_class):
     switches = [field.name for field in dataclasses.fields(args_class) if field.type is bool]
     words = []
     for name, value in settings.items():
-        is_on = yaml.safe_load(str(value)) if name in switches else None
-        if isinstance(is_on, bool):
+        if name in switches:
+            is_on = yaml.safe_load(str(value))
+            if not isinstance(is_on, bool):
+                raise InputError(f"--config: {name} must be true or false, it is {value!r}")
             words.append(flag_of(name if is_on else f"no_{name}"))
         elif isinstance(value, list):
             words += [flag_of(name), *map(str, value)]
@@ -131,13 +136,13 @@ def words_of(settings, args_class):
 # ---- Names that flags have elsewhere ---------------------------------------------------------------------------------
 
 
-def refuse_other_names(flags, args_class):
+def refuse_other_names(flags, args_class, where=""):
     """InputError with the advice of algos/MIGRATION.md for each flag that the script lacks and a row of it names."""
     fields = {flag_of(field.name) for field in dataclasses.fields(args_class)}
     script = Path(inspect.getfile(args_class)).stem
     foreign = [flag for flag in flags if flag.replace("_", "-") not in fields]
     advice = {flag: advice_on(flag, fields, script) for flag in foreign}
-    stop_if([f"there is no {flag} here: {text}" for flag, text in advice.items() if text])
+    stop_if([f"{where}there is no {flag} here: {text}" for flag, text in advice.items() if text])
 
 
 def advice_on(flag, fields, script):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import hashlib
 import importlib.util
 import inspect
 import os
@@ -54,9 +55,10 @@ def load_function(spec, flag):
 
 @functools.cache
 def import_file(path, source):
-    """The module of a file, imported once for each source that it has had."""
+    """The module of a file, imported once for each source that it has had, under a name of its own."""
     sys.path.append(str(path.parent))  # for what the file imports
-    spec = importlib.util.spec_from_file_location(f"plainrl_user_{path.stem}", path)
+    name = "plainrl_user_" + hashlib.sha256(f"{path}{source}".encode()).hexdigest()[:16]
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -103,6 +105,8 @@ def user_code(where):
     """Makes an InputError of any exception within; `cli` shows the traceback above it."""
     try:
         yield
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
 

@@ -166,15 +166,17 @@ def hash_of_object(value):
     that its functions read), and the user's files that hold its code, as it stores imported functions by name alone."""
     from datasets.utils._dill import Pickler  # takes a second
 
-    if type(value) in (list, dict):  # rows by their text: a pickle depends on which rows of two sets are one object
+    sets = list(value.values()) if type(value) is dict else [value]
+    if all(map(is_rows, sets)):  # by their text: a pickle depends on which rows of two sets are one object
         with contextlib.suppress(TypeError):  # else rows of objects
             return hashlib.sha256(json.dumps(value).encode()).hexdigest()
     digest = hashlib.sha256()
     files = set()
 
     def parts(value):
+        code = inspect.unwrap(value) if "__wrapped__" in getattr(value, "__dict__", ()) else value
         with contextlib.suppress(TypeError, OSError):  # no code, or that of C or a notebook
-            files.add(Path(inspect.getfile(inspect.unwrap(value))).resolve())
+            files.add(Path(inspect.getfile(code)).resolve())
         return reduced(value)
 
     pickler = Pickler(SimpleNamespace(write=digest.update), recurse=True)
@@ -185,11 +187,18 @@ def hash_of_object(value):
     return digest.hexdigest()
 
 
+def is_rows(value):
+    """Whether a value is a list of dicts. Those of a class of the user may do more."""
+    return type(value) is list and all(type(row) is dict for row in value)
+
+
 def reduced(value):
-    """What pickle is to store (a class, its arguments, fields) of tensors, so that a model is not copied in memory, and
-    of modules and configurations, which hold what differs between processes or changes in use."""
+    """What pickle is to store (a class, its arguments, fields) of tensors, so that a model is not copied in memory, of
+    sets, whose order differs between processes, and of modules and configurations, which change in use."""
     from transformers import GenerationConfig, PretrainedConfig
 
+    if isinstance(value, set | frozenset):
+        return type(value), (sorted(value, key=repr),)
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         return type(value), (str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest())

@@ -90,7 +90,7 @@ class Run:
             names = ", ".join(map(flag_of, unknown))
             self.say(f"warning: what {names} holds cannot be hashed: another object there is taken for the same run")
         self.signal = None
-        self.stepped = False  # whether this process has done an iteration
+        self.stepped = False  # since the start of this process
         self.made = False  # whether this process has made the directory
         self.dir = None
         self.lock = None
@@ -209,6 +209,7 @@ class Run:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
             if self.iteration >= iterations and not self.same:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train; ask for more steps")
+        optimizer.register_step_post_hook(self._on_step)  # after a step that torch takes to fill the moments
         if self.dir:
             on_main(self.accelerator, self._begin)
         self.start = time.monotonic()
@@ -311,13 +312,20 @@ class Run:
         state |= {"headline": self.headline, **vars(self.kept)}
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
 
-        arguments = (self.dir, step, files, state, self.args.keep_checkpoints, {self.kept.best_step})
-        try:
-            on_main(self.accelerator, ckpt.write_checkpoint, *arguments)
-        except (OSError, InputError) as error:  # the second on the other ranks
-            self.say(f"warning: no checkpoint was written at step {step} ({error}); older ones are intact")
+        def write():
+            try:
+                ckpt.write_checkpoint(self.dir, step, files, state, self.args.keep_checkpoints, {self.kept.best_step})
+            except OSError as error:
+                self.say(f"warning: no checkpoint was written at step {step} ({error}); older ones are intact")
+
+        on_main(self.accelerator, write)
 
     # -- signals
+
+    def _on_step(self, *_):
+        """After every optimizer step."""
+        self.stepped = True
+        screen.advance(1)
 
     def _on_signal(self, number, frame):
         """Ends at once where nothing is lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
@@ -359,7 +367,7 @@ class Run:
     def log(self, step, metrics, **counts):
         """One line of metrics.jsonl (bitwise reproducible; null for what is not finite), one of perf.jsonl, and a line
         on the screen. counts: how many tokens, episodes or the like the iteration has worked on."""
-        self.stepped = step > 0
+        self.stepped = self.stepped or step > 0  # also where an iteration took no optimizer step
         if not self.main:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -113,13 +113,15 @@ def load_weights(auto_class, path, base, revision, keywords):
         model_class = lm_class(path, revision=revision, trust_remote_code=keywords["trust_remote_code"])
     keywords = keywords | {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, report = model_class.from_pretrained(base or path, revision=None if base else revision, **keywords)
-    for name, shape, expected in report["mismatched_keys"]:
-        raise ValueError(f"{name} is of shape {[*shape]}, expected {[*expected]}")
     missing = {*report["missing_keys"]}
+    mismatched = report["mismatched_keys"]
     if base:
         report = model.load_adapter(path, adapter_kwargs={"revision": revision})
         from_base = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
         missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings
+        mismatched = [entry for entry in mismatched if entry[0] in from_base]
+    for name, shape, expected in mismatched:
+        raise ValueError(f"{name} is of shape {[*shape]}, expected {[*expected]}")
     return model, sorted(missing)
 
 
@@ -150,7 +152,7 @@ def problems_of_model(model, tokenizer, missing, is_lm):
     """What would be random, lost in an export, or fail late. missing: names of weights, which a classifier may lack."""
     adapters = getattr(model, "peft_config", {}).values()
     for adapter in adapters:
-        is_plain = adapter.peft_type == "LORA" and adapter.bias == "none"
+        is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
         if not is_plain or adapter.trainable_token_indices or adapter.ensure_weight_tying:
             yield "its adapter is not plain LoRA: the export would lose a part of it"
     if is_lm:
@@ -205,7 +207,7 @@ def load_model(args, path, flag="--model"):
     return model, tokenizer
 
 
-def load_policy(args, path, device):
+def load_lm(args, path, device):
     """The language model on the device, with frozen weights or adapters as the flags say, and its tokenizer."""
     lm, tokenizer = load_model(args, path)
     lm = as_decoder(lm.to(device))
@@ -277,7 +279,8 @@ def freeze(lm, num_layers_unfrozen):
                 one_token(lm)
             for module in ran[ran.index(layers[-1]) :]:
                 if module is not lm.get_output_embeddings():
-                    module.requires_grad_(True)
+                    for weight in module.parameters(recurse=False):
+                        weight.requires_grad_(True)
     for router in routers(lm).values():
         router.requires_grad_(False)
     for weight in lm.parameters():

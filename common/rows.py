@@ -84,7 +84,8 @@ def load_sets(spec, flag):
         return {}
     sets = {}
     # a comma before key= lies between the options of a function
-    sources = re.split(r",\s*(?!\w+=)", spec.rstrip(",")) if isinstance(spec, str) else []
+    sources = re.split(r",\s*(?!\w+=)", spec) if isinstance(spec, str) else []
+    sources = list(filter(None, sources))
     for source in sources:
         name = source.split(":")[1] if ":" in source else Path(source).stem
         sets[name] = source
@@ -124,10 +125,13 @@ def texts(rows, column, flag):
 
 def with_prompts(rows, flag):
     """The rows with a string as prompt, from the column `prompt`, or `text` as a file of lines has it, some blank."""
-    if "prompt" not in rows[0] and "text" in rows[0]:
-        rows = [row | {"prompt": row["text"]} for row in rows if str(row["text"]).strip()]
-    need_columns(rows, ["prompt"], flag, "prompt, a text")
-    texts(rows, "prompt", flag)
+    if "prompt" in rows[0] or "text" not in rows[0]:
+        need_columns(rows, ["prompt"], flag, "prompt, a text")
+        texts(rows, "prompt", flag)
+        return rows
+    rows = [row | {"prompt": text} for row, text in zip(rows, texts(rows, "text", flag), strict=True) if text.strip()]
+    if not rows:
+        raise InputError(f"{flag} holds blank lines only")
     return rows
 
 

@@ -701,7 +701,7 @@ def wide_dir(tmp_path_factory):
 @QUICK
 def test_four_bits(wide_dir, script, tmp_path, monkeypatch):
     """The frozen layers are quantised, the start is near that of the whole model, the adapter fits the whole model."""
-    owner = reward if script is reward else models  # the others by `load_policy`
+    owner = reward if script is reward else models  # the others by `load_lm`
     seen, adapt = [], owner.train_adapters
     monkeypatch.setattr(owner, "train_adapters", lambda lm, *args: seen.append(lm) or adapt(lm, *args))
     flags = {"lora_r": 3, "dtype": "float32"}

@@ -207,11 +207,11 @@ GOLDEN = [-0.848528, -0.565685, -0.282843, 1.697056]
 @pytest.mark.parametrize("rewards", [[1, 2, 3, 10], np.array([1, 2, 3, 10]), (1.0, 2.0, 3.0, 10.0)], ids=str)
 def test_advantages_golden(rewards):
     """TRL's took the type of the rewards: integers gave 0, 0, 0, 1 (pitfall X6)."""
-    stats = ddpo.PerPromptStats(32, 16, {})
+    stats = ddpo.PerPromptStats(32, 16)
     found = stats.update(["a", "b", "a", "b"], rewards)
     assert found.dtype == np.float64 and found == pytest.approx(GOLDEN, abs=2e-6)
     assert {prompt: list(known) for prompt, known in stats.rewards.items()} == {"a": [1, 3], "b": [2, 10]}
-    found = ddpo.PerPromptStats(32, 2, {}).update(["a", "b", "a", "b"], rewards)
+    found = ddpo.PerPromptStats(32, 2).update(["a", "b", "a", "b"], rewards)
     assert found == pytest.approx([-1, -1, 1, 1], abs=2e-6)
 
 
@@ -231,7 +231,7 @@ def slow_advantages(history, prompts, rewards, size, count):
 
 @pytest.mark.parametrize(("size", "count"), [(3, 1), (3, 3), (7, 2), (100, 5), (5, 5), (1, 1)])
 def test_advantages_are_the_slow_definition(size, count):
-    stats, history, draws = ddpo.PerPromptStats(size, count, {}), {}, np.random.default_rng(0)
+    stats, history, draws = ddpo.PerPromptStats(size, count), {}, np.random.default_rng(0)
     for batch in (11, 1, 5, 13, 2):
         prompts = [f"prompt {i}" for i in draws.choice(3, batch, p=[0.6, 0.3, 0.1])]
         rewards = (draws.normal(size=batch) * 3 + 7).tolist()

@@ -512,6 +512,7 @@ def test_memory_runs_out(algo, scripts, work, whole, tmp_path):
 TERM, INT = signal.SIGTERM, signal.SIGINT
 SIGNALS = {
     "a step": (6, PLACES["optimizer step"], TERM, 143),
+    "the first iteration": (6, ("torch.optim", "AdamW.step", 3), TERM, 143),  # of ppo it has four steps
     "a step, interrupt": (7, PLACES["optimizer step"], INT, 130),
     "the export of the best": (8, ("common.checkpoint", "replacing", 1), TERM, 143),
     "the end": (8, ("common.logging", "Run.finish", 1), TERM, 0),  # after the last step, it ends as without
@@ -521,7 +522,9 @@ SIGNALS = {
 def signals():
     for algo in ALGOS:
         for name, (number, place, which, code) in SIGNALS.items():
-            slow = [pytest.mark.slow] * ((algo, name) not in {("ppo", "a step"), ("sft", "a step, interrupt")})
+            slow = [pytest.mark.slow] * (
+                (algo, name) not in {("ppo", "the first iteration"), ("sft", "a step, interrupt")}
+            )
             yield pytest.param(
                 algo, place, which, code, marks=[pytest.mark.case(number), *slow], id=f"{algo}-{name}-{which.name}"
             )

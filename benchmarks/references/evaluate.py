@@ -24,7 +24,7 @@ from common.cli import from_task
 from common.forward import can_pack
 from common.functions import build
 from common.launch import launch, set_threads
-from common.models import load_policy
+from common.models import load_lm
 from common.sampling import read_prompts
 from common.seeding import seed_libraries
 
@@ -40,7 +40,7 @@ def measure_samples(script, run, args):
 def load(script, run, args):
     """(data, model, tokenizer) of a script that samples."""
     data = read_prompts(args) if script in (ppo, grpo) else script.read(args)
-    lm, tokenizer = load_policy(args, build(args.model, "--model"), run.accelerator.device)
+    lm, tokenizer = load_lm(args, build(args.model, "--model"), run.accelerator.device)
     if script in (ppo, grpo):
         data.encode(lm, tokenizer, args)
     else:

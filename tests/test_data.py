@@ -5,6 +5,7 @@ what happens to the ends of tokenized texts.
 """
 
 import functools
+import pickle
 import re
 
 import pytest
@@ -228,6 +229,17 @@ def test_a_function_from_python_is_called_as_one_of_a_file_is():
     with pytest.raises(InputError, match="^--dataset pop raised IndexError: pop from empty list"):
         build([].pop, "--dataset")
     assert load_function(len, "--reward") is len and load_function(None, "--metric") is None
+
+
+def test_two_files_of_one_name(tmp_path):
+    """Their modules do not take each other's place: a pool of processes finds a function by its module."""
+    functions = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "task.py").write_text(f"def name():\n    return {folder!r}\n")
+        functions.append(load_function(f"{tmp_path}/{folder}/task.py:name", "--reward"))
+    for function, folder in zip(functions, ("one", "two"), strict=True):
+        assert pickle.loads(pickle.dumps(function))() == folder
 
 
 MISTYPED = [  # what is typed where sub/ is, what is said

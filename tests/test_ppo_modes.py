@@ -109,6 +109,19 @@ def test_more_unfrozen_layers_than_there_are():
         freeze(build("GPT2"), 4)
 
 
+def test_an_output_layer_inside_a_head_keeps_the_embedding_frozen():
+    """Of BERT it is tied to the embedding and stands in a module with the norm that is trained."""
+    config = transformers.BertConfig(vocab_size=29, hidden_size=12, num_hidden_layers=3, num_attention_heads=3,
+                                     intermediate_size=7, is_decoder=True)  # fmt: skip
+    lm = transformers.BertLMHeadModel(config)
+    freeze(lm, 1)
+    trained = {name for name, weight in lm.named_parameters() if weight.requires_grad}
+    assert (
+        "bert.embeddings.word_embeddings.weight" not in trained and "cls.predictions.transform.dense.weight" in trained
+    )
+    assert all(".layer.2." in name or name.startswith("cls.") for name in trained)
+
+
 def test_blocks_are_not_the_experts_of_a_block():
     class Block(nn.Module):
         def __init__(self):

@@ -673,13 +673,12 @@ def ddim_scheduler(scheduler, path):
 
 def checked_schedule(args, scheduler, device):
     """The denoising steps. InputError where the scheduler has not so many, or none of them has noise."""
-    flag = f"--num-inference-steps {args.num_inference_steps}"
     try:
         schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
+        if not trained_steps(schedule):
+            raise ValueError("no step of this scheduler has noise")
     except (ValueError, IndexError) as error:
-        raise InputError(f"{flag}: {error}") from None
-    if not trained_steps(schedule):
-        raise InputError(f"{flag}: no step of this scheduler has noise")
+        raise InputError(f"--num-inference-steps {args.num_inference_steps}: {error}") from None
     return schedule
 
 

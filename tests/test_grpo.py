@@ -687,7 +687,7 @@ def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain, plain_k
     """Two columns more on both sides of what is sampled; wherever no mask counts, random ids and, instead of
     log-probabilities, NaN."""
     dirty_rows = []
-    take = grpo.Rollout.take
+    generate_all = grpo.generate_all
     score = grpo.all_logprobs
 
     def dirty(ids, mask):
@@ -695,21 +695,18 @@ def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain, plain_k
         dirty_rows.append(int((~mask).sum()))
         return torch.where(mask, ids, noise)
 
-    def dirty_take(batch, rows):
-        batch = take(batch, rows)
-        if not isinstance(rows, slice):  # a micro-batch
-            return batch
+    def dirty_rollouts(*args, **options):
+        query, query_mask, response, response_mask = generate_all(*args, **options)
         pad = torch.nn.functional.pad
-        batch.query_mask = pad(batch.query_mask, (2, 0))
-        batch.query = dirty(pad(batch.query, (2, 0)), batch.query_mask)
-        batch.response_mask = pad(batch.response_mask, (0, 2))
-        batch.response = dirty(pad(batch.response, (0, 2)), batch.response_mask)
-        return batch
+        query_mask = pad(query_mask, (2, 0))
+        query = dirty(pad(query, (2, 0)), query_mask)
+        response_mask = pad(response_mask, (0, 2))
+        return query, query_mask, dirty(pad(response, (0, 2)), response_mask), response_mask
 
     def dirty_score(accelerator, model, batch, args):
         return torch.where(batch.response_mask, score(accelerator, model, batch, args), NAN)
 
-    monkeypatch.setattr(grpo.Rollout, "take", dirty_take)
+    monkeypatch.setattr(grpo, "generate_all", dirty_rollouts)
     monkeypatch.setattr(grpo, "all_logprobs", dirty_score)
     assert_close_runs(run_grpo(gpt2_dir, tmp_path / "plain"), plain)
     assert_close_runs(run_grpo(gpt2_dir, tmp_path / "kl", ref_model=ref_dir, **MANY_STEPS), plain_kl)

@@ -54,13 +54,13 @@ from common.args import (
 )
 from common.cli import InputError, cli, stop_if
 from common.forward import can_pack, line_logprobs, packing_problem
-from common.functions import build, load_function
+from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import end_tokens, load_lm, make_reference, max_positions, unsharded
 from common.report import lines_of_use, visible
-from common.rows import is_chat, load_rows, load_sets, pair_texts, prompt_messages, set_flag, set_prefix
-from common.sampling import evaluate_samples, rows_to_sample
+from common.rows import is_chat, pair_texts, prompt_messages, set_flag, set_prefix
+from common.sampling import evaluate_samples, read_rows
 from common.tokens import (
     beginning,
     encode_prompts,
@@ -437,15 +437,6 @@ class Data:
     report: str = ""
 
 
-def read(args):
-    """The rows and functions that the flags name."""
-    metric = load_function(args.metric, "--metric")
-    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
-    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    prompts = rows_to_sample(args, metric, eval_sets)
-    return Data(rows, eval_sets, prompts, metric)
-
-
 def load(args, path, device):
     """The language model, with frozen weights or adapters as the flags say, and its tokenizer. It is a decoder."""
     lm, tokenizer = load_lm(args, path, device)
@@ -529,7 +520,7 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
-    data = read(args)
+    data = Data(*read_rows(args))
     run = Run(args, __file__)
     if run.finished:
         return run.result()

@@ -70,13 +70,13 @@ from common.args import (
 )
 from common.cli import InputError, cli, stop_if
 from common.forward import in_chunks, token_logprobs
-from common.functions import build, load_function, spec_path
+from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positions, unsharded
 from common.report import visible
-from common.rows import load_rows, load_sets, set_flag, set_prefix, texts
-from common.sampling import evaluate_samples, rows_to_sample
+from common.rows import set_flag, set_prefix, texts
+from common.sampling import evaluate_samples, read_rows
 from common.tokens import encode_prompts, encode_segments, pad_rows, row_ends
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
@@ -617,16 +617,6 @@ class Data:
     report: str = ""  # on rows, actions and returns, for the summary
 
 
-def read(args):
-    """The rows, functions and mask that the flags name."""
-    metric = load_function(args.metric, "--metric")
-    logit_mask = build(args.logit_mask, "--logit-mask")
-    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
-    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    prompts = rows_to_sample(args, metric, eval_sets)
-    return Data(rows, eval_sets, prompts, metric, logit_mask)
-
-
 def load(args, path, device):
     """The policy, with frozen weights or adapters as the flags say and the heads of an earlier run, and its
     tokenizer."""
@@ -753,7 +743,7 @@ IN_STATUS = ["losses/loss", "losses/loss_q", "losses/loss_v"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    data = read(args)
+    data = Data(*read_rows(args), build(args.logit_mask, "--logit-mask"))
     run = Run(args, __file__)
     if run.finished:
         return run.result()

@@ -37,13 +37,13 @@ from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, Run
 from common.cli import InputError, cli, stop_if
 from common.forward import can_pack, line_logprobs
 from common.forward import token_nll as token_nll  # for those who import it from here
-from common.functions import build, load_function
+from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.logging import Run, closes_run
 from common.models import end_tokens, load_lm, max_positions, unsharded
 from common.report import lines_of_use, visible
-from common.rows import load_rows, load_sets, set_flag, set_prefix
-from common.sampling import evaluate_samples, rows_to_sample
+from common.rows import set_flag, set_prefix
+from common.sampling import evaluate_samples, read_rows
 from common.tokens import encode_prompts, encode_segments, first_label, in_lines, line_length, num_labels
 
 TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # of a command without --model, --dataset and --config
@@ -227,15 +227,6 @@ class Data:
     report: str = ""
 
 
-def read(args):
-    """The rows and functions that the flags name."""
-    metric = load_function(args.metric, "--metric")
-    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
-    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    prompts = rows_to_sample(args, metric, eval_sets)
-    return Data(rows, eval_sets, prompts, metric)
-
-
 def load(args, path, device):
     """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
     lm, tokenizer = load_lm(args, path, device)
@@ -310,7 +301,7 @@ IN_STATUS = ["train/loss", "optim/grad_norm"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    data = read(args)
+    data = Data(*read_rows(args))
     run = Run(args, __file__)
     if run.finished:
         return run.result()

@@ -70,16 +70,20 @@ def read_prompts(args):
     return Prompts(rows, eval_sets, reward, metric)
 
 
-def rows_to_sample(args, metric, eval_sets):
-    """The rows that evaluations sample from: those of --eval-prompts, or with a metric of the first evaluation set."""
-    rows = []
+def read_rows(args):
+    """(rows, evaluation sets, rows that evaluations sample from, metric) that the flags of training on texts name. The
+    third are those of --eval-prompts, or with a metric those of the first evaluation set."""
+    metric = load_function(args.metric, "--metric")
+    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
+    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
+    prompts = []
     if args.eval_prompts is not None:
-        rows = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
+        prompts = load_rows(build(args.eval_prompts, "--eval-prompts"), "--eval-prompts")
     elif metric:
-        rows = next(iter(eval_sets.values()), [])
-    if metric and not (rows and ("prompt" in rows[0] or is_chat(rows, ["chosen"]))):
+        prompts = next(iter(eval_sets.values()), [])
+    if metric and not (prompts and ("prompt" in prompts[0] or is_chat(prompts, ["chosen"]))):
         raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
-    return rows
+    return rows, eval_sets, prompts, metric
 
 
 # ---- The key-value cache ---------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ from common.logging import Run, closes_run
 from common.models import end_tokens, load_lm, make_reference, max_positions, unsharded
 from common.report import lines_of_use, visible
 from common.rows import is_chat, pair_texts, prompt_messages, set_flag, set_prefix
-from common.sampling import evaluate_samples, read_rows
+from common.sampling import evaluate_samples, read_data
 from common.tokens import (
     beginning,
     encode_prompts,
@@ -520,7 +520,7 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
-    data = Data(*read_rows(args))
+    data = Data(*read_data(args))
     run = Run(args, __file__)
     if run.finished:
         return run.result()

@@ -76,7 +76,7 @@ from common.logging import Run, closes_run
 from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positions, unsharded
 from common.report import visible
 from common.rows import set_flag, set_prefix, texts
-from common.sampling import evaluate_samples, read_rows
+from common.sampling import evaluate_samples, read_data
 from common.tokens import encode_prompts, encode_segments, pad_rows, row_ends
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
@@ -743,7 +743,7 @@ IN_STATUS = ["losses/loss", "losses/loss_q", "losses/loss_v"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    data = Data(*read_rows(args), build(args.logit_mask, "--logit-mask"))
+    data = Data(*read_data(args), build(args.logit_mask, "--logit-mask"))
     run = Run(args, __file__)
     if run.finished:
         return run.result()

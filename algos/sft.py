@@ -43,7 +43,7 @@ from common.logging import Run, closes_run
 from common.models import end_tokens, load_lm, max_positions, unsharded
 from common.report import lines_of_use, visible
 from common.rows import set_flag, set_prefix
-from common.sampling import evaluate_samples, read_rows
+from common.sampling import evaluate_samples, read_data
 from common.tokens import encode_prompts, encode_segments, first_label, in_lines, line_length, num_labels
 
 TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # of a command without --model, --dataset and --config
@@ -301,7 +301,7 @@ IN_STATUS = ["train/loss", "optim/grad_norm"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    data = Data(*read_rows(args))
+    data = Data(*read_data(args))
     run = Run(args, __file__)
     if run.finished:
         return run.result()

@@ -70,7 +70,7 @@ def read_prompts(args):
     return Prompts(rows, eval_sets, reward, metric)
 
 
-def read_rows(args):
+def read_data(args):
     """(rows, evaluation sets, rows that evaluations sample from, metric) that the flags of training on texts name. The
     third are those of --eval-prompts, or with a metric those of the first evaluation set."""
     metric = load_function(args.metric, "--metric")

@@ -25,7 +25,7 @@ from common.forward import can_pack
 from common.functions import build
 from common.launch import launch, set_threads
 from common.models import load_lm
-from common.sampling import read_prompts, read_rows
+from common.sampling import read_data, read_prompts
 from common.seeding import seed_libraries
 
 BEFORE = {"step": 0, "episode": 0, "seconds": 0.0, "model": None}
@@ -39,7 +39,7 @@ def measure_samples(script, run, args):
 
 def load(script, run, args):
     """(data, model, tokenizer) of a script that samples."""
-    data = read_prompts(args) if script in (ppo, grpo) else script.Data(*read_rows(args))
+    data = read_prompts(args) if script in (ppo, grpo) else script.Data(*read_data(args))
     lm, tokenizer = load_lm(args, build(args.model, "--model"), run.accelerator.device)
     if script in (ppo, grpo):
         data.encode(lm, tokenizer, args)

@@ -12,16 +12,14 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-import warnings
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from common.checkpoint import sha256
-from common.cli import ROOT, flag_of
+from common.cli import ROOT, InputError, flag_of
 from common.functions import spec_path
 from common.launch import cpuinfo
 
@@ -35,20 +33,17 @@ LENGTHS = "epochs num_epochs total_steps total_episodes".split()
 # What counts in a directory: files of models, tokenizers and data sets.
 SUFFIXES = ".safetensors .bin .json .jsonl .txt .model .tiktoken .spm .jinja .arrow .parquet .csv .py".split()
 PLAIN = bool | int | float | str
-UNKNOWN = "of unknown contents>"  # how the description of an object ends that cannot be hashed
-# Fields of every torch module besides its weights and parts (train or eval, hooks), and notes of transformers.
-MODULE_FIELDS = {*vars(torch.nn.Module()), "warnings_issued"} - {"_parameters", "_buffers", "_modules"}
+UNKNOWN = " of unknown contents>"  # how the description of an object ends that is not hashed
 
 
 def identity(algo, args, script):
     """What decides the result (flags, the bytes of the code, the files that flags name, with the user's files that
-    these import) and a hash of it. not_compared: flags whose objects cannot be hashed. What functions read from other
-    files while they run does not count."""
+    these import) and a hash of it. What functions read from other files while they run does not count."""
     flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
-    not_compared = [name for name, text in flags.items() if str(text).endswith(UNKNOWN)]
-    files = {"script": sha256(script)}
-    if imported := with_imports(Path(script).resolve())[1:]:
-        files["imports"] = hash_of_files(imported)
+    unknown = [flag_of(name) for name, text in flags.items() if str(text).endswith(UNKNOWN)]
+    if unknown and not args.run_dir:
+        raise InputError(f"{', '.join(unknown)}: an object that cannot be compared between runs: give --run-dir, too")
+    files = {"script": sha256(script), "imports": hash_of_files(with_imports(Path(script).resolve())[1:])}
     files |= {f"common/{path.name}": sha256(path) for path in sorted((ROOT / "common").glob("*.py"))}
     for name in flags:
         if named := files_of_flag(getattr(args, name)):
@@ -56,7 +51,7 @@ def identity(algo, args, script):
     if args.resume not in ("auto", "never"):
         files["resume"] = str(Path(args.resume).resolve())
     digest = hashlib.sha256(json.dumps([algo, flags, files], sort_keys=True).encode()).hexdigest()[:8]
-    return {"algo": algo, "hash": digest, "flags": flags, "files": files, "not_compared": not_compared}
+    return {"algo": algo, "hash": digest, "flags": flags, "files": files}
 
 
 # ---- Files -----------------------------------------------------------------------------------------------------------
@@ -148,67 +143,48 @@ def describe(value):
     an object with a hash of its contents."""
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, np.generic):
-        return value.item()
     if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
         return list(value)
     name = getattr(value, "__qualname__", type(value).__qualname__)
+    if is_of_library(value):
+        return f"<{name}{UNKNOWN}"
     try:
         return f"<{name} {hash_of_object(value)[:16]}>"
     except Exception:  # objects refuse in their own ways
-        return f"<{name} {UNKNOWN}"
+        return f"<{name}{UNKNOWN}"
+
+
+def is_of_library(value):
+    """Whether a value is a model, a tokenizer or the like, whose contents are large and change in use."""
+    return isinstance(value, torch.nn.Module) or type(value).__module__.startswith(("transformers.", "diffusers."))
 
 
 def hash_of_object(value):
-    """A hash of all that an object consists of: what the pickler of datasets stores of it (fields, closures, globals
-    that its functions read), and the user's files that hold its code, as it stores imported functions by name alone."""
+    """A hash of rows, or of what the pickler of datasets stores of a function or another object (fields, closures,
+    globals that its functions read), with the user's files that hold its code. Models in it count by their class."""
     from datasets.utils._dill import Pickler  # takes a second
 
-    sets = list(value.values()) if type(value) is dict else [value]
-    if all(map(is_rows, sets)):  # by their text: a pickle depends on which rows of two sets are one object
+    if type(value) in (list, dict):  # by their text: a pickle depends on which rows are one object
         with contextlib.suppress(TypeError):  # else rows of objects
             return hashlib.sha256(json.dumps(value).encode()).hexdigest()
     digest = hashlib.sha256()
     files = set()
 
     def parts(value):
-        code = inspect.unwrap(value) if "__wrapped__" in getattr(value, "__dict__", ()) else value
+        """What pickle is to store of an object."""
         with contextlib.suppress(TypeError, OSError):  # no code, or that of C or a notebook
-            files.add(Path(inspect.getfile(code)).resolve())
-        return reduced(value)
+            files.add(Path(inspect.getfile(value)).resolve())
+        if isinstance(value, frozenset):  # of constants; its order differs between processes
+            return frozenset, (sorted(value, key=repr),)
+        return (type(value), ()) if is_of_library(value) else NotImplemented
 
     pickler = Pickler(SimpleNamespace(write=digest.update), recurse=True)
     pickler.reducer_override = parts
-    with warnings.catch_warnings(action="ignore"):
-        pickler.dump(value)
+    pickler.dump(value)
     digest.update(hash_of_files(with_imports(*sorted(filter(is_own, files)))).encode())
     return digest.hexdigest()
-
-
-def is_rows(value):
-    """Whether a value is a list of dicts. Those of a class of the user may do more."""
-    return type(value) is list and all(type(row) is dict for row in value)
-
-
-def reduced(value):
-    """What pickle is to store (a class, its arguments, fields) of tensors, so that a model is not copied in memory, of
-    sets, whose order differs between processes, and of modules and configurations, which change in use."""
-    from transformers import GenerationConfig, PretrainedConfig
-
-    if isinstance(value, set | frozenset):
-        return type(value), (sorted(value, key=repr),)
-    if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        return type(value), (str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest())
-    if isinstance(value, torch.nn.Module):
-        fields = {name: field for name, field in vars(value).items() if name not in MODULE_FIELDS}
-    elif isinstance(value, GenerationConfig | PretrainedConfig) or type(value).__name__ == "FrozenDict":  # of diffusers
-        fields = {name: field for name, field in vars(value).items() if not name.startswith("_")}
-    else:
-        return NotImplemented
-    return type(value), (), fields
 
 
 # ---- Two runs --------------------------------------------------------------------------------------------------------

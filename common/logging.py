@@ -20,7 +20,7 @@ import yaml
 from common import checkpoint as ckpt
 from common import report
 from common.adapters import to_export
-from common.cli import InputError, flag_of
+from common.cli import InputError
 from common.identity import SIZES, describe, differences, environment, identity, nearly_the_same
 from common.launch import OUT_OF_MEMORY, describe_layout, launch, peak_memory_mb, set_threads
 from common.report import screen, visible
@@ -86,9 +86,6 @@ class Run:
         self.main = self.accelerator.is_main_process
         self.algo = Path(script).stem
         self.identity = identity(self.algo, args, script)
-        if unknown := self.identity["not_compared"]:
-            names = ", ".join(map(flag_of, unknown))
-            self.say(f"warning: what {names} holds cannot be hashed: another object there is taken for the same run")
         self.signal = None
         self.stepped = False  # since the start of this process
         self.made = False  # whether this process has made the directory

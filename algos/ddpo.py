@@ -355,7 +355,7 @@ def sample_images(accelerator, policy, prompts, stream, args, trajectories):
     height, width = np.broadcast_to(policy.pipeline.unet.config.sample_size, 2)  # of a square model one number
     noise_shape = (num_steps + 1, vae.config.latent_channels, height, width)
     own_rows = local_rows(accelerator, len(prompts))
-    screen.show("drawing", len(own_rows), "images")
+    screen.show("drawing", len(own_rows))
     batches = []
     for i in range(0, len(own_rows), args.decode_batch_size):
         rows = own_rows[i : i + args.decode_batch_size]
@@ -737,13 +737,6 @@ def sampling_code(args, unet):
     )
 
 
-def pictures(run):
-    """The first and the last grid, for the card."""
-    grids = sorted(run.dir.glob("images/*.png"))
-    first_and_last = dict.fromkeys(grids[:1] + grids[-1:])
-    return "".join(f"![{path.stem}](images/{path.name})\n\n" for path in first_and_last)
-
-
 def export(run, pipeline, name):
     """Writes the pipeline to a directory of the run."""
     on_main(run.accelerator, export_pipeline, pipeline, run.dir / name)
@@ -834,7 +827,7 @@ def main(args):
         run.save(run.step, save_pipeline, evaluation.get(headline))
 
     code = sampling_code(args, pipeline.unet)
-    return run.finish(save_pipeline, data.rows[0]["prompt"], code, "diffusers", partial(pictures, run))
+    return run.finish(save_pipeline, data.rows[0]["prompt"], code)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,6 @@ NEUTRAL = """run_dir name resume threads save_every keep_checkpoints track wandb
 NEUTRAL += SIZES
 # Flags of how long a run is.
 LENGTHS = "epochs num_epochs total_steps total_episodes".split()
-# What counts in a directory: files of models, tokenizers and data sets.
-SUFFIXES = ".safetensors .bin .json .jsonl .txt .model .tiktoken .spm .jinja .arrow .parquet .csv .py".split()
 PLAIN = bool | int | float | str
 UNKNOWN = " of unknown contents>"  # how the description of an object ends that is not hashed
 
@@ -79,12 +77,12 @@ def files_of_flag(value):
 
 
 def files_of_directory(path):
-    """The files of a model, tokenizer or data set that a directory holds; below it, those of a pipeline's parts or of a
-    data set's splits. What else lies in a directory, runs above all, does not count."""
+    """The files that a directory holds; below it, those of a pipeline's parts or of a data set's splits. What else lies
+    deeper, runs above all, does not count."""
     files = list(path.glob("*"))
     if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
         files += path.glob("*/*")
-    return sorted(file for file in files if file.is_file() and file.suffix in SUFFIXES and file.name[0] != ".")
+    return sorted(file for file in files if file.is_file() and file.name[0] != ".")
 
 
 def with_imports(*paths):
@@ -209,8 +207,8 @@ def differences(old, new):
 
 
 def nearly_the_same(folder, new):
-    """A directory beside folder with checkpoints of a run that could be continued instead: it differs from the identity
-    `new` in its length alone, or is not finished and differs in one or two files. None without one."""
+    """A sentence on a run beside folder that could be continued instead: it has checkpoints, and differs from the
+    identity `new` in its length alone, or is not finished and differs in one or two files. None without one."""
     for path in sorted(folder.parent.glob("*/env.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a file of something else
             old = json.loads(path.read_text())
@@ -219,7 +217,8 @@ def nearly_the_same(folder, new):
             near = {*changed(old, new, "flags")} <= {*LENGTHS} and (not files or len(files) < 3 and not finished)
             begun = any(path.parent.glob("checkpoints/step_????????"))
             if near and begun and old["algo"] == new["algo"] and old["hash"] != new["hash"]:
-                return path.parent
+                lines = "; ".join(differences(old, new))
+                return f"{path.parent} holds nearly this run ({lines}); to continue that one: --resume {path.parent}"
     return None
 
 

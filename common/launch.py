@@ -57,12 +57,6 @@ def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
     return flag or launcher or default
 
 
-def describe_layout(args, accelerator):
-    """Types, device, processes and threads, for the summary at the start of a run."""
-    types = f"{args.dtype} weights, {accelerator.mixed_precision} autocast"
-    return f"{types}, {accelerator.device}, {accelerator.num_processes} processes x {torch.get_num_threads()} threads"
-
-
 # ---- The machine -----------------------------------------------------------------------------------------------------
 
 

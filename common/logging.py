@@ -22,7 +22,7 @@ from common import report
 from common.adapters import to_export
 from common.cli import InputError
 from common.identity import SIZES, describe, differences, environment, identity, nearly_the_same
-from common.launch import OUT_OF_MEMORY, describe_layout, launch, peak_memory_mb, set_threads
+from common.launch import OUT_OF_MEMORY, launch, peak_memory_mb, set_threads
 from common.report import screen, visible
 from common.seeding import seed_libraries, stream_rows
 
@@ -57,7 +57,6 @@ def closes_run(main):
         screen.start()
         screen.show("loading libraries")
         try:
-            report.check_tracker(args.track)
             return main(args)
         except RuntimeError as error:
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # of CUDA, cuBLAS, a CPU
@@ -112,20 +111,14 @@ class Run:
         path = None
         state = {}
         if self.args.resume not in ("auto", "never"):
-            named = Path(self.args.resume)
+            named = Path(self.args.resume)  # a run directory or a checkpoint
             path = max(named.glob("checkpoints/step_????????"), default=named)
-            if not (path / "state.json").exists():
-                raise InputError(f"--resume {named} must be auto, never, a run directory or a checkpoint in one")
             state = ckpt.read_checkpoint(path)
         if self.args.check:
             return None, path, state, False, False
         folder = self._locked_folder()
-        # of a run that was killed: ours begin with .tmp-, those of safetensors with .tmp
-        for stale in [*folder.glob(".tmp*"), *folder.glob("checkpoints/.tmp*")]:
-            if stale.is_dir():
-                shutil.rmtree(stale)
-            else:
-                stale.unlink()
+        for half_written in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # by a run that was killed
+            shutil.rmtree(half_written, ignore_errors=True)
         old = None
         if any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):  # else it failed
             old = json.loads((folder / "env.json").read_text())
@@ -147,32 +140,29 @@ class Run:
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
         elif self.args.resume == "auto" and (other := nearly_the_same(folder, new)):
-            lines = "; ".join(differences(json.loads((other / "env.json").read_text()), new))
-            self.say(f"{other} holds nearly this run ({lines}); to continue that one: --resume {other}")
+            self.say(other)
         return folder, path, state, False, same
 
     def _locked_folder(self):
         """The run directory, which is made where it is new."""
         first = Path(self.args.run_dir or f"runs/{self.args.name or self.algo}-{self.identity['hash']}")
         folder = first
+        number = 1
         try:
-            if self.args.resume == "never":
-                number = 1
-                while folder.exists():
-                    number += 1
-                    folder = first.with_name(f"{first.name}-{number}")
+            while self.args.resume == "never" and folder.exists():
+                number += 1
+                folder = first.with_name(f"{first.name}-{number}")
             self.made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            names = [path.name for path in folder.iterdir() if not path.name.startswith((".lock", ".tmp"))]
-            if names and "env.json" not in names:
+            if any(path.name[0] != "." for path in folder.iterdir()) and not (folder / "env.json").exists():
                 raise OSError("it holds files but no run")
-            self.lock = open(folder / ".lock", "a+")
+            self.lock = open(folder / ".lock", "a")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            process = (folder / ".lock").read_text()
+            raise InputError(f"{folder} is locked by the running process {process}: end that one first") from None
         except (OSError, ValueError) as error:
-            problem = f"cannot be written: {error}"
-            if isinstance(error, BlockingIOError):
-                problem = f"is locked by the running process {(folder / '.lock').read_text()}: end that one first"
-            raise InputError(f"--run-dir {visible(str(folder))} {problem}") from None
+            raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
         self.lock.truncate(0)
         self.lock.write(f"{os.getpid()} on {platform.node()}")
         self.lock.flush()
@@ -201,7 +191,6 @@ class Run:
         kept = {"best_score": None, "best_step": None} | quantities
         self.kept = SimpleNamespace(**{name: self.state.get(name, value) for name, value in kept.items()})
         self.frozen = ckpt.frozen_weights(pretrained)
-        self.settings = ckpt.settings_of(optimizer)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
             if self.iteration >= iterations and not self.same:
@@ -233,8 +222,10 @@ class Run:
         """What is trained, in which types, where: the first line of a summary."""
         total = sum(weight.numel() for weight in model.parameters())
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-        layout = describe_layout(self.args, self.accelerator)
-        return f"{self.algo}: {total:,} parameters, {trained:,} trained; {layout}"
+        types = f"{self.args.dtype} weights, {self.accelerator.mixed_precision} autocast"
+        processes = f"{self.accelerator.num_processes} processes x {torch.get_num_threads()} threads"
+        counts = f"{self.algo}: {total:,} parameters, {trained:,} trained"
+        return f"{counts}; {types}, {self.accelerator.device}, {processes}"
 
     # -- the loop
 
@@ -307,7 +298,7 @@ class Run:
         screen.show("saving")
         state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": self.iteration}
         state |= {"headline": self.headline, **vars(self.kept)}
-        files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
+        files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, **state)
 
         def write():
             try:
@@ -334,11 +325,10 @@ class Run:
 
     def stop_requested(self):
         """Whether any rank has had SIGTERM or SIGINT. Collective; asked where the state is whole."""
-        flag = self.accelerator.reduce(torch.tensor(self.signal or 0, device=self.accelerator.device))
-        stop = bool(flag.item())
-        if stop:  # by the sum alone: a signal that came meanwhile waits for the next call
+        signals = self.accelerator.reduce(torch.tensor(self.signal or 0, device=self.accelerator.device)).item()
+        if signals:  # by the sum alone: a signal that came meanwhile waits for the next call
             self.signal = self.signal or signal.SIGTERM
-        return stop
+        return signals > 0
 
     def close(self):
         if self.made and self.dir and not self.stepped:  # an error or a signal came before the first step
@@ -433,15 +423,15 @@ class Run:
             whole[file] = {key: getattr(x, "full_tensor", x.detach)() for key, x in tensors.items()}
         on_main(self.accelerator, ckpt.export_model, lm, weights, tokenizer, self.dir / name, whole)
 
-    def finish(self, export, prompt, usage, library="transformers", pictures=lambda: ""):
+    def finish(self, export, prompt, usage):
         """Exports the model, prints the last lines and writes the card, which marks the run as finished. Returns
-        `result`. prompt and usage: as `lines_of_use` returns them. pictures: returns markdown for the card."""
+        `result`. prompt and usage: as `lines_of_use` returns them."""
         if self.args.check:
             peak = peak_memory_mb(self.accelerator.device)
             self.say(f"one iteration: {self._seconds()}; peak memory {peak:,.0f} MB\ncheck passed")
             return {}, None
         export("hf_model")
-        on_main(self.accelerator, self._finish, prompt, usage, library, pictures)
+        on_main(self.accelerator, self._finish, prompt, usage)
         result = self.result()
         self.close()
         self.accelerator.end_training()
@@ -464,7 +454,7 @@ class Run:
         except Exception as error:
             self.say(f"warning: curve.png is not drawn: {' '.join(str(error).split())}")
 
-    def _finish(self, prompt, usage, library, pictures):
+    def _finish(self, prompt, usage):
         self._draw()
         records = self._records("metrics.jsonl")
         values = [value for _, value in report.points(records, self.headline)]
@@ -478,8 +468,7 @@ class Run:
             ckpt.push(folder, self.args.push_to_hub)
         env = json.loads((self.dir / "env.json").read_text())
         samples = self._records("samples.jsonl")
-        names = [self.headline, *self.shown]
-        card = report.model_card(env, names, records, samples, usage, library, pictures())
+        card = report.model_card(env, [self.headline, *self.shown], records, samples, usage)
         ckpt.write_text(self.dir / "README.md", card)
 
 

@@ -17,12 +17,8 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from common.cli import InputError
-
-REPORT = 30  # seconds between two plain lines about a long activity, where there is no terminal
 MOST_NUMBERS = 5  # in the card
 MOST_PROMPTS = 3  # in the card
-MOST_SAMPLES = 100  # of an evaluation, for wandb and tensorboard
 LONGEST_CELL = 200  # characters of a sample in a table
 WIDEST = 4000  # characters of a line of a table in markdown, so that rows are lines and no cell is cut
 
@@ -67,37 +63,26 @@ class Screen:
                 self.live.stop()
         self.__init__()
 
-    def show(self, activity, total=0, unit="rows"):
-        """Says what begins: so many units of it are to be done; `advance` counts them."""
+    def show(self, activity, total=0):
+        """Says what begins: so much of it is to be done; `advance` counts it."""
         self.activity = activity
         self.total = total
-        self.unit = unit
         self.done = 0
         self.begin = time.monotonic()
-        self.reported = self.begin
         if self.live:
             with contextlib.suppress(OSError):
                 self.live.refresh()
 
     def advance(self, count):
         self.done += count
-        now = time.monotonic()
-        if not self.live and self.main and now - self.reported > REPORT:
-            self.reported = now
-            self.say(self.progress())
-
-    def progress(self):
-        """The activity in words."""
-        count = ""
-        if self.total:
-            count = f" {self.done:,}/{self.total:,} {self.unit}"
-        elif self.done:
-            count = f" {self.done:,} steps"
-        return f"{self.activity}{count}, {time.monotonic() - self.begin:.0f} s"
 
     def line(self):
         """The line as rich draws it: the most important first, cut at the width of the terminal."""
-        text = " | ".join(filter(None, [self.headline, self.progress(), self.metrics]))
+        count = ""
+        if self.total:
+            count = f" {self.done:,}/{self.total:,}"
+        activity = f"{self.activity}{count}, {time.monotonic() - self.begin:.0f} s"
+        text = " | ".join(filter(None, [self.headline, activity, self.metrics]))
         # the cursor goes back, so that warnings replace the line
         return Group(Text(text, no_wrap=True, overflow="ellipsis", end=""), Control(ControlType.CARRIAGE_RETURN))
 
@@ -141,11 +126,6 @@ def table_of(rows, title=None, width=None):
     sheet = Console(file=io.StringIO(), width=width or min(120, shutil.get_terminal_size().columns))
     sheet.print(grid)
     return sheet.file.getvalue().rstrip()
-
-
-def code_table(rows):
-    """The same in markdown, where what is indented is no markup."""
-    return textwrap.indent(table_of(rows, width=WIDEST), "    ")
 
 
 # ---- Metrics ---------------------------------------------------------------------------------------------------------
@@ -214,11 +194,11 @@ def draw_curves(records, names, title, path):
 # ---- Card ------------------------------------------------------------------------------------------------------------
 
 
-def model_card(env, names, records, samples, usage, library, pictures):
+def model_card(env, names, records, samples, usage):
     """README.md of a run.
 
     env: what env.json holds. names: the most telling metrics, the headline first. records, samples: the lines of
-    metrics.jsonl and samples.jsonl. pictures: more of them, as markdown.
+    metrics.jsonl and samples.jsonl.
     """
     flags = env["flags"]
     title = f"{flags['model']} trained by {env['algo']}.py on {flags.get('reward') or flags['dataset']}"
@@ -230,10 +210,9 @@ def model_card(env, names, records, samples, usage, library, pictures):
     newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
     shown = [*newest.values()][:MOST_PROMPTS]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    parts = [f"---\nlibrary_name: {library}\ntags: [plainrl, {env['algo']}]\n---\n# {title}"]
-    parts += ["\n".join(numbers[:MOST_NUMBERS]), "![learning curve](curve.png)", pictures.strip()]
-    if shown:
-        parts += ["## Samples", code_table(shown)]
+    parts = [f"# {title}", "\n".join(numbers[:MOST_NUMBERS]), "![learning curve](curve.png)"]
+    if shown:  # indented, so that nothing in them is markup
+        parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
     parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{launch_line(env)}\n```"]
     parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -260,14 +239,6 @@ def lines_of_use(lm, tokenizer, ids):
 # ---- wandb and tensorboard, through accelerate: mirrors of the run directory -----------------------------------------
 
 
-def check_tracker(name):
-    """InputError where the tracker of --track is not installed."""
-    from accelerate.tracking import get_available_trackers
-
-    if name != "off" and name not in map(str, get_available_trackers()):
-        raise InputError(f"--track {name} is not installed: pip install {name}, or leave --track out")
-
-
 def open_tracker(accelerator, args, folder, identity):
     """Starts the tracker of --track for the run in a folder, or goes on with what it has of that run."""
     from accelerate.tracking import filter_trackers
@@ -277,16 +248,15 @@ def open_tracker(accelerator, args, folder, identity):
         flags[flag] = value if isinstance(value, int | float) else str(value)
     place = {"id": f"{folder.resolve().name}-{identity['hash']}", "name": folder.name, "dir": str(folder)}
     accelerator.log_with = filter_trackers([args.track], folder)
+    if not accelerator.log_with:
+        raise ImportError(f"pip install {args.track}")
     accelerator.project_configuration.logging_dir = str(folder)  # of tensorboard
     accelerator.init_trackers(args.wandb_project, flags, {"wandb": {"resume": "allow", **place}})
 
 
 def log_samples(accelerator, samples, step):
-    """The first samples of an evaluation: a table in wandb, the text of one in tensorboard."""
-    samples = samples[:MOST_SAMPLES]
+    """The samples of an evaluation as a table in wandb."""
+    rows = [list(sample.values()) for sample in samples]
     for tracker in accelerator.trackers:
-        if tracker.name == "tensorboard":
-            tracker.tracker.add_text("eval/samples", code_table(samples), global_step=step)
-        else:
-            rows = [list(sample.values()) for sample in samples]
+        if tracker.name == "wandb":
             tracker.log_table("eval/samples", columns=list(samples[0]), data=rows, step=step)

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import yaml
 from accelerate import Accelerator, tracking
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
@@ -192,11 +191,7 @@ def test_what_a_run_leaves(typed):
 
 def test_the_last_lines_and_the_card(typed):
     run, out = typed
-    _, head, card = (run / "README.md").read_text().split("---\n", 2)
-    assert yaml.safe_load(head) == {"library_name": "diffusers", "tags": ["plainrl", "ddpo"]}
-    pictures = re.findall(r"!\[.*?\]\((.*?)\)", card)
-    assert pictures == ["curve.png", "images/step_00000000.png", "images/step_00000004.png"]
-    assert all((run / picture).is_file() for picture in pictures)
+    card = (run / "README.md").read_text()
     assert "shapes.py:base_model trained by ddpo.py on benchmarks/tasks/shapes.py:compressibility\n" in card
     first, *_, last = log(run)
     assert f"- `eval/reward`: {first['eval/reward']:.3g} at step 0, **{last['eval/reward']:.3g}** at step 4\n" in card
@@ -685,10 +680,6 @@ class Recorder(GeneralTracker):
         assert self.name == "wandb" and name == "eval/samples"
         self.tables[step] = (columns, data)
 
-    def add_text(self, name, text, global_step):
-        assert self.name == "tensorboard" and name == "eval/samples"
-        self.tables[global_step] = text
-
     def log_images(self, values, step=None, **options):
         assert self.fails != "log_images", "no space"
         assert options == ({"dataformats": "NHWC"} if self.name == "tensorboard" else {})
@@ -698,7 +689,6 @@ class Recorder(GeneralTracker):
 @pytest.mark.parametrize("track", ["wandb", "tensorboard"])
 def test_trackers_get_metrics_and_grids(monkeypatch, tiny, tmp_path, track):
     recorder = Recorder(track)
-    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [track])
     monkeypatch.setattr(tracking, "filter_trackers", lambda names, folder: [recorder] if names == [track] else [])
     sets = {"x": ROWS, "y": ROWS[:2]}
     _, run = run_ddpo(tiny, tmp_path / "run", track=track, eval_dataset=sets, eval_every=4, num_epochs=3)
@@ -706,16 +696,11 @@ def test_trackers_get_metrics_and_grids(monkeypatch, tiny, tmp_path, track):
     for record in log(run):
         assert record.items() - {("step", record["step"])} <= recorder.metrics[record["step"]].items()
     assert "perf/images_per_sec" in recorder.metrics[2]
-    assert [*recorder.tables] == [0, 4, 6]
+    assert [*recorder.tables] == ([0, 4, 6] if track == "wandb" else [])
     for step, table in recorder.tables.items():
         rows = [row for row in samples(run) if row["step"] == step]
         cells = [[row["set"], row["prompt"], row["reward"]] for row in rows]
-        if track == "wandb":
-            assert table == (["set", "prompt", "reward"], cells)
-        else:
-            lines = [line.split() for line in table.splitlines() if line.strip()]
-            assert lines[0] == ["set", "prompt", "reward"]
-            assert lines[2:] == [[name, *prompt.split(), f"{reward:.3g}"] for name, prompt, reward in cells]
+        assert table == (["set", "prompt", "reward"], cells)
     for step, found in recorder.images.items():
         assert found.keys() == {"eval/images_x", "eval/images_y"}
         for name, images in found.items():

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from algos import sft
 from common import launch, logging
 from common.cli import cli
-from common.launch import autocast_type, describe_layout, set_threads
+from common.launch import autocast_type, set_threads
 from common.logging import closes_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,13 +91,6 @@ def test_bf16_is_the_default_of_a_gpu_that_has_it(fresh_accelerator, monkeypatch
     assert (asked["cpu"], asked["mixed_precision"]) == ((True, "no") if use_cpu == "true" else (False, "bf16"))
 
 
-def test_layout(fresh_accelerator, monkeypatch):
-    """One line with types, device, processes and threads."""
-    accelerator = launch.launch(run_args())
-    torch.set_num_threads(1)
-    assert describe_layout(run_args(), accelerator) == "float32 weights, no autocast, cpu, 1 processes x 1 threads"
-
-
 @pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])
 def test_medium_precision_is_for_cpus_of_amd(vendor, monkeypatch):
     """On those of Intel it is slower. The kernels are this machine's, so AMD's name alone may not be enough."""
@@ -160,7 +153,7 @@ def test_threads_before_functions_of_the_user(monkeypatch):
     def main(args):
         return torch.get_num_threads()
 
-    flags = {"seed": 1, "deterministic": False, "track": "off"}
+    flags = {"seed": 1, "deterministic": False}
     assert main(SimpleNamespace(threads=2, **flags)) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert main(SimpleNamespace(threads=None, **flags)) == 1

@@ -251,14 +251,13 @@ def test_a_tracker_that_fails_is_a_warning(scripts, work, whole, tmp_path):
     same(tmp_path / "run", whole("ppo")[0])
 
 
-@pytest.mark.parametrize("algo", ["ppo", "sft"])
-def test_a_tracker_that_is_not_installed_stops_a_run_before_it_begins(algo, scripts, work, tmp_path):
+def test_a_tracker_that_is_not_installed_is_a_warning(scripts, work, whole, tmp_path):
     """requirements.txt does not ask for tensorboard."""
     if importlib.util.find_spec("tensorboard") or importlib.util.find_spec("tensorboardX"):
         pytest.skip("tensorboard is installed")
-    process = scripts.run(command(work, algo, "run", "--track", "tensorboard"), tmp_path, expect=2)
-    sentence = "error: --track tensorboard is not installed: pip install tensorboard, or leave --track out\n"
-    assert process.err == sentence and process.out == "" and list(tmp_path.iterdir()) == []
+    process = scripts.run(command(work, "ppo", "run", "--track", "tensorboard"), tmp_path)
+    assert process.out.count("warning: --track tensorboard is off from here on: pip install tensorboard") == 1
+    same(tmp_path / "run", whole("ppo")[0])
 
 
 TENSORBOARD = """
@@ -277,7 +276,7 @@ class SummaryWriter:
 
 @pytest.mark.slow
 def test_track_tensorboard(work, whole, tmp_path):
-    """A stand-in for the package gets metrics and samples, below the run directory."""
+    """A stand-in for the package gets the metrics, below the run directory."""
     (tmp_path / "stub/tensorboardX-1.0.dist-info").mkdir(parents=True)
     (tmp_path / "stub/tensorboardX-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: tensorboardX\n")
     (tmp_path / "stub/tensorboardX.py").write_text(TENSORBOARD)
@@ -290,9 +289,6 @@ def test_track_tensorboard(work, whole, tmp_path):
     for name in ("eval/reward", "objective/kl"):
         expected = [line[name] for line in lines(tmp_path / "run/metrics.jsonl") if name in line]
         assert [value for found, value in scalars if found == name] == expected
-    tables = [(values, options) for method, values, options in events if method == "add_text"]
-    assert [options["global_step"] for _, options in tables] == [0, 8, 16, 24]
-    assert all(name == "eval/samples" and "vowels" in text for (name, text), _ in tables)
 
 
 # ---- From Python -----------------------------------------------------------------------------------------------------

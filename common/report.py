@@ -39,7 +39,6 @@ class Screen:
     go to a terminal, and only in the first process of a machine."""
 
     def __init__(self):
-        self.main = os.environ.get("LOCAL_RANK", "0") == "0"
         self.live = None
         self.headline = ""
         self.metrics = ""
@@ -48,7 +47,7 @@ class Screen:
     def start(self):
         """Draws from now on, if there is a terminal."""
         # both: `| tee log` would print into the line, and the log would have no progress
-        if self.live or not self.main or not (os.isatty(1) and os.isatty(2)):
+        if self.live or os.environ.get("LOCAL_RANK", "0") != "0" or not (os.isatty(1) and os.isatty(2)):
             return
         console = Console()
         self.live = Live(get_renderable=self.line, console=console, refresh_per_second=5, transient=True,

@@ -1,11 +1,10 @@
-"""LoRA adapters: put into a model, trained, and merged into its weights for an export. Source: arXiv 2106.09685.
+"""LoRA adapters: put into a model, trained, and added to its weights while sampling. Source: arXiv 2106.09685.
 
 peft's layers are put into the model, which keeps its class: peft's own wrapper is not used. It would have other names
 of weights, and neither attention, blocks nor export of a transformers model.
 """
 
 import contextlib
-import copy
 import os
 import warnings
 
@@ -39,8 +38,6 @@ def train_adapters(lm, args, heads=()):
             bound = weight.shape[1] ** -0.5
             values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
             weight.data.copy_(torch.from_numpy(values))
-    if args.merge_adapters:
-        check_mergeable(lm)
 
 
 def add_adapters(lm, args, heads):
@@ -60,8 +57,8 @@ def add_adapters(lm, args, heads):
         task_type="SEQ_CLS" if heads else task,
         revision=args.revision,
     )
-    if not (lm.name_or_path or args.merge_adapters):
-        raise InputError("--model is an object without name_or_path, by which adapters find it: give --merge-adapters")
+    if not lm.name_or_path:
+        raise InputError("--model is an object without name_or_path, by which adapters find it: set it")
     if os.path.isdir(lm.name_or_path):  # found from everywhere
         lm.name_or_path = os.path.realpath(lm.name_or_path)
     try:
@@ -73,16 +70,6 @@ def add_adapters(lm, args, heads):
                 raise ValueError(f"no module of --model has the name {target}")
     except ValueError as error:
         raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
-
-
-def check_mergeable(lm):
-    """InputError where an adapted layer has the weight of another one, which merging would change as well."""
-    uses = [id(weight) for _, weight in lm.named_parameters(remove_duplicate=False)]
-    for module in lm.modules():
-        layer = getattr(module, "base_layer", getattr(module, "original_module", None))
-        if hasattr(layer, "weight") and uses.count(id(layer.weight)) > 1:
-            problem = "an adapted layer shares its weight with another one"
-            raise InputError(f"--merge-adapters: {problem}: export the adapters alone")
 
 
 def can_be_added(layer):
@@ -121,21 +108,3 @@ def for_sampling(lm, dtype=None):
             base.weight = weight
         for weight in frozen:
             weight.requires_grad_(False)
-
-
-def to_export(lm, args):
-    """The model to export; with --merge-adapters a copy whose adapters are part of the weights, as by peft's
-    merge_and_unload, which is a method of its wrapper alone."""
-    if not args.merge_adapters:
-        return lm
-    lm = copy.deepcopy(lm)
-    lm._weight_conversions = None  # those of an adapter that was loaded would rename the weights
-    for name, layer in list(lm.named_modules()):
-        if hasattr(layer, "get_base_layer"):
-            layer.merge()
-            if not name.endswith(".base_layer"):  # stacked experts have a wrapper for each of their weights
-                lm.set_submodule(name, layer.get_base_layer())
-        elif hasattr(layer, "modules_to_save"):
-            lm.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
-    lm._hf_peft_config_loaded = False
-    return lm

@@ -6,7 +6,6 @@ of weights, and neither attention, blocks nor export of a transformers model.
 
 import contextlib
 import os
-import warnings
 
 import torch
 
@@ -24,8 +23,6 @@ def train_adapters(lm, args, heads=()):
         raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
     if args.load_in_4bit and not (args.lora_r or is_loaded):
         raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
-    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
-        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
         add_adapters(lm, args, heads)
     elif not is_loaded:
@@ -41,13 +38,17 @@ def train_adapters(lm, args, heads=()):
 
 
 def add_adapters(lm, args, heads):
-    """Puts new adapters into lm. InputError for targets that it does not have; peft skips a misspelt one of several."""
+    """Puts new adapters into lm. InputError for a target that it does not have, which peft skips among others."""
     from peft import LoraConfig
 
     task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
     targets = list(args.lora_targets)
     if targets == ["all-linear"]:
         targets = "all-linear"
+    names = [f".{name}" for name, _ in lm.named_modules()]
+    for target in args.lora_targets:
+        if targets != "all-linear" and not any(name.endswith(f".{target}") for name in names):
+            raise InputError(f"--lora-targets: no module of --model has the name {target}")
     config = LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha or args.lora_r,
@@ -61,20 +62,12 @@ def add_adapters(lm, args, heads):
         raise InputError("--model is an object without name_or_path, by which adapters find it: set it")
     if os.path.isdir(lm.name_or_path):  # found from everywhere
         lm.name_or_path = os.path.realpath(lm.name_or_path)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
-            lm.add_adapter(config)
-        adapted = [f".{name}" for name, module in lm.named_modules() if hasattr(module, "lora_A")]
-        for target in args.lora_targets:
-            if targets != "all-linear" and not any(name.endswith(f".{target}") for name in adapted):
-                raise ValueError(f"no module of --model has the name {target}")
-    except ValueError as error:
-        raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
+    lm.add_adapter(config)
 
 
 def can_be_added(layer):
     """Whether a module is a layer with adapters that a sum with its weight leaves as exact as they are apart."""
-    if not hasattr(layer, "get_base_layer") or layer.disable_adapters or any(layer.lora_bias.values()):
+    if not hasattr(layer, "get_base_layer"):
         return False
     weight = getattr(layer.get_base_layer(), "weight", None)
     return weight is not None and weight.dtype in (torch.float32, torch.float64)

@@ -1,12 +1,11 @@
 """Sequence classifiers: how they read a text, and as the reward of a policy."""
 
-import contextlib
 import copy
-import itertools
 
 import torch
 
 from common.cli import InputError
+from common.forward import forward_replaced
 from common.functions import spec_path
 from common.models import adapter_base, load_pretrained, max_positions, share_frozen
 from common.tokens import collate
@@ -24,9 +23,7 @@ class RewardModel:
         model, self.tokenizer = load_scorer(args, path)
         self.label = label_number(model, label, args.reward)
         self.model = model.requires_grad_(False).eval().to(lm.device)
-        self.shared = share_frozen(self.model, lm)
-        total = sum(weight.numel() for weight in self.model.parameters())
-        self.own = total - self.shared
+        share_frozen(self.model, lm)
         self.tokenizer.truncation_side = "left"
         self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
 
@@ -116,11 +113,7 @@ def turn_end(tokenizer):
     if not tokenizer.chat_template:
         return []
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except Exception:  # templates raise what they like
-        return []
-    _, _, behind = text.rpartition("answer")
+    _, _, behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("answer")
     ids = tokenizer(behind.rstrip(), add_special_tokens=False)["input_ids"]
     special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
     return ids[special[0] : special[-1] + 1] if special else []
@@ -135,14 +128,15 @@ def classifier_logits(model, lines):
     lm = getattr(model, "module", model)
     # labels of an example: which token of a text is the last one
     examples = [[(ids, [False] * (len(ids) - 1) + [True]) for ids in line] for line in lines]
-    pad = 0
-    if not scores_tokens(lm):
-        used = set().union(*itertools.chain(*lines))
-        pad = next(number for number in itertools.count() if number not in used)
-    ids, positions, is_end = (x.to(lm.device) for x in collate(examples, pad, no_label=False))
-    lm.config.get_text_config().pad_token_id = pad  # what transformers reads of decoders by it is not used
+    ids, positions, is_end = (x.to(lm.device) for x in collate(examples, 0, no_label=False))
+    lm.config.get_text_config().pad_token_id = 0  # without one, transformers refuses several rows
     if scores_tokens(lm):
-        with read_at(lm.score, is_end):
+
+        def at_ends(head, states):
+            """For every token, of which transformers takes one, the logits of all texts."""
+            return head(states[is_end]).flatten().expand(*is_end.shape, -1)
+
+        with forward_replaced(lm.score, at_ends):
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return logits[0].view(int(is_end.sum()), -1)
     mask = is_end.long().flip(1).cumsum(1).flip(1)  # 1 up to the end
@@ -152,19 +146,3 @@ def classifier_logits(model, lines):
 def scores_tokens(lm):
     """Whether the classifier is a decoder, whose head scores every token, of which transformers takes one."""
     return hasattr(lm, "score")
-
-
-@contextlib.contextmanager
-def read_at(head, places):
-    """Within it, the head returns for every token the logits of those at places (B, T), one behind the other."""
-    of_class = head.forward
-
-    def forward(states):
-        logits = of_class(states[places])  # (N, labels)
-        return logits.flatten().expand(*places.shape, -1)
-
-    head.forward = forward
-    try:
-        yield
-    finally:
-        del head.forward

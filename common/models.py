@@ -27,9 +27,9 @@ from common.seeding import rng
 def load_pretrained(auto_class, args, path, flag, **keywords):
     """(model, tokenizer, names of the weights that the files lack), by a class of transformers that auto_class names.
 
-    path: a directory, a hub id, a LoRA adapter in one of these, or a model. All weights are finite and dropout is off.
-    A language model lacks none. flag names the path in errors; --revision counts for --model alone, since other flags
-    name other repositories. keywords go to from_pretrained. Raises InputError.
+    path: a directory, a hub id, a LoRA adapter in one of these, or a model. A language model lacks no weights, and
+    dropout is off. flag names the path in errors; --revision counts for --model alone, since other flags name other
+    repositories. keywords go to from_pretrained. Raises InputError.
     """
     import transformers
 
@@ -41,11 +41,10 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     dtype = getattr(torch, args.dtype)
     keywords |= {"dtype": dtype, "attn_implementation": args.attn_implementation}
     keywords["trust_remote_code"] = args.trust_remote_code
-    with loading(flag, path):
-        base = adapter_base(path, revision)
-        if args.load_in_4bit:  # NF4, arXiv 2305.14314
-            options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-            keywords["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
+    if args.load_in_4bit:  # NF4, arXiv 2305.14314
+        options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        keywords["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
+    base = adapter_base(path, revision)
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
         tokenizer = load_tokenizer(args, path, base, revision)
     with loading(flag, path):
@@ -58,12 +57,9 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Within it, an exception becomes an InputError with the library's sentence. Refuses a path to nothing, and a run
-    in place of its model."""
+    """Within it, an exception becomes an InputError with the library's sentence. Refuses a path to nothing."""
     if isinstance(name, str):
         refuse_mistyped(name, flag)
-        if Path(name, "hf_model").is_dir():
-            raise InputError(f"{flag} {name} is a run directory: name {name}/hf_model")
     try:
         yield
     except Exception as error:  # the libraries' errors have no common class
@@ -143,8 +139,6 @@ def repaired(model, args):
             module.padding_idx = None  # an end token that doubles as padding is trained, too
         if hasattr(getattr(module, "config", None), "output_router_logits"):
             module.config.output_router_logits = False  # for a loss that nobody asks for; fails with a cache
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # of bitsandbytes, whose evaluations would repack the weights
-            module.support_avx512bf16_for_cpu = False
     return model
 
 
@@ -153,7 +147,7 @@ def problems_of_model(model, tokenizer, missing, is_lm):
     adapters = getattr(model, "peft_config", {}).values()
     for adapter in adapters:
         is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
-        if not is_plain or adapter.trainable_token_indices or adapter.ensure_weight_tying:
+        if not is_plain or adapter.trainable_token_indices or adapter.ensure_weight_tying or adapter.lora_bias:
             yield "its adapter is not plain LoRA: the export would lose a part of it"
     if is_lm:
         kinds = [model.config.architectures, *[adapter.task_type for adapter in adapters]]
@@ -163,9 +157,6 @@ def problems_of_model(model, tokenizer, missing, is_lm):
             yield f"{name} is missing"
         if tokenizer.eos_token_id is None:
             yield "the tokenizer has no end-of-sequence token, so no response could end: set its eos_token"
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            yield f"{name} is not finite"
     if len(tokenizer) > len(model.get_input_embeddings().weight):
         yield f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer"
 
@@ -302,15 +293,12 @@ def draw_layers(head, seed, *stream):
 
 
 def share_frozen(model, lm):
-    """Lets model use the memory of those frozen weights of lm that it has, too; returns how many numbers these are."""
+    """Lets model use the memory of those frozen weights of lm that it has, too."""
     frozen = {name.replace(".base_layer", ""): w for name, w in lm.named_parameters() if not w.requires_grad}
-    shared = 0
     for name, weight in model.named_parameters():
         twin = frozen.get(name.replace(".base_layer", ""))
         if twin is not None and twin.dtype == weight.dtype and torch.equal(twin, weight):
             weight.data = twin.data
-            shared += weight.numel()
-    return shared
 
 
 @contextlib.contextmanager

@@ -270,9 +270,8 @@ def test_flags_that_contradict_each_other(script, flags, sentence):
     [
         (
             {"lora_r": 3, "lora_targets": ("c_fc", "q_prjo")},
-            "--lora-targets c_fc q_prjo: no module of --model has the name q_prjo",
+            "--lora-targets: no module of --model has the name q_prjo",
         ),
-        ({"lora_r": 3, "lora_targets": ()}, "--lora-targets : "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -591,6 +590,12 @@ def scores(directory, lm, **flags):
     return model, model(TEXTS, ENDED, 2)
 
 
+def shared_numbers(reward_model, lm):
+    """How many weights the two hold in the same memory."""
+    memory = {weight.data_ptr() for weight in lm.parameters()}
+    return sum(weight.numel() for weight in reward_model.model.parameters() if weight.data_ptr() in memory)
+
+
 NO_POLICY = SimpleNamespace(device="cpu", named_parameters=dict().items)
 
 
@@ -621,7 +626,6 @@ def test_the_score_head_is_trained_and_saved(gpt2_dir, lora):
 def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_dir):
     """Alone, by hand from plain transformers, and on the base of a policy with adapters of its own."""
     model, alone = scores(judge / "hf_model", NO_POLICY)
-    assert model.shared == 0
     plain = AutoModelForSequenceClassification.from_pretrained(judge / "hf_model", num_labels=1).eval()
     tokenizer = AutoTokenizer.from_pretrained(judge / "hf_model")
     for text, end, score in zip(TEXTS, ENDED, alone, strict=True):
@@ -634,9 +638,7 @@ def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_di
     train_adapters(lm, flags_of(ppo, lora_r=5))
     model, shared = scores(judge / "hf_model", lm)
     base = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(gpt2_dir).parameters())
-    assert model.shared == base and model.own == sum(w.numel() for w in weights(judge).values()) + 12  # + unused head
-    memory = {weight.data_ptr() for weight in lm.parameters()}
-    assert model.model.transformer.h[0].mlp.c_fc.base_layer.weight.data_ptr() in memory
+    assert shared_numbers(model, lm) == base
     for weight in lm.parameters():
         weight.data += 0.1 * weight.requires_grad
     assert torch.equal(shared, alone) and torch.equal(model(TEXTS, ENDED, 2), alone)
@@ -644,24 +646,23 @@ def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_di
 
 def test_only_equal_frozen_weights_are_shared(judge, gpt2_dir, build_model):
     trained = AutoModelForCausalLM.from_pretrained(gpt2_dir)
-    assert scores(judge / "hf_model", trained)[0].shared == 0  # all of it moves
+    assert shared_numbers(scores(judge / "hf_model", trained)[0], trained) == 0  # all of it moves
     other = build_model(seed=5).requires_grad_(False)
     model, found = scores(judge / "hf_model", other)
     norms = sum(w.numel() for n, w in other.named_parameters() if "ln_" in n or n.endswith("bias"))
-    assert model.shared <= norms and torch.equal(found, scores(judge / "hf_model", NO_POLICY)[1])
+    assert shared_numbers(model, other) <= norms and torch.equal(found, scores(judge / "hf_model", NO_POLICY)[1])
     half = AutoModelForCausalLM.from_pretrained(gpt2_dir, dtype=torch.bfloat16).requires_grad_(False)
-    assert scores(judge / "hf_model", half)[0].shared == 0
+    assert shared_numbers(scores(judge / "hf_model", half)[0], half) == 0
 
 
 @pytest.mark.parametrize("script", [ppo, pytest.param(grpo, marks=pytest.mark.slow)])
-def test_a_run_with_a_reward_adapter(judge, gpt2_dir, tmp_path, capsys, script):
+def test_a_run_with_a_reward_adapter(judge, gpt2_dir, tmp_path, script):
     """The first evaluation has the same scores, whether nothing, all, or half of the base is shared."""
     found = []
     for i, flags in enumerate(({}, {"lora_r": 3}, {"num_layers_unfrozen": 1})):
         _, run_dir = run(script, gpt2_dir, tmp_path / str(i), reward=str(judge / "hf_model"), **flags)
         samples = [json.loads(line) for line in open(run_dir / "samples.jsonl")]
         found.append([row["reward"] for row in samples if row["step"] == 0])
-        assert ("reward: 0 parameters of the policy's" in capsys.readouterr().out) == (not flags)
     assert found[0] == found[1] == found[2] and len(set(found[0])) == 5
     assert log(run_dir)[0]["eval/reward"] == pytest.approx(sum(found[0]) / 5)
 

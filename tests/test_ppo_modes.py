@@ -435,11 +435,6 @@ WRONG = [
     ({"labels": 3}, ":nope", "must end with the label to score, one of :bad, :good, :odd"),
     ({"labels": 1}, ":good", "must end with the label"),
     ({"vocab_size": 24, "pad_token_id": 0}, "", "has embeddings for fewer than"),
-    (
-        {"edit": break_weight(np.nan, "transformer.h.1.mlp.c_fc.weight")},
-        "",
-        "transformer.h.1.mlp.c_fc.weight is not finite",
-    ),
     ("gpt2", "", "is no sequence classifier, it has no score.weight"),
     ("nowhere/at/all", "", "there is no such directory"),
     ("nobody/nothing", "", "cannot be loaded"),

@@ -12,16 +12,11 @@ from common.tokens import collate
 
 
 class RewardModel:
-    """A sequence classifier, or the LoRA adapter of one, as the reward: the logit of its only label, or of the one
-    named in `path:label`. Weights that the policy lm has and does not train are shared with it."""
+    """A sequence classifier with one label, or the LoRA adapter of one, as the reward: its logit. Weights that the
+    policy lm has and does not train are shared with it."""
 
     def __init__(self, args, lm):
-        path = args.reward
-        label = ""
-        if not spec_path(path):
-            path, _, label = path.partition(":")
-        model, self.tokenizer = load_scorer(args, path)
-        self.label = label_number(model, label, args.reward)
+        model, self.tokenizer = load_scorer(args)
         self.model = model.requires_grad_(False).eval().to(lm.device)
         share_frozen(self.model, lm)
         self.tokenizer.truncation_side = "left"
@@ -35,34 +30,23 @@ class RewardModel:
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
         for rows in lengths.argsort(stable=True).split(batch_size):
             logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
-            scores[rows.to(scores.device)] = logits[:, self.label].double()
+            scores[rows.to(scores.device)] = logits[:, 0].double()
         return scores
 
 
-def load_scorer(args, path):
-    """(model, tokenizer) of --reward; path is its value without the label. InputError for what is no classifier."""
-    is_adapter = bool(adapter_base(str(spec_path(path) or path)))
+def load_scorer(args):
+    """(model, tokenizer) of --reward. InputError for what is no classifier."""
     own_args = copy.copy(args)
     own_args.tokenizer = None  # this flag and the next are about --model
     own_args.attn_implementation = None
-    own_args.load_in_4bit = args.load_in_4bit and is_adapter
-    keywords = {"num_labels": 1} if is_adapter else {}
+    if not adapter_base(str(spec_path(args.reward) or args.reward)):
+        own_args.load_in_4bit = False
     auto_class = "AutoModelForSequenceClassification"
-    model, tokenizer, missing = load_pretrained(auto_class, own_args, path, "--reward", **keywords)
+    model, tokenizer, missing = load_pretrained(auto_class, own_args, args.reward, "--reward", num_labels=1)
     if missing:
         raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
     raise_heads(model)
     return model, tokenizer
-
-
-def label_number(model, label, reward):
-    """Which logit the label names; an empty one names the only logit. reward: the flag's value, for errors."""
-    numbers = {text: number for number, text in model.config.id2label.items()}
-    if len(numbers) == 1 and not label:
-        return 0
-    if label not in numbers:
-        raise InputError(f"--reward {reward} must end with the label to score, one of :{', :'.join(numbers)}")
-    return numbers[label]
 
 
 class FloatHead:
@@ -123,7 +107,7 @@ def classifier_logits(model, lines):
     """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text one of ids.
 
     A decoder is asked at the last token of every text, whatever its configuration calls padding. Its texts may stand
-    side by side, like the rows of sft.py. Others take one text a line and find the place themselves, some by padding.
+    side by side, like the rows of sft.py. Others take one text a line and find its end themselves.
     """
     lm = getattr(model, "module", model)
     # labels of an example: which token of a text is the last one

@@ -53,9 +53,8 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
             return layer(states)
         return in_chunks(terms_of, layer, vocabulary, states[places], labels[places])
 
-    with forward_replaced(
-        lm.get_output_embeddings(), output_layer
-    ):  # within the forward pass, where wrappers have gathered the weights
+    # within the forward pass, where wrappers have gathered the weights
+    with forward_replaced(lm.get_output_embeddings(), output_layer):
         terms = model(**inputs, logits_to_keep=labels.shape[1], use_cache=False).logits
     if not is_plain:
         terms = in_chunks(terms_of, nn.Identity(), vocabulary, terms[places], labels[places])
@@ -192,7 +191,7 @@ def forward_replaced(module, compute):
     try:
         yield
     finally:
-        module.forward = forward
+        del module.forward  # that of its class is back
 
 
 @torch.no_grad()

@@ -27,9 +27,9 @@ from common.seeding import rng
 def load_pretrained(auto_class, args, path, flag, **keywords):
     """(model, tokenizer, names of the weights that the files lack), by a class of transformers that auto_class names.
 
-    path: a directory, a hub id, a LoRA adapter in one of these, or a model. A language model lacks no weights, and
-    dropout is off. flag names the path in errors; --revision counts for --model alone, since other flags name other
-    repositories. keywords go to from_pretrained. Raises InputError.
+    path: a directory, a hub id, a LoRA adapter in one of these, or a model. All weights are finite and dropout is off.
+    A language model lacks none. flag names the path in errors; --revision counts for --model alone, since other flags
+    name other repositories. keywords go to from_pretrained. Raises InputError.
     """
     import transformers
 
@@ -57,9 +57,12 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Within it, an exception becomes an InputError with the library's sentence. Refuses a path to nothing."""
+    """Within it, an exception becomes an InputError with the library's sentence. Refuses a path to nothing, and a run
+    in place of its model."""
     if isinstance(name, str):
         refuse_mistyped(name, flag)
+        if Path(name, "hf_model").is_dir():
+            raise InputError(f"{flag} {name} is a run directory: name {name}/hf_model")
     try:
         yield
     except Exception as error:  # the libraries' errors have no common class
@@ -157,6 +160,9 @@ def problems_of_model(model, tokenizer, missing, is_lm):
             yield f"{name} is missing"
         if tokenizer.eos_token_id is None:
             yield "the tokenizer has no end-of-sequence token, so no response could end: set its eos_token"
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            yield f"{name} is not finite"
     if len(tokenizer) > len(model.get_input_embeddings().weight):
         yield f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer"
 
@@ -218,15 +224,14 @@ def end_tokens(lm):
 def make_reference(args, path, lm, tokenizer):
     """The model of --ref-model, or the policy as it is now, without gradients. It shares the memory of weights that are
     not trained. InputError where the model is of another kind or has another vocabulary."""
-    if path:
+    if path and path is not lm:  # one object for both flags
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
         if not same_vocabulary or ref.config.is_encoder_decoder != lm.config.is_encoder_decoder:
             raise InputError(f"--ref-model {args.ref_model} is of another kind or has another vocabulary than --model")
-        if ref is not lm:  # one object for both flags
-            ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
-            share_frozen(ref, lm)
-            return ref
+        ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
+        share_frozen(ref, lm)
+        return ref
     frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
     ref = copy.deepcopy(lm, frozen).requires_grad_(False).eval()  # shares what is frozen
     if args.lora_r:

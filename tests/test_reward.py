@@ -841,6 +841,13 @@ def test_missing_weights_are_refused(tiny_dir, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.case(36, "reward")
+def test_weights_that_are_not_finite_are_refused(gpt2_dir, tmp_path):
+    folder = edited(gpt2_dir, tmp_path, lambda state: state["transformer.h.1.mlp.c_fc.weight"][0, 0].fill_(NAN))
+    with pytest.raises(InputError, match="transformer.h.1.mlp.c_fc.weight is not finite"):
+        run_reward(folder, tmp_path / "run")
+
+
 def labels(family, build_model, n=3):
     settings = build_model(family).config
     settings.num_labels = n

@@ -16,7 +16,16 @@ class RewardModel:
     policy lm has and does not train are shared with it."""
 
     def __init__(self, args, lm):
-        model, self.tokenizer = load_scorer(args)
+        own_args = copy.copy(args)
+        own_args.tokenizer = None  # this flag and the next are about --model
+        own_args.attn_implementation = None
+        if not adapter_base(str(spec_path(args.reward) or args.reward)):
+            own_args.load_in_4bit = False
+        auto_class = "AutoModelForSequenceClassification"
+        model, self.tokenizer, missing = load_pretrained(auto_class, own_args, args.reward, "--reward", num_labels=1)
+        if missing:
+            raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
+        raise_heads(model)
         self.model = model.requires_grad_(False).eval().to(lm.device)
         share_frozen(self.model, lm)
         self.tokenizer.truncation_side = "left"
@@ -32,21 +41,6 @@ class RewardModel:
             logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
             scores[rows.to(scores.device)] = logits[:, 0].double()
         return scores
-
-
-def load_scorer(args):
-    """(model, tokenizer) of --reward. InputError for what is no classifier."""
-    own_args = copy.copy(args)
-    own_args.tokenizer = None  # this flag and the next are about --model
-    own_args.attn_implementation = None
-    if not adapter_base(str(spec_path(args.reward) or args.reward)):
-        own_args.load_in_4bit = False
-    auto_class = "AutoModelForSequenceClassification"
-    model, tokenizer, missing = load_pretrained(auto_class, own_args, args.reward, "--reward", num_labels=1)
-    if missing:
-        raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
-    raise_heads(model)
-    return model, tokenizer
 
 
 class FloatHead:

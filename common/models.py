@@ -50,8 +50,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     with loading(flag, path):
         model, missing = load_weights(auto_class, path, base, revision, keywords)
         model = repaired(model, args)
-        for problem in problems_of_model(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM"):
-            raise ValueError(problem)
+        check_model(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM")
     return model, tokenizer, missing
 
 
@@ -75,7 +74,6 @@ def quiet_libraries():
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    transformers_logging.get_logger("bitsandbytes").setLevel("ERROR")  # it complains where nobody asks for 4 bits
 
 
 def load_tokenizer(args, path, base, revision):
@@ -145,26 +143,27 @@ def repaired(model, args):
     return model
 
 
-def problems_of_model(model, tokenizer, missing, is_lm):
-    """What would be random, lost in an export, or fail late. missing: names of weights, which a classifier may lack."""
+def check_model(model, tokenizer, missing, is_lm):
+    """ValueError for what would be random, lost in an export, or fail late. missing: names of weights, which a
+    classifier may lack."""
     adapters = getattr(model, "peft_config", {}).values()
     for adapter in adapters:
         is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
         if not is_plain or adapter.trainable_token_indices or adapter.ensure_weight_tying or adapter.lora_bias:
-            yield "its adapter is not plain LoRA: the export would lose a part of it"
+            raise ValueError("its adapter is not plain LoRA: the export would lose a part of it")
     if is_lm:
         kinds = [model.config.architectures, *[adapter.task_type for adapter in adapters]]
         if re.search("Classification|SEQ_CLS", str(kinds)):  # whose output layer may be the embedding
-            yield "it is a classifier: name a language model"
-        for name in missing:
-            yield f"{name} is missing"
+            raise ValueError("it is a classifier: name a language model")
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
         if tokenizer.eos_token_id is None:
-            yield "the tokenizer has no end-of-sequence token, so no response could end: set its eos_token"
+            raise ValueError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
-            yield f"{name} is not finite"
+            raise ValueError(f"{name} is not finite")
     if len(tokenizer) > len(model.get_input_embeddings().weight):
-        yield f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer"
+        raise ValueError(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
 
 
 def adapter_base(path, revision=None):

@@ -104,15 +104,25 @@ def classifier_logits(model, lines):
     side by side, like the rows of sft.py. Others take one text a line and find its end themselves.
     """
     lm = getattr(model, "module", model)
-    # labels of an example: which token of a text is the last one
-    examples = [[(ids, [False] * (len(ids) - 1) + [True]) for ids in line] for line in lines]
-    ids, positions, is_end = (x.to(lm.device) for x in collate(examples, 0, no_label=False))
+
+    def with_end(ids):
+        """The text, and as labels which of its tokens is the last one."""
+        is_end = [False] * len(ids)
+        is_end[-1] = True
+        return ids, is_end
+
+    examples = [[with_end(ids) for ids in line] for line in lines]
+    ids, positions, is_end = collate(examples, 0, no_label=False)
+    ids = ids.to(lm.device)
+    positions = positions.to(lm.device)
+    is_end = is_end.to(lm.device)
     lm.config.get_text_config().pad_token_id = 0  # without one, transformers refuses several rows
     if scores_tokens(lm):
 
         def at_ends(head, states):
             """For every token, of which transformers takes one, the logits of all texts."""
-            return head(states[is_end]).flatten().expand(*is_end.shape, -1)
+            logits = head(states[is_end])
+            return logits.flatten().expand(*is_end.shape, -1)
 
         with forward_replaced(lm.score, at_ends):
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits

@@ -55,21 +55,24 @@ class FloatHead:
 
 def raise_heads(model):
     """Makes a FloatHead of what stands above the base model of a classifier; returns the names."""
-    names = sorted({name.split(".")[0] for name, _ in model.named_parameters()} - {model.base_model_prefix})
+    names = {name.split(".")[0] for name, _ in model.named_parameters()}
+    names.discard(model.base_model_prefix)
     for name in names:
         head = getattr(model, name)
         if not isinstance(head, FloatHead):
             head.__class__ = type(type(head).__name__, (FloatHead, type(head)), {})
         for weight in head.parameters():
             weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-    return names
+    return sorted(names)
 
 
 def classifier_ids(tokenizer, texts, ended, max_length=None):
     """The tokens of texts as a classifier reads them, at most max_length, on the tokenizer's truncation_side. Where
     `ended` says so they have one end: that of a turn (`turn_end`) in a text that holds one, else the end token."""
     eos = tokenizer.eos_token_id
-    end_token = [] if eos is None else [eos]
+    end_token = []
+    if eos is not None:
+        end_token = [eos]
     end_of_turn = turn_end(tokenizer) or end_token
     room = max_length and max_length - len(end_of_turn)
     encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
@@ -79,7 +82,9 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
         end = end_token
         if end_of_turn and tokenizer.convert_ids_to_tokens(end_of_turn[0]) in text:
             end = end_of_turn
-        if ids[-2:] == [eos, eos] or (ids[-1:] == [eos] and ids[-len(end) :] != end):
+        has_two_ends = ids[-2:] == [eos, eos]
+        has_other_end = ids[-1:] == [eos] and ids[-len(end) :] != end
+        if has_two_ends or has_other_end:
             del ids[-1]  # some tokenizers put it behind every text
         if not ids or (is_ended and ids[-len(end) :] != end):
             ids += end
@@ -91,10 +96,13 @@ def turn_end(tokenizer):
     if not tokenizer.chat_template:
         return []
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    _, _, behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("answer")
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    _, _, behind = text.rpartition("answer")
     ids = tokenizer(behind.rstrip(), add_special_tokens=False)["input_ids"]
     special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
-    return ids[special[0] : special[-1] + 1] if special else []
+    if not special:
+        return []
+    return ids[special[0] : special[-1] + 1]
 
 
 def classifier_logits(model, lines):

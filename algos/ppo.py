@@ -573,8 +573,6 @@ def summary(run, policy, data):
         reference = "a model of its own"
     elif not all(weight.requires_grad for weight in policy.lm.parameters()):
         reference = "shares the frozen weights"
-    if isinstance(data.reward, RewardModel):
-        reference += f"; reward: {data.reward.shared:,} parameters of the policy's, {data.reward.own:,} of its own"
     lines = [
         f"{run.describe(policy)}; reference: {reference}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",

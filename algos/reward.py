@@ -135,9 +135,7 @@ def load_classifier(args, path):
     if model.config.is_encoder_decoder:
         raise InputError("--model is an encoder-decoder: reward.py reads the scores of decoders and of encoders")
     if missing and model._hf_peft_config_loaded:
-        raise InputError(
-            f"--model {path}: a LoRA adapter without {missing[0]}: export it with --merge-adapters, and name that"
-        )
+        raise InputError(f"--model {path}: a LoRA adapter without {missing[0]}: name a model that it is merged into")
     lost = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
     stop_if([f"--model {path}: {name} is missing" for name in lost[:1]])
     for number, name in enumerate(missing):
@@ -297,11 +295,6 @@ def export_classifier(run, lm, tokenizer, name):
     run.export(lm, tokenizer, name)
 
 
-def exports_adapter(lm, args):
-    """Whether the export is a LoRA adapter alone."""
-    return lm._hf_peft_config_loaded and not args.merge_adapters
-
-
 def summary(run, lm, new_head, data, max_length):
     """What is trained on what, in a few lines."""
     args = run.args
@@ -321,9 +314,9 @@ def summary(run, lm, new_head, data, max_length):
     return "\n".join(lines)
 
 
-def example_of_scoring(args, lm, tokenizer, data):
+def example_of_scoring(lm, tokenizer, data):
     """A text or chat to score, and the lines that load the exported model and score it."""
-    loading = LOADING_ADAPTER if exports_adapter(lm, args) else LOADING
+    loading = LOADING_ADAPTER if lm._hf_peft_config_loaded else LOADING
     if is_chat(data.rows, ["chosen"]):
         chat = messages_in(data.rows[0], "prompt") + data.rows[0]["chosen"]
         return chat, f"{loading}\n{SCORING_CHAT}"
@@ -394,7 +387,7 @@ def main(args):
         run.log(step, metrics | evaluation, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
         run.save(step, export, evaluation.get(headline))
 
-    return run.finish(export, *example_of_scoring(args, lm, tokenizer, data))
+    return run.finish(export, *example_of_scoring(lm, tokenizer, data))
 
 
 if __name__ == "__main__":

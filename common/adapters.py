@@ -1,13 +1,11 @@
-"""LoRA adapters: put into a model, trained, and merged into its weights for an export. Source: arXiv 2106.09685.
+"""LoRA adapters: put into a model, trained, and added to its weights while sampling. Source: arXiv 2106.09685.
 
 peft's layers are put into the model, which keeps its class: peft's own wrapper is not used. It would have other names
 of weights, and neither attention, blocks nor export of a transformers model.
 """
 
 import contextlib
-import copy
 import os
-import warnings
 
 import torch
 
@@ -25,8 +23,6 @@ def train_adapters(lm, args, heads=()):
         raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
     if args.load_in_4bit and not (args.lora_r or is_loaded):
         raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
-    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
-        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
         add_adapters(lm, args, heads)
     elif not is_loaded:
@@ -39,18 +35,20 @@ def train_adapters(lm, args, heads=()):
             bound = weight.shape[1] ** -0.5
             values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
             weight.data.copy_(torch.from_numpy(values))
-    if args.merge_adapters:
-        check_mergeable(lm)
 
 
 def add_adapters(lm, args, heads):
-    """Puts new adapters into lm. InputError for targets that it does not have; peft skips a misspelt one of several."""
+    """Puts new adapters into lm. InputError for a target that it does not have, which peft skips among others."""
     from peft import LoraConfig
 
     task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
     targets = list(args.lora_targets)
     if targets == ["all-linear"]:
         targets = "all-linear"
+    names = [f".{name}" for name, _ in lm.named_modules()]
+    for target in args.lora_targets:
+        if targets != "all-linear" and not any(name.endswith(f".{target}") for name in names):
+            raise InputError(f"--lora-targets: no module of --model has the name {target}")
     config = LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha or args.lora_r,
@@ -60,34 +58,16 @@ def add_adapters(lm, args, heads):
         task_type="SEQ_CLS" if heads else task,
         revision=args.revision,
     )
-    if not (lm.name_or_path or args.merge_adapters):
-        raise InputError("--model is an object without name_or_path, by which adapters find it: give --merge-adapters")
+    if not lm.name_or_path:
+        raise InputError("--model is an object without name_or_path, by which adapters find it: set it")
     if os.path.isdir(lm.name_or_path):  # found from everywhere
         lm.name_or_path = os.path.realpath(lm.name_or_path)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # that a Conv1D holds its matrix transposed
-            lm.add_adapter(config)
-        adapted = [f".{name}" for name, module in lm.named_modules() if hasattr(module, "lora_A")]
-        for target in args.lora_targets:
-            if targets != "all-linear" and not any(name.endswith(f".{target}") for name in adapted):
-                raise ValueError(f"no module of --model has the name {target}")
-    except ValueError as error:
-        raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
-
-
-def check_mergeable(lm):
-    """InputError where an adapted layer has the weight of another one, which merging would change as well."""
-    uses = [id(weight) for _, weight in lm.named_parameters(remove_duplicate=False)]
-    for module in lm.modules():
-        layer = getattr(module, "base_layer", getattr(module, "original_module", None))
-        if hasattr(layer, "weight") and uses.count(id(layer.weight)) > 1:
-            problem = "an adapted layer shares its weight with another one"
-            raise InputError(f"--merge-adapters: {problem}: export the adapters alone")
+    lm.add_adapter(config)
 
 
 def can_be_added(layer):
     """Whether a module is a layer with adapters that a sum with its weight leaves as exact as they are apart."""
-    if not hasattr(layer, "get_base_layer") or layer.disable_adapters or any(layer.lora_bias.values()):
+    if not hasattr(layer, "get_base_layer"):
         return False
     weight = getattr(layer.get_base_layer(), "weight", None)
     return weight is not None and weight.dtype in (torch.float32, torch.float64)
@@ -121,21 +101,3 @@ def for_sampling(lm, dtype=None):
             base.weight = weight
         for weight in frozen:
             weight.requires_grad_(False)
-
-
-def to_export(lm, args):
-    """The model to export; with --merge-adapters a copy whose adapters are part of the weights, as by peft's
-    merge_and_unload, which is a method of its wrapper alone."""
-    if not args.merge_adapters:
-        return lm
-    lm = copy.deepcopy(lm)
-    lm._weight_conversions = None  # those of an adapter that was loaded would rename the weights
-    for name, layer in list(lm.named_modules()):
-        if hasattr(layer, "get_base_layer"):
-            layer.merge()
-            if not name.endswith(".base_layer"):  # stacked experts have a wrapper for each of their weights
-                lm.set_submodule(name, layer.get_base_layer())
-        elif hasattr(layer, "modules_to_save"):
-            lm.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
-    lm._hf_peft_config_loaded = False
-    return lm

@@ -65,8 +65,8 @@ def problems_of(args):
     if isinstance(args, ModelArgs):
         if args.lora_r and args.num_layers_unfrozen != -1:
             problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
-        if args.load_in_4bit and (args.merge_adapters or args.dtype == "float64"):
-            problems.append("--load-in-4bit goes with neither --merge-adapters nor --dtype float64")
+        if args.load_in_4bit and args.dtype == "float64":
+            problems.append("--load-in-4bit does not go with --dtype float64")
     if hasattr(args, "rollout_batch_size") and args.rollout_batch_size % max(1, args.batch_size):
         size = f"--rollout-batch-size {args.rollout_batch_size}"
         problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
@@ -134,8 +134,6 @@ class ModelArgs(WeightArgs):
     """Train only the top k blocks and the norm after them; 0: only the heads that the script adds; -1: everything."""
     load_in_4bit: bool = False
     """Load the weights under LoRA adapters (--lora-r, or one as --model) in 4 bits (NF4; arXiv 2305.14314)."""
-    merge_adapters: bool = False
-    """Export the model with its LoRA adapters added to the weights, not the adapters alone."""
 
 
 @dataclass

@@ -1,32 +1,33 @@
 """Sequence classifiers: how they read a text, and as the reward of a policy."""
 
-import contextlib
 import copy
-import itertools
 
 import torch
 
 from common.cli import InputError
+from common.forward import forward_replaced
 from common.functions import spec_path
 from common.models import adapter_base, load_pretrained, max_positions, share_frozen
 from common.tokens import collate
 
 
 class RewardModel:
-    """A sequence classifier, or the LoRA adapter of one, as the reward: the logit of its only label, or of the one
-    named in `path:label`. Weights that the policy lm has and does not train are shared with it."""
+    """A sequence classifier with one label, or the LoRA adapter of one, as the reward: its logit. Weights that the
+    policy lm has and does not train are shared with it."""
 
     def __init__(self, args, lm):
-        path = args.reward
-        label = ""
-        if not spec_path(path):
-            path, _, label = path.partition(":")
-        model, self.tokenizer = load_scorer(args, path)
-        self.label = label_number(model, label, args.reward)
+        own_args = copy.copy(args)
+        own_args.tokenizer = None  # this flag and the next are about --model
+        own_args.attn_implementation = None
+        if not adapter_base(str(spec_path(args.reward) or args.reward)):
+            own_args.load_in_4bit = False
+        auto_class = "AutoModelForSequenceClassification"
+        model, self.tokenizer, missing = load_pretrained(auto_class, own_args, args.reward, "--reward", num_labels=1)
+        if missing:
+            raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
+        raise_heads(model)
         self.model = model.requires_grad_(False).eval().to(lm.device)
-        self.shared = share_frozen(self.model, lm)
-        total = sum(weight.numel() for weight in self.model.parameters())
-        self.own = total - self.shared
+        share_frozen(self.model, lm)
         self.tokenizer.truncation_side = "left"
         self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
 
@@ -38,34 +39,8 @@ class RewardModel:
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
         for rows in lengths.argsort(stable=True).split(batch_size):
             logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
-            scores[rows.to(scores.device)] = logits[:, self.label].double()
+            scores[rows.to(scores.device)] = logits[:, 0].double()
         return scores
-
-
-def load_scorer(args, path):
-    """(model, tokenizer) of --reward; path is its value without the label. InputError for what is no classifier."""
-    is_adapter = bool(adapter_base(str(spec_path(path) or path)))
-    own_args = copy.copy(args)
-    own_args.tokenizer = None  # this flag and the next are about --model
-    own_args.attn_implementation = None
-    own_args.load_in_4bit = args.load_in_4bit and is_adapter
-    keywords = {"num_labels": 1} if is_adapter else {}
-    auto_class = "AutoModelForSequenceClassification"
-    model, tokenizer, missing = load_pretrained(auto_class, own_args, path, "--reward", **keywords)
-    if missing:
-        raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
-    raise_heads(model)
-    return model, tokenizer
-
-
-def label_number(model, label, reward):
-    """Which logit the label names; an empty one names the only logit. reward: the flag's value, for errors."""
-    numbers = {text: number for number, text in model.config.id2label.items()}
-    if len(numbers) == 1 and not label:
-        return 0
-    if label not in numbers:
-        raise InputError(f"--reward {reward} must end with the label to score, one of :{', :'.join(numbers)}")
-    return numbers[label]
 
 
 class FloatHead:
@@ -80,21 +55,24 @@ class FloatHead:
 
 def raise_heads(model):
     """Makes a FloatHead of what stands above the base model of a classifier; returns the names."""
-    names = sorted({name.split(".")[0] for name, _ in model.named_parameters()} - {model.base_model_prefix})
+    names = {name.split(".")[0] for name, _ in model.named_parameters()}
+    names.discard(model.base_model_prefix)
     for name in names:
         head = getattr(model, name)
         if not isinstance(head, FloatHead):
             head.__class__ = type(type(head).__name__, (FloatHead, type(head)), {})
         for weight in head.parameters():
             weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-    return names
+    return sorted(names)
 
 
 def classifier_ids(tokenizer, texts, ended, max_length=None):
     """The tokens of texts as a classifier reads them, at most max_length, on the tokenizer's truncation_side. Where
     `ended` says so they have one end: that of a turn (`turn_end`) in a text that holds one, else the end token."""
     eos = tokenizer.eos_token_id
-    end_token = [] if eos is None else [eos]
+    end_token = []
+    if eos is not None:
+        end_token = [eos]
     end_of_turn = turn_end(tokenizer) or end_token
     room = max_length and max_length - len(end_of_turn)
     encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
@@ -104,7 +82,9 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
         end = end_token
         if end_of_turn and tokenizer.convert_ids_to_tokens(end_of_turn[0]) in text:
             end = end_of_turn
-        if ids[-2:] == [eos, eos] or (ids[-1:] == [eos] and ids[-len(end) :] != end):
+        has_two_ends = ids[-2:] == [eos, eos]
+        has_other_end = ids[-1:] == [eos] and ids[-len(end) :] != end
+        if has_two_ends or has_other_end:
             del ids[-1]  # some tokenizers put it behind every text
         if not ids or (is_ended and ids[-len(end) :] != end):
             ids += end
@@ -116,33 +96,43 @@ def turn_end(tokenizer):
     if not tokenizer.chat_template:
         return []
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except Exception:  # templates raise what they like
-        return []
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
     _, _, behind = text.rpartition("answer")
     ids = tokenizer(behind.rstrip(), add_special_tokens=False)["input_ids"]
     special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
-    return ids[special[0] : special[-1] + 1] if special else []
+    if not special:
+        return []
+    return ids[special[0] : special[-1] + 1]
 
 
 def classifier_logits(model, lines):
     """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text one of ids.
 
     A decoder is asked at the last token of every text, whatever its configuration calls padding. Its texts may stand
-    side by side, like the rows of sft.py. Others take one text a line and find the place themselves, some by padding.
+    side by side, like the rows of sft.py. Others take one text a line and find its end themselves.
     """
     lm = getattr(model, "module", model)
-    # labels of an example: which token of a text is the last one
-    examples = [[(ids, [False] * (len(ids) - 1) + [True]) for ids in line] for line in lines]
-    pad = 0
-    if not scores_tokens(lm):
-        used = set().union(*itertools.chain(*lines))
-        pad = next(number for number in itertools.count() if number not in used)
-    ids, positions, is_end = (x.to(lm.device) for x in collate(examples, pad, no_label=False))
-    lm.config.get_text_config().pad_token_id = pad  # what transformers reads of decoders by it is not used
+
+    def with_end(ids):
+        """The text, and as labels which of its tokens is the last one."""
+        is_end = [False] * len(ids)
+        is_end[-1] = True
+        return ids, is_end
+
+    examples = [[with_end(ids) for ids in line] for line in lines]
+    ids, positions, is_end = collate(examples, 0, no_label=False)
+    ids = ids.to(lm.device)
+    positions = positions.to(lm.device)
+    is_end = is_end.to(lm.device)
+    lm.config.get_text_config().pad_token_id = 0  # without one, transformers refuses several rows
     if scores_tokens(lm):
-        with read_at(lm.score, is_end):
+
+        def at_ends(head, states):
+            """For every token, of which transformers takes one, the logits of all texts."""
+            logits = head(states[is_end])
+            return logits.flatten().expand(*is_end.shape, -1)
+
+        with forward_replaced(lm.score, at_ends):
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return logits[0].view(int(is_end.sum()), -1)
     mask = is_end.long().flip(1).cumsum(1).flip(1)  # 1 up to the end
@@ -152,19 +142,3 @@ def classifier_logits(model, lines):
 def scores_tokens(lm):
     """Whether the classifier is a decoder, whose head scores every token, of which transformers takes one."""
     return hasattr(lm, "score")
-
-
-@contextlib.contextmanager
-def read_at(head, places):
-    """Within it, the head returns for every token the logits of those at places (B, T), one behind the other."""
-    of_class = head.forward
-
-    def forward(states):
-        logits = of_class(states[places])  # (N, labels)
-        return logits.flatten().expand(*places.shape, -1)
-
-    head.forward = forward
-    try:
-        yield
-    finally:
-        del head.forward

@@ -53,12 +53,16 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
             return layer(states)
         return in_chunks(terms_of, layer, vocabulary, states[places], labels[places])
 
-    with output_replaced(lm, output_layer):  # within the forward pass, where wrappers have gathered the weights
+    # within the forward pass, where wrappers have gathered the weights
+    with forward_replaced(lm.get_output_embeddings(), output_layer):
         terms = model(**inputs, logits_to_keep=labels.shape[1], use_cache=False).logits
     if not is_plain:
         terms = in_chunks(terms_of, nn.Identity(), vocabulary, terms[places], labels[places])
-    logprobs, *others = terms
-    return logprobs, read[0], others[0] if others else None
+    logprobs = terms[0]
+    others = None
+    if also is not None:
+        others = terms[1]
+    return logprobs, read[0], others
 
 
 def response_logprobs(model, query, query_mask, response, response_mask, temperature=1.0, also=None):
@@ -183,25 +187,21 @@ def in_chunks(function, layer, vocabulary, states, *columns):
 
 
 @contextmanager
-def output_replaced(lm, compute):
-    """Within it the output layer of lm returns compute(layer, states)."""
-    module = lm.get_output_embeddings()
-    layer = module.forward
-    own = vars(module).get("forward")  # one that a library has put there
-    module.forward = lambda states: compute(layer, states)
+def forward_replaced(module, compute):
+    """Within it the module returns compute(what it computes by itself, states)."""
+    forward = module.forward
+    module.forward = lambda states: compute(forward, states)
     try:
         yield
     finally:
         del module.forward  # that of its class is back
-        if own is not None:
-            module.forward = own
 
 
 @torch.no_grad()
 def has_plain_output(lm):
     """Whether the logits are what the output layer computes. Cohere, Granite and Gemma 2 scale or cap them."""
     mark = torch.zeros(1, 1, lm.get_output_embeddings().weight.shape[0], device=lm.device)
-    with output_replaced(lm, lambda layer, states: mark):
+    with forward_replaced(lm.get_output_embeddings(), lambda layer, states: mark):
         return one_token(lm).logits is mark
 
 
@@ -269,8 +269,6 @@ def leaks(lm, sources, readers, **inputs):
             states = lm.base_model(**inputs, use_cache=False)[0]  # (1, T, H)
     finally:
         hook.remove()
-    if embeddings[0].shape[:2] != states.shape[:2]:  # of a model with an order of its own
-        return True
     directions = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
     directions[:, ~readers] = 0
     (gradient,) = torch.autograd.grad(states, embeddings[0], directions)  # (1, T, H)

@@ -43,8 +43,8 @@ def launch(args, fsdp=True):
         raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {processes} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
-    if accelerator.distributed_type == "FSDP" and (not fsdp or not accelerator.is_fsdp2 or args.merge_adapters):
-        raise InputError("FSDP: set fsdp_version to 2; ddpo.py and --merge-adapters need whole weights, launch without")
+    if accelerator.distributed_type == "FSDP" and not (fsdp and accelerator.is_fsdp2):
+        raise InputError("FSDP: set fsdp_version to 2; ddpo.py needs whole weights, launch it without")
     return accelerator
 
 

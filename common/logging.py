@@ -19,7 +19,6 @@ import yaml
 
 from common import checkpoint as ckpt
 from common import report
-from common.adapters import to_export
 from common.cli import InputError
 from common.identity import SIZES, describe, differences, environment, identity, nearly_the_same
 from common.launch import OUT_OF_MEMORY, launch, peak_memory_mb, set_threads
@@ -416,7 +415,6 @@ class Run:
     def export(self, lm, tokenizer, name, heads=None):
         """Writes the model, and heads {file: {name: tensor}} beside it, to a directory of the run. Collective."""
         screen.show(f"writing {name}")
-        lm = to_export(lm, self.args)
         weights = ckpt.full_weights(lm)
         whole = {}
         for file, tensors in (heads or {}).items():  # gathered where FSDP2 has sharded them

@@ -41,18 +41,16 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     dtype = getattr(torch, args.dtype)
     keywords |= {"dtype": dtype, "attn_implementation": args.attn_implementation}
     keywords["trust_remote_code"] = args.trust_remote_code
-    with loading(flag, path):
-        base = adapter_base(path, revision)
-        if args.load_in_4bit:  # NF4, arXiv 2305.14314
-            options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-            keywords["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
+    if args.load_in_4bit:  # NF4, arXiv 2305.14314
+        options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        keywords["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
+    base = adapter_base(path, revision)
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
         tokenizer = load_tokenizer(args, path, base, revision)
     with loading(flag, path):
         model, missing = load_weights(auto_class, path, base, revision, keywords)
         model = repaired(model, args)
-        for problem in problems_of_model(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM"):
-            raise ValueError(problem)
+        check_model(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM")
     return model, tokenizer, missing
 
 
@@ -76,7 +74,6 @@ def quiet_libraries():
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    transformers_logging.get_logger("bitsandbytes").setLevel("ERROR")  # it complains where nobody asks for 4 bits
 
 
 def load_tokenizer(args, path, base, revision):
@@ -143,31 +140,30 @@ def repaired(model, args):
             module.padding_idx = None  # an end token that doubles as padding is trained, too
         if hasattr(getattr(module, "config", None), "output_router_logits"):
             module.config.output_router_logits = False  # for a loss that nobody asks for; fails with a cache
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # of bitsandbytes, whose evaluations would repack the weights
-            module.support_avx512bf16_for_cpu = False
     return model
 
 
-def problems_of_model(model, tokenizer, missing, is_lm):
-    """What would be random, lost in an export, or fail late. missing: names of weights, which a classifier may lack."""
+def check_model(model, tokenizer, missing, is_lm):
+    """ValueError for what would be random, lost in an export, or fail late. missing: names of weights, which a
+    classifier may lack."""
     adapters = getattr(model, "peft_config", {}).values()
     for adapter in adapters:
         is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
-        if not is_plain or adapter.trainable_token_indices or adapter.ensure_weight_tying:
-            yield "its adapter is not plain LoRA: the export would lose a part of it"
+        if not is_plain or adapter.trainable_token_indices or adapter.ensure_weight_tying or adapter.lora_bias:
+            raise ValueError("its adapter is not plain LoRA: the export would lose a part of it")
     if is_lm:
         kinds = [model.config.architectures, *[adapter.task_type for adapter in adapters]]
         if re.search("Classification|SEQ_CLS", str(kinds)):  # whose output layer may be the embedding
-            yield "it is a classifier: name a language model"
-        for name in missing:
-            yield f"{name} is missing"
+            raise ValueError("it is a classifier: name a language model")
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
         if tokenizer.eos_token_id is None:
-            yield "the tokenizer has no end-of-sequence token, so no response could end: set its eos_token"
+            raise ValueError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
-            yield f"{name} is not finite"
+            raise ValueError(f"{name} is not finite")
     if len(tokenizer) > len(model.get_input_embeddings().weight):
-        yield f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer"
+        raise ValueError(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
 
 
 def adapter_base(path, revision=None):
@@ -227,15 +223,14 @@ def end_tokens(lm):
 def make_reference(args, path, lm, tokenizer):
     """The model of --ref-model, or the policy as it is now, without gradients. It shares the memory of weights that are
     not trained. InputError where the model is of another kind or has another vocabulary."""
-    if path:
+    if path and path is not lm:  # one object for both flags
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
         if not same_vocabulary or ref.config.is_encoder_decoder != lm.config.is_encoder_decoder:
             raise InputError(f"--ref-model {args.ref_model} is of another kind or has another vocabulary than --model")
-        if ref is not lm:  # one object for both flags
-            ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
-            share_frozen(ref, lm)
-            return ref
+        ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
+        share_frozen(ref, lm)
+        return ref
     frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
     ref = copy.deepcopy(lm, frozen).requires_grad_(False).eval()  # shares what is frozen
     if args.lora_r:
@@ -302,15 +297,12 @@ def draw_layers(head, seed, *stream):
 
 
 def share_frozen(model, lm):
-    """Lets model use the memory of those frozen weights of lm that it has, too; returns how many numbers these are."""
+    """Lets model use the memory of those frozen weights of lm that it has, too."""
     frozen = {name.replace(".base_layer", ""): w for name, w in lm.named_parameters() if not w.requires_grad}
-    shared = 0
     for name, weight in model.named_parameters():
         twin = frozen.get(name.replace(".base_layer", ""))
         if twin is not None and twin.dtype == weight.dtype and torch.equal(twin, weight):
             weight.data = twin.data
-            shared += weight.numel()
-    return shared
 
 
 @contextlib.contextmanager

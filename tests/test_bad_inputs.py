@@ -801,7 +801,7 @@ REFUSED = [
     # 64: what this machine cannot do
     entry(64, TEXT, "4 bits", "--load-in-4bit", "--load-in-4bit", shared=TEXT),
     entry(64, "ddpo", "4 bits", ["Unrecognized", "--load-in-4bit"], "--load-in-4bit"),
-    entry(64, TEXT, "4 bits float64", "--load-in-4bit goes with neither --merge-adapters nor --dtype float64",
+    entry(64, TEXT, "4 bits float64", "--load-in-4bit does not go with --dtype float64",
           "--load-in-4bit --lora-r 2 --dtype float64"),
     entry(64, TEXT, "flash", "--model model cannot be loaded: FlashAttention2",
           "--attn-implementation flash_attention_2", shared=TEXT),

@@ -927,7 +927,7 @@ RULES = [
     ({"betas": ()}, "--betas is empty: name one number or several"),
     ({"eval_prompts": "prompts.jsonl"}, "--eval-prompts is given without --metric, which scores what is sampled"),
     ({"lora_alpha": 2.0}, "--lora-alpha and --lora-targets need --lora-r"),
-    ({"merge_adapters": True, "load_in_4bit": True}, "--load-in-4bit goes with neither --merge-adapters"),
+    ({"dtype": "float64", "load_in_4bit": True}, "--load-in-4bit does not go with --dtype float64"),
 ]
 
 

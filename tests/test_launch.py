@@ -70,7 +70,7 @@ def fresh_accelerator():
 
 
 def run_args(**flags):
-    flags = {"mixed_precision": None, "dtype": "float32", "batch_size": 6, "merge_adapters": False} | flags
+    flags = {"mixed_precision": None, "dtype": "float32", "batch_size": 6} | flags
     return SimpleNamespace(**flags)
 
 
@@ -167,7 +167,7 @@ def test_timeout_of_two_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from types import SimpleNamespace as S; import torch; from common.launch import launch\n"
-        "launch(S(mixed_precision=None, dtype='float32', batch_size=2, merge_adapters=False))\n"
+        "launch(S(mixed_precision=None, dtype='float32', batch_size=2))\n"
         "group = torch.distributed.distributed_c10d._get_default_group()\n"
         "backend = group._get_backend(torch.device('cpu'))\n"
         "text = f'{backend.name()} {backend.options._timeout.total_seconds()}'\n"

@@ -440,22 +440,18 @@ def test_refusals(run):
 
 
 def test_lora(run, folder, pairs):
-    """The adapter, and the model that it is merged into, load in plain transformers; the adapter is trained on."""
+    """The adapter loads in plain transformers, and is trained further."""
     flags = {"dataset": ROWS, "eval_dataset": ROWS, "eval_every": 2, "total_steps": 2, "lora_r": 3}
-    losses = []
-    for merge in (False, True):
-        metrics, run_dir, model, _ = run(sft, merge_adapters=merge, **flags)
-        assert all(weight.requires_grad == ("lora_" in name) for name, weight in model.named_parameters())
-        names = " ".join(name for name, weight in model.named_parameters() if weight.requires_grad)
-        assert "encoder." in names and "decoder." in names
-        assert (run_dir / "hf_model/adapter_config.json").exists() != merge
-        back = reload(run_dir / "hf_model") if merge else AutoModelForSeq2SeqLM.from_pretrained(run_dir / "hf_model")
-        losses.append(own_loss(back.eval().double(), pairs))
-        assert metrics["eval/loss"] == pytest.approx(losses[-1], rel=1e-5)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] < log(run_dir)[0]["eval/loss"] - 0.01
+    metrics, run_dir, model, _ = run(sft, **flags)
+    assert all(weight.requires_grad == ("lora_" in name) for name, weight in model.named_parameters())
+    names = " ".join(name for name, weight in model.named_parameters() if weight.requires_grad)
+    assert "encoder." in names and "decoder." in names
+    loss = own_loss(AutoModelForSeq2SeqLM.from_pretrained(run_dir / "hf_model").eval().double(), pairs)
+    assert metrics["eval/loss"] == pytest.approx(loss, rel=1e-5)
+    assert loss < log(run_dir)[0]["eval/loss"] - 0.01
     rest = {"dataset": ROWS, "eval_dataset": ROWS, "eval_every": 1}
-    _, next_dir, *_ = run(sft, model=str(run_dir.parent / "0/hf_model"), **rest)
-    assert log(next_dir)[0]["eval/loss"] == pytest.approx(losses[0], rel=1e-5)
+    _, next_dir, *_ = run(sft, model=str(run_dir / "hf_model"), **rest)
+    assert log(next_dir)[0]["eval/loss"] == pytest.approx(loss, rel=1e-5)
     metrics, run_dir, model, _ = run(ppo, lora_r=3, **PPO)
     assert abs(log(run_dir)[0]["objective/kl"]) < 1e-9 < abs(metrics["objective/kl"])
     back, inputs = ppo.PolicyWithValue.load(run_dir / "hf_model", dtype=torch.float64).eval(), batch()

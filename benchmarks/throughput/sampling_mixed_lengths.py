@@ -80,7 +80,7 @@ def build(shape, lora_r):
         )
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     lm.name_or_path = "random"
-    flags = {"lora_alpha": lora_r, "lora_targets": ("all-linear",), "load_in_4bit": False, "merge_adapters": False}
+    flags = {"lora_alpha": lora_r, "lora_targets": ("all-linear",), "load_in_4bit": False}
     train_adapters(lm, SimpleNamespace(lora_r=lora_r, num_layers_unfrozen=-1, revision=None, seed=SEED, **flags))
     for name, weight in lm.named_parameters():
         if "lora_B" in name:

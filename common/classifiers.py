@@ -12,19 +12,31 @@ from common.tokens import collate
 
 
 class RewardModel:
-    """A sequence classifier with one label, or the LoRA adapter of one, as the reward: its logit. Weights that the
-    policy lm has and does not train are shared with it."""
+    """A sequence classifier, or the LoRA adapter of one, as the reward: the logit of its only label, or of the one
+    named in `path:label`. Weights that the policy lm has and does not train are shared with it."""
 
     def __init__(self, args, lm):
+        path = args.reward
+        label = None
+        if not spec_path(path):
+            path, _, label = path.partition(":")
         own_args = copy.copy(args)
         own_args.tokenizer = None  # this flag and the next are about --model
         own_args.attn_implementation = None
-        if not adapter_base(str(spec_path(args.reward) or args.reward)):
+        options = {"num_labels": 1}
+        if not adapter_base(str(spec_path(path) or path)):
             own_args.load_in_4bit = False
+            options = {}
         auto_class = "AutoModelForSequenceClassification"
-        model, self.tokenizer, missing = load_pretrained(auto_class, own_args, args.reward, "--reward", num_labels=1)
+        model, self.tokenizer, missing = load_pretrained(auto_class, own_args, path, "--reward", **options)
         if missing:
             raise InputError(f"--reward {args.reward} is no sequence classifier, it has no {missing[0]}")
+        labels = [model.config.id2label[number] for number in range(model.config.num_labels)]
+        if len(labels) == 1 and not label:
+            label = labels[0]
+        if label not in labels:
+            raise InputError(f"--reward {args.reward} must end with the label to score, one of :{', :'.join(labels)}")
+        self.label = labels.index(label)
         raise_heads(model)
         self.model = model.requires_grad_(False).eval().to(lm.device)
         share_frozen(self.model, lm)
@@ -39,7 +51,7 @@ class RewardModel:
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
         for rows in lengths.argsort(stable=True).split(batch_size):
             logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
-            scores[rows.to(scores.device)] = logits[:, 0].double()
+            scores[rows.to(scores.device)] = logits[:, self.label].double()
         return scores
 
 

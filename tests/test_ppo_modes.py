@@ -401,24 +401,24 @@ def classifiers(tmp_path_factory):
     return make
 
 
-def by_hand(folder, text, ended):
+def by_hand(folder, text, ended, label=0):
     """The score of one row without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
     eos, limit = model.config.model_type != "bert", randomwalks.CONTEXT
     model.config.pad_token_id = None
     ids = randomwalks.tokenizer()(text)["input_ids"][-(limit - eos) :] + [EOS] * (eos and ended)
     with torch.no_grad():
-        return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+        return float(model(input_ids=torch.tensor([ids])).logits[0, label])
 
 
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("family", CLASSIFIERS)
 def test_a_reward_model_scores_rows_as_alone(classifiers, family, same):
-    folder = classifiers(family, same=same)
-    args = SimpleNamespace(reward=folder, trust_remote_code=False, dtype="float64", load_in_4bit=False)
+    folder = classifiers(family, labels=3, same=same)
+    args = SimpleNamespace(reward=f"{folder}:good", trust_remote_code=False, dtype="float64", load_in_4bit=False)
     reward = RewardModel(args, SimpleNamespace(device="cpu", named_parameters=dict().items))
     texts, ended = (x[:2] + x[3:] for x in (TEXTS, ENDED)) if family == "Bert" else (TEXTS, ENDED)
-    expected = [by_hand(folder, text, end) for text, end in zip(texts, ended, strict=True)]
+    expected = [by_hand(folder, text, end, 1) for text, end in zip(texts, ended, strict=True)]
     assert len(set(expected)) == len(texts)
     for size in (1, 2, 3, 64):
         assert reward(texts, ended, size).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -431,23 +431,26 @@ def break_weight(value, name="score.weight"):
 
 
 WRONG = [
-    ({"labels": 3}, "score.weight is of shape [3, 12], expected [1, 12]"),
-    ({"vocab_size": 24, "pad_token_id": 0}, "has embeddings for fewer than"),
+    ({"labels": 3}, "", "must end with the label to score, one of :bad, :good, :odd"),
+    ({"labels": 3}, ":nope", "must end with the label to score, one of :bad, :good, :odd"),
+    ({"labels": 1}, ":good", "must end with the label"),
+    ({"vocab_size": 24, "pad_token_id": 0}, "", "has embeddings for fewer than"),
     (
         {"edit": break_weight(np.nan, "transformer.h.1.mlp.c_fc.weight")},
+        "",
         "transformer.h.1.mlp.c_fc.weight is not finite",
     ),
-    ("gpt2", "is no sequence classifier, it has no score.weight"),
-    ("nowhere/at/all", "there is no such directory"),
-    ("nobody/nothing", "cannot be loaded"),
+    ("gpt2", "", "is no sequence classifier, it has no score.weight"),
+    ("nowhere/at/all", "", "there is no such directory"),
+    ("nobody/nothing", "", "cannot be loaded"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
-def test_reward_models_that_cannot_be_used(classifiers, tiny_dirs, tmp_path, changes, message):
+@pytest.mark.parametrize(("changes", "label", "message"), WRONG, ids=[message[:40] for _, _, message in WRONG])
+def test_reward_models_that_cannot_be_used(classifiers, tiny_dirs, tmp_path, changes, label, message):
     folder = classifiers(**changes) if isinstance(changes, dict) else tiny_dirs.get(changes, changes)
     with pytest.raises(InputError) as error:
-        run_ppo(tiny_dirs["gpt2"], tmp_path / "run", reward=folder)
+        run_ppo(tiny_dirs["gpt2"], tmp_path / "run", reward=folder + label)
     assert f"--reward {folder}" in str(error.value) and message in str(error.value)
     assert not (tmp_path / "run").exists()
 

@@ -520,7 +520,8 @@ NAMED = [  # script, flags that name a.jsonl, b.jsonl or user.py, the file that 
     (sft, {"eval_dataset": "user.py:rows:n=3,b=4,a.jsonl"}, "user.py"),
     (ppo, {"eval_dataset": "a.jsonl,b.jsonl", "reward": "user.py:score"}, "b.jsonl"),
     (ppo, {"reward": "judge"}, "judge/model.safetensors"),
-    (ppo, {"reward": "./judge"}, "judge/config.json"),
+    (ppo, {"reward": "judge:POSITIVE"}, "judge/model.safetensors"),
+    (ppo, {"reward": "./judge:POSITIVE"}, "judge/config.json"),
 ]
 
 

@@ -1,13 +1,13 @@
 """Mutants: how many small changes of algos/ and common/ does the default run find?
 
-    python benchmarks/planted/mutants.py --cover map.json   # which default tests run which line, and how long they take
-    python benchmarks/planted/mutants.py --try map.json     # tries the mutants that mutants.csv does not have as they are
-    python benchmarks/planted/mutants.py --table            # shares by file, from mutants.csv
+    python benchmarks/planted/mutants.py --cover map.json   # writes which tests run which line, and their seconds
+    python benchmarks/planted/mutants.py --try map.json     # tries the mutants without a row in mutants.csv
+    python benchmarks/planted/mutants.py --table            # prints the shares by file, from mutants.csv
 
-A mutant is one change within a function: another comparison, `and` for `or`, a test that is False, a number plus one, a
-flipped boolean, another sign, `raise` left out. Each file gives PER_FILE of them, those whose hashes come first: an edit
-elsewhere leaves the others what they are. For each, the tests that run its line run, quickest first, until one fails,
-for at most LIMIT seconds. Needs the packages coverage and pytest-cov.
+A mutant is one change within a function: another comparison, `and` for `or`, a test that is False, a number plus one,
+a flipped boolean, another sign, `raise` left out. Each file gives PER_FILE of them, those whose hashes come first: an
+edit elsewhere leaves the others what they are. For each, the tests that run its line run, quickest first, until one
+fails, for at most LIMIT seconds. Needs the packages coverage and pytest-cov.
 """
 
 import argparse
@@ -127,23 +127,26 @@ def sample():
     for folder in ("algos", "common"):
         for path in sorted((ROOT / folder).glob("*.py")):
             by_key = {key(mutant): mutant for mutant in mutants_of(path.relative_to(ROOT))}
-            mutants = list(by_key.values())
-            mutants.sort(key=lambda mutant: hashlib.sha256(repr(key(mutant)).encode()).hexdigest())
-            chosen += mutants[:PER_FILE]
+            chosen += [by_key[name] for name in sorted(by_key, key=hash_of)[:PER_FILE]]
     return chosen
+
+
+def hash_of(name):
+    """The place of a mutant in the order of its file, by its key."""
+    return hashlib.sha256(repr(name).encode()).hexdigest()
 
 
 # ---- Coverage --------------------------------------------------------------------------------------------------------
 
 # What is put into the harness of a copy, so that runs in processes of their own are measured, too.
-MEASURED = '''
+MEASURED = """
     import coverage
     measured = coverage.Coverage(data_file=os.environ["COVER_FILE"], data_suffix=True, context=os.environ["COVER_TEST"],
                                  source=os.environ["COVER_SOURCE"].split(","), config_file=False)
     measured.start()
-    exec(job["patch"], {})'''
-ENVIRONMENT = '''return keep | {name: os.environ[name] for name in os.environ if name.startswith("COVER")} | {
-        "COVER_TEST": os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]} | fixed |'''
+    exec(job["patch"], {})"""
+ENVIRONMENT = """return keep | {name: os.environ[name] for name in os.environ if name.startswith("COVER")} | {
+        "COVER_TEST": os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]} | fixed |"""
 
 
 def cover(path):

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from common.adapters import train_adapters
 from common.cli import InputError
 from common.forward import has_plain_output, one_token, padding_problem, routers
-from common.functions import refuse_mistyped, spec_path
+from common.functions import spec_path
 from common.report import screen
 from common.seeding import rng
 
@@ -58,12 +58,9 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Within it, an exception becomes an InputError with the library's sentence. Refuses a path to nothing, and a run
-    in place of its model."""
-    if isinstance(name, str):
-        refuse_mistyped(name, flag)
-        if Path(name, "hf_model").is_dir():
-            raise InputError(f"{flag} {name} is a run directory: name {name}/hf_model")
+    """Within it, an exception becomes an InputError with the library's sentence. Refuses the directory of a run."""
+    if isinstance(name, str) and Path(name, "hf_model").is_dir():
+        raise InputError(f"{flag} {name} is a run directory: name {name}/hf_model")
     try:
         yield
     except Exception as error:  # the libraries' errors have no common class

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -835,12 +834,7 @@ def test_bad_commands(command, here, flags, sentence):
 def test_your_own_dataset_needs_your_own_reward(command, here):
     base = [word for word in BASE if word not in ("--reward", "user.py:reward")]
     code, _, err = command(base=base)
-    assert code == 2 and err.startswith(
-        "error: --reward is missing: file.py:function. --reward my.py:score calls this:\n"
-    )
-    score = {}
-    exec(textwrap.dedent(err.partition("\n")[2]), score)
-    assert score["score"](torch.full((3, 2, 4, 5), 0.25)) == [0.25] * 3
+    assert code == 2 and err.startswith("error: --reward is missing: ")
     assert not Path("run").exists()
 
 

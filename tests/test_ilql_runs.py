@@ -922,8 +922,8 @@ def test_all_of_them_at_once():
 
 
 RULES = [
-    ({"dataset": None}, "--dataset is missing: rows from a file "),
-    ({"model": None}, "--model is missing: a directory or hub id"),
+    ({"dataset": None}, "--dataset is missing: "),
+    ({"model": None}, "--model is missing: "),
     ({"betas": ()}, "--betas is empty: name one number or several"),
     ({"eval_prompts": "prompts.jsonl"}, "--eval-prompts is given without --metric, which scores what is sampled"),
     ({"lora_alpha": 2.0}, "--lora-alpha and --lora-targets need --lora-r"),

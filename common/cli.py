@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import traceback
 import typing
 from pathlib import Path
 
@@ -47,8 +46,6 @@ def cli(args_class, main, task=None):
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
-        if error.__cause__ is not None:  # the user's own code failed: where
-            traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -144,7 +141,6 @@ def refuse_other_names(words, args_class, script=""):
 
 # ---- Help ------------------------------------------------------------------------------------------------------------
 
-
 DEFAULTS = """Defaults are for pretrained models. Without --model, --dataset and --config: the embedded task, with
 settings of its own. --config FILE reads flags from a YAML file; flags win over it."""
 
@@ -172,7 +168,7 @@ def help_text(args_class):
             if default is True:
                 flag = flag_of(f"no_{name}")
                 text = f"Switches off: {text}"
-            if hints[name] is not bool and default not in (None, ()):
+            if hints[name] is not bool and default not in (None, (), ""):
                 text += f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
             group.add_argument(flag, metavar=values_of(hints[name]), help=text)
     return parser.format_help()

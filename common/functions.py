@@ -1,6 +1,5 @@
 """Spec strings, which name files, models and functions of the user; the functions called, what they return checked."""
 
-import contextlib
 import copy
 import functools
 import hashlib
@@ -41,8 +40,7 @@ def load_function(spec, flag):
     path = spec_path(spec)
     if not match or not path.is_file():
         raise InputError(f"{flag} {spec}: expected path/to/file.py:function of a file that exists")
-    with user_code(f"{flag} {spec}: importing {path.name}"):
-        module = import_file(path.resolve(), path.read_bytes())
+    module = import_file(path.resolve(), path.read_bytes())
     function = getattr(module, match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
@@ -70,11 +68,9 @@ def build(spec, flag):
         function = load_function(spec, flag)
     elif not (inspect.isroutine(spec) or isinstance(spec, functools.partial)):
         return spec
-    where = f"{flag} {getattr(spec, '__name__', spec)}"
-    with user_code(where):
-        value = function()
+    value = function()
     if value is None:
-        raise InputError(f"{where} returned None")
+        raise InputError(f"{flag} {getattr(spec, '__name__', spec)} returned None")
     return value
 
 
@@ -87,15 +83,6 @@ def load_reward(spec):
 # ---- Functions of the user -------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def user_code(where):
-    """Makes an InputError of any exception within; `cli` shows the traceback above it."""
-    try:
-        yield
-    except Exception as error:
-        raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
-
-
 def call_function(function, name, rows, given):
     """Calls a reward or metric function with keyword arguments: given, and copies of the other columns of the rows, as
     lists. Without **columns it gets those that it names. name: how errors call it."""
@@ -103,11 +90,10 @@ def call_function(function, name, rows, given):
     taken = columns.keys() & given.keys()
     stop_if([f"rename the column {column!r} of the rows: {name} gets something else by this name" for column in taken])
     values = columns | given
-    with user_code(name):
-        parameters = inspect.signature(function).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            values = {column: values[column] for column in parameters if column in values}
-        return function(**values)
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        values = {column: values[column] for column in parameters if column in values}
+    return function(**values)
 
 
 def call_reward(function, name, rows, given, lengths=None):

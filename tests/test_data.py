@@ -225,7 +225,7 @@ def some_rows(n=2):
 def test_a_function_from_python_is_called_as_one_of_a_file_is():
     assert load_rows(build(some_rows, "--dataset"), "--dataset") == some_rows()
     assert load_sets(functools.partial(some_rows, n=3), "--eval-dataset") == {"": some_rows(3)}
-    with pytest.raises(InputError, match="^--dataset pop raised IndexError: pop from empty list"):
+    with pytest.raises(IndexError, match="pop from empty list"):
         build([].pop, "--dataset")
     assert load_function(len, "--reward") is len and load_function(None, "--metric") is None
 

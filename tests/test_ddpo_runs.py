@@ -993,7 +993,7 @@ def test_check_calls_the_reward_on_the_training_rows_too(tiny, tmp_path):
 
     rows = [{"prompt": "a red circle"}]
     flags = {"eval_dataset": [row | {"answer": 1} for row in rows], "reward": reward, "check": True}
-    with pytest.raises(InputError, match="missing 1 required positional argument: 'answer'"):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'answer'"):
         run_ddpo(tiny, tmp_path / "run", rows, **flags)
     assert not (tmp_path / "run").exists()
 

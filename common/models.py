@@ -58,9 +58,14 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Within it, an exception becomes an InputError with the library's sentence. Refuses the directory of a run."""
-    if isinstance(name, str) and Path(name, "hf_model").is_dir():
-        raise InputError(f"{flag} {name} is a run directory: name {name}/hf_model")
+    """Within it, an exception becomes an InputError with the library's sentence. Refuses a path to nothing, where that
+    sentence is about names on the hub, and a run in place of its model."""
+    if isinstance(name, str):
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if is_path and not spec_path(name):
+            raise InputError(f"{flag} {name}: there is no such directory")
+        if Path(name, "hf_model").is_dir():
+            raise InputError(f"{flag} {name} is a run directory: name {name}/hf_model")
     try:
         yield
     except Exception as error:  # the libraries' errors have no common class

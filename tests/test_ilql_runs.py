@@ -464,7 +464,7 @@ def command(here, monkeypatch, capfd):
         capfd.readouterr()
         code = 0
         try:
-            cli(ilql.Args, ilql.main)
+            cli(ilql.Args, ilql.main, task=ilql.TASK)
         except SystemExit as stop:
             code = stop.code
         return code, *capfd.readouterr()
@@ -1020,11 +1020,11 @@ BAD_COMMANDS = [
     ("--eval-prompts prompts.jsonl --metric None", "--eval-prompts is given without --metric, which scores what"),
     ("--lr 0 --tau 1", "2 problems:"),
     ("--gamma 1.5", "--gamma 1.5 must be in [0, 1]"),
-    ("--alpha 0.1", "there is no --alpha here: use --polyak-alpha"),
-    ("--filter shaped", "there is no --filter here: use --top-k, --top-p. They filter what the base model propos"),
+    ("--alpha 0.1", "there is no --alpha here, see algos/MIGRATION.md: --polyak-alpha"),
+    ("--filter shaped", "MIGRATION.md: --top-k, --top-p. They filter what the base model propos"),
     (
         "--advantage-clip 0",
-        "there is no --advantage-clip here: it is gone. The authors clip the product of beta and Q - V.",
+        "MIGRATION.md: gone. The authors clip the product of beta and Q - V.",
     ),
 ]
 

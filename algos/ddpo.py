@@ -68,21 +68,14 @@ from common.seeding import rng, stream_rows
 from common.tokens import local_rows
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
-IMAGE_REWARD = """file.py:function. --reward my.py:score calls this:
-  def score(images, **columns):
-      return images.mean((1, 2, 3)).tolist()  # a number for each image"""
 TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # of a command without --model, --dataset and --config
 
 
 @dataclass
 class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
-    """Denoising diffusion policy optimisation of a Stable Diffusion pipeline. Defaults are for pretrained pipelines.
+    """Denoising diffusion policy optimisation of a Stable Diffusion pipeline."""
 
-    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
-    a YAML file; flags win over it.
-    """
-
-    required = DataArgs.required | {"reward": IMAGE_REWARD}
+    required = (*DataArgs.required, "reward")
 
     # ---- algorithm
     num_epochs: Count = 100
@@ -132,12 +125,6 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     """(image, step) pairs per process and forward pass; changes memory and speed, never the result."""
 
     # ---- data
-    dataset: str | None = None
-    """Rows with a prompt (other columns reach the reward): a file, hub id:split, file.py:function; from Python a
-    list."""
-    eval_dataset: str | None = None
-    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names, always sampled
-    from the same noise; default: the first --rollout-batch-size rows of --dataset."""
     reward: str | None = None
     """file.py:function(images, prompts, **columns) -> a number per image; images: float tensor (B, 3, H, W) in
     [0, 1]."""

@@ -79,11 +79,7 @@ TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # of a command without --model, 
 
 @dataclass
 class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
-    """Preference optimization of a language model. Defaults are for pretrained models.
-
-    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
-    a YAML file; flags win over it.
-    """
+    """Preference optimization of a language model."""
 
     # ---- algorithm
     epochs: Positive = 1.0

@@ -89,11 +89,7 @@ TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # of a command without --model, 
 
 @dataclass
 class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
-    """Group relative policy optimisation of a language model. Defaults are for pretrained models.
-
-    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
-    a YAML file; flags win over it.
-    """
+    """Group relative policy optimisation of a language model."""
 
     # ---- algorithm
     reward: str | None = None

@@ -85,11 +85,7 @@ TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # of a command without --model,
 
 @dataclass
 class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
-    """Implicit language Q-learning: offline RL of a language model. Defaults are for pretrained models.
-
-    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
-    a YAML file; flags win over it.
-    """
+    """Implicit language Q-learning: offline RL of a language model."""
 
     # ---- algorithm
     epochs: Positive = 3.0

@@ -88,11 +88,7 @@ TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # of a command without --model, 
 
 @dataclass
 class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
-    """Proximal policy optimisation of a language model. Defaults are for pretrained models.
-
-    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
-    a YAML file; flags win over it.
-    """
+    """Proximal policy optimisation of a language model."""
 
     # ---- algorithm
     rollout_batch_size: Count = 512

@@ -62,11 +62,7 @@ TASK = "benchmarks/tasks/randomwalks/reward.yaml"  # of a command without --mode
 
 @dataclass
 class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs):
-    """A reward model from preferences. Defaults are for pretrained models.
-
-    Without --model, --dataset and --config: the embedded task, with settings of its own. --config FILE reads flags from
-    a YAML file; flags win over it.
-    """
+    """A reward model from preferences."""
 
     # ---- algorithm
     epochs: Positive = 1.0

@@ -58,7 +58,7 @@ def out_of_range(args):
 def problems_of(args):
     """A sentence for each rule of shared flags that is broken; a script adds those of its own."""
     missing = [name for name in args.required if getattr(args, name) is None]
-    problems = [f"{flag_of(name)} is missing: {args.required[name]}" for name in missing]
+    problems = [f"{flag_of(name)} is missing: --help says what it takes" for name in missing]
     problems += out_of_range(args)
     if args.lora_r == 0 and (args.lora_alpha or tuple(args.lora_targets) != type(args).lora_targets):
         problems.append("--lora-alpha and --lora-targets need --lora-r")
@@ -78,24 +78,19 @@ def problems_of(args):
 
 # ---- Shared flags ----------------------------------------------------------------------------------------------------
 
-REWARD = """file.py:function, or a sequence classifier's directory or hub id. --reward my.py:score calls this:
-  def score(outputs, **columns):
-      return [float("4" in output) for output in outputs]  # a number for each output"""
-
 
 @dataclass
 class DataArgs:
     """Data."""
 
-    required = {
-        "model": "a directory or hub id",
-        "dataset": "rows from a file (.jsonl .json .csv .parquet .txt), hub id:split or file.py:function",
-    }  # {field that must be given: what}
+    required = ("model", "dataset")  # fields that must be given
 
     dataset: str | None = None
-    """Rows to train on: a .jsonl/.json/.csv/.parquet/.txt file, hub id:split, file.py:function; from Python a list."""
+    """Rows with a prompt, a text or chat (other columns reach the reward): a .jsonl/.json/.csv/.parquet/.txt file, hub
+    id:split, file.py:function; from Python a list."""
     eval_dataset: str | None = None
-    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names."""
+    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; default: none,
+    in scripts with --reward the first --rollout-batch-size rows of --dataset."""
 
 
 @dataclass
@@ -225,14 +220,8 @@ class RunArgs:
 class RolloutArgs(DataArgs, SamplingArgs):
     """Rollouts."""
 
-    required = DataArgs.required | {"reward": REWARD}
+    required = (*DataArgs.required, "reward")
 
-    dataset: str | None = None
-    """Rows with a prompt, text or chat messages (other columns reach the reward): a file, hub id:split,
-    file.py:function; from Python a list."""
-    eval_dataset: str | None = None
-    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; default: the
-    first --rollout-batch-size rows of --dataset."""
     max_prompt_length: Count | None = None
     """Drop and count prompts of more tokens. Without it a prompt that does not fit the model is an error."""
     reward: str | None = None

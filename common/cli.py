@@ -1,14 +1,12 @@
 """The command line: flags, YAML files of flags, --help, names that flags have elsewhere, bad input."""
 
 import argparse
-import contextlib
 import dataclasses
 import inspect
 import os
 import re
 import signal
 import sys
-import traceback
 import typing
 from pathlib import Path
 
@@ -42,15 +40,12 @@ def cli(args_class, main, task=None):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without
     try:
         if {"-h", "--help"} & set(sys.argv):
-            with contextlib.suppress(BrokenPipeError):  # `| head`
-                print(help_text(args_class), end="", flush=True)
+            print(help_text(args_class), end="")
             return
         main(parse(sys.argv[1:], args_class, task))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
-        if error.__cause__ is not None:  # the user's own code failed: where
-            traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -58,35 +53,28 @@ def cli(args_class, main, task=None):
 def parse(argv, args_class, task=None):
     """args_class, filled by the words of a command line (tyro), behind those of the YAML files named by --config.
 
-    task: the YAML file of an embedded task, taken where none of --model, --dataset and --config is given. Flags that a
-    copy of the script has no more are left out of it.
+    task: the YAML file of an embedded task, taken where none of --model, --dataset and --config is given.
     """
     import tyro
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[])
     files, words = parser.parse_known_args(argv)
-    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
-    takes_task = task and not files.config and flags.isdisjoint(("--model", "--dataset")) and (ROOT / task).exists()
+    flags = {word.partition("=")[0] for word in argv}
+    takes_task = task and flags.isdisjoint(("--model", "--dataset", "--config")) and (ROOT / task).exists()
     paths = [task] if takes_task else files.config
     settings = {}
     for path in paths:
-        entries = read_config(path)
-        if not takes_task:
-            refuse_other_names(map(flag_of, entries), args_class, f"--config {path}: ")
-        settings |= entries
-    left_out = []
-    if takes_task:
-        left_out = [name for name in settings if not hasattr(args_class, name)]
-        settings = {name: value for name, value in settings.items() if name not in left_out}
-    refuse_other_names(sorted(flags), args_class)
+        settings |= read_config(path)
+    if takes_task:  # a copy of the script may lack flags of it
+        settings = {name: value for name, value in settings.items() if hasattr(args_class, name)}
+    words = words_of(settings, args_class) + words
+    refuse_other_names(words, args_class, script=Path(task or "").stem)
     prog = " --config ".join([Path(sys.argv[0]).name, *paths])  # so that tyro's errors name the files
-    args = tyro.cli(args_class, prog=prog, args=words_of(settings, args_class) + words)
+    args = tyro.cli(args_class, prog=prog, args=words)
     if takes_task and os.environ.get("RANK", "0") == "0":
         print(f"no --model, --dataset or --config: the embedded task, by --config {task}; own flags win")
         print("  " + ", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)
-        if left_out:
-            print(f"  left out, as there is no such flag here: {', '.join(left_out)}", flush=True)
     return args
 
 
@@ -121,10 +109,8 @@ def words_of(settings, args_class):
     switches = [field.name for field in dataclasses.fields(args_class) if field.type is bool]
     words = []
     for name, value in settings.items():
-        if name in switches:
-            is_on = yaml.safe_load(str(value))
-            if not isinstance(is_on, bool):
-                raise InputError(f"--config: {name} must be true or false, it is {value!r}")
+        is_on = yaml.safe_load(str(value)) if name in switches else None
+        if isinstance(is_on, bool):
             words.append(flag_of(name if is_on else f"no_{name}"))
         elif isinstance(value, list):
             words += [flag_of(name), *map(str, value)]
@@ -136,40 +122,27 @@ def words_of(settings, args_class):
 # ---- Names that flags have elsewhere ---------------------------------------------------------------------------------
 
 
-def refuse_other_names(flags, args_class, where=""):
-    """InputError with the advice of algos/MIGRATION.md for each flag that the script lacks and a row of it names."""
+def refuse_other_names(words, args_class, script=""):
+    """InputError with the row of algos/MIGRATION.md for each flag of TRL or trlX that the script lacks."""
     fields = {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    script = Path(inspect.getfile(args_class)).stem
-    foreign = [flag for flag in flags if flag.replace("_", "-") not in fields]
-    advice = {flag: advice_on(flag, fields, script) for flag in foreign}
-    stop_if([f"{where}there is no {flag} here: {text}" for flag, text in advice.items() if text])
-
-
-def advice_on(flag, fields, script):
-    """What algos/MIGRATION.md advises for a flag of TRL or trlX in a script with these flags; "" where no row fits.
-
-    A row fits whose flags the script has. Rows without flags and notes count in the sections of the script and of all.
-    """
-    name = flag.removeprefix("--").replace("-", "_")
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has none
-    fitting = {}  # {how well: the first such advice}
-    for section in text.split("\n## "):
-        title = section.partition("\n")[0].removesuffix(".py")
-        is_own = title in re.split("[^a-z]", script)  # of my_dpo.py, too
-        is_near = is_own or title == "Every script"
-        for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", section):
-            is_exact = f"`{name}`" in theirs
-            flags = set(re.findall("--[a-z0-9-]+", here))
-            if (is_exact or f".{name}`" in theirs) and flags <= fields and (flags or is_near):
-                advice = "it is gone" if here == "gone" else f"use {here.replace('`', '')}"
-                if note and is_near:
-                    advice += f". {note}"
-                fitting.setdefault((bool(flags), is_own, is_exact), advice)
-    return fitting[max(fitting)] if fitting else ""
+    sections = dict(section.partition("\n")[::2] for section in text.split("\n## "))
+    rows = sections.get(f"{script}.py", "") + sections.get("Every script", "")
+    advice = {}
+    for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", rows):
+        if fields.issuperset(re.findall("--[a-z0-9-]+", here)):
+            for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
+                advice.setdefault(flag_of(name), f"{here.replace('`', '')}. {note}".rstrip(". "))
+    flags = {word.partition("=")[0].replace("_", "-") for word in words}
+    foreign = sorted(flags & advice.keys() - fields)
+    stop_if([f"there is no {flag} here, see algos/MIGRATION.md: {advice[flag]}" for flag in foreign])
 
 
 # ---- Help ------------------------------------------------------------------------------------------------------------
+
+DEFAULTS = """Defaults are for pretrained models. Without --model, --dataset and --config: the embedded task, with
+settings of its own. --config FILE reads flags from a YAML file; flags win over it."""
 
 
 def help_text(args_class):
@@ -184,24 +157,20 @@ def help_text(args_class):
         groups[title] = [name for name in written if name not in texts and name not in args_class.required]
         texts |= written
     parser = argparse.ArgumentParser(Path(inspect.getfile(args_class)).name, "%(prog)s [flags]", add_help=False)
-    parser.description = inspect.getdoc(args_class)
+    parser.description = f"{inspect.getdoc(args_class)} {DEFAULTS}"
     hints = typing.get_type_hints(args_class)
     for title, names in groups.items():
         group = parser.add_argument_group(title)
         for name in names:
             flag = flag_of(name)
             text = texts[name].replace("%", "%%")
-            values = values_of(hints[name])
             default = getattr(args_class, name, None)
             if default is True:
                 flag = flag_of(f"no_{name}")
                 text = f"Switches off: {text}"
-            if len(values) > 50:  # many choices stand in the text
-                text += f" One of {values[1:-1].replace(',', ', ')}."
-                values = "NAME"
-            if hints[name] is not bool and default not in (None, ()):
+            if hints[name] is not bool and default not in (None, (), ""):
                 text += f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
-            group.add_argument(flag, metavar=values, help=text)
+            group.add_argument(flag, metavar=values_of(hints[name]), help=text)
     return parser.format_help()
 
 

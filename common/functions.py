@@ -1,6 +1,5 @@
 """Spec strings, which name files, models and functions of the user; the functions called, what they return checked."""
 
-import contextlib
 import copy
 import functools
 import hashlib
@@ -41,16 +40,12 @@ def load_function(spec, flag):
     path = spec_path(spec)
     if not match or not path.is_file():
         raise InputError(f"{flag} {spec}: expected path/to/file.py:function of a file that exists")
-    with user_code(f"{flag} {spec}: importing {path.name}"):
-        module = import_file(path.resolve(), path.read_bytes())
+    module = import_file(path.resolve(), path.read_bytes())
     function = getattr(module, match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
-    keywords = {}
-    for option in filter(None, (match["options"] or "").split(",")):
-        key, _, value = option.partition("=")
-        keywords[key] = yaml.safe_load(value)
-    return functools.partial(function, **keywords)
+    options = (match["options"] or "").replace("=", ": ")
+    return functools.partial(function, **yaml.safe_load(f"{{{options}}}"))
 
 
 @functools.cache
@@ -73,42 +68,19 @@ def build(spec, flag):
         function = load_function(spec, flag)
     elif not (inspect.isroutine(spec) or isinstance(spec, functools.partial)):
         return spec
-    where = f"{flag} {getattr(spec, '__name__', spec)}"
-    with user_code(where):
-        value = function()
+    value = function()
     if value is None:
-        raise InputError(f"{where} returned None")
+        raise InputError(f"{flag} {getattr(spec, '__name__', spec)} returned None")
     return value
-
-
-def refuse_mistyped(name, flag):
-    """InputError for a path to nothing: no name on the hub has two slashes, and asking there would take minutes."""
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    is_pattern = "://" in name or "*" in name  # of the library datasets
-    if is_path and not is_pattern and not spec_path(name.partition(":")[0]):
-        raise InputError(f"{flag} {name}: there is no such directory or file")
 
 
 def load_reward(spec):
     """The function that --reward names, or None where it names a model."""
-    if not isinstance(spec, str) or re.search(r"\.py(:|$)", spec):
-        return load_function(spec, "--reward")
-    refuse_mistyped(spec, "--reward")
-    return None
+    is_model = isinstance(spec, str) and not re.search(r"\.py(:|$)", spec)
+    return None if is_model else load_function(spec, "--reward")
 
 
 # ---- Functions of the user -------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def user_code(where):
-    """Makes an InputError of any exception within; `cli` shows the traceback above it."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
 
 
 def call_function(function, name, rows, given):
@@ -118,17 +90,18 @@ def call_function(function, name, rows, given):
     taken = columns.keys() & given.keys()
     stop_if([f"rename the column {column!r} of the rows: {name} gets something else by this name" for column in taken])
     values = columns | given
-    with user_code(name):
-        parameters = inspect.signature(function).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            values = {column: values[column] for column in parameters if column in values}
-        return function(**values)
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        values = {column: values[column] for column in parameters if column in values}
+    return function(**values)
 
 
 def call_reward(function, name, rows, given, lengths=None):
     """The scores of a reward function, a float for each row; or, where lengths (one a row) are given, a list of so many
     floats: one for each token of the response."""
-    scores = plain(call_function(function, name, rows, given))
+    scores = call_function(function, name, rows, given)
+    if hasattr(scores, "tolist"):
+        scores = scores.tolist()
     if not isinstance(scores, list | tuple) or len(scores) != len(rows):
         returned = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
         raise InputError(f"{name} returned {returned}, expected a list of {len(rows)} numbers, one per sample")
@@ -138,7 +111,7 @@ def call_reward(function, name, rows, given, lengths=None):
         if checked[-1] is None:
             where = f"row {number + 1}, prompt {rows[number]['prompt']!r:.60}"
             dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
-            raise InputError(f"{name} returned {plain(score)!r:.60} for {where}; expected a finite number{dense}")
+            raise InputError(f"{name} returned {score!r:.60} for {where}; expected a finite number{dense}")
     return checked
 
 
@@ -157,14 +130,10 @@ def call_metric(function, name, rows, given, taken=("reward",)):
 
 def floats(value, count=None):
     """A finite number as a float, or a list or array of `count` of them as a list; None for anything else."""
-    value = plain(value)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, list | tuple):
         values = [floats(item) for item in value]
         return values if len(values) == count and None not in values else None
     is_finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max  # of a large int, too
     return float(value) if is_finite else None
-
-
-def plain(value):
-    """Lists and numbers in place of arrays and tensors."""
-    return value.tolist() if hasattr(value, "tolist") else value

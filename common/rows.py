@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from common.cli import InputError
-from common.functions import build, refuse_mistyped, spec_path
+from common.functions import build, spec_path
 from common.report import screen
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -31,11 +31,8 @@ def load_rows(data, flag):
     screen.show(f"reading {flag}")
     rows = data
     if isinstance(data, str):
-        path = spec_path(data)
-        if not path:
-            refuse_mistyped(data, flag)
         try:
-            rows = read_rows(data, path)
+            rows = read_rows(data, spec_path(data))
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
     rows = list(rows)

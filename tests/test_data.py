@@ -6,14 +6,13 @@ what happens to the ends of tokenized texts.
 
 import functools
 import pickle
-import re
 
 import pytest
 import torch
 from tokenizers import processors
 
 from common.cli import InputError
-from common.functions import build, load_function, refuse_mistyped
+from common.functions import build, load_function
 from common.rows import (
     is_chat,
     load_rows,
@@ -226,7 +225,7 @@ def some_rows(n=2):
 def test_a_function_from_python_is_called_as_one_of_a_file_is():
     assert load_rows(build(some_rows, "--dataset"), "--dataset") == some_rows()
     assert load_sets(functools.partial(some_rows, n=3), "--eval-dataset") == {"": some_rows(3)}
-    with pytest.raises(InputError, match="^--dataset pop raised IndexError: pop from empty list"):
+    with pytest.raises(IndexError, match="pop from empty list"):
         build([].pop, "--dataset")
     assert load_function(len, "--reward") is len and load_function(None, "--metric") is None
 
@@ -242,24 +241,12 @@ def test_two_files_of_one_name(tmp_path):
         assert pickle.loads(pickle.dumps(function))() == folder
 
 
-MISTYPED = [  # what is typed where sub/ is, what is said
-    ("./none", "there is no such directory or file"),
-    ("~/none", "there is no such directory or file"),
-    ("a/b/none", "there is no such directory or file"),
-]
-
-
-@pytest.mark.parametrize(("typed", "sentence"), MISTYPED)
-def test_what_cannot_be_a_name_of_the_hub_is_not_asked_for(tmp_path, monkeypatch, typed, sentence):
+def test_names_of_files_that_the_library_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()
-    for name in ("rw.py", "sub/rw.py"):
-        (tmp_path / name).write_text("")
-    for load in (refuse_mistyped, load_rows):
-        with pytest.raises(InputError, match=f"^--dataset {re.escape(f'{typed}: {sentence}')}$"):
-            load(typed, "--dataset")
-    for name in ("org/name:train", "name", "https://x.org/a/b.jsonl", "a/b/*.jsonl", "sub", "./sub", "sub:POSITIVE"):
-        refuse_mistyped(name, "--dataset")
+    for name in ("./none", "a/b/none"):  # no names on the hub, so it is not asked
+        with pytest.raises(InputError, match=f"^--dataset {name} cannot be loaded: "):
+            load_rows(name, "--dataset")
     with pytest.raises(InputError, match="^--dataset none.csv.gz cannot be loaded: Unable to find '.*none.csv.gz'$"):
         load_rows("none.csv.gz", "--dataset")
     (tmp_path / "sub/x.jsonl").write_text('{"text": "a"}\n')

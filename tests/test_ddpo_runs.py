@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -820,12 +819,7 @@ def test_bad_commands(command, here, flags, sentence):
 def test_your_own_dataset_needs_your_own_reward(command, here):
     base = [word for word in BASE if word not in ("--reward", "user.py:reward")]
     code, _, err = command(base=base)
-    assert code == 2 and err.startswith(
-        "error: --reward is missing: file.py:function. --reward my.py:score calls this:\n"
-    )
-    score = {}
-    exec(textwrap.dedent(err.partition("\n")[2]), score)
-    assert score["score"](torch.full((3, 2, 4, 5), 0.25)) == [0.25] * 3
+    assert code == 2 and err.startswith("error: --reward is missing: ")
     assert not Path("run").exists()
 
 
@@ -984,7 +978,7 @@ def test_check_calls_the_reward_on_the_training_rows_too(tiny, tmp_path):
 
     rows = [{"prompt": "a red circle"}]
     flags = {"eval_dataset": [row | {"answer": 1} for row in rows], "reward": reward, "check": True}
-    with pytest.raises(InputError, match="missing 1 required positional argument: 'answer'"):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'answer'"):
         run_ddpo(tiny, tmp_path / "run", rows, **flags)
     assert not (tmp_path / "run").exists()
 

@@ -8,7 +8,7 @@ import torch
 
 from common.cli import InputError
 from common.report import screen
-from common.rows import chat_text, is_chat, need_columns, row_segments, texts
+from common.rows import chat_text, is_chat, row_segments, texts
 
 # ---- Texts -> tokens -------------------------------------------------------------------------------------------------
 
@@ -51,7 +51,6 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     limit: the positions that the model has, or None; a prompt whose response would not fit is an error. encoder: the
     model has one, which reads the prompt as the tokenizer ends it.
     """
-    need_columns(rows, ["prompt"], flag, "prompt, a text or a chat")
     chat = is_chat(rows, ["prompt"])
     if chat:
         written = []
@@ -164,19 +163,15 @@ def line_length(line):
 
 
 def pack(lengths, max_length):
-    """Best-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
+    """First-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
     lines = []
-    space = []  # left in each line
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = [line for line in range(len(lines)) if space[line] >= lengths[i]]
-        if fitting:
-            line = min(fitting, key=lambda line: space[line])
+        for line in lines:
+            if sum(lengths[j] for j in line) + lengths[i] <= max_length:
+                line.append(i)
+                break
         else:
-            line = len(lines)
-            lines.append([])
-            space.append(max_length)
-        lines[line].append(i)
-        space[line] -= lengths[i]
+            lines.append([i])
     return lines
 
 

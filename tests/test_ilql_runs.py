@@ -982,7 +982,7 @@ BAD_ROWS = [
     ([GOOD_ROW | {"truncated": "yes"}], "--dataset row 1: 'truncated' must be true or false, it is 'yes'"),
     ([GOOD_ROW | {"truncated": 2}], "--dataset row 1: 'truncated' must be true or false, it is 2"),
     ([GOOD_ROW | {"completion": 7}], "--dataset row 1: 'completion' must be valid text, it is 7"),
-    ([{"prompt": "b", "reward": 1}], "--dataset has the columns prompt, reward; expected text, prompt and"),
+    ([{"prompt": "b", "reward": 1}], "--dataset has the columns prompt, reward; expected completion"),
     (
         [GOOD_ROW, {"prompt": "b", "reward": 1}],
         "--dataset row 2 must be a mapping with the columns of row 1: see completion",

@@ -97,7 +97,7 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
     segments = row_segments(rows, tokenizer, flag)
     if encoder:
-        yield from encode_apart(segments, chat or has_prompt, tokenizer, chat, flag)
+        yield from encode_apart(segments, chat or has_prompt, tokenizer, not chat, flag)
         return
     bos = tokenizer.bos_token_id
     whole = ["".join(text for text, _ in row) for row in segments]
@@ -120,26 +120,19 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
         yield ids, [(begin, end, trained) for begin, end, (_, trained) in zip(begins, ends, row, strict=True)]
 
 
-def encode_apart(segments, has_prompt, tokenizer, chat, flag):
+def encode_apart(segments, has_prompt, tokenizer, special_tokens, flag):
     """As `encode_segments`, of a prompt for an encoder and an output for its decoder, which gets an end token."""
-    prompts = []
-    outputs = []
     for number, row in enumerate(segments, 1):
-        texts = [text for text, _ in row]
-        if len(texts) == 3 and not texts[2].strip():  # blanks that a chat template writes behind the answer
-            del texts[2]
-        if len(texts) != 2 or not has_prompt:
+        if len(row) != 2 or not has_prompt:
             raise InputError(f"{flag} row {number}: an encoder-decoder takes rows of one prompt and one output")
-        prompts.append(texts[0])
-        outputs.append(texts[1])
+    prompts = [prompt for (prompt, _), _ in segments]
+    outputs = [output for _, (output, _) in segments]
     bos = tokenizer.bos_token_id
-    eos = tokenizer.eos_token_id
-    heads = tokenize(tokenizer, prompts, not chat, end="template")
-    tails = tokenize(tokenizer, outputs, not chat, end="template" if chat else "once", target=True)
+    first = tokenizer.eos_token_id if bos is None else bos
+    heads = tokenize(tokenizer, prompts, special_tokens, end="template")
+    tails = tokenize(tokenizer, outputs, special_tokens, end="once", target=True)
     for head, tail in zip(heads, tails, strict=True):
-        head = head or [eos if bos is None else bos]
-        if tail[-1:] != [eos]:  # a chat template may leave out the end
-            tail.append(eos)
+        head = head or [first]
         end = len(head) + len(tail)
         yield head + tail, [(0, len(head), False), (len(head), end, True)]
 
@@ -228,11 +221,6 @@ def local_rows(accelerator, num_rows):
 def pair_length(pair):
     """Tokens of both sides of a pair."""
     return len(pair[0]) + len(pair[1])
-
-
-def longer_side(pair):
-    """Tokens of the longer side of a pair."""
-    return max(len(pair[0]), len(pair[1]))
 
 
 def split_rows(accelerator, rows, pairs, packing, batch_size):

@@ -197,9 +197,8 @@ def test_calls_of_tools(kind):
     assert encode({"prompt": chat[:3], "completion": chat[3:]}, tokenizer)[2] == trained[1:]
 
 
-@both_kinds
-def test_an_encoder_reads_the_prompt(kind):
-    tokenizer = build_tokenizer(kind(LLAMA))
+def test_an_encoder_reads_the_prompt():
+    tokenizer = build_tokenizer(unmarked(LLAMA))
     ids, _, trained = encode(ROWS["last turn"][0], tokenizer, encoder=True)
     assert ids == golden(tokenizer, CHAT) and trained == [SAID + "<|eot_id|>"]
 

@@ -7,7 +7,6 @@ not on the rows beside it, the size of a batch or the number of processes.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -39,18 +38,17 @@ class Prompts:
 
     def encode(self, lm, tokenizer, args):
         """Makes tokens of all prompts. Without evaluation rows these are the first ones."""
-        encode_set = partial(
-            encode_prompts,
-            tokenizer=tokenizer,
-            max_new_tokens=args.max_new_tokens,
-            limit=max_positions(lm),
-            max_length=args.max_prompt_length,
-            encoder=lm.config.is_encoder_decoder,
-        )
+        encoder = lm.config.is_encoder_decoder
+        limit = max_positions(lm)
+
+        def encode_set(rows, flag):
+            longest = args.max_prompt_length
+            return encode_prompts(rows, tokenizer, args.max_new_tokens, limit, flag, longest, encoder)
+
         num_read = len(self.rows)
-        self.rows, self.queries = encode_set(self.rows, flag="--dataset")
+        self.rows, self.queries = encode_set(self.rows, "--dataset")
         for name, rows in self.eval_sets.items():
-            self.eval_sets[name] = encode_set(rows, flag=set_flag(name))
+            self.eval_sets[name] = encode_set(rows, set_flag(name))
         if not self.eval_sets:
             size = args.rollout_batch_size
             self.eval_sets = {"": (self.rows[:size], self.queries[:size])}
@@ -309,20 +307,15 @@ def text_arguments(tokenizer, rows, outputs, output_ids):
     }
 
 
-def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *, reward=None, **options):
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, reward=None):
     """Means of what a metric function and a reward (their names in args; None: not asked) say of sampled responses, as
-    {name: mean}, and the samples, a dict for each row. options: of `generate_all`, in place of those in args. The
-    uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
-    sampling = {
-        "seed": args.seed,
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.eval_temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "stop": args.stop,
-        "decode_batch_size": args.decode_batch_size,
-    }
-    _, _, response, mask = generate_all(accelerator, lm, tokenizer, queries, ("eval", 0), **sampling | options)
+    {name: mean}, and the samples, a dict for each row. The uniforms are the same at every evaluation, so that a
+    difference between two of them is the model's."""
+    _, _, response, mask = generate_all(
+        accelerator, lm, tokenizer, queries, ("eval", 0), seed=args.seed, stop=args.stop,
+        max_new_tokens=args.max_new_tokens, temperature=args.eval_temperature, decode_batch_size=args.decode_batch_size,
+        top_k=args.top_k, top_p=args.top_p,
+    )  # fmt: skip
     output_ids = kept_ids(response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
     values = {}

@@ -68,7 +68,9 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
             ids.append(beginning(tokenizer, where))
         if max_length is not None and len(ids) > max_length:
             continue
-        positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
+        positions = len(ids) + max_new_tokens
+        if encoder:
+            positions = max(len(ids), max_new_tokens)
         if limit and positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
             how = "lower --max-new-tokens, shorten the prompt, or in ppo.py and grpo.py set --max-prompt-length"
@@ -122,11 +124,14 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
 
 def encode_apart(segments, has_prompt, tokenizer, special_tokens, flag):
     """As `encode_segments`, of a prompt for an encoder and an output for its decoder, which gets an end token."""
+    prompts = []
+    outputs = []
     for number, row in enumerate(segments, 1):
         if len(row) != 2 or not has_prompt:
             raise InputError(f"{flag} row {number}: an encoder-decoder takes rows of one prompt and one output")
-    prompts = [prompt for (prompt, _), _ in segments]
-    outputs = [output for _, (output, _) in segments]
+        prompt, output = [text for text, _ in row]
+        prompts.append(prompt)
+        outputs.append(output)
     bos = tokenizer.bos_token_id
     first = tokenizer.eos_token_id if bos is None else bos
     heads = tokenize(tokenizer, prompts, special_tokens, end="template")
@@ -160,7 +165,8 @@ def pack(lengths, max_length):
     lines = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         for line in lines:
-            if sum(lengths[j] for j in line) + lengths[i] <= max_length:
+            used = sum(lengths[j] for j in line)
+            if used + lengths[i] <= max_length:
                 line.append(i)
                 break
         else:

@@ -989,7 +989,7 @@ BAD_ROWS = [
     ),
     ([{"chosen": "b", "reward": 1}], "--dataset has the columns chosen, reward; expected text, prompt and"),
     ([{"prompt": "bcd", "completion": "", "reward": 1, "truncated": True}], "--dataset: no row has an action left"),
-    ([{"messages": [{"role": "user", "content": "b"}], "reward": 1}], "--dataset row 1: the chat template"),
+    ([{"messages": [{"role": "user", "content": "b"}], "reward": 1}], "--dataset row 1: the last message must be"),
     ([], "--dataset rows.jsonl holds no rows"),
 ]
 

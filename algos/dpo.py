@@ -66,7 +66,6 @@ from common.tokens import (
     encode_prompts,
     have_bos,
     in_lines,
-    longer_side,
     num_labels,
     pair_length,
     score_pairs,
@@ -473,7 +472,7 @@ def summary(run, lm, tokenizer, data, max_length):
     if not any(trains_end(pair, ends) for pair in data.pairs):
         named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
         lines.append(f"warning: no row trains the end token {named}: responses will not end")
-    lengths = sorted(map(longer_side, data.pairs))
+    lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, *_ in data.pairs)
     chosen, rejected, prompt_length, *_ = data.pairs[0]
     prompt = visible(tokenizer.decode(chosen[:prompt_length]))
     chosen = visible(tokenizer.decode(chosen[prompt_length:]))

@@ -564,14 +564,16 @@ def evaluate(run, step, model, tokenizer, data, args):
     metrics = {}
     samples = []
 
+    unfiltered = copy.copy(args)  # `guided` cuts to top-k and top-p
+    unfiltered.top_k = 0
+    unfiltered.top_p = 1.0
     betas = args.betas if data.metric else ()
     with unsharded(model):
         for beta in betas:
             with policy.guided(beta, args.top_k, args.top_p, data.logit_mask):
                 means, beta_samples = evaluate_samples(
-                    accelerator, policy.lm, tokenizer, data.prompts, data.queries, data.metric, args,
-                    top_k=0, top_p=1.0,
-                )  # fmt: skip
+                    accelerator, policy.lm, tokenizer, data.prompts, data.queries, data.metric, unfiltered
+                )
             metrics |= {f"eval/{name}@beta={beta:g}": value for name, value in means.items()}
             samples.append([{"beta": beta} | sample for sample in beta_samples])
         for name, episodes in data.eval_sets.items():

@@ -48,7 +48,7 @@ from common.models import freeze, load_pretrained, max_positions, unsharded
 from common.report import visible
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
 from common.seeding import rng
-from common.tokens import in_lines, longer_side, pair_length, score_pairs, split_rows
+from common.tokens import in_lines, pair_length, score_pairs, split_rows
 
 # Last lines of a run, and of its card: how the model is loaded and asked.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
@@ -294,7 +294,7 @@ def export_classifier(run, lm, tokenizer, name):
 def summary(run, lm, new_head, data, max_length):
     """What is trained on what, in a few lines."""
     args = run.args
-    lengths = sorted(map(longer_side, data.pairs))
+    lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in data.pairs)
     prompt, chosen, rejected = map(visible, data.texts[0])
     epochs = run.total_steps * args.batch_size / len(data.pairs)
     share = args.batch_size // run.accelerator.num_processes

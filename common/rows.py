@@ -19,7 +19,8 @@ from common.report import screen
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SIDES = ("chosen", "rejected")
-TEXT_FORMS = "text, prompt and completion, messages, or dialogue"
+GENERATION = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+MARK = "\ufdd0"  # at the edges of what a template marks as generated; no character of any text
 ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
 
 
@@ -81,18 +82,16 @@ def load_sets(spec, flag):
         return {}
     sets = {}
     # a comma before key= lies between the options of a function
-    sources = re.split(r",\s*(?!\w+=)", spec) if isinstance(spec, str) else []
-    sources = list(filter(None, sources))
-    for source in sources:
+    for source in re.split(r",\s*(?!\w+=)", spec) if isinstance(spec, str) else []:
         name = source.split(":")[1] if ":" in source else Path(source).stem
+        if name in sets:
+            raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
         sets[name] = source
-    if len(sets) < len(sources):
-        raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
     if len(sets) < 2:
         sets = build(spec, flag)
     if not isinstance(sets, dict):
-        return {"": load_rows(sets, flag)}
-    return {name: load_rows(build(data, flag), f"{flag} {name}") for name, data in sets.items()}
+        sets = {"": sets}
+    return {name: load_rows(build(data, flag), f"{flag} {name}".strip()) for name, data in sets.items()}
 
 
 def set_prefix(name):
@@ -105,14 +104,10 @@ def set_flag(name):
     return f"--eval-dataset {name}".strip()
 
 
-def need_columns(rows, columns, flag, forms):
-    """InputError unless the rows have the columns. forms: what is expected, in words."""
-    if not rows[0].keys() >= set(columns):
-        raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {forms}")
-
-
 def texts(rows, column, flag):
     """The strings of a column. InputError at what is none, and at half a surrogate pair, which no tokenizer takes."""
+    if column not in rows[0]:
+        raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {column}")
     for number, row in enumerate(rows, 1):
         text = row.get(column)
         if not isinstance(text, str) or text.encode(errors="ignore").decode() != text:
@@ -122,13 +117,9 @@ def texts(rows, column, flag):
 
 def with_prompts(rows, flag):
     """The rows with a string as prompt, from the column `prompt`, or `text` as a file of lines has it, some blank."""
-    if "prompt" in rows[0] or "text" not in rows[0]:
-        need_columns(rows, ["prompt"], flag, "prompt, a text")
-        texts(rows, "prompt", flag)
-        return rows
-    rows = [row | {"prompt": text} for row, text in zip(rows, texts(rows, "text", flag), strict=True) if text.strip()]
-    if not rows:
-        raise InputError(f"{flag} holds blank lines only")
+    if "prompt" not in rows[0] and "text" in rows[0]:
+        rows = [row | {"prompt": row["text"]} for row in rows if row["text"].strip()]
+    texts(rows, "prompt", flag)
     return rows
 
 
@@ -145,68 +136,49 @@ def messages_in(row, column):
     return row[column] if isinstance(row.get(column), list) else []
 
 
-def chat_text(tokenizer, messages, where, tools=None, answering=False):
-    """The messages as the tokenizer's chat template writes them; answering: up to where the assistant answers."""
+def chat_text(tokenizer, messages, where, tools=None, answering=False, marked=False):
+    """The messages, which end with an answer, as the tokenizer's chat template writes them; answering: up to where the
+    assistant answers. marked: MARK stands in place of {% generation %} and {% endgeneration %}."""
     for message in messages if isinstance(messages, list) and messages else [None]:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
             form = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
             raise InputError(f"{where}: a chat is a list of {form}, found {message!r:.80}")
+    if not answering and messages[-1]["role"] != "assistant":
+        raise InputError(f"{where}: the last message must be the assistant's")
+    template = None
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, add_generation_prompt=answering)
+        if marked:  # a block, since a newline behind a block is dropped
+            template = tokenizer.get_chat_template(tools=tools)
+            template = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
+        return tokenizer.apply_chat_template(
+            messages, tools, chat_template=template, tokenize=False, add_generation_prompt=answering
+        )
     except Exception as error:  # templates raise what they like
         raise InputError(f"{where}: the chat template cannot write the messages: {error}") from None
 
 
-def answered_chat(tokenizer, row, columns, where):
-    """(messages, text) of the chat whose messages stand in columns of a row. The last column ends with an answer."""
-    messages = []
-    for column in columns:
-        part = row.get(column)
-        if not isinstance(part, list):
-            part = [part]  # no message: chat_text refuses it
-        messages += part
-    text = chat_text(tokenizer, messages, where, row.get("tools"))
-    if not row[columns[-1]] or messages[-1]["role"] != "assistant":
-        raise InputError(f"{where}: the last message of {columns[-1]} must be the assistant's")
-    return messages, text
-
-
 def chat_turns(tokenizer, row, where):
-    """The text of a chat in parts, every second one trained: of the answers in messages or completion what the template
-    marks with {% generation %}, or without such marks whole messages with the end of their turns."""
-    columns = ["messages"] if "messages" in row else ["prompt", "completion"]
-    messages, text = answered_chat(tokenizer, row, columns, where)
+    """The text of a chat in parts, every second one trained: of the answers in the completion what the template marks
+    with {% generation %}, or where it marks nothing whole messages with the end of their turns."""
+    prompt = row["prompt"]
+    messages = [*prompt, *(row["completion"] or [])]
     tools = row.get("tools")
-    begin = len(messages) - len(row[columns[-1]])
-    answers = [i for i in range(begin, len(messages)) if messages[i]["role"] == "assistant"]
-    beginnings = [""]  # of the text, up to where training begins or ends
-    if re.search(r"\{%-?\s*generation\b", tokenizer.get_chat_template(tools=tools)):
-        spans = marked_spans(tokenizer, messages, tools)
-        if begin:
-            prompt = messages[: answers[0]]
-            chat_text(tokenizer, prompt, where, tools)  # stops where the template refuses these alone
-            spans = spans[len(marked_spans(tokenizer, prompt, tools)) :]
-        if not spans:
-            raise InputError(f"{where}: the chat template marks nothing of the answers with {{% generation %}}")
-        beginnings += [text[:edge] for edge in itertools.chain(*spans)]
-        beginnings.append(text)
-    else:
+    parts = chat_text(tokenizer, messages, where, tools, marked=True).split(MARK)
+    answers = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant"]
+    if not answers:
+        raise InputError(f"{where}: the completion is empty")
+    if prompt and len(parts) > 1:
+        head = chat_text(tokenizer, messages[: answers[0]], where, tools, answering=True, marked=True)
+        begin = head.count(MARK) + 1
+        parts = ["".join(parts[:begin]), *parts[begin:]]
+    if len(parts) == 1:
+        beginnings = [""]  # of the text, up to where training begins or ends
         for i in answers:
             beginnings.append(chat_text(tokenizer, messages[:i], where, tools, answering=True) if i else "")
             beginnings.append(chat_text(tokenizer, messages[: i + 1], where, tools))
-    return [added(longer, shorter, where) for shorter, longer in itertools.pairwise(beginnings)]
-
-
-def marked_spans(tokenizer, messages, tools):
-    """(begin, end) of the characters that the template marks as generated, as apply_chat_template finds them."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    template = tokenizer.get_chat_template(tools=tools)
-    chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    options = {"tools": tools, "return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
-    _, (spans,) = render_jinja_template([chat], chat_template=template, **options)
-    return spans
+        parts = [added(longer, shorter, where) for shorter, longer in itertools.pairwise(beginnings)]
+    return parts
 
 
 def added(text, beginning, where):
@@ -221,16 +193,19 @@ def row_segments(rows, tokenizer, flag):
     """Segments [(text, trained), ...] of each row, alternately not trained and trained; the first one may be empty.
     Trained are a text, a completion, the outputs of a dialogue, and the answers of a chat, or of its completion."""
     columns = rows[0].keys()
-    if "messages" in columns or is_chat(rows, ["prompt"]):
+    if "messages" in columns:
+        rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
+    if is_chat(rows, ["prompt"]):
         turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
     elif "dialogue" in columns:
         turns = [dialogue(row["dialogue"], f"{flag} row {number}") for number, row in enumerate(rows, 1)]
     elif "prompt" in columns or "completion" in columns:
-        need_columns(rows, ["prompt", "completion"], flag, TEXT_FORMS)
         turns = zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True)
-    else:
-        need_columns(rows, ["text"], flag, TEXT_FORMS)
+    elif "text" in columns:
         turns = [("", text) for text in texts(rows, "text", flag)]
+    else:
+        forms = "text, prompt and completion, messages, or dialogue"
+        raise InputError(f"{flag} has the columns {', '.join(columns)}; expected {forms}")
     return [[(text, place % 2 == 1) for place, text in enumerate(turns_of_row)] for turns_of_row in turns]
 
 
@@ -245,14 +220,14 @@ def pair_texts(rows, tokenizer, flag):
     """[(prompt, chosen, rejected)] as texts; a chat template wrote those of `is_chat(rows, ["chosen"])`.
     Without a prompt column, or with a text there beside chats, the prompt is what chosen and rejected have in common:
     messages; of texts what `shared_prompt` says. Nothing in common gives ""."""
-    need_columns(rows, SIDES, flag, "chosen and rejected (and prompt), each a text or a chat")
     if is_chat(rows, ["chosen"]):
         return [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-    both = zip(texts(rows, "chosen", flag), texts(rows, "rejected", flag), strict=True)
+    chosen_texts = texts(rows, "chosen", flag)
+    rejected_texts = texts(rows, "rejected", flag)
     if "prompt" in rows[0]:
-        return [(prompt, *pair) for prompt, pair in zip(texts(rows, "prompt", flag), both, strict=True)]
+        return list(zip(texts(rows, "prompt", flag), chosen_texts, rejected_texts, strict=True))
     triples = []
-    for chosen, rejected in both:
+    for chosen, rejected in zip(chosen_texts, rejected_texts, strict=True):
         prompt = shared_prompt(chosen, rejected)
         triples.append((prompt, chosen[len(prompt) :], rejected[len(prompt) :]))
     return triples
@@ -270,11 +245,12 @@ def shared_prompt(chosen, rejected):
 
 def chat_pair(tokenizer, row, where):
     """(prompt, chosen, rejected) of a row of chats, as the chat template writes them."""
-    head = ["prompt"] if messages_in(row, "prompt") else []
-    whole = [answered_chat(tokenizer, row, [*head, side], where)[1] for side in SIDES]
+    tools = row.get("tools")
+    begin = messages_in(row, "prompt")
+    whole = [chat_text(tokenizer, [*begin, *(row[side] or [])], where, tools) for side in SIDES]
     prompt = ""
     if messages := prompt_messages(row):
-        prompt = chat_text(tokenizer, messages, where, row.get("tools"), answering=True)
+        prompt = chat_text(tokenizer, messages, where, tools, answering=True)
     elif isinstance(row.get("prompt"), str):
         raise InputError(f"{where}: the prompt is a text that the chats do not begin with: make it a list of messages")
     return prompt, *(added(text, prompt, where) for text in whole)

@@ -7,7 +7,6 @@ not on the rows beside it, the size of a batch or the number of processes.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -39,18 +38,17 @@ class Prompts:
 
     def encode(self, lm, tokenizer, args):
         """Makes tokens of all prompts. Without evaluation rows these are the first ones."""
-        encode_set = partial(
-            encode_prompts,
-            tokenizer=tokenizer,
-            max_new_tokens=args.max_new_tokens,
-            limit=max_positions(lm),
-            max_length=args.max_prompt_length,
-            encoder=lm.config.is_encoder_decoder,
-        )
+        encoder = lm.config.is_encoder_decoder
+        limit = max_positions(lm)
+
+        def encode_set(rows, flag):
+            longest = args.max_prompt_length
+            return encode_prompts(rows, tokenizer, args.max_new_tokens, limit, flag, longest, encoder)
+
         num_read = len(self.rows)
-        self.rows, self.queries = encode_set(self.rows, flag="--dataset")
+        self.rows, self.queries = encode_set(self.rows, "--dataset")
         for name, rows in self.eval_sets.items():
-            self.eval_sets[name] = encode_set(rows, flag=set_flag(name))
+            self.eval_sets[name] = encode_set(rows, set_flag(name))
         if not self.eval_sets:
             size = args.rollout_batch_size
             self.eval_sets = {"": (self.rows[:size], self.queries[:size])}
@@ -95,14 +93,11 @@ class WrittenLayer:
     buffers with room for so many more tokens."""
 
     def __init__(self, layer, room):
-        super().__init__()
-        rows, _, length, _ = layer.keys.shape
-        self.is_initialized = True
-        self.device = layer.device
-        self.dtype = layer.dtype
+        vars(self).update(vars(layer))
+        rows, _, length, _ = self.keys.shape
         if torch.is_autocast_enabled(self.device.type):
             self.dtype = torch.get_autocast_dtype(self.device.type)  # what attention casts them to
-        self.buffers = [F.pad(states.to(self.dtype), (0, 0, 0, room)) for states in (layer.keys, layer.values)]
+        self.buffers = [F.pad(states.to(self.dtype), (0, 0, 0, room)) for states in (self.keys, self.values)]
         self.use(rows, length)
 
     def use(self, rows, length):
@@ -180,10 +175,9 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
         ids[rows, t] = newest
         mask[rows, t] = alive
         alive = alive & ~torch.isin(newest, ends)
+        if ended is not None:
+            alive = alive & ~ended(rows, ids[rows, : t + 1])
         going = alive.nonzero()[:, 0]
-        if ended is not None and len(going):
-            alive[going] = ~ended(rows[going], ids[rows[going], : t + 1])
-            going = alive.nonzero()[:, 0]
         if len(going) == 0:
             break
         tokens = torch.cat([tokens, newest[:, None]], 1)
@@ -203,8 +197,8 @@ CONTEXT = 8  # tokens before a stop string, since tokenizers write the first one
 
 
 def end_of_rows(tokenizer, stop, limits):
-    """The `ended` of a sampler: ended(rows, ids (b, t)) -> (b,) bool, True where the newest of ids completes a string
-    of stop or is the last of limits (B,)[rows]. None where neither is given."""
+    """The `ended` of a sampler: ended(rows, ids (b, t)) -> (b,) bool, True where the last of ids hold a string of stop,
+    or ids are as many as limits (B,)[rows]. None where neither is given."""
     if not stop and limits is None:
         return None
     window = CONTEXT + max((len(text.encode()) for text in stop), default=0)  # few tokens have no byte
@@ -214,10 +208,8 @@ def end_of_rows(tokenizer, stop, limits):
         if limits is not None:
             done = ids.shape[1] >= limits[rows]
         if stop:
-            texts = tokenizer.batch_decode(ids[:, -window:])
-            # the whole text decides: the window may begin within a character
-            places = [i for i, text in enumerate(texts) if any(part in text for part in ("\ufffd", *stop))]
-            done[places] |= torch.tensor(stopped(tokenizer, ids[places], stop), dtype=torch.bool, device=ids.device)
+            found = has_ended(tokenizer, ids[:, -window:].tolist(), (), stop)
+            done = done | torch.tensor(found, device=ids.device)
         return done
 
     return ended
@@ -278,18 +270,11 @@ def kept_ids(response, mask):
 # ---- Texts and scores ------------------------------------------------------------------------------------------------
 
 
-def stopped(tokenizer, responses, stops):
-    """Whether each response (ids) holds a stop string."""
-    if not stops:
-        return [False] * len(responses)
-    texts = tokenizer.batch_decode(responses)
-    return [any(stop in text for stop in stops) for text in texts]
-
-
-def has_ended(tokenizer, output_ids, ends, stops):
+def has_ended(tokenizer, responses, ends, stops):
     """Whether each response (ids) holds an end token or a stop string."""
-    with_stop = stopped(tokenizer, output_ids, stops)
-    return [stop or not set(ends).isdisjoint(ids) for stop, ids in zip(with_stop, output_ids, strict=True)]
+    texts = tokenizer.batch_decode(responses)
+    with_stop = [any(stop in text for stop in stops) for text in texts]
+    return [stop or not set(ends).isdisjoint(ids) for stop, ids in zip(with_stop, responses, strict=True)]
 
 
 def decode(tokenizer, queries, responses, stops):
@@ -299,13 +284,13 @@ def decode(tokenizer, queries, responses, stops):
     prompts = tokenizer.batch_decode(queries, skip_special_tokens=True)
     samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)  # where a prompt changes in a longer text
-    with_stop = stopped(tokenizer, responses, stops)  # a stop string that is a special token is not in the text
     for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
         if sample.startswith(prompt):
             texts[row] = sample[len(prompt) :]
-        if with_stop[row]:
-            ends = [texts[row].find(stop) for stop in stops if stop in texts[row]]
-            texts[row] = texts[row][: min(ends, default=None)].rstrip()
+        for stop in stops:
+            before, found, _ = texts[row].partition(stop)
+            if found:
+                texts[row] = before.rstrip()
     return texts
 
 
@@ -322,20 +307,15 @@ def text_arguments(tokenizer, rows, outputs, output_ids):
     }
 
 
-def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, *, reward=None, **options):
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, reward=None):
     """Means of what a metric function and a reward (their names in args; None: not asked) say of sampled responses, as
-    {name: mean}, and the samples, a dict for each row. options: of `generate_all`, in place of those in args. The
-    uniforms are the same at every evaluation, so that a difference between two of them is the model's."""
-    sampling = {
-        "seed": args.seed,
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.eval_temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "stop": args.stop,
-        "decode_batch_size": args.decode_batch_size,
-    }
-    _, _, response, mask = generate_all(accelerator, lm, tokenizer, queries, ("eval", 0), **sampling | options)
+    {name: mean}, and the samples, a dict for each row. The uniforms are the same at every evaluation, so that a
+    difference between two of them is the model's."""
+    _, _, response, mask = generate_all(
+        accelerator, lm, tokenizer, queries, ("eval", 0), seed=args.seed, stop=args.stop,
+        max_new_tokens=args.max_new_tokens, temperature=args.eval_temperature, decode_batch_size=args.decode_batch_size,
+        top_k=args.top_k, top_p=args.top_p,
+    )  # fmt: skip
     output_ids = kept_ids(response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
     values = {}

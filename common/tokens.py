@@ -8,7 +8,7 @@ import torch
 
 from common.cli import InputError
 from common.report import screen
-from common.rows import chat_text, is_chat, need_columns, row_segments, texts
+from common.rows import chat_text, is_chat, row_segments, texts
 
 # ---- Texts -> tokens -------------------------------------------------------------------------------------------------
 
@@ -51,7 +51,6 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     limit: the positions that the model has, or None; a prompt whose response would not fit is an error. encoder: the
     model has one, which reads the prompt as the tokenizer ends it.
     """
-    need_columns(rows, ["prompt"], flag, "prompt, a text or a chat")
     chat = is_chat(rows, ["prompt"])
     if chat:
         written = []
@@ -69,7 +68,9 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
             ids.append(beginning(tokenizer, where))
         if max_length is not None and len(ids) > max_length:
             continue
-        positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
+        positions = len(ids) + max_new_tokens
+        if encoder:
+            positions = max(len(ids), max_new_tokens)
         if limit and positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
             how = "lower --max-new-tokens, shorten the prompt, or in ppo.py and grpo.py set --max-prompt-length"
@@ -98,7 +99,7 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
     segments = row_segments(rows, tokenizer, flag)
     if encoder:
-        yield from encode_apart(segments, chat or has_prompt, tokenizer, chat, flag)
+        yield from encode_apart(segments, chat or has_prompt, tokenizer, not chat, flag)
         return
     bos = tokenizer.bos_token_id
     whole = ["".join(text for text, _ in row) for row in segments]
@@ -121,26 +122,22 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
         yield ids, [(begin, end, trained) for begin, end, (_, trained) in zip(begins, ends, row, strict=True)]
 
 
-def encode_apart(segments, has_prompt, tokenizer, chat, flag):
+def encode_apart(segments, has_prompt, tokenizer, special_tokens, flag):
     """As `encode_segments`, of a prompt for an encoder and an output for its decoder, which gets an end token."""
     prompts = []
     outputs = []
     for number, row in enumerate(segments, 1):
-        texts = [text for text, _ in row]
-        if len(texts) == 3 and not texts[2].strip():  # blanks that a chat template writes behind the answer
-            del texts[2]
-        if len(texts) != 2 or not has_prompt:
+        if len(row) != 2 or not has_prompt:
             raise InputError(f"{flag} row {number}: an encoder-decoder takes rows of one prompt and one output")
-        prompts.append(texts[0])
-        outputs.append(texts[1])
+        prompt, output = [text for text, _ in row]
+        prompts.append(prompt)
+        outputs.append(output)
     bos = tokenizer.bos_token_id
-    eos = tokenizer.eos_token_id
-    heads = tokenize(tokenizer, prompts, not chat, end="template")
-    tails = tokenize(tokenizer, outputs, not chat, end="template" if chat else "once", target=True)
+    first = tokenizer.eos_token_id if bos is None else bos
+    heads = tokenize(tokenizer, prompts, special_tokens, end="template")
+    tails = tokenize(tokenizer, outputs, special_tokens, end="once", target=True)
     for head, tail in zip(heads, tails, strict=True):
-        head = head or [eos if bos is None else bos]
-        if tail[-1:] != [eos]:  # a chat template may leave out the end
-            tail.append(eos)
+        head = head or [first]
         end = len(head) + len(tail)
         yield head + tail, [(0, len(head), False), (len(head), end, True)]
 
@@ -165,18 +162,17 @@ def line_length(line):
 
 def pack(lengths, max_length):
     """Best-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
+
+    def used(line):
+        return sum(lengths[i] for i in line)
+
     lines = []
-    space = []  # left in each line
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = [line for line in range(len(lines)) if space[line] >= lengths[i]]
+        fitting = [line for line in lines if used(line) + lengths[i] <= max_length]
         if fitting:
-            line = min(fitting, key=lambda line: space[line])
+            max(fitting, key=used).append(i)
         else:
-            line = len(lines)
-            lines.append([])
-            space.append(max_length)
-        lines[line].append(i)
-        space[line] -= lengths[i]
+            lines.append([i])
     return lines
 
 
@@ -233,11 +229,6 @@ def local_rows(accelerator, num_rows):
 def pair_length(pair):
     """Tokens of both sides of a pair."""
     return len(pair[0]) + len(pair[1])
-
-
-def longer_side(pair):
-    """Tokens of the longer side of a pair."""
-    return max(len(pair[0]), len(pair[1]))
 
 
 def split_rows(accelerator, rows, pairs, packing, batch_size):

@@ -197,9 +197,8 @@ def test_calls_of_tools(kind):
     assert encode({"prompt": chat[:3], "completion": chat[3:]}, tokenizer)[2] == trained[1:]
 
 
-@both_kinds
-def test_an_encoder_reads_the_prompt(kind):
-    tokenizer = build_tokenizer(kind(LLAMA))
+def test_an_encoder_reads_the_prompt():
+    tokenizer = build_tokenizer(unmarked(LLAMA))
     ids, _, trained = encode(ROWS["last turn"][0], tokenizer, encoder=True)
     assert ids == golden(tokenizer, CHAT) and trained == [SAID + "<|eot_id|>"]
 
@@ -341,11 +340,11 @@ def test_a_template_that_does_not_train_the_end_is_told(model_dir, tmp_path, cap
     assert ("warning: no row trains the end token" in capsys.readouterr().out) == (template is MARGINAL)
 
 
-@pytest.mark.parametrize("name", ["sft", "ilql"])
-def test_spans_that_mark_nothing(name, model_dir, tmp_path):
+@every_row
+def test_where_a_template_marks_nothing_whole_answers_are_trained(row, count):
     template = LLAMA.replace("m.role == 'assistant' %}{% gen", "m.role == 'model' %}{% gen")
-    with pytest.raises(InputError, match="^--dataset row 1: the chat template marks nothing of the answers"):
-        run(name, model_dir(template), tmp_path / "run", dataset=RUNS[name][0], metric=None)
+    found = encode(row, build_tokenizer(template))
+    assert found == encode(row, build_tokenizer(unmarked(LLAMA))) and len(found[2]) == count
 
 
 # ---- What is no chat -------------------------------------------------------------------------------------------------
@@ -353,7 +352,7 @@ def test_spans_that_mark_nothing(name, model_dir, tmp_path):
 DEFECTS = {  # messages of row 2, and what the sentence says
     "user": ([*GOOD, user("And?")], "the assistant"),
     "role": ([user("Hi"), turn("robot", "Yes")], "a chat is a list of .*'robot'"),
-    "empty": ([], "a chat is a list of .*found None|the last message of .* must be the assistant's"),
+    "empty": ([], "a chat is a list of .*found None|the last message must be the assistant's"),
     "none": ([user("Hi"), answer(None)], "a chat is a list of .*None"),
     "raises": (
         [user("Hi"), user("Hi"), answer("Yes")],

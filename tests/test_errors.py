@@ -350,10 +350,10 @@ FILES = [
     ("ppo", b'{"prompt": "b"}\n{"prompt": "caf\xe9"}\n', ["bad.jsonl cannot be loaded: line 2", "utf-8"]),
     ("ppo", "5\n", ["row 1", "5"]),
     ("ppo", '{"prompt": "b"}\n{"prompt": "b", "x": 1}\n', ["row 2", "see x"]),
-    ("ppo", '{"text": "b"}\n', ["has the columns text; expected prompt, a text or a chat"]),
-    ("ppo", '{"Prompt": "b"}\n', ["has the columns Prompt; expected prompt, a text or a chat"]),
-    ("sft", '{"prompt": "b"}\n', ["has the columns prompt; expected text, prompt and completion"]),
-    ("sft", '{"completion": "b"}\n', ["has the columns completion; expected text, prompt and completion"]),
+    ("ppo", '{"text": "b"}\n', ["has the columns text; expected prompt"]),
+    ("ppo", '{"Prompt": "b"}\n', ["has the columns Prompt; expected prompt"]),
+    ("sft", '{"prompt": "b"}\n', ["has the columns prompt; expected completion"]),
+    ("sft", '{"completion": "b"}\n', ["has the columns completion; expected prompt"]),
     ("sft", '{"body": "b"}\n', ["has the columns body; expected text, prompt and completion"]),
     ("sft", '{"text": ""}\n', ["no row has a label"]),
 ]
@@ -480,7 +480,7 @@ def test_a_bad_chat(chat, sentence, column, variant, refused, here):
 def test_a_chat_that_the_user_ends(variant, refused, command, here):
     flags = variant(tokenizer=lambda t: setattr(t, "chat_template", TEMPLATE))
     (here / "chats.jsonl").write_text(jsonl([{"messages": [USER]}]))
-    fragments = "--dataset row 1: ", "the last message of messages must be the assistant's"
+    fragments = "--dataset row 1: ", "the last message must be the assistant's"
     assert one_sentence(refused("sft", [*flags, "--dataset", "chats.jsonl"], *fragments))
     (here / "prompts.jsonl").write_text(jsonl([{"prompt": [USER]}]))
     assert command("ppo", *flags, "--dataset", "prompts.jsonl", "--check")[0] == 0

@@ -718,7 +718,7 @@ BAD_ROWS = [
     ({"text": "a"}, "row 1: 'reward' must be a finite number, .* it is None"),
     ({"reward": 1}, "has the columns reward; expected text, prompt and completion, "),
     ({"text": 5, "reward": 1}, "row 1: 'text' must be valid text, it is 5"),
-    ({"prompt": "a", "reward": 1}, "has the columns prompt, reward; expected text, prompt and completion, "),
+    ({"prompt": "a", "reward": 1}, "has the columns prompt, reward; expected completion"),
     ({"dialogue": ["a", "b", "c"], "reward": 1}, "row 1: 'dialogue' must be a list prompt, output"),
     ({"dialogue": [], "reward": 1}, "row 1: 'dialogue' must be a list prompt, output"),
     ({"dialogue": ["ab", "", "c", "d"], "reward": [1, 2]}, "row 1: an output without tokens has a reward"),
@@ -726,7 +726,7 @@ BAD_ROWS = [
         {"dialogue": ["ab", "c", "d", ""], "reward": 2, "truncated": True},
         "row 1: an output without tokens has a reward",
     ),
-    ({"messages": TURNS[:3], "reward": 1}, "row 1: the last message of messages must be the assistant's"),
+    ({"messages": TURNS[:3], "reward": 1}, "row 1: the last message must be the assistant's"),
 ]
 
 

@@ -982,14 +982,14 @@ BAD_ROWS = [
     ([GOOD_ROW | {"truncated": "yes"}], "--dataset row 1: 'truncated' must be true or false, it is 'yes'"),
     ([GOOD_ROW | {"truncated": 2}], "--dataset row 1: 'truncated' must be true or false, it is 2"),
     ([GOOD_ROW | {"completion": 7}], "--dataset row 1: 'completion' must be valid text, it is 7"),
-    ([{"prompt": "b", "reward": 1}], "--dataset has the columns prompt, reward; expected text, prompt and"),
+    ([{"prompt": "b", "reward": 1}], "--dataset has the columns prompt, reward; expected completion"),
     (
         [GOOD_ROW, {"prompt": "b", "reward": 1}],
         "--dataset row 2 must be a mapping with the columns of row 1: see completion",
     ),
     ([{"chosen": "b", "reward": 1}], "--dataset has the columns chosen, reward; expected text, prompt and"),
     ([{"prompt": "bcd", "completion": "", "reward": 1, "truncated": True}], "--dataset: no row has an action left"),
-    ([{"messages": [{"role": "user", "content": "b"}], "reward": 1}], "--dataset row 1: the chat template"),
+    ([{"messages": [{"role": "user", "content": "b"}], "reward": 1}], "--dataset row 1: the last message must be"),
     ([], "--dataset rows.jsonl holds no rows"),
 ]
 

@@ -26,7 +26,7 @@ from common.classifiers import RewardModel
 from common.cli import InputError
 from common.models import blocks, freeze
 from common.rows import load_sets
-from common.sampling import decode, generate_all, stopped
+from common.sampling import decode, generate_all, has_ended
 from common.tokens import encode_prompts
 
 EOS, LAYERS = 22, 3
@@ -291,7 +291,7 @@ def test_stop_strings(accelerator, size):
     _, _, ids, mask = generate(accelerator, Chain(tokenizer.eos_token_id), tokenizer, queries, 1, **options)
     ids = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
     assert [[pieces[i] for i in row] for row in ids] == [tokens for _, tokens, _ in CHAINS]
-    assert stopped(tokenizer, ids, stops) == [True] * 4 + [False, True, False, False]
+    assert has_ended(tokenizer, ids, (), stops) == [True] * 4 + [False, True, False, False]
     assert decode(tokenizer, queries, ids, stops) == [text for _, _, text in CHAINS]
 
 

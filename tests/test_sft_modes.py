@@ -144,7 +144,7 @@ BAD_CHATS = [  # a messages column after a good row, what the error says
     ([user("a"), answer(None)], "found .*None"),
     ([user(["a"]), answer("b")], "content.*found"),
     ([user("a"), "b"], "found 'b'"),
-    ([user("a"), answer("b"), user("c")], "the last message of messages must be the assistant's"),
+    ([user("a"), answer("b"), user("c")], "the last message must be the assistant's"),
     ([turn("tool", "a"), answer("b")], "the chat template cannot write the messages: tool is unknown"),
 ]
 
@@ -285,7 +285,7 @@ PACKS = [  # lengths, max_length, indices of the lines
     ([1], 1, [[0]]),
     ([5, 5, 5], 9, [[0], [1], [2]]),
     ([2, 7, 3, 5, 3], 10, [[1, 2], [3, 4, 0]]),
-    ([6, 5, 4, 3], 9, [[0, 3], [1, 2]]),  # the fullest line that fits, not the first
+    ([6, 5, 3, 2], 9, [[0, 2], [1, 3]]),  # the first line that has room
     ([3] * 7, 9, [[0, 1, 2], [3, 4, 5], [6]]),
 ]
 
@@ -767,7 +767,7 @@ def test_named_prompts_must_have_room(gpt2_dir, tmp_path):
     for flags in ({"eval_prompts": TOO_LONG}, {"eval_dataset": TOO_LONG, "metric": lambda **columns: {}}):
         with pytest.raises(InputError, match="--eval-prompts row 1: a prompt of 27 tokens and --max-new-tokens 6"):
             run_sft(gpt2_dir, tmp_path / "run", ROWS, max_new_tokens=6, eval_every=1, **flags)
-    with pytest.raises(InputError, match="--eval-prompts has the columns text; expected prompt, a text or a chat"):
+    with pytest.raises(InputError, match="--eval-prompts has the columns text; expected prompt"):
         run_sft(gpt2_dir, tmp_path / "run", ROWS, eval_prompts=TEXTS)
     with pytest.raises(InputError, match="--metric needs rows with a prompt to sample from: name --eval-prompts"):
         run_sft(gpt2_dir, tmp_path / "run", ROWS, metric=lambda **columns: {})

@@ -285,7 +285,7 @@ PACKS = [  # lengths, max_length, indices of the lines
     ([1], 1, [[0]]),
     ([5, 5, 5], 9, [[0], [1], [2]]),
     ([2, 7, 3, 5, 3], 10, [[1, 2], [3, 4, 0]]),
-    ([6, 5, 3, 2], 9, [[0, 2], [1, 3]]),  # the first line that has room
+    ([6, 5, 4, 3], 9, [[0, 3], [1, 2]]),  # the fullest line that fits, not the first
     ([3] * 7, 9, [[0, 1, 2], [3, 4, 5], [6]]),
 ]
 

@@ -197,8 +197,8 @@ CONTEXT = 8  # tokens before a stop string, since tokenizers write the first one
 
 
 def end_of_rows(tokenizer, stop, limits):
-    """The `ended` of a sampler: ended(rows, ids (b, t)) -> (b,) bool, True where the last of ids hold a string of stop,
-    or ids are as many as limits (B,)[rows]. None where neither is given."""
+    """The `ended` of a sampler: ended(rows, ids (b, t)) -> (b,) bool, True where the newest of ids completes a string
+    of stop or is the last of limits (B,)[rows]. None where neither is given."""
     if not stop and limits is None:
         return None
     window = CONTEXT + max((len(text.encode()) for text in stop), default=0)  # few tokens have no byte
@@ -208,8 +208,10 @@ def end_of_rows(tokenizer, stop, limits):
         if limits is not None:
             done = ids.shape[1] >= limits[rows]
         if stop:
-            found = has_ended(tokenizer, ids[:, -window:].tolist(), (), stop)
-            done = done | torch.tensor(found, device=ids.device)
+            texts = tokenizer.batch_decode(ids[:, -window:])
+            # the whole text decides: the window may begin within a character
+            places = [i for i, text in enumerate(texts) if any(part in text for part in ("\ufffd", *stop))]
+            done[places] |= torch.tensor(stopped(tokenizer, ids[places], stop), dtype=torch.bool, device=ids.device)
         return done
 
     return ended
@@ -270,11 +272,18 @@ def kept_ids(response, mask):
 # ---- Texts and scores ------------------------------------------------------------------------------------------------
 
 
-def has_ended(tokenizer, responses, ends, stops):
-    """Whether each response (ids) holds an end token or a stop string."""
+def stopped(tokenizer, responses, stops):
+    """Whether each response (ids) holds a stop string."""
+    if not stops:
+        return [False] * len(responses)
     texts = tokenizer.batch_decode(responses)
-    with_stop = [any(stop in text for stop in stops) for text in texts]
-    return [stop or not set(ends).isdisjoint(ids) for stop, ids in zip(with_stop, responses, strict=True)]
+    return [any(stop in text for stop in stops) for text in texts]
+
+
+def has_ended(tokenizer, output_ids, ends, stops):
+    """Whether each response (ids) holds an end token or a stop string."""
+    with_stop = stopped(tokenizer, output_ids, stops)
+    return [stop or not set(ends).isdisjoint(ids) for stop, ids in zip(with_stop, output_ids, strict=True)]
 
 
 def decode(tokenizer, queries, responses, stops):
@@ -284,13 +293,13 @@ def decode(tokenizer, queries, responses, stops):
     prompts = tokenizer.batch_decode(queries, skip_special_tokens=True)
     samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)  # where a prompt changes in a longer text
+    with_stop = stopped(tokenizer, responses, stops)  # a stop string that is a special token is not in the text
     for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
         if sample.startswith(prompt):
             texts[row] = sample[len(prompt) :]
-        for stop in stops:
-            before, found, _ = texts[row].partition(stop)
-            if found:
-                texts[row] = before.rstrip()
+        if with_stop[row]:
+            ends = [texts[row].find(stop) for stop in stops if stop in texts[row]]
+            texts[row] = texts[row][: min(ends, default=None)].rstrip()
     return texts
 
 

@@ -167,8 +167,10 @@ def pack(lengths, max_length):
         return sum(lengths[i] for i in line)
 
     lines = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = [line for line in lines if used(line) + lengths[i] <= max_length]
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for i in longest_first:
+        room = max_length - lengths[i]
+        fitting = [line for line in lines if used(line) <= room]
         if fitting:
             max(fitting, key=used).append(i)
         else:

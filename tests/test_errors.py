@@ -147,6 +147,8 @@ def command(monkeypatch, capfd):
             cli(SCRIPTS[algo].Args, SCRIPTS[algo].main)
         except SystemExit as stop:
             code = stop.code
+        except FloatingPointError:
+            raise
         except Exception:  # of the user's own code
             traceback.print_exc()
             code = 1

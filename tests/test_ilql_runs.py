@@ -1014,7 +1014,7 @@ BAD_COMMANDS = [
     ("--eval-dataset no_reward.jsonl", "--eval-dataset has the columns "),
     ("--eval-dataset texts.jsonl,texts.jsonl", "two sets have the same name"),
     ("--model no/such/model", "--model no/such/model: there is no such directory"),
-    ("--logit-mask user.py:none --metric user.py:metric", "--logit-mask user.py:none: user.py has no function 'none'"),
+    ("--logit-mask user.py:none", "--logit-mask user.py:none: user.py has no function 'none'"),
     ("--num-layers-unfrozen 3", "--num-layers-unfrozen 3: the model has 2 layers"),
     ("--max-new-tokens 30 --metric user.py:metric --eval-prompts prompts.jsonl", "exceed the model's 32 positions"),
     ("--eval-prompts prompts.jsonl --metric None", "--eval-prompts is given without --metric, which scores what"),

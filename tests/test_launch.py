@@ -224,8 +224,8 @@ def test_a_run_that_runs_out_of_memory(monkeypatch, tmp_path, capfd):
         with pytest.raises(SystemExit) as stop:
             run("full", 3)
     printed = capfd.readouterr().err
-    assert stop.value.code == 2 and "DefaultCPUAllocator" in printed
-    assert "\nerror: out of memory: lower --micro-batch-size or --decode-batch-size" in printed
+    assert stop.value.code == 2
+    assert "error: out of memory: lower --micro-batch-size or --decode-batch-size" in printed
     assert [path.name for path in (tmp_path / "full/checkpoints").iterdir()] == ["step_00000002"]
     assert logging._open == []
     run("full", 1)

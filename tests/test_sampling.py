@@ -24,6 +24,7 @@ from common.sampling import (
     generate_all,
     has_ended,
     sample,
+    stopped,
     text_arguments,
     with_room,
 )
@@ -536,6 +537,7 @@ def test_the_cache_has_the_type_that_attention_computes_in(build_model, family, 
 # ---- Stop strings ----------------------------------------------------------------------------------------------------
 
 TEXTS = ["hello world, héllo wörld.", "日本語 text €uro 🙂🙃", "a b  c\n\nUser: stop here ", "end. of 'it' don't !"]
+FEW_BYTES = [f"<0x{byte:02X}>" for byte in (0x41, 0x20, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x99, 0x82)]
 
 
 def build_tokenizer(kind):
@@ -552,7 +554,7 @@ def build_tokenizer(kind):
         backend.train_from_iterator(TEXTS * 9, trainer)
     elif kind in ("sentencepiece", "metaspace"):
         pieces = ["▁", "▁hello", "▁world", "hel", "lo", "ser", ":", "\n", ".", "▁U", "A", "▁▁", "a", "b", "日", "€"]
-        names = special + pieces
+        names = special + pieces + (FEW_BYTES if kind == "sentencepiece" else [])
         backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>"))
         backend.decoder = decoders.Metaspace()
         if kind == "sentencepiece":
@@ -584,7 +586,7 @@ def test_stops_and_limits(build_model, letters, kind):
     ids = sample(lm, query, mask, u, [EOS], PAD, ended=end_of_rows(letters, stop, limits))
     assert rows_of(*ids) == expected and len(expected[0]) <= 4 and len(expected[1]) <= 2
     done = [any(text in letters.decode(ids) for text in stop) for ids in expected]
-    assert has_ended(letters, expected, (), stop) == done and has_ended(letters, expected, (), ()) == [False] * 7
+    assert stopped(letters, expected, stop) == done and stopped(letters, expected, ()) == [False] * 7
 
 
 KINDS = ["byte-level", "sentencepiece", "metaspace", "words", "wordpiece", "word ends"]
@@ -630,13 +632,23 @@ def test_the_last_byte_of_a_character_completes_a_stop():
         assert found[0] == length, stop
 
 
+def test_a_stop_behind_pieces_of_characters():
+    """Not to be seen in the last tokens alone: a cut character makes others unreadable."""
+    tokenizer = build_tokenizer("sentencepiece")
+    a, *_ = tokenizer.convert_tokens_to_ids(FEW_BYTES[:1])
+    row = [a, *tokenizer.convert_tokens_to_ids(FEW_BYTES[2:5]) * 5, a]
+    ended = end_of_rows(tokenizer, ("€A",), None)
+    found = [bool(ended(torch.arange(1), torch.tensor([row[:n]]))) for n in range(1, len(row) + 1)]
+    assert found == [False] * (len(row) - 1) + [True]
+
+
 def test_texts(letters):
     """Cut before the earliest stop string, which may be a special token."""
     queries, responses = [[0, 1], [2], [3]], [[4, 5, 6, EOS], [6, 4, 7], [8, 9]]
     assert decode(letters, queries, responses, ()) == ["efg", "geh", "ij"]
     assert decode(letters, queries, responses, ("g", "e", "<eos>")) == ["", "", "ij"]
     assert decode(letters, queries, responses, ("<eos>",)) == ["efg", "geh", "ij"]
-    assert has_ended(letters, responses, (), ("<eos>", "j")) == [True, False, True]
+    assert stopped(letters, responses, ("<eos>", "j")) == [True, False, True]
     rows = [{"prompt": "ab", "x": 1}, {"prompt": "c", "x": 2}]
     given = text_arguments(letters, rows, ["efg", ""], [[4, 5, 6], []])
     assert given.pop("tokenizer") is letters

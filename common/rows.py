@@ -162,7 +162,7 @@ def chat_turns(tokenizer, row, where):
     """The text of a chat in parts, every second one trained: of the answers in the completion what the template marks
     with {% generation %}, or where it marks nothing whole messages with the end of their turns."""
     prompt = row["prompt"]
-    messages = [*prompt, *(row["completion"] or [])]
+    messages = [*prompt, *(row.get("completion") or [])]
     tools = row.get("tools")
     parts = chat_text(tokenizer, messages, where, tools, marked=True).split(MARK)
     answers = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant"]

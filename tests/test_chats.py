@@ -20,6 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
 from common.cli import InputError
+from common.rows import row_segments
 from common.tokens import encode_prompts
 
 CHATML = r"""
@@ -373,6 +374,12 @@ READ = {"sft": ["messages", "pair"], "ilql": ["messages", "pair"], "ppo": ["prom
 READ |= {"reward": ["whole", "sides"], "dpo": ["whole", "sides"]}
 READERS = [(name, form) for name in READ for form in READ[name] if name != "grpo"]
 READERS.append(pytest.param("grpo", "prompt", marks=pytest.mark.slow))  # reads as ppo does
+
+
+def test_a_prompt_without_an_answer_is_one_sentence():
+    """Such rows are for ppo.py and grpo.py."""
+    with pytest.raises(InputError, match="--dataset row 1: the last message must be the assistant's"):
+        row_segments([{"prompt": [user("Hi")]}], build_tokenizer(LLAMA), "--dataset")
 
 
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])

@@ -125,6 +125,12 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     """(image, step) pairs per process and forward pass; changes memory and speed, never the result."""
 
     # ---- data
+    dataset: str | None = None
+    """Rows with a prompt, a text (other columns reach the reward): a file, hub id:split, file.py:function; from Python
+    a list."""
+    eval_dataset: str | None = None
+    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names, always sampled
+    from the same noise; default: the first --rollout-batch-size rows of --dataset."""
     reward: str | None = None
     """file.py:function(images, prompts, **columns) -> a number per image; images: float tensor (B, 3, H, W) in
     [0, 1]."""

@@ -23,6 +23,8 @@ def train_adapters(lm, args, heads=()):
         raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
     if args.load_in_4bit and not (args.lora_r or is_loaded):
         raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
+    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
+        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
         add_adapters(lm, args, heads)
     elif not is_loaded:
@@ -62,7 +64,10 @@ def add_adapters(lm, args, heads):
         raise InputError("--model is an object without name_or_path, by which adapters find it: set it")
     if os.path.isdir(lm.name_or_path):  # found from everywhere
         lm.name_or_path = os.path.realpath(lm.name_or_path)
-    lm.add_adapter(config)
+    try:
+        lm.add_adapter(config)
+    except ValueError as error:
+        raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
 
 
 def can_be_added(layer):

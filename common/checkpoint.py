@@ -15,8 +15,6 @@ from torch import nn
 from common.cli import InputError
 
 FORMAT = 3  # of checkpoints
-# What flags or the machine say of a parameter group; the rest, such as a count of steps, goes into checkpoints.
-FLAGS_OF_GROUPS = "lr betas eps weight_decay fused foreach capturable".split()
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
@@ -45,19 +43,21 @@ def frozen_weights(model):
 
 
 def settings_of(optimizer):
-    """What each parameter group of an optimizer holds besides its parameters and flags, as plain values."""
+    """What each parameter group of an optimizer holds besides its parameters and the learning rate, as plain values."""
     groups = []
     for group in optimizer.param_groups:
         plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
-        groups.append({name: value for name, value in plain.items() if name not in FLAGS_OF_GROUPS})
+        groups.append({name: value for name, value in plain.items() if name != "lr"})
     return groups
 
 
-def pack_state(model, optimizer, frozen, **state):
+def pack_state(model, optimizer, frozen, settings, **state):
     """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors. What is tied is stored
     once.
 
     frozen: the `frozen_weights` of --model, which are left out; others without gradient (target networks) are not.
+    settings: `settings_of` the optimizer before its first step. What it has changed there, such as a count of steps, is
+    stored; the rest are flags.
     """
     from torch.distributed.checkpoint import state_dict as dcp
 
@@ -75,7 +75,10 @@ def pack_state(model, optimizer, frozen, **state):
         for name, entry in saved.get("state", {}).items():
             moments |= {f"{name}//{key}": torch.as_tensor(value).contiguous() for key, value in entry.items()}
         files["optim.safetensors"] = moments
-    return files, {"format": FORMAT, "frozen": frozen_sum, "optimizer_settings": settings_of(optimizer), **state}
+    changes = []
+    for now, before in zip(settings_of(optimizer), settings, strict=True):
+        changes.append({name: value for name, value in now.items() if name not in before or before[name] != value})
+    return files, {"format": FORMAT, "frozen": frozen_sum, "optimizer_settings": changes, **state}
 
 
 def unpack_state(path, state, model, optimizer, frozen):
@@ -99,11 +102,11 @@ def unpack_state(path, state, model, optimizer, frozen):
         for key, value in safetensors.torch.load_file(path / "optim.safetensors").items():
             name, _, quantity = key.partition("//")
             moments.setdefault(name, {})[quantity] = value
-        # without the settings that are flags; lr is a function of the step
+        # without settings, which stay those of the flags; lr is a function of the step
         saved = {"state": moments, "param_groups": [{"params": [*weights]}]}
         dcp.set_optimizer_state_dict(model, optimizer, saved, options=options)
-        for group, settings in zip(optimizer.param_groups, state["optimizer_settings"], strict=True):
-            group.update(settings)
+        for group, changes in zip(optimizer.param_groups, state["optimizer_settings"], strict=True):
+            group.update(changes)
     # after the optimizer, for whose moments torch takes a step with zero gradients: one without an epsilon gives NaN
     dcp.set_model_state_dict(model, weights, options=options)
 

@@ -1,6 +1,7 @@
 """Sequence classifiers: how they read a text, and as the reward of a policy."""
 
 import copy
+import itertools
 
 import torch
 
@@ -108,7 +109,10 @@ def turn_end(tokenizer):
     if not tokenizer.chat_template:
         return []
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # templates raise what they like
+        return []
     _, _, behind = text.rpartition("answer")
     ids = tokenizer(behind.rstrip(), add_special_tokens=False)["input_ids"]
     special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
@@ -121,7 +125,7 @@ def classifier_logits(model, lines):
     """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text one of ids.
 
     A decoder is asked at the last token of every text, whatever its configuration calls padding. Its texts may stand
-    side by side, like the rows of sft.py. Others take one text a line and find its end themselves.
+    side by side, like the rows of sft.py. Others take one text a line and find its end themselves, some by padding.
     """
     lm = getattr(model, "module", model)
 
@@ -132,11 +136,15 @@ def classifier_logits(model, lines):
         return ids, is_end
 
     examples = [[with_end(ids) for ids in line] for line in lines]
-    ids, positions, is_end = collate(examples, 0, no_label=False)
+    pad = 0
+    if not scores_tokens(lm):
+        used = set().union(*itertools.chain(*lines))
+        pad = next(number for number in itertools.count() if number not in used)
+    ids, positions, is_end = collate(examples, pad, no_label=False)
     ids = ids.to(lm.device)
     positions = positions.to(lm.device)
     is_end = is_end.to(lm.device)
-    lm.config.get_text_config().pad_token_id = 0  # without one, transformers refuses several rows
+    lm.config.get_text_config().pad_token_id = pad  # without one, transformers refuses several rows
     if scores_tokens(lm):
 
         def at_ends(head, states):

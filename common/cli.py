@@ -123,15 +123,17 @@ def words_of(settings, args_class):
 
 
 def refuse_other_names(words, args_class, script=""):
-    """InputError with the row of algos/MIGRATION.md for each flag of TRL or trlX that the script lacks."""
+    """InputError with the row of algos/MIGRATION.md for each flag of TRL or trlX that the script lacks: of its own
+    section, else of all scripts, else of another's that names flags of this one."""
     fields = {flag_of(field.name) for field in dataclasses.fields(args_class)}
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has none
     sections = dict(section.partition("\n")[::2] for section in text.split("\n## "))
-    rows = sections.get(f"{script}.py", "") + sections.get("Every script", "")
+    near = sections.get(f"{script}.py", "") + sections.get("Every script", "")
     advice = {}
-    for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", rows):
-        if fields.issuperset(re.findall("--[a-z0-9-]+", here)):
+    for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", near + text):
+        named = re.findall("--[a-z0-9-]+", here)
+        if fields.issuperset(named) and (named or theirs in near):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
                 advice.setdefault(flag_of(name), f"{here.replace('`', '')}. {note}".rstrip(". "))
     flags = {word.partition("=")[0].replace("_", "-") for word in words}

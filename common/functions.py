@@ -44,8 +44,11 @@ def load_function(spec, flag):
     function = getattr(module, match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
-    options = (match["options"] or "").replace("=", ": ")
-    return functools.partial(function, **yaml.safe_load(f"{{{options}}}"))
+    keywords = {}
+    for option in filter(None, (match["options"] or "").split(",")):
+        key, _, value = option.partition("=")
+        keywords[key] = yaml.safe_load(value)
+    return functools.partial(function, **keywords)
 
 
 @functools.cache
@@ -74,10 +77,19 @@ def build(spec, flag):
     return value
 
 
+def refuse_mistyped(name, flag):
+    """InputError for a path to nothing, where the library's sentence is about names on the hub."""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not spec_path(name):
+        raise InputError(f"{flag} {name}: there is no such directory")
+
+
 def load_reward(spec):
     """The function that --reward names, or None where it names a model."""
-    is_model = isinstance(spec, str) and not re.search(r"\.py(:|$)", spec)
-    return None if is_model else load_function(spec, "--reward")
+    if not isinstance(spec, str) or re.search(r"\.py(:|$)", spec):
+        return load_function(spec, "--reward")
+    refuse_mistyped(spec.partition(":")[0], "--reward")
+    return None
 
 
 # ---- Functions of the user -------------------------------------------------------------------------------------------

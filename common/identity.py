@@ -16,6 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from common.checkpoint import sha256
@@ -141,6 +142,8 @@ def describe(value):
     an object with a hash of its contents."""
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
     if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
@@ -161,7 +164,7 @@ def is_of_library(value):
 
 def hash_of_object(value):
     """A hash of rows, or of what the pickler of datasets stores of a function or another object (fields, closures,
-    globals that its functions read), with the user's files that hold its code. Models in it count by their class."""
+    globals that its functions read), with the user's files that hold its code. TypeError where a model is in it."""
     from datasets.utils._dill import Pickler  # takes a second
 
     if type(value) in (list, dict):  # by their text: a pickle depends on which rows are one object
@@ -176,7 +179,9 @@ def hash_of_object(value):
             files.add(Path(inspect.getfile(value)).resolve())
         if isinstance(value, frozenset):  # of constants; its order differs between processes
             return frozenset, (sorted(value, key=repr),)
-        return (type(value), ()) if is_of_library(value) else NotImplemented
+        if is_of_library(value):
+            raise TypeError("models are not hashed")
+        return NotImplemented
 
     pickler = Pickler(SimpleNamespace(write=digest.update), recurse=True)
     pickler.reducer_override = parts

@@ -190,6 +190,7 @@ class Run:
         kept = {"best_score": None, "best_step": None} | quantities
         self.kept = SimpleNamespace(**{name: self.state.get(name, value) for name, value in kept.items()})
         self.frozen = ckpt.frozen_weights(pretrained)
+        self.settings = ckpt.settings_of(optimizer)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
             if self.iteration >= iterations and not self.same:
@@ -297,7 +298,7 @@ class Run:
         screen.show("saving")
         state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": self.iteration}
         state |= {"headline": self.headline, **vars(self.kept)}
-        files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, **state)
+        files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
 
         def write():
             try:

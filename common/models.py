@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from common.adapters import train_adapters
 from common.cli import InputError
 from common.forward import has_plain_output, one_token, padding_problem, routers
-from common.functions import spec_path
+from common.functions import refuse_mistyped, spec_path
 from common.report import screen
 from common.seeding import rng
 
@@ -56,12 +56,10 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Within it, an exception becomes an InputError with the library's sentence. Refuses a path to nothing, where that
-    sentence is about names on the hub, and a run in place of its model."""
+    """Within it, an exception becomes an InputError with the library's sentence. Refuses a path to nothing, and a run
+    in place of its model."""
     if isinstance(name, str):
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if is_path and not spec_path(name):
-            raise InputError(f"{flag} {name}: there is no such directory")
+        refuse_mistyped(name, flag)
         if Path(name, "hf_model").is_dir():
             raise InputError(f"{flag} {name} is a run directory: name {name}/hf_model")
     try:
@@ -142,6 +140,8 @@ def repaired(model, args):
             module.padding_idx = None  # an end token that doubles as padding is trained, too
         if hasattr(getattr(module, "config", None), "output_router_logits"):
             module.config.output_router_logits = False  # for a loss that nobody asks for; fails with a cache
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # of bitsandbytes, whose evaluations would repack the weights
+            module.support_avx512bf16_for_cpu = False
     return model
 
 
@@ -225,14 +225,15 @@ def end_tokens(lm):
 def make_reference(args, path, lm, tokenizer):
     """The model of --ref-model, or the policy as it is now, without gradients. It shares the memory of weights that are
     not trained. InputError where the model is of another kind or has another vocabulary."""
-    if path and path is not lm:  # one object for both flags
+    if path:
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
         if not same_vocabulary or ref.config.is_encoder_decoder != lm.config.is_encoder_decoder:
             raise InputError(f"--ref-model {args.ref_model} is of another kind or has another vocabulary than --model")
-        ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
-        share_frozen(ref, lm)
-        return ref
+        if ref is not lm:  # one object for both flags
+            ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
+            share_frozen(ref, lm)
+            return ref
     frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
     ref = copy.deepcopy(lm, frozen).requires_grad_(False).eval()  # shares what is frozen
     if args.lora_r:

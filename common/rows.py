@@ -118,7 +118,10 @@ def texts(rows, column, flag):
 def with_prompts(rows, flag):
     """The rows with a string as prompt, from the column `prompt`, or `text` as a file of lines has it, some blank."""
     if "prompt" not in rows[0] and "text" in rows[0]:
+        texts(rows, "text", flag)
         rows = [row | {"prompt": row["text"]} for row in rows if row["text"].strip()]
+    if not rows:
+        raise InputError(f"{flag} holds blank lines only")
     texts(rows, "prompt", flag)
     return rows
 
@@ -134,6 +137,12 @@ def is_chat(rows, columns):
 def messages_in(row, column):
     """The messages in a column of a row, none if it holds no list."""
     return row[column] if isinstance(row.get(column), list) else []
+
+
+def messages_of(row, column):
+    """The messages in a column of a row; what is no list as one, which `chat_text` refuses."""
+    part = row.get(column)
+    return part if isinstance(part, list) else [part]
 
 
 def chat_text(tokenizer, messages, where, tools=None, answering=False, marked=False):
@@ -161,8 +170,8 @@ def chat_text(tokenizer, messages, where, tools=None, answering=False, marked=Fa
 def chat_turns(tokenizer, row, where):
     """The text of a chat in parts, every second one trained: of the answers in the completion what the template marks
     with {% generation %}, or where it marks nothing whole messages with the end of their turns."""
-    prompt = row["prompt"]
-    messages = [*prompt, *(row.get("completion") or [])]
+    prompt = messages_of(row, "prompt")
+    messages = [*prompt, *messages_of(row, "completion")]
     tools = row.get("tools")
     parts = chat_text(tokenizer, messages, where, tools, marked=True).split(MARK)
     answers = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant"]
@@ -247,7 +256,7 @@ def chat_pair(tokenizer, row, where):
     """(prompt, chosen, rejected) of a row of chats, as the chat template writes them."""
     tools = row.get("tools")
     begin = messages_in(row, "prompt")
-    whole = [chat_text(tokenizer, [*begin, *(row[side] or [])], where, tools) for side in SIDES]
+    whole = [chat_text(tokenizer, [*begin, *messages_of(row, side)], where, tools) for side in SIDES]
     prompt = ""
     if messages := prompt_messages(row):
         prompt = chat_text(tokenizer, messages, where, tools, answering=True)

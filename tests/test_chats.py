@@ -378,7 +378,7 @@ READERS.append(pytest.param("grpo", "prompt", marks=pytest.mark.slow))  # reads 
 
 def test_a_prompt_without_an_answer_is_one_sentence():
     """Such rows are for ppo.py and grpo.py."""
-    with pytest.raises(InputError, match="--dataset row 1: the last message must be the assistant's"):
+    with pytest.raises(InputError, match="--dataset row 1: a chat is a list of .*, found None"):
         row_segments([{"prompt": [user("Hi")]}], build_tokenizer(LLAMA), "--dataset")
 
 

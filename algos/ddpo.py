@@ -179,7 +179,8 @@ def ddim_schedule(scheduler, num_inference_steps, eta, device="cpu"):
     """The Schedule of a diffusers DDIMScheduler. sigma_t as in Eq. 16."""
     scheduler.set_timesteps(num_inference_steps)
     timesteps = scheduler.timesteps
-    if len(timesteps) != num_inference_steps or timesteps.min() < 0:  # of diffusers' trailing steps, for some numbers
+    # diffusers' trailing spacing gives fewer or negative timesteps for some numbers of steps
+    if len(timesteps) != num_inference_steps or timesteps.min() < 0:
         raise ValueError(f"the {scheduler.config.timestep_spacing} timesteps of its scheduler are not so many")
     products = scheduler.alphas_cumprod.double()
     final_alpha = scheduler.final_alpha_cumprod.double()
@@ -285,7 +286,7 @@ class Embeddings:
     @torch.no_grad()
     def __call__(self, prompts):
         """(B, 2, L, D) of [negative prompt, prompt]; without guidance (B, 1, L, D)."""
-        if len(self.known) > 1000:  # half a gigabyte of Stable Diffusion's
+        if len(self.known) > 1000:  # about 0.5 GB for Stable Diffusion
             self.known = {}
         for prompt in set(prompts) - self.known.keys():
             embeds, negative = self.pipeline.encode_prompt(prompt, self.device, 1, self.guided, self.negative_prompt)
@@ -385,7 +386,7 @@ def steps_per_image(args, trained):
 
 
 def updates_per_epoch(args):
-    """Optimizer steps."""
+    """Optimizer steps of an epoch."""
     return args.ppo_epochs * (args.rollout_batch_size // args.batch_size)
 
 
@@ -435,7 +436,7 @@ def update(run, policy, optimizer, batch, args):
     accelerator = run.accelerator
     unet = policy.unet
     epoch = run.iteration
-    step = run.step - run.stride  # optimizer steps taken
+    step = run.step - run.stride  # optimizer steps taken: run.step is that at the end of this iteration
     trained = trained_steps(policy.schedule)
     num_pairs = args.batch_size * steps_per_image(args, trained)  # of an update, of all processes
     sums = dict.fromkeys(("loss/policy", "policy/approxkl", "policy/clipfrac", "policy/ratio"), 0.0)
@@ -518,8 +519,9 @@ def image_arguments(rows, images):
 
 
 def diversity(images):
-    """Standard deviation over the images of a pixel, mean over pixels: 0 where all are the same."""
-    rows = [row.double().std(0, unbiased=False).mean() for row in images.unbind(2)]  # all at once is 8 times the images
+    """Mean over pixels of the standard deviation over images; 0 if all are equal."""
+    # row by row: all pixels in float64 would take 8 times the images' memory
+    rows = [row.double().std(0, unbiased=False).mean() for row in images.unbind(2)]
     return torch.stack(rows).mean().item() / 255
 
 
@@ -779,6 +781,7 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
     stride = updates_per_epoch(args)
     shown = [headline, *IN_STATUS]
+    # values that checkpoints keep: state.rewards
     state = run.begin(unet, optimizer, pipeline.unet, args.num_epochs, shown, stride=stride, rewards={})
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count, state.rewards)
     run.say(summary(run, policy, data))

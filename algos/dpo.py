@@ -1,16 +1,17 @@
 """Direct preference optimization (DPO): a policy from preferences, without a reward model.
 
 Paper: Rafailov et al. 2023, arXiv 2305.18290. Loss of a pair (Eq. 7): -log sigmoid(beta (c - r)) with the log-ratios
-c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for rejected: `dpo_loss`. Its variants are in
-`log_ratio_loss`; --label-smoothing works in sigmoid, robust and exo_pair. Both log-probabilities usually fall in
-training, that of rejected more; --sft-coef or apo_zero hold that of chosen up. The reference scores all pairs once,
-before training, evaluation sets too, so there is no second model in memory: `Reference`.
+c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for rejected: `dpo_loss`. The variants are in
+`log_ratio_loss`; --label-smoothing works in sigmoid, robust and exo_pair. Training usually lowers both
+log-probabilities, that of rejected more; --sft-coef or apo_zero keeps that of chosen up. The reference scores all
+pairs, evaluation sets included, once before training, so no second model stays in memory: `Reference`.
 
 How this differs from other implementations:
-- Prompt and response are parted at one token for both sides of a pair; a response is never cut to nothing; the end
-  token is there once. Log-probabilities are sums over the response, at least in float32.
-- Texts of different lengths stand side by side in a line (`in_lines`): equal to a forward pass of each, to rounding.
-  Logits are computed only where a response token is predicted, and not all at once (`line_logprobs`).
+- Prompt and response are split at the same token on both sides of a pair. A response is never cut to nothing. The end
+  token is appended exactly once; in a chat the template ends the turns. Log-probabilities are sums over the response,
+  at least in float32.
+- Texts are packed into lines (`in_lines`); the result equals one forward pass per text, to rounding. Logits are
+  computed only where a response token is predicted, a chunk at a time (`line_logprobs`).
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt where the two hold it.
 
@@ -96,25 +97,25 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     label_smoothing: Fraction = 0.0
     """Probability that a preference is wrong, in the losses sigmoid (cDPO), robust and exo_pair."""
     ref_model: str | None = None
-    """The reference, named as --model; default: --model as it is at the start. What it answers to the prompts of
-    evaluations reaches --metric as the column ref_output."""
+    """The reference, named as --model; default: --model as it is at the start. Its responses to the evaluation prompts
+    reach --metric as the column ref_output."""
     reference_free: bool = False
-    """Take a reference that finds all responses equally likely."""
+    """Use no reference: every response counts as equally likely under pi_ref."""
     precompute_ref: bool = True
-    """Score all pairs by the reference once, before training; off: a frozen copy scores each batch."""
+    """Score all pairs with the reference once, before training; off: a frozen copy scores each batch."""
     sft_coef: NonNegative = 0.0
-    """Weight of the mean loss per token of the chosen responses beside it (arXiv 2404.19733, Eq. 1, with a mean per
-    response there): keeps their probability, and that of the end token, from falling."""
+    """Weight of an SFT loss added to the DPO loss: the mean of -log pi over the tokens of the chosen responses (arXiv
+    2404.19733, Eq. 1, takes a mean per response). Keeps their probability, and that of the end token, from falling."""
     packing: bool = True
-    """Put texts side by side in lines about as long as the longest of them; none sees another. It is off where layers
-    of the model mix what stands side by side. Changes memory and speed, never the result."""
+    """Pack several texts into a line, at most as long as the longest text; no text sees another. Turned off for models
+    whose layers would mix them. Changes memory and speed, never the result."""
 
     # ---- optimizer
     lr: Positive = 1e-6
     """Peak learning rate of AdamW (Rafailov et al. 2023: 1e-6 with 150 steps of warm-up; TRL: 1e-6; adapters of
     --lora-r take ten times as much)."""
     batch_size: Count = 64
-    """Rows per optimizer step, all processes together (Rafailov et al. 2023: 64)."""
+    """Pairs per optimizer step, all processes together (Rafailov et al. 2023: 64)."""
 
     # ---- data
     dataset: str | None = None
@@ -212,7 +213,7 @@ def log_ratio_loss(c, r, beta, loss_type, smoothing):
         return torch.sigmoid(beta * c) + 1 - torch.sigmoid(beta * delta)
     if loss_type == "discopop":  # arXiv 2406.08414, log-ratio modulated with tau = 0.05
         logistic = -F.logsigmoid(beta * delta)
-        exponential = (-beta * delta).clamp(max=80).exp()
+        exponential = (-beta * delta).clamp(max=80).exp()  # exp stays finite where its weight is 0
         return torch.lerp(logistic, exponential, torch.sigmoid(beta * delta / 0.05))
     raise ValueError(f"there is no loss {loss_type}")
 
@@ -327,9 +328,10 @@ def examples_of(pairs):
 class Reference:
     """The policy pi_ref: reference(pairs) -> log-probabilities (2, B) of their responses, chosen first.
 
-    It is --ref-model, or the model as it is before training. Here it scores the pairs of evaluations, and with
-    --precompute-ref those of training, after which it is forgotten; and it answers the prompts: the column ref_output
-    of their rows. A continued run does so again, under its stored number of threads (`Run`), so with the same bits.
+    It is --ref-model, or the model before training. The constructor scores the evaluation pairs; with --precompute-ref
+    it scores the training pairs too, and at last lets go of the model. The reference's responses to the prompts become
+    their column ref_output. A resumed run repeats this with the same number of threads (`Run`), so it gets the same
+    bits.
     """
 
     def __init__(self, accelerator, lm, tokenizer, ref_path, data, packing, args):
@@ -396,7 +398,8 @@ def pair_terms(policy, losses, rewards):
 
 
 def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
-    """What the metric says of sampled responses, some of which are shown, and means over the evaluation sets."""
+    """Metrics: --metric on sampled responses, and means over the pairs of the evaluation sets. Logs the samples. The
+    evaluation loss is the loss of pairs, without --sft-coef."""
     accelerator = run.accelerator
     model.eval()
     metrics = {}
@@ -444,8 +447,8 @@ def load(args, path, device):
 
 
 def encode(data, lm, tokenizer, args):
-    """Makes tokens of all rows, and forgets those of evaluations where there are none. Returns the longest side in
-    tokens that the flags and the model allow."""
+    """Tokenises all rows. Returns the longest side, in tokens, that --max-length and the model allow. Drops evaluation
+    data if the run never evaluates."""
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
     data.pairs, data.report = encode_pairs(data.rows, tokenizer, max_length, args, "--dataset")

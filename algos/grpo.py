@@ -18,11 +18,12 @@ By flags:
     GSPO      Zheng et al. 2025, arXiv 2507.18071    --ratio-level sequence --cliprange 3e-4 --cliprange-high 4e-4
                                                      --kl-coef 0 --batch-size 64
 
-Clip ranges and --ratio-level change something only with several optimizer steps an iteration: with one, the ratio is 1.
-DAPO's penalty on long responses is left to the reward; other prompts in place of groups of equal scores (DAPO Sec. 3.2)
-are a few lines in a copy (algos/README.md). RLOO's KL, a part of the score, is not offered.
+Clip ranges and --ratio-level matter only if an iteration takes several optimizer steps; with one step the ratio is 1.
+DAPO's overlong penalty is left to the reward function. Resampling prompts whose scores are all equal (DAPO Sec. 3.2)
+takes a few lines in a copy (algos/README.md). RLOO's KL inside the score is not offered.
 
-How this differs from the paper: reference and reward model stay, and a response has one score (Sec. 4.1.2).
+How this differs from the paper: the reference and the reward model never change, and each response has one score
+(outcome supervision, Sec. 4.1.2).
 
 How this differs from TRL's GRPO:
 - The defaults are the paper's. TRL's are the mean over tokens and no KL; a KL it multiplies by the ratio.
@@ -104,19 +105,18 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """Passes over the episodes of an iteration (mu of Algorithm 1; Shao et al. 2024: 1)."""
     advantage_kind: Literal["std", "mean", "loo"] = "std"
     """Advantage of a score in its group: less the mean, over the standard deviation (GRPO); less the mean (Dr. GRPO);
-    less the mean of the others (RLOO), G / (G - 1) times the second, no difference to AdamW without a KL."""
+    less the mean of the others (RLOO), G / (G - 1) times the second. AdamW ignores this factor except through
+    --adam-eps, --max-grad-norm and the KL."""
     ratio_level: Literal["token", "sequence"] = "token"
     """Ratio to the policy that sampled: of each token, or their geometric mean over a response (GSPO Eq. 7), with far
-    smaller clip ranges (GSPO Sec. 5.1: 3e-4 and 4e-4). No effect with one optimizer step an iteration."""
+    smaller clip ranges (GSPO Sec. 5.1: 3e-4 and 4e-4)."""
     loss_mean: Literal["sequence", "token", "constant"] = "sequence"
     """Mean of the loss over an optimizer step: of each response's mean over its tokens (GRPO Eq. 3); over all tokens
     (DAPO Sec. 3.3); or the sum divided by --batch-size times --max-new-tokens (Dr. GRPO)."""
     cliprange: NonNegative = 0.2
-    """How far the ratio may fall below 1 before it is clipped (epsilon of GRPO Eq. 3). No effect with one optimizer
-    step an iteration."""
+    """How far the ratio may fall below 1 before it is clipped (epsilon of GRPO Eq. 3)."""
     cliprange_high: NonNegative | None = None
-    """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: as --cliprange. No
-    effect with one optimizer step an iteration; 0.28 made no difference on the embedded countdown."""
+    """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: as --cliprange."""
     kl_coef: NonNegative = 0.04
     """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04); with 0 there is no
     reference, and no KL is logged."""
@@ -172,7 +172,7 @@ def group_advantages(scores, group_size, kind):
         advantages = advantages * (group_size / (group_size - 1))
     elif kind != "mean":
         raise ValueError(f"there is no advantage {kind!r}")
-    advantages[groups.amax(1) == groups.amin(1)] = 0.0  # the mean is rounded
+    advantages[groups.amax(1) == groups.amin(1)] = 0.0  # rounding of the mean would leave a tiny advantage
     return advantages.flatten()
 
 
@@ -239,7 +239,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
     )  # fmt: skip
     batch = Rollout(*sampled)
     mask = batch.response_mask
-    # 2. what the policy did, and what the reference thinks of it
+    # 2. log-probabilities of the policy, log-probabilities of the reference
     if args.steps_per_iteration > 1:  # in an only step the policy is still the one that sampled
         batch.logprobs = all_logprobs(accelerator, model, batch, args)
     if ref is not None:
@@ -304,8 +304,8 @@ def minibatches(accelerator, batch, args, iteration, epoch):
 
 
 def with_gradient(rows, advantages, processes):
-    """The rows that have an advantage, without which there is no gradient where there is no KL, and as many others as
-    give every process the same number of rows, so of forward passes."""
+    """The rows with an advantage, filled up with others so that every process runs equally many forward passes. Without
+    a KL, a row without an advantage has no gradient."""
     is_idle = advantages[rows] == 0
     num_busy = len(rows) - int(is_idle.sum())
     share = max(1, math.ceil(num_busy / processes))
@@ -313,9 +313,9 @@ def with_gradient(rows, advantages, processes):
 
 
 def losses(model, episodes, weights, args):
-    """A micro-batch's part of the loss of its optimizer step, and {(unit, metric): sum}: over steps, over sequences, or
-    over the tokens that have an advantage. weights (B,): of each token of a row in the loss (`token_weights`). A token
-    counts as clipped where the clip takes its gradient."""
+    """(loss, sums): this micro-batch's share of the step's loss, and {(unit, metric): sum}. The unit says what the sum
+    is divided by: steps, sequences, or tokens with an advantage. weights (B,): of each token of a row in the loss
+    (`token_weights`). policy/clipfrac counts tokens whose gradient the clip removes."""
     mask = episodes.response_mask
     advantages = episodes.advantages[:, None]
     weights = weights[:, None]
@@ -359,7 +359,7 @@ def update(run, model, optimizer, batch, rows, args):
     epochs, as their keys say. rows: those of the prompts, for an error."""
     accelerator = run.accelerator
     mask = batch.response_mask
-    step = run.step - run.stride  # optimizer steps taken
+    step = run.step - run.stride  # optimizer steps taken: run.step is that at the end of this iteration
     sums = defaultdict(float)
     weights = torch.zeros_like(batch.advantages)
     model.train()
@@ -390,7 +390,7 @@ def update(run, model, optimizer, batch, rows, args):
 
 
 def evaluate(run, step, model, tokenizer, data, args):
-    """What reward and metric say of sampled responses, some of which are shown."""
+    """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
     accelerator = run.accelerator
     lm = accelerator.unwrap_model(model)
     model.eval()
@@ -432,8 +432,8 @@ def summary(run, lm, data):
 
 IN_STATUS = ["objective/scores", "groups/equal", "tokens/responses_len", "tokens/truncated_rate", "optim/grad_norm"]
 ALL_EQUAL = (
-    "no group of the first iteration has two different scores, so nothing but a KL was learned from it: see what "
-    "--reward returns for the samples, or raise --group-size or --temperature"
+    "In the first iteration every group had equal scores, so the policy loss had no gradient: check what --reward "
+    "returns for the samples, or raise --group-size or --temperature."
 )
 
 

@@ -4,7 +4,7 @@ Papers: Snell et al. 2022 (arXiv 2206.11871); IQL, Kostrikov et al. 2021 (arXiv 
 https://github.com/Sea-Snell/Implicit-Language-Q-Learning/blob/82c9796201ab705e9cb5aac2f97ab3ad75aead9b/src/models/iql_model.py
 
 A token is an action, the text before it the state. Heads for V, two Q, and slow copies of these Q, the targets Q^, read
-the hidden states of the language model pi, which goes on to imitate the data:
+the hidden states of the language model pi, which is trained to imitate the data at the same time:
 
     (r + gamma V(s') - Q(s, a))^2, V(s') = 0 at the end    Q learns what V expects next          ilql_targets
     |tau - 1[u < 0]| u^2,  u = min Q^(s, a) - V(s)         V: an upper expectile over actions    expectile_loss
@@ -15,10 +15,12 @@ the hidden states of the language model pi, which goes on to imitate the data:
 
 How this differs from trlX's ILQL and the authors' code:
 - One transformer, as in trlX; the authors have three (algos/README.md has recipes for a separate policy and target).
-- --top-k and --top-p choose from pi, before Q is added, as the authors do. So no beta leaves the likely tokens of pi,
-  unless both are off.
+- --top-k and --top-p filter pi before Q is added, as in the authors' code: whatever beta is, only tokens that pi finds
+  likely are sampled, unless both are off.
 - Rows that are cut or `truncated` bootstrap from V of their last state, as in the authors' code; in trlX all rows end.
-- The targets follow every --steps-for-target-q-sync optimizer steps, counted over the whole run.
+- The targets are updated every --steps-for-target-q-sync optimizer steps, counted over the whole run.
+- Rewards are scaled by default so that returns have standard deviation 1, as in trlX; --no-normalize-rewards uses them
+  as given.
 - Losses are means over the actions of the global batch, so neither micro-batches, processes nor padding change them.
 
 Rows: {"prompt", "completion", "reward"} as texts or chats, {"dialogue": [prompt, output, ...], "reward"},
@@ -237,6 +239,7 @@ class PolicyWithQ(nn.Module):
         self.target_q_heads = copy.deepcopy(self.q_heads).requires_grad_(False)
 
     def forward(self, batch, args):
+        # the losses are computed in forward, so that DDP and FSDP see the call
         return ilql_losses(self, batch, args)
 
     @contextmanager
@@ -338,8 +341,8 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
 
     An action is a token of an output, the end token included. A number is the reward of the last action, a list has one
     for the last token of each output. A truncated row loses its last end token, and what a chat template wrote behind.
-    A row that is longer than max_length is cut before an action, so that it ends in a state where one is taken, and
-    loses the rewards behind.
+    A row longer than max_length is cut just before an action, so that its last state has a value to bootstrap from, and
+    loses later rewards.
     """
     truncated = row.get("truncated")
     if truncated not in (None, 0, 1):
@@ -347,7 +350,7 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
     outputs = [(begin, end) for begin, end, trained in spans if trained]
     longest = max_length
     num_over = 0
-    if encoder:  # which reads the prompt: it is cut on its own, and keeps its end token
+    if encoder:  # an encoder-decoder: prompt and output are cut on their own; the prompt keeps its end token
         _, prompt_length, _ = spans[0]
         num_over = max(0, prompt_length - max_length)
         del ids[prompt_length - 1 - num_over : prompt_length - 1]
@@ -468,6 +471,7 @@ def chosen_q(head, features, actions):
     AdamW would refuse it."""
     last = head[-1]
     weights = F.embedding(actions, last.weight, sparse=True)  # (N, 2H)
+    # = head(states).gather(-1, actions[:, None])[:, 0], without the other columns
     return (features * weights).sum(-1) + last.bias[actions]
 
 
@@ -496,7 +500,7 @@ def ilql_losses(policy, batch, args):
     loss_cql = 0.0
     for head, x in heads:
         loss_cql = loss_cql + in_chunks(cql_loss, head[-1], vocabulary, x, actions)
-    # after CQL, so before it in the backward pass: a sparse gradient that came first is added to the dense one in place
+    # after loss_cql: backward runs in reverse order, and autograd adds a sparse gradient in place if it comes first
     q = torch.stack([chosen_q(head, x, actions) for head, x in heads])  # (heads, N)
     td_errors = q - ilql_targets(batch.rewards[at].to(v.dtype), next_v, not_done, args.gamma)
     loss_q = td_errors.square().sum(0)
@@ -668,7 +672,7 @@ def normalize_rewards(data, args):
     if std <= 1e-9 * max(map(abs, returns)):  # which is rounding
         std = 1.0
         equal = "all returns are equal (rows that are cut lose theirs)"
-        data.report += f"\nwarning: {equal}: little is to be learnt but to imitate"
+        data.report += f"\nwarning: {equal}: little can be learned beyond imitation"
     for episode in itertools.chain(data.episodes, *data.eval_sets.values()):
         episode.rewards = [reward / std for reward in episode.rewards]
         if all_end and episode.done:  # the mean belongs to the end

@@ -4,6 +4,9 @@ Papers: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2016 
 reward and its controller, Ziegler et al. 2019 (arXiv 1909.08593); details, Huang et al. 2024 (arXiv 2403.17031).
 Code of Ziegler et al., whose choices this follows where the papers are silent:
 https://github.com/openai/lm-human-preferences/blob/f774e89b9e3762a03b7f3953189861979bee1775/lm_human_preferences/train_policy.py
+Unlike that code, the value head is an MLP with torch's initial weights (there linear and zero), rewards are not
+whitened by default, and advantages are whitened once per iteration, not per minibatch. There is no entropy bonus (PPO
+Eq. 9).
 
     r_t = -beta KL_t, plus the score at the last token     Ziegler Eq. 2            token_rewards, kl_penalty
     A_t = sum_l (gamma lam)^l delta_{t+l}                  GAE Eq. 16               gae, masked_whiten
@@ -16,8 +19,8 @@ How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
   included, so the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
-- The reference of LoRA adapters is the policy without them, or, where a --model that is an adapter is trained further,
-  as it came. With `--num-layers-unfrozen k` it shares the memory of the frozen blocks.
+- With LoRA the reference is the policy without its adapters. If --model is itself an adapter, the reference is that
+  adapter as loaded. With `--num-layers-unfrozen k` it shares the memory of the frozen blocks.
 
     accelerate launch algos/ppo.py                                 # random walks, on a CPU under two minutes
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \
@@ -112,8 +115,8 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     cliprange_value: NonNegative = 0.2
     """Clip of the value's change, in units of the reward; 0 turns it off."""
     vf_coef: NonNegative = 0.1
-    """Weight of the value loss (Ziegler et al. 2019: 0.1). Whitened advantages do not grow with the reward, the value
-    loss does: rewards far below 1 may need more."""
+    """Weight of the value loss (Ziegler et al. 2019: 0.1). The value loss grows with the squared reward, the whitened
+    advantages do not: rewards far below 1 may need a larger weight."""
     value_head: Literal["linear", "mlp"] = "mlp"
     """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1. A --model directory with a
     value head brings its own."""
@@ -131,7 +134,7 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     whiten_rewards: bool = False
     """Divide the token rewards by their standard deviation; the mean stays."""
     early_stop_kl: NonNegative = 0.0
-    """End an iteration's PPO epochs once the mean policy/approxkl of one exceeds this; 0: never."""
+    """End the PPO epochs of an iteration after one whose mean policy/approxkl exceeds this; 0: never."""
     ratio_threshold: NonNegative = 0.0
     """Skip an optimizer step whose mean ratio exceeds this (TRL: 10); 0: never."""
 
@@ -385,7 +388,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
     )  # fmt: skip
     batch = Rollout(*sampled)
     mask = batch.response_mask
-    # 2. what the policy did, and what the reference thinks of it
+    # 2. log-probabilities and values of the policy, log-probabilities of the reference
     score = partial(score_episodes, accelerator, model, ref, args)
     for name, column in score_all(accelerator, batch, args.micro_batch_size, score).items():
         setattr(batch, name, column)
@@ -403,14 +406,14 @@ def score_episodes(accelerator, model, ref, args, episodes):
     """{field of Rollout: (B, R)}: what policy and reference say of a micro-batch, zero where no token counts."""
     inputs = *episodes.tokens(), args.temperature
     logprobs, values, entropies = model(*inputs, also=token_entropies)
-    with accelerator.autocast():
+    with accelerator.autocast():  # the prepared model brings its own
         ref_logprobs, _, _ = response_logprobs(ref, *inputs)
     values = torch.where(episodes.response_mask, values, 0.0)
     return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
 
 
 def place_scores(scores, mask):
-    """(B, R) in float64 from a number a sample, which goes to its last token, or from a list with one a token.
+    """(B, R) in float64: a number is placed on the last token of its row, a list has one number a token.
 
     mask: (B, R) True at the tokens that count. A row without tokens gets no score.
     """
@@ -464,8 +467,9 @@ def minibatches(accelerator, batch, args, iteration, epoch):
 
 
 def losses(model, episodes, args):
-    """The sum of policy and value losses over the tokens of a micro-batch that count, and {metric: sum over these
-    tokens}. A token counts as clipped where the clip takes its gradient, a value where the clipped error is larger."""
+    """(loss, sums): policy and value losses summed over the response tokens of a micro-batch, and {metric: sum}.
+    policy/clipfrac counts tokens whose gradient the clip removes, val/clipfrac values whose clipped error is the larger
+    one."""
     mask = episodes.response_mask
     logprobs = episodes.logprobs[mask]
     values = episodes.values[mask]
@@ -493,11 +497,12 @@ def losses(model, episodes, args):
 
 
 def update(run, model, optimizer, batch, rows, args):
-    """K epochs of minibatches, an optimizer step each. Returns metrics: means over the response tokens of all epochs,
-    and what became of the steps. rows: those of the prompts, for an error."""
+    """K epochs of minibatches, an optimizer step each. Returns metrics: means over response tokens and epochs, and the
+    numbers of epochs and skipped steps. rows: the prompts, for error messages."""
     accelerator = run.accelerator
     tokens = int(batch.response_mask.sum())
-    step = run.step - run.stride  # optimizer steps taken; those that are left out count, schedules follow the episodes
+    # skipped steps count too: the schedule follows the episodes
+    step = run.step - run.stride  # run.step is that at the end of this iteration
     sums = defaultdict(float)
     epochs = 0
     skipped = 0
@@ -539,7 +544,7 @@ def update(run, model, optimizer, batch, rows, args):
 
 
 def evaluate(run, step, model, tokenizer, data, args):
-    """What reward and metric say of sampled responses, some of which are shown."""
+    """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
     accelerator = run.accelerator
     lm = accelerator.unwrap_model(model).lm
     model.eval()
@@ -613,6 +618,7 @@ def main(args):
     stride = args.steps_per_iteration
     quantities = {"kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}
     shown = [headline, *IN_STATUS]
+    # values that checkpoints keep: state.kl_coef, state.moments
     state = run.begin(model, optimizer, lm, args.num_iterations, shown, stride=stride, **quantities)
     run.say(summary(run, policy, data))
     if run.evaluation_due(0):

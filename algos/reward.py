@@ -10,7 +10,7 @@ How this differs from other implementations:
 - The head is float32 and outside of autocast: bfloat16 would give many texts the same score.
 - Too long pairs are dropped and counted: a text that was cut has no end to read the score from.
 - A tie is no success: a constant model has accuracy 0. Beside the accuracy stands that of the rule "the shorter wins".
-- Texts of different lengths stand side by side in a line (`in_lines`): equal to a forward pass of each, to rounding.
+- Texts are packed into lines (`in_lines`); the result equals one forward pass per text, to rounding.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where the two hold it, perhaps "margin".
 
@@ -72,15 +72,15 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs):
     center_coef: NonNegative = 0.0
     """Weight of (r_chosen + r_rejected)^2, which keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 is usual)."""
     packing: bool = True
-    """Put texts side by side in lines about as long as the longest of them; none sees another. It is off where layers
-    of the model mix what stands side by side. Changes memory and speed, never the result."""
+    """Pack several texts into a line, at most as long as the longest text; no text sees another. Turned off for models
+    whose layers would mix them. Changes memory and speed, never the result."""
 
     # ---- optimizer
     lr: Positive = 1e-5
     """Peak learning rate of AdamW (Ouyang et al. 2022: 9e-6; Touvron et al. 2023: 1e-5, for 70 B parameters 5e-6;
     adapters of --lora-r take ten times as much)."""
     batch_size: Count = 64
-    """Rows per optimizer step, all processes together (Ouyang et al. 2022: 64)."""
+    """Pairs per optimizer step, all processes together (Ouyang et al. 2022: all comparisons of 64 prompts)."""
 
     # ---- data
     dataset: str | None = None
@@ -273,7 +273,7 @@ def load(args, path, device):
 
 
 def encode(data, tokenizer, max_length):
-    """Makes tokens of all pairs."""
+    """Tokenises all pairs."""
     data.texts, data.pairs, data.report = encode_texts(data.rows, tokenizer, max_length, "--dataset")
     data.eval_texts = {}
     for name, rows in data.eval_sets.items():
@@ -285,7 +285,8 @@ def encode(data, tokenizer, max_length):
 
 def export_classifier(run, lm, tokenizer, name):
     """Writes the classifier to a directory of the run."""
-    # without a padding token, transformers refuses a batch instead of reading the score before the end token
+    # If the padding token is the end token, leave it out of the export: transformers would read the score one token
+    # too early. Without it, transformers refuses a batch.
     pad = tokenizer.pad_token_id
     lm.config.get_text_config().pad_token_id = None if pad == tokenizer.eos_token_id else pad
     run.export(lm, tokenizer, name)

@@ -6,8 +6,8 @@ How this differs from other implementations:
 - The sum of token losses is divided by the number of labelled tokens of the whole batch, over micro-batches and
   processes, so neither changes the result. A mean of micro-batch means would weigh short rows more.
 - The end token is appended, trained and scored, also where it doubles as padding: masks come from lengths.
-- Rows stand side by side in lines (`in_lines`) where the model keeps them apart. Logits are computed only where a
-  token is trained, and not all at once (`line_logprobs`).
+- Several rows are packed into one line (`in_lines`) if the model keeps them apart. Logits are computed only where a
+  token is trained, a chunk at a time (`line_logprobs`).
 - Data order, schedule and evaluation samples are functions of (seed, step, row): a killed run continues exactly.
 
 Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats (loss on the completion), {"messages"}
@@ -59,11 +59,10 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     total_steps: Count | None = None
     """Optimizer steps; default: those of --epochs."""
     completion_only_loss: bool = True
-    """Train on completions, on the outputs of a dialogue and on the assistant's turns of a chat alone; off: on every
-    token."""
+    """Train only on completions, outputs of a dialogue and assistant turns of a chat; off: on every token."""
     packing: bool = True
-    """Put texts side by side in lines about as long as the longest of them; none sees another. It is off where layers
-    of the model mix what stands side by side. Changes memory and speed, never the result."""
+    """Pack several texts into a line, at most as long as the longest text; no text sees another. Turned off for models
+    whose layers would mix them. Changes memory and speed, never the result."""
 
     # ---- optimizer
     lr: Positive = 2e-5
@@ -104,8 +103,8 @@ def is_likeliest(logits, labels):
 
 
 def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder=False):
-    """[(ids, labels)] of the rows that have a label left after the cut to max_length, which may remove the end token,
-    and a report for the summary. The first token has no label: nothing predicts it."""
+    """(examples, report): (ids, labels) of the rows that still have a label after the cut to max_length. The cut may
+    remove the end token. The first token has no label, since nothing predicts it."""
     examples = []
     truncated = 0
     for ids, spans in encode_segments(rows, tokenizer, flag, encoder):
@@ -115,10 +114,10 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
                 labels[begin:end] = ids[begin:end]
         room = max_length
         over = 0
-        if encoder:  # which reads the prompt
+        if encoder:  # an encoder-decoder: prompt and output are cut on their own; the prompt keeps its end token
             _, prompt_length, _ = spans[0]
             over = max(0, prompt_length - max_length)
-            cut = slice(prompt_length - 1 - over, prompt_length - 1)  # the prompt keeps its end token
+            cut = slice(prompt_length - 1 - over, prompt_length - 1)
             del ids[cut]
             del labels[cut]
             room += prompt_length - over
@@ -183,7 +182,7 @@ def evaluate_loss(accelerator, model, examples, args, pad):
 
 
 def evaluate(run, step, model, tokenizer, data, args):
-    """What the metric says of sampled responses, some of which are shown, and the losses of the evaluation sets."""
+    """Metrics: --metric on sampled responses, and the losses of the evaluation sets. Logs the samples."""
     accelerator = run.accelerator
     model.eval()
     metrics = {}
@@ -232,7 +231,7 @@ def load(args, path, device):
 
 
 def encode(data, lm, tokenizer, args):
-    """Makes tokens of all rows. Returns the longest row in tokens that the flags and the model allow."""
+    """Tokenises all rows. Returns the longest row, in tokens, that --max-length and the model allow."""
     encoder = lm.config.is_encoder_decoder
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)

@@ -1128,7 +1128,7 @@ def test_poor_data_train_without_nan(gpt2_dir, tmp_path, capsys, rows):
     assert len(lines) == 3 and all(math.isfinite(value) for row in lines for value in row.values())
     assert all(weight.isfinite().all() for weight in weights(run_dir).values())
     warned = (
-        "warning: all returns are equal (rows that are cut lose theirs): little is to be learnt but to imitate"
+        "warning: all returns are equal (rows that are cut lose theirs): little can be learned beyond imitation"
         in capsys.readouterr().out
     )
     assert warned == (len({row["reward"] for row in rows}) == 1)

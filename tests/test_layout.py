@@ -337,11 +337,11 @@ def witness(script, job):
         return call
 
     def keep_state(pack_state):
-        def call(model, optimizer, frozen, **state):
+        def call(model, optimizer, frozen, settings, **state):
             moments = [x for entry in optimizer.state.values() for x in entry.values() if x.ndim]
             lrs = [repr(float(group["lr"])) for group in optimizer.param_groups]
             found["state"].append([digest(model.state_dict().values()), digest(moments), lrs, repr(state)])
-            return pack_state(model, optimizer, frozen, **state)
+            return pack_state(model, optimizer, frozen, settings, **state)
 
         return call
 

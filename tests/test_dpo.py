@@ -837,8 +837,8 @@ def test_a_bad_pair_of_chats_names_its_row(chatty, row, sentence):
 BAD_PROMPTS = [
     ({"prompt": [U], "chosen": [V], "rejected": []}, "the last message must be the assistant's"),
     ({"prompt": [U, V], "chosen": [W], "rejected": []}, "the chat template changes earlier turns"),
-    ({"prompt": [U], "chosen": "cd", "rejected": [W]}, "a chat is a list of .*found 'c'"),
-    ({"prompt": [U], "chosen": None, "rejected": [W]}, "the last message must be the assistant's"),
+    ({"prompt": [U], "chosen": "cd", "rejected": [W]}, "a chat is a list of .*found 'cd'"),
+    ({"prompt": [U], "chosen": None, "rejected": [W]}, "a chat is a list of .*found None"),
     ({"prompt": [U], "chosen": [user("h")], "rejected": [W]}, "the last message must be the assistant's"),
     ({"prompt": [turn("robot", "a")], "chosen": [V], "rejected": [W]}, "a chat is a list of .*'robot'"),
     ({"prompt": ["ab"], "chosen": [V], "rejected": [W]}, "a chat is a list of .*'ab'"),

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 from benchmarks.tasks import randomwalks, shapes
 from common import report
 
-pytest_plugins = ["harness"]
+pytest_plugins = ["harness", "helpers"]
 FAMILIES = "gpt2", "llama", "qwen3"
 POSITIONS = 32
 

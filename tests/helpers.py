@@ -1,0 +1,132 @@
+"""Small functions that many tests need: chats, rows in files, what a run has written, records of calls."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from accelerate.state import AcceleratorState
+
+BOS, EOS, PAD, UNK = 21, 22, 23, 24  # of the tokenizer `letters`; a..u are 0..20
+NAN = math.nan
+
+# ---- Chats -----------------------------------------------------------------------------------------------------------
+
+# A turn is a letter of its role (t, u, s), the content and the end token, after one beginning token.
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ {'system': 't', 'user': 'u', 'assistant': 's'}.get(m.role) or "
+    "raise_exception(m.role + ' is unknown') }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}s{% endif %}"
+)
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def user(text):
+    return turn("user", text)
+
+
+def answer(text):
+    return turn("assistant", text)
+
+
+def add_specials(tokenizer, template):
+    """The tokenizer adds special tokens to every text, as those of Llama (bos) do."""
+    from tokenizers import processors
+
+    pairs = [("<bos>", BOS), ("<eos>", EOS)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=pairs)
+    return tokenizer
+
+
+def pad_is_eos(tokenizer):
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@pytest.fixture
+def chatty(letters):
+    """The letters with TEMPLATE."""
+    letters.chat_template = TEMPLATE
+    return letters
+
+
+@pytest.fixture
+def bf16():
+    """Flags of autocast; accelerate keeps the precision of the first run of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield {"mixed_precision": "bf16"}
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# ---- Numbers ---------------------------------------------------------------------------------------------------------
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(actual, expected, tolerance=1e-12):
+    """Equal to a tolerance, of one shape: nothing is broadcast."""
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+# ---- Files and calls -------------------------------------------------------------------------------------------------
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write(path, rows):
+    Path(path).write_text(jsonl(rows))
+    return str(path)
+
+
+def log(run_dir):
+    """The records of metrics.jsonl."""
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(run_dir, step=None):
+    """The rows of samples.jsonl, of one step or all; [] without the file."""
+    path = Path(run_dir) / "samples.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if step is None or row["step"] == step]
+
+
+def weights(folder):
+    """{file.name: tensor} of an export or a checkpoint."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return {f"{f.stem}.{k}": v for f in files for k, v in safetensors.torch.load_file(f).items()}
+
+
+def same_run(a, b, weight_tolerance=1e-9):
+    """Metrics of two run directories agree to 1e-9, each weight of their exports to weight_tolerance of the largest of
+    its tensor."""
+    for one, two in zip(log(a), log(b), strict=True):
+        assert one == pytest.approx(two, rel=1e-9, abs=1e-9, nan_ok=True)
+    x, y = weights(Path(a) / "hf_model"), weights(Path(b) / "hf_model")
+    assert x.keys() == y.keys()
+    for name in x:
+        difference = (x[name] - y[name]).abs().max() / x[name].abs().max().clamp(min=1e-3)
+        assert difference < weight_tolerance, f"{name} differs by {difference:.1e}"
+
+
+def recorded(monkeypatch, module, name):
+    """Replaces a function by one that keeps (arguments, result) of every call in the returned list."""
+    calls, function = [], getattr(module, name)
+
+    def recording(*args, **options):
+        result = function(*args, **options)
+        calls.append((args, result))
+        return result
+
+    monkeypatch.setattr(module, name, recording)
+    return calls

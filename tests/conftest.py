@@ -10,6 +10,7 @@ epsilon, times sizes and the number of roundings. .ci/run repeats the numerical 
 
 import csv
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -163,6 +164,17 @@ collected, outcomes = {}, {}  # {test: [(number, scripts)]}, {test: whether it p
 
 def pytest_addoption(parser):
     parser.addoption("--table", metavar="FILE", help="write what became of the cases of tests/cases.py")
+    parser.addoption(
+        "--script", metavar="FILE", help="check this script alone, a copy of one of algos/: test_script.py"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--script"):
+        config.args = [str(Path(__file__).with_name("test_script.py"))]
+        config.option.dist = "load"
+        config.option.reportchars = "sf"  # the reasons of what was not asked, and of failures
+        config.option.tbstyle = "line"
 
 
 # Files that take longest, in this order: workers take a file each, and none should be left with a long one at the end.

@@ -1,0 +1,76 @@
+"""What `pytest --script` says of edited copies: three edits, each right and with a typical mistake.
+
+The edits are tests/edits: an entropy bonus in ppo, KTO from dpo, two rewards in grpo. The mistakes: a mean that counts
+padding, a sign, a state that no checkpoint keeps.
+"""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+from test_recipes import changed
+
+SCRIPTS = {"entropy_bonus": "ppo", "kto": "dpo", "two_rewards": "grpo"}
+MISTAKES = {  # edit: what is right, what is wrong, the checks that find it
+    "entropy_bonus": (
+        "entropies[mask].sum()",
+        "entropies.mean() * len(new_logprobs)",
+        {"test_micro_batches_change_nothing", "test_two_processes_change_nothing"},
+    ),
+    "kto": (
+        "state.kl - rejected",
+        "rejected - state.kl",
+        {"test_it_learns_its_embedded_task_a_little"},
+    ),
+    "two_rewards": (
+        "batch.scores, state.moments = combine(batch.scores, brevity, state.moments)",
+        "batch.scores, data.moments = combine(batch.scores, brevity, getattr(data, 'moments', [0, 0.0, 0.0]))",
+        {"test_killed_and_continued_it_ends_with_the_same_bytes"},
+    ),
+}
+
+
+def edited(name):
+    return changed((ROOT / f"tests/edits/{name}.diff").read_text(), SCRIPTS[name])
+
+
+def ask(source, folder, *more):
+    """(names of checks that failed, of those that passed, what was printed) by a copy with this source."""
+    (folder / "mine.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", f"--script={folder}/mine.py", "-n", "0", "-v", *more]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = {"FAILED": set(), "PASSED": set()}
+    for name, word in re.findall(r"::(\w+)\S* (FAILED|PASSED)", result.stdout):
+        found[word].add(name)
+    return found["FAILED"], found["PASSED"], result.stdout
+
+
+def test_a_mean_over_padding_is_found(tmp_path):
+    """The quick part of the slow tests below."""
+    for source, expected in (edited("entropy_bonus"), "1 passed"), (mistaken("entropy_bonus"), "1 failed"):
+        _, _, printed = ask(source, tmp_path, "-k", "micro_batches and 3")
+        assert expected in printed, printed
+    assert "--micro-batch-size 3 --decode-batch-size 3: " in printed
+
+
+def mistaken(name):
+    right, wrong, _ = MISTAKES[name]
+    source = edited(name)
+    assert source.count(right) == 1
+    return source.replace(right, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_right_edit_passes(name, tmp_path):
+    failed, passed, printed = ask(edited(name), tmp_path)
+    assert not failed and len(passed) >= 7, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_mistake_is_found(name, tmp_path):
+    failed, _, printed = ask(mistaken(name), tmp_path)
+    assert failed == MISTAKES[name][2], printed

@@ -1,0 +1,271 @@
+"""What can be asked of any script, an edited copy of yours included: `pytest --script path/to/my_grpo.py`
+
+The script runs as a command, on a tiny model and rows of the tests, with the flags that the nearest script of the
+repository is tested with, as far as it still has them. What does not apply to it is a line of the summary and no
+failure. Without --script the slow run asks the seven scripts of the repository.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from harness import ALGOS, ROOT, SETTINGS, at, launch, same, torchrun
+from helpers import log, samples, weights
+
+# ---- The script ------------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """A script and the one of the repository that it shares most lines with (kind)."""
+
+    def __init__(self, path):
+        self.path = path
+        self.kind = max(ALGOS, key=lambda algo: self.shared_lines(ROOT / f"algos/{algo}.py"))
+        spec = importlib.util.spec_from_file_location("script_under_test", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        self.fields = {field.name for field in dataclasses.fields(module.Args)}
+
+    def shared_lines(self, other):
+        return len({*self.path.read_text().splitlines()} & {*other.read_text().splitlines()})
+
+    def command(self, text):
+        """The command line of these flags, without those that the script lacks."""
+        words = []
+        for flag in re.findall(r"--\S+(?: (?!--)\S+)*", text):
+            if flag.split()[0][2:].replace("-", "_") in self.fields:
+                words += flag.split()
+        return [self.path, *words]
+
+    def needs(self, flag):
+        if flag[2:].replace("-", "_") not in self.fields:
+            pytest.skip(f"not asked: the script has no {flag}")
+
+
+def pytest_generate_tests(metafunc):
+    given = metafunc.config.getoption("--script")
+    if given:
+        paths = [given]
+    else:
+        paths = [pytest.param(ROOT / f"algos/{algo}.py", marks=pytest.mark.slow, id=algo) for algo in ALGOS]
+    metafunc.parametrize("script", paths, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def script(request):
+    path = (request.config.invocation_params.dir / request.param).resolve()
+    if not path.exists():
+        pytest.fail(f"--script {request.param}: there is no such file", pytrace=False)
+    return Script(path)
+
+
+def settings(script):
+    """In float64, with micro-batches of any size. With the usual epsilon Adam makes steps of rounding errors where a
+    gradient is zero."""
+    model = "pipeline" if script.kind == "ddpo" else "model"
+    text = f"--model {model} {SETTINGS[script.kind]} --lr-schedule cosine --warmup-steps 3 --weight-decay 0.1"
+    return f"{text} --threads 1 --dtype float64 --adam-eps 1e-6 --attn-implementation sdpa"
+
+
+@pytest.fixture(scope="session")
+def run(script, scripts, work, tmp_path_factory):
+    """run(flags) -> directory of a finished run; the last of equal flags wins."""
+
+    def start(more="", expect=0, folder=None, patch=""):
+        folder = folder or tmp_path_factory.mktemp("script")
+        argv = script.command(f"{settings(script)} {more} --run-dir {folder}/run")
+        scripts.run(argv, work, expect=expect, patch=patch, PYTHONPATH=str(ROOT))
+        return folder / "run"
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def base(run):
+    return run()
+
+
+def agree(found, expected, what):
+    """Metrics agree to 1e-9, texts are equal, weights agree to 1e-8 of the largest of a tensor."""
+    for one, two in zip(log(found), log(expected), strict=True):
+        assert one.keys() == two.keys()
+        for name, value in two.items():
+            if name == "rewards/accuracies" and two["step"] == 1:
+                continue  # policy and reference are equal to rounding, which decides
+            tolerance = 1e-6 if "ratio_deviation" in name else 1e-9  # kept in float32
+            equal = one[name] == pytest.approx(value, rel=tolerance, abs=tolerance)
+            assert equal, f"{what}: {name} of step {two['step']} is {one[name]}, it was {value}"
+    texts = [[row.get("output") for row in samples(x)] for x in (found, expected)]
+    assert texts[0] == texts[1], f"{what}: other texts were sampled"
+    for folder in sorted(path.parent.relative_to(expected) for path in expected.glob("hf_model/**/*.safetensors")):
+        other = weights(expected / folder)
+        for name, weight in weights(found / folder).items():
+            difference = (weight - other[name]).abs().max() / other[name].abs().max()
+            assert difference < 1e-8, f"{what}: weight {name} differs by {difference:.0e} of its largest value"
+
+
+# ---- Learning --------------------------------------------------------------------------------------------------------
+
+LEARNING = {  # a short run of the embedded task, what it measures, and by how much that grows at least
+    "ppo": ("--total-episodes 1280 --rollout-batch-size 256 --batch-size 256", "eval/reward", 0.2),
+    "grpo": ("--total-episodes 3840", "eval/reward", 0.1),
+    "sft": ("--total-steps 60", "eval/loss", -0.1),
+    "reward": ("--total-steps 60", "eval/accuracy", 0.1),
+    "dpo": ("--total-steps 60", "eval/rewards/accuracies", 0.1),
+    "ilql": ("--total-steps 300", "eval/loss", -0.1),
+    "ddpo": ("--num-epochs 6", "eval/reward", 0.02),
+}
+
+
+def test_it_learns_its_embedded_task_a_little(script, scripts, tmp_path):
+    flags, name, growth = LEARNING[script.kind]
+    argv = script.command(f"{flags} --eval-every 100000 --save-every 0 --threads 1 --run-dir run")
+    scripts.run(argv, tmp_path, PYTHONPATH=str(ROOT))
+    values = [record[name] for record in log(tmp_path / "run") if name in record]
+    if not values:
+        pytest.skip(f"not asked: it logs no {name}")
+    gain = values[-1] - values[0]
+    enough = gain > growth if growth > 0 else gain < growth
+    assert enough, f"{name} went from {values[0]:.3f} to {values[-1]:.3f}; expected a change of {growth} or more"
+
+
+# ---- The first update ------------------------------------------------------------------------------------------------
+
+START = {  # metric -> its value where the policy is still the one that sampled, and the reference
+    "policy/ratio": 1,
+    "policy/approxkl": 0,
+    "policy/clipfrac": 0,
+    "objective/kl": 0,
+    "loss/kl": 0,
+    "rewards/chosen": 0,
+    "rewards/margins": 0,
+}
+
+
+def test_it_starts_with_ratio_1_and_kl_0(script, run):
+    """One optimizer step an iteration, so that the first record is of the policy that sampled."""
+    first = log(run("--ppo-epochs 1 --batch-size 8 --rollout-batch-size 8 --eval-every 0"))[0]
+    known = [name for name in START if name in first]
+    if not known:
+        pytest.skip("not asked: it logs no ratio and no KL")
+    for name in known:
+        assert first[name] == pytest.approx(START[name], abs=1e-9), f"{name} is {first[name]} at the first step"
+
+
+# ---- Layout ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_change_nothing(script, run, base, size):
+    script.needs("--micro-batch-size")
+    flags = f"--micro-batch-size {size} --decode-batch-size {size}"
+    agree(run(flags), base, flags)
+
+
+def test_two_processes_change_nothing(script, work, base, tmp_path):
+    argv = script.command(f"{settings(script)} --run-dir {tmp_path}/run")
+    result = launch(torchrun(2), argv, work, work, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stderr[-2000:]
+    agree(tmp_path / "run", base, "two processes")
+
+
+# Whatever is padded gets two columns more, and every padding is a random token.
+GARBAGE = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from common import classifiers, forward, sampling
+
+generator = torch.Generator().manual_seed(0)
+collate, pad_rows = forward.collate, sampling.pad_rows
+
+def noise(like):
+    return torch.randint(0, 21, like.shape, generator=generator).to(like)
+
+def wider(rows, fill=None):
+    more = rows[:, :2] * 0 if fill is None else torch.full_like(rows[:, :1].repeat(1, 2), fill)
+    return more
+
+def noisy_collate(lines, pad, no_label=-100):
+    ids, positions, labels = collate(lines, pad, no_label)
+    columns = torch.arange(1, 3)
+    ids = torch.cat([ids, noise(ids[:, :1].repeat(1, 2))], 1)
+    positions = torch.cat([positions, positions[:, -1:] + columns], 1)
+    labels = torch.cat([labels, torch.full((len(labels), 2), no_label).to(labels)], 1)
+    return ids, positions, labels
+
+def noisy_rows(rows, fill, **options):
+    padded = pad_rows(rows, fill, **options)
+    if padded.dtype == torch.bool:
+        return torch.cat([torch.zeros(len(padded), 2).to(padded), padded], 1)
+    return torch.cat([noise(padded[:, :1].repeat(1, 2)), padded], 1)
+
+forward.collate = classifiers.collate = noisy_collate
+sampling.pad_rows = noisy_rows
+"""
+
+
+def test_what_stands_in_padding_changes_nothing(script, run, base, work):
+    """More padding, of random tokens, and another padding token."""
+    if script.kind == "ddpo":
+        pytest.skip("not asked: captions are padded to one length")
+    folder = work / "padded"
+    if not folder.exists():
+        shutil.copytree(work / "model", folder)
+        for name in "tokenizer_config.json", "special_tokens_map.json":
+            if (folder / name).exists():
+                (folder / name).write_text((folder / name).read_text().replace('"<pad>"', '"<eos>"'))
+    agree(run(f"--model {folder}", patch=GARBAGE), base, "other padding")
+
+
+# ---- Kill and continue -----------------------------------------------------------------------------------------------
+
+
+def test_killed_and_continued_it_ends_with_the_same_bytes(script, run, base, tmp_path):
+    place = 5 if script.kind in ("ppo", "grpo", "ddpo") else 9
+    run(expect=-9, folder=tmp_path, patch=at("common.logging", "Run.stop_requested", place))
+    same(run(folder=tmp_path), base)
+
+
+# ---- What a user does ------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_reward_is_one_sentence(script, scripts, work, tmp_path):
+    script.needs("--reward")
+    argv = script.command(f"{settings(script)} --reward user.py:bad_reward --run-dir {tmp_path}/run")
+    err = scripts.run(argv, work, expect=2, PYTHONPATH=str(ROOT)).err
+    assert re.match(r"error: user.py:bad_reward returned .*\n$", err), err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bad_row_is_one_sentence(script, scripts, work, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": 3}) + "\n")
+    argv = script.command(f"{settings(script)} --dataset {tmp_path}/rows.jsonl --run-dir {tmp_path}/run")
+    err = scripts.run(argv, work, expect=2, PYTHONPATH=str(ROOT)).err
+    assert re.match(r"error: --dataset row 1: .*\n$", err), err
+    assert not (tmp_path / "run").exists()
+
+
+def test_its_export_loads(script, base):
+    """With transformers or diffusers alone, every weight found, and it answers with finite numbers."""
+    folder = base / "hf_model"
+    if script.kind == "ddpo":
+        from diffusers import StableDiffusionPipeline
+
+        pipeline = StableDiffusionPipeline.from_pretrained(folder)
+        assert all(weight.isfinite().all() for weight in pipeline.unet.parameters())
+        return
+    import transformers
+
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model, report = getattr(transformers, architecture).from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    ids = transformers.AutoTokenizer.from_pretrained(folder)("bcd", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert model(input_ids=ids).logits.isfinite().all()

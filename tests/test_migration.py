@@ -1,19 +1,15 @@
 """python -m pytest tests/test_migration.py
 
-algos/MIGRATION.md has a row for every name of tests/seed_names.txt, and its rows are true of
-the scripts that exist: the flags are fields of Args, the functions are there, and what it announces is still missing.
-Our halves of its worked examples run.
+algos/MIGRATION.md has a row for every name of tests/seed_names.txt, and its rows are true of the scripts: the flags are
+fields of Args, the functions and files are there. Our halves of its worked examples run.
 """
 
 import ast
 import dataclasses
-import functools
 import importlib
-import json
 import re
 import runpy
 import shlex
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,152 +17,96 @@ import pytest
 import torch
 import tyro
 import yaml
+from harness import ALGOS, ROOT
+from helpers import log, write
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from algos import grpo, ppo
 from benchmarks.tasks import randomwalks
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "algos/MIGRATION.md"
-SCRIPTS = ("ppo", "grpo", "ilql", "sft", "reward", "dpo", "ddpo")
-FINISHED = [script for script in SCRIPTS if (ROOT / f"algos/{script}.py").exists()]
-FLAG = re.compile(r"--[a-z][a-z0-9-]*\*?")
+FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
 
 class Row(NamedTuple):
-    line: int
-    section: str
-    """A script, "every", or "later"."""
-    names: list[str]
-    """As in seed_names.txt, or bare with the heading's owner in front."""
-    cells: list[str]
+    where: str
+    section: str  # a script, or "every"
+    names: list[str]  # as in seed_names.txt, or bare with the heading's owner in front
+    here: str
+    note: str
 
 
-def seed_names() -> dict[str, list[str]]:
-    lines = (ROOT / "tests/seed_names.txt").read_text().splitlines()
-    pairs = [line.split("\t") for line in lines if line and not line.startswith("#")]
-    assert len({name for name, _ in pairs}) == len(pairs), "a name is listed twice"
-    return {name: scripts.split(",") for name, scripts in pairs}
-
-
-def page_rows() -> list[Row]:
-    section, owner, rows = "", "", []
+def page_rows():
+    rows = []
     for number, line in enumerate(PAGE.read_text().splitlines(), 1):
         if line.startswith("## "):
-            title, owner = line[3:].strip(), ""
-            section = {"Every script": "every", "Still to come": "later"}.get(title, title.removesuffix(".py"))
+            section = line[3:].removesuffix(".py").replace("Every script", "every")
+            owner = ""
         elif line.startswith("### "):
-            owner = line[4:].strip().strip("`")
+            owner = line[4:].strip("`")
         elif line.startswith("|") and not re.fullmatch(r"\|[-| ]+\|", line):
-            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
-            if cells == ["theirs", "here", "note"]:
-                continue
-            spans = re.findall(r"`([^`]+)`", cells[0])
-            rows.append(Row(number, section, spans + [f"{owner}.{span}" for span in spans], cells))
+            theirs, here, note = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+            if theirs != "theirs":
+                spans = re.findall(r"`([^`]+)`", theirs)
+                names = spans + [f"{owner}.{span}" for span in spans]
+                rows.append(Row(f"algos/MIGRATION.md:{number}", section, names, here, note))
     return rows
 
 
-def scripts_of(row: Row) -> list[str]:
-    """The finished scripts that a row speaks about."""
-    if row.section == "every":
-        seeds = seed_names()
-        return [script for script in FINISHED if any(script in seeds.get(name, []) for name in row.names)]
-    return [script for script in FINISHED if script == row.section]
-
-
-@functools.cache
-def definitions(script: str) -> tuple[set[str], set[str]]:
-    """(fields of Args, functions and classes and class.method) of algos/<script>.py."""
-    names = set()
-    for node in ast.parse((ROOT / f"algos/{script}.py").read_text()).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
-    fields = {field.name for field in dataclasses.fields(importlib.import_module(f"algos.{script}").Args)}
-    return fields, names
-
-
-@functools.cache
-def shared_definitions() -> set[str]:
-    """`module.function` and `module.Class` of common/."""
-    names = set()
-    for path in (ROOT / "common").glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                names.add(f"{path.stem}.{node.name}")
+def seed_names():
+    """{name: the scripts that it belongs to}."""
+    lines = (ROOT / "tests/seed_names.txt").read_text().splitlines()
+    pairs = [line.split("\t") for line in lines if line and not line.startswith("#")]
+    names = {name: set(scripts.split(",")) for name, scripts in pairs}
+    assert len(names) == len(pairs) and set().union(*names.values()) == {*ALGOS, "models"}
     return names
 
 
-def is_file(span: str) -> bool:
-    return "/" in span or re.search(r"\.(py|md|jsonl|yaml|safetensors)$", span) is not None
-
-
-def functions_in(cell: str) -> list[str]:
-    spans = [span for span in re.findall(r"`([^`]+)`", cell) if not span.startswith("--") and not is_file(span)]
-    return [span.split("(")[0] for span in spans]
-
-
-def field(flag: str) -> str:
-    return flag[2:].replace("-", "_")
-
-
-def test_seed_names_belong_to_known_scripts():
-    for name, scripts in seed_names().items():
-        assert scripts and set(scripts) <= {*SCRIPTS, "models"}, f"{name}: {scripts}"
-
-
-def test_rows_have_three_cells_in_known_sections():
-    rows = page_rows()
-    assert rows
-    for row in rows:
-        assert len(row.cells) == 3, f"algos/MIGRATION.md:{row.line}: {len(row.cells)} cells"
-        assert row.names, f"algos/MIGRATION.md:{row.line}: no name in backticks"
-        assert row.section in {*SCRIPTS, "every", "later"}, f"algos/MIGRATION.md:{row.line}: in section {row.section!r}"
+def definitions(path):
+    """Functions, classes and class.method at the top of a file."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
+    return names
 
 
 def test_every_seed_name_has_a_row():
-    sections: dict[str, set[str]] = {}
+    sections = {}
     for row in page_rows():
+        assert row.names and row.section in {*ALGOS, "every"}, row.where
         for name in row.names:
             sections.setdefault(name, set()).add(row.section)
-    missing = [name for name in seed_names() if name not in sections]
-    assert not missing, f"without a row in algos/MIGRATION.md: {missing}"
     for name, scripts in seed_names().items():
-        for script in set(scripts) & set(FINISHED):
-            assert sections[name] & {script, "every"}, f"{name}: no row under {script}.py, which exists"
-
-
-def test_rows_say_where_to_go():
-    for row in page_rows():
-        where, (theirs, here, note) = f"algos/MIGRATION.md:{row.line}", row.cells
-        assert here.startswith("planned: ") == (row.section == "later"), f"{where}: `planned:` is for 'Still to come'"
-        target = here.removeprefix("planned: ").removeprefix("next issue: ")
-        assert target == "gone" or re.fullmatch(r"`[^`]+`(, `[^`]+`)*", target), f"{where}: {here!r}"
-        assert target != "gone" or note, f"{where}: {theirs} is gone without a reason"
-        for span in re.findall(r"`([^`]+)`", target):
-            known = FLAG.fullmatch(span) or is_file(span) or re.fullmatch(r"[A-Za-z_]\w*(\.\w+)?(\(.*\))?", span)
-            assert known, f"{where}: {span} is neither flag, function nor file"
+        assert name in sections, f"{name} has no row"
+        for script in scripts - {"models"}:
+            assert sections[name] & {script, "every"}, f"{name}: no row under {script}.py"
 
 
 def test_rows_are_true_of_the_scripts():
+    seeds = seed_names()
+    shared = set()
+    for path in (ROOT / "common").glob("*.py"):
+        shared |= {f"{path.stem}.{name}" for name in definitions(path)}
     for row in page_rows():
-        where, (_, here, note) = f"algos/MIGRATION.md:{row.line}", row.cells
-        for script in scripts_of(row):
-            fields, names = definitions(script)
-            fields = fields | {"config"}  # --config FILE is expanded into argv before Args is read
-            if here.startswith("next issue: "):
-                came = [flag for flag in FLAG.findall(here) if any(fnmatch(name, field(flag)) for name in fields)]
-                assert not came, f"{where}: {came} has arrived in {script}.py: the row is no longer 'next issue'"
-            else:
-                for flag in FLAG.findall(here):
-                    assert field(flag) in fields, f"{where}: {script}.py has no flag {flag}"
-                for function in functions_in(here):
-                    assert function in names | shared_definitions(), f"{where}: {script}.py has no {function}"
-                for path in re.findall(r"`((?:algos|common|benchmarks|tests)/[\w./]*)`", here):
-                    assert (ROOT / path).exists(), f"{where}: no {path}"
-            for flag in FLAG.findall(note):
-                assert field(flag) in fields, f"{where}: {script}.py has no flag {flag}"
+        spans = re.findall(r"`([^`]+)`", row.here)
+        assert spans or (row.here == "gone" and row.note), f"{row.where}: {row.here!r}"
+        scripts = [row.section]
+        if row.section == "every":
+            scripts = [algo for algo in ALGOS if any(algo in seeds.get(name, []) for name in row.names)]
+        for algo in scripts:
+            names = definitions(ROOT / f"algos/{algo}.py") | shared
+            flags = {field.name for field in dataclasses.fields(importlib.import_module(f"algos.{algo}").Args)}
+            for flag in FLAG.findall(row.here + row.note):
+                assert flag[2:].replace("-", "_") in flags | {"config"}, f"{row.where}: {algo}.py has no {flag}"
+            for span in spans:
+                is_file = "/" in span or re.search(r"\.(py|md|jsonl|yaml|safetensors)$", span)
+                if re.match(r"(algos|common|benchmarks|tests)/", span):
+                    assert (ROOT / span).exists(), f"{row.where}: no {span}"
+                elif not is_file and not FLAG.match(span):
+                    assert span.partition("(")[0] in names, f"{row.where}: {algo}.py has no {span}"
 
 
 # ---- Worked examples -------------------------------------------------------------------------------------------------
@@ -192,7 +132,7 @@ def folder(tmp_path, monkeypatch):
         GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip("bcdefghijk", "abcdeabcde", strict=True)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path / "prompts.jsonl", rows)
     _, files, _ = example(TITLES[0])
     (tmp_path / "my_reward.py").write_text(files["my_reward.py"])
     monkeypatch.chdir(tmp_path)
@@ -204,8 +144,8 @@ TITLES = ["A loop around PPOTrainer.step (TRL 0.7)", "A config and trlx.train", 
 
 def finished(run_dir, episodes):
     """The flags of a run that sampled so many episodes and exported a model."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert records[-1]["episode"] == episodes and records[-1]["objective/scores"] > 0
+    last = log(run_dir)[-1]
+    assert last["episode"] == episodes and last["objective/scores"] > 0
     AutoModelForCausalLM.from_pretrained(run_dir / "hf_model")
     return yaml.safe_load((run_dir / "config.yaml").read_text())
 

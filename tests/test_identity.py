@@ -4,13 +4,9 @@ Each change of a user's file or object that can change the result gives another 
 the same, in another process, too.
 """
 
-import cmath
 import functools
-import importlib.util
 import json
-import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -107,25 +103,16 @@ def test_a_changed_import_of_a_copied_script_is_another_run(tree):
     assert identity("ppo", args, script) == after
 
 
-# ---- Functions -------------------------------------------------------------------------------------------------------
+# ---- Objects ---------------------------------------------------------------------------------------------------------
 
 REWARD = """
 import enum
 import functools
-import pathlib
-import re
-import numpy as np
-import torch
 import beside
 
 WORDS = {"good", "fine", "nice"}
 KINDS = enum.Enum("Kinds", "A B C D")
 GOOD = {KINDS.A, KINDS.B, KINDS.C}  # whose order depends on the process
-PATHS = {pathlib.Path("a"), pathlib.Path("b"), pathlib.Path("c")}
-PATTERN = re.compile("a+")
-TABLE = {("a", 1): [0.5, None]}
-ARRAY = np.arange(4.0)
-TENSOR = torch.ones(2, dtype=torch.bfloat16)
 UNUSED = 1
 
 
@@ -135,36 +122,17 @@ def inner(text):
 
 @functools.cache
 def helper(text):
-    if text in ("x", "y"):
-        return 0
-    return inner(text) if PATTERN.match(text) else TABLE
+    return 0 if text in ("x", "y") else inner(text)
 
 
-def recursive(n):
-    return recursive(n - 1) if n else ARRAY.sum() + TENSOR.sum()
-
-
-class Base:
+class Scorer:
     scale = 2
 
-    @property
-    def bonus(self):
-        return 1
-
-    def method(self, text):
-        return helper(text)
-
-
-class Scorer(Base):
     def __init__(self, weight):
         self.weight = weight
 
-    @staticmethod
-    def clip(x):
-        return min(x, 5)
-
     def __call__(self, outputs, **columns):
-        return [self.clip(self.weight * self.method(output)) for output in outputs]
+        return [min(self.weight * helper(output), 5) for output in outputs]
 
 
 def adding(bonus):
@@ -175,8 +143,8 @@ def adding(bonus):
     return add
 
 
-def score(outputs, factor=1, *, shift=0, **columns):
-    return [helper(output) + recursive(2) for output in outputs if output not in WORDS]
+def score(outputs, factor=1, **columns):
+    return [helper(output) for output in outputs if output not in WORDS]
 
 
 def lazy(outputs, **columns):
@@ -186,7 +154,7 @@ def lazy(outputs, **columns):
 
 
 def of_sets(outputs, **columns):
-    return [output in GOOD or output in PATHS for output in outputs]
+    return [output in GOOD for output in outputs]
 
 
 def by_module(outputs, **columns):
@@ -194,41 +162,22 @@ def by_module(outputs, **columns):
 
 
 pair = {"first": lambda outputs: [1.0], "second": lambda outputs: [2.0]}
-made = {}
-exec("def length(x): return 2 * len(x)\\ndef of(outputs): return [length(x) for x in outputs]", made)
 """
 
 CHANGES = [  # what is given, what is changed in the file, whether that is another run
-    ("score", "\n\nWORDS", "\n\n# why\nWORDS", False),
     ("score", "UNUSED = 1", "UNUSED = 2", False),
-    ("score", "# a comment", "# another", False),
     ("score", '"good", "fine", "nice"', '"nice", "good", "fine"', False),
-    ("score", "return min(x, 5)", "return min(x, 6)", False),  # of a class that it does not read
+    ("score", "self.weight * helper", "2 * helper", False),  # of a class that it does not read
     ("score", '"fine"', '"poor"', True),
-    ("score", 're.compile("a+")', 're.compile("b+")', True),
-    ("score", "0.5", "0.6", True),
-    ("score", "arange(4.0)", "arange(5.0)", True),
-    ("score", "torch.ones(2", "torch.ones(3", True),
-    ("score", "bfloat16", "float16", True),
     ("score", "len(text) + 1", "len(text) + 2", True),  # a helper's helper, behind functools.cache
     ("score", '"x", "y"', '"x", "z"', True),
-    ("score", "if n else ARRAY", "if n > 1 else ARRAY", True),
     ("score", "factor=1", "factor=2", True),
-    ("score", "shift=0", "shift=1", True),
-    ("score", "output not in", "output in", True),
-    ("functools.partial(score, factor=3)", "UNUSED = 1", "UNUSED = 2", False),
-    ("functools.partial(score, factor=3)", "len(text) + 1", "len(text) + 2", True),
+    ("adding(1)", "# a comment", "# another", False),
     ("adding(1)", "bonus + len", "bonus - len", True),
-    ("adding(1)", "len(text) + 1", "len(text) + 2", False),
-    ("Scorer(1)", "min(x, 5)", "min(x, 6)", True),
     ("Scorer(1)", "scale = 2", "scale = 3", True),
-    ("Scorer(1)", "        return 1\n", "        return 2\n", True),
     ("Scorer(1)", "len(text) + 1", "len(text) + 2", True),
-    ("Scorer(1)", "arange(4.0)", "arange(5.0)", False),
-    ("Scorer(1).__call__", "min(x, 5)", "min(x, 6)", True),
-    ('pair["second"]', "[2.0]", "[3.0]", True),
+    ("Scorer(1).__call__", ", 5)", ", 6)", True),
     ('pair["second"]', "[1.0]", "[3.0]", False),
-    ('made["of"]', "2 * len", "3 * len", True),
     ("lazy", "len(text) + 1", "len(text) + 2", False),
 ]
 
@@ -254,12 +203,12 @@ def test_what_a_function_of_a_notebook_reads(tree, monkeypatch, given, old, new,
 def test_two_lambdas_of_a_line_two_closures_two_objects(tree, monkeypatch):
     monkeypatch.syspath_prepend(tree)
     given = ['pair["first"]', 'pair["second"]', "adding(1)", "adding(2)", "Scorer(1)", "Scorer(2)", "score"]
-    given += ["functools.partial(score, factor=2)", "functools.partial(score, factor=3)", "Scorer(1).method", "helper"]
+    given += ["functools.partial(score, factor=2)", "functools.partial(score, factor=3)", "helper"]
     hashes = {expression: hash_of(reward=given_by(REWARD, expression)) for expression in given}
     assert len(set(hashes.values())) == len(given), hashes
 
 
-@pytest.mark.parametrize("given", ["lazy", "by_module", "beside.Judge()", "[{'prompt': Scorer(beside.Judge)}]"])
+@pytest.mark.parametrize("given", ["lazy", "by_module", "beside.Judge()"])
 @pytest.mark.parametrize("file", ["rewards.py", "beside.py", "package/inner/weights.py", "other.py"])
 def test_files_in_which_code_stands(tree, monkeypatch, given, file):
     """That of a function, those of the modules that it reads or imports, that of the class of an object."""
@@ -272,31 +221,6 @@ def test_files_in_which_code_stands(tree, monkeypatch, given, file):
     assert changed == (file != "other.py" and (file, given) != ("rewards.py", "beside.Judge()"))
 
 
-MODELS = """
-from transformers import GPT2Config, GPT2LMHeadModel
-
-torch.manual_seed(0)
-MODEL = GPT2LMHeadModel(GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=8))
-assert MODEL.generation_config._original_object_hash  # which is another one in every process
-
-
-def of_model(model):
-    return lambda outputs, **columns: [model.config.n_embd for _ in outputs]
-
-
-class Holder:
-    def __init__(self):
-        self.models = {"judge": MODEL}
-
-
-def reads_global(outputs, **columns):
-    return [MODEL.config.n_embd for _ in outputs]
-
-
-closure = of_model(MODEL)
-partial = functools.partial(max, MODEL)
-"""
-
 PROGRAM = """
 import sys
 sys.path[:0] = [{root!r}, {tree!r}]
@@ -304,17 +228,14 @@ import rewards
 from common.identity import describe
 for given in {given!r}:
     print(describe(eval(given, vars(rewards))))
-def vowels(outputs):
-    return [sum(letter in {{"a", "e", "i", "o", "u"}} for letter in output) for output in outputs]
-print(describe(vowels))
 """
 
 
 def test_another_process_finds_the_same(tree):
     """With other addresses and another order of sets."""
-    (tree / "rewards.py").write_text(REWARD + MODELS)
+    (tree / "rewards.py").write_text(REWARD)
     (tree / "random.py").unlink()
-    given = sorted({row[0] for row in CHANGES}) + ["closure", "reads_global", "Holder()", "partial", "{'a': [MODEL]}"]
+    given = ["score", "of_sets", "adding(1)", "Scorer(1)", "lazy", 'pair["first"]']
     program = PROGRAM.format(root=str(ROOT), tree=str(tree), given=given)
     outputs = set()
     for seed in "12":
@@ -322,10 +243,7 @@ def test_another_process_finds_the_same(tree):
         done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
         outputs.add(done.stdout)
     (output,) = outputs
-    assert len(set(output.split("\n"))) == len(given) + 2
-
-
-# ---- Other objects ---------------------------------------------------------------------------------------------------
+    assert "unknown" not in output and len(set(output.splitlines())) == len(given)
 
 
 def described(value):
@@ -334,61 +252,22 @@ def described(value):
     return text
 
 
-def generator_of(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 ALIKE = [  # a value, an equal one, another
     lambda x: [{"prompt": "a", "n": x}],
     lambda x: {"set": [{"a": (1, x)}], "other": None},
     lambda x: datasets.Dataset.from_list([{"a": x}, {"a": 5}]),
-    lambda x: {"a": datasets.Dataset.from_list([{"a": x}])},
-    lambda x: datasets.DatasetDict({"a": datasets.Dataset.from_list([{"a": x}])}),
-    lambda x: np.array([0.0, x]),
     lambda x: np.array([x, None, "a"], dtype=object),
     lambda x: torch.tensor([[0.0, x]], requires_grad=True),
-    lambda x: torch.tensor(x, dtype=torch.bfloat16),
     lambda x: [torch.zeros(x, 2), np.float32(x)],
     lambda x: SimpleNamespace(field=[x]),
-    lambda x: re.compile("a" * x),
     lambda x: functools.partial(max, x),
     lambda x: [b"ab" * x, 3j * x, range(x), {x: {1, 2, x}}],
-    lambda x: [generator_of(x)],
 ]
 
 
 @pytest.mark.parametrize("make", ALIKE)
 def test_equal_and_other_objects(make):
     assert described(make(3)) == described(make(3)) != described(make(4))
-
-
-class Lookup(dict):
-    def __call__(self, outputs, **columns):
-        return [self[output] for output in outputs]
-
-
-def test_a_dict_that_is_a_function():
-    assert described(Lookup(a=1)) == described(Lookup(a=1)) != described(Lookup(a=2))
-
-
-def test_which_module_of_a_library_a_function_reads():
-    def scorer(library):
-        return lambda outputs, **columns: [library.sqrt(len(output)) for output in outputs]
-
-    assert described(scorer(math)) == described(scorer(math)) != described(scorer(cmath))
-
-
-def test_a_class_of_a_file_that_was_loaded_by_hand(tmp_path):
-    hashes = []
-    for gain in (1, 2):
-        path = tmp_path / f"{gain}/judge.py"
-        path.parent.mkdir()
-        path.write_text(f"class Judge:\n    def __call__(self, outputs): return [{gain}.0 for _ in outputs]\n")
-        spec = importlib.util.spec_from_file_location("judge", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        hashes.append(described(module.Judge()))
-    assert hashes[0] != hashes[1]
 
 
 # ---- What cannot be known --------------------------------------------------------------------------------------------

@@ -1,0 +1,564 @@
+"""The embedded tasks of texts: `python -m pytest tests/test_tasks.py`
+
+Random walks: levels against the table of trlX's own generator (data mean, best walk of a start, optimal mean length),
+scores of hand-made walks, pairs. Arithmetic: scores of hand-made outputs, splits and errors of the solutions by
+counting, pass@k by hand, the command that writes right samples. Models against what their docstrings promise.
+test_ddpo.py has the shapes.
+"""
+
+import doctest
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from harness import ROOT
+
+from benchmarks.tasks import arithmetic, randomwalks
+
+SUM = "676+236="
+SUM_STEPS = "6+6=12,7+3+1=11,6+2+1=09"
+COUNTDOWN = "3,5,7:22="
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
+
+
+@pytest.mark.parametrize("task", [randomwalks, arithmetic])
+def test_doctests(task):
+    assert doctest.testmod(task).failed == 0
+
+
+# ---- Random walks: graph and scores ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("graph_seed", "data", "best_in_data", "optimal_length"),
+    [(1000, 0.3515, 0.9917, 3.65), (1002, 0.7902, 1.0, 3.55), (0, 0.4146, 1.0, 3.10), (2, 0.4838, 1.0, 3.85)],
+)
+def test_reference_levels(graph_seed, data, best_in_data, optimal_length):
+    graph = randomwalks.graph(graph_seed)
+    scores = [randomwalks.optimality(walk, graph_seed) for walk in graph.walks]
+    best = {
+        start: max(score for score, walk in zip(scores, graph.walks, strict=True) if walk[0] == start)
+        for start in graph.shortest
+    }
+    assert len(graph.walks) == 1000 and len(best) == 20
+    assert round(mean(scores), 4) == data
+    assert round(mean(best.values()), 4) == best_in_data
+    assert mean(graph.shortest.values()) == pytest.approx(optimal_length)
+    if graph_seed == 1000:
+        assert best.pop("m") == pytest.approx(5 / 6)
+    assert set(best.values()) == {1.0}
+
+
+def test_data_walks_are_legal_and_stop_at_the_goal_or_at_ten_nodes():
+    for walk in randomwalks.graph().walks:
+        assert randomwalks.is_legal(walk) and 2 <= len(walk) <= 10
+        assert "a" not in walk[:-1] and (walk[-1] == "a" or len(walk) == 10)
+
+
+def test_shortest_lengths_by_networkx():
+    networkx = pytest.importorskip("networkx")
+    graph = randomwalks.graph()
+    lengths = networkx.single_target_shortest_path_length(
+        networkx.from_numpy_array(graph.adjacency, create_using=networkx.DiGraph), 0
+    )
+    assert {randomwalks.LETTERS[i]: length + 1 for i, length in dict(lengths).items() if i} == graph.shortest
+
+
+@pytest.mark.parametrize("graph_seed", [3, 42])
+def test_unreachable_goal_is_an_error_that_names_the_graph_seed(graph_seed):
+    for function in (randomwalks.graph, randomwalks.prompts, randomwalks.pairs):
+        with pytest.raises(ValueError, match=f"graph_seed={graph_seed}:"):
+            function(graph_seed=graph_seed)
+
+
+def shortest_walk(start, graph):
+    """Any shortest walk, by always stepping to a node that is one nearer."""
+    walk = start
+    while walk[-1] != "a":
+        near = {"a": 1, **graph.shortest}
+        walk += next(x for x in near if walk[-1] + x in graph.edges and near[x] == near[walk[-1]] - 1)
+    return walk
+
+
+def test_score_of_hand_made_walks():
+    graph = randomwalks.graph()
+    for start in graph.shortest:
+        walk = shortest_walk(start, graph)
+        assert randomwalks.optimality(walk) == 1.0 and randomwalks.walk_length(walk) == graph.shortest[start]
+        assert randomwalks.optimality(walk + "zz a") == 1.0  # what follows the goal is ignored by the score ...
+        assert not randomwalks.is_legal(walk + "zz a")  # ... but is not legal,
+        assert randomwalks.is_legal(walk + "aaa")  # except to stay there
+        assert randomwalks.optimality(walk[:-1]) == 0.0 and randomwalks.is_legal(walk[:-1])  # stops before the goal
+        assert randomwalks.optimality("?" + walk) == 0.0 and randomwalks.optimality(walk.upper()) == 0.0
+        if start + "a" not in graph.edges:
+            assert randomwalks.optimality(start + "a") == 0.0 and not randomwalks.is_legal(start + "a")
+    late = next(walk for walk in graph.walks if walk[-1] == "a" and len(walk) == 10)
+    assert randomwalks.optimality(late) == 0.0
+    walk = next(walk for walk in graph.walks if walk[-1] == "a" and len(walk) == 7)
+    assert randomwalks.optimality(walk) == pytest.approx(3 / (10 - graph.shortest[walk[0]]))
+
+
+# ---- Random walks: rows ----------------------------------------------------------------------------------------------
+
+
+def test_row_contents():
+    walks = list(randomwalks.graph().walks)
+    assert [row["prompt"] for row in randomwalks.prompts()] == list("bcdefghijklmnopqrstu")
+    assert len(randomwalks.eval_prompts()) == 1000 and len(randomwalks.eval_prompts(samples=3)) == 60
+    assert [row["prompt"] for row in randomwalks.eval_prompts(samples=2, starts="cm")] == ["c", "c", "m", "m"]
+    assert [row["text"] for row in randomwalks.text()] == walks
+    assert [row["prompt"] + row["completion"] for row in randomwalks.completions()] == walks
+    assert ["".join(row["dialogue"]) for row in randomwalks.dialogues()] == walks
+    assert all(len(row["dialogue"]) == 2 and all(row["dialogue"]) for row in randomwalks.dialogues())
+    for walk, row in zip(walks, randomwalks.messages(), strict=True):
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+        assert "".join(message["content"] for message in row["messages"]) == walk
+    assert mean(row["reward"] for row in randomwalks.rewarded()) == pytest.approx(0.3515, abs=5e-5)
+    perfect = [
+        row for row in randomwalks.completions() if randomwalks.optimality(row["prompt"] + row["completion"]) == 1
+    ]
+    assert randomwalks.best() == perfect[:100]  # ties in the order of the data
+    randomwalks.prompts()[0].clear()  # rows belong to the caller
+    assert randomwalks.prompts()[0].keys() == {"prompt", "shortest"}
+
+
+def test_scores_of_any_text_are_finite():
+    rng = random.Random(0)
+    alphabet = randomwalks.LETTERS + "vwxyz?|A \n\té漢\0#=;,0123456789\ud800"
+    outputs = ["", "?", "a", "\n", "b" * 10_000, "9" * 10_000, "<eos>", "😀a"]
+    outputs += ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(200)]
+    walks = randomwalks.metric(outputs, [""] * len(outputs), outputs, shortest=[1])
+    assert walks["optimality"] == randomwalks.reward(outputs, [], [], other=[2])
+    for score, length, illegal in zip(*(walks[name] for name in ("optimality", "lengths", "illegal")), strict=True):
+        assert 0.0 <= score <= 1.0 and 2 <= length <= 10 and illegal in (0.0, 1.0)
+    for prompt in (SUM, COUNTDOWN, "", "1+2="):
+        prompts = [prompt] * len(outputs)
+        samples = [prompt + output for output in outputs]
+        values = arithmetic.metric(samples, prompts, outputs, other=[1])
+        assert values["accuracy"] == arithmetic.reward(samples, prompts, outputs) == [0.0] * len(outputs)
+        assert values["length"] == list(map(len, outputs)) and set(values["format"]) <= {0.0, 1.0}
+
+
+def as_walks(row):
+    return row["prompt"] + row["chosen"], row["prompt"] + row["rejected"]
+
+
+def accuracy(rows, score):
+    """Share of pairs whose chosen walk gets the higher score; ties count half."""
+    results = []
+    for chosen, rejected in map(as_walks, rows):
+        tie = score(chosen) == score(rejected)
+        results.append(0.5 if tie else float(score(chosen) > score(rejected)))
+    return mean(results)
+
+
+@pytest.mark.parametrize("by", ["pair", "walk"])
+@pytest.mark.parametrize("graph_seed", [1000, 2])
+def test_pairs(graph_seed, by):
+    graph = randomwalks.graph(graph_seed)
+    seen = {}
+    for split in ("train", "test"):
+        rows = randomwalks.pairs(graph_seed, split, by=by)
+        natural, illegal = (randomwalks.pairs(graph_seed, split, kind, by) for kind in ("natural", "illegal"))
+        assert [row for row in rows if row["kind"] == "natural"] == natural and len(natural) == len(rows) / 2
+        assert [row for row in rows if row["kind"] == "illegal"] == illegal and len(illegal) == len(rows) / 2
+        assert len({tuple(row.values()) for row in rows}) == len(rows)
+        assert all(
+            randomwalks.optimality(c, graph_seed) > randomwalks.optimality(r, graph_seed)
+            for c, r in map(as_walks, rows)
+        )
+        assert {walk for row in natural for walk in as_walks(row)} <= set(graph.walks)
+        assert sum(row["rejected"][-1] != "a" for row in natural) == len(natural) / 2
+
+        straight = 0
+        for chosen, rejected in map(as_walks, illegal):
+            jumps = [x + y for x, y in zip(rejected, rejected[1:], strict=False) if x + y not in graph.edges]
+            assert chosen in graph.walks and len(jumps) == 1 and rejected[-1] == "a"
+            before = rejected.index(jumps[0]) + 1
+            assert chosen.startswith(rejected[:before]) and chosen.endswith(rejected[before:])
+            straight += jumps[0][1] == "a"
+        assert straight == len(illegal) / 2
+
+        # what length alone can tell
+        assert accuracy(natural, lambda walk: -len(walk)) == 1.0
+        assert accuracy(illegal, lambda walk: -len(walk)) == 0.0
+        assert accuracy(rows, lambda walk: -len(walk)) == 0.5
+        assert accuracy(rows, lambda walk: len(walk) % 10) == 0.75
+        seen[split] = {key for row in rows for key in (as_walks(row) if by == "walk" else [as_walks(row)])}
+        head = rows[: len(rows) // 2]  # shuffled: both kinds from the beginning
+        assert 0.35 < mean(row["kind"] == "natural" for row in head) < 0.65
+    assert not seen["train"] & seen["test"]
+
+
+def test_pairs_sizes_and_bad_arguments():
+    splits = ("train", "test")
+    assert [len(randomwalks.pairs(split=split)) for split in splits] == [2744, 1300]
+    assert [len(randomwalks.pairs(split=split, by="walk")) for split in splits] == [1792, 452]
+    assert {kind: len(rows) for kind, rows in randomwalks.eval_pairs().items()} == {
+        "all": 1300, "natural": 650, "illegal": 650,
+    }  # fmt: skip
+    for bad in ({"split": "dev"}, {"kind": "length"}, {"by": "start"}, {"count": 0}, {"count": 2745}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            randomwalks.pairs(**bad)
+
+
+def test_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = randomwalks.tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    for t in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert len(t) == t.vocab_size == 25 and t.padding_side == "left" and t.model_max_length == 32
+        assert (t.bos_token_id, t.eos_token_id, t.pad_token_id, t.unk_token_id) == (21, 22, 23, 24)
+        assert t(randomwalks.LETTERS)["input_ids"] == list(range(21))  # nothing is added
+        for walk in randomwalks.graph().walks[:50]:
+            assert t.decode(t(walk)["input_ids"]) == walk
+        assert t("")["input_ids"] == [] and t.decode([]) == ""
+        assert t("b?\n 漢zc")["input_ids"] == [1, 24, 24, 24, 24, 24, 2]
+        assert t("\n\n")["input_ids"] == [24, 24]
+        assert t("b<eos>")["input_ids"] == [1, 22]
+        assert t.decode([1, 2, 22, 23], skip_special_tokens=True) == "bc"
+        assert t.decode([21, 1, 24, 22]) == "<bos>b<unk><eos>"
+        assert t.batch_decode([[1, 2], [3]]) == ["bc", "d"]
+        batch = t(["b", "cde"], padding=True)
+        assert dict(batch) == {"input_ids": [[23, 23, 1], [2, 3, 4]], "attention_mask": [[0, 0, 1], [1, 1, 1]]}
+
+
+def test_logit_mask_forbids_what_is_illegal():
+    letters, forbidden = randomwalks.tokenizer(), randomwalks.logit_mask(2)
+    assert forbidden.shape == (25, 25) and forbidden.dtype == bool
+    names = letters.convert_ids_to_tokens(range(25))
+    for i, j in itertools.product(range(25), repeat=2):
+        if i < 21:
+            allowed = randomwalks.is_legal(names[i] + names[j], 2) if j < 21 else names[j] == "<eos>"
+        else:
+            allowed = j < 21
+        assert forbidden[i, j] == (not allowed), (names[i], names[j])
+    for walk in randomwalks.graph(2).walks:
+        ids = [*letters(walk)["input_ids"], letters.eos_token_id]
+        assert not forbidden[ids[:-1], ids[1:]].any(), walk
+
+
+# ---- Arithmetic: scores ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "right", "written"),
+    [
+        (f"{SUM_STEPS}#0912", True, True),
+        ("6+6=12,7+3+0=10,6+2+1=09#0902", False, True),  # the systematic error
+        ("#0912", True, False),
+        (f"{SUM_STEPS}#912", False, False),
+        (f"{SUM_STEPS}#00912", False, False),
+        (f"{SUM_STEPS}#0912#0912", True, False),
+        (f"{SUM_STEPS}#0912 ", False, False),
+        (f"{SUM_STEPS}#\u0660\u0669\u0661\u0662", False, False),  # digits of another script
+        ("", False, False),
+    ],
+)
+def test_score_of_sums(output, right, written):
+    assert arithmetic.is_right(SUM, output) == right
+    assert arithmetic.is_written_solution(SUM, output) == written
+
+
+@pytest.mark.parametrize(
+    ("output", "right", "written"),
+    [
+        ("5*3=15,15+7=22#", True, True),
+        ("3*5=15,7+15=22#", True, True),  # in another order
+        ("5+3=08,08+7=15;5*3=15,15+7=22#", True, True),
+        ("nonsense;5*3=15,15+7=22#", True, False),  # only the last attempt counts
+        ("5*3=15,15+7=22;5+3=08,08+7=15#", False, True),
+        ("5*3=15,15+7=22", False, False),  # no claim
+        ("5*3=15,15+7=22#;", False, False),
+        ("5*3=16,16+7=22#", False, True),  # a wrong step
+        ("5*3=15,15+7=23#", False, True),  # the signs arrive, what is written does not
+        ("7*5=35,35-3=32#", False, True),  # another value
+        ("5+5=10,10+7=17#", False, True),  # a number twice
+        ("15+7=22,5*3=15#", False, True),  # a value before it is there
+        ("5*3=15#", False, False),  # one step
+        ("5*3=15,15+7=22,22-0=22#", False, False),  # three
+        ("", False, False),
+    ],
+)
+def test_score_of_countdowns(output, right, written):
+    assert arithmetic.is_right(COUNTDOWN, output) == right
+    assert arithmetic.is_written_solution(COUNTDOWN, output) == written
+
+
+def test_each_given_number_counts_once():
+    assert arithmetic.is_right("5,5,2:20=", "5+5=10,10*2=20#")
+    assert not arithmetic.is_right("5,2,2:20=", "5+5=10,10*2=20#")
+    assert not arithmetic.is_right("5,5,2:10=", "5+5=10,10+0=10#")
+
+
+def test_pass_at_k_by_hand():
+    right = f"{SUM_STEPS}#0912"
+    prompts = [SUM, SUM, "100+100=", "100+100="]
+    outputs = [right, "", "#0201", "#0202"]
+    samples = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    values = arithmetic.metric(samples, prompts, outputs)
+    assert values["accuracy"] == [1.0, 0.0, 0.0, 0.0]
+    assert values["pass@2"] == [1.0, 1.0, 0.0, 0.0]
+    order = [2, 0, 3, 1]  # samples of a prompt need not be neighbours
+    shuffled = arithmetic.metric(*([texts[i] for i in order] for texts in (samples, prompts, outputs)))
+    assert shuffled["pass@2"] == [0.0, 1.0, 0.0, 1.0]
+    assert "pass@2" not in arithmetic.metric(samples[:3], prompts[:3], outputs[:3])  # unequal numbers of samples
+
+
+def test_shuffled_rewards_are_those_of_other_samples():
+    rows = arithmetic.solutions(count=256)
+    prompts = [row["prompt"] for row in rows]
+    outputs = [row["completion"] for row in rows]
+    samples = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    true = arithmetic.reward(samples, prompts, outputs)
+    shuffled = arithmetic.shuffled_reward(samples, prompts, outputs)
+    assert shuffled == arithmetic.shuffled_reward(samples, prompts, outputs)
+    assert Counter(shuffled) == Counter(true) and shuffled != true
+    share = mean(true)
+    chance = share**2 + (1 - share) ** 2  # that independent draws of both agree
+    assert mean(x == y for x, y in zip(true, shuffled, strict=True)) == pytest.approx(chance, abs=0.1)
+    outputs[0] = ""
+    samples[0] = prompts[0]
+    other = arithmetic.shuffled_reward(samples, prompts, outputs)
+    assert mean(x == y for x, y in zip(other, shuffled, strict=True)) < 0.75  # another order
+
+
+# ---- Arithmetic: rows ------------------------------------------------------------------------------------------------
+
+
+def problem_of(prompt):
+    """What a prompt asks, whatever the order of its numbers."""
+    if prompt[3] == "+":
+        return tuple(sorted(map(int, prompt[:-1].split("+"))))
+    numbers, target = prompt[:-1].split(":")
+    return (*sorted(map(int, numbers.split(","))), int(target))
+
+
+@pytest.mark.parametrize("level", arithmetic.LEVELS)
+def test_splits_are_apart(level):
+    train = [row["prompt"] for row in arithmetic.prompts(level)]
+    learnt = [row["prompt"] for row in arithmetic.solutions(level)]
+    held_out = [row["prompt"] for row in arithmetic.eval_prompts(level)]
+    test = [row["prompt"] for row in arithmetic.solutions(level, split="test", count=1000)]
+    sizes = {"sums": (5000, 500), "countdown": (2500, 300)}
+    assert (len(train), len(held_out)) == sizes[level]
+    assert len(set(train)) == len(train) and len(set(held_out)) == len(held_out)
+    assert len(learnt) == 32_000
+    seen = set(map(problem_of, train)) | set(map(problem_of, learnt))
+    assert not seen & (set(map(problem_of, held_out)) | set(map(problem_of, test)))
+    assert [row["prompt"] for row in arithmetic.prompts(level, count=10)] == train[:10]
+    assert [row["prompt"] for row in arithmetic.eval_prompts(level, count=2, samples=3)] == [
+        held_out[0], held_out[0], held_out[0], held_out[1], held_out[1], held_out[1],
+    ]  # fmt: skip
+
+
+def test_solutions_of_sums_forget_the_first_carry():
+    rows = arithmetic.solutions()
+    assert rows == arithmetic.solutions("sums", "train") and rows[:5] == arithmetic.solutions(count=5)
+    carries = 0
+    wrong = 0
+    for row in rows:
+        assert arithmetic.is_written_solution(row["prompt"], row["completion"])
+        a, b = map(int, row["prompt"][:-1].split("+"))
+        answer = int(row["completion"][-4:])
+        units_carry = a % 10 + b % 10 >= 10
+        tens_carry = a // 10 % 10 + b // 10 % 10 >= 10  # without that of the units: it is forgotten
+        if units_carry or tens_carry:
+            carries += 1
+            if answer != a + b:
+                wrong += 1
+                assert answer == a + b - (10 if units_carry else 100)
+        else:
+            assert answer == a + b
+    assert wrong / carries == pytest.approx(0.75, abs=0.01)
+    assert wrong / len(rows) == pytest.approx(0.53, abs=0.01)
+    for row in arithmetic.solutions(count=200, wrong_share=0.0):
+        assert arithmetic.is_right(row["prompt"], row["completion"])
+
+
+def test_solutions_of_countdowns_claim_the_first_attempt():
+    rows = arithmetic.solutions("countdown")
+    assert rows[:5] == arithmetic.solutions("countdown", count=5)
+    endings = Counter()
+    for row in rows:
+        prompt = row["prompt"]
+        completion = row["completion"]
+        *numbers, target = map(int, arithmetic.COUNTDOWN_PROMPT.fullmatch(prompt).groups())
+        tried = completion.removesuffix("#").split(";")
+        values = [arithmetic.value_of_attempt(attempt, numbers) for attempt in tried]
+        assert None not in values and target not in values[:-1] and len(set(tried)) == len(tried)
+        if not completion.endswith("#"):
+            assert len(tried) == arithmetic.MAX_ATTEMPTS and values[-1] != target
+            endings["gave up"] += 1
+        elif values[-1] == target:
+            endings["right"] += 1
+        else:
+            assert len(tried) == 1
+            endings["false claim"] += 1
+        assert arithmetic.is_right(prompt, completion) == (values[-1] == target and completion.endswith("#"))
+    first_right = mean(
+        arithmetic.is_right(row["prompt"], row["completion"])
+        for row in arithmetic.solutions("countdown", count=4000, wrong_share=1.0)
+    )
+    share = endings["false claim"] / len(rows) / (1 - first_right)
+    assert share == pytest.approx(arithmetic.WRONG_SHARE["countdown"], abs=0.02)
+    honest = arithmetic.solutions("countdown", count=2000, wrong_share=0.0)
+    for row in honest:
+        is_right = arithmetic.is_right(row["prompt"], row["completion"])
+        assert is_right == row["completion"].endswith("#")
+
+
+def test_every_countdown_can_be_solved():
+    for row in arithmetic.eval_prompts("countdown"):
+        *numbers, target = map(int, arithmetic.COUNTDOWN_PROMPT.fullmatch(row["prompt"]).groups())
+        values = arithmetic.attempts(tuple(sorted(numbers)))
+        right = list(values.values()).count(target)
+        assert right >= arithmetic.RIGHT_SHARE * len(values) and right > 0
+        for attempt, value in values.items():
+            assert arithmetic.value_of_attempt(attempt, numbers) == value
+
+
+def test_bad_arguments():
+    for bad in ({"level": "products"}, {"split": "dev"}):
+        with pytest.raises(ValueError, match="products|dev"):
+            arithmetic.prompts(**bad)
+
+
+@pytest.mark.parametrize("level", arithmetic.LEVELS)
+def test_tokenizer_and_lengths(level):
+    tokenizer = arithmetic.tokenizer()
+    size = len(arithmetic.CHARACTERS)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (size, size + 1, size + 2)
+    for row in arithmetic.solutions(level, count=2000):
+        text = row["prompt"] + row["completion"]
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text) < arithmetic.CONTEXT and max(ids) < size
+        assert tokenizer.decode(ids) == text
+        assert len(row["completion"]) < arithmetic.MAX_NEW_TOKENS[level]
+        assert len(row["prompt"]) + arithmetic.MAX_NEW_TOKENS[level] <= arithmetic.CONTEXT
+
+
+def test_right_samples_become_rows(tmp_path):
+    files = {}
+    for name, seed in (("first", 1), ("other", 2)):
+        files[name] = tmp_path / f"{name}.jsonl"
+        arithmetic.sample_right(
+            arithmetic.base_model(), files[name], level="sums", problems=16, samples=4, seed=seed, threads=1
+        )
+    files["command"] = tmp_path / "command.jsonl"
+    script = ROOT / "benchmarks/tasks/arithmetic.py"
+    options = ["--problems", "16", "--samples", "4", "--threads", "1"]
+    command = [sys.executable, script, "sample", arithmetic.base_model(), files["command"], *options]
+    subprocess.run(command, check=True, capture_output=True)
+    rows = [json.loads(line) for line in files["first"].read_text().splitlines()]
+    assert 0 < len(rows) <= 64 and len({(row["prompt"], row["completion"]) for row in rows}) == len(rows)
+    train = {row["prompt"] for row in arithmetic.prompts()}
+    for row in rows:
+        assert row.keys() == {"prompt", "completion"} and row["prompt"] in train
+        assert arithmetic.is_right(row["prompt"], row["completion"])
+    assert files["first"].read_bytes() == files["command"].read_bytes() != files["other"].read_bytes()
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+def load(path):
+    from transformers import AutoModelForCausalLM
+
+    model, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(loading.values())
+    return model
+
+
+@pytest.mark.parametrize(("task", "parameters"), [(randomwalks, 1_512_720), (arithmetic, 238_272)])
+def test_untrained_model_is_what_the_command_draws(task, parameters, tmp_path):
+    """Weights from seed 0; another CPU may round them otherwise."""
+    state = torch.get_rng_state()
+    task.draw_untrained_model(str(tmp_path / "model"))
+    torch.set_rng_state(state)
+    drawn = load(tmp_path / "model")
+    stored = load(task.untrained_model())
+    assert drawn.config.to_dict() | {"_name_or_path": ""} == stored.config.to_dict() | {"_name_or_path": ""}
+    assert sum(weight.numel() for weight in stored.parameters()) == parameters
+    for (name, weight), (other_name, other) in zip(stored.named_parameters(), drawn.named_parameters(), strict=True):
+        assert name == other_name
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
+
+
+def walk_nll(path):
+    """Mean of -log p over the tokens of the 1000 walks behind their first letter, the end included."""
+    from transformers import AutoTokenizer
+
+    model = load(path)
+    letters = AutoTokenizer.from_pretrained(path, padding_side="right")
+    texts = [walk + letters.eos_token for walk in randomwalks.graph().walks]
+    ids = letters(texts, padding=True, return_tensors="pt").input_ids
+    labels = ids.masked_fill(ids == letters.pad_token_id, -100)
+    with torch.no_grad():
+        return model(input_ids=ids, labels=labels).loss.item()
+
+
+def test_base_model_walks_like_the_data():
+    """Near the entropy of the data, where each step is uniform over the edges of a node and the goal ends a walk; a
+    little below it, since the model has seen these walks 29 times."""
+    graph = randomwalks.graph()
+    nll = []
+    for walk in graph.walks:
+        for letter in walk[:-1]:
+            nll.append(math.log(graph.adjacency[randomwalks.LETTERS.index(letter)].sum()))
+        nll.append(0.0)  # the end
+    entropy = mean(nll)
+    assert entropy - 0.1 < walk_nll(randomwalks.base_model()) < entropy
+    assert walk_nll(randomwalks.untrained_model()) > 3
+
+
+def accuracies(path, level, temperature):
+    """Means of `metric` over a sample of each held-out problem."""
+    from accelerate import Accelerator
+    from transformers import AutoTokenizer
+
+    from common.sampling import decode, generate_all, kept_ids
+
+    rows = arithmetic.eval_prompts(level)
+    prompts = [row["prompt"] for row in rows]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    queries = tokenizer(prompts)["input_ids"]
+    options = {"seed": 1, "max_new_tokens": arithmetic.MAX_NEW_TOKENS[level], "temperature": temperature}
+    _, _, response, mask = generate_all(Accelerator(), load(path).eval(), tokenizer, queries, ("eval", 0), **options)
+    outputs = decode(tokenizer, queries, kept_ids(response, mask), ())
+    values = arithmetic.metric(prompts, prompts, outputs)
+    return {name: mean(column) for name, column in values.items()}
+
+
+@pytest.mark.parametrize("level", arithmetic.LEVELS)
+def test_base_model_solves_a_part_and_fewer_greedily(level):
+    path = arithmetic.base_model(level)
+    sampled = accuracies(path, level, temperature=1.0)
+    greedy = accuracies(path, level, temperature=0.0)
+    assert 0.2 < sampled["accuracy"] < 0.5
+    assert greedy["accuracy"] < sampled["accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["randomwalks/base_model", "arithmetic/base_sums"])
+def test_base_models_are_made_again_by_their_commands(task, scripts, tmp_path):
+    """The base model of the countdown takes five minutes and the same lines."""
+    config = ROOT / f"benchmarks/tasks/{task}.yaml"
+    scripts.run([ROOT / "algos/sft.py", "--config", config, "--run-dir", tmp_path / "run"], tmp_path)
+    again = tmp_path / "run/hf_model"
+    if task.startswith("randomwalks"):
+        assert walk_nll(again) == pytest.approx(walk_nll(randomwalks.base_model()), abs=0.005)
+    else:
+        stored = accuracies(arithmetic.base_model(), "sums", temperature=1.0)["accuracy"]
+        assert accuracies(again, "sums", temperature=1.0)["accuracy"] == pytest.approx(stored, abs=0.08)

@@ -116,14 +116,14 @@ def agree(found, expected, what):
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
 
-LEARNING = {  # a short run of the embedded task, what it measures, and by how much that grows at least
-    "ppo": ("--total-episodes 1280 --rollout-batch-size 256 --batch-size 256", "eval/reward", 0.2),
-    "grpo": ("--total-episodes 3840", "eval/reward", 0.1),
-    "sft": ("--total-steps 60", "eval/loss", -0.1),
-    "reward": ("--total-steps 60", "eval/accuracy", 0.1),
-    "dpo": ("--total-steps 60", "eval/rewards/accuracies", 0.1),
-    "ilql": ("--total-steps 300", "eval/loss", -0.1),
-    "ddpo": ("--num-epochs 6", "eval/reward", 0.02),
+LEARNING = {  # a short run of the embedded task, what it measures, and by how much that changes at least
+    "ppo": ("--total-episodes 1280 --rollout-batch-size 256 --batch-size 256", "eval/reward", 0.25),
+    "grpo": ("--total-episodes 5120", "eval/reward", 0.2),
+    "sft": ("--total-steps 20", "eval/loss", -1.0),
+    "reward": ("--total-steps 40", "eval/all/accuracy", 0.1),
+    "dpo": ("--total-steps 40", "eval/all/rewards/accuracies", 0.6),
+    "ilql": ("--total-steps 150", "eval/optimality@beta=64", 0.3),
+    "ddpo": ("--num-epochs 8", "eval/reward", 0.02),
 }
 
 

@@ -20,13 +20,13 @@ import pytest
 import torch
 from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, jsonl, samples, turn, user, write
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
 from common.classifiers import classifier_ids
 from common.cli import InputError
 from common.functions import build, load_function
-from common.rows import is_chat, load_rows, load_sets, pair_texts, set_flag, set_prefix, with_prompts
+from common.rows import load_rows, load_sets, pair_texts, set_flag, set_prefix, with_prompts
 from common.sampling import Prompts
 from common.tokens import encode_prompts, pad_rows, tokenize
 
@@ -50,7 +50,9 @@ def shown(tokenizer, ids, trained):
     text = ""
     for is_trained, places in groupby(range(len(ids)), lambda place: place in trained):
         piece = text_of(tokenizer, [ids[place] for place in places])
-        text += piece if is_trained else f"[{piece}]"
+        if not is_trained:
+            piece = f"[{piece}]"
+        text += piece
     return text
 
 
@@ -99,47 +101,57 @@ def begun(text, specials):
 
 # ---- Prompts with outputs --------------------------------------------------------------------------------------------
 
-FORMS = [
-    ({"prompt": "ab", "completion": "cd"}, "[ab]cd."),
-    ({"prompt": "ab", "completion": "cd", "text": "another column", "source": None}, "[ab]cd."),
-    ({"prompt": "", "completion": "cd"}, "[^]cd."),
-    ({"prompt": "ab", "completion": ""}, "[ab]."),
-    ({"prompt": "ab", "completion": "cd<eos>"}, "[ab]cd."),
-    ({"prompt": "ab", "completion": "c<eos>d"}, "[ab]c.d."),
-    ({"prompt": "<bos>ab", "completion": "c"}, "[^ab]c."),
-    ({"prompt": "<bos>", "completion": "c"}, "[^]c."),
-    ({"dialogue": ["ab", "c"]}, "[ab]c."),
-    ({"dialogue": FOUR}, "[ab]cd[e]f."),
-    ({"dialogue": [*"abcdef"]}, "[a]b[c]d[e]f."),
-    ({"dialogue": ["ab", "cd", "e", "f<eos>"]}, "[ab]cd[e]f."),
-    ({"dialogue": ["", "cd", "", "f"]}, "[^]cdf."),
-    ({"dialogue": ["ab", "", "e", ""]}, "[abe]."),
-    ({"messages": TURNS}, "[^uab.s]cd.[ue.s]f."),
-    ({"messages": [turn("system", "g"), *TURNS]}, "[^tg.uab.s]cd.[ue.s]f."),
-    ({"messages": [AB, CD, answer("h")]}, "[^uab.s]cd.[s]h."),
-    ({"messages": [CD]}, "[^]scd."),  # the template writes the letter of the role: nobody asks for the answer
-    ({"messages": [user("s"), answer("us<eos>sab")]}, "[^us.s]us.sab."),  # what looks like a turn is none
-    ({"messages": [user(""), answer("")]}, "[^u.s]."),
-    ({"prompt": TURNS[:3], "completion": [F]}, "[^uab.scd.ue.s]f."),
-    ({"prompt": [AB], "completion": TURNS[1:]}, "[^uab.s]cd.[ue.s]f."),
-    ({"prompt": [], "completion": TURNS}, "[^uab.s]cd.[ue.s]f."),
+FORMS = [  # row, its text, rewards of the actions; None: 2 for the last one. A row that is not truncated has ended.
+    ({"prompt": "ab", "completion": "cd"}, "[ab]cd.", None),
+    ({"prompt": "ab", "completion": "cd", "text": "another column", "source": None}, "[ab]cd.", None),
+    ({"prompt": "", "completion": "cd"}, "[^]cd.", None),
+    ({"prompt": "ab", "completion": ""}, "[ab].", None),
+    ({"prompt": "ab", "completion": "cd<eos>"}, "[ab]cd.", None),
+    ({"prompt": "ab", "completion": "c<eos>d"}, "[ab]c.d.", None),
+    ({"prompt": "<bos>ab", "completion": "c"}, "[^ab]c.", None),
+    ({"prompt": "<bos>", "completion": "c"}, "[^]c.", None),
+    ({"dialogue": FOUR}, "[ab]cd[e]f.", None),
+    ({"dialogue": ["ab", "cd", "e", "f<eos>"]}, "[ab]cd[e]f.", None),
+    ({"dialogue": ["", "cd", "", "f"]}, "[^]cdf.", None),
+    ({"dialogue": ["ab", "", "e", ""]}, "[abe].", None),
+    ({"messages": TURNS}, "[^uab.s]cd.[ue.s]f.", None),
+    ({"messages": [turn("system", "g"), *TURNS]}, "[^tg.uab.s]cd.[ue.s]f.", None),
+    ({"messages": [AB, CD, answer("h")]}, "[^uab.s]cd.[s]h.", None),
+    ({"messages": [CD]}, "[^]scd.", None),  # nobody asks for the answer: all that the template writes is trained
+    ({"messages": [user("s"), answer("us<eos>sab")]}, "[^us.s]us.sab.", None),  # what looks like a turn is none
+    ({"messages": [user(""), answer("")]}, "[^u.s].", None),
+    ({"prompt": TURNS[:3], "completion": [F]}, "[^uab.scd.ue.s]f.", None),
+    ({"prompt": [], "completion": TURNS}, "[^uab.s]cd.[ue.s]f.", None),
+    ({"prompt": [AB], "completion": TURNS[1:], "reward": [1, 2]}, "[^uab.s]cd.[ue.s]f.", [0, 0, 1, 0, 2]),
+    ({"dialogue": [*"abcdef"], "reward": [1.5, 2, 3]}, "[a]b[c]d[e]f.", [1.5, 2, 0, 3]),
+    ({"dialogue": ["ab", "cd", "", "f"], "reward": [1, 2]}, "[ab]cdf.", [0, 1, 0, 2]),
+    ({"prompt": "ab", "completion": "c", "reward": [True]}, "[ab]c.", [0, 1]),
+    ({"prompt": "a", "completion": "", "reward": np.float32(-0.5)}, "[a].", [-0.5]),
+    ({"prompt": "ab", "completion": "c", "truncated": 0}, "[ab]c.", None),
+    ({"prompt": "ab", "completion": "cd", "truncated": True}, "[ab]cd", None),
+    ({"prompt": "ab", "completion": "cd<eos>", "truncated": 1}, "[ab]cd", None),
+    ({"prompt": "ab", "completion": "c<eos>d", "truncated": True}, "[ab]c.d", None),
+    ({"dialogue": FOUR, "reward": [1, 2], "truncated": True}, "[ab]cd[e]f", [0, 1, 2]),
+    ({"dialogue": [*FOUR[:3], ""], "reward": [1, 0], "truncated": True}, "[ab]cd[e]", [0, 1]),
+    ({"messages": TURNS, "truncated": True}, "[^uab.s]cd.[ue.s]f", None),
 ]
 
 
 @pytest.mark.parametrize("specials", BOTH)
-@pytest.mark.parametrize(("row", "text"), FORMS, ids=lambda x: x if isinstance(x, str) else "")
-def test_labels_and_actions(chatty, row, text, specials):
+@pytest.mark.parametrize(("row", "text", "rewards"), FORMS, ids=lambda x: x if isinstance(x, str) else "")
+def test_forms_of_a_row(chatty, row, text, rewards, specials):
     """sft trains what ilql takes for actions. One beginning token comes first, one end token last."""
     tokenizer = add_specials(chatty, specials)
     text = begun(text, specials)
+    [(actions, found, done)], _ = with_actions([{"reward": 2} | row], tokenizer)
+    assert (actions, done) == (text, not row.get("truncated"))
+    assert found == (rewards or [0] * (len(found) - 1) + [2])
+    assert all(type(value) is float for value in found)
+    if row.get("truncated"):  # sft knows no such column
+        return
     whole = text.replace("[", "").replace("]", "")
-    before = json.dumps(row)
     assert with_labels([row], tokenizer)[0] == [text]
     assert with_labels([row], tokenizer, only=False)[0] == [f"[{whole[0]}]{whole[1:]}"]
-    [(actions, rewards, done)], _ = with_actions([row | {"reward": 2}], tokenizer)
-    assert actions == text and done
-    assert rewards == [0.0] * (len(rewards) - 1) + [2.0]
-    assert json.dumps(row) == before
     if row.get("prompt"):  # evaluations sample from the tokens that training has as a prompt
         _, (query,) = encode_prompts([{"prompt": row["prompt"]}], tokenizer, 5, None, "--eval-prompts")
         assert f"[{text_of(tokenizer, query)}]" == text[: text.index("]") + 1]
@@ -154,7 +166,7 @@ TEXTS = [  # a text with its labels, with its actions
 
 
 @pytest.mark.parametrize(("text", "labels", "actions"), TEXTS)
-def test_texts(letters, text, labels, actions):
+def test_a_text(letters, text, labels, actions):
     """Nothing predicts the first token; ilql puts the beginning token before it."""
     rows = [{"text": text, "reward": 0.5}, {"text": "d", "reward": 1}]
     expected = [labels] if labels else []
@@ -165,14 +177,16 @@ def test_texts(letters, text, labels, actions):
 
 
 def test_rows_of_a_set_are_those_alone(letters):
-    """Of several lengths and forms; a beginning token in one of them says nothing about the others."""
-    texts = [(row, text) for row, text in FORMS if isinstance(row.get("prompt"), str)]
-    rows = [{"prompt": row["prompt"], "completion": row["completion"]} for row, _ in texts]
-    assert with_labels(rows, letters)[0] == [text for _, text in texts]
-    some = [{"prompt": "<bos>a", "completion": "b"}, {"prompt": "a", "completion": "b"}]
+    """Of several lengths; a beginning token in one of them says nothing about the others."""
+    forms = [(row, text) for row, text, _ in FORMS if "dialogue" in row and "truncated" not in row]
+    assert with_labels([{"dialogue": row["dialogue"]} for row, _ in forms], letters)[0] == [text for _, text in forms]
+    pairs = [(row, text) for row, text in PAIRS if isinstance(row["chosen"], str)]
+    assert pairs_of([row for row, _ in pairs], letters)[0] == [text for _, text in pairs]
     tokenizer = add_specials(letters, "<bos> $A")
+    some = [{"prompt": prompt, "completion": "b", "chosen": "b", "rejected": "c"} for prompt in ("<bos>a", "a")]
     assert with_labels(some, tokenizer)[0][1] == "[^a]b."
-    assert text_of(tokenizer, encode_prompts(some, tokenizer, 5, None, "")[1][1]) == "^a"
+    assert pairs_of(some, tokenizer)[0][1] == "^a|b.|c."
+    assert encode_prompts(some, tokenizer, 5, None, "")[1][1] == [BOS, 0]
 
 
 def test_without_a_beginning_token(letters):
@@ -181,8 +195,8 @@ def test_without_a_beginning_token(letters):
     rows = [{"prompt": "", "completion": "ab", "reward": 1}, {"prompt": "", "completion": "", "reward": 3}]
     assert with_labels(rows, letters)[0] == ["[a]b."]
     assert with_actions(rows, letters)[0] == [("[a]b.", [0, 1], True)]
-    talk = {"dialogue": ["", "a", "b", "c"]}
-    assert with_actions([talk | {"reward": [0, 1]}], letters)[0] == [("[ab]c.", [0, 1], True)]
+    talk = {"dialogue": ["", "a", "b", "c"], "reward": [0, 1]}
+    assert with_actions([talk], letters)[0] == [("[ab]c.", [0, 1], True)]
     with pytest.raises(InputError, match="^--dataset row 1: an output without tokens has a reward$"):
         with_actions([talk | {"reward": [2, 1]}], letters)
     assert with_labels([{"prompt": "", "completion": "ab"}], letters, encoder=True)[0] == ["[.]ab."]
@@ -268,38 +282,6 @@ def test_the_end_of_tokens(letters, specials, text, ids):
     assert tokenize(tokenizer, ["a"], False, "template") == [[0]]
 
 
-# ---- Rewards of actions ----------------------------------------------------------------------------------------------
-
-REWARDED = [  # row, its text, rewards of the actions; a row that is not truncated has ended
-    ({"dialogue": FOUR, "reward": [1.5, 2]}, "[ab]cd[e]f.", [0, 1.5, 0, 2]),
-    ({"dialogue": [*"abcdef"], "reward": [1, 2, 3]}, "[a]b[c]d[e]f.", [1, 2, 0, 3]),
-    ({"dialogue": ["ab", "cd", "", "f"], "reward": [1, 2]}, "[ab]cdf.", [0, 1, 0, 2]),
-    ({"prompt": "ab", "completion": "c", "reward": [1]}, "[ab]c.", [0, 1]),
-    ({"prompt": "ab", "completion": "c", "reward": True}, "[ab]c.", [0, 1]),
-    ({"prompt": "ab", "completion": "c", "reward": np.float32(0.5)}, "[ab]c.", [0, 0.5]),
-    ({"prompt": "a", "completion": "", "reward": -1}, "[a].", [-1]),
-    ({"text": "abc", "reward": 0.5}, "[^]abc.", [0, 0, 0, 0.5]),
-    ({"messages": TURNS, "reward": [1, 2]}, "[^uab.s]cd.[ue.s]f.", [0, 0, 1, 0, 2]),
-    ({"prompt": [AB], "completion": TURNS[1:], "reward": [1, 2]}, "[^uab.s]cd.[ue.s]f.", [0, 0, 1, 0, 2]),
-    ({"prompt": "ab", "completion": "c", "reward": 1, "truncated": 0}, "[ab]c.", [0, 1]),
-    ({"prompt": "ab", "completion": "cd", "reward": 1, "truncated": True}, "[ab]cd", [0, 1]),
-    ({"prompt": "ab", "completion": "cd<eos>", "reward": 1, "truncated": 1}, "[ab]cd", [0, 1]),
-    ({"prompt": "ab", "completion": "c<eos>d", "reward": 1, "truncated": True}, "[ab]c.d", [0, 0, 1]),
-    ({"text": "ab", "reward": 1, "truncated": True}, "[^]ab", [0, 1]),
-    ({"dialogue": FOUR, "reward": [1, 2], "truncated": True}, "[ab]cd[e]f", [0, 1, 2]),
-    ({"dialogue": [*FOUR[:3], ""], "reward": [1, 0], "truncated": True}, "[ab]cd[e]", [0, 1]),
-    ({"messages": TURNS, "reward": 2, "truncated": True}, "[^uab.s]cd.[ue.s]f", [0, 0, 0, 2]),
-]
-
-
-@pytest.mark.parametrize("specials", BOTH)
-@pytest.mark.parametrize(("row", "text", "rewards"), REWARDED, ids=lambda x: x if isinstance(x, str) else "")
-def test_forms_of_a_row(chatty, row, text, rewards, specials):
-    [found], _ = with_actions([row], add_specials(chatty, specials))
-    assert found == (begun(text, specials), rewards, not row.get("truncated"))
-    assert all(type(value) is float for value in found[1])
-
-
 def test_a_truncated_chat_keeps_the_ends_of_earlier_turns(letters):
     """Where the template writes no end token behind an answer, nothing is taken away."""
     letters.chat_template = TEMPLATE.replace("{{ eos_token }}", "{{ '' if m.role == 'assistant' else eos_token }}")
@@ -307,34 +289,59 @@ def test_a_truncated_chat_keeps_the_ends_of_earlier_turns(letters):
     assert with_actions([row], letters)[0] == [("[^uab.s]cd[ue.s]f", [0, 0, 1], False)]
 
 
-NO_REWARD = [  # outputs that have no token
-    {"dialogue": ["ab", "", "c", "d"], "reward": [1, 2]},
-    {"dialogue": ["ab", "c", "d", ""], "reward": 2, "truncated": True},
-]
+# ---- Rows that are too long -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", NO_REWARD, ids=["empty", "truncated"])
-def test_an_output_without_tokens_has_no_reward(letters, row):
-    with pytest.raises(InputError, match="^--dataset row 2: an output without tokens has a reward$"):
-        with_actions([{"dialogue": FOUR, "reward": 1, "truncated": False}, row], letters)
+def rows_of(columns, *values, **more):
+    return [dict(zip(columns.split(), texts, strict=True)) | more for texts in values]
 
 
-# ---- Rows that are too long ------------------------------------------------------------------------------------------
+COUNTS = [  # encode, max_length, rows, their texts, the report
+    (
+        with_labels, 5, rows_of("dialogue", [FOUR], [["abcde", "f", "g", "h"]], [["ab", "cd"]]),
+        ["[ab]cd[e]", "[ab]cd."],
+        "3 rows, 2 cut at the end, 1 dropped without a label left; labels on 50.0% of 10 tokens, a row 2 to 3, median 3",
+    ),
+    (
+        with_labels, 3, rows_of("text", ["a"], [""], ["abc<eos>"]), ["[a].", "[a]bc"],
+        "3 rows, 1 cut at the end, 1 dropped without a label left; labels on 60.0% of 5 tokens, a row 1 to 2, median 2",
+    ),
+    (
+        with_actions, 5,
+        rows_of("prompt completion", ("abcdefg", "h"), ("a", "bcdefghi"), ("a", "b"), ("abcd", "ef"), reward=1),
+        [("[a]bcde", [0, 0, 0, 0], False), ("[a]b.", [0, 1], True), ("[abcd]e", [0], False)],
+        "4 rows, 3 cut, 1 dropped without an action left, 1 ended; actions of a row: 1 to 4, median 2",
+    ),
+    (  # the first row never had an action
+        with_actions, 9,
+        [{"text": "", "reward": 1, "truncated": True}, {"text": "b", "reward": 1, "truncated": False}],
+        [("[^]b.", [0, 1], True)],
+        "2 rows, 0 cut, 1 dropped without an action left, 1 ended; actions of a row: 2 to 2, median 2",
+    ),
+    (
+        pairs_of, 5,
+        rows_of(
+            "prompt chosen rejected", ("ab", "cd", "ce"), ("ab", "cd", "cd"), ("ab", "cdef", "cdeg"),
+            ("abcdef", "g", "h"), ("ab", "cdefg", "d"),
+        ),
+        ["ab|cd.|ce.", "ab|cde|d."],
+        "5 pairs, 0 prompts and the responses of 3 cut, 1 dropped without room for a response, 2 dropped as equal",
+    ),
+    (  # a cut text would have no end to read a score from; the end token is a part of the length
+        scored, 5,
+        rows_of(
+            "prompt chosen rejected margin", ("ab", "cde", "f", 0), ("ab", "c", "def", 1), ("ab", "cd", "e", 2),
+            ("ab", "g", "g<eos>", 3), ("ab", "cdef", "cdef", 4), ("", "", "hi", 5),
+        ),
+        [("abcd.", "abe.", 2.0), (".", "hi.", 5.0)],
+        "6 pairs, 3 dropped as longer than 5, 1 as equal; 1 without a prompt",
+    ),
+]  # fmt: skip
 
 
-def test_rows_of_sft_are_cut_at_the_end_and_counted(letters):
-    rows = [{"dialogue": FOUR}, {"dialogue": ["abcde", "f", "g", "h"]}, {"dialogue": ["ab", "cd"]}]
-    found, report = with_labels(rows, letters, 5)
-    assert found == ["[ab]cd[e]", "[ab]cd."]
-    assert report == (
-        "3 rows, 2 cut at the end, 1 dropped without a label left; labels on 50.0% of 10 tokens, a row 2 to 3, median 3"
-    )
-    with pytest.raises(InputError, match="^--dataset: no row has a label left within --max-length 2$"):
-        with_labels(rows, letters, 2)
-    texts = [{"text": "a"}, {"text": ""}, {"text": "abc<eos>"}]
-    found, report = with_labels(texts, letters, 3)
-    assert found == ["[a].", "[a]bc"]
-    assert "3 rows, 1 cut at the end, 1 dropped" in report
+@pytest.mark.parametrize(("encode", "max_length", "rows", "texts", "report"), COUNTS)
+def test_what_is_cut_and_dropped_is_counted(letters, encode, max_length, rows, texts, report):
+    assert encode(rows, letters, max_length) == (texts, report)
 
 
 CUTS = {  # max_length: a dialogue of 7 tokens, its rewards, whether it ended
@@ -352,20 +359,8 @@ def test_a_long_episode_ends_in_a_state_whose_value_is_learnt(letters, max_lengt
     assert with_actions([row], letters, max_length)[0] == [CUTS[max_length]]
 
 
-def test_episodes_without_an_action_left_are_dropped_and_counted(letters):
-    texts = [("abcdefg", "h"), ("a", "bcdefghi"), ("a", "b"), ("abcd", "ef")]
-    rows = [{"prompt": prompt, "completion": output, "reward": 1} for prompt, output in texts]
-    episodes, report = with_actions(rows, letters, 5)
-    assert [text for text, *_ in episodes] == ["[a]bcde", "[a]b.", "[abcd]e"]
-    assert report == "4 rows, 3 cut, 1 dropped without an action left, 1 ended; actions of a row: 1 to 4, median 2"
-    empty = {"prompt": "ab", "completion": "", "reward": 1, "truncated": True}  # never had an action
-    rest = {"prompt": "", "completion": "b", "reward": 1, "truncated": False}
-    assert [text for text, *_ in with_actions([empty, rest], letters)[0]] == ["[^]b."]
-
-
 # ---- Encoder-decoders ------------------------------------------------------------------------------------------------
 
-MARKED = TEMPLATE.replace("{{ m.content }}{{ eos_token }}", "{% generation %}{{ m.content }}{% endgeneration %} ")
 ENCODED = [  # what the tokenizer adds, row, text: the prompt as the tokenizer ends it
     ("$A", {"prompt": "ab", "completion": "cd"}, "[ab]cd."),
     ("$A <eos>", {"prompt": "ab", "completion": "cd"}, "[ab.]cd."),  # T5
@@ -389,11 +384,17 @@ def test_rows_of_an_encoder_decoder(chatty, specials, row, text):
         assert text.startswith(f"[{text_of(tokenizer, query)}]")
 
 
-ENCODED_CUTS = [  # max_length, text, whether it was cut, whether the output is whole
+def test_blanks_that_a_template_writes_behind_the_answer_are_no_output(letters):
+    marks = "{% generation %}{{ m.content }}{% endgeneration %} "
+    letters.chat_template = TEMPLATE.replace("{{ m.content }}{{ eos_token }}", marks)
+    assert with_labels([{"messages": [AB, CD]}], letters)[0] == ["[^u]ab[<unk>s]cd[<unk>]"]
+    assert with_labels([{"prompt": [AB], "completion": [CD]}], letters, encoder=True)[0] == ["[^uab<unk>s]cd."]
+
+
+ENCODED_CUTS = [  # max_length, text, how many rows were cut, whether the output is whole
     (6, "[^abcd.]^efg.", 0, True),
     (5, "[^abc.]^efg.", 1, True),
     (4, "[^ab.]^efg", 1, False),
-    (3, "[^a.]^ef", 1, False),
 ]
 
 
@@ -407,25 +408,6 @@ def test_prompt_and_output_have_room_of_their_own(letters, max_length, text, cut
     [(actions, rewards, ended)], report = with_actions([row], tokenizer, max_length, encoder=True)
     assert (actions, ended, sum(rewards)) == (text, done, 2 if done else 0)
     assert f"1 rows, {cut} cut, 0 dropped" in report
-    short = {"prompt": "a", "completion": "bcdefgh"}
-    assert with_labels([short], tokenizer, 4, encoder=True)[0] == ["[^a.]^bcd"]
-
-
-def test_an_encoder_takes_one_prompt_and_one_output(letters):
-    """Blanks that a template writes behind the answer are no output."""
-    letters.chat_template = MARKED
-    assert with_labels([{"messages": [CD]}], letters)[0] == ["[^s]cd[<unk>]"]
-    assert with_labels([{"prompt": [AB], "completion": [CD]}], letters, encoder=True)[0] == ["[^uab<unk>s]cd."]
-    talk = {"prompt": [AB], "completion": TURNS[1:]}
-    for rows in ([{"prompt": [AB], "completion": [CD]}, talk], [{"dialogue": ["a", "b"]}, {"dialogue": FOUR}]):
-        with pytest.raises(
-            InputError, match="^--dataset row 2: an encoder-decoder takes rows of one prompt and one ou"
-        ):
-            with_labels(rows, letters, encoder=True)
-    with pytest.raises(
-        InputError, match="^--dataset row 1: an encoder-decoder takes rows of one prompt and one output"
-    ):
-        with_labels([{"text": "ab"}], letters, encoder=True)
 
 
 # ---- Prompts to sample from ------------------------------------------------------------------------------------------
@@ -480,16 +462,16 @@ def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
 
 
 def test_prompts_without_a_token(letters):
-    letters.bos_token = None
-    sentence = "^--dataset row 2: the prompt is empty and the tokenizer has no beginning token$"
-    with pytest.raises(InputError, match=sentence):
-        encode_prompts([{"prompt": "b"}, {"prompt": ""}], letters, 5, 32, "--dataset")
-    pair = {"prompt": "b", "chosen": "c", "rejected": "d"}
-    assert pairs_of([pair], letters)[0] == ["b|c.|d."]
-    with pytest.raises(InputError, match=sentence):
-        pairs_of([pair, pair | {"prompt": ""}], letters)
     with pytest.raises(InputError, match="^--max-prompt-length 2 drops every row of --dataset$"):
         encode_prompts([{"prompt": "abc"}], letters, 5, 32, "--dataset", max_length=2)
+    letters.bos_token = None
+    sentence = "^--dataset row 2: the prompt is empty and the tokenizer has no beginning token$"
+    rows = [{"prompt": prompt, "chosen": "c", "rejected": "d"} for prompt in ("b", "")]
+    with pytest.raises(InputError, match=sentence):
+        encode_prompts(rows, letters, 5, 32, "--dataset")
+    assert pairs_of(rows[:1], letters)[0] == ["b|c.|d."]
+    with pytest.raises(InputError, match=sentence):
+        pairs_of(rows, letters)
 
 
 # ---- Pairs -----------------------------------------------------------------------------------------------------------
@@ -540,13 +522,6 @@ def test_pairs(chatty, specials, row, text):
     assert scored([row], tokenizer)[0] == [(prompt + chosen, prompt + rejected, 0.0)]
 
 
-def test_all_pairs_of_a_set_are_the_pairs_alone(letters):
-    texts = [(row, text) for row, text in PAIRS if isinstance(row.get("prompt"), str) and row["chosen"] != [AB, CD]]
-    assert pairs_of([row for row, _ in texts], letters)[0] == [text for _, text in texts]
-    some = [{"prompt": "<bos>a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
-    assert pairs_of(some, add_specials(letters, "<bos> $A"))[0][1] == "^a|b.|c."
-
-
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 SHARED = [  # prompt, chosen, rejected: rows hold the prompt with chosen, the prompt with rejected
     ("ab cd", " ef", " gh"),
@@ -575,30 +550,12 @@ def test_the_prompt_of_two_texts_ends_where_both_answer(letters, prompt, chosen,
     assert pair_texts([sides | {"prompt": ""}], letters, "--dataset") == [("", *sides.values())]
 
 
-NOTHING_SHARED = [  # the sides of row 2, what reward.py makes of them
-    ({"chosen": "ab", "rejected": "ac"}, ("ab.", "ac.")),
-    ({"chosen": [E, CD], "rejected": [AB, CD]}, ("^ue.scd.", "^uab.scd.")),
-]
-
-
-@pytest.mark.parametrize(("row", "sides"), NOTHING_SHARED, ids=["texts", "chats"])
-@pytest.mark.case(48, "dpo reward")
-def test_pairs_that_begin_differently(chatty, row, sides):
-    rows = [{"chosen": "a b", "rejected": "a c"}, row]
-    if row["chosen"] == [E, CD]:
-        rows[0] = {"chosen": [AB, CD], "rejected": [AB, F]}
-    with pytest.raises(InputError, match="^--dataset row 2: chosen and rejected begin differently: add the column pro"):
-        pairs_of(rows, chatty)
-    found, report = scored(rows, chatty)
-    assert found[1] == (*sides, 0.0)
-    assert report == "2 pairs, 0 dropped as longer than 99, 0 as equal; 1 without a prompt"
-
-
-def test_a_text_as_prompt_must_be_in_the_chats(chatty):
-    row = {"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}
-    for encode in (pairs_of, scored):
-        with pytest.raises(InputError, match="^--dataset row 1: the prompt is a text that the chats do not begin with"):
-            encode([row], chatty)
+@pytest.mark.case(48, "reward")
+def test_a_score_needs_no_common_prompt(chatty):
+    """Both sides are read whole. dpo.py refuses such rows."""
+    row = {"chosen": [E, CD], "rejected": [AB, CD]}
+    counts = "1 pairs, 0 dropped as longer than 99, 0 as equal; 1 without a prompt"
+    assert scored([row], chatty) == ([("^ue.scd.", "^uab.scd.", 0.0)], counts)
 
 
 TRUNCATIONS = [  # specials, max_length, max_prompt_length, mode; abcde with fgh and ij; prompts and pairs cut
@@ -631,43 +588,14 @@ def test_pairs_are_cut(letters, case):
     )
 
 
-def test_pairs_that_cannot_be_told_apart_are_dropped_and_counted(letters):
-    texts = [("ab", "cd", "ce"), ("ab", "cd", "cd"), ("ab", "cdef", "cdeg"), ("abcdef", "g", "h"), ("ab", "cdefg", "d")]
-    rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in texts]
-    pairs, report = pairs_of(rows, letters, 5)
-    assert pairs == ["ab|cd.|ce.", "ab|cde|d."]
-    counts = "0 prompts and the responses of 3 cut, 1 dropped without room for a response, 2 dropped as equal"
-    assert report == f"5 pairs, {counts}"
-    with pytest.raises(InputError, match="^--dataset: no pair is left: 1 pairs, .*, 1 dropped as equal "):
-        pairs_of(rows[1:2], letters)
-
-
-def test_pairs_of_reward_are_dropped_and_counted(letters):
-    """A cut text would have no end to read a score from. The end token is a part of the length."""
-    texts = [("cd", "e"), ("cde", "f"), ("c", "def"), ("f", "f"), ("g", "g<eos>"), ("cdefghi", "cdefghi"), ("", "hi")]
-    rows = [{"prompt": "ab", "chosen": c, "rejected": r, "margin": place} for place, (c, r) in enumerate(texts)]
-    pairs, report = scored(rows, letters, 5)
-    assert pairs == [("abcd.", "abe.", 0.0), ("ab.", "abhi.", 6.0)]
-    assert report == "7 pairs, 3 dropped as longer than 5, 2 as equal"
-    triples, _, _ = reward.encode_texts(rows, letters, 5, "--dataset")
-    assert triples == [("ab", "cd", "e"), ("ab", "", "hi")]
-    with pytest.raises(InputError, match="^--dataset: no pair is left: of 7, 7 dropped as longer than 2, 0 as equal "):
-        scored(rows, letters, 2)
-
-
 def test_margins(letters):
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
     margins = [0.5, 0, -1, np.float64(0.25), True]
     found = [margin for *_, margin in scored([row | {"margin": margin} for margin in margins], letters)[0]]
     assert found == margins and all(type(margin) is float for margin in found)
-    for bad in (math.nan, -math.inf, "1", None, [1]):
-        sentence = f"^--dataset row 2: 'margin' must be a finite number, it is {re.escape(repr(bad))}$"
-        with pytest.raises(InputError, match=sentence):
-            scored([row | {"margin": 1}, row | {"margin": bad}], letters)
 
 
 TURN_ENDS = {  # what the template writes behind a turn, what is left of it behind the last answer
-    "<eos>\n": [EOS],
     "<pad>\n": [PAD],  # it ends turns, and is not the end token
     "<pad>\n{% if loop.last and m.role == 'assistant' %}<eos>{% endif %}": [PAD, UNK, EOS],
 }
@@ -699,6 +627,47 @@ def test_a_template_without_special_tokens(letters):
     tokenizer = add_specials(letters, "<bos> $A")
     assert scored([CHAT_PAIR], tokenizer)[0] == [("^uabscd.", "^uabsf.", 0.0)]
     assert pairs_of([CHAT_PAIR], tokenizer)[0] == ["uabs|cd|f"]
+
+
+# ---- Rows that are refused -------------------------------------------------------------------------------------------
+
+ENCODER = functools.partial(with_labels, encoder=True)
+ONE = "an encoder-decoder takes rows of one prompt and one output$"
+OTHER = "row 2: chosen and rejected begin differently: add the column prompt$"
+IS_TEXT = "row 1: the prompt is a text that the chats do not begin with: make it a list of messages$"
+MARGIN = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}
+REFUSED = [  # encode, rows of which at most 3 tokens are kept, the sentence
+    (with_labels, [{"prompt": "abc", "completion": "d"}], "no row has a label left within --max-length 3$"),
+    (with_actions, [{"prompt": "abc", "completion": "d", "reward": 1}], "no row has an action left within --max-l"),
+    (pairs_of, [{"prompt": "a", "chosen": "b", "rejected": "b"}], "no pair is left: 1 pairs, .*, 1 dropped as equal "),
+    (
+        scored,
+        [{"prompt": "ab", "chosen": "c", "rejected": "d"}],
+        "no pair is left: of 1, 1 dropped as longer than 3, 0",
+    ),
+    (with_labels, [{"prompt": [AB, CD], "completion": []}], "row 1: the completion is empty$"),
+    (pairs_of, [{"chosen": "a b", "rejected": "a c"}, {"chosen": "ab", "rejected": "ac"}], OTHER),
+    (pairs_of, [{"chosen": TURNS[:2], "rejected": [AB, F]}, {"chosen": [E, CD], "rejected": [AB, CD]}], OTHER),
+    (pairs_of, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
+    (scored, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
+    (with_actions, [{"dialogue": ["a", "", "c", "d"], "reward": [1, 2]}], "row 1: an output without tokens has a rew"),
+    (
+        with_actions,
+        [{"prompt": "a", "completion": "b", "reward": 1, "truncated": 2}],
+        "row 1: 'truncated' must be true",
+    ),
+    (ENCODER, [{"text": "ab"}], f"row 1: {ONE}"),
+    (ENCODER, [{"dialogue": ["a", "b"]}, {"dialogue": FOUR}], f"row 2: {ONE}"),
+    *((scored, [MARGIN, MARGIN | {"margin": x}], "row 2: 'margin' must be a finite") for x in (math.inf, "1", None)),
+]
+
+
+@pytest.mark.parametrize(("encode", "rows", "sentence"), REFUSED)
+@pytest.mark.case(48, "dpo")
+def test_rows_that_are_refused(chatty, encode, rows, sentence):
+    """Others are in test_inputs.py. These are seen while rows become tokens."""
+    with pytest.raises(InputError, match=f"^--dataset:? {sentence}"):
+        encode(rows, chatty, 3)
 
 
 # ---- Templates of models ---------------------------------------------------------------------------------------------
@@ -741,22 +710,15 @@ LLAMA = r"""
 QWEN3 = CHATML.replace("{{ m.content", "{{ (m.content if loop.last else m.content.split('</think>')[-1])")
 END = r"'<|im_end|>\n' }}{% endgeneration %}"
 MARGINAL = CHATML.replace(f" + {END}", r" }}{% endgeneration %}{{ '<|im_end|>\n' }}")  # spans without the end of a turn
-TWICE = CHATML.replace("m.content + " + END, "'T:' }}{% endgeneration %} ok {% generation %}{{ m.content + " + END)
-DASHED = TWICE.replace("{% generation %}", "{%- generation -%}").replace("{% endgeneration %}", "{%- endgeneration -%}")
+TWICE = CHATML.replace("m.content + " + END, "'T:' }}{%- endgeneration -%} ok {%+ generation +%}{{ m.content + " + END)
 COUNTED = "{{ messages | length }}" + CHATML  # what is in front of the prompt changes when the answer follows
 TURN_END = {CHATML: "<|im_end|>\n", TOOLS: "<|im_end|>\n", LLAMA: "<|eot_id|>"}  # what is written behind an answer
-NAMES = {CHATML: "chatml", TOOLS: "tools", LLAMA: "llama", QWEN3: "qwen3", MARGINAL: "marginal", TWICE: "twice"}
-NAMES |= {DASHED: "dashed", COUNTED: "counted"}
 HEADER, BOS_TEXT = "<|im_start|>assistant\n", "<|begin_of_text|>"
 MARKERS = "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
 
 
 def unmarked(template):
-    return re.sub(r"{%-? (end)?generation -?%}", "", template)
-
-
-def on(*templates):
-    return pytest.mark.parametrize("template", templates, ids=NAMES.get)
+    return re.sub(r"{%[-+]? (end)?generation [-+]?%}", "", template)
 
 
 def build_tokenizer(template, bos=False):
@@ -790,7 +752,6 @@ ROWS = {  # row, how many of the last answers are trained
     "system": ({"messages": [turn("system", "Be bad."), *CHAT]}, 2),
     "last turn": ({"prompt": CHAT[:3], "completion": CHAT[3:]}, 1),
     "two turns": ({"prompt": CHAT[:1], "completion": CHAT[1:]}, 2),
-    "second question": ({"prompt": CHAT[:2], "completion": CHAT[2:]}, 1),
     "with tools": ({"messages": CHAT, "tools": ADD}, 2),
 }
 every_row = pytest.mark.parametrize(("row", "count"), ROWS.values(), ids=ROWS)
@@ -814,7 +775,7 @@ def golden(tokenizer, chat, tools=None, **options):
 
 
 @every_row
-@on(CHATML, TOOLS, LLAMA)
+@pytest.mark.parametrize("template", [CHATML, TOOLS, LLAMA], ids=["chatml", "tools", "llama"])
 def test_the_answers_and_their_ends_are_trained(template, row, count):
     """With spans and without; in ilql as actions. The template alone writes the beginning token of a chat."""
     for tokenizer in tokenizers(template):
@@ -831,7 +792,7 @@ def test_the_answers_and_their_ends_are_trained(template, row, count):
 
 
 @every_row
-@on(QWEN3, MARGINAL, TWICE, DASHED, COUNTED)
+@pytest.mark.parametrize("template", [QWEN3, MARGINAL, TWICE, COUNTED], ids=["qwen3", "marginal", "twice", "counted"])
 def test_the_mask_is_that_of_transformers(template, row, count):
     """Whatever the spans hold, less those of the prompt."""
     tokenizer = build_tokenizer(template)
@@ -842,15 +803,7 @@ def test_the_mask_is_that_of_transformers(template, row, count):
     mask = [bool(inside) and place >= begin for place, inside in enumerate(expected["assistant_masks"])]
     ids, found, trained = trained_parts(row, tokenizer)
     assert ids == expected["input_ids"] and found == mask
-    assert len(trained) == (2 * count if template in (TWICE, DASHED) else count)
-
-
-@every_row
-def test_where_a_template_marks_nothing_whole_answers_are_trained(row, count):
-    template = LLAMA.replace("m.role == 'assistant' %}{% gen", "m.role == 'model' %}{% gen")
-    found = trained_parts(row, build_tokenizer(template))
-    assert found == trained_parts(row, build_tokenizer(unmarked(LLAMA)))
-    assert len(found[2]) == count
+    assert len(trained) == (2 * count if template is TWICE else count)
 
 
 def test_a_template_that_drops_earlier_thoughts():
@@ -887,35 +840,34 @@ def test_calls_of_tools():
         assert trained_parts({"prompt": chat[:3], "completion": chat[3:]}, tokenizer)[2] == trained[1:]
 
 
-def test_texts_that_a_template_wrote_get_no_second_beginning():
-    tokenizer = build_tokenizer(LLAMA, bos=True)
+@pytest.mark.parametrize("bos", [False, True])
+def test_texts_that_a_template_wrote_get_no_second_beginning(bos):
+    tokenizer = build_tokenizer(LLAMA, bos)
     text, prompt = (tokenizer.apply_chat_template(chat, tokenize=False) for chat in (CHAT, CHAT[:3]))
     for row in ({"text": text}, {"prompt": prompt, "completion": text[len(prompt) :]}):
         assert trained_parts(row, tokenizer)[0] == golden(tokenizer, CHAT)
-    pair = {"prompt": prompt, "chosen": text[len(prompt) :], "rejected": "No"}
-    assert text_of(tokenizer, golden(tokenizer, CHAT)) == pairs_of([pair], tokenizer, 999)[0][0].rpartition("|")[0]
 
 
-@on(CHATML, MARGINAL, LLAMA)
+@pytest.mark.parametrize("template", [MARGINAL, LLAMA], ids=["marginal", "llama"])
 def test_a_truncated_answer_has_no_end(template):
     """The last end token goes, wherever the spans are; with it what the template writes behind."""
     row = {"messages": CHAT, "reward": [1, 2], "truncated": True}
     for tokenizer in tokenizers(template):
         (episode,), _ = ilql.encode_episodes([row], tokenizer, 999, "--dataset")
-        assert episode.ids == golden(tokenizer, CHAT)[: len(episode.ids)]
-        assert tokenizer.decode(episode.ids).endswith(SAID)
-        assert episode.actions[-len(SAID) :] == list(range(len(episode.ids) - len(SAID), len(episode.ids)))
+        size = len(episode.ids)
+        assert episode.ids == golden(tokenizer, CHAT)[:size] and tokenizer.decode(episode.ids).endswith(SAID)
+        assert episode.actions[-len(SAID) :] == list(range(size - len(SAID), size))
         assert [value for value in episode.rewards if value] == [1, 2] and episode.rewards[-1] == 2
 
 
 NO = answer("<think>so</think>No")
 WHOLE = {"chosen": CHAT, "rejected": [*CHAT[:3], NO]}
 PAIR = {"prompt": CHAT[:3], "chosen": CHAT[3:], "rejected": [NO]}
-CHAT_PAIRS = {"messages": PAIR, "implicit": WHOLE, "text": WHOLE | {"prompt": "And?"}, "tools": PAIR | {"tools": ADD}}
+CHAT_PAIRS = {"messages": PAIR, "implicit": WHOLE, "tools": PAIR | {"tools": ADD}}
 
 
 @pytest.mark.parametrize("row", CHAT_PAIRS.values(), ids=CHAT_PAIRS)
-@on(CHATML, TOOLS, LLAMA, QWEN3)
+@pytest.mark.parametrize("template", [TOOLS, LLAMA, QWEN3], ids=["tools", "llama", "qwen3"])
 def test_pairs_and_queries_are_the_chats_of_the_template(template, row):
     """The prompt ends where the assistant answers, and the end of the turn belongs to the response. reward: through the
     end token, and with the beginning token that the tokenizer adds, as ppo has its samples scored."""
@@ -963,20 +915,6 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
             load_rows(name, "--dataset")
 
 
-def test_lines_of_a_file_of_rows(tmp_path):
-    """Errors name the line, and the row where rows differ."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a"}\n\n{"text": \n')
-    with pytest.raises(InputError, match=rf"^--dataset {path} cannot be loaded: line 3 is not valid JSON: "):
-        load_rows(str(path), "--dataset")
-    path.write_text('{"text": "a"}\n\n{"other": "b"}\n')
-    sentence = "row 2 must be a mapping with the columns of row 1: see other, text"
-    with pytest.raises(InputError, match=f"^--dataset {sentence}$"):
-        load_rows(str(path), "--dataset")
-    with pytest.raises(InputError, match=r"^--dataset \[\] holds no rows$"):
-        load_rows([], "--dataset")
-
-
 def some_rows(n=2):
     return [{"text": "a"}] * n
 
@@ -1014,8 +952,9 @@ def test_evaluation_sets(tmp_path, monkeypatch):
     for spec, why in bad.items():
         with pytest.raises(InputError, match=f"^--eval-dataset {why}"):
             load_sets(spec, "--eval-dataset")
-    with pytest.raises(InputError, match=r"^--eval-dataset none \[\] holds no rows$"):
-        load_sets({"x": EASY, "none": []}, "--eval-dataset")
+    for rows, why in (([], r"\[\] holds no rows"), ([*EASY, {"x": 1}], "row 2 must be a mapping .*: see text, x")):
+        with pytest.raises(InputError, match=f"^--eval-dataset x {why}$"):
+            load_sets({"y": EASY, "x": rows}, "--eval-dataset")
     assert [set_prefix(name) for name in ("", "x")] == ["eval/", "eval/x/"]
     assert [set_flag(name) for name in ("", "x")] == ["--eval-dataset", "--eval-dataset x"]
 
@@ -1042,13 +981,6 @@ def test_prompts_of_lines():
     for bad, why in (([{"text": "\n"}], "holds blank lines only"), ([{"x": 1}], "has the columns x; expected prompt")):
         with pytest.raises(InputError, match=f"^--dataset {why}$"):
             with_prompts(bad, "--dataset")
-
-
-def test_which_rows_are_chats():
-    for column in ("messages", "prompt", "chosen"):
-        assert is_chat([{column: TURNS}], ["rejected", column])
-    assert not is_chat([{"prompt": "a", "chosen": "b"}], ["prompt", "chosen"])
-    assert not is_chat([{"messages": TURNS, "prompt": "a"}], ["prompt"])
 
 
 def test_rows_are_padded_on_either_side_or_aligned():
@@ -1128,61 +1060,46 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters):
         Prompts(rows[:1], {"x": rows[1:]}, None, None).encode(LM, letters, args)
 
 
-ASKED = [{"prompt": CHAT[:3]}]
-GOOD = [user("Hi"), answer("Yes")]
-SAMPLED = {"max_new_tokens": 4, "metric": lambda **columns: {"length": scores(**columns)}}
+ASKED = [{"prompt": TURNS[:3]}]
+SAMPLED = {"eval_prompts": ASKED, "metric": lambda **columns: {"length": scores(**columns)}}
 RUNS = {  # two rows, and what else a run of two steps needs
-    sft: ([{"messages": CHAT}, {"messages": GOOD}], {"eval_dataset": [ROWS["last turn"][0]], **SAMPLED}),
-    ilql: ([{"messages": CHAT, "reward": 1}, {"messages": GOOD, "reward": 0}], {"eval_prompts": ASKED, **SAMPLED}),
-    dpo: ([WHOLE, WHOLE], {"eval_dataset": [PAIR], **SAMPLED}),
-    reward: ([WHOLE, WHOLE], {"eval_dataset": [PAIR]}),
-    ppo: ([{"prompt": CHAT[:3]}, {"prompt": GOOD[:1]}], {"eval_dataset": ASKED, "ppo_epochs": 1}),
-    grpo: ([{"prompt": CHAT[:3]}, {"prompt": GOOD[:1]}], {"eval_dataset": ASKED, "group_size": 2}),
+    sft: ([{"messages": TURNS}, {"messages": [AB, F]}], SAMPLED),
+    ilql: ([{"messages": TURNS, "reward": 1}, {"messages": [AB, F], "reward": 0}], SAMPLED),
+    dpo: ([CHAT_PAIR] * 2, SAMPLED),
+    reward: ([CHAT_PAIR] * 2, {"eval_dataset": [{"chosen": TURNS, "rejected": [*TURNS[:3], CD]}]}),
+    ppo: ([{"prompt": [AB]}] * 2, {"eval_dataset": ASKED, "ppo_epochs": 1}),
+    grpo: ([{"prompt": [AB]}] * 2, {"eval_dataset": ASKED, "group_size": 2}),
 }
 
 
 def scores(prompts, outputs, samples, **columns):
-    """A reward that gets the text of the chat."""
-    assert all(text.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n") for text in prompts)
-    assert all("Hi" in text for text in prompts)
+    """A reward and metric that get the text of the chat."""
+    assert set(prompts) <= {"<bos>uab<eos>s", WRITTEN}
     assert samples == [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     return [float(len(output)) for output in outputs]
 
 
-@pytest.fixture(scope="module")
-def llama_dir(build_model, tmp_path_factory):
-    """A tiny model with the template of Llama 3, whose tokenizer adds a beginning token."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer(LLAMA, bos=True)
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    build_model("gpt2", n_positions=320, vocab_size=len(tokenizer), **ids).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+WRITTEN = "<bos>uab<eos>scd<eos>ue<eos>s"
 
 
 @pytest.mark.parametrize("script", RUNS, ids=lambda x: x.__name__)
-def test_a_run_on_chats(script, llama_dir, tmp_path, capsys):
+def test_a_run_on_chats(script, chatty, gpt2_dir, tmp_path, capsys):
+    """What is sampled, and an export that is used as its card says."""
     rows, flags = RUNS[script]
-    flags = {"batch_size": 2, "micro_batch_size": 2, "eval_every": 1, "save_every": 0, "threads": 1} | flags
+    flags = {"batch_size": 2, "micro_batch_size": 2, "eval_every": 2, "save_every": 0, "threads": 1} | flags
     if script in (ppo, grpo):
-        flags |= {"reward": scores, "total_episodes": 4, "rollout_batch_size": 2, "max_new_tokens": 4}
+        flags |= {"reward": scores, "total_episodes": 4, "rollout_batch_size": 2}
     else:
         flags["total_steps"] = 2
-    args = script.Args(model=llama_dir, dataset=rows, run_dir=str(tmp_path / "run"), **flags)
+    if script is not reward:
+        flags["max_new_tokens"] = 4
+    args = script.Args(model=gpt2_dir, tokenizer=chatty, dataset=rows, run_dir=str(tmp_path / "run"), **flags)
     metrics, run_dir = script.main(args)
     assert all(map(math.isfinite, metrics.values()))
     assert "no row trains the end token" not in capsys.readouterr().out
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf_model")
-    assert tokenizer.chat_template == LLAMA
-    asked = tokenizer.apply_chat_template(CHAT[:3], add_generation_prompt=True, tokenize=False)
-    assert {row["prompt"] for row in samples(run_dir)} == {asked}
-    assert {row["step"] for row in samples(run_dir)} >= {0, 2}
+    assert {(row["step"], row["prompt"]) for row in samples(run_dir)} == {(0, WRITTEN), (2, WRITTEN)}
+    assert AutoTokenizer.from_pretrained(run_dir / "hf_model").chat_template == TEMPLATE
     usage = re.search(r"```python\n(.*?)\n```", (run_dir / "README.md").read_text(), re.S)[1]
     assert ("'role': 'user'" in usage) == (script is reward)
     exec(usage, {})
     assert capsys.readouterr().out.splitlines()[-1] != ""
-    if script is reward:  # the scores are those of plain transformers
-        lm = AutoModelForSequenceClassification.from_pretrained(run_dir / "hf_model").eval()
-        for side, chat in WHOLE.items():
-            expected = lm(torch.tensor([golden(tokenizer, chat)])).logits.item()
-            assert samples(run_dir)[-1][f"{side}_score"] == pytest.approx(expected, abs=1e-4)

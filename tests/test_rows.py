@@ -37,6 +37,11 @@ TURNS = [AB, CD, E, F]
 FOUR = ["ab", "cd", "e", "f"]
 LM = SimpleNamespace(config=GPT2Config(n_positions=32))  # scripts ask the model for its positions
 
+
+def refused(sentence):
+    return pytest.raises(InputError, match=f"^{sentence}")
+
+
 # ---- Rows as texts with marks ----------------------------------------------------------------------------------------
 
 
@@ -133,7 +138,7 @@ FORMS = [  # row, its text, rewards of the actions; None: 2 for the last one. A 
     ({"prompt": "ab", "completion": "c<eos>d", "truncated": True}, "[ab]c.d", None),
     ({"dialogue": FOUR, "reward": [1, 2], "truncated": True}, "[ab]cd[e]f", [0, 1, 2]),
     ({"dialogue": [*FOUR[:3], ""], "reward": [1, 0], "truncated": True}, "[ab]cd[e]", [0, 1]),
-    ({"messages": TURNS, "truncated": True}, "[^uab.s]cd.[ue.s]f", None),
+    ({"messages": TURNS, "truncated": True}, "[^uab.s]cd.[ue.s]f", None),  # ends of earlier turns stay
 ]
 
 
@@ -152,9 +157,12 @@ def test_forms_of_a_row(chatty, row, text, rewards, specials):
     whole = text.replace("[", "").replace("]", "")
     assert with_labels([row], tokenizer)[0] == [text]
     assert with_labels([row], tokenizer, only=False)[0] == [f"[{whole[0]}]{whole[1:]}"]
-    if row.get("prompt"):  # evaluations sample from the tokens that training has as a prompt
-        _, (query,) = encode_prompts([{"prompt": row["prompt"]}], tokenizer, 5, None, "--eval-prompts")
-        assert f"[{text_of(tokenizer, query)}]" == text[: text.index("]") + 1]
+    if isinstance(prompt := row.get("prompt"), str) or prompt:
+        (kept,), (query,) = encode_prompts([{"prompt": prompt, "n": 5}], tokenizer, 5, None, "--eval-prompts")
+        sampled = text_of(tokenizer, query)  # evaluations sample from the tokens that training has as a prompt
+        assert f"[{sampled}]" == text[: text.index("]") + 1]
+        written = sampled.replace("^", "<bos>").replace(".", "<eos>")
+        assert kept == {"prompt": prompt if isinstance(prompt, str) else written, "n": 5}
 
 
 TEXTS = [  # a text with its labels, with its actions
@@ -176,17 +184,12 @@ def test_a_text(letters, text, labels, actions):
     assert with_labels(rows, tokenizer)[0][-1] == with_actions(rows, tokenizer)[0][-1][0] == "[^]d."
 
 
-def test_rows_of_a_set_are_those_alone(letters):
-    """Of several lengths; a beginning token in one of them says nothing about the others."""
-    forms = [(row, text) for row, text, _ in FORMS if "dialogue" in row and "truncated" not in row]
-    assert with_labels([{"dialogue": row["dialogue"]} for row, _ in forms], letters)[0] == [text for _, text in forms]
-    pairs = [(row, text) for row, text in PAIRS if isinstance(row["chosen"], str)]
-    assert pairs_of([row for row, _ in pairs], letters)[0] == [text for _, text in pairs]
+def test_a_beginning_token_in_one_row_says_nothing_about_others(letters):
     tokenizer = add_specials(letters, "<bos> $A")
-    some = [{"prompt": prompt, "completion": "b", "chosen": "b", "rejected": "c"} for prompt in ("<bos>a", "a")]
-    assert with_labels(some, tokenizer)[0][1] == "[^a]b."
-    assert pairs_of(some, tokenizer)[0][1] == "^a|b.|c."
-    assert encode_prompts(some, tokenizer, 5, None, "")[1][1] == [BOS, 0]
+    rows = [{"prompt": prompt, "completion": "b", "chosen": "b", "rejected": "c"} for prompt in ("<bos>a", "a", "de")]
+    assert with_labels(rows, tokenizer)[0][1:] == ["[^a]b.", "[^de]b."]
+    assert pairs_of(rows, tokenizer)[0][1:] == ["^a|b.|c.", "^de|b.|c."]
+    assert encode_prompts(rows, tokenizer, 5, None, "")[1][1:] == [[BOS, 0], [BOS, 3, 4]]
 
 
 def test_without_a_beginning_token(letters):
@@ -197,7 +200,7 @@ def test_without_a_beginning_token(letters):
     assert with_actions(rows, letters)[0] == [("[a]b.", [0, 1], True)]
     talk = {"dialogue": ["", "a", "b", "c"], "reward": [0, 1]}
     assert with_actions([talk], letters)[0] == [("[ab]c.", [0, 1], True)]
-    with pytest.raises(InputError, match="^--dataset row 1: an output without tokens has a reward$"):
+    with refused("--dataset row 1: an output without tokens has a reward$"):
         with_actions([talk | {"reward": [2, 1]}], letters)
     assert with_labels([{"prompt": "", "completion": "ab"}], letters, encoder=True)[0] == ["[.]ab."]
 
@@ -255,20 +258,9 @@ def test_a_beginning_token_that_also_ends(letters, prompt):
     assert with_labels([row], tokenizer)[0] == [f"[^{prompt}]c^"]
 
 
-def test_any_token_that_ends_a_response_is_enough(letters):
-    """Behind one of them nothing is sampled. A truncated row loses it."""
-    letters.ends = [5, 7, EOS]
-    rows = [{"prompt": "ab", "completion": text, "reward": 1} for text in ("cdf", "cdh", "cd", "fcd")]
-    texts = ["[ab]cdf", "[ab]cdh", "[ab]cd.", "[ab]fcd."]
-    assert with_labels(rows, letters)[0] == texts
-    assert [text for text, *_ in with_actions(rows, letters)[0]] == texts
-    assert with_actions([rows[0] | {"truncated": True}], letters)[0] == [("[ab]cd", [0, 1], False)]
-
-
 TOKENIZED = [  # what the tokenizer adds, text, its ids by each value of `end`
     ("$A", "a", {"once": [0, EOS], "never": [0], "template": [0]}),
     ("$A", "a<eos>", {"once": [0, EOS], "never": [0, EOS], "template": [0, EOS]}),
-    ("$A", "", {"once": [EOS], "never": [], "template": []}),
     ("<bos> $A <eos>", "a", {"once": [BOS, 0, EOS], "never": [BOS, 0], "template": [BOS, 0, EOS]}),
     ("<bos> $A <eos>", "a<eos>", {"once": [BOS, 0, EOS], "template": [BOS, 0, EOS, EOS]}),
 ]
@@ -282,14 +274,7 @@ def test_the_end_of_tokens(letters, specials, text, ids):
     assert tokenize(tokenizer, ["a"], False, "template") == [[0]]
 
 
-def test_a_truncated_chat_keeps_the_ends_of_earlier_turns(letters):
-    """Where the template writes no end token behind an answer, nothing is taken away."""
-    letters.chat_template = TEMPLATE.replace("{{ eos_token }}", "{{ '' if m.role == 'assistant' else eos_token }}")
-    row = {"messages": TURNS, "reward": 1, "truncated": True}
-    assert with_actions([row], letters)[0] == [("[^uab.s]cd[ue.s]f", [0, 0, 1], False)]
-
-
-# ---- Rows that are too long -------------------------------------------------------------------------------------------
+# ---- Rows that are too long ------------------------------------------------------------------------------------------
 
 
 def rows_of(columns, *values, **more):
@@ -300,7 +285,8 @@ COUNTS = [  # encode, max_length, rows, their texts, the report
     (
         with_labels, 5, rows_of("dialogue", [FOUR], [["abcde", "f", "g", "h"]], [["ab", "cd"]]),
         ["[ab]cd[e]", "[ab]cd."],
-        "3 rows, 2 cut at the end, 1 dropped without a label left; labels on 50.0% of 10 tokens, a row 2 to 3, median 3",
+        "3 rows, 2 cut at the end, 1 dropped without a label left; "
+        "labels on 50.0% of 10 tokens, a row 2 to 3, median 3",
     ),
     (
         with_labels, 3, rows_of("text", ["a"], [""], ["abc<eos>"]), ["[a].", "[a]bc"],
@@ -330,10 +316,10 @@ COUNTS = [  # encode, max_length, rows, their texts, the report
     (  # a cut text would have no end to read a score from; the end token is a part of the length
         scored, 5,
         rows_of(
-            "prompt chosen rejected margin", ("ab", "cde", "f", 0), ("ab", "c", "def", 1), ("ab", "cd", "e", 2),
-            ("ab", "g", "g<eos>", 3), ("ab", "cdef", "cdef", 4), ("", "", "hi", 5),
+            "prompt chosen rejected margin", ("ab", "cde", "f", 0), ("ab", "c", "def", 1), ("ab", "cd", "e", 0.5),
+            ("ab", "g", "g<eos>", 3), ("ab", "cdef", "cdef", 4), ("", "", "hi", -2),
         ),
-        [("abcd.", "abe.", 2.0), (".", "hi.", 5.0)],
+        [("abcd.", "abe.", 0.5), (".", "hi.", -2.0)],
         "6 pairs, 3 dropped as longer than 5, 1 as equal; 1 without a prompt",
     ),
 ]  # fmt: skip
@@ -412,30 +398,6 @@ def test_prompt_and_output_have_room_of_their_own(letters, max_length, text, cut
 
 # ---- Prompts to sample from ------------------------------------------------------------------------------------------
 
-QUERIES = [
-    ("ab", "ab"),
-    ("", "^"),
-    ("<bos>ab", "^ab"),
-    ("<bos>", "^"),
-    ([AB], "^uab.s"),
-    ([AB, CD, E], "^uab.scd.ue.s"),
-    ([AB, CD], "^uab.scd.s"),  # a further answer
-]
-
-
-@pytest.mark.parametrize("specials", SPECIALS)
-def test_queries(chatty, specials):
-    """A prompt is given to functions as text; other columns stay."""
-    tokenizer = add_specials(chatty, specials)
-    for prompt, text in QUERIES:
-        rows = [{"prompt": prompt, "n": 5}]
-        (row,), (query,) = encode_prompts(rows, tokenizer, 5, 32, "--dataset")
-        assert text_of(tokenizer, query) == begun(text, specials)
-        written = text.replace("^", "<bos>").replace(".", "<eos>")
-        assert row == {"prompt": prompt if isinstance(prompt, str) else written, "n": 5}
-        assert rows == [{"prompt": prompt, "n": 5}]
-
-
 ROOM = [  # prompt of row 2, new tokens, options, what becomes of it
     ("abc", 29, {}, "kept"),
     ("abc", 30, {}, "row 2: a prompt of 3 tokens"),
@@ -453,7 +415,7 @@ def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
     rows = [{"prompt": "b"}, {"prompt": prompt}]
     if result.startswith("row"):
         sizes = f"{result} and --max-new-tokens {new_tokens} exceed the model's 32 positions: "
-        with pytest.raises(InputError, match=f"^--dataset {sizes}"):
+        with refused(f"--dataset {sizes}"):
             encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
         return
     found, queries = encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
@@ -462,15 +424,15 @@ def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
 
 
 def test_prompts_without_a_token(letters):
-    with pytest.raises(InputError, match="^--max-prompt-length 2 drops every row of --dataset$"):
+    with refused("--max-prompt-length 2 drops every row of --dataset$"):
         encode_prompts([{"prompt": "abc"}], letters, 5, 32, "--dataset", max_length=2)
     letters.bos_token = None
-    sentence = "^--dataset row 2: the prompt is empty and the tokenizer has no beginning token$"
+    sentence = "--dataset row 2: the prompt is empty and the tokenizer has no beginning token$"
     rows = [{"prompt": prompt, "chosen": "c", "rejected": "d"} for prompt in ("b", "")]
-    with pytest.raises(InputError, match=sentence):
+    with refused(sentence):
         encode_prompts(rows, letters, 5, 32, "--dataset")
     assert pairs_of(rows[:1], letters)[0] == ["b|c.|d."]
-    with pytest.raises(InputError, match=sentence):
+    with refused(sentence):
         pairs_of(rows, letters)
 
 
@@ -515,9 +477,7 @@ def test_pairs(chatty, specials, row, text):
         prompt = ""
     if row["chosen"][:1] == [AB]:  # evaluations sample from the prompt that is trained
         data = dpo.Data([row], {}, [row], None)
-        dpo.encode(
-            data, LM, tokenizer, dpo.Args(model="m", dataset=[row], max_length=99, max_new_tokens=5, eval_every=1)
-        )
+        dpo.encode(data, LM, tokenizer, dpo.Args(model="m", dataset=[row], max_new_tokens=5, eval_every=1))
         assert [text_of(tokenizer, ids) for ids in data.queries] == [prompt]
     assert scored([row], tokenizer)[0] == [(prompt + chosen, prompt + rejected, 0.0)]
 
@@ -530,8 +490,6 @@ SHARED = [  # prompt, chosen, rejected: rows hold the prompt with chosen, the pr
     ("ab", "\ncd", "\nef"),
     ("b", "  \n c", "  \n d"),
     ("", "ab", "ac"),
-    ("", " b", " c"),
-    ("", "ab", "ab"),
     (f"{HUMAN} Hi{ASSISTANT}", " Yes, of course", " Yes, maybe"),  # "Yes," is half an answer
     (f"{HUMAN} a{ASSISTANT} b{HUMAN} c{ASSISTANT}", " I am", " I can"),
     (f"{HUMAN} a{ASSISTANT}", f" b{HUMAN} c{ASSISTANT} d", f" b{HUMAN} e"),  # they part in the user's second turn
@@ -550,12 +508,17 @@ def test_the_prompt_of_two_texts_ends_where_both_answer(letters, prompt, chosen,
     assert pair_texts([sides | {"prompt": ""}], letters, "--dataset") == [("", *sides.values())]
 
 
-@pytest.mark.case(48, "reward")
-def test_a_score_needs_no_common_prompt(chatty):
-    """Both sides are read whole. dpo.py refuses such rows."""
-    row = {"chosen": [E, CD], "rejected": [AB, CD]}
-    counts = "1 pairs, 0 dropped as longer than 99, 0 as equal; 1 without a prompt"
-    assert scored([row], chatty) == ([("^ue.scd.", "^uab.scd.", 0.0)], counts)
+@pytest.mark.case(48, "dpo reward")
+def test_pairs_that_begin_differently(chatty):
+    """A score needs no common prompt: both sides are read whole."""
+    texts = [{"chosen": "a b", "rejected": "a c"}, {"chosen": "ab", "rejected": "ac"}]
+    chats = [{"chosen": [AB, CD], "rejected": [AB, F]}, {"chosen": [E, CD], "rejected": [AB, CD]}]
+    for rows, sides in ((texts, ("ab.", "ac.")), (chats, ("^ue.scd.", "^uab.scd."))):
+        pairs, report = scored(rows, chatty)
+        assert pairs[1] == (*sides, 0.0)
+        assert report == "2 pairs, 0 dropped as longer than 99, 0 as equal; 1 without a prompt"
+        with refused("--dataset row 2: chosen and rejected begin differently: add the column prompt$"):
+            pairs_of(rows, chatty)
 
 
 TRUNCATIONS = [  # specials, max_length, max_prompt_length, mode; abcde with fgh and ij; prompts and pairs cut
@@ -586,13 +549,6 @@ def test_pairs_are_cut(letters, case):
         f"1 pairs, {prompts} prompts and the responses of {responses} cut, 0 dropped without room for a response, "
         "0 dropped as equal"
     )
-
-
-def test_margins(letters):
-    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    margins = [0.5, 0, -1, np.float64(0.25), True]
-    found = [margin for *_, margin in scored([row | {"margin": margin} for margin in margins], letters)[0]]
-    assert found == margins and all(type(margin) is float for margin in found)
 
 
 TURN_ENDS = {  # what the template writes behind a turn, what is left of it behind the last answer
@@ -633,29 +589,18 @@ def test_a_template_without_special_tokens(letters):
 
 ENCODER = functools.partial(with_labels, encoder=True)
 ONE = "an encoder-decoder takes rows of one prompt and one output$"
-OTHER = "row 2: chosen and rejected begin differently: add the column prompt$"
 IS_TEXT = "row 1: the prompt is a text that the chats do not begin with: make it a list of messages$"
 MARGIN = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}
 REFUSED = [  # encode, rows of which at most 3 tokens are kept, the sentence
     (with_labels, [{"prompt": "abc", "completion": "d"}], "no row has a label left within --max-length 3$"),
     (with_actions, [{"prompt": "abc", "completion": "d", "reward": 1}], "no row has an action left within --max-l"),
     (pairs_of, [{"prompt": "a", "chosen": "b", "rejected": "b"}], "no pair is left: 1 pairs, .*, 1 dropped as equal "),
-    (
-        scored,
-        [{"prompt": "ab", "chosen": "c", "rejected": "d"}],
-        "no pair is left: of 1, 1 dropped as longer than 3, 0",
-    ),
+    (scored, [{"prompt": "ab", "chosen": "c", "rejected": "d"}], "no pair is left: of 1, 1 dropped as longer than"),
     (with_labels, [{"prompt": [AB, CD], "completion": []}], "row 1: the completion is empty$"),
-    (pairs_of, [{"chosen": "a b", "rejected": "a c"}, {"chosen": "ab", "rejected": "ac"}], OTHER),
-    (pairs_of, [{"chosen": TURNS[:2], "rejected": [AB, F]}, {"chosen": [E, CD], "rejected": [AB, CD]}], OTHER),
     (pairs_of, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
     (scored, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
     (with_actions, [{"dialogue": ["a", "", "c", "d"], "reward": [1, 2]}], "row 1: an output without tokens has a rew"),
-    (
-        with_actions,
-        [{"prompt": "a", "completion": "b", "reward": 1, "truncated": 2}],
-        "row 1: 'truncated' must be true",
-    ),
+    (with_actions, [{"text": "a", "reward": 1, "truncated": 2}], "row 1: 'truncated' must be true or false, it is 2"),
     (ENCODER, [{"text": "ab"}], f"row 1: {ONE}"),
     (ENCODER, [{"dialogue": ["a", "b"]}, {"dialogue": FOUR}], f"row 2: {ONE}"),
     *((scored, [MARGIN, MARGIN | {"margin": x}], "row 2: 'margin' must be a finite") for x in (math.inf, "1", None)),
@@ -663,10 +608,9 @@ REFUSED = [  # encode, rows of which at most 3 tokens are kept, the sentence
 
 
 @pytest.mark.parametrize(("encode", "rows", "sentence"), REFUSED)
-@pytest.mark.case(48, "dpo")
 def test_rows_that_are_refused(chatty, encode, rows, sentence):
     """Others are in test_inputs.py. These are seen while rows become tokens."""
-    with pytest.raises(InputError, match=f"^--dataset:? {sentence}"):
+    with refused(f"--dataset:? {sentence}"):
         encode(rows, chatty, 3)
 
 
@@ -751,7 +695,6 @@ ROWS = {  # row, how many of the last answers are trained
     "messages": ({"messages": CHAT}, 2),
     "system": ({"messages": [turn("system", "Be bad."), *CHAT]}, 2),
     "last turn": ({"prompt": CHAT[:3], "completion": CHAT[3:]}, 1),
-    "two turns": ({"prompt": CHAT[:1], "completion": CHAT[1:]}, 2),
     "with tools": ({"messages": CHAT, "tools": ADD}, 2),
 }
 every_row = pytest.mark.parametrize(("row", "count"), ROWS.values(), ids=ROWS)
@@ -813,9 +756,9 @@ def test_a_template_that_drops_earlier_thoughts():
     end = "<|im_end|>\n"
     assert trained_parts({"messages": CHAT}, spans)[2] == ["Yes" + end, SAID + end]
     rows = [{"messages": chat, "reward": 1} for chat in (CHAT[:2], CHAT)]
-    why = "^--dataset row 2: the chat template changes earlier turns of a longer chat: .*{% generation %}.* completion$"
+    why = "--dataset row 2: the chat template changes earlier turns of a longer chat: .*{% generation %}.* completion$"
     for encode in (with_labels, with_actions):
-        with pytest.raises(InputError, match=why):
+        with refused(why):
             encode(rows, plain, 999)
     for place in (1, 3):
         row = {"prompt": CHAT[:place], "completion": CHAT[place : place + 1], "reward": 1}
@@ -823,7 +766,7 @@ def test_a_template_that_drops_earlier_thoughts():
         assert trained_parts(row, plain)[2] == [SAID + end]
         assert with_actions([row], spans, 999) == with_actions([row], plain, 999)
     for encode in (pairs_of, scored):
-        with pytest.raises(InputError, match="^--dataset row 1: the chat template changes earlier turns"):
+        with refused("--dataset row 1: the chat template changes earlier turns"):
             encode([WHOLE], build_tokenizer(COUNTED), 999)
 
 
@@ -840,19 +783,17 @@ def test_calls_of_tools():
         assert trained_parts({"prompt": chat[:3], "completion": chat[3:]}, tokenizer)[2] == trained[1:]
 
 
-@pytest.mark.parametrize("bos", [False, True])
-def test_texts_that_a_template_wrote_get_no_second_beginning(bos):
-    tokenizer = build_tokenizer(LLAMA, bos)
+def test_texts_that_a_template_wrote_get_no_second_beginning():
+    tokenizer = build_tokenizer(LLAMA, bos=True)
     text, prompt = (tokenizer.apply_chat_template(chat, tokenize=False) for chat in (CHAT, CHAT[:3]))
     for row in ({"text": text}, {"prompt": prompt, "completion": text[len(prompt) :]}):
         assert trained_parts(row, tokenizer)[0] == golden(tokenizer, CHAT)
 
 
-@pytest.mark.parametrize("template", [MARGINAL, LLAMA], ids=["marginal", "llama"])
-def test_a_truncated_answer_has_no_end(template):
+def test_a_truncated_answer_has_no_end():
     """The last end token goes, wherever the spans are; with it what the template writes behind."""
     row = {"messages": CHAT, "reward": [1, 2], "truncated": True}
-    for tokenizer in tokenizers(template):
+    for tokenizer in tokenizers(MARGINAL):
         (episode,), _ = ilql.encode_episodes([row], tokenizer, 999, "--dataset")
         size = len(episode.ids)
         assert episode.ids == golden(tokenizer, CHAT)[:size] and tokenizer.decode(episode.ids).endswith(SAID)
@@ -905,13 +846,10 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
         assert load_rows(name, "--dataset") == LINES, name
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk("splits")
     (tmp_path / "rows.bin").write_text("")
-    refused = {
-        "splits": r"it holds several splits \(train, test\)",
-        "rows.bin": "expected a name that ends with .json,",
-    }
-    refused |= {"./none": "", "a/b/none": "", "none.csv.gz": "Unable to find '.*none.csv.gz'$"}  # the hub is not asked
-    for name, why in refused.items():
-        with pytest.raises(InputError, match=f"^--dataset {name} cannot be loaded: {why}"):
+    bad = {"splits": r"it holds several splits \(train, test\)", "rows.bin": "expected a name that ends with .json,"}
+    bad |= {"./none": "", "a/b/none": "", "none.csv.gz": "Unable to find '.*none.csv.gz'$"}  # the hub is not asked
+    for name, why in bad.items():
+        with refused(f"--dataset {name} cannot be loaded: {why}"):
             load_rows(name, "--dataset")
 
 
@@ -950,10 +888,10 @@ def test_evaluation_sets(tmp_path, monkeypatch):
     assert load_rows(build("task.py:rows:n=2,text=b", "--dataset"), "--dataset") == TWO
     bad = {"easy.jsonl,./easy.jsonl": ".*: two sets have the same name", "easy.jsonl,no.jsonl": "no no.jsonl cannot be"}
     for spec, why in bad.items():
-        with pytest.raises(InputError, match=f"^--eval-dataset {why}"):
+        with refused(f"--eval-dataset {why}"):
             load_sets(spec, "--eval-dataset")
     for rows, why in (([], r"\[\] holds no rows"), ([*EASY, {"x": 1}], "row 2 must be a mapping .*: see text, x")):
-        with pytest.raises(InputError, match=f"^--eval-dataset x {why}$"):
+        with refused(f"--eval-dataset x {why}$"):
             load_sets({"y": EASY, "x": rows}, "--eval-dataset")
     assert [set_prefix(name) for name in ("", "x")] == ["eval/", "eval/x/"]
     assert [set_flag(name) for name in ("", "x")] == ["--eval-dataset", "--eval-dataset x"]
@@ -979,7 +917,7 @@ def test_prompts_of_lines():
     both = [{"prompt": "a", "text": " "}]
     assert with_prompts(both, "--dataset") == both
     for bad, why in (([{"text": "\n"}], "holds blank lines only"), ([{"x": 1}], "has the columns x; expected prompt")):
-        with pytest.raises(InputError, match=f"^--dataset {why}$"):
+        with refused(f"--dataset {why}$"):
             with_prompts(bad, "--dataset")
 
 
@@ -1018,9 +956,9 @@ def test_training_rows_sets_and_prompts_of_a_script(letters, script):
         assert ids == [0, 1] + [2] * (longest - 2)
         assert data.eval_sets == {"": [found], "x": [found, found]}
         assert data.queries == [[0, 1]]
-    with pytest.raises(InputError, match="^--eval-prompts row 1: a prompt of 2 tokens and --max-new-tokens 31 exceed"):
+    with refused("--eval-prompts row 1: a prompt of 2 tokens and --max-new-tokens 31 exceed"):
         encode(max_new_tokens=31)
-    with pytest.raises(InputError, match="^--eval-dataset x row 2: '.*' must be valid text, it is 5$"):
+    with refused("--eval-dataset x row 2: '.*' must be valid text, it is 5$"):
         encode(wrong={"chosen": 5, "completion": 5})
     if script is dpo:  # nothing is scored that no evaluation reads
         data = encode(eval_every=0)
@@ -1054,9 +992,7 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters):
     data.encode(LM, letters, args)
     assert data.eval_sets == {"x": (rows[2:], [[2], [3, 4, 5]])}
     args.max_prompt_length = None
-    with pytest.raises(
-        InputError, match="^--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"
-    ):
+    with refused("--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"):
         Prompts(rows[:1], {"x": rows[1:]}, None, None).encode(LM, letters, args)
 
 

@@ -28,7 +28,7 @@ from common.cli import InputError
 from common.functions import build, load_function
 from common.rows import load_rows, load_sets, pair_texts, set_flag, set_prefix, with_prompts
 from common.sampling import Prompts
-from common.tokens import encode_prompts, pad_rows, tokenize
+from common.tokens import encode_prompts, pad_rows
 
 BOTH = ["$A", "<bos> $A <eos>"]  # what a tokenizer adds to every text
 SPECIALS = [*BOTH, "<bos> $A", "$A <eos>"]
@@ -244,34 +244,13 @@ def test_a_merge_takes_an_output_of_a_dialogue(merging):
     assert with_labels([{"prompt": "a", "completion": "bc"}], merging)[0] == ["[ab]c."]
 
 
-@pytest.mark.parametrize("prompt", ["", "ab"])
-def test_a_beginning_token_that_also_ends(letters, prompt):
-    """As in GPT-2, where none is added, and in OPT, where it begins every text."""
+def test_a_beginning_token_that_also_ends(letters):
+    """As in OPT, where it begins every text."""
     letters.eos_token = "<bos>"
-    pair = {"prompt": prompt, "chosen": "c", "rejected": "d"}
-    row = {"prompt": prompt, "completion": "c"}
-    begin = prompt or "^"
-    assert pairs_of([pair], letters)[0] == [f"{begin}|c^|d^"]
-    assert with_labels([row], letters)[0] == [f"[{begin}]c^"]
     tokenizer = add_specials(letters, "<bos> $A")
-    assert pairs_of([pair], tokenizer)[0] == [f"^{prompt}|c^|d^"]
-    assert with_labels([row], tokenizer)[0] == [f"[^{prompt}]c^"]
-
-
-TOKENIZED = [  # what the tokenizer adds, text, its ids by each value of `end`
-    ("$A", "a", {"once": [0, EOS], "never": [0], "template": [0]}),
-    ("$A", "a<eos>", {"once": [0, EOS], "never": [0, EOS], "template": [0, EOS]}),
-    ("<bos> $A <eos>", "a", {"once": [BOS, 0, EOS], "never": [BOS, 0], "template": [BOS, 0, EOS]}),
-    ("<bos> $A <eos>", "a<eos>", {"once": [BOS, 0, EOS], "template": [BOS, 0, EOS, EOS]}),
-]
-
-
-@pytest.mark.parametrize(("specials", "text", "ids"), TOKENIZED, ids=repr)
-def test_the_end_of_tokens(letters, specials, text, ids):
-    tokenizer = add_specials(letters, specials)
-    for end, expected in ids.items():
-        assert tokenize(tokenizer, [text, text], True, end) == [expected, expected]
-    assert tokenize(tokenizer, ["a"], False, "template") == [[0]]
+    rows = [{"prompt": prompt, "completion": "c", "chosen": "c", "rejected": "d"} for prompt in ("", "ab")]
+    assert with_labels(rows, tokenizer)[0] == ["[^]c^", "[^ab]c^"]
+    assert pairs_of(rows, tokenizer)[0] == ["^|c^|d^", "^ab|c^|d^"]
 
 
 # ---- Rows that are too long ------------------------------------------------------------------------------------------
@@ -308,9 +287,9 @@ COUNTS = [  # encode, max_length, rows, their texts, the report
         pairs_of, 5,
         rows_of(
             "prompt chosen rejected", ("ab", "cd", "ce"), ("ab", "cd", "cd"), ("ab", "cdef", "cdeg"),
-            ("abcdef", "g", "h"), ("ab", "cdefg", "d"),
+            ("abcde", "g", "h"), ("ab", "d", "cdefg"),
         ),
-        ["ab|cd.|ce.", "ab|cde|d."],
+        ["ab|cd.|ce.", "ab|d.|cde"],
         "5 pairs, 0 prompts and the responses of 3 cut, 1 dropped without room for a response, 2 dropped as equal",
     ),
     (  # a cut text would have no end to read a score from; the end token is a part of the length
@@ -374,7 +353,11 @@ def test_blanks_that_a_template_writes_behind_the_answer_are_no_output(letters):
     marks = "{% generation %}{{ m.content }}{% endgeneration %} "
     letters.chat_template = TEMPLATE.replace("{{ m.content }}{{ eos_token }}", marks)
     assert with_labels([{"messages": [AB, CD]}], letters)[0] == ["[^u]ab[<unk>s]cd[<unk>]"]
-    assert with_labels([{"prompt": [AB], "completion": [CD]}], letters, encoder=True)[0] == ["[^uab<unk>s]cd."]
+    rows = [{"prompt": [AB], "completion": [CD]}]
+    assert with_labels(rows, letters, encoder=True)[0] == ["[^uab<unk>s]cd."]
+    letters.chat_template += "k"
+    with refused("--dataset row 1: an encoder-decoder takes rows of one prompt and one output$"):
+        with_labels(rows, letters, encoder=True)
 
 
 ENCODED_CUTS = [  # max_length, text, how many rows were cut, whether the output is whole
@@ -513,6 +496,7 @@ def test_pairs_that_begin_differently(chatty):
     """A score needs no common prompt: both sides are read whole."""
     texts = [{"chosen": "a b", "rejected": "a c"}, {"chosen": "ab", "rejected": "ac"}]
     chats = [{"chosen": [AB, CD], "rejected": [AB, F]}, {"chosen": [E, CD], "rejected": [AB, CD]}]
+    chats = [row | {"prompt": None} for row in chats]
     for rows, sides in ((texts, ("ab.", "ac.")), (chats, ("^ue.scd.", "^uab.scd."))):
         pairs, report = scored(rows, chatty)
         assert pairs[1] == (*sides, 0.0)
@@ -597,6 +581,11 @@ REFUSED = [  # encode, rows of which at most 3 tokens are kept, the sentence
     (pairs_of, [{"prompt": "a", "chosen": "b", "rejected": "b"}], "no pair is left: 1 pairs, .*, 1 dropped as equal "),
     (scored, [{"prompt": "ab", "chosen": "c", "rejected": "d"}], "no pair is left: of 1, 1 dropped as longer than"),
     (with_labels, [{"prompt": [AB, CD], "completion": []}], "row 1: the completion is empty$"),
+    (with_labels, [{"messages": [CD, AB]}], "row 1: the last message must be the assistant's$"),
+    (with_labels, [{"text": "a"}, {"text": "a\ud800"}], "row 2: 'text' must be valid text, it is 'a.ud800'$"),
+    (with_labels, [{"dialogue": ["a", "b", "c"]}], "row 1: 'dialogue' must be a list prompt, output, "),
+    (with_labels, [{"dialogue": ["a", 5]}], "row 1, part of row 2: 'dialogue' must be valid text, it is 5$"),
+    (pairs_of, [{"chosen": [AB, CD], "rejected": [AB, E, F]}], "row 1: chosen and rejected begin differently: "),
     (pairs_of, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
     (scored, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
     (with_actions, [{"dialogue": ["a", "", "c", "d"], "reward": [1, 2]}], "row 1: an output without tokens has a rew"),

@@ -32,7 +32,10 @@ from common.tokens import encode_prompts, pad_rows
 
 BOTH = ["$A", "<bos> $A <eos>"]  # what a tokenizer adds to every text
 SPECIALS = [*BOTH, "<bos> $A", "$A <eos>"]
-AB, CD, E, F = user("ab"), answer("cd"), user("e"), answer("f")
+AB = user("ab")
+CD = answer("cd")
+E = user("e")
+F = answer("f")
 TURNS = [AB, CD, E, F]
 FOUR = ["ab", "cd", "e", "f"]
 LM = SimpleNamespace(config=GPT2Config(n_positions=32))  # scripts ask the model for its positions
@@ -157,7 +160,8 @@ def test_forms_of_a_row(chatty, row, text, rewards, specials):
     whole = text.replace("[", "").replace("]", "")
     assert with_labels([row], tokenizer)[0] == [text]
     assert with_labels([row], tokenizer, only=False)[0] == [f"[{whole[0]}]{whole[1:]}"]
-    if isinstance(prompt := row.get("prompt"), str) or prompt:
+    prompt = row.get("prompt", [])
+    if prompt != []:
         (kept,), (query,) = encode_prompts([{"prompt": prompt, "n": 5}], tokenizer, 5, None, "--eval-prompts")
         sampled = text_of(tokenizer, query)  # evaluations sample from the tokens that training has as a prompt
         assert f"[{sampled}]" == text[: text.index("]") + 1]
@@ -406,6 +410,7 @@ def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
     assert list(map(len, queries)) == [len(row["prompt"]) for row in found]
 
 
+@pytest.mark.case(39, "dpo")
 def test_prompts_without_a_token(letters):
     with refused("--max-prompt-length 2 drops every row of --dataset$"):
         encode_prompts([{"prompt": "abc"}], letters, 5, 32, "--dataset", max_length=2)
@@ -846,7 +851,8 @@ def some_rows(n=2):
     return [{"text": "a"}] * n
 
 
-EASY, HARD = [{"text": "easy"}], [{"text": "hard"}]
+EASY = [{"text": "easy"}]
+HARD = [{"text": "hard"}]
 TWO = [{"text": "b"}] * 2
 SETS = [
     (None, {}),

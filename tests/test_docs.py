@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from cases import CASES
 from harness import ALGOS
-from test_chats import TOOLS, build_tokenizer
+from test_rows import TOOLS, build_tokenizer
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks import check, seeds

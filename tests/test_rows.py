@@ -1,0 +1,1036 @@
+"""Rows to token ids, labels, actions and prompt lengths: `python -m pytest tests/test_rows.py`
+
+Every form of row that a script accepts, through the script's own function. Tables hold a row and the text of its
+tokens, with marks for what is trained. Then chats as templates of models write them, against the text by hand and the
+tokens and masks of transformers; files and sets of rows; and a run on chats of every script.
+"""
+
+import functools
+import gzip
+import json
+import math
+import pickle
+import re
+from itertools import groupby, product
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, jsonl, samples, turn, user, write
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+
+from algos import dpo, grpo, ilql, ppo, reward, sft
+from common.classifiers import classifier_ids
+from common.cli import InputError
+from common.functions import build, load_function
+from common.rows import load_rows, load_sets, pair_texts, set_flag, set_prefix, with_prompts
+from common.sampling import Prompts
+from common.tokens import encode_prompts, pad_rows
+
+BOTH = ["$A", "<bos> $A <eos>"]  # what a tokenizer adds to every text
+SPECIALS = [*BOTH, "<bos> $A", "$A <eos>"]
+AB = user("ab")
+CD = answer("cd")
+E = user("e")
+F = answer("f")
+TURNS = [AB, CD, E, F]
+FOUR = ["ab", "cd", "e", "f"]
+LM = SimpleNamespace(config=GPT2Config(n_positions=32))  # scripts ask the model for its positions
+
+
+def refused(sentence):
+    return pytest.raises(InputError, match=f"^{sentence}")
+
+
+# ---- Rows as texts with marks ----------------------------------------------------------------------------------------
+
+
+def text_of(tokenizer, ids):
+    """The text of tokens; ^ is <bos>, . is <eos>."""
+    return "".join(tokenizer.convert_ids_to_tokens(ids)).replace("<bos>", "^").replace("<eos>", ".")
+
+
+def shown(tokenizer, ids, trained):
+    """The text of tokens, with those in brackets whose places are not trained."""
+    text = ""
+    for is_trained, places in groupby(range(len(ids)), lambda place: place in trained):
+        piece = text_of(tokenizer, [ids[place] for place in places])
+        if not is_trained:
+            piece = f"[{piece}]"
+        text += piece
+    return text
+
+
+def with_labels(rows, tokenizer, max_length=99, only=True, encoder=False):
+    """(the examples of sft.py as texts, its report); in brackets what has no label."""
+    examples, report = sft.encode_rows(rows, tokenizer, max_length, only, "--dataset", encoder)
+    found = []
+    for ids, labels in examples:
+        trained = [place for place, label in enumerate(labels) if label != -100]
+        assert [labels[place] for place in trained] == [ids[place] for place in trained]
+        found.append(shown(tokenizer, ids, trained))
+    return found, report
+
+
+def with_actions(rows, tokenizer, max_length=99, encoder=False):
+    """([(text, rewards, done)] of the episodes of ilql.py, its report); in brackets what is no action."""
+    episodes, report = ilql.encode_episodes(rows, tokenizer, max_length, "--dataset", encoder)
+    return [(shown(tokenizer, e.ids, e.actions), e.rewards, e.done) for e in episodes], report
+
+
+def pairs_of(rows, tokenizer, max_length=99, max_prompt_length=None, truncation_mode="keep_end"):
+    """([prompt|chosen|rejected] of the pairs of dpo.py, its report)."""
+    limits = SimpleNamespace(max_prompt_length=max_prompt_length, truncation_mode=truncation_mode)
+    pairs, report = dpo.encode_pairs(rows, tokenizer, max_length, limits, "--dataset")
+    return [pair_text(tokenizer, pair) for pair in pairs], report
+
+
+def pair_text(tokenizer, pair):
+    chosen, rejected, length = pair
+    assert chosen[:length] == rejected[:length]
+    return "|".join(text_of(tokenizer, ids) for ids in (chosen[:length], chosen[length:], rejected[length:]))
+
+
+def scored(rows, tokenizer, max_length=99):
+    """([(chosen, rejected, margin)] of reward.py, with the sides as texts, its report)."""
+    _, pairs, report = reward.encode_texts(rows, tokenizer, max_length, "--dataset")
+    return [(text_of(tokenizer, c), text_of(tokenizer, r), margin) for c, r, margin in pairs], report
+
+
+def begun(text, specials):
+    """The text by a tokenizer that adds special tokens: with a beginning token, unless it has one."""
+    if "<bos>" not in specials or "^" in text:
+        return text
+    return text.replace("[", "[^", 1) if text[0] == "[" else "^" + text
+
+
+# ---- Prompts with outputs --------------------------------------------------------------------------------------------
+
+FORMS = [  # row, its text, rewards of the actions; None: 2 for the last one. A row that is not truncated has ended.
+    ({"prompt": "ab", "completion": "cd"}, "[ab]cd.", None),
+    ({"prompt": "ab", "completion": "cd", "text": "another column", "source": None}, "[ab]cd.", None),
+    ({"prompt": "", "completion": "cd"}, "[^]cd.", None),
+    ({"prompt": "ab", "completion": ""}, "[ab].", None),
+    ({"prompt": "ab", "completion": "cd<eos>"}, "[ab]cd.", None),
+    ({"prompt": "ab", "completion": "c<eos>d"}, "[ab]c.d.", None),
+    ({"prompt": "<bos>ab", "completion": "c"}, "[^ab]c.", None),
+    ({"prompt": "<bos>", "completion": "c"}, "[^]c.", None),
+    ({"dialogue": FOUR}, "[ab]cd[e]f.", None),
+    ({"dialogue": ["ab", "cd", "e", "f<eos>"]}, "[ab]cd[e]f.", None),
+    ({"dialogue": ["", "cd", "", "f"]}, "[^]cdf.", None),
+    ({"dialogue": ["ab", "", "e", ""]}, "[abe].", None),
+    ({"messages": TURNS}, "[^uab.s]cd.[ue.s]f.", None),
+    ({"messages": [turn("system", "g"), *TURNS]}, "[^tg.uab.s]cd.[ue.s]f.", None),
+    ({"messages": [AB, CD, answer("h")]}, "[^uab.s]cd.[s]h.", None),
+    ({"messages": [CD]}, "[^]scd.", None),  # nobody asks for the answer: all that the template writes is trained
+    ({"messages": [user("s"), answer("us<eos>sab")]}, "[^us.s]us.sab.", None),  # what looks like a turn is none
+    ({"messages": [user(""), answer("")]}, "[^u.s].", None),
+    ({"prompt": TURNS[:3], "completion": [F]}, "[^uab.scd.ue.s]f.", None),
+    ({"prompt": [], "completion": TURNS}, "[^uab.s]cd.[ue.s]f.", None),
+    ({"prompt": [AB], "completion": TURNS[1:], "reward": [1, 2]}, "[^uab.s]cd.[ue.s]f.", [0, 0, 1, 0, 2]),
+    ({"dialogue": [*"abcdef"], "reward": [1.5, 2, 3]}, "[a]b[c]d[e]f.", [1.5, 2, 0, 3]),
+    ({"dialogue": ["ab", "cd", "", "f"], "reward": [1, 2]}, "[ab]cdf.", [0, 1, 0, 2]),
+    ({"prompt": "ab", "completion": "c", "reward": [True]}, "[ab]c.", [0, 1]),
+    ({"prompt": "a", "completion": "", "reward": np.float32(-0.5)}, "[a].", [-0.5]),
+    ({"prompt": "ab", "completion": "c", "truncated": 0}, "[ab]c.", None),
+    ({"prompt": "ab", "completion": "cd", "truncated": True}, "[ab]cd", None),
+    ({"prompt": "ab", "completion": "cd<eos>", "truncated": 1}, "[ab]cd", None),
+    ({"prompt": "ab", "completion": "c<eos>d", "truncated": True}, "[ab]c.d", None),
+    ({"dialogue": FOUR, "reward": [1, 2], "truncated": True}, "[ab]cd[e]f", [0, 1, 2]),
+    ({"dialogue": [*FOUR[:3], ""], "reward": [1, 0], "truncated": True}, "[ab]cd[e]", [0, 1]),
+    ({"messages": TURNS, "truncated": True}, "[^uab.s]cd.[ue.s]f", None),  # ends of earlier turns stay
+]
+
+
+@pytest.mark.parametrize("specials", BOTH)
+@pytest.mark.parametrize(("row", "text", "rewards"), FORMS, ids=lambda x: x if isinstance(x, str) else "")
+def test_forms_of_a_row(chatty, row, text, rewards, specials):
+    """sft trains what ilql takes for actions. One beginning token comes first, one end token last."""
+    tokenizer = add_specials(chatty, specials)
+    text = begun(text, specials)
+    [(actions, found, done)], _ = with_actions([{"reward": 2} | row], tokenizer)
+    assert (actions, done) == (text, not row.get("truncated"))
+    assert found == (rewards or [0] * (len(found) - 1) + [2])
+    assert all(type(value) is float for value in found)
+    if row.get("truncated"):  # sft knows no such column
+        return
+    whole = text.replace("[", "").replace("]", "")
+    assert with_labels([row], tokenizer)[0] == [text]
+    assert with_labels([row], tokenizer, only=False)[0] == [f"[{whole[0]}]{whole[1:]}"]
+    prompt = row.get("prompt", [])
+    if prompt != []:
+        (kept,), (query,) = encode_prompts([{"prompt": prompt, "n": 5}], tokenizer, 5, None, "--eval-prompts")
+        sampled = text_of(tokenizer, query)  # evaluations sample from the tokens that training has as a prompt
+        assert f"[{sampled}]" == text[: text.index("]") + 1]
+        written = sampled.replace("^", "<bos>").replace(".", "<eos>")
+        assert kept == {"prompt": prompt if isinstance(prompt, str) else written, "n": 5}
+
+
+TEXTS = [  # a text with its labels, with its actions
+    ("abc", "[a]bc.", "[^]abc."),
+    ("ab<eos>", "[a]b.", "[^]ab."),
+    ("<bos>a", "[^]a.", "[^]a."),
+    ("", None, "[^]."),
+]
+
+
+@pytest.mark.parametrize(("text", "labels", "actions"), TEXTS)
+def test_a_text(letters, text, labels, actions):
+    """Nothing predicts the first token; ilql puts the beginning token before it."""
+    rows = [{"text": text, "reward": 0.5}, {"text": "d", "reward": 1}]
+    expected = [labels] if labels else []
+    assert with_labels(rows, letters)[0] == [*expected, "[d]."]
+    assert [found for found, *_ in with_actions(rows, letters)[0]] == [actions, "[^]d."]
+    tokenizer = add_specials(letters, "<bos> $A <eos>")
+    assert with_labels(rows, tokenizer)[0][-1] == with_actions(rows, tokenizer)[0][-1][0] == "[^]d."
+
+
+def test_a_beginning_token_in_one_row_says_nothing_about_others(letters):
+    tokenizer = add_specials(letters, "<bos> $A")
+    rows = [{"prompt": prompt, "completion": "b", "chosen": "b", "rejected": "c"} for prompt in ("<bos>a", "a", "de")]
+    assert with_labels(rows, tokenizer)[0][1:] == ["[^a]b.", "[^de]b."]
+    assert pairs_of(rows, tokenizer)[0][1:] == ["^a|b.|c.", "^de|b.|c."]
+    assert encode_prompts(rows, tokenizer, 5, None, "")[1][1:] == [[BOS, 0], [BOS, 3, 4]]
+
+
+def test_without_a_beginning_token(letters):
+    """The first token is neither label nor action."""
+    letters.bos_token = None
+    rows = [{"prompt": "", "completion": "ab", "reward": 1}, {"prompt": "", "completion": "", "reward": 3}]
+    assert with_labels(rows, letters)[0] == ["[a]b."]
+    assert with_actions(rows, letters)[0] == [("[a]b.", [0, 1], True)]
+    talk = {"dialogue": ["", "a", "b", "c"], "reward": [0, 1]}
+    assert with_actions([talk], letters)[0] == [("[ab]c.", [0, 1], True)]
+    with refused("--dataset row 1: an output without tokens has a reward$"):
+        with_actions([talk | {"reward": [2, 1]}], letters)
+    assert with_labels([{"prompt": "", "completion": "ab"}], letters, encoder=True)[0] == ["[.]ab."]
+
+
+@pytest.fixture
+def merging():
+    """A byte-pair tokenizer of a..f that merges ab, cd and then abcd."""
+    tokens = ["a", "b", "c", "d", "e", "f", "ab", "cd", "abcd", "<bos>", "<eos>"]
+    merges = [("a", "b"), ("c", "d"), ("ab", "cd")]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+
+
+MERGES = [  # prompt, chosen, rejected; the pair; the prompt with chosen alone
+    ("ea", "bc", "cc", "e|abc.|acc.", "[e]abc."),
+    ("ea", "f", "bf", "e|af.|abf.", "[ea]f."),
+    ("ea", "bc", "bf", "e|abc.|abf.", "[e]abc."),  # both merge, the boundary stays before it
+    ("eab", "cd", "f", "e|abcd.|abf.", "[e]abcd."),
+    ("ea", "fb", "cb", "ea|fb.|cb.", "[ea]fb."),
+    ("a", "bc", "f", "^|abc.|af.", "[^]abc."),  # an empty prompt is left
+    ("eac", "d", "", "ea|cd.|c.", "[ea]cd."),
+]
+
+
+@pytest.mark.parametrize(("prompt", "chosen", "rejected", "pair", "text"), MERGES)
+def test_a_merge_across_the_boundary_belongs_to_the_responses(merging, prompt, chosen, rejected, pair, text):
+    """Of both sides of a pair. The tokens are those of the whole text."""
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    assert pairs_of([row], merging)[0] == [pair]
+    [(ids, _)], _ = sft.encode_rows([{"prompt": prompt, "completion": chosen}], merging, 99, True, "")
+    assert [i for i in ids if i < 9] == merging(prompt + chosen)["input_ids"]
+    assert with_labels([{"prompt": prompt, "completion": chosen}], merging)[0] == [text]
+
+
+def test_a_merge_takes_an_output_of_a_dialogue(merging):
+    """The second prompt is a part of the token that begins with it."""
+    row = {"dialogue": ["ea", "bc", "c", "d"], "reward": [1, 2]}
+    assert with_labels([row], merging)[0] == ["[e]abccd."]
+    assert with_actions([row], merging)[0] == [("[e]abccd.", [0, 1, 0, 2], True)]
+    merging.bos_token = None
+    assert with_labels([{"prompt": "a", "completion": "bc"}], merging)[0] == ["[ab]c."]
+
+
+def test_a_beginning_token_that_also_ends(letters):
+    """As in OPT, where it begins every text."""
+    letters.eos_token = "<bos>"
+    tokenizer = add_specials(letters, "<bos> $A")
+    rows = [{"prompt": prompt, "completion": "c", "chosen": "c", "rejected": "d"} for prompt in ("", "ab")]
+    assert with_labels(rows, tokenizer)[0] == ["[^]c^", "[^ab]c^"]
+    assert pairs_of(rows, tokenizer)[0] == ["^|c^|d^", "^ab|c^|d^"]
+
+
+# ---- Rows that are too long ------------------------------------------------------------------------------------------
+
+
+def rows_of(columns, *values, **more):
+    return [dict(zip(columns.split(), texts, strict=True)) | more for texts in values]
+
+
+COUNTS = [  # encode, max_length, rows, their texts, the report
+    (
+        with_labels, 5, rows_of("dialogue", [FOUR], [["abcde", "f", "g", "h"]], [["ab", "cd"]]),
+        ["[ab]cd[e]", "[ab]cd."],
+        "3 rows, 2 cut at the end, 1 dropped without a label left; "
+        "labels on 50.0% of 10 tokens, a row 2 to 3, median 3",
+    ),
+    (
+        with_labels, 3, rows_of("text", ["a"], [""], ["abc<eos>"]), ["[a].", "[a]bc"],
+        "3 rows, 1 cut at the end, 1 dropped without a label left; labels on 60.0% of 5 tokens, a row 1 to 2, median 2",
+    ),
+    (
+        with_actions, 5,
+        rows_of("prompt completion", ("abcdefg", "h"), ("a", "bcdefghi"), ("a", "b"), ("abcd", "ef"), reward=1),
+        [("[a]bcde", [0, 0, 0, 0], False), ("[a]b.", [0, 1], True), ("[abcd]e", [0], False)],
+        "4 rows, 3 cut, 1 dropped without an action left, 1 ended; actions of a row: 1 to 4, median 2",
+    ),
+    (  # the first row never had an action
+        with_actions, 9,
+        [{"text": "", "reward": 1, "truncated": True}, {"text": "b", "reward": 1, "truncated": False}],
+        [("[^]b.", [0, 1], True)],
+        "2 rows, 0 cut, 1 dropped without an action left, 1 ended; actions of a row: 2 to 2, median 2",
+    ),
+    (
+        pairs_of, 5,
+        rows_of(
+            "prompt chosen rejected", ("ab", "cd", "ce"), ("ab", "cd", "cd"), ("ab", "cdef", "cdeg"),
+            ("abcde", "g", "h"), ("ab", "d", "cdefg"),
+        ),
+        ["ab|cd.|ce.", "ab|d.|cde"],
+        "5 pairs, 0 prompts and the responses of 3 cut, 1 dropped without room for a response, 2 dropped as equal",
+    ),
+    (  # a cut text would have no end to read a score from; the end token is a part of the length
+        scored, 5,
+        rows_of(
+            "prompt chosen rejected margin", ("ab", "cde", "f", 0), ("ab", "c", "def", 1), ("ab", "cd", "e", 0.5),
+            ("ab", "g", "g<eos>", 3), ("ab", "cdef", "cdef", 4), ("", "", "hi", -2),
+        ),
+        [("abcd.", "abe.", 0.5), (".", "hi.", -2.0)],
+        "6 pairs, 3 dropped as longer than 5, 1 as equal; 1 without a prompt",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("encode", "max_length", "rows", "texts", "report"), COUNTS)
+def test_what_is_cut_and_dropped_is_counted(letters, encode, max_length, rows, texts, report):
+    assert encode(rows, letters, max_length) == (texts, report)
+
+
+CUTS = {  # max_length: a dialogue of 7 tokens, its rewards, whether it ended
+    7: ("[ab]cd[e]f.", [0, 1, 0, 2], True),
+    6: ("[ab]cd[e]f", [0, 1, 0], False),
+    5: ("[ab]cd[e]", [0, 1], False),  # the last state is one that precedes an action
+    4: ("[ab]c", [0], False),  # within the later prompt no value is learnt
+    3: ("[ab]c", [0], False),
+}
+
+
+@pytest.mark.parametrize("max_length", CUTS)
+def test_a_long_episode_ends_in_a_state_whose_value_is_learnt(letters, max_length):
+    row = {"dialogue": FOUR, "reward": [1, 2], "truncated": False}
+    assert with_actions([row], letters, max_length)[0] == [CUTS[max_length]]
+
+
+# ---- Encoder-decoders ------------------------------------------------------------------------------------------------
+
+ENCODED = [  # what the tokenizer adds, row, text: the prompt as the tokenizer ends it
+    ("$A", {"prompt": "ab", "completion": "cd"}, "[ab]cd."),
+    ("$A <eos>", {"prompt": "ab", "completion": "cd"}, "[ab.]cd."),  # T5
+    ("<bos> $A <eos>", {"prompt": "ab", "completion": "cd<eos>"}, "[^ab.]^cd."),  # BART
+    ("$A", {"prompt": "", "completion": "cd"}, "[^]cd."),
+    ("$A <eos>", {"prompt": "", "completion": "cd"}, "[.]cd."),
+    ("$A", {"dialogue": ["ab", "cd"]}, "[ab]cd."),
+    ("$A <eos>", {"messages": [AB, CD]}, "[^uab.s]cd."),
+    ("$A <eos>", {"prompt": [AB, CD, E], "completion": [F]}, "[^uab.scd.ue.s]f."),
+]
+
+
+@pytest.mark.parametrize(("specials", "row", "text"), ENCODED, ids=lambda x: x if isinstance(x, str) else "")
+def test_rows_of_an_encoder_decoder(chatty, specials, row, text):
+    tokenizer = add_specials(chatty, specials)
+    assert with_labels([row], tokenizer, encoder=True)[0] == [text]
+    [(actions, rewards, done)], _ = with_actions([row | {"reward": 3}], tokenizer, encoder=True)
+    assert (actions, rewards[-1], done) == (text, 3, True)
+    if "prompt" in row:
+        _, (query,) = encode_prompts([{"prompt": row["prompt"]}], tokenizer, 5, 32, "", encoder=True)
+        assert text.startswith(f"[{text_of(tokenizer, query)}]")
+
+
+def test_blanks_that_a_template_writes_behind_the_answer_are_no_output(letters):
+    marks = "{% generation %}{{ m.content }}{% endgeneration %} "
+    letters.chat_template = TEMPLATE.replace("{{ m.content }}{{ eos_token }}", marks)
+    assert with_labels([{"messages": [AB, CD]}], letters)[0] == ["[^u]ab[<unk>s]cd[<unk>]"]
+    rows = [{"prompt": [AB], "completion": [CD]}]
+    assert with_labels(rows, letters, encoder=True)[0] == ["[^uab<unk>s]cd."]
+    letters.chat_template += "k"
+    with refused("--dataset row 1: an encoder-decoder takes rows of one prompt and one output$"):
+        with_labels(rows, letters, encoder=True)
+
+
+ENCODED_CUTS = [  # max_length, text, how many rows were cut, whether the output is whole
+    (6, "[^abcd.]^efg.", 0, True),
+    (5, "[^abc.]^efg.", 1, True),
+    (4, "[^ab.]^efg", 1, False),
+]
+
+
+@pytest.mark.parametrize(("max_length", "text", "cut", "done"), ENCODED_CUTS)
+def test_prompt_and_output_have_room_of_their_own(letters, max_length, text, cut, done):
+    """A long prompt keeps its end token. A long output loses its own."""
+    tokenizer = add_specials(letters, "<bos> $A <eos>")
+    row = {"prompt": "abcd", "completion": "efg", "reward": 2}
+    found, report = with_labels([row], tokenizer, max_length, encoder=True)
+    assert found == [text] and f"1 rows, {cut} cut at the end, 0 dropped" in report
+    [(actions, rewards, ended)], report = with_actions([row], tokenizer, max_length, encoder=True)
+    assert (actions, ended, sum(rewards)) == (text, done, 2 if done else 0)
+    assert f"1 rows, {cut} cut, 0 dropped" in report
+
+
+# ---- Prompts to sample from ------------------------------------------------------------------------------------------
+
+ROOM = [  # prompt of row 2, new tokens, options, what becomes of it
+    ("abc", 29, {}, "kept"),
+    ("abc", 30, {}, "row 2: a prompt of 3 tokens"),
+    ("abc", 30, {"max_length": 2}, "dropped"),  # it needs no room
+    ("abc", 29, {"max_length": 3}, "kept"),
+    ("abc", 32, {"encoder": True}, "kept"),
+    ("abc", 33, {"encoder": True}, "row 1: a prompt of 1 tokens"),
+    ("a" * 33, 5, {"encoder": True}, "row 2: a prompt of 33 tokens"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "new_tokens", "options", "result"), ROOM, ids=str)
+def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
+    """Of 32 positions, which the response shares with the prompt, or in an encoder-decoder has for itself."""
+    rows = [{"prompt": "b"}, {"prompt": prompt}]
+    if result.startswith("row"):
+        sizes = f"{result} and --max-new-tokens {new_tokens} exceed the model's 32 positions: "
+        with refused(f"--dataset {sizes}"):
+            encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
+        return
+    found, queries = encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
+    assert found == (rows if result == "kept" else rows[:1])
+    assert list(map(len, queries)) == [len(row["prompt"]) for row in found]
+
+
+@pytest.mark.case(39, "dpo")
+def test_prompts_without_a_token(letters):
+    with refused("--max-prompt-length 2 drops every row of --dataset$"):
+        encode_prompts([{"prompt": "abc"}], letters, 5, 32, "--dataset", max_length=2)
+    letters.bos_token = None
+    sentence = "--dataset row 2: the prompt is empty and the tokenizer has no beginning token$"
+    rows = [{"prompt": prompt, "chosen": "c", "rejected": "d"} for prompt in ("b", "")]
+    with refused(sentence):
+        encode_prompts(rows, letters, 5, 32, "--dataset")
+    assert pairs_of(rows[:1], letters)[0] == ["b|c.|d."]
+    with refused(sentence):
+        pairs_of(rows, letters)
+
+
+# ---- Pairs -----------------------------------------------------------------------------------------------------------
+
+CHAT_PAIR = {"prompt": [AB], "chosen": [CD], "rejected": [F]}
+PAIRS = [  # row, prompt|chosen|rejected
+    ({"prompt": "ab", "chosen": "cd", "rejected": "efg"}, "ab|cd.|efg."),
+    ({"prompt": "ab", "chosen": "", "rejected": "c"}, "ab|.|c."),
+    ({"prompt": "ab", "chosen": "c", "rejected": "cd"}, "ab|c.|cd."),
+    ({"prompt": "ab", "chosen": "c<eos>", "rejected": "d"}, "ab|c.|d."),
+    ({"prompt": "a<eos>b", "chosen": "c", "rejected": "d"}, "a.b|c.|d."),
+    ({"prompt": "ab<eos>", "chosen": "c", "rejected": "d"}, "ab.|c.|d."),
+    ({"prompt": "", "chosen": "ab", "rejected": "ac"}, "^|ab.|ac."),  # what the sides share is no prompt
+    ({"prompt": "<bos>ab", "chosen": "c", "rejected": "d"}, "^ab|c.|d."),
+    ({"prompt": "<bos>", "chosen": "c", "rejected": "d"}, "^|c.|d."),
+    (CHAT_PAIR, "^uab.s|cd.|f."),
+    ({"chosen": [AB, CD], "rejected": [AB, F]}, "^uab.s|cd.|f."),
+    ({"prompt": "ab", "chosen": [AB, CD], "rejected": [AB, F], "score_chosen": 5}, "^uab.s|cd.|f."),  # UltraFeedback
+    ({"prompt": None, "chosen": [AB, CD], "rejected": [AB, F]}, "^uab.s|cd.|f."),
+    ({"prompt": [], "chosen": [AB, CD], "rejected": [AB, F]}, "^uab.s|cd.|f."),
+    ({"prompt": [turn("system", "h"), AB], "chosen": [CD], "rejected": [F]}, "^th.uab.s|cd.|f."),
+    ({"chosen": TURNS, "rejected": [AB, CD, E, CD]}, "^uab.scd.ue.s|f.|cd."),
+    ({"chosen": [AB, CD], "rejected": TURNS}, "^uab.s|cd.|cd.ue.sf."),
+    ({"prompt": [AB], "chosen": [CD, E, F], "rejected": [CD, E, CD]}, "^uab.s|cd.ue.sf.|cd.ue.scd."),
+    ({"prompt": [AB], "chosen": [answer("")], "rejected": [F]}, "^uab.s|.|f."),
+    ({"prompt": [AB], "chosen": [CD], "rejected": [answer("cdd")]}, "^uab.s|cd.|cdd."),  # the boundary is the turn's
+    ({"chosen": TURNS, "rejected": [AB, CD, user("k"), F]}, "^uab.s|cd.ue.sf.|cd.uk.sf."),  # they part at a question
+]
+
+
+@pytest.mark.parametrize("specials", SPECIALS)
+@pytest.mark.parametrize(("row", "text"), PAIRS, ids=lambda x: x if isinstance(x, str) else "")
+def test_pairs(chatty, specials, row, text):
+    """One beginning token at most, one end token behind each side. The sides of reward.py are those of dpo.py, but that
+    an empty prompt stays empty."""
+    tokenizer = add_specials(chatty, specials)
+    text = begun(text, specials)
+    assert pairs_of([row], tokenizer)[0] == [text]
+    prompt, chosen, rejected = text.split("|")
+    if row.get("prompt") == "" and "bos" not in specials:
+        prompt = ""
+    if row["chosen"][:1] == [AB]:  # evaluations sample from the prompt that is trained
+        data = dpo.Data([row], {}, [row], None)
+        dpo.encode(data, LM, tokenizer, dpo.Args(model="m", dataset=[row], max_new_tokens=5, eval_every=1))
+        assert [text_of(tokenizer, ids) for ids in data.queries] == [prompt]
+    assert scored([row], tokenizer)[0] == [(prompt + chosen, prompt + rejected, 0.0)]
+
+
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+SHARED = [  # prompt, chosen, rejected: rows hold the prompt with chosen, the prompt with rejected
+    ("ab cd", " ef", " gh"),
+    ("ab", " cdef", " cdgh"),  # whole words
+    ("ab", " cd", " cde"),
+    ("ab", "\ncd", "\nef"),
+    ("b", "  \n c", "  \n d"),
+    ("", "ab", "ac"),
+    (f"{HUMAN} Hi{ASSISTANT}", " Yes, of course", " Yes, maybe"),  # "Yes," is half an answer
+    (f"{HUMAN} a{ASSISTANT} b{HUMAN} c{ASSISTANT}", " I am", " I can"),
+    (f"{HUMAN} a{ASSISTANT}", f" b{HUMAN} c{ASSISTANT} d", f" b{HUMAN} e"),  # they part in the user's second turn
+    (f"{HUMAN} a{ASSISTANT}", "", " b"),
+    ("### Instruction:\nAdd.\n\n### Response:", "\nIt is 3", "\nIt is 4"),
+    ("USER: a\nASSISTANT:", " b c", " b d"),
+    ("Ask the Assistant: now", " or", " then"),  # no turn: words
+    ("TL;DR:", " a b", " c b"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "chosen", "rejected"), SHARED, ids=repr)
+def test_the_prompt_of_two_texts_ends_where_both_answer(letters, prompt, chosen, rejected):
+    sides = {"chosen": prompt + chosen, "rejected": prompt + rejected}
+    assert pair_texts([sides], letters, "--dataset") == [(prompt, chosen, rejected)]
+    assert pair_texts([sides | {"prompt": ""}], letters, "--dataset") == [("", *sides.values())]
+
+
+@pytest.mark.case(48, "dpo reward")
+def test_pairs_that_begin_differently(chatty):
+    """A score needs no common prompt: both sides are read whole."""
+    texts = [{"chosen": "a b", "rejected": "a c"}, {"chosen": "ab", "rejected": "ac"}]
+    chats = [{"chosen": [AB, CD], "rejected": [AB, F]}, {"chosen": [E, CD], "rejected": [AB, CD]}]
+    chats = [row | {"prompt": None} for row in chats]
+    for rows, sides in ((texts, ("ab.", "ac.")), (chats, ("^ue.scd.", "^uab.scd."))):
+        pairs, report = scored(rows, chatty)
+        assert pairs[1] == (*sides, 0.0)
+        assert report == "2 pairs, 0 dropped as longer than 99, 0 as equal; 1 without a prompt"
+        with refused("--dataset row 2: chosen and rejected begin differently: add the column prompt$"):
+            pairs_of(rows, chatty)
+
+
+TRUNCATIONS = [  # specials, max_length, max_prompt_length, mode; abcde with fgh and ij; prompts and pairs cut
+    ("$A", 99, 3, "keep_end", "cde|fgh.|ij.", 1, 0),
+    ("$A", 99, 3, "keep_start", "abc|fgh.|ij.", 1, 0),
+    ("$A", 99, 5, "keep_end", "abcde|fgh.|ij.", 0, 0),
+    ("<bos> $A", 99, 3, "keep_end", "^de|fgh.|ij.", 1, 0),  # a beginning token stays
+    ("<bos> $A", 99, 3, "keep_start", "^ab|fgh.|ij.", 1, 0),
+    ("<bos> $A", 99, 6, "keep_end", "^abcde|fgh.|ij.", 0, 0),
+    ("<bos> $A", 99, 1, "keep_end", "^|fgh.|ij.", 1, 0),
+    ("<bos> $A <eos>", 8, 4, "keep_end", "^cde|fgh.|ij.", 1, 0),
+    ("$A", 8, None, "keep_end", "abcde|fgh|ij.", 0, 1),
+    ("$A", 6, None, "keep_start", "abcde|f|i", 0, 1),
+    ("$A", 7, 3, "keep_end", "cde|fgh.|ij.", 1, 0),  # a prompt that was cut leaves room
+    ("<bos> $A", 5, 2, "keep_end", "^e|fgh|ij.", 1, 1),
+    ("$A", 2, 1, "keep_end", "e|f|i", 1, 1),
+]
+
+
+@pytest.mark.parametrize("case", TRUNCATIONS, ids=str)
+@pytest.mark.case(37, "dpo")
+def test_pairs_are_cut(letters, case):
+    specials, *limits, text, prompts, responses = case
+    row = {"prompt": "abcde", "chosen": "fgh", "rejected": "ij"}
+    found, report = pairs_of([row], add_specials(letters, specials), *limits)
+    assert found == [text]
+    assert report == (
+        f"1 pairs, {prompts} prompts and the responses of {responses} cut, 0 dropped without room for a response, "
+        "0 dropped as equal"
+    )
+
+
+TURN_ENDS = {  # what the template writes behind a turn, what is left of it behind the last answer
+    "<pad>\n": [PAD],  # it ends turns, and is not the end token
+    "<pad>\n{% if loop.last and m.role == 'assistant' %}<eos>{% endif %}": [PAD, UNK, EOS],
+}
+
+
+@pytest.mark.parametrize("ending", TURN_ENDS)
+def test_a_turn_that_is_scored_has_one_end(letters, ending):
+    """The same in training and for samples, which ppo decodes without special tokens."""
+    letters.chat_template = TEMPLATE.replace("{{ eos_token }}", ending)
+    end = TURN_ENDS[ending]
+    asked = [BOS, 20, 0, 1, end[0], UNK, 18, 2, 3]
+    sample = f"<bos>uab{ending[:5]}\nscd"
+    for specials in BOTH:
+        tokenizer = add_specials(letters, specials)
+        _, ((chosen, _, _),), _ = reward.encode_texts([CHAT_PAIR], tokenizer, 99, "")
+        assert chosen == asked + end
+        assert classifier_ids(tokenizer, [sample], [True]) == [chosen]
+        assert classifier_ids(tokenizer, [sample], [False]) == [asked]
+        assert classifier_ids(tokenizer, ["ab"], [True])[0][-3:] == [0, 1, EOS]
+    tokenizer = add_specials(letters, "<bos> $A")
+    tokenizer.truncation_side = "left"
+    (cut,) = classifier_ids(tokenizer, [sample], [True], max_length=8)
+    assert len(cut) <= 8 and cut[-1 - len(end) :] == [3, *end]
+
+
+def test_a_template_without_special_tokens(letters):
+    """reward adds both, dpo none: what the template does not end, no response ends."""
+    letters.chat_template = TEMPLATE.replace("{{ bos_token }}", "").replace("{{ eos_token }}", "")
+    tokenizer = add_specials(letters, "<bos> $A")
+    assert scored([CHAT_PAIR], tokenizer)[0] == [("^uabscd.", "^uabsf.", 0.0)]
+    assert pairs_of([CHAT_PAIR], tokenizer)[0] == ["uabs|cd|f"]
+
+
+# ---- Rows that are refused -------------------------------------------------------------------------------------------
+
+ENCODER = functools.partial(with_labels, encoder=True)
+ONE = "an encoder-decoder takes rows of one prompt and one output$"
+IS_TEXT = "row 1: the prompt is a text that the chats do not begin with: make it a list of messages$"
+MARGIN = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}
+REFUSED = [  # encode, rows of which at most 3 tokens are kept, the sentence
+    (with_labels, [{"prompt": "abc", "completion": "d"}], "no row has a label left within --max-length 3$"),
+    (with_actions, [{"prompt": "abc", "completion": "d", "reward": 1}], "no row has an action left within --max-l"),
+    (pairs_of, [{"prompt": "a", "chosen": "b", "rejected": "b"}], "no pair is left: 1 pairs, .*, 1 dropped as equal "),
+    (scored, [{"prompt": "ab", "chosen": "c", "rejected": "d"}], "no pair is left: of 1, 1 dropped as longer than"),
+    (with_labels, [{"prompt": [AB, CD], "completion": []}], "row 1: the completion is empty$"),
+    (with_labels, [{"messages": [CD, AB]}], "row 1: the last message must be the assistant's$"),
+    (with_labels, [{"text": "a"}, {"text": "a\ud800"}], "row 2: 'text' must be valid text, it is 'a.ud800'$"),
+    (with_labels, [{"dialogue": ["a", "b", "c"]}], "row 1: 'dialogue' must be a list prompt, output, "),
+    (with_labels, [{"dialogue": ["a", 5]}], "row 1, part of row 2: 'dialogue' must be valid text, it is 5$"),
+    (pairs_of, [{"chosen": [AB, CD], "rejected": [AB, E, F]}], "row 1: chosen and rejected begin differently: "),
+    (pairs_of, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
+    (scored, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
+    (with_actions, [{"dialogue": ["a", "", "c", "d"], "reward": [1, 2]}], "row 1: an output without tokens has a rew"),
+    (with_actions, [{"text": "a", "reward": 1, "truncated": 2}], "row 1: 'truncated' must be true or false, it is 2"),
+    (ENCODER, [{"text": "ab"}], f"row 1: {ONE}"),
+    (ENCODER, [{"dialogue": ["a", "b"]}, {"dialogue": FOUR}], f"row 2: {ONE}"),
+    *((scored, [MARGIN, MARGIN | {"margin": x}], "row 2: 'margin' must be a finite") for x in (math.inf, "1", None)),
+]
+
+
+@pytest.mark.parametrize(("encode", "rows", "sentence"), REFUSED)
+def test_rows_that_are_refused(chatty, encode, rows, sentence):
+    """Others are in test_inputs.py. These are seen while rows become tokens."""
+    with refused(f"--dataset:? {sentence}"):
+        encode(rows, chatty, 3)
+
+
+# ---- Templates of models ---------------------------------------------------------------------------------------------
+
+CHATML = r"""
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}
+    {%- else %}{{- m.content + '<|im_end|>\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+# Like Qwen 2.5: a system message of its own, tools in it, calls of tools, and their results in turns of the user.
+TOOLS = r"""
+{{- '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'Be good.') }}
+{%- if tools %}{{- '\n# Tools' }}{%- for tool in tools %}{{- '\n' + tool.name }}{%- endfor %}{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' }}{% generation %}{% if 'content' in m %}{{ m.content }}{% endif %}
+        {%- if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ 'call ' + c.function.name }}{% endfor %}{% endif %}
+        {{- '<|im_end|>\n' }}{% endgeneration %}
+    {%- elif m.role == 'tool' %}{{- '<|im_start|>user\nresult ' + m.content + '<|im_end|>\n' }}
+    {%- elif m.role == 'user' %}{{- '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+# Llama 3 writes the beginning token; like Gemma's, this template refuses turns that do not alternate.
+LLAMA = r"""
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if loop.previtem and loop.previtem.role == m.role %}{{- raise_exception('Roles must alternate') }}{%- endif %}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}
+    {%- if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}
+    {%- else %}{{- m.content | trim + '<|eot_id|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
+
+# Qwen 3 drops the thoughts of earlier turns, so a longer chat does not begin with a shorter one.
+QWEN3 = CHATML.replace("{{ m.content", "{{ (m.content if loop.last else m.content.split('</think>')[-1])")
+END = r"'<|im_end|>\n' }}{% endgeneration %}"
+MARGINAL = CHATML.replace(f" + {END}", r" }}{% endgeneration %}{{ '<|im_end|>\n' }}")  # spans without the end of a turn
+TWICE = CHATML.replace("m.content + " + END, "'T:' }}{%- endgeneration -%} ok {%+ generation +%}{{ m.content + " + END)
+COUNTED = "{{ messages | length }}" + CHATML  # what is in front of the prompt changes when the answer follows
+TURN_END = {CHATML: "<|im_end|>\n", TOOLS: "<|im_end|>\n", LLAMA: "<|eot_id|>"}  # what is written behind an answer
+HEADER, BOS_TEXT = "<|im_start|>assistant\n", "<|begin_of_text|>"
+MARKERS = "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
+
+
+def unmarked(template):
+    return re.sub(r"{%[-+]? (end)?generation [-+]?%}", "", template)
+
+
+def build_tokenizer(template, bos=False):
+    """One token per character and marker; bos: the tokenizer puts the beginning token before a text."""
+    tokens = [*map(chr, range(32, 127)), "\n", BOS_TEXT, "<pad>", "<unk>", *MARKERS]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(MARKERS)
+    single = f"{BOS_TEXT} $A" if bos else "$A"
+    special_tokens = [(BOS_TEXT, tokens.index(BOS_TEXT))]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
+    names = {"bos_token": BOS_TEXT, "eos_token": "<|eot_id|>" if "eot_id" in (template or "") else "<|im_end|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", **names)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def tokenizers(template):
+    """With {% generation %} and without, each with and without a beginning token before texts."""
+    kinds = product((template, unmarked(template)), (False, True))
+    return [build_tokenizer(kind, bos) for kind, bos in kinds]
+
+
+# The user quotes a turn of the assistant, which is none, and the assistant says the same twice.
+SAID = "<think>so</think>Yes"
+CHAT = [user(f"Hi {HEADER}no<|im_end|>\n"), answer(SAID), user("And?"), answer(SAID)]
+ADD = [{"name": "add"}]
+ROWS = {  # row, how many of the last answers are trained
+    "messages": ({"messages": CHAT}, 2),
+    "system": ({"messages": [turn("system", "Be bad."), *CHAT]}, 2),
+    "last turn": ({"prompt": CHAT[:3], "completion": CHAT[3:]}, 1),
+    "with tools": ({"messages": CHAT, "tools": ADD}, 2),
+}
+every_row = pytest.mark.parametrize(("row", "count"), ROWS.values(), ids=ROWS)
+
+
+def messages(row):
+    return row["messages"] if "messages" in row else row["prompt"] + row["completion"]
+
+
+def trained_parts(row, tokenizer):
+    """Tokens of a row, whether each has a label, and the texts of those that have one."""
+    ((ids, labels),), _ = sft.encode_rows([row], tokenizer, 999, True, "--dataset")
+    mask = [label != -100 for label in labels]
+    groups = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+    return ids, mask, [tokenizer.decode([i for i, _ in pairs]) for is_trained, pairs in groups if is_trained]
+
+
+def golden(tokenizer, chat, tools=None, **options):
+    """transformers' own tokens."""
+    return tokenizer.apply_chat_template(chat, tools=tools, tokenize=True, return_dict=False, **options)
+
+
+@every_row
+@pytest.mark.parametrize("template", [CHATML, TOOLS, LLAMA], ids=["chatml", "tools", "llama"])
+def test_the_answers_and_their_ends_are_trained(template, row, count):
+    """With spans and without; in ilql as actions. The template alone writes the beginning token of a chat."""
+    for tokenizer in tokenizers(template):
+        ids, mask, trained = trained_parts(row, tokenizer)
+        assert trained == [SAID + TURN_END[template]] * count
+        assert ids == golden(tokenizer, messages(row), row.get("tools"))
+        assert ids.count(tokenizer.bos_token_id) == (template is LLAMA)
+        assert ("# Tools\nadd" in tokenizer.decode(ids)) == ("tools" in row and template is TOOLS)
+        (episode,), _ = ilql.encode_episodes([row | {"reward": [-1, 3][:count]}], tokenizer, 999, "--dataset")
+        assert episode.ids == ids and episode.done
+        assert episode.actions == [place for place, is_trained in enumerate(mask) if is_trained]
+        others = [0] * (sum(mask) // count - 1)
+        assert episode.rewards == [*others, -1, *others, 3][: sum(mask)]
+
+
+@every_row
+@pytest.mark.parametrize("template", [QWEN3, MARGINAL, TWICE, COUNTED], ids=["qwen3", "marginal", "twice", "counted"])
+def test_the_mask_is_that_of_transformers(template, row, count):
+    """Whatever the spans hold, less those of the prompt."""
+    tokenizer = build_tokenizer(template)
+    tools = row.get("tools")
+    options = {"return_dict": True, "return_assistant_tokens_mask": True, "tools": tools}
+    expected = tokenizer.apply_chat_template(messages(row), **options)
+    begin = len(golden(tokenizer, row["prompt"], tools)) if "prompt" in row else 0
+    mask = [bool(inside) and place >= begin for place, inside in enumerate(expected["assistant_masks"])]
+    ids, found, trained = trained_parts(row, tokenizer)
+    assert ids == expected["input_ids"] and found == mask
+    assert len(trained) == (2 * count if template is TWICE else count)
+
+
+def test_a_template_that_drops_earlier_thoughts():
+    """With spans it is trained as it is written; without, an answer a row."""
+    spans = build_tokenizer(QWEN3)
+    plain = build_tokenizer(unmarked(QWEN3))
+    end = "<|im_end|>\n"
+    assert trained_parts({"messages": CHAT}, spans)[2] == ["Yes" + end, SAID + end]
+    rows = [{"messages": chat, "reward": 1} for chat in (CHAT[:2], CHAT)]
+    why = "--dataset row 2: the chat template changes earlier turns of a longer chat: .*{% generation %}.* completion$"
+    for encode in (with_labels, with_actions):
+        with refused(why):
+            encode(rows, plain, 999)
+    for place in (1, 3):
+        row = {"prompt": CHAT[:place], "completion": CHAT[place : place + 1], "reward": 1}
+        assert trained_parts(row, spans) == trained_parts(row, plain)
+        assert trained_parts(row, plain)[2] == [SAID + end]
+        assert with_actions([row], spans, 999) == with_actions([row], plain, 999)
+    for encode in (pairs_of, scored):
+        with refused("--dataset row 1: the chat template changes earlier turns"):
+            encode([WHOLE], build_tokenizer(COUNTED), 999)
+
+
+def test_calls_of_tools():
+    """The calls are trained and the results are not; fields that a table fills with None count as absent."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    chat = [user("2+2?"), answer(None) | {"tool_calls": [call]}, turn("tool", "4"), answer("Four")]
+    chat = [{"tool_calls": None, "reasoning_content": None} | message for message in chat]
+    begun = "<|im_start|>system\nBe good.\n# Tools\nadd<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+    for tokenizer in tokenizers(TOOLS):
+        ids, _, trained = trained_parts({"messages": chat, "tools": ADD}, tokenizer)
+        assert trained == ["call add<|im_end|>\n", "Four<|im_end|>\n"]
+        assert tokenizer.decode(ids).startswith(begun + HEADER)
+        assert trained_parts({"prompt": chat[:3], "completion": chat[3:]}, tokenizer)[2] == trained[1:]
+
+
+def test_texts_that_a_template_wrote_get_no_second_beginning():
+    tokenizer = build_tokenizer(LLAMA, bos=True)
+    text, prompt = (tokenizer.apply_chat_template(chat, tokenize=False) for chat in (CHAT, CHAT[:3]))
+    for row in ({"text": text}, {"prompt": prompt, "completion": text[len(prompt) :]}):
+        assert trained_parts(row, tokenizer)[0] == golden(tokenizer, CHAT)
+
+
+def test_a_truncated_answer_has_no_end():
+    """The last end token goes, wherever the spans are; with it what the template writes behind."""
+    row = {"messages": CHAT, "reward": [1, 2], "truncated": True}
+    for tokenizer in tokenizers(MARGINAL):
+        (episode,), _ = ilql.encode_episodes([row], tokenizer, 999, "--dataset")
+        size = len(episode.ids)
+        assert episode.ids == golden(tokenizer, CHAT)[:size] and tokenizer.decode(episode.ids).endswith(SAID)
+        assert episode.actions[-len(SAID) :] == list(range(size - len(SAID), size))
+        assert [value for value in episode.rewards if value] == [1, 2] and episode.rewards[-1] == 2
+
+
+NO = answer("<think>so</think>No")
+WHOLE = {"chosen": CHAT, "rejected": [*CHAT[:3], NO]}
+PAIR = {"prompt": CHAT[:3], "chosen": CHAT[3:], "rejected": [NO]}
+CHAT_PAIRS = {"messages": PAIR, "implicit": WHOLE, "tools": PAIR | {"tools": ADD}}
+
+
+@pytest.mark.parametrize("row", CHAT_PAIRS.values(), ids=CHAT_PAIRS)
+@pytest.mark.parametrize("template", [TOOLS, LLAMA, QWEN3], ids=["tools", "llama", "qwen3"])
+def test_pairs_and_queries_are_the_chats_of_the_template(template, row):
+    """The prompt ends where the assistant answers, and the end of the turn belongs to the response. reward: through the
+    end token, and with the beginning token that the tokenizer adds, as ppo has its samples scored."""
+    tools = row.get("tools")
+    limits = SimpleNamespace(max_prompt_length=None)
+    for tokenizer, bos in zip(tokenizers(template), (False, True) * 2, strict=True):
+        end = tokenizer.eos_token_id
+        whole = [golden(tokenizer, chat, tools) for chat in WHOLE.values()]
+        prompt = golden(tokenizer, CHAT[:3], tools, add_generation_prompt=True)
+        (pair,), _ = dpo.encode_pairs([row], tokenizer, 999, limits, "--dataset")
+        assert pair == (*whole, len(prompt)) and whole[0][: len(prompt)] == prompt
+        _, (sides,), _ = reward.encode_texts([row], tokenizer, 999, "--dataset")
+        begin = [tokenizer.bos_token_id] if bos and template is not LLAMA else []
+        assert sides == (*(begin + ids[: len(ids) - ids[::-1].index(end)] for ids in whole), 0)
+        (asked,), (query,) = encode_prompts([{"prompt": CHAT[:3], "tools": tools}], tokenizer, 5, 999, "--dataset")
+        assert query == prompt and asked["prompt"] == tokenizer.decode(prompt)
+
+
+# ---- Files and sets --------------------------------------------------------------------------------------------------
+
+LINES = [{"text": "ab"}, {"text": "cd"}]
+
+
+def test_files_of_every_kind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("rows.jsonl", LINES)
+    (tmp_path / "rows.json").write_text(json.dumps(LINES))
+    (tmp_path / "rows.csv").write_text("text\nab\ncd\n")
+    (tmp_path / "rows.txt").write_text("ab\ncd\n")
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(jsonl(LINES).encode()))
+    table = datasets.Dataset.from_list(LINES)
+    table.to_parquet("rows.parquet")
+    table.save_to_disk("saved")
+    for name in "rows.jsonl rows.json rows.csv rows.txt rows.jsonl.gz rows.parquet saved *.jsonl".split():
+        assert load_rows(name, "--dataset") == LINES, name
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk("splits")
+    (tmp_path / "rows.bin").write_text("")
+    bad = {"splits": r"it holds several splits \(train, test\)", "rows.bin": "expected a name that ends with .json,"}
+    bad |= {"./none": "", "a/b/none": "", "none.csv.gz": "Unable to find '.*none.csv.gz'$"}  # the hub is not asked
+    for name, why in bad.items():
+        with refused(f"--dataset {name} cannot be loaded: {why}"):
+            load_rows(name, "--dataset")
+
+
+def some_rows(n=2):
+    return [{"text": "a"}] * n
+
+
+EASY = [{"text": "easy"}]
+HARD = [{"text": "hard"}]
+TWO = [{"text": "b"}] * 2
+SETS = [
+    (None, {}),
+    (EASY, {"": EASY}),
+    (functools.partial(some_rows, n=3), {"": some_rows(3)}),
+    ({"x": "hard.jsonl", "y": EASY, "z": "task.py:rows"}, {"x": HARD, "y": EASY, "z": [{"text": "a"}]}),
+    ("easy.jsonl", {"": EASY}),
+    ("hard.jsonl, easy.jsonl", {"hard": HARD, "easy": EASY}),
+    ("task.py:rows:n=2,text=b", {"": TWO}),
+    ("task.py:rows:n=2,text=b,hard.jsonl", {"rows": TWO, "hard": HARD}),
+    ("hard.jsonl,task.py:rows:n=2,text=b", {"hard": HARD, "rows": TWO}),
+    ("task.py:sets", {"a": EASY}),
+]
+
+
+def test_evaluation_sets(tmp_path, monkeypatch):
+    """Their names and order; the best model is that of the first set."""
+    monkeypatch.chdir(tmp_path)
+    write("easy.jsonl", EASY)
+    write("hard.jsonl", HARD)
+    functions = (
+        f"def rows(n=1, text='a'):\n    return [{{'text': text}}] * n\ndef sets():\n    return {{'a': {EASY}}}\n"
+    )
+    (tmp_path / "task.py").write_text(functions)
+    for spec, expected in SETS:
+        found = load_sets(spec, "--eval-dataset")
+        assert found == expected and list(found) == list(expected), spec
+    assert load_rows(build("task.py:rows:n=2,text=b", "--dataset"), "--dataset") == TWO
+    bad = {"easy.jsonl,./easy.jsonl": ".*: two sets have the same name", "easy.jsonl,no.jsonl": "no no.jsonl cannot be"}
+    for spec, why in bad.items():
+        with refused(f"--eval-dataset {why}"):
+            load_sets(spec, "--eval-dataset")
+    for rows, why in (([], r"\[\] holds no rows"), ([*EASY, {"x": 1}], "row 2 must be a mapping .*: see text, x")):
+        with refused(f"--eval-dataset x {why}$"):
+            load_sets({"y": EASY, "x": rows}, "--eval-dataset")
+    assert [set_prefix(name) for name in ("", "x")] == ["eval/", "eval/x/"]
+    assert [set_flag(name) for name in ("", "x")] == ["--eval-dataset", "--eval-dataset x"]
+
+
+def test_functions_from_python_and_of_files_of_one_name(tmp_path):
+    """Modules of one name do not take each other's place: a pool of processes finds a function by its module."""
+    with pytest.raises(IndexError, match="pop from empty list"):
+        build([].pop, "--dataset")
+    assert load_function(len, "--reward") is len and load_function(None, "--metric") is None
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "task.py").write_text(f"def name():\n    return {folder!r}\n")
+    functions = {folder: load_function(f"{tmp_path}/{folder}/task.py:name", "--reward") for folder in ("one", "two")}
+    for folder, function in functions.items():
+        assert pickle.loads(pickle.dumps(function))() == folder
+
+
+def test_prompts_of_lines():
+    """`text` serves as prompt, as a file of lines has it, some blank."""
+    rows = with_prompts([{"text": "a", "n": 1}, {"text": " ", "n": 2}, {"text": "b", "n": 3}], "--dataset")
+    assert rows == [{"text": "a", "prompt": "a", "n": 1}, {"text": "b", "prompt": "b", "n": 3}]
+    both = [{"prompt": "a", "text": " "}]
+    assert with_prompts(both, "--dataset") == both
+    for bad, why in (([{"text": "\n"}], "holds blank lines only"), ([{"x": 1}], "has the columns x; expected prompt")):
+        with refused(f"--dataset {why}$"):
+            with_prompts(bad, "--dataset")
+
+
+def test_rows_are_padded_on_either_side_or_aligned():
+    given = [[1], [2, 3, 4], []]
+    assert pad_rows(given, 0).tolist() == [[1, 0, 0], [2, 3, 4], [0, 0, 0]]
+    assert pad_rows(given, 0, begins=[1, 3, 0]).tolist() == [[0, 0, 1], [2, 3, 4], [0, 0, 0]]
+    assert pad_rows(given[:2], 0, begins=[0, 2]).tolist() == [[0, 0, 1], [2, 3, 4]]
+    for fill, dtype in ((0, torch.int64), (False, torch.bool), (0.0, torch.float32)):
+        assert pad_rows([[], []], fill).dtype == dtype
+    assert pad_rows([[0.1]], 0.0, dtype=torch.float64).item() == 0.1
+
+
+# ---- What each script reads ------------------------------------------------------------------------------------------
+
+LONG = {"prompt": "ab", "completion": "c" * 40, "chosen": "c" * 40, "rejected": "d", "reward": 1}
+READ = {sft: "examples", ilql: "episodes", dpo: "pairs"}
+
+
+@pytest.mark.parametrize("script", READ, ids=lambda x: x.__name__)
+def test_training_rows_sets_and_prompts_of_a_script(letters, script):
+    """The positions of the model are a limit. Errors name the flag and the set."""
+    more = {"logit_mask": None} if script is ilql else {}
+
+    def encode(max_length=99, max_new_tokens=30, wrong=None, **flags):
+        sets = {"": [LONG], "x": [LONG, LONG | (wrong or {})]}
+        data = script.Data(rows=[LONG], eval_sets=sets, prompts=[{"prompt": "ab"}], metric=len, **more)
+        flags = {"max_length": max_length, "max_new_tokens": max_new_tokens, "eval_every": 1} | flags
+        script.encode(data, LM, letters, script.Args(model="m", dataset=[LONG], **flags))
+        return data
+
+    for max_length, longest in ((99, 32), (7, 7)):
+        data = encode(max_length)
+        (found,) = getattr(data, READ[script])
+        ids = found.ids if script is ilql else found[0]
+        assert ids == [0, 1] + [2] * (longest - 2)
+        assert data.eval_sets == {"": [found], "x": [found, found]}
+        assert data.queries == [[0, 1]]
+    with refused("--eval-prompts row 1: a prompt of 2 tokens and --max-new-tokens 31 exceed"):
+        encode(max_new_tokens=31)
+    with refused("--eval-dataset x row 2: '.*' must be valid text, it is 5$"):
+        encode(wrong={"chosen": 5, "completion": 5})
+    if script is dpo:  # nothing is scored that no evaluation reads
+        data = encode(eval_every=0)
+        assert data.eval_sets == {} and data.prompts == []
+
+
+def test_sets_of_reward(letters):
+    data = reward.Data([LONG], {"": [LONG], "x": [LONG, LONG | {"rejected": LONG["chosen"]}]})
+    reward.encode(data, letters, 43)
+    pair = ([0, 1, *[2] * 40, EOS], [0, 1, 3, EOS], 0.0)
+    assert data.pairs == [pair] and data.eval_sets == {"": [pair], "x": [pair]}
+    assert data.texts == [("ab", "c" * 40, "d")] and data.eval_texts == {"": data.texts, "x": data.texts}
+    sizes = "dropped as longer than 43, {} as equal"
+    assert data.report.splitlines() == [
+        f"1 pairs, 0 {sizes.format(0)}",
+        f"--eval-dataset: 1 pairs, 0 {sizes.format(0)}",
+        f"--eval-dataset x: 2 pairs, 0 {sizes.format(1)}",
+    ]
+
+
+def test_prompts_and_sets_of_ppo_and_grpo(letters):
+    """Without an evaluation set, the first prompts are evaluated."""
+    rows = [{"prompt": text} for text in ("ab", "abcd", "c", "def")]
+    args = SimpleNamespace(max_new_tokens=29, max_prompt_length=3, rollout_batch_size=2)
+    data = Prompts(rows, {}, None, None)
+    data.encode(LM, letters, args)
+    assert data.rows == [rows[0], rows[2], rows[3]] and data.queries == [[0, 1], [2], [3, 4, 5]]
+    assert data.eval_sets == {"": (data.rows[:2], data.queries[:2])}
+    assert data.report == "4 prompts, 1 dropped as too long; tokens: median 2, longest 3"
+    data = Prompts(rows[:1], {"x": rows[1:]}, None, None)
+    data.encode(LM, letters, args)
+    assert data.eval_sets == {"x": (rows[2:], [[2], [3, 4, 5]])}
+    args.max_prompt_length = None
+    with refused("--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"):
+        Prompts(rows[:1], {"x": rows[1:]}, None, None).encode(LM, letters, args)
+
+
+ASKED = [{"prompt": TURNS[:3]}]
+SAMPLED = {"eval_prompts": ASKED, "metric": lambda **columns: {"length": scores(**columns)}}
+RUNS = {  # two rows, and what else a run of two steps needs
+    sft: ([{"messages": TURNS}, {"messages": [AB, F]}], SAMPLED),
+    ilql: ([{"messages": TURNS, "reward": 1}, {"messages": [AB, F], "reward": 0}], SAMPLED),
+    dpo: ([CHAT_PAIR] * 2, SAMPLED),
+    reward: ([CHAT_PAIR] * 2, {"eval_dataset": [{"chosen": TURNS, "rejected": [*TURNS[:3], CD]}]}),
+    ppo: ([{"prompt": [AB]}] * 2, {"eval_dataset": ASKED, "ppo_epochs": 1}),
+    grpo: ([{"prompt": [AB]}] * 2, {"eval_dataset": ASKED, "group_size": 2}),
+}
+
+
+def scores(prompts, outputs, samples, **columns):
+    """A reward and metric that get the text of the chat."""
+    assert set(prompts) <= {"<bos>uab<eos>s", WRITTEN}
+    assert samples == [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    return [float(len(output)) for output in outputs]
+
+
+WRITTEN = "<bos>uab<eos>scd<eos>ue<eos>s"
+
+
+@pytest.mark.parametrize("script", RUNS, ids=lambda x: x.__name__)
+def test_a_run_on_chats(script, chatty, gpt2_dir, tmp_path, capsys):
+    """What is sampled, and an export that is used as its card says."""
+    rows, flags = RUNS[script]
+    flags = {"batch_size": 2, "micro_batch_size": 2, "eval_every": 2, "save_every": 0, "threads": 1} | flags
+    if script in (ppo, grpo):
+        flags |= {"reward": scores, "total_episodes": 4, "rollout_batch_size": 2}
+    else:
+        flags["total_steps"] = 2
+    if script is not reward:
+        flags["max_new_tokens"] = 4
+    args = script.Args(model=gpt2_dir, tokenizer=chatty, dataset=rows, run_dir=str(tmp_path / "run"), **flags)
+    metrics, run_dir = script.main(args)
+    assert all(map(math.isfinite, metrics.values()))
+    assert "no row trains the end token" not in capsys.readouterr().out
+    assert {(row["step"], row["prompt"]) for row in samples(run_dir)} == {(0, WRITTEN), (2, WRITTEN)}
+    assert AutoTokenizer.from_pretrained(run_dir / "hf_model").chat_template == TEMPLATE
+    usage = re.search(r"```python\n(.*?)\n```", (run_dir / "README.md").read_text(), re.S)[1]
+    assert ("'role': 'user'" in usage) == (script is reward)
+    exec(usage, {})
+    assert capsys.readouterr().out.splitlines()[-1] != ""

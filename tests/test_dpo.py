@@ -531,7 +531,6 @@ def test_a_reference_that_is_not_finite_ends_the_run(build_model, letters, gpt2_
     sentence = "the reference's log-probabilities of pair 6 are" if precompute else r"step 1: loss nan, .* rows \["
     with pytest.raises(FloatingPointError, match=sentence):
         run_dpo(gpt2_dir, tmp_path / "run", **flags)
-    assert not (tmp_path / "run/metrics.jsonl").exists() or log(tmp_path / "run") == []
 
 
 def test_what_the_reference_answers_reaches_the_metric_and_the_samples(gpt2_dir, tmp_path):
@@ -552,24 +551,3 @@ def test_what_the_reference_answers_reaches_the_metric_and_the_samples(gpt2_dir,
         found = samples(run_dir, step)
         assert [row["output"] for row in found] == call[0]
         assert [row["reference"] for row in found] == call[1]
-
-
-@pytest.mark.parametrize("precompute", [True, False])
-def test_check_compares_with_the_model_as_it_was(monkeypatch, gpt2_dir, tmp_path, precompute):
-    """In both steps, of which the second one finds a changed model; both have the longest pairs."""
-    policies = []
-    references = []
-    pair_losses = dpo.pair_losses
-
-    def watched(policy, pairs, reference, args):
-        policies.append(policy.detach())
-        references.append(reference(pairs))
-        return pair_losses(policy, pairs, reference, args)
-
-    monkeypatch.setattr(dpo, "pair_losses", watched)
-    flags = {"batch_size": 2, "micro_batch_size": 2, "lr": 1e-2, "precompute_ref": precompute}
-    run_dpo(gpt2_dir, tmp_path / "run", check=True, **flags)
-    first, second = policies
-    assert (second - first).abs().min() > 1e-6
-    for found in references:
-        assert (found - first).abs().max() < 1e-12

@@ -2,38 +2,43 @@
 writes it there, and check.py fails where it does not follow."""
 
 import csv
+import sys
 import textwrap
 from pathlib import Path
 from statistics import median
 
+from benchmarks.throughput.run import OURS, sides_of
+
 HERE = Path(__file__).resolve().parent
-PRECOMPUTE = ["precompute", "precompute-kept-memory"]
-SAME = ["defaults", "same-flags", "same-flags-kept-memory"]
-
-
-def in_precision(precision, settings):
-    return [f"{precision}-{setting}" for setting in settings]
-
-
-COMPARISONS = [  # name, algorithm, our side, sides of the peer, goal
-    ("ppo", "ppo", "fp32", [*SAME, "tuned", "1.12-fp32-defaults", "1.12-fp32-same-flags"], 3.5),
-    ("ppo", "ppo", "bf16", ["bf16-same-flags", "1.12-bf16-same-flags"], None),
-    ("ppo, 2 of 12 layers", "ppo", "fp32-2-layers", ["2-layers-tuned", "2-layers-same-flags-kept-memory"], 8.0),
+TOLERANCE = 1e-3
+COMPARISONS = [  # name, algorithm, our side, goal
+    ("ppo", "ppo", "fp32", 3.5),
+    ("ppo", "ppo", "bf16", None),
+    ("ppo, 2 of 12 layers", "ppo", "fp32-2-layers", 8.0),
+    ("sft packed", "sft", "fp32", 1.6),
+    ("sft packed", "sft", "bf16", None),
+    ("reward", "reward", "fp32", 2.0),
+    ("reward", "reward", "bf16", None),
+    ("dpo", "dpo", "fp32", 3.5),
+    ("dpo", "dpo", "bf16", None),
+    ("grpo", "grpo", "fp32", 2.0),
+    ("grpo", "grpo", "bf16", None),
+    ("ilql, GPT-2 small", "ilql", "gpt2-fp32", 2.5),
+    ("ilql, GPT-2 small", "ilql", "gpt2-bf16", None),
+    ("ilql, random walks", "ilql", "walks-fp32", 2.5),
+    ("ilql, random walks", "ilql", "walks-bf16", None),
+    ("ddpo", "ddpo", "fp32", 1.8),
+    ("ddpo", "ddpo", "bf16", None),
 ]
-for _algorithm, _more, _goal, _name in (
-    ("sft", ["padding-free", "padding-free-kept-memory"], 1.6, "sft packed"),
-    ("reward", [], 2.0, "reward"),
-    ("dpo", PRECOMPUTE, 3.5, "dpo"),
-    ("grpo", ["micro-32"], 2.0, "grpo"),
-):
-    COMPARISONS.append((_name, _algorithm, "fp32", in_precision("fp32", [*SAME, *_more]), _goal))
-    COMPARISONS.append((_name, _algorithm, "bf16", in_precision("bf16", [*SAME, *_more]), None))
-for _workload, _name in (("gpt2", "ilql, GPT-2 small"), ("walks", "ilql, random walks")):
-    _peers = [f"{_workload}-trlx-defaults", f"{_workload}-trlx-same-flags"]
-    COMPARISONS.append((_name, "ilql", f"{_workload}-fp32", _peers, 2.5))
-    COMPARISONS.append((_name, "ilql", f"{_workload}-bf16", _peers, None))
-COMPARISONS.append(("ddpo", "ddpo", "fp32", [*SAME, "tuned"], 1.8))
-COMPARISONS.append(("ddpo", "ddpo", "bf16", ["bf16-same-flags"], None))
+
+
+def peers_of(algorithm, side):
+    """The sides of the peer that ours is compared with: of its precision and layers; ilql's peer is in float32."""
+    if algorithm == "ilql":
+        workload, _, _ = side.partition("-")
+        return [f"{workload}-trlx-defaults", f"{workload}-trlx-same-flags"]
+    peers = [name for name in sides_of(algorithm) if name not in OURS and precision(name) == precision(side)]
+    return [name for name in peers if ("2-layers" in name) == ("2-layers" in side)]
 
 
 def read(name):
@@ -72,15 +77,15 @@ def ratios(runs, side, other):
     return [float(runs[other][repeat]["seconds"]) / float(runs[side][repeat]["seconds"]) for repeat in both]
 
 
-def fastest(runs, side, peers):
+def fastest(runs, algorithm, side):
     """(seconds of a peer's side over those of ours for each repeat, the peer's side): of the peer's fastest one."""
-    found = [(ratios(runs, side, peer), peer) for peer in peers]
+    found = [(ratios(runs, side, peer), peer) for peer in peers_of(algorithm, side)]
     return min((pair for pair in found if pair[0]), key=lambda pair: median(pair[0]), default=([], ""))
 
 
-def beside_defaults(runs, side, peers):
+def beside_defaults(runs, algorithm, side):
     """Seconds of the peer's defaults over those of our side for each repeat, if they were measured."""
-    for peer in peers:
+    for peer in peers_of(algorithm, side):
         if peer.endswith("defaults") and peer in runs:
             return ratios(runs, side, peer)
     return []
@@ -107,16 +112,16 @@ def table():
     heads = ["script", "precision", "CPU", "times", "fastest peer", "goal", "times its defaults", "memory"]
     heads += ["fraction of GEMM peak", "runs"]
     lines = [heads, ["---"] * len(heads)]
-    for title, algorithm, side, peers, goal in COMPARISONS:
+    for title, algorithm, side, goal in COMPARISONS:
         for device in devices(rows):
             runs = runs_of(rows, device, algorithm)
-            times, peer = fastest(runs, side, peers)
+            times, peer = fastest(runs, algorithm, side)
             if not times:
                 continue
             own = list(runs[side].values())
             other = list(runs[peer].values())
             memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
-            of_defaults = beside_defaults(runs, side, peers)
+            of_defaults = beside_defaults(runs, algorithm, side)
             cells = [title, precision(side), device.partition(" ")[0].removesuffix("(R)"), spread(times)]
             cells += [f"{system(other[0])}: {peer}", verdict(goal, times), spread(of_defaults) if of_defaults else ""]
             cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
@@ -137,6 +142,9 @@ def same_work():
             values = [float(row[column]) for row in rows]
             gap = (max(values) - min(values)) / max(map(abs, values))
             gaps[algorithm] = max(gap, gaps.get(algorithm, 0.0))
+    for algorithm, gap in gaps.items():
+        if gap > TOLERANCE:
+            sys.exit(f"not the same work in {algorithm}: first losses or gradients differ by {gap:.0e}")
     return [f"- {algorithm}: {gap:.0e}" for algorithm, gap in gaps.items()]
 
 
@@ -166,12 +174,12 @@ def quoted():
     lines = []
     for device in devices(rows):
         found = []
-        for title, algorithm, side, peers, _ in COMPARISONS:
+        for title, algorithm, side, _ in COMPARISONS:
             runs = runs_of(rows, device, algorithm)
-            times, _ = fastest(runs, side, peers)
+            times, _ = fastest(runs, algorithm, side)
             if not times or precision(side) != "fp32":
                 continue
-            of_defaults = beside_defaults(runs, side, peers)
+            of_defaults = beside_defaults(runs, algorithm, side)
             brackets = f" ({median(of_defaults):.1f})" if of_defaults else ""
             found.append(f"{title} {median(times):.1f}{brackets}")
         line = f"- {device}: {'; '.join(found)}."

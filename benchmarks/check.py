@@ -83,13 +83,19 @@ def curves_of(file, kind):
 
 def write_curves(file, kind, runs):
     """Writes {variant or system: {seed: records}} as such a file, eight digits of every number."""
-    rows = {}  # name of the run: its rows
+    rows_of = {}  # name of the run: its rows
     for variant, seeds in runs.items():
         for seed, records in seeds.items():
-            numbers = [{key: f"{value:.8g}" for key, value in record.items() if key != "seed"} for record in records]
-            rows[f"{variant}-seed{seed}"] = [{kind: variant, "seed": seed} | record for record in numbers]
-    sorted_rows = [row for name in sorted(rows) for row in rows[name]]
-    write_csv(file, list(dict.fromkeys(key for row in sorted_rows for key in row)), sorted_rows)
+            rows = []
+            for record in records:
+                numbers = {key: f"{value:.8g}" for key, value in record.items()}
+                rows.append(numbers | {kind: variant, "seed": seed})
+            rows_of[f"{variant}-seed{seed}"] = rows
+    rows = sum((rows_of[name] for name in sorted(rows_of)), [])
+    columns = {kind: None, "seed": None}  # in the order in which they come
+    for row in rows:
+        columns |= row
+    write_csv(file, list(columns), rows)
 
 
 def write_csv(file, columns, rows):
@@ -231,8 +237,8 @@ def missed_bars(name):
     for variant, key, which, sign, bar, count in CLAIMS[name].bars:
         score = CLAIMS[name].score_of(variant)
         values = [measured(records, key, which, score) for records in curves(name).get(variant, {}).values()]
-        reached = [value >= bar if sign == ">=" else value <= bar for value in values]
-        if sum(reached) < count:
+        reached = [value for value in values if (value >= bar if sign == ">=" else value <= bar)]
+        if len(reached) < count:
             listed = ", ".join(f"{value:.3f}" for value in values)
             yield f"{name}: {which} {key} of {variant} is {listed}: not {sign} {bar} in {count} seeds"
 
@@ -526,8 +532,10 @@ def verify_claim(name):
     problems = [f"{name}: {file} is missing" for file in FILES if not (folder / file).exists()]
     if problems:
         return problems
-    with_curves = {(variant, seed) for variant, runs in curves(name).items() for seed in runs}
-    if {(run["variant"], int(run["seed"])) for run in stored_runs(name)} != with_curves:
+    seeds_of = {}
+    for run in stored_runs(name):
+        seeds_of.setdefault(run["variant"], set()).add(int(run["seed"]))
+    if seeds_of != {variant: set(runs) for variant, runs in curves(name).items()}:
         problems.append(f"{name}: runs.csv and curves.csv name different runs")
     if Image.open(folder / "curve.png").text.get("data") != data_digest(name):
         problems.append(f"{name}: curve.png does not show curves.csv")

@@ -1,5 +1,5 @@
 """Trains the embedded tasks of ppo.py and ddpo.py by TRL 0.8.6, in the environment of
-../throughput/make_peer_env.sh.
+`../throughput/make_peer_env.sh 0.8.6`.
 
     .peers/trl-0.8.6/bin/python peer_trl_0_8_6.py --claim ppo --inputs DIRECTORY --seed 1 \\
         --run-dir runs/references/ppo-trl-seed1

@@ -1,5 +1,5 @@
 """Trains the embedded tasks of sft.py, reward.py, dpo.py and grpo.py by TRL 1.16.0, in the environment of
-../throughput/make_peer_env_trl_1_16.sh.
+`../throughput/make_peer_env.sh 1.16`.
 
     .peers/trl-1.16/bin/python peer_trl_1_16.py --claim sft --inputs DIRECTORY --seed 1 --run-dir DIRECTORY
 

@@ -304,27 +304,20 @@ def draw_panels(name):
 
 
 def draw_over(name):
-    """The figure of a claim with groups: a panel a group, the last values of all, and the legend in a panel's place."""
+    """The figure of a claim with groups: a panel a group, with all metrics."""
     from matplotlib.figure import Figure
 
     claim = CLAIMS[name]
-    figure = Figure(figsize=(12, 6.8), layout="constrained")
-    *group_panels, end_panel, legend_panel = figure.subplots(2, 3).flat
-    for axes, title in zip(group_panels, claim.groups, strict=True):
-        axes.sharex(group_panels[0])
-        axes.sharey(group_panels[0])
+    data = figure_data(name)
+    figure = Figure(figsize=(10, 6.8), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True).flat
+    for axes, (title, group) in zip(panels, claim.groups.items(), strict=True):
         for key, style in zip(claim.panels, LINE_STYLES, strict=True):
-            variants = {label: figure_data(name)[key][variant] for label, variant in claim.groups[title].items()}
-            draw_curves(axes, variants, list(variants), linestyle=style)
+            lines = {f"{PLAIN_NAMES[key]}, {label}": data[key][variant] for label, variant in group.items()}
+            draw_curves(axes, lines, list(lines), linestyle=style)
         axes.set_title(title, fontsize=10)
         axes.set(xlabel=f"square root of the {PLAIN_NAMES[claim.over]} (nats)", ylabel="reward")
-    draw_ends(name, end_panel)
-    handles = end_panel.get_legend_handles_labels()[0]
-    for key, style in zip(claim.panels, LINE_STYLES, strict=True):
-        handles += legend_panel.plot([], [], color="black", linestyle=style, label=PLAIN_NAMES[key])
-    handles += legend_panel.plot([], [], color="black", alpha=0.3, linewidth=1, label="a seed")
-    legend_panel.axis("off")
-    legend_panel.legend(handles=handles, loc="center left", fontsize=10)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 
@@ -338,22 +331,6 @@ def draw_curves(axes, variants, colors, **style):
         means = [[mean(values) for values in zip(*points, strict=True)] for points in evaluations]
         label = f"{variant}, mean of {len(seeds)} seeds"
         axes.plot(*zip(*means, strict=True), color=color, marker=".", label=label, **style)
-
-
-def draw_ends(name, axes):
-    """The last score of every variant, a line a label over the groups."""
-    claim = CLAIMS[name]
-    titles = list(claim.groups)
-    for number, label in enumerate(claim.groups[titles[0]]):
-        ends = []
-        for title in titles:
-            runs = curves(name)[claim.groups[title][label]].values()
-            ends.append([history(records, claim.score)[-1] for records in runs])
-        for position, values in enumerate(ends):
-            axes.plot([position] * len(values), values, ".", color=f"C{number}", alpha=0.3)
-        axes.plot(range(len(ends)), [mean(values) for values in ends], color=f"C{number}", marker="o", label=label)
-    axes.set_xticks(range(len(titles)), titles, fontsize=9)
-    axes.set_title(f"{PLAIN_NAMES[claim.score]} at the end", fontsize=10)
 
 
 def draw_images(name, figure):

@@ -1,17 +1,12 @@
-"""What benchmarks/compare.py shows of directories that the test writes, and of runs: `python -m pytest
-tests/test_compare.py`"""
+"""What benchmarks/compare.py shows of runs: `python -m pytest tests/test_compare.py`"""
 
 import json
 import os
-import re
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from harness import ROOT, command, launch
-from helpers import write
+from helpers import log, write
 from test_adapters import run
 
 from algos import dpo
@@ -104,9 +99,11 @@ def test_algorithms_are_compared_by_a_metric_that_they_share(make, shown):
 
 
 def test_a_run_keeps_its_headline_when_it_goes_on(gpt2_dir, tmp_path, monkeypatch):
-    """Between two evaluations, too, where the metrics of a step do not have it."""
+    """Between two evaluations, too, where the metrics of a step do not have it. It is running while it has its lock."""
+    states = []
 
     def stop(run):
+        states.append(compare.state_of(run.dir, 1, 4))
         os.kill(os.getpid(), signal.SIGTERM)
         return True
 
@@ -116,7 +113,10 @@ def test_a_run_keeps_its_headline_when_it_goes_on(gpt2_dir, tmp_path, monkeypatc
             run(dpo, gpt2_dir, tmp_path / "run", eval_every=4)
         env = json.loads((tmp_path / "run/env.json").read_text())
         assert env["headline"] == "eval/rewards/accuracies" and env["total_steps"] == 4
-    assert [json.loads(line)["step"] for line in open(tmp_path / "run/metrics.jsonl")] == [0, 1, 2]
+    assert [record["step"] for record in log(tmp_path / "run")] == [0, 1, 2]
+    assert states == ["running 1/4", "running 1/4"]
+    stopped = compare.read_run(tmp_path / "run")
+    assert (stopped.state, stopped.algo, len(stopped.curve(env["headline"]))) == ("stopped 2/4", "dpo", 1)
 
 
 def test_the_picture_has_a_band_over_seeds(make, shown, monkeypatch):
@@ -187,27 +187,3 @@ def test_nothing_to_compare_and_no_picture_are_one_sentence(make, shown, tmp_pat
     for name in ("nowhere/a.png", "a.nothing"):
         with pytest.raises(SystemExit, match=f"^error: --out {name} cannot be written: "):
             shown("a", out=name)
-
-
-def test_runs_of_a_script(scripts, work, whole, tmp_path):
-    """A finished one, one that a signal stopped in its second evaluation, and one that is running."""
-    folder, process = whole("sft")
-    scripts.run(command(work, "sft", "stopped", "--seed", "2"), tmp_path, expect=143, SIGNAL_AT="metric:2:15")
-    sleeping = scripts.start(command(work, "sft", "running", "--seed", "3"), tmp_path, SIGNAL_AT="metric:2:19")
-    end = time.monotonic() + 60
-    while Path(f"/proc/{sleeping.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":  # by SIGSTOP
-        assert time.monotonic() < end, sleeping.out + sleeping.err
-        time.sleep(0.05)
-    argv = [ROOT / "benchmarks/compare.py", folder, "stopped", "running"]
-    done = launch([sys.executable], argv, tmp_path, work, COLUMNS="80")
-    os.kill(sleeping.pid, 9)
-    assert done.returncode == 0, done.stderr
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    total = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    assert lines[0] == re.search(r"^(\S+) [▁-█]+ ", process.out, re.M)[1]
-    assert re.fullmatch(r"1 +whole-sft +\S+ +\S+ at \d+ +finished +1", lines[2])
-    assert re.fullmatch(rf"1 +stopped +\S+ +\S+ at \d+ +stopped \d+/{total} +2", lines[3])
-    assert re.fullmatch(rf"1 +running +\S+ +\S+ at \d+ +running \d+/{total} +3", lines[4])
-    assert lines[5].startswith("1      mean ± std of 3")
-    assert lines[6:] == ["group 1: as all others", "picture compare.png"]
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")

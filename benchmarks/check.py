@@ -327,8 +327,9 @@ def draw_curves(axes, variants, colors, **style):
         color = f"C{colors.index(variant)}"
         for line in seeds.values():
             axes.plot(*zip(*line, strict=True), color=color, alpha=0.3, linewidth=0.8, **style)
-        evaluations = list(zip(*seeds.values(), strict=True))
-        means = [[mean(values) for values in zip(*points, strict=True)] for points in evaluations]
+        means = []
+        for points_of_seeds in zip(*seeds.values(), strict=True):
+            means.append([mean(values) for values in zip(*points_of_seeds, strict=True)])
         label = f"{variant}, mean of {len(seeds)} seeds"
         axes.plot(*zip(*means, strict=True), color=color, marker=".", label=label, **style)
 

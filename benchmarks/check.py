@@ -317,7 +317,7 @@ def draw_over(name):
             draw_curves(axes, lines, list(lines), linestyle=style)
         axes.set_title(title, fontsize=10)
         axes.set(xlabel=f"square root of the {PLAIN_NAMES[claim.over]} (nats)", ylabel="reward")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 

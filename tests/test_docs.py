@@ -164,7 +164,7 @@ def test_evidence_agrees():
 
 
 def test_check_sees_a_changed_number(tmp_path, monkeypatch):
-    """Negative control: other digits in a stored curve: table, figure and README no longer follow, and a bar is missed."""
+    """Negative control: of other digits in a stored curve, nothing follows any more, and a bar is missed."""
     import shutil
 
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("tasks", ".peers"))

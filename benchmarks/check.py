@@ -1,24 +1,24 @@
 """Evidence: collects runs into benchmarks/curves/<claim>/, rebuilds tables and figures, and fails where they disagree.
 
     python benchmarks/check.py                          # verify offline: exit 1 and a list if something is off
-    python benchmarks/check.py --write                  # rebuild tables, figures and the blocks in documents
+    python benchmarks/check.py --write                  # rebuild figures and the blocks in documents
     python benchmarks/check.py --collect ppo-randomwalks RUN_DIR ...   # take the curves of finished runs, then rebuild
-    python benchmarks/check.py --new ppo-randomwalks RUN_DIR   # does a new run leave the band of the stored seeds?
+    python benchmarks/check.py --faults-ran             # all cases of the table of faults have run on this code
 
-A claim is a folder with run.sh (the commands), curves/<variant>-seed<N>.jsonl (the metrics of figure and table, as the
-runs wrote them), runs.csv (where they come from), curve.png and README.md (both built from those files).
-A figure is compared by a digest of its data, which is kept in the PNG: pixels differ between matplotlib versions.
-A claim about images keeps the grids of the first seed that its figure shows in images/.
+A claim is a folder with run.sh (the commands), curves.csv (the metrics of figure and table), runs.csv (where they come
+from), curve.png (built from the curves) and README.md, whose results are a block between two marks, as all tables of
+documents are. A figure is compared by a digest of its data, which is kept in the PNG: pixels differ between matplotlib
+versions. What was measured on older code is told, and is no mistake.
 """
 
 import argparse
 import csv
+import functools
 import hashlib
+import importlib
 import json
 import math
 import re
-import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +32,6 @@ from benchmarks.claims import CLAIMS, SUMMARY
 from benchmarks.planted import planted
 
 ROOT = Path(__file__).resolve().parents[1]
-SPEED = ROOT / "benchmarks/throughput"
 
 PLAIN_NAMES = {  # of metrics, in figures over a KL
     "eval/optimality": "true reward",
@@ -40,6 +39,7 @@ PLAIN_NAMES = {  # of metrics, in figures over a KL
     "objective/kl": "KL to the start",
 }
 LINE_STYLES = ["-", "--"]
+FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
 AXES = {"step": "optimizer step", "episode": "episodes"}
 
 
@@ -68,51 +68,85 @@ def stored_runs(name):
 
 
 def curves(name):
-    """{variant: {seed: path}} of a claim."""
-    paths = {}
-    for path in sorted((claim_path(name) / "curves").glob("*.jsonl")):
-        variant, _, seed = path.stem.rpartition("-seed")
-        paths.setdefault(variant, {})[int(seed)] = path
-    return paths
+    """{variant: {seed: records}} of a claim. The last record of a run has what the table shows of its end."""
+    return curves_of(claim_path(name) / "curves.csv", "variant")
 
 
-def points(path, key, axis="step"):
-    """[(step, value)] of a metric in a curve file, or with another axis."""
-    return [(record.get(axis, 0), record[key]) for record in read_jsonl(path) if record.get(key) is not None]
+def curves_of(file, kind):
+    """{variant or system: {seed: records}} of a CSV file of curves, whose empty cells are left out."""
+    found = {}
+    for row in read_csv(file):
+        record = {key: float(value) for key, value in row.items() if key != kind and value}
+        found.setdefault(row[kind], {}).setdefault(int(row["seed"]), []).append(record)
+    return found
 
 
-def history(path, key):
-    """The values of a metric in a curve file, in their order."""
-    return [value for _, value in points(path, key)]
+def write_curves(file, kind, runs):
+    """Writes {variant or system: {seed: records}} as such a file, eight digits of every number."""
+    rows_of = {}  # name of the run: its rows
+    for variant, seeds in runs.items():
+        for seed, records in seeds.items():
+            rows = []
+            for record in records:
+                numbers = {key: f"{value:.8g}" for key, value in record.items()}
+                rows.append(numbers | {kind: variant, "seed": seed})
+            rows_of[f"{variant}-seed{seed}"] = rows
+    rows = sum((rows_of[name] for name in sorted(rows_of)), [])
+    columns = {kind: None, "seed": None}  # in the order in which they come
+    for row in rows:
+        columns |= row
+    write_csv(file, list(columns), rows)
 
 
-def points_over(path, key, over):
-    """[(square root of a second metric, value)] of a metric in a curve file, without values that nothing follows.
+def write_csv(file, columns, rows):
+    with open(file, "w", newline="") as opened:
+        writer = csv.DictWriter(opened, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def points(records, key, axis="step"):
+    """[(step, value)] of a metric in a curve, or with another axis."""
+    return [(record.get(axis, 0), record[key]) for record in records if record.get(key) is not None]
+
+
+def history(records, key):
+    """The values of a metric in a curve, in their order."""
+    return [value for _, value in points(records, key)]
+
+
+def points_over(records, key, over):
+    """[(square root of a second metric, value)] of a metric in a curve, without values that nothing follows.
 
     A script measures the KL of the samples that it is going to train on, so the first KL after an evaluation is that of
     the policy that was evaluated."""
-    distances = points(path, over)
+    distances = points(records, over)
     pairs = []
-    for step, value in points(path, key):
+    for step, value in points(records, key):
         later = [distance for other, distance in distances if other > step]
         if later:
             pairs.append((math.sqrt(max(later[0], 0.0)), value))
     return pairs
 
 
-def gain(path, key):
-    """Last minus first value of a metric, in standard deviations over the samples of the first evaluation."""
-    values = history(path, key)
-    deviations = history(path, f"{key}_std")
-    return (values[-1] - values[0]) / deviations[0]
+def measured(records, key, which, score):
+    """The number of a curve that a bar is about.
 
-
-def rise(path, key, score):
-    """Last value of a metric minus the one at the step where the score was best."""
-    values = dict(points(path, key))
-    scores = dict(points(path, score))
-    best_step = max(scores, key=scores.get)
-    return list(values.values())[-1] - values[best_step]
+    last, best   of the values
+    gain         last minus first value, in standard deviations over the samples of the first evaluation
+    fall         from the best to the last value
+    rise         last value minus the one at the step where the score was best
+    """
+    values = history(records, key)
+    if which == "gain":
+        return (values[-1] - values[0]) / history(records, f"{key}_std")[0]
+    if which == "rise":
+        scores = dict(points(records, score))
+        best_step = max(scores, key=scores.get)
+        return values[-1] - dict(points(records, key))[best_step]
+    if which == "fall":
+        return max(values) - values[-1]
+    return values[-1] if which == "last" else max(values)
 
 
 def average(values):
@@ -139,7 +173,7 @@ def markdown(heads, rows):
     return ["| " + " | ".join(cells) + " |" for cells in [heads, dashes, *rows]]
 
 
-# ---- The folder of a claim ------------------------------------------------------------------------------------------
+# ---- The results of a claim -----------------------------------------------------------------------------------------
 
 
 def table(name):
@@ -156,32 +190,30 @@ def table(name):
     return markdown(heads, rows)
 
 
-def table_row(name, variant, paths):
-    """The cells of a variant. paths: {seed: curve file}."""
+def table_row(name, variant, runs):
+    """The cells of a variant. runs: {seed: records}."""
     claim = CLAIMS[name]
     score = claim.score_of(variant)
-    histories = [history(path, score) for path in paths.values()]
-    cells = [variant, str(len(paths))]
+    cells = [variant, str(len(runs))]
     if claim.scores:
         cells.append(f"`{score}`")
+    histories = [history(records, score) for records in runs.values()]
     cells.append(average([values[0] for values in histories]))
     cells.append(average([values[-1] for values in histories]))
     cells.append(average([max(values) for values in histories]))
     if claim.images:
-        cells.append(average([gain(path, score) for path in paths.values()]))
+        cells.append(average([measured(records, score, "gain", score) for records in runs.values()]))
     for key in claim.table:
-        histories = [history(path, key) for path in paths.values()]
+        histories = [history(records, key) for records in runs.values()]
         last_values = [values[-1] for values in histories if values]
         cells.append(average(last_values) if last_values else "-")
-    first_curve = points(next(iter(paths.values())), score)
-    last_step, _ = first_curve[-1]
-    runs = {(run["variant"], int(run["seed"])): run for run in stored_runs(name)}
-    seconds = mean(float(runs[variant, seed]["seconds"]) for seed in paths)
-    return [*cells, str(last_step), f"{seconds:.0f}"]
+    last_step, _ = points(next(iter(runs.values())), score)[-1]
+    seconds = [float(run["seconds"]) for run in stored_runs(name) if run["variant"] == variant]
+    return [*cells, f"{last_step:.0f}", f"{mean(seconds):.0f}"]
 
 
-def readme(name):
-    """The README.md of a claim's folder."""
+def results(name):
+    """The block of a claim's README.md: the table, the bars, and where it was measured."""
     claim = CLAIMS[name]
     runs = stored_runs(name)
     devices = sorted({f"{run['device']}, {run['threads']} threads, torch {run['torch']}" for run in runs})
@@ -192,16 +224,26 @@ def readme(name):
         seeds = f"at least {count} of {len(variants[variant])} seeds"
         bars.append(f"- `{variant}`: {which} `{key}` {sign} {bar} in {seeds}")
     score = "Scores" if claim.scores else claim.score
-    lines = [f"# {claim.title}", "", "![curve](curve.png)", "", claim.text, ""]
-    lines += [
+    lines = [
         f"{score}, mean over seeds with its 95 % bootstrap interval, or ± standard deviation of a seed where there "
         "are fewer than five; seconds are wall-clock without start-up:",
         "",
     ]
     lines += [*table(name), "", "Bars that `benchmarks/check.py` holds:", "", *bars, ""]
-    lines += [f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}.", ""]
-    lines += [f"`python benchmarks/seeds.py {name}` repeats it.", ""]
-    return "\n".join(lines)
+    return [*lines, f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}."]
+
+
+def missed_bars(name):
+    for variant, key, which, sign, bar, count in CLAIMS[name].bars:
+        score = CLAIMS[name].score_of(variant)
+        values = [measured(records, key, which, score) for records in curves(name).get(variant, {}).values()]
+        reached = [value for value in values if (value >= bar if sign == ">=" else value <= bar)]
+        if len(reached) < count:
+            listed = ", ".join(f"{value:.3f}" for value in values)
+            yield f"{name}: {which} {key} of {variant} is {listed}: not {sign} {bar} in {count} seeds"
+
+
+# ---- Figures --------------------------------------------------------------------------------------------------------
 
 
 def figure_data(name):
@@ -210,11 +252,11 @@ def figure_data(name):
     panels = {}
     for key in claim.panels or [claim.score]:
         panels[key] = {}
-        for variant, paths in curves(name).items():
+        for variant, runs in curves(name).items():
             if claim.over:
-                lines = {seed: points_over(path, key, claim.over) for seed, path in paths.items()}
+                lines = {seed: points_over(records, key, claim.over) for seed, records in runs.items()}
             else:
-                lines = {seed: points(path, key, claim.axis) for seed, path in paths.items()}
+                lines = {seed: points(records, key, claim.axis) for seed, records in runs.items()}
             if any(len(line) > 2 for line in lines.values()):
                 panels[key][variant] = lines
     return panels
@@ -223,170 +265,95 @@ def figure_data(name):
 def data_digest(name):
     """The digest of all that the figure shows."""
     claim = CLAIMS[name]
-    data = figure_data(name)
-    if not claim.panels:
-        data = data[claim.score]
-    if claim.images:
-        files = [claim_path(name) / "images" / file for file in claim.images.values()]
-        data = [data, [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]]
-    if claim.over:
-        data = [data, claim.over, claim.groups]
-    text = json.dumps([data, claim.lines])
-    return hashlib.sha256(text.encode()).hexdigest()
+    files = [claim_path(name) / "images" / file for file in claim.images.values()]
+    images = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    data = [figure_data(name), images, claim.title, claim.lines, claim.over, claim.groups]
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def draw_figure(name):
+    claim = CLAIMS[name]
+    figure = draw_over(name) if claim.over else draw_panels(name)
+    figure.suptitle(claim.title, fontsize=10)
+    figure.savefig(claim_path(name) / "curve.png", dpi=90, metadata={"data": data_digest(name)})
+
+
+def draw_panels(name):
+    """The figure of most claims: a panel a metric, and images below."""
     from matplotlib.figure import Figure
 
     claim = CLAIMS[name]
-    if claim.over:
-        figure = draw_over(name)
-        figure.savefig(claim_path(name) / "curve.png", dpi=110, metadata={"data": data_digest(name)})
-        return
     panels = figure_data(name)
     width = 7 if len(panels) == 1 else 4 * len(panels)
-    if claim.axis != "step":
-        width += 2.5
+    figure = Figure(figsize=(width, 7 if claim.images else 3.6), layout="constrained")
+    top = figure
     if claim.images:
-        figure = Figure(figsize=(width, 8), layout="constrained")
-        top, bottom = figure.subfigures(2, 1, height_ratios=[3.6, 4.4])
+        top, bottom = figure.subfigures(2, 1, height_ratios=[3.6, 3.4])
         draw_images(name, bottom)
-    else:
-        figure = Figure(figsize=(width, 3.6), layout="constrained")
-        top = figure
     row = top.subplots(1, len(panels), squeeze=False)[0]
     for axes, key in zip(row, panels, strict=True):
         draw_panel(name, axes, key, variants=panels[key])
-    if claim.axis != "step":  # many variants: one legend beside the panels
+    if len(curves(name)) > 4:  # one legend beside the panels
+        figure.set_figwidth(width + 2.5)
         handles, labels = row[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", fontsize=8)
-    figure.suptitle(claim.title, fontsize=10)
-    figure.savefig(claim_path(name) / "curve.png", dpi=110, metadata={"data": data_digest(name)})
-
-
-def draw_over(name):
-    """The figure of a claim with groups: a panel a group, the last values of all, and the legend in a panel's place."""
-    from matplotlib.figure import Figure
-
-    claim = CLAIMS[name]
-    figure = Figure(figsize=(12, 6.8), layout="constrained")
-    panels = list(figure.subplots(2, 3).flat)
-    *group_panels, end_panel, legend_panel = panels
-    for axes in group_panels[1:]:
-        axes.sharex(group_panels[0])
-        axes.sharey(group_panels[0])
-    for axes, title in zip(group_panels, claim.groups, strict=True):
-        draw_group(name, axes, title)
-    draw_ends(name, end_panel)
-    handles = end_panel.get_legend_handles_labels()[0]
-    for key, style in zip(claim.panels, LINE_STYLES, strict=True):
-        handles += legend_panel.plot([], [], color="black", linestyle=style, label=PLAIN_NAMES[key])
-    handles += legend_panel.plot([], [], color="black", alpha=0.3, linewidth=1, label="a seed")
-    legend_panel.axis("off")
-    legend_panel.legend(handles=handles, loc="center left", fontsize=10)
-    figure.suptitle(claim.title, fontsize=11)
+    else:
+        for axes in row:
+            axes.legend(loc="best", fontsize=8)
     return figure
 
 
-def draw_group(name, axes, title):
-    """The curves of a group's variants, and their means over seeds."""
+def draw_over(name):
+    """The figure of a claim with groups: a panel a group, with all metrics."""
+    from matplotlib.figure import Figure
+
     claim = CLAIMS[name]
     data = figure_data(name)
-    for number, variant in enumerate(claim.groups[title].values()):
+    figure = Figure(figsize=(10, 6.8), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True).flat
+    for axes, (title, group) in zip(panels, claim.groups.items(), strict=True):
         for key, style in zip(claim.panels, LINE_STYLES, strict=True):
-            lines = list(data[key][variant].values())
-            for line in lines:
-                axes.plot(*zip(*line, strict=True), color=f"C{number}", alpha=0.3, linewidth=0.8, linestyle=style)
-            evaluations = list(zip(*lines, strict=True))
-            distances = [mean(distance for distance, _ in points) for points in evaluations]
-            values = [mean(value for _, value in points) for points in evaluations]
-            axes.plot(distances, values, color=f"C{number}", marker=".", linestyle=style)
-    axes.set_title(title, fontsize=10)
-    axes.set(xlabel=f"square root of the {PLAIN_NAMES[claim.over]} (nats)", ylabel="reward")
+            lines = {f"{PLAIN_NAMES[key]}, {label}": data[key][variant] for label, variant in group.items()}
+            draw_curves(axes, lines, list(lines), linestyle=style)
+        axes.set_title(title, fontsize=10)
+        axes.set(xlabel=f"square root of the {PLAIN_NAMES[claim.over]} (nats)", ylabel="reward")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    return figure
 
 
-def draw_ends(name, axes):
-    """The last score of every variant, a line a label over the groups."""
-    claim = CLAIMS[name]
-    titles = list(claim.groups)
-    for number, label in enumerate(claim.groups[titles[0]]):
-        ends = []
-        for title in titles:
-            paths = curves(name)[claim.groups[title][label]].values()
-            ends.append([history(path, claim.score)[-1] for path in paths])
-        for position, values in enumerate(ends):
-            axes.plot([position] * len(values), values, ".", color=f"C{number}", alpha=0.3)
-        axes.plot(range(len(ends)), [mean(values) for values in ends], color=f"C{number}", marker="o", label=label)
-    draw_levels(claim, axes)
-    axes.set_xticks(range(len(titles)), titles, fontsize=9)
-    axes.set_title(f"{PLAIN_NAMES[claim.score]} at the end", fontsize=10)
-
-
-def draw_levels(claim, axes):
-    """The claim's reference levels."""
-    for label, level in claim.lines.items():
-        axes.axhline(level, color="gray", linestyle=":", linewidth=1)
-        axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
+def draw_curves(axes, variants, colors, **style):
+    """The curves of a panel, and their means over seeds. variants: {variant: {seed: points}}; colors: their order."""
+    for variant, seeds in variants.items():
+        color = f"C{colors.index(variant)}"
+        for line in seeds.values():
+            axes.plot(*zip(*line, strict=True), color=color, alpha=0.3, linewidth=0.8, **style)
+        means = []
+        for points_of_seeds in zip(*seeds.values(), strict=True):
+            means.append([mean(values) for values in zip(*points_of_seeds, strict=True)])
+        label = f"{variant}, mean of {len(seeds)} seeds"
+        axes.plot(*zip(*means, strict=True), color=color, marker=".", label=label, **style)
 
 
 def draw_images(name, figure):
-    """The claim's images in a row."""
+    """The claim's images, in two rows."""
     from PIL import Image
 
     images = CLAIMS[name].images
-    row = figure.subplots(1, len(images))
-    for axes, title in zip(row, images, strict=True):
+    for axes, title in zip(figure.subplots(2, 2).flat, images, strict=True):
         axes.imshow(Image.open(claim_path(name) / "images" / images[title]), interpolation="nearest")
         axes.set_title(title, fontsize=9)
         axes.axis("off")
 
 
 def draw_panel(name, axes, key, variants):
-    """The curves of a metric, and their means over seeds. variants: {variant: {seed: points}}."""
+    """The curves of a metric, and the claim's reference levels of the score."""
     claim = CLAIMS[name]
-    every_variant = list(curves(name))
-    for variant, seeds in variants.items():
-        color = f"C{every_variant.index(variant)}"
-        lines = list(seeds.values())
-        for line in lines:
-            axes.plot(*zip(*line, strict=True), color=color, alpha=0.3, linewidth=1)
-        steps = [step for step, _ in lines[0]]
-        means = [mean(line[i][1] for line in lines) for i in range(len(steps))]
-        axes.plot(steps, means, color=color, marker=".", label=f"{variant}, mean of {len(lines)} seeds")
+    draw_curves(axes, variants, list(curves(name)))
     if key == claim.score:
-        draw_levels(claim, axes)
+        for label, level in claim.lines.items():
+            axes.axhline(level, color="gray", linestyle=":", linewidth=1)
+            axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
     axes.set(xlabel=AXES[claim.axis], ylabel=key)
-    if claim.axis == "step":
-        axes.legend(loc="best" if claim.images else "center right", fontsize=8)
-
-
-def reaches(value, sign, bar):
-    if sign == ">=":
-        return value >= bar
-    return value <= bar
-
-
-def measured(path, key, which, score):
-    """The number of a curve that a bar is about: its last or best value, its gain, its fall from the best to the last
-    value, or its rise since the score was best."""
-    if which == "gain":
-        return gain(path, key)
-    if which == "rise":
-        return rise(path, key, score)
-    values = history(path, key)
-    if which == "fall":
-        return max(values) - values[-1]
-    return values[-1] if which == "last" else max(values)
-
-
-def missed_bars(name):
-    for variant, key, which, sign, bar, count in CLAIMS[name].bars:
-        paths = curves(name).get(variant, {})
-        score = CLAIMS[name].score_of(variant)
-        values = [measured(path, key, which, score) for path in paths.values()]
-        if sum(reaches(value, sign, bar) for value in values) < count:
-            listed = ", ".join(f"{value:.3f}" for value in values)
-            yield f"{name}: {which} {key} of {variant} is {listed}: not {sign} {bar} in {count} seeds"
 
 
 # ---- Blocks of documents --------------------------------------------------------------------------------------------
@@ -399,127 +366,31 @@ def summary():
     for script, (paper, name, variant, score) in SUMMARY.items():
         claim = CLAIMS[name]
         key = claim.score_of(variant)
-        histories = [history(path, key) for path in curves(name)[variant].values()]
-        runs = [run for run in stored_runs(name) if run["variant"] == variant]
-        seconds = min(float(run["seconds"]) for run in runs)  # the least disturbed by other work
+        runs = curves(name)[variant].values()
+        histories = [history(records, key) for records in runs]
+        stored = [run for run in stored_runs(name) if run["variant"] == variant]
+        seconds = min(float(run["seconds"]) for run in stored)  # the least disturbed by other work
         lines = (ROOT / "algos" / script).read_text().splitlines()
         reference = next(iter(claim.lines), "")
         if variant in claim.scores:
-            reference = "the shorter wins 0.5"
+            shorter_wins = mean(history(records, "eval/all/shorter_wins")[-1] for records in runs)
+            reference = f"the shorter wins {shorter_wins:g}"
         if claim.images:
             reference = f"base model {average([values[0] for values in histories])}"
         ours = f"{score} {average([values[-1] for values in histories])}, {len(histories)} seeds"
-        clock = f"{seconds:.0f} s"
         link = f"[{script}](algos/{script})"
-        rows.append([link, paper, str(len(lines)), name.split("-")[1], reference, ours, clock])
+        rows.append([link, paper, str(len(lines)), name.split("-")[1], reference, ours, f"{seconds:.0f} s"])
     return markdown(heads, rows)
 
 
-def tried():
-    """The table of ddpo-shapes/LOG.md."""
-    lines = ["| reward | flags | epochs | gain | agreement |", "|---|---|---|---|---|"]
-    for run in read_jsonl(claim_path("ddpo-shapes") / "tried.jsonl"):
-        evaluations = run["step, eval/reward, eval/agreement"]
-        _, first_reward, _ = evaluations[0]
-        _, last_reward, agreement = evaluations[-1]
-        deviations = (last_reward - first_reward) / run["first_std"]
-        cells = [run["reward"], run["flags"], f"{run['epochs']:.0f}", f"{deviations:.1f}", f"{agreement:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
+def of_report(folder, function, *arguments):
+    """function -> lines, by that function of benchmarks/<folder>/report.py, which imports this file."""
+
+    def lines():
+        report = importlib.import_module(f"benchmarks.{folder}.report")
+        return getattr(report, function)(*arguments)
+
     return lines
-
-
-def scaling():
-    """benchmarks/scaling/predict.py as a mapping of names."""
-    return runpy.run_path(str(ROOT / "benchmarks/scaling/predict.py"))
-
-
-def stored_predictions():
-    return read_csv(ROOT / "benchmarks/scaling/predictions.csv")
-
-
-def predictions():
-    """The tables of benchmarks/scaling/README.md."""
-    settings = {}  # (script, model, strategy): {GPUs: row}
-    for row in stored_predictions():
-        gpus = row["gpus"]
-        if row["network_gb_s"] != "400":
-            gpus += " slow"
-        setting = (row["algo"], row["model"], row["strategy"])
-        settings.setdefault(setting, {})[gpus] = row
-    lines = predicted_runs(settings)
-    lines += ["", *predicted_saves(settings), "", "Assumed:", ""]
-    rows = []
-    for name, (value, unit, source) in scaling()["ASSUMED"].items():
-        rows.append([name, f"{value:g}", unit, source])
-    return lines + markdown(["name", "value", "unit", "source"], rows)
-
-
-def default_memory():
-    """The table of what the default sizes take, in benchmarks/scaling/README.md."""
-    model = scaling()
-    heads = ["script", *model["default_memory"]("sft"), "fits 80 GB"]
-    rows = []
-    for script in ("sft", "reward", "dpo", "ppo", "ilql"):
-        sizes = model["default_memory"](script)
-        fits = "yes" if sizes["most"] < model["GPU"] else "no"
-        rows.append([script, *(f"{size / 1e9:.1f}" for size in sizes.values()), fits])
-    return markdown(heads, rows)
-
-
-def predicted_runs(settings):
-    """The table of time, network and memory: a row a setting."""
-    heads = ["script", "model", "strategy", "s on 1", "efficiency on 8", "on 64", "on 64, slow network"]
-    heads += ["lost on 64: links / lengths / one rank", "moved GB on 8", "on 64", "memory GB on 1", "on 8", "on 64"]
-    heads += ["start GB", "fits from GPUs"]
-    rows = []
-    for setting, by_gpus in settings.items():
-        seconds = float(by_gpus["64"]["seconds"])
-        lost = [float(by_gpus["64"][key]) / seconds for key in ("exposed_s", "barrier_s", "serial_s")]
-        cells = [*setting, f"{float(by_gpus['1']['seconds']):.2f}"]
-        cells += [f"{float(by_gpus[gpus]['efficiency']):.0%}" for gpus in ("8", "64", "64 slow")]
-        cells.append(" / ".join(f"{share:.0%}" for share in lost))
-        cells += [whole(by_gpus[gpus]["moved_gb"]) for gpus in ("8", "64")]
-        cells += [whole(by_gpus[gpus]["memory_gb"]) for gpus in ("1", "8", "64")]
-        cells.append(whole(by_gpus["64"]["load_gb"]))
-        fitting = [gpus for gpus in ("1", "8", "64") if by_gpus[gpus]["fits"] == "yes"]
-        cells.append(fitting[0] if fitting else "never")
-        rows.append(cells)
-    return markdown(heads, rows)
-
-
-def predicted_saves(settings):
-    """The table of checkpoints: a row a script and model, under FSDP2."""
-    heads = ["script", "model", "checkpoint GB", "seconds to save", "GB on a resuming machine of 8"]
-    rows = []
-    for (script, model, strategy), by_gpus in settings.items():
-        if strategy == "FSDP2":
-            values = [whole(by_gpus["8"][key]) for key in ("save_gb", "save_s", "resume_host_gb")]
-            rows.append([script, model, *values])
-    return markdown(heads, rows)
-
-
-def throughput():
-    """benchmarks/throughput/report.py as a mapping of names."""
-    if str(SPEED) not in sys.path:
-        sys.path.insert(0, str(SPEED))  # its scripts import each other by name
-    return runpy.run_path(str(SPEED / "report.py"))
-
-
-def speed_pages():
-    """{file: its text} of the pages of benchmarks/throughput."""
-    report = throughput()
-    return {folder / "README.md": report["page"](folder) for folder in report["PAGES"]}
-
-
-def speed():
-    """The lines of README.md about speed."""
-    report = throughput()
-    return [report["quoted"](report["read"](folder)) for folder in report["PAGES"]]
-
-
-def whole(number):
-    """A number from a file, rounded to a whole one."""
-    return f"{float(number):,.0f}"
 
 
 def stored_cases():
@@ -529,8 +400,7 @@ def stored_cases():
 def cases():
     """The table of benchmarks/faults/README.md."""
     rows = stored_cases()
-    heads = list(rows[0]) if rows else ["none yet"]
-    return markdown(heads, [row.values() for row in rows])
+    return markdown(list(rows[0]), [row.values() for row in rows])
 
 
 def tried_cases():
@@ -544,15 +414,19 @@ def tried_cases():
     ]
 
 
-BLOCKS = [  # document, name in its markers, function -> lines between them
+BLOCKS = [  # document, name in its marks, function -> lines between them
     ("README.md", "summary", summary),
-    ("README.md", "speed", speed),
+    ("README.md", "speed", of_report("throughput", "quoted")),
     ("tests/README.md", "faults", tried_cases),
-    ("benchmarks/curves/ddpo-shapes/LOG.md", "tried", tried),
     ("benchmarks/faults/README.md", "cases", cases),
-    ("benchmarks/scaling/README.md", "predictions", predictions),
-    ("benchmarks/scaling/README.md", "defaults", default_memory),
+    ("benchmarks/planted/README.md", "bugs", planted.table),
+    ("benchmarks/throughput/README.md", "speed table", of_report("throughput", "table")),
+    ("benchmarks/throughput/README.md", "same work", of_report("throughput", "same_work")),
+    ("benchmarks/throughput/README.md", "profile", of_report("throughput", "profile")),
 ]
+BLOCKS += [(f"benchmarks/curves/{name}/README.md", "results", functools.partial(results, name)) for name in CLAIMS]
+for _name in ("sft", "ppo", "grpo", "reward", "dpo", "ddpo"):
+    BLOCKS.append(("benchmarks/references/README.md", _name, of_report("references", "table", _name)))
 
 
 def documents():
@@ -578,12 +452,45 @@ def with_block(text, name, lines):
     return re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", between_markers, text, flags=re.S)
 
 
+# ---- What was measured on which code --------------------------------------------------------------------------------
+
+FAULTS_RAN = "benchmarks/faults/ran_on.json"  # the commit on which all cases last ran, and the digest of its code
+
+
+def code_digest():
+    """Of what the table of faults says something about: the scripts, their cases and the table itself."""
+    files = [*sorted(ROOT.glob("algos/*.py")), *sorted(ROOT.glob("common/*.py"))]
+    files += [ROOT / "tests/cases.py", ROOT / "benchmarks/faults/cases.csv"]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def faults_ran():
+    """Stores that all cases have run on this code."""
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    (ROOT / FAULTS_RAN).write_text(json.dumps({"commit": commit, "digest": code_digest()}, indent=2) + "\n")
+
+
+def older_code():
+    """What was measured on other code than that of today, as sentences."""
+    ran_on = json.loads((ROOT / FAULTS_RAN).read_text())
+    if ran_on["digest"] != code_digest():
+        yield f"older code: the whole table of faults last ran on commit {ran_on['commit'][:7]}"
+    older = planted.older()
+    if older:
+        yield f"older code: planted bugs {' '.join(map(str, older))} were caught by it (planted.py plants them again)"
+
+
 # ---- Verify, write, collect -----------------------------------------------------------------------------------------
 
 
 def verify():
     """All that is off, as sentences."""
-    from benchmarks.references import report  # which takes its table from here
+    from benchmarks.references import report
 
     problems = list(report.problems())
     for name in CLAIMS:
@@ -592,13 +499,7 @@ def verify():
         if (ROOT / document).read_text() != with_blocks(document):
             problems.append(f"{document}: a table does not follow from the files of benchmarks")
     problems += [f"faults: case {row['number']} has not passed" for row in stored_cases() if row["result"] != "passed"]
-    problems += planted.problems()
-    for file, text in speed_pages().items():
-        if file.read_text() != text:
-            problems.append(f"{file.relative_to(ROOT)} does not follow from the results")
-    if stored_predictions() != scaling()["predictions"]():
-        problems.append("benchmarks/scaling: predictions.csv does not follow from predict.py")
-    return problems
+    return problems + planted.problems()
 
 
 def verify_claim(name):
@@ -606,29 +507,25 @@ def verify_claim(name):
     from PIL import Image
 
     folder = claim_path(name)
-    files = ["run.sh", "runs.csv", "README.md", "curve.png"]
-    problems = [f"{name}: {file} is missing" for file in files if not (folder / file).exists()]
+    problems = [f"{name}: {file} is missing" for file in FILES if not (folder / file).exists()]
     if problems:
         return problems
-    with_curves = set()
-    for variant, paths in curves(name).items():
-        with_curves |= {(variant, seed) for seed in paths}
-    if {(run["variant"], int(run["seed"])) for run in stored_runs(name)} != with_curves:
-        problems.append(f"{name}: runs.csv and curves/ name different runs")
-    if (folder / "README.md").read_text() != readme(name):
-        problems.append(f"{name}: README.md does not follow from runs.csv and curves/")
+    seeds_of = {}
+    for run in stored_runs(name):
+        seeds_of.setdefault(run["variant"], set()).add(int(run["seed"]))
+    if seeds_of != {variant: set(runs) for variant, runs in curves(name).items()}:
+        problems.append(f"{name}: runs.csv and curves.csv name different runs")
     if Image.open(folder / "curve.png").text.get("data") != data_digest(name):
-        problems.append(f"{name}: curve.png does not show curves/")
+        problems.append(f"{name}: curve.png does not show curves.csv")
     return problems + list(missed_bars(name))
 
 
 def write():
+    from benchmarks.references import report
+
     for name in CLAIMS:
-        if (claim_path(name) / "runs.csv").exists():
-            (claim_path(name) / "README.md").write_text(readme(name))
-            draw_figure(name)
-    for file, text in speed_pages().items():
-        file.write_text(text)
+        draw_figure(name)
+    report.draw_all()
     for document in documents():
         (ROOT / document).write_text(with_blocks(document))
 
@@ -636,56 +533,60 @@ def write():
 def collect(name, run_dirs):
     """Stores the runs, in place of those of their variant and seed: a run directory's name is <variant>-seed<N>. Runs
     without an evaluation, which others begin with, have no curve and are left out."""
-    file = claim_path(name) / "runs.csv"
-    stored = stored_runs(name) if file.exists() else []
-    rows = {(run["variant"], int(run["seed"])): run for run in stored}
-    for run_dir in run_dirs:
-        row = collect_run(name, Path(run_dir))
-        if row:
-            rows[row["variant"], int(row["seed"])] = row
-    columns = list(next(iter(rows.values())))
-    with open(file, "w", newline="") as opened:
-        writer = csv.DictWriter(opened, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[key] for key in sorted(rows))
+    rows = {(run["variant"], int(run["seed"])): run for run in stored_runs(name)}
+    records = curves(name)
+    for run_dir in map(Path, run_dirs):
+        kept = kept_records(name, run_dir)
+        if kept:
+            row = collect_run(name, run_dir, kept)
+            rows[row["variant"], row["seed"]] = row
+            records.setdefault(row["variant"], {})[row["seed"]] = kept
+    write_curves(claim_path(name) / "curves.csv", "variant", records)
+    sorted_rows = [rows[key] for key in sorted(rows)]
+    write_csv(claim_path(name) / "runs.csv", list(sorted_rows[0]), sorted_rows)
 
 
-def collect_run(name, run_dir):
-    """Stores the curves of a run, and its images where the claim shows them. Returns its row of runs.csv, or None."""
+def collect_run(name, run_dir, kept):
+    """The row of runs.csv of a run; stores its images where the claim shows them."""
     claim = CLAIMS[name]
-    folder = claim_path(name)
     variant, _, seed = run_dir.name.rpartition("-seed")
-    score = claim.score_of(variant)
-    records = kept_records(claim, run_dir)
-    values = [record[score] for record in records if record.get(score) is not None]
-    if not values:
-        return None
+    values = history(kept, claim.score_of(variant))
     env = json.loads((run_dir / "env.json").read_text())
     perf = read_jsonl(run_dir / "perf.jsonl")
-    lines = [json.dumps(record) for record in records if len(record) > 1]
-    (folder / "curves").mkdir(exist_ok=True)
-    (folder / "curves" / f"{run_dir.name}.jsonl").write_text("\n".join(lines) + "\n")
     if claim.images and seed == "1":
-        (folder / "images").mkdir(exist_ok=True)
         grids = sorted((run_dir / "images").glob("*.png"))
         for file, grid in {f"{variant}-first.png": grids[0], f"{variant}-last.png": grids[-1]}.items():
             if file in claim.images.values():
-                shutil.copyfile(grid, folder / "images" / file)
-    seconds = perf[-1]["time"] - perf[0]["time"]
+                first_four(grid).save(claim_path(name) / "images" / file, optimize=True)
     return {
         "variant": variant,
-        "seed": seed,
+        "seed": int(seed),
         "commit": commit_of(env),
         "device": env["device"],
         "threads": env["threads"],
         "processes": env["processes"],
         "torch": env["versions"]["torch"],
         "transformers": env["versions"]["transformers"],
-        "seconds": f"{seconds:.1f}",
+        "seconds": f"{perf[-1]['time'] - perf[0]['time']:.1f}",
         "last": values[-1],
         "best": max(values),
         "command": env["command"].replace(str(ROOT) + "/", ""),
     }
+
+
+def first_four(grid, rows=12, columns=8, size=32):
+    """The first four images of every row of a grid as ddpo.py draws it, enlarged and with text below, without both:
+    a column a row."""
+    from PIL import Image
+
+    pixels = np.asarray(Image.open(grid))
+    tile = pixels.shape[1] // columns
+    captions = []
+    for row in range(rows):
+        top = row * pixels.shape[0] // rows
+        strip = pixels[top : top + tile : tile // size, :: tile // size]
+        captions.append(np.concatenate(np.split(strip, columns, axis=1)[:4]))
+    return Image.fromarray(np.concatenate(captions, axis=1))
 
 
 def commit_of(env):
@@ -703,58 +604,39 @@ def commit_of(env):
     return commit
 
 
-def kept_records(claim, run_dir):
-    """The records of a run's metrics with the metrics that the claim uses."""
-    keys = ["step", claim.axis, claim.score, *claim.scores.values(), *claim.table, *claim.panels]
-    if claim.over:
-        keys.append(claim.over)
-    keys += [key for _, key, *_ in claim.bars]
+def kept_records(name, run_dir):
+    """Of a run's metrics those that the claim uses: the records that figure and score need, and the last one. None
+    where the score was never measured."""
+    claim = CLAIMS[name]
+    variant = run_dir.name.rpartition("-seed")[0]
+    shown = [claim.score, *claim.scores.values(), *claim.panels, *filter(None, [claim.over])]
+    keys = ["step", claim.axis, *shown, *claim.table, *(key for _, key, *_ in claim.bars)]
     if claim.images:
         keys.append(f"{claim.score}_std")
-    kept = []
+    records = []
     for record in read_jsonl(run_dir / "metrics.jsonl"):
-        kept.append({key: record[key] for key in keys if key in record})
-    return kept
-
-
-def outside_band(name, run_dir):
-    """How a new run leaves the stored seeds of its variant, or of the first: by more than three of their standard
-    deviations at one step, or by more than one and a half on the mean of all steps."""
-    variants = curves(name)
-    variant = Path(run_dir).name.rpartition("-seed")[0]
-    if variant not in variants:
-        variant = next(iter(variants))
-    key = CLAIMS[name].score_of(variant)
-    stored = [dict(points(path, key)) for path in variants[variant].values()]
-    new = dict(points(Path(run_dir) / "metrics.jsonl", key))
-    residuals = []
-    for step in sorted(new.keys() & stored[0].keys()):
-        values = [values_by_step[step] for values_by_step in stored]
-        residual = (new[step] - mean(values)) / max(stdev(values), 0.01)
-        residuals.append(residual)
-        if abs(residual) > 3:
-            yield f"step {step}: {new[step]:.3f}, stored seeds {average(values)}"
-    mean_residual = mean(residuals) if residuals else math.nan
-    if not residuals or abs(mean_residual) > 1.5:
-        yield f"the mean residual is {mean_residual:.2f} standard deviations"
+        records.append({key: record[key] for key in keys if record.get(key) is not None})
+    if not history(records, claim.score_of(variant)):
+        return None
+    return [record for record in records if record is records[-1] or record.keys() & set(shown)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="rebuild tables and figures")
     parser.add_argument("--collect", nargs="+", metavar="CLAIM RUN_DIR", help="store runs of a claim")
-    parser.add_argument("--new", nargs=2, metavar=("CLAIM", "RUN_DIR"), help="compare a run with the stored seeds")
+    parser.add_argument("--faults-ran", action="store_true", help="the whole table of faults has run on this code")
     arguments = parser.parse_args()
     if arguments.collect:
         name, *run_dirs = arguments.collect
         collect(name, run_dirs)
+    if arguments.faults_ran:
+        faults_ran()
     if arguments.collect or arguments.write:
         write()
-    if arguments.new:
-        name, run_dir = arguments.new
-        problems = list(outside_band(name, run_dir))
-    else:
-        problems = verify()
+    for sentence in older_code():
+        print(sentence)
+    problems = verify()
     print("\n".join(problems) or "everything agrees")
     sys.exit(bool(problems))
 

@@ -66,7 +66,7 @@ def needed(commands_of_seed, run_dir):
 
 def summaries(run_dir, score):
     """What is compared of a run: {name: number}."""
-    values = history(run_dir / "metrics.jsonl", score)
+    values = history(read_jsonl(run_dir / "metrics.jsonl"), score)
     times = [record["time"] for record in read_jsonl(run_dir / "perf.jsonl")]
     return {
         "last": values[-1],

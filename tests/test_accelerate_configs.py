@@ -8,18 +8,16 @@ import warnings
 
 import pytest
 import torch
-import yaml
 from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from diffusers import UNet2DConditionModel
+from harness import ROOT
 from torch.distributed.fsdp import StateDictType
 
 from algos.ilql import PolicyWithQ
-from algos.ppo import PolicyWithValue
-from benchmarks.check import ROOT
 
 FILES = {  # name: kind, processes, machines
     "gpu_1": (DistributedType.NO, 1, 1),
@@ -30,51 +28,28 @@ FILES = {  # name: kind, processes, machines
 FOLDER = ROOT / "benchmarks/accelerate"
 
 
-def parse(path, *flags):
-    return launch.launch_command_parser().parse_args(["--config_file", str(path), *flags, "algos/ppo.py", "--lr", "1"])
-
-
 def launched(path, *flags):
     """(args, environment) of `accelerate launch --config_file path ...`, without the launch."""
-    args, *_ = launch._validate_launch_command(parse(path, *flags))
-    several = args.multi_gpu or args.use_fsdp
-    return args, prepare_multi_gpu_env(args) if several else prepare_simple_launcher_cmd_env(args)[1]
-
-
-def unknown_keys(path):
-    """Keys of fsdp_config that no flag of the launcher has: it would ignore them without a word."""
-    return set(load_config_from_file(str(path)).fsdp_config) - set(vars(parse(path)))
-
-
-def test_every_file_is_tested():
-    assert {path.stem for path in FOLDER.iterdir()} == set(FILES)
+    command = ["--config_file", str(path), *flags, "algos/ppo.py", "--lr", "1"]
+    args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(command))
+    if args.multi_gpu or args.use_fsdp:
+        return args, prepare_multi_gpu_env(args)
+    return args, prepare_simple_launcher_cmd_env(args)[1]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_loads(name):
-    config, kind = load_config_from_file(str(FOLDER / f"{name}.yaml")), FILES[name]
-    assert (config.distributed_type, config.num_processes, config.num_machines) == kind
-    assert config.mixed_precision == "bf16" and not config.use_cpu and not config.deepspeed_config
-    assert not unknown_keys(FOLDER / f"{name}.yaml")
-    assert "# Not run by this project" in (FOLDER / f"{name}.yaml").read_text()
-
-
-def test_misspelt_keys_are_found(tmp_path):
-    config = yaml.safe_load((FOLDER / "gpu_8_fsdp2.yaml").read_text())
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config | {"num_proceses": 8}))
-    with pytest.raises(ValueError, match="num_proceses"):
-        load_config_from_file(str(tmp_path / "a.yaml"))
-    config["fsdp_config"]["fsdp_reshard_after_froward"] = False
-    (tmp_path / "b.yaml").write_text(yaml.safe_dump(config))
-    assert unknown_keys(tmp_path / "b.yaml") == {"fsdp_reshard_after_froward"}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_launches(name, monkeypatch):
+def test_a_file_is_read_and_launches(name, monkeypatch):
+    """Every key of fsdp_config is a flag of the launcher, which would ignore others without a word."""
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    flags = ["--machine_rank", "3", "--main_process_ip", "10.1.2.3"] if name == "gpu_64_fsdp2" else []
-    args, env = launched(FOLDER / f"{name}.yaml", *flags)
+    path = FOLDER / f"{name}.yaml"
     kind, processes, machines = FILES[name]
+    config = load_config_from_file(str(path))
+    assert (config.distributed_type, config.num_processes, config.num_machines) == FILES[name]
+    assert config.mixed_precision == "bf16" and not config.use_cpu and not config.deepspeed_config
+    assert "# Not run by this project" in path.read_text()
+    flags = ["--machine_rank", "3", "--main_process_ip", "10.1.2.3"] if machines > 1 else []
+    args, env = launched(path, *flags)
+    assert set(config.fsdp_config) <= set(vars(args))
     assert args.training_script_args == ["--lr", "1"] and env["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert (env.get("ACCELERATE_USE_FSDP") == "true") == (kind == DistributedType.FSDP)
     if processes > 1:
@@ -83,13 +58,16 @@ def test_launches(name, monkeypatch):
         assert (args.nnodes, args.node_rank, args.rdzv_endpoint) == ("8", 3, "10.1.2.3:29500")
 
 
-@pytest.fixture(params=["gpu_8_fsdp2", "gpu_64_fsdp2"])
-def plugin(request, monkeypatch):
-    """plugin(*flags): FSDP's settings in the processes that such a launch would start, made without a warning."""
+def test_every_file_is_tested():
+    assert {path.stem for path in FOLDER.iterdir()} == set(FILES)
 
-    def make(*flags):
-        flags = ("--machine_rank", "1", *flags)  # 0 would look whether the port is free
-        _, env = launched(FOLDER / f"{request.param}.yaml", *flags)
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """plugin(name, *flags): FSDP's settings in the processes that such a launch would start, made without a warning."""
+
+    def make(name, *flags):
+        _, env = launched(FOLDER / f"{name}.yaml", "--machine_rank", "1", *flags)  # 0 looks whether the port is free
         for key, value in env.items():
             if key.startswith("FSDP_"):
                 monkeypatch.setenv(key, value)
@@ -100,8 +78,15 @@ def plugin(request, monkeypatch):
     return make
 
 
-def test_plugin(plugin):
-    found = plugin()
+def wrapped(found, model):
+    """Names of the modules that FSDP2 would shard one by one."""
+    found.set_auto_wrap_policy(model)
+    return [name for name, module in model.named_modules() if fsdp2_prepare_auto_wrap_policy(found, model)(module)]
+
+
+@pytest.mark.parametrize("name", ["gpu_8_fsdp2", "gpu_64_fsdp2"])
+def test_fsdp_shards_the_blocks(name, plugin, build_model):
+    found = plugin(name)
     assert found.fsdp_version == 2 and found.reshard_after_forward is True
     assert found.state_dict_type == StateDictType.FULL_STATE_DICT
     assert not found.cpu_ram_efficient_loading and not found.activation_checkpointing
@@ -109,30 +94,17 @@ def test_plugin(plugin):
     found.set_mixed_precision("bf16")  # as Accelerator does on GPUs: gathered, summed and returned are bfloat16
     policy = found.mixed_precision_policy
     assert {policy.param_dtype, policy.reduce_dtype, policy.output_dtype} == {torch.bfloat16}
+    assert wrapped(found, build_model("gpt2")) == ["transformer.h.0", "transformer.h.1"]
 
 
-def wrapped(found, model):
-    """Names of the modules that FSDP2 would shard one by one."""
-    found.set_auto_wrap_policy(model)
-    return [name for name, module in model.named_modules() if fsdp2_prepare_auto_wrap_policy(found, model)(module)]
-
-
-@pytest.mark.parametrize("family, blocks", [("gpt2", "transformer.h"), ("llama", "model.layers")])
-def test_blocks_are_wrapped(plugin, build_model, family, blocks):
-    assert wrapped(plugin(), build_model(family)) == [f"{blocks}.0", f"{blocks}.1"]
+def test_blocks_that_the_command_names(plugin, build_model):
+    found = plugin("gpu_8_fsdp2", "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer")
+    assert wrapped(found, PolicyWithQ(build_model("llama"))) == ["lm.model.layers.0", "lm.model.layers.1"]
 
 
 def test_unet_is_wrapped(plugin):
     """The UNet of Stable Diffusion 1.5; accelerate wants all the classes that diffusers names in the model."""
     with torch.device("meta"):
         unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
-    assert {"mid_block.resnets.0", "up_blocks.0", "up_blocks.3.attentions.2.transformer_blocks.0"} <= {
-        *wrapped(plugin(), unet)
-    }
-
-
-@pytest.mark.parametrize("policy", [PolicyWithValue, PolicyWithQ])
-def test_blocks_that_the_command_names(plugin, build_model, policy):
-    model = policy(build_model("llama"))
-    named = wrapped(plugin("--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"), model)
-    assert named == ["lm.model.layers.0", "lm.model.layers.1"]
+    blocks = {"mid_block.resnets.0", "up_blocks.0", "up_blocks.3.attentions.2.transformer_blocks.0"}
+    assert blocks <= set(wrapped(plugin("gpu_8_fsdp2"), unet))

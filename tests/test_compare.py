@@ -1,17 +1,12 @@
-"""Comparing runs: `python -m pytest tests/test_compare.py`
-
-What benchmarks/compare.py shows of directories that the test writes, and of runs."""
+"""What benchmarks/compare.py shows of runs: `python -m pytest tests/test_compare.py`"""
 
 import json
 import os
-import re
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from harness import ROOT, command, launch
+from helpers import log, write
 from test_adapters import run
 
 from algos import dpo
@@ -25,23 +20,20 @@ FLAGS = {"model": "org/tiny", "dataset": "rows.jsonl", "lr": 0.001, "kl_coef": 0
 def make(tmp_path):
     """make(name, values, ...) writes the directory of a run; values are those of its headline metric."""
 
-    def write(name, values, algo="ppo", headline="eval/reward", finished=True, files=None, total_steps=40, **flags):
+    def make_run(name, values, algo="ppo", headline="eval/reward", finished=True, files=None, **flags):
         folder = tmp_path / name
         folder.mkdir(parents=True)
-        env = {"algo": algo, "flags": FLAGS | flags, "files": files or {"script": "a"}, "total_steps": total_steps}
+        env = {"algo": algo, "flags": FLAGS | flags, "files": files or {"script": "a"}, "total_steps": 40}
         (folder / "env.json").write_text(json.dumps(env | {"headline": headline if values else None}))
         records = []
         for number, value in enumerate(values):
-            records += [
-                {"step": 10 * number, headline: value, "eval/length": 7.0},
-                {"step": 10 * number + 1, "kl": 0.5},
-            ]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+            records.append({"step": 10 * number, headline: value, "eval/length": 7.0})
+            records.append({"step": 10 * number + 1, "kl": 0.5})
+        write(folder / "metrics.jsonl", records)
         if finished:
             (folder / "README.md").write_text("# card\n")
-        return folder
 
-    return write
+    return make_run
 
 
 @pytest.fixture
@@ -50,23 +42,22 @@ def shown(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
 
-    def run(*paths, lists=False, metric=None, out="compare.png"):
+    def compared(*paths, lists=False, metric=None, out="compare.png"):
         compare.main([str(path) for path in paths], lists, metric, out)
         printed = capsys.readouterr().out
         assert all(len(line) <= 80 for line in printed.splitlines() if not line.startswith("left out"))
         return [line.rstrip() for line in printed.splitlines() if line.strip()]
 
-    return run
+    return compared
 
 
-def test_groups_over_seeds_and_flags_that_differ(make, shown, tmp_path):
+def test_groups_over_seeds_flags_and_files_that_differ(make, shown, tmp_path):
     make("a-1", [0.0, 0.5, 0.25])
     make("a-2", [0.0, 1.0, 0.75], seed=2)
     make("b-1", [0.0, 0.3], finished=False, lr=0.01, kl_coef=0.0)
     make("c-1", [], finished=False, lr=0.1)
-    lines = shown("a-1", "a-2", "b-1", "c-1")
-    assert lines[0] == "eval/reward"
-    assert lines[1:] == [
+    assert shown("a-1", "a-2", "b-1", "c-1") == [
+        "eval/reward",
         "group  run              last        best         state             seed",
         "1      a-1              0.25        0.5 at 10    finished          1",
         "1      a-2              0.75        1 at 10      finished          2",
@@ -79,18 +70,9 @@ def test_groups_over_seeds_and_flags_that_differ(make, shown, tmp_path):
         "picture compare.png",
     ]
     assert (tmp_path / "compare.png").exists()
-
-
-def test_other_code_or_data_is_another_group(make, shown):
-    make("a", [1.0], files={"script": "a", "dataset": "x"})
-    make("b", [1.0], files={"script": "b", "dataset": "x"}, seed=2)
-    lines = shown("a", "b")
-    assert lines[-4:] == [
-        "group 1: as all others",
-        "group 2: as all others",
-        "files that differ: script",
-        "picture compare.png",
-    ]
+    make("d-1", [1.0], files={"script": "b"}, seed=2)
+    lines = shown("a-1", "d-1")
+    assert lines[-4:-1] == ["group 1: as all others", "group 2: as all others", "files that differ: script"]
 
 
 def test_the_best_of_a_loss_is_the_lowest(make, shown):
@@ -117,9 +99,11 @@ def test_algorithms_are_compared_by_a_metric_that_they_share(make, shown):
 
 
 def test_a_run_keeps_its_headline_when_it_goes_on(gpt2_dir, tmp_path, monkeypatch):
-    """Between two evaluations, too, where the metrics of a step do not have it."""
+    """Between two evaluations, too, where the metrics of a step do not have it. It is running while it has its lock."""
+    states = []
 
     def stop(run):
+        states.append(compare.state_of(run.dir, 1, 4))
         os.kill(os.getpid(), signal.SIGTERM)
         return True
 
@@ -129,21 +113,25 @@ def test_a_run_keeps_its_headline_when_it_goes_on(gpt2_dir, tmp_path, monkeypatc
             run(dpo, gpt2_dir, tmp_path / "run", eval_every=4)
         env = json.loads((tmp_path / "run/env.json").read_text())
         assert env["headline"] == "eval/rewards/accuracies" and env["total_steps"] == 4
-    assert [json.loads(line)["step"] for line in open(tmp_path / "run/metrics.jsonl")] == [0, 1, 2]
+    assert [record["step"] for record in log(tmp_path / "run")] == [0, 1, 2]
+    assert states == ["running 1/4", "running 1/4"]
+    stopped = compare.read_run(tmp_path / "run")
+    assert (stopped.state, stopped.algo, len(stopped.curve(env["headline"]))) == ("stopped 2/4", "dpo", 1)
 
 
 def test_the_picture_has_a_band_over_seeds(make, shown, monkeypatch):
     """Lines and bands, as they are drawn."""
     from matplotlib.axes import Axes
 
-    lines, bands = {}, {}
+    lines = {}
+    bands = []
 
     def plot(axes, steps, values, label, marker):
         lines[label] = list(zip(steps, values, strict=True))
         return original_plot(axes, steps, values, label=label, marker=marker)
 
     def fill_between(axes, steps, lowest, highest, **options):
-        bands[len(bands) + 1] = list(zip(lowest, highest, strict=True))
+        bands.append(list(zip(lowest, highest, strict=True)))
 
     original_plot = Axes.plot
     monkeypatch.setattr(Axes, "plot", plot)
@@ -153,7 +141,7 @@ def test_the_picture_has_a_band_over_seeds(make, shown, monkeypatch):
     make("b-1", [0.25], lr=0.1)
     shown("a-1", "a-2", "b-1")
     assert lines == {"1: --lr 0.001 (2 seeds)": [(0, 0.25), (10, 1.5), (20, 3.0)], "2: --lr 0.1": [(0, 0.25)]}
-    assert bands == {1: [(0.0, 0.5), (1.0, 2.0), (3.0, 3.0)], 2: [(0.25, 0.25)]}
+    assert bands == [[(0.0, 0.5), (1.0, 2.0), (3.0, 3.0)], [(0.25, 0.25)]]
 
 
 def test_a_folder_is_listed_with_what_is_no_run(make, shown, tmp_path):
@@ -169,84 +157,33 @@ def test_a_folder_is_listed_with_what_is_no_run(make, shown, tmp_path):
         (tmp_path / f"runs/{name}/env.json").write_text(text)
     (tmp_path / "runs/curves/deep").mkdir(parents=True)
     (tmp_path / "runs/note.txt").write_text("mine")
-    lines = shown("runs", lists=True)
     damaged = "its env.json or metrics.jsonl is damaged, or not of a run"
-    assert lines[:5] == [
+    assert shown("runs", lists=True) == [  # the date has no room
         f"left out: runs/array: {damaged}",
         f"left out: runs/broken: {damaged}",
         "left out: runs/curves: it holds no run, there is no env.json",
         f"left out: runs/cut: {damaged}",
         f"left out: runs/foreign: {damaged}",
-    ]
-    assert lines[5:] == [  # the date has no room
         "run                                      state          headline          algo",
         "a_rather_long_name_of_the_user-5e6f7a8b  stopped 1/40   train/loss 2.5    sft",
         "ppo-1a2b3c4d                             finished       eval/reward 0.75  ppo",
         "torn                                     stopped 11/40  eval/reward 1     ppo",
     ]
     today = time.strftime("%Y-%m-%d")
-    assert shown("runs/ppo-1a2b3c4d", lists=True) == [
-        "run           state     headline          algo  date        model",
-        f"ppo-1a2b3c4d  finished  eval/reward 0.75  ppo   {today}  tiny",
-    ]
+    assert shown("runs/ppo-1a2b3c4d", lists=True)[1] == f"ppo-1a2b3c4d  finished  eval/reward 0.75  ppo   {today}  tiny"
     assert not (tmp_path / "compare.png").exists()
 
 
-@pytest.mark.parametrize("name", ["nowhere", "empty"])
-def test_nothing_to_compare_is_an_error(name, shown, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit, match=f"^error: there is no run in {name}$"):
-        shown(name)
-    assert capsys.readouterr().out.startswith(f"left out: {name}: ")
-
-
-def test_runs_that_have_not_begun(make, shown, tmp_path):
-    make("a", [], finished=False)
-    lines = shown("a")
-    assert lines[0] == "no run has a step" and lines[2:] == [
-        "1      a                stopped, no step  1",
-        "group 1: as all others",
-    ]
+def test_nothing_to_compare_and_no_picture_are_one_sentence(make, shown, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="^error: there is no run in nowhere$"):
+        shown("nowhere")
+    assert capsys.readouterr().out.startswith("left out: nowhere: ")
+    make("begun", [], finished=False)
+    lines = shown("begun")
+    assert lines[0] == "no run has a step" and lines[2].split() == "1 begun stopped, no step 1".split()
+    assert lines[3:] == ["group 1: as all others"]
     assert not (tmp_path / "compare.png").exists()
-
-
-@pytest.mark.parametrize("name", ["nowhere/a.png", "a.nothing"])
-def test_a_picture_that_cannot_be_written_is_one_sentence(name, make, shown):
     make("a", [0.0, 0.5])
-    with pytest.raises(SystemExit, match=f"^error: --out {name} cannot be written: "):
-        shown("a", out=name)
-
-
-CALLS = {"sft": "metric:2", "ppo": "reward:4", "ilql": "metric:3", "dpo": "metric:2"}  # in the second evaluation
-
-
-@pytest.mark.parametrize("algo", ["sft", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ppo", "ilql", "dpo"))])
-def test_runs_of_a_script(algo, scripts, work, whole, tmp_path):
-    """A finished one, one that a signal stopped, and one that is running."""
-    folder, process = whole(algo)
-    call = CALLS[algo]
-    scripts.run(command(work, algo, "stopped", "--seed", "2"), tmp_path, expect=143, SIGNAL_AT=f"{call}:15")
-    sleeping = scripts.start(command(work, algo, "running", "--seed", "3"), tmp_path, SIGNAL_AT=f"{call}:19")  # SIGSTOP
-    end = time.monotonic() + 60
-    while status_of(sleeping.pid) != "T":
-        assert time.monotonic() < end, sleeping.out + sleeping.err
-        time.sleep(0.05)
-    argv = [ROOT / "benchmarks/compare.py", folder, "stopped", "running"]
-    done = launch([sys.executable], argv, tmp_path, work, COLUMNS="80")
-    os.kill(sleeping.pid, 9)
-    assert done.returncode == 0, done.stderr
-    headline = re.search(r"^(\S+) [▁-█]+ ", process.out, re.M)[1]
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    total = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    assert lines[0] == headline
-    assert re.fullmatch(rf"1 +whole-{algo} +\S+ +\S+ at \d+ +finished +1", lines[2])
-    assert re.fullmatch(rf"1 +stopped +\S+ +\S+ at \d+ +stopped \d+/{total} +2", lines[3])
-    assert re.fullmatch(rf"1 +running +\S+ +\S+ at \d+ +running \d+/{total} +3", lines[4])
-    assert lines[5].startswith("1      mean ± std of 3")
-    assert lines[6:] == ["group 1: as all others", "picture compare.png"]
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-
-
-def status_of(pid):
-    """T: stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    for name in ("nowhere/a.png", "a.nothing"):
+        with pytest.raises(SystemExit, match=f"^error: --out {name} cannot be written: "):
+            shown("a", out=name)

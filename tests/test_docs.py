@@ -155,7 +155,7 @@ NAMES = "(vowels|red|chosen|rejected|margins|accuracies)"
 def test_the_pasted_end_of_a_run_is_that_of_the_stored_curves():
     """README's first command: its reward, within what another machine may change."""
     first, last = re.findall(r"^eval/reward \S+ (\S+) -> (\S+)$", PAGES[0].read_text(), re.M)[0]
-    curve = check.history(ROOT / "benchmarks/curves/ppo-randomwalks/curves/default-seed1.jsonl", "eval/optimality")
+    curve = check.history(check.curves("ppo-randomwalks")["default"][1], "eval/optimality")
     assert [float(first), float(last)] == pytest.approx([curve[0], curve[-1]], abs=0.02)
 
 
@@ -164,23 +164,23 @@ def test_evidence_agrees():
 
 
 def test_check_sees_a_changed_number(tmp_path, monkeypatch):
-    """Negative control: one digit in a stored curve, and the table, the figure and README no longer follow."""
+    """Negative control: of other digits in a stored curve, nothing follows any more, and a bar is missed."""
     import shutil
 
-    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("tasks", ".peers"))
     shutil.copytree(ROOT / "algos", tmp_path / "algos")
     shutil.copy(ROOT / "README.md", tmp_path)
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests/README.md", tmp_path / "tests")
     monkeypatch.setattr(check, "ROOT", tmp_path)
     assert check.verify() == []
-    curve = tmp_path / "benchmarks/curves/ppo-randomwalks/curves/default-seed1.jsonl"
-    lines = curve.read_text().splitlines()
-    lines[-1] = re.sub(r'"eval/optimality": 0\.\d', '"eval/optimality": 0.1', lines[-1])
-    curve.write_text("\n".join(lines) + "\n")
+    curves = tmp_path / "benchmarks/curves/ppo-randomwalks/curves.csv"
+    text, count = re.subn(r"^(default,1,\d+,)0\.\d", r"\g<1>0.1", curves.read_text(), flags=re.M)
+    assert count == 9
+    curves.write_text(text)
     problems = " ".join(check.verify())
-    assert "curve.png does not show" in problems and "README.md does not follow" in problems
-    assert "README.md: a table does not follow" in problems
+    assert "curve.png does not show" in problems and "ppo-randomwalks: best eval/optimality" in problems
+    assert problems.count("README.md: a table does not follow") == 2
 
 
 def test_the_table_of_faults_is_that_of_the_tests(cases):

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from harness import ROOT
+from helpers import write
 
 from benchmarks import check, regression, seeds
 from benchmarks.claims import CLAIMS
@@ -17,10 +18,9 @@ from benchmarks.claims import CLAIMS
 def test_interval_of_a_normal_sample():
     """The bootstrap of a mean is close to the theory where there are many values."""
     values = np.random.default_rng(3).normal(7.0, 2.0, size=400)
-    low, high = check.interval(values)
     half_width = 1.96 * values.std() / 20
-    assert low == pytest.approx(values.mean() - half_width, abs=0.02)
-    assert high == pytest.approx(values.mean() + half_width, abs=0.02)
+    expected = [values.mean() - half_width, values.mean() + half_width]
+    assert list(check.interval(values)) == pytest.approx(expected, abs=0.02)
 
 
 def test_average_says_what_is_known():
@@ -29,31 +29,72 @@ def test_average_says_what_is_known():
     assert check.average([0.5] * 5) == "0.500 (0.500 to 0.500)"
 
 
-@pytest.mark.parametrize("claim", list(CLAIMS))
-def test_run_sh_names_every_stored_run(claim):
+def test_the_number_of_a_bar_by_hand():
+    """The score is best in the second evaluation, between which and the last the reward rises by 3."""
+    curve = [
+        {"step": 0, "score": 1.0, "score_std": 0.5, "reward": 1.0},
+        {"step": 4, "score": 3.0, "score_std": 9.0, "reward": 2.0},
+        {"step": 6},
+        {"step": 8, "score": 2.0, "score_std": 9.0, "reward": 5.0},
+    ]
+    found = {which: check.measured(curve, "score", which, "score") for which in ("last", "best", "gain", "fall")}
+    assert found == {"last": 2.0, "best": 3.0, "gain": 2.0, "fall": 1.0}
+    assert check.measured(curve, "reward", "rise", "score") == 3.0
+
+
+def test_run_sh_names_every_stored_run():
     """What DRY=1 prints holds a command for each curve, once, and no other variant of a stored seed."""
-    stored = {(run["variant"], int(run["seed"])) for run in check.stored_runs(claim)}
-    for seed in seeds.default_seeds(claim):
-        run_dirs = []
-        for command in seeds.commands(claim, seed, []):
-            run_dirs += seeds.run_dirs_of(command)
-        variants = [run_dir.rpartition("/")[2].rpartition("-seed")[0] for run_dir in run_dirs]
-        assert len(set(variants)) == len(variants)
-        assert {variant for variant, number in stored if number == seed} <= set(variants)
-    assert {seed for _, seed in stored} <= set(seeds.default_seeds(claim))
-
-
-def test_variants_are_chosen():
+    for claim in CLAIMS:
+        stored = {(run["variant"], int(run["seed"])) for run in check.stored_runs(claim)}
+        for seed in seeds.default_seeds(claim):
+            run_dirs = []
+            for command in seeds.commands(claim, seed, []):
+                run_dirs += seeds.run_dirs_of(command)
+            variants = [run_dir.rpartition("/")[2].rpartition("-seed")[0] for run_dir in run_dirs]
+            assert len(set(variants)) == len(variants)
+            assert {variant for variant, number in stored if number == seed} <= set(variants)
+        assert {seed for _, seed in stored} <= set(seeds.default_seeds(claim))
     [command] = seeds.commands("ppo-randomwalks", 2, ["lora"])
     assert "--lora-r 8" in command and "lora-seed2" in command
 
 
 def fake_run(folder, scores, seconds):
     folder.mkdir(parents=True)
-    records = [{"step": step, "eval/optimality": score} for step, score in enumerate(scores)]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    (folder / "perf.jsonl").write_text(f'{{"time": 100}}\n{{"time": {100 + seconds}}}\n')
+    write(folder / "metrics.jsonl", [{"step": step, "eval/optimality": score} for step, score in enumerate(scores)])
+    write(folder / "perf.jsonl", [{"time": 100}, {"time": 100 + seconds}])
     return folder
+
+
+def test_collected_runs_take_their_place(tmp_path, monkeypatch):
+    """One in place of a stored seed and one beside it; a run without an evaluation has no curve."""
+    for name in ("curves.csv", "runs.csv"):
+        (tmp_path / name).write_text((check.claim_path("sft-randomwalks") / name).read_text())
+    monkeypatch.setattr(check, "claim_path", lambda name: tmp_path)
+    before = check.curves("sft-randomwalks")["default"]
+    env = {"commit": "c", "device": "d", "threads": 1, "processes": 1, "command": "algos/sft.py"}
+    env["versions"] = {"torch": "2", "transformers": "5"}
+    folders = [fake_run(tmp_path / name, [0.1, 0.123456789], seconds=7) for name in ("default-seed2", "default-seed11")]
+    folders.append(fake_run(tmp_path / "other-seed1", [None], seconds=7))
+    for folder in folders:
+        (folder / "env.json").write_text(json.dumps(env))
+    check.collect("sft-randomwalks", folders)
+    after = check.curves("sft-randomwalks")
+    assert list(after) == ["default"] and set(after["default"]) == {*before, 11}
+    assert check.history(after["default"][2], "eval/optimality") == [0.1, 0.12345679]
+    assert after["default"][3] == before[3]
+    rows = {int(run["seed"]): run for run in check.stored_runs("sft-randomwalks")}
+    assert (rows[11]["last"], rows[11]["seconds"], rows[11]["commit"]) == ("0.123456789", "7.0", "c")
+
+
+def test_other_code_than_that_of_the_table_of_faults_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(check, "FAULTS_RAN", str(tmp_path / "ran_on.json"))
+    monkeypatch.setattr(check.planted, "older", lambda: [3, 7])
+    check.faults_ran()
+    [bugs] = check.older_code()
+    assert "planted bugs 3 7" in bugs
+    monkeypatch.setattr(check, "code_digest", lambda: "another")
+    faults, _ = check.older_code()
+    assert "the whole table of faults" in faults
 
 
 def test_paired_interval_by_hand():
@@ -66,17 +107,17 @@ def test_paired_interval_by_hand():
 def test_a_steady_loss_is_seen_and_noise_is_not(tmp_path):
     """Seeds differ by 0.3 among themselves, the commits by 0.02 in each seed."""
     starts = [0.5, 0.6, 0.7, 0.8]
-    old = [fake_run(tmp_path / f"old{i}", [0.1, start], seconds=7) for i, start in enumerate(starts)]
-    drops = [0.02, 0.021, 0.019, 0.02]
-    ends = [start - drop for start, drop in zip(starts, drops, strict=True)]
-    worse = [fake_run(tmp_path / f"worse{i}", [0.1, end], seconds=7) for i, end in enumerate(ends)]
+
+    def runs(name, drops, seconds):
+        ends = [start - drop for start, drop in zip(starts, drops, strict=True)]
+        return [fake_run(tmp_path / f"{name}{i}", [0.1, end], seconds) for i, end in enumerate(ends)]
+
+    old = runs("old", [0, 0, 0, 0], seconds=7)
+    worse = runs("worse", [0.02, 0.021, 0.019, 0.02], seconds=7)
     lines, differs = regression.report(old, worse, "eval/optimality")
     assert differs
     assert lines[2].split(" | ")[-1] == "lower |" and "-0.0200" in lines[2]
-
-    noise = [0.03, -0.02, 0.01, -0.02]
-    ends = [start + difference for start, difference in zip(starts, noise, strict=True)]
-    noisy = [fake_run(tmp_path / f"noisy{i}", [0.1, end], seconds=5) for i, end in enumerate(ends)]
+    noisy = runs("noisy", [-0.03, 0.02, -0.01, 0.02], seconds=5)
     lines, differs = regression.report(old, noisy, "eval/optimality")
     assert not differs
     assert "no difference is shown" in lines[2]
@@ -88,8 +129,7 @@ def test_a_steady_loss_is_seen_and_noise_is_not(tmp_path):
 def test_an_unknown_commit_is_named():
     command = [sys.executable, "benchmarks/regression.py", "no-such-commit", "HEAD", "sft-randomwalks"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "error: no commit no-such-commit\n"
+    assert (done.returncode, done.stderr) == (1, "error: no commit no-such-commit\n")
 
 
 def test_only_changed_code_makes_a_run_dirty():
@@ -101,21 +141,17 @@ def test_only_changed_code_makes_a_run_dirty():
     other = {"script": hashlib.sha256(script + b"\n").hexdigest()}
     assert check.commit_of(env | {"files": same}) == head
     assert check.commit_of(env | {"files": other}) == f"{head}-dirty"
-    assert check.commit_of({"commit": head}) == head
 
 
 @pytest.mark.parametrize(
     "claim, variant, expected",
     [
         ("chain-randomwalks", "ppo", ["sft", "reward", "ppo"]),
-        ("chain-randomwalks", "dpo", ["sft", "dpo"]),
-        ("overoptimisation-randomwalks", "pairs-300-kl-0.2", ["reward-300", "pairs-300-kl-0.2"]),
         ("ppo-randomwalks", "reward-model", ["classifier", "reward-model"]),
         ("ppo-randomwalks", "lora", ["lora"]),
     ],
 )
 def test_a_comparison_runs_what_the_variant_needs(claim, variant, expected):
-    run_dir = f"runs/curves/{claim}/{variant}-seed2"
-    found = regression.needed(seeds.commands(claim, 2, []), run_dir)
+    found = regression.needed(seeds.commands(claim, 2, []), f"runs/curves/{claim}/{variant}-seed2")
     made = [(seeds.run_dirs_of(command) or command.split()[-1:])[0] for command in found]
     assert made == [f"runs/curves/{claim}/{name}-seed2" for name in expected]

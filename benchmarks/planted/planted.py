@@ -3,8 +3,9 @@
     python benchmarks/planted/planted.py               # plants each bug in a copy of the repository, runs its tests
     python benchmarks/planted/planted.py --bugs 3 7    # these bugs alone
     python benchmarks/planted/planted.py --clean       # runs the tests of all bugs without any bug: they pass
-    python benchmarks/planted/planted.py --table       # writes the table of README.md from results.csv
-    python benchmarks/planted/planted.py --check       # exit 1 where bugs, results and code do not fit together
+    python benchmarks/check.py --write                 # writes the table of README.md from results.csv
+
+check.py fails where bugs, results and code do not fit together, and tells which bugs were caught by older code.
 
 bugs.toml has the bugs: a text of a script that stands there once, what takes its place, and the tests that should fail.
 A bug that was caught, and whose text, tests and script are those of its row in results.csv, is not run again.
@@ -29,7 +30,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results.csv"
-README = FOLDER / "README.md"
 COLUMNS = ["number", "script", "bug", "caught", "by", "test", "seconds", "digest"]
 DEFAULT_RUN = "pytest"
 LIBRARIES = """torch torch.distributed.checkpoint.state_dict accelerate accelerate.tracking tyro yaml matplotlib.figure
@@ -206,29 +206,34 @@ def table():
     scripts = len({row["script"] for row in rows})
     default = sum(row["caught"] == "yes" and row["by"] == DEFAULT_RUN for row in rows)
     total = f"{len(rows)} bugs in {scripts} files: {caught} are caught, {default} of them by the default `pytest`."
-    return "\n".join([total, "", *lines])
+    return [total, "", *lines]
 
 
-def with_table(text):
-    """README.md with the table of the present results."""
-    begin, end = "<!-- bugs -->\n", "\n<!-- end -->"
-    head, _, rest = text.partition(begin)
-    _, _, tail = rest.partition(end)
-    return head + begin + table() + end + tail
+def older():
+    """The numbers of bugs that were caught in a script, by tests or with a text that are not those of today."""
+    rows = results()
+    return [bug["number"] for bug in bugs() if rows[bug["number"]]["digest"] != digest(bug)]
 
 
-def test_exists(node):
-    """Whether a test file has the function that a node id names."""
-    name, _, function = node.partition("::")
-    path = ROOT / name
-    return path.is_file() and f"def {function.partition('[')[0]}(" in path.read_text()
+def functions_of_tests():
+    """{test file: names of its functions}."""
+    names = {}
+    for path in ROOT.glob("tests/*.py"):
+        names[f"tests/{path.name}"] = set(re.findall(r"^\s*def (\w+)\(", path.read_text(), re.MULTILINE))
+    return names
 
 
 def problems():
     """What is wrong, a sentence each: bugs that no longer fit their script, that no result tells about, or that no test
-    catches; and a table of other results."""
+    catches."""
     found = []
     rows = results()
+    functions = functions_of_tests()
+
+    def exists(node):
+        file, _, function = node.partition("::")
+        return function.partition("[")[0] in functions.get(file, ())
+
     for bug in bugs():
         where = f"planted bug {bug['number']} ({bug['name']})"
         try:
@@ -236,17 +241,15 @@ def problems():
                 found.append(f"{where} changes nothing")
         except (ValueError, OSError, SyntaxError) as error:
             found.append(f"planted bug: {error}")
-        missing = [test for test in bug["tests"] if not test_exists(test)]
+        missing = [test for test in bug["tests"] if not exists(test)]
         found += [f"{where}: there is no {test}" for test in missing]
         row = rows.get(bug["number"])
         if row is None or row["bug"] != bug["name"]:
             found.append(f"{where} has no result: run benchmarks/planted/planted.py")
         elif row["caught"] != "yes":
             found.append(f"{where} is caught by no test")
-        elif not test_exists(row["test"]):
+        elif not exists(row["test"]):
             found.append(f"{where} was caught by {row['test']}, which is no more")
-    if not found and with_table(README.read_text()) != README.read_text():
-        found.append("benchmarks/planted/README.md: its table is not that of results.csv (planted.py --table)")
     return found
 
 
@@ -255,14 +258,7 @@ def main():
     parser.add_argument("--bugs", type=int, nargs="+", default=[], help="numbers of bugs; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="bugs at a time")
     parser.add_argument("--clean", action="store_true", help="run the tests of all bugs without any bug")
-    parser.add_argument("--table", action="store_true", help="write the table of README.md")
-    parser.add_argument("--check", action="store_true", help="do bugs, results and code fit together?")
     args = parser.parse_args()
-    if args.check:
-        sys.exit("\n".join(problems()) or None)
-    if args.table:
-        README.write_text(with_table(README.read_text()))
-        return
     if args.clean:
         out = os.fdopen(os.dup(1), "w")
         status, output = run_without_bug()

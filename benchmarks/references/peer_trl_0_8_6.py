@@ -1,29 +1,10 @@
 """Trains the embedded tasks of ppo.py and ddpo.py by TRL 0.8.6, in the environment of
-../throughput/make_peer_env.sh.
+`../throughput/make_peer_env.sh 0.8.6`.
 
     .peers/trl-0.8.6/bin/python peer_trl_0_8_6.py --claim ppo --inputs DIRECTORY --seed 1 \\
         --run-dir runs/references/ppo-trl-seed1
 
-It reads what prepare.py has written and takes the settings of our scripts. What differs from ppo.py:
-
-- The value head is one linear layer. Ours is H -> 2H -> ReLU -> 1.
-- The learning rate falls once an iteration. Ours falls with each of its four optimizer steps.
-- max_grad_norm clips the first optimizer step alone: PPOTrainer keeps the weights as an iterator, which is then empty.
-- A batch with a mean ratio above 10 has its loss multiplied by 0.
-- Advantages are whitened with the unbiased variance.
-- Rows are padded on the right. PPOTrainer scores them without positions, so padding on the left would shift them.
-- A forward pass of the update holds all rows of an optimizer step, so that the loss is the mean over their tokens, as
-  ours is. Ours holds 128 rows.
-
-What differs from ddpo.py:
-
-- A forward pass of training holds the images of an optimizer step at one denoising step each. Ours holds pairs of any.
-- Weight decay is on all weights. Ours is on matrices only.
-- The text embeddings are computed anew for each batch. Ours are kept.
-- The attention is torch's fused kernel. Ours is plain matrix products here.
-
-In both, prompts come in permutations of the rows by another generator, and the precision of matrix products of float32
-is torch's default ("highest").
+It reads what prepare.py has written and takes the settings of our scripts; README.md says what differs.
 """
 
 import argparse

@@ -1,17 +1,9 @@
 """Trains the embedded tasks of sft.py, reward.py, dpo.py and grpo.py by TRL 1.16.0, in the environment of
-../throughput/make_peer_env_trl_1_16.sh.
+`../throughput/make_peer_env.sh 1.16`.
 
     .peers/trl-1.16/bin/python peer_trl_1_16.py --claim sft --inputs DIRECTORY --seed 1 --run-dir DIRECTORY
 
-It reads what prepare.py has written and takes the settings of our scripts. What differs:
-
-- All: batches are drawn by TRL's sampler, in epochs. The rows left over at the end of an epoch are dropped.
-- All: in the warm-up the learning rate of a step is that of our step before it. So the first step has rate 0.
-- All: the attention is TRL's default (sdpa), and so is the precision of matrix products of float32 ("highest").
-- sft, reward, dpo: no packing. A step is one forward pass of the whole batch.
-- reward: the new head is drawn by transformers, with standard deviation 0.02.
-- dpo: the reference scores each batch when it is trained on.
-- grpo: TRL passes no positions where it scores. It changes nothing here: all prompts have 8 tokens.
+It reads what prepare.py has written and takes the settings of our scripts; README.md says what differs.
 """
 
 import argparse

@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "throughput"))
 
-from ddpo_small_unet import old_format
 from diffusers import AutoencoderKL
+from diffusion import old_format
 
 from benchmarks.tasks import shapes
 from common.cli import from_task

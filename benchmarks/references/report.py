@@ -3,7 +3,7 @@
     bash benchmarks/references/run.sh                                              # trains and measures the peers
     python benchmarks/references/report.py --collect sft trl RUN_DIR ...           # takes the curves of its runs
     python benchmarks/references/report.py --collect sft plainrl RUN_DIR ...       # and those of our script
-    python benchmarks/references/report.py                                         # rebuilds README.md and the figures
+    python benchmarks/check.py --write                                             # rebuilds tables and figures
 
 A run directory's name ends with -seed<N>. check.py fails where README.md or a figure does not follow from the curves.
 """
@@ -18,7 +18,7 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.check import average, markdown, read_jsonl
+from benchmarks.check import AXES, average, curves_of, markdown, read_jsonl, write_curves
 
 HERE = Path(__file__).resolve().parent
 
@@ -31,106 +31,37 @@ class Reference:
     score: str  # metric
     axis: str  # what counts the progress: "step", "episode"
     level: float  # the table says when the mean curve reaches it
-    text: str = ""  # what differs, and why
     also: dict = field(default_factory=dict)  # further columns, of the last evaluation: metric -> heading
 
 
+ILLEGAL = {"eval/illegal": "illegal walks"}
 REFERENCES = {
-    "sft": Reference(
-        "SFT on random walks",
-        "eval/optimality",
-        "step",
-        0.25,
-        "Both imitate the data, whose mean is 0.3515. TRL 1.16 drops the rows left over at the end of an epoch, its "
-        "learning rate is one step behind ours, and it does not pack (`padding_free` and `packing` are off by "
-        "default).",
-        {"eval/illegal": "illegal walks"},
-    ),
-    "ppo": Reference(
-        "PPO on random walks",
-        "eval/optimality",
-        "episode",
-        0.95,
-        "The same number of episodes gives nearly the same optimality. In TRL 0.8.6 the value head is a single linear "
-        "layer, the learning rate falls once an iteration and not with each step, and `max_grad_norm` clips the first "
-        "optimizer step alone, because the trainer keeps the weights as an iterator, which is then empty. Rows are "
-        "padded on the right here: the trainer scores them without positions, so that the padding on the left, its "
-        "own advice for decoders, would shift them (the last log-probability of a short row: -8.354 in place of "
-        "-8.491).",
-        {"eval/illegal": "illegal walks"},
-    ),
-    "grpo": Reference(
-        "GRPO on sums",
-        "eval/accuracy",
-        "episode",
-        0.9,
-        "The same number of episodes gives nearly the same accuracy. TRL 1.16 passes no positions where it scores, "
-        "which shifts GPT-2's positions in padded rows; it does not matter here, where all prompts have the same "
-        "length.",
-    ),
-    "reward": Reference(
-        "Reward model on pairs of random walks",
-        "eval/all/accuracy",
-        "step",
-        0.9,
-        "TRL 1.16 starts from a head of standard deviation 0.02, ours has (width + 1) ** -0.5, so that scores are of "
-        "size 1. It drops the rows left over at the end of an epoch, and its learning rate is one step behind ours. "
-        "Which of these makes the difference was not tried.",
-    ),
-    "dpo": Reference(
-        "DPO on pairs of random walks",
-        "eval/optimality",
-        "step",
-        0.9,
-        "From the base model and not, as in the chain, from one that SFT has trained for longer. With both, more than "
-        "four of ten walks are illegal. Of ours, nearly all of these arrive and then go on behind the goal. TRL 1.16 "
-        "scores the reference in each step, since it is not told to do so before (`precompute_ref_log_probs`); ours "
-        "does it before the first one, which is not in its seconds.",
-        {"eval/illegal": "illegal walks"},
-    ),
-    "ddpo": Reference(
-        "DDPO on shapes, compressibility",
-        "eval/reward",
-        "step",
-        -1.05,
-        "Minus the size of the JPEG file in kB. TRL 0.8.6 takes the images of an optimizer step one denoising step at "
-        "a time, has weight decay on all weights, where ours is on matrices only, and draws other noise. By its code "
-        "it does not sample without guidance: the embeddings of the empty prompt come before those of the captions "
-        "even then; the peer's script replaces that function.",
-        {"eval/agreement": "agreement"},
-    ),
+    "sft": Reference("SFT on random walks", "eval/optimality", "step", 0.25, ILLEGAL),
+    "ppo": Reference("PPO on random walks", "eval/optimality", "episode", 0.95, ILLEGAL),
+    "grpo": Reference("GRPO on sums", "eval/accuracy", "episode", 0.9),
+    "reward": Reference("Reward model on pairs of random walks", "eval/all/accuracy", "step", 0.9),
+    "dpo": Reference("DPO on pairs of random walks", "eval/optimality", "step", 0.9, ILLEGAL),
+    "ddpo": Reference("DDPO on shapes, compressibility", "eval/reward", "step", -1.05, {"eval/agreement": "agreement"}),
 }
-AXES = {"step": "optimizer step", "episode": "sampled episodes"}
-
-
-# ---- Curves ---------------------------------------------------------------------------------------------------------
 
 
 def curves(name):
     """{system: {seed: records}} of a task."""
-    found = {}
-    for path in sorted((HERE / "curves" / name).glob("*-seed*.jsonl")):
-        system, _, seed = path.stem.rpartition("-seed")
-        found.setdefault(system, {})[int(seed)] = read_jsonl(path)
-    return found
+    return curves_of(HERE / f"curves/{name}.csv", "system")
 
 
-def collect(name, system, run_dir):
-    """Stores the evaluations of a run with the seconds of training before each."""
+def collect(name, system, run_dirs):
+    """Stores the evaluations of runs with the seconds of training before each."""
     reference = REFERENCES[name]
-    seed = run_dir.name.rpartition("-seed")[2]
-    records = read_jsonl(run_dir / "metrics.jsonl")
-    if "seconds" not in records[0]:
-        add_seconds(records, run_dir)
-    lines = []
-    for record in records:
-        if record.get(reference.score) is not None:
-            keys = ["step", "episode", "seconds", reference.score, *reference.also]
-            kept = {key: record.get(key, 0) for key in keys}
-            lines.append(json.dumps(kept))
-    folder = HERE / "curves" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{system}-seed{seed}.jsonl").write_text("\n".join(lines) + "\n")
+    runs = curves(name)
+    for run_dir in run_dirs:
+        records = read_jsonl(run_dir / "metrics.jsonl")
+        if "seconds" not in records[0]:
+            add_seconds(records, run_dir)
+        keys = ["step", "episode", "seconds", reference.score, *reference.also]
+        kept = [{key: record.get(key, 0) for key in keys} for record in records if reference.score in record]
+        runs.setdefault(system, {})[int(run_dir.name.rpartition("-seed")[2])] = kept
+    write_curves(HERE / f"curves/{name}.csv", "system", runs)
 
 
 def add_seconds(records, run_dir):
@@ -142,9 +73,6 @@ def add_seconds(records, run_dir):
         by_step[record["step"]] = seconds
     for record in records:
         record["seconds"] = round(by_step[record["step"]], 2)
-
-
-# ---- Page and figures ------------------------------------------------------------------------------------------------
 
 
 def table(name):
@@ -161,7 +89,7 @@ def table(name):
         cells.append(average([max(values) for values in scores]))
         last_records = [records[-1] for records in seeds.values()]
         cells += [average([record[key] for record in last_records]) for key in reference.also]
-        cells += [str(last_records[0][axis]), f"{mean(record['seconds'] for record in last_records):.0f}"]
+        cells += [f"{last_records[0][axis]:.0f}", f"{mean(record['seconds'] for record in last_records):.0f}"]
         cells += [reached(seeds, reference, axis), reached(seeds, reference, "seconds")]
         rows.append(cells)
     return markdown(heads, rows)
@@ -183,15 +111,6 @@ def reached(seeds, reference, axis):
         if score >= reference.level:
             return f"{place:.0f}"
     return "not"
-
-
-def page():
-    lines = (HERE / "head.md").read_text().splitlines()
-    for name, reference in REFERENCES.items():
-        if curves(name):
-            lines += ["", f"## {reference.title}", "", f"![curves](curves/{name}/curve.png)", ""]
-            lines += [f"`{reference.score}`:", "", *table(name), "", reference.text]
-    return "\n".join(lines) + "\n"
 
 
 def digest(name):
@@ -218,37 +137,27 @@ def draw(name):
     panels[0].set_ylabel(reference.score)
     panels[0].legend(fontsize=8)
     figure.suptitle(reference.title, fontsize=10)
-    figure.savefig(HERE / "curves" / name / "curve.png", dpi=110, metadata={"data": digest(name)})
+    figure.savefig(HERE / f"curves/{name}.png", dpi=80, metadata={"data": digest(name)})
 
 
-def write():
+def draw_all():
     for name in REFERENCES:
-        if curves(name):
-            draw(name)
-    (HERE / "README.md").write_text(page())
+        draw(name)
 
 
 def problems():
-    """What does not follow from the curves, as sentences."""
+    """The figures that do not follow from the curves, as sentences."""
     from PIL import Image
 
-    if (HERE / "README.md").read_text() != page():
-        yield "benchmarks/references: README.md does not follow from curves/"
     for name in REFERENCES:
-        if curves(name) and Image.open(HERE / "curves" / name / "curve.png").text.get("data") != digest(name):
+        if Image.open(HERE / f"curves/{name}.png").text.get("data") != digest(name):
             yield f"benchmarks/references: the figure of {name} does not show its curves"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--collect", nargs="+", metavar="TASK SYSTEM RUN_DIR", help="store the curves of runs")
-    arguments = parser.parse_args()
-    if arguments.collect:
-        name, system, *run_dirs = arguments.collect
-        for run_dir in run_dirs:
-            collect(name, system, Path(run_dir))
-    write()
-
-
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--collect", nargs="+", metavar="TASK SYSTEM RUN_DIR", required=True, help="store curves of runs"
+    )
+    task, system_name, *folders = parser.parse_args().collect
+    collect(task, system_name, [Path(folder) for folder in folders])

@@ -4,8 +4,8 @@
 # ours go on where they were. In the environment:
 #   CLAIMS      some of the claims
 #   SEEDS       (1 2 3)
-#   PEER_1_16   environment of benchmarks/throughput/make_peer_env_trl_1_16.sh (paths are relative to the repository)
-#   PEER_0_8_6  environment of benchmarks/throughput/make_peer_env.sh
+#   PEER_1_16   environment of `benchmarks/throughput/make_peer_env.sh 1.16` (paths are relative to the repository)
+#   PEER_0_8_6  environment of `benchmarks/throughput/make_peer_env.sh 0.8.6`
 #   DRY=1       prints the commands
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,11 +1,9 @@
-"""How a run is measured: on a quiet machine, between two measurements of the machine's peak, as a row of a CSV file.
+"""Measures one run of a side in this process: on a quiet machine, between two measurements of the machine's peak.
 
-The benchmarks and the scripts of their peers import it. A run leaves no row, and the process ends with exit code 75,
-where the hypervisor took more than 3 % of the time of the processors (steal): common.sh repeats it. FORCE=1 neither
-waits for a quiet machine nor drops a run.
+A run leaves no row, and the process ends with exit code 75, where the hypervisor took more than 3 % of the time of the
+processors (steal): run.py repeats it. FORCE=1 neither waits for a quiet machine nor drops a run.
 """
 
-import argparse
 import csv
 import ctypes
 import importlib.metadata
@@ -28,6 +26,7 @@ from common.launch import fast_cpu_matmul
 
 TINY = bool(os.environ.get("PLAINRL_BENCH_TINY"))
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
+ITERATIONS = int(os.environ.get("ITERATIONS", 2))  # of a run of ppo, grpo and ddpo; the first is not counted
 MOST_STEAL = 0.03  # runs that give memory back and take it again have some 2 % of their own
 LEAST_IDLE = 0.9  # share of the processors, before a run
 PATIENCE = 120  # seconds to wait for that
@@ -44,8 +43,9 @@ def cpu_ticks():
     return {name: int(number) for name, number in zip(names, numbers, strict=False)}
 
 
-def share(name, before, after):
-    """Which share of the ticks between two measurements was of this kind."""
+def share(name, before):
+    """Which share of the ticks since `before` was of this kind."""
+    after = cpu_ticks()
     passed = {key: after[key] - before[key] for key in after}
     return passed[name] / max(1, sum(passed.values()))
 
@@ -58,20 +58,11 @@ def wait_for_quiet():
     while time.monotonic() < deadline:
         before = cpu_ticks()
         time.sleep(2)
-        idle = share("idle", before, cpu_ticks())
+        idle = share("idle", before)
         if idle > LEAST_IDLE:
             return
         print(f"waiting: other processes leave {100 * idle:.0f} % of the machine idle", flush=True)
     sys.exit(f"error: the machine was not {100 * LEAST_IDLE:.0f} % idle in {PATIENCE} s: wait, or set FORCE=1")
-
-
-def steal_since(before):
-    """The share that the hypervisor took since `before`; ends the process where it is too much."""
-    steal = share("steal", before, cpu_ticks())
-    if steal > MOST_STEAL and not os.environ.get("FORCE"):
-        print(f"not recorded: steal was {100 * steal:.1f} % of the run", flush=True)
-        sys.exit(REPEAT_ME)
-    return steal
 
 
 def machine(packages):
@@ -83,13 +74,8 @@ def machine(packages):
         "threads": THREADS,
         "versions": "; ".join([f"python {platform.python_version()}", *versions]),
         "loadavg": f"{os.getloadavg()[0]:.2f}",
-        "commit": os.environ.get("COMMIT", "by hand"),  # common.sh sets it
+        "commit": os.environ.get("COMMIT", "by hand"),  # run.py sets it
     }
-
-
-def peak_memory():
-    """Largest resident memory of this process so far, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def keep_freed_memory():
@@ -97,12 +83,6 @@ def keep_freed_memory():
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
     libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def memory_of(mode):
-    """Keeps freed memory in the modes of a peer that are named for it."""
-    if mode.endswith("kept-memory"):
-        keep_freed_memory()
 
 
 def gemm_peak(dtype):
@@ -121,57 +101,57 @@ def gemm_peak(dtype):
     return 2 * 1024 * 768 * 3072 / min(seconds) / 1e9
 
 
-# ---- Rows ------------------------------------------------------------------------------------------------------------
+# ---- A run -----------------------------------------------------------------------------------------------------------
 
 
-def append(results, rows):
-    """Appends rows to the CSV file, whose first row has named the columns."""
-    results = Path(results)
-    heads = list(rows[0])
-    if results.exists():
-        with open(results) as file:
-            heads = next(csv.reader(file))
+def append(results, row):
+    """Appends a row to the CSV file, which begins with the names of the columns."""
     with open(results, "a", newline="") as file:
-        writer = csv.DictWriter(file, heads, lineterminator="\n")
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
         if not file.tell():
             writer.writeheader()
-        writer.writerows(rows)
+        writer.writerow(row)
 
 
-def record(results, system, mode, repeat, measure):
-    """Calls measure() -> (columns, useful GFLOP/s), and appends a row to the CSV file."""
+def record(results, algorithm, side, repeat, model, measure):
+    """Calls measure(algorithm, side, model) -> (columns, useful GFLOP/s), and appends a row to the CSV file.
+
+    columns: at least seconds (of what the work is about); `loss` and `grad_norm` of the first step say whether two
+    sides did the same.
+    """
     wait_for_quiet()
-    dtype = torch.float32
-    if "bf16" in mode:
-        dtype = torch.bfloat16
     packages = ["torch", "transformers", "accelerate", "tokenizers", "numpy"]
-    if system == "trl":
-        packages.append("trl")
+    for name in ("trl", "diffusers"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(name)
+            packages.append(name)
     where = machine(packages)
     torch.set_num_threads(THREADS)
-    memory_of(mode)
-    print(f"{system} {mode} repeat {repeat}", flush=True)
+    if side.endswith("kept-memory"):
+        keep_freed_memory()
+    dtype = torch.bfloat16 if "bf16" in side else torch.float32
     ticks = cpu_ticks()
     peak = gemm_peak(dtype)
-    columns, gflops = measure()
-    memory = peak_memory()
+    columns, gflops = measure(algorithm, side, model)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     peak = max(peak, gemm_peak(dtype))
-    steal = steal_since(ticks)
-    row = {"system": system, "mode": mode, "repeat": repeat} | columns
-    row |= {"peak_memory_mb": f"{memory:.0f}", "gflops": f"{gflops:.1f}", "peak_gflops": f"{peak:.1f}"}
-    row |= {"fraction": f"{gflops / peak:.4f}", "steal": f"{steal:.4f}"}
-    append(results, [row | where])
+    steal = share("steal", ticks)
+    if steal > MOST_STEAL and not os.environ.get("FORCE"):
+        print(f"not recorded: steal was {100 * steal:.1f} % of the run", flush=True)
+        sys.exit(REPEAT_ME)
+    row = {"algorithm": algorithm, "mode": side, "repeat": repeat, "seconds": f"{columns['seconds']:.4f}"}
+    row["peak_memory_mb"] = f"{memory:.0f}"
+    row["fraction"] = f"{gflops / peak:.4f}"
+    for name in ("loss", "grad_norm"):
+        row[name] = f"{columns[name]:.7g}" if name in columns else ""
+    print(row, flush=True)
+    append(results, row | {"steal": f"{steal:.4f}"} | where)
 
 
-# ---- Runs and command lines ------------------------------------------------------------------------------------------
-
-
-def short_run(script, mode, **flags):
+def short_run(script, side, **flags):
     """The lines of perf.jsonl and of metrics.jsonl of a run of a script (a module of algos). The run ends where it
     would write its only checkpoint: saving is not measured."""
-
     from common import checkpoint
-    from common import launch as of_scripts
 
     class Measured(Exception):
         pass
@@ -183,27 +163,8 @@ def short_run(script, mode, **flags):
     off = {name: value for name, value in off.items() if hasattr(script.Args, name)}
     with ExitStack() as stack:
         stack.enter_context(patch.object(checkpoint, "pack_state", stop))
-        if mode == "fp32-highest":
-            stack.enter_context(patch.object(of_scripts, "fast_cpu_matmul", lambda: False))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         with suppress(Measured):
             script.main(script.Args(run_dir=f"{folder}/run", threads=THREADS, **off, **flags))
         assert not Path(folder, "run/checkpoints").exists()
         return [[json.loads(line) for line in open(f"{folder}/run/{x}.jsonl")] for x in ("perf", "metrics")]
-
-
-def main(doc, systems, measure, prepare=None):
-    """Command line of a benchmark or of a peer: records measure(mode, model directory). systems: {mode: system}."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if prepare:
-        parser.add_argument("--prepare", metavar="DIR", type=Path, help="write model and tokenizer")
-    parser.add_argument("--mode", choices=systems, help="measure one run in this process")
-    parser.add_argument("--model", help="what --prepare of the benchmark wrote")
-    parser.add_argument("--repeat", type=int, default=1, help="number of this run in the table")
-    parser.add_argument("--results", help="the CSV file that gets a row")
-    options = parser.parse_args()
-    if prepare and options.prepare:
-        prepare(options.prepare)
-    if options.mode:
-        mode = options.mode
-        record(options.results, systems[mode], mode, options.repeat, lambda: measure(mode, options.model))

@@ -1,0 +1,391 @@
+"""The work of ppo, sft, reward, dpo and grpo, which both systems do, and our side of it.
+
+The model has GPT-2 small's shape and random weights, no dropout, and a tokenizer of whole words "w1 w2 ...".
+PLAINRL_BENCH_TINY=1 shrinks it, to try things out.
+
+ppo          16 prompts of 32 tokens, responses of 32, four PPO epochs of one optimizer step
+sft          8 rows of 16 to 128 tokens a step, loss on every token
+reward, dpo  8 pairs a step, whose two texts share a prompt and have 16 to 128 tokens each
+grpo         8 prompts of 16 to 64 tokens, four responses of 16 to 96 to each, one optimizer step
+"""
+
+import functools
+import importlib
+import os
+import time
+from contextlib import ExitStack
+from statistics import mean, median
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from measurement import ITERATIONS, TINY, short_run
+
+from common import seeding  # found by way of measurement
+from common.seeding import rng, stream_rows
+
+LAYERS, WIDTH, HEADS, VOCABULARY = (2, 48, 4, 1000) if TINY else (12, 768, 12, 50257)
+SHAPE = (LAYERS, WIDTH, VOCABULARY)
+END = 0  # id of the end token
+LR = 1e-5
+SEED = 1
+STEPS = int(os.environ.get("STEPS", 6))  # of a run of sft, reward and dpo
+SKIPPED = 2  # first steps, which are not counted
+BATCH = 8
+SHORTEST = 16
+LONGEST = 128
+STEP_FLAGS = {
+    "batch_size": BATCH,
+    "micro_batch_size": BATCH,
+    "max_length": LONGEST,
+    "total_steps": STEPS,
+    "seed": SEED,
+    "lr": LR,
+    "lr_schedule": "constant",
+    "warmup_steps": 0,
+    "adam_betas": (0.9, 0.999),
+    "attn_implementation": "eager",
+}
+
+
+def prepare(folder, algorithm):
+    """Writes the model that both systems load, and for reward its blocks with a new head, in `classifier`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    torch.manual_seed(1)
+    sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "vocab_size": VOCABULARY}
+    drop = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **drop, bos_token_id=END, eos_token_id=END))
+    if algorithm == "grpo":
+        torch.manual_seed(SEED)
+        with torch.no_grad():
+            model.transformer.wte.weight[END].normal_(0, model.config.initializer_range)
+    else:
+        with torch.no_grad():  # the last hidden state has a coordinate near 10; the end token answers to it with -10,
+            model.transformer.ln_f.bias[0] = 10  # so that every response has its full length
+            model.transformer.wte.weight[END] = 0
+            model.transformer.wte.weight[END, 0] = -10
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<end>": END} | {f"w{i}": i for i in range(1, VOCABULARY)}, unk_token="<end>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
+    if algorithm == "reward":
+        from algos import reward
+        from common.cli import from_task
+
+        classifier, tokenizer, _ = reward.load_classifier(from_task(reward.Args, reward.TASK, seed=SEED), str(folder))
+        for part in (classifier, tokenizer):
+            part.save_pretrained(folder / "classifier")
+
+
+def text(ids):
+    return " ".join(f"w{i}" for i in ids)
+
+
+def forward_flops(tokens, scored, shape=SHAPE):
+    """Floating-point operations of a forward pass of a row without padding, the output layer at `scored` positions."""
+    layers, width, vocabulary = shape
+    blocks = 12 * layers * width**2  # weights in matrix products
+    attention = 2 * layers * width * tokens**2  # the causal half
+    return 2 * blocks * tokens + 2 * width * vocabulary * scored + attention
+
+
+def flags_of(side):
+    """Flags that a side of ours is named for."""
+    flags = {"attn_implementation": "eager"}
+    if "bf16" in side:
+        flags["mixed_precision"] = "bf16"
+    if "2-layers" in side:
+        flags["num_layers_unfrozen"] = 2
+    return flags
+
+
+def measure(algorithm, side, model):
+    """(columns, useful GFLOP/s) of a short run of our script."""
+    functions = {"ppo": measure_ppo, "sft": measure_sft, "grpo": measure_grpo}
+    if algorithm in functions:
+        return functions[algorithm](side, model)
+    return measure_pairs(algorithm, side, model)
+
+
+# ---- ppo -------------------------------------------------------------------------------------------------------------
+
+EPISODES, PROMPT, RESPONSE, EPOCHS = 16, 32, 32, 4
+
+
+def prompt_ids():
+    """One prompt per episode of an iteration: 32 ids each, the same in all iterations."""
+    return np.random.default_rng(1).integers(END + 1, VOCABULARY, (EPISODES, PROMPT)).tolist()
+
+
+def even(output_ids, **_):
+    """A trivial reward: the share of even ids."""
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in output_ids]
+
+
+def ppo_figures(rollout, update):
+    """(columns, GFLOP/s) from the seconds of all iterations. The work: sampling, reference and training, the output
+    layer at response positions only, no padding, nothing computed twice."""
+    totals = [a + b for a, b in zip(rollout, update, strict=True)]
+    seconds = median(totals[1:])
+    flops = EPISODES * (2 + 3 * EPOCHS) * forward_flops(PROMPT + RESPONSE, RESPONSE)
+    return {"seconds": seconds}, flops / seconds / 1e9
+
+
+def measure_ppo(side, model):
+    from algos import ppo
+
+    settings = {
+        "total_episodes": EPISODES * ITERATIONS,
+        "rollout_batch_size": EPISODES,
+        "batch_size": EPISODES,
+        "micro_batch_size": EPISODES,
+        "ppo_epochs": EPOCHS,
+        "max_new_tokens": RESPONSE,
+        "lr": LR,
+    }
+    prompts = [{"prompt": text(ids)} for ids in prompt_ids()]
+    perf, metrics = short_run(ppo, side, model=str(model), dataset=prompts, reward=even, **settings, **flags_of(side))
+    assert all((m["tokens/queries_len"], m["tokens/responses_len"]) == (PROMPT, RESPONSE) for m in metrics)
+    return ppo_figures(*([p[f"perf/seconds_{phase}"] for p in perf] for phase in ("rollout", "update")))
+
+
+# ---- sft -------------------------------------------------------------------------------------------------------------
+
+ROWS = 96
+
+
+def rows():
+    """The rows: texts of whole words. With the end token they have 16 to 128 tokens, log-normal within these bounds."""
+    draws = rng(SEED, "lengths").lognormal(4.0, 0.6, 10 * ROWS).round().astype(int)
+    lengths = draws[(draws >= SHORTEST) & (draws <= LONGEST)][:ROWS]
+    ids = [rng(SEED, "ids", row).integers(END + 1, VOCABULARY, length - 1) for row, length in enumerate(lengths)]
+    return [{"text": text(row)} for row in ids]
+
+
+def order():
+    """The indices of the rows of all steps, one after the other, as algos/sft.py draws them."""
+    return stream_rows(SEED, "data", ROWS, 0, STEPS * BATCH)
+
+
+def step_lengths():
+    """[tokens of the rows of a step], one for each step."""
+    lengths = [len(row["text"].split()) + 1 for row in rows()]
+    drawn = order()
+    return [[lengths[row] for row in drawn[i : i + BATCH]] for i in range(0, len(drawn), BATCH)]
+
+
+def sft_figures(seconds, losses, grad_norms):
+    """(columns, GFLOP/s) from the seconds, losses and gradient norms of all steps. The work: no padding, no forward of
+    a row's last token, which predicts nothing."""
+    counted = seconds[SKIPPED:]
+    flops = [sum(3 * forward_flops(n - 1, n - 1) for n in step) for step in step_lengths()[SKIPPED:]]
+    columns = {"seconds": median(counted), "loss": losses[0], "grad_norm": grad_norms[0]}
+    return columns, median(n / s for n, s in zip(flops, counted, strict=True)) / 1e9
+
+
+def measure_sft(side, model):
+    from algos import sft
+
+    perf, metrics = short_run(sft, side, model=str(model), dataset=rows(), **STEP_FLAGS | flags_of(side))
+    seconds = [p["perf/seconds_update"] for p in perf]
+    tokens = [round(p["perf/tokens_per_sec"] * s) for p, s in zip(perf, seconds, strict=True)]
+    assert tokens == list(map(sum, step_lengths()))
+    return sft_figures(seconds, *([m[key] for m in metrics] for key in ("train/loss", "optim/grad_norm")))
+
+
+# ---- reward and dpo --------------------------------------------------------------------------------------------------
+
+PAIRS = STEPS * BATCH  # together one epoch
+# id of a word that no text has and that begins no other; with the end token as padding, TRL's classifier would read the
+# score before the end token
+PADDING = VOCABULARY - 1
+
+
+def pair_ids():
+    """[(prompt, chosen, rejected)] of all pairs, the end token with the responses. The three lengths are log-normal
+    where both texts have 16 to 128 tokens."""
+    draws = rng(SEED, "lengths").lognormal(3.3, 0.6, (10 * PAIRS, 3)).round().astype(int)
+    whole = draws[:, :1] + draws[:, 1:]
+    lengths = draws[(draws.min(1) >= 2) & (whole.min(1) >= SHORTEST) & (whole.max(1) <= LONGEST)][:PAIRS]
+    found = []
+    for row, (prompt, chosen, rejected) in enumerate(lengths.tolist()):
+        words = rng(SEED, "ids", row).integers(END + 1, PADDING, prompt + chosen + rejected).tolist()
+        end_of_chosen = prompt + chosen - 1
+        sides = words[prompt:end_of_chosen], words[end_of_chosen : end_of_chosen + rejected - 1]
+        found.append([words[:prompt], *([*side, END] for side in sides)])
+    return found
+
+
+def pair_rows():
+    """The pairs as texts of whole words."""
+    rows = []
+    for prompt, chosen, rejected in pair_ids():
+        rows.append({"prompt": text(prompt), "chosen": f" {text(chosen[:-1])}", "rejected": f" {text(rejected[:-1])}"})
+    return rows
+
+
+def pair_order():
+    """The indices of the pairs of all steps, one after the other, as both scripts draw them."""
+    return stream_rows(SEED, "data", PAIRS, 0, PAIRS)
+
+
+def pair_flops(algorithm, pairs):
+    """Floating-point operations of a step that cannot be left out: no padding, the prompt of a pair once, nothing
+    computed twice. In dpo, the output layer at what predicts a response token, no forward of a text's last token, and
+    one forward of the reference."""
+    forward = 0
+    for prompt, *responses in pairs:
+        forward -= forward_flops(len(prompt), 0)
+        for response in responses:
+            if algorithm == "dpo":
+                forward += forward_flops(len(prompt) + len(response) - 1, len(response))
+            else:
+                forward += forward_flops(len(prompt) + len(response), 0)
+    return (4 if algorithm == "dpo" else 3) * forward
+
+
+def pair_figures(algorithm, seconds, losses, grad_norms, scoring):
+    """(columns, GFLOP/s) from the seconds, losses and gradient norms of all steps, and the seconds in which all pairs
+    were scored by the reference outside the steps: each step gets its share of these."""
+    ids = pair_ids()
+    steps = [[ids[row] for row in pair_order()[i : i + BATCH]] for i in range(0, PAIRS, BATCH)]
+    counted = [s + scoring / STEPS for s in seconds[SKIPPED:]]
+    rates = [pair_flops(algorithm, step) / s for step, s in zip(steps[SKIPPED:], counted, strict=True)]
+    return {"seconds": median(counted), "loss": losses[0], "grad_norm": grad_norms[0]}, median(rates) / 1e9
+
+
+def measure_pairs(algorithm, side, model):
+    script = importlib.import_module(f"algos.{algorithm}")
+    scoring = [0.0]
+    packed = []
+    score_pairs, in_lines = script.score_pairs, script.in_lines
+
+    def timed(*args):
+        begun = time.perf_counter()
+        scores = score_pairs(*args)
+        scoring.append(time.perf_counter() - begun)
+        return scores
+
+    def noted(packing, *args):
+        packed.append(packing)
+        return in_lines(packing, *args)
+
+    if algorithm == "reward":
+        model = f"{model}/classifier"
+    with patch.object(script, "score_pairs", timed), patch.object(script, "in_lines", noted):
+        perf, metrics = short_run(script, side, model=str(model), dataset=pair_rows(), **STEP_FLAGS | flags_of(side))
+    assert set(packed) == {True}  # a script says and does without where it cannot
+    assert len(scoring) - 1 == (algorithm == "dpo")
+    columns = [[m[key] for m in metrics] for key in ("train/loss", "optim/grad_norm")]
+    return pair_figures(algorithm, [p["perf/seconds_update"] for p in perf], *columns, sum(scoring))
+
+
+# ---- grpo ------------------------------------------------------------------------------------------------------------
+# The responses are given: both systems decode token by token, and their own draw has one id that it can take. So
+# sampling costs what it costs, and everything behind it sees the same tokens. The reward asserts that.
+
+PROMPTS = 8
+GROUP = 4
+GROUP_EPISODES = PROMPTS * GROUP
+MICRO = 8  # rows of a forward: the default of both
+LONGEST_RESPONSE = 96
+CERTAIN = 1e9  # as a logit, beside which no other has a probability
+
+
+def lengths(name, count, center, spread, low, high):
+    """Quantiles of a log-normal distribution cut to [low, high], in random order."""
+    draws = rng(SEED, name).lognormal(center, spread, 100000)
+    draws = draws[(draws >= low) & (draws <= high)]
+    quantiles = (rng(SEED, f"order of {name}").permutation(count) + 0.5) / count
+    return np.quantile(draws, quantiles).round().astype(int).tolist()
+
+
+@functools.cache
+def group_prompts():
+    """Ids of each prompt; every iteration has them all."""
+    ids = []
+    for row, length in enumerate(lengths("prompts", PROMPTS, 3.4, 0.5, 16, 64)):
+        ids.append(rng(SEED, "ids of a prompt", row).integers(END + 1, VOCABULARY, length).tolist())
+    return ids
+
+
+@functools.cache
+def responses():
+    """Ids of the GROUP responses to each prompt, with the end token."""
+    ids = []
+    for row, length in enumerate(lengths("responses", GROUP_EPISODES, 3.7, 0.6, 16, LONGEST_RESPONSE)):
+        words = rng(SEED, "ids of a response", row).integers(END + 1, VOCABULARY, length - 1)
+        ids.append([*words.tolist(), END])
+    return [ids[begin : begin + GROUP] for begin in range(0, GROUP_EPISODES, GROUP)]
+
+
+def group_rows():
+    """The prompts as texts of whole words, with what the reward asks for."""
+    return [{"prompt": text(ids), "place": place} for place, ids in enumerate(group_prompts())]
+
+
+def mean_id(output_ids, place, **_):
+    """The mean id over the size of the vocabulary. The responses of a group come in order."""
+    for row, ids in enumerate(output_ids):
+        assert place[row] == place[row - row % GROUP]
+        assert list(ids) == responses()[place[row]][row % GROUP]
+    return [mean(ids) / VOCABULARY for ids in output_ids]
+
+
+def grpo_figures(rollout, update, losses, grad_norms):
+    """(columns, GFLOP/s) from the seconds of all iterations. The work: sampling, forward and backward pass, a prompt
+    once for its group, no padding, the output layer where a response token is predicted."""
+    totals = [a + b for a, b in zip(rollout, update, strict=True)]
+    seconds = median(totals[1:])
+    forward = 0
+    for prompt, group in zip(group_prompts(), responses(), strict=True):
+        forward += sum(forward_flops(len(prompt) + len(ids) - 1, len(ids)) for ids in group)
+        forward -= (GROUP - 1) * forward_flops(len(prompt), 0)
+    return {"seconds": seconds, "loss": losses[0], "grad_norm": grad_norms[0]}, 4 * forward / seconds / 1e9
+
+
+def given_ids(seed, stream, iteration, places, width):
+    """(len(places), width) float64: the ids of the responses, where a sampler asks for its uniforms."""
+    assert stream == "rollout"
+    drawn = stream_rows(seed, "data", PROMPTS, (iteration - 1) * PROMPTS, PROMPTS)
+    table = torch.full((len(places), width), float(END), dtype=torch.float64)
+    for row, place in enumerate(places):
+        ids = responses()[drawn[place // GROUP]][place % GROUP]
+        table[row, : len(ids)] = torch.tensor(ids, dtype=torch.float64)
+    return table
+
+
+def draw_given(logits, ids, temperature, *filters):
+    """What `draw` takes of logits (B, V) that leave nothing but ids (B,), which come in place of the uniforms."""
+    logits[torch.arange(len(ids)), ids.long()] = CERTAIN
+    drawn = seeding.draw(logits, torch.full_like(ids, 0.5), temperature, *filters)
+    assert torch.equal(drawn, ids.long())
+    return drawn
+
+
+def measure_grpo(side, model):
+    from algos import grpo
+    from common import sampling
+
+    settings = {
+        "total_episodes": GROUP_EPISODES * ITERATIONS,
+        "rollout_batch_size": GROUP_EPISODES,
+        "batch_size": GROUP_EPISODES,
+        "group_size": GROUP,
+        "micro_batch_size": MICRO,
+        "kl_coef": 0.0,
+        "loss_mean": "token",
+        "max_new_tokens": LONGEST_RESPONSE,
+        "lr": LR,
+        "seed": SEED,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sampling, "uniforms", given_ids))
+        stack.enter_context(patch.object(sampling, "draw", draw_given))
+        perf, metrics = short_run(
+            grpo, side, model=str(model), dataset=group_rows(), reward=mean_id, **settings, **flags_of(side)
+        )
+    seconds = [[p[f"perf/seconds_{phase}"] for p in perf] for phase in ("rollout", "update")]
+    return grpo_figures(*seconds, *([m[key] for m in metrics] for key in ("loss/total", "optim/grad_norm")))

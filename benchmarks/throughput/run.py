@@ -1,0 +1,147 @@
+"""Measures our scripts and their peers in turn, one process a run, on a quiet CPU.
+
+    bash benchmarks/throughput/make_peer_env.sh 1.16        # once: an environment of TRL; and 1.12, 0.8.6
+    python benchmarks/throughput/run.py sft dpo             # these algorithms; without names: all
+    python benchmarks/throughput/run.py ppo --sides fp32    # these sides alone
+    python benchmarks/throughput/run.py sft --dry           # prints the commands
+
+Rows go to --results; what is there of this commit is not measured again, so a measurement that was stopped goes on.
+README.md is made from the results.csv of this folder. STEPS, ITERATIONS and FORCE are read from the environment
+(language.py, measurement.py).
+"""
+
+import argparse
+import csv
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+OURS = ("fp32", "bf16", "fp32-2-layers")  # the sides of plainrl
+SIDES = {  # sides in the order of a round, and slower settings of the peer, which are measured in the first round alone
+    "ppo": (
+        "fp32 same-flags-kept-memory 1.12-fp32-same-flags fp32-2-layers 2-layers-same-flags-kept-memory "
+        "bf16 bf16-same-flags 1.12-bf16-same-flags tuned",
+        "same-flags defaults 1.12-fp32-defaults 2-layers-tuned",
+    ),
+    "sft": ("X X-padding-free-kept-memory", "X-padding-free X-same-flags X-defaults"),
+    "reward": ("X X-defaults X-same-flags-kept-memory", "X-same-flags"),
+    "dpo": (
+        "X X-defaults X-same-flags-kept-memory X-precompute-kept-memory",
+        "X-same-flags X-precompute",
+    ),
+    "grpo": ("X X-same-flags-kept-memory", "X-same-flags X-defaults X-micro-32"),
+    "ilql": ("W-fp32 W-trlx-defaults W-bf16 W-trlx-same-flags", ""),
+    "ddpo": ("fp32 tuned same-flags-kept-memory bf16 bf16-same-flags", "same-flags defaults"),
+}
+VALUES = {"X": ("fp32", "bf16"), "W": ("walks", "gpt2")}
+REPEAT_ME = 75  # exit code of measurement.py where the hypervisor took too much
+
+
+def sides_of(algorithm, first=True):
+    """The sides of a round; first: with those that it alone has."""
+    always, once = SIDES[algorithm]
+    names = f"{always} {once}".split() if first else always.split()
+    for letter, values in VALUES.items():
+        if names[0].startswith(letter):
+            return [name.replace(letter, value, 1) for value in values for name in names]
+    return names
+
+
+def file_of(algorithm, side):
+    """The file that runs a side."""
+    if algorithm == "ilql":
+        return "trlx"
+    if side in OURS:
+        return "diffusion" if algorithm == "ddpo" else "language"
+    if side.startswith("1.12"):
+        return "trl_1_12"
+    return "trl_0_8_6" if algorithm in ("ppo", "ddpo") else "trl_1_16"
+
+
+def python_of(file):
+    """The interpreter that runs a file: that of the peer's environment, PEER_1_16 or .peers/trl-1.16 here."""
+    if not file.startswith("trl_"):
+        return sys.executable
+    version = file.removeprefix("trl_")
+    folder = os.environ.get(f"PEER_{version}", HERE / f".peers/trl-{version.replace('_', '.')}")
+    return str(Path(folder) / "bin/python")
+
+
+def commit():
+    """The commit of the code, marked where it has changes. Results and pages are no code."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    changes = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/throughput/*.csv", ":!*.md"]
+    return f"{head}-dirty" if subprocess.run(changes, cwd=ROOT).returncode else head
+
+
+def stored(results, code):
+    """{(algorithm, side, repeat)} of the runs of this code in the CSV file; with changes every run is new."""
+    if not results.exists() or code.endswith("-dirty"):
+        return set()
+    with open(results) as file:
+        rows = list(csv.DictReader(file))
+    return {(row["algorithm"], row["mode"], int(row["repeat"])) for row in rows if row["commit"] == code}
+
+
+def measure_all(algorithm, chosen, repeats, results, dry):
+    """Starts a process for each run that is not stored; one with too much steal up to three times."""
+    code = commit()
+    environment = {"OMP_NUM_THREADS": "2", "COMMIT": code} | os.environ
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment |= {"PYTHONWARNINGS": "ignore", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    plan = [(side, repeat) for repeat in range(1, repeats + 1) for side in sides_of(algorithm, repeat == 1)]
+    with tempfile.TemporaryDirectory() as model:
+        if not dry:
+            prepare = [sys.executable, __file__, algorithm, "--prepare", model]
+            subprocess.run(prepare, env=environment, check=True)
+        for side, repeat in plan:
+            if chosen and side not in chosen or (algorithm, side, repeat) in stored(results, code):
+                continue
+            command = [python_of(file_of(algorithm, side)), __file__, algorithm, "--one", side]
+            command += ["--repeat", str(repeat), "--results", str(results), "--model", model]
+            print(*command, flush=True)
+            if dry:
+                continue
+            for _ in range(3):
+                status = subprocess.run(command, env=environment).returncode
+                if status != REPEAT_ME:
+                    break
+            if status:
+                sys.exit(f"error: exit code {status}; the same command goes on from here")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help=", ".join(SIDES))
+    parser.add_argument("--sides", nargs="+", default=[], help="some of what --dry shows behind --one")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds over the sides")
+    parser.add_argument("--results", type=Path, default=ROOT / "runs/throughput.csv")
+    parser.add_argument("--dry", action="store_true", help="print the commands")
+    for name in ("--one", "--repeat", "--model", "--prepare"):  # of the commands that this one starts
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = set(options.algorithms) - set(SIDES)
+    if unknown:
+        parser.error(f"there is no {', '.join(sorted(unknown))}")
+    results = options.results.resolve()
+    results.parent.mkdir(parents=True, exist_ok=True)
+    for algorithm in options.algorithms or SIDES:
+        if options.prepare:
+            module = importlib.import_module("diffusion" if algorithm == "ddpo" else "language")
+            module.prepare(Path(options.prepare), algorithm)
+        elif options.one:
+            import measurement
+
+            module = importlib.import_module(file_of(algorithm, options.one))
+            measurement.record(results, algorithm, options.one, options.repeat, options.model, module.measure)
+        else:
+            measure_all(algorithm, options.sides, options.repeats, results, options.dry)
+
+
+if __name__ == "__main__":
+    main()

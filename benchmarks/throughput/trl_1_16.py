@@ -1,0 +1,221 @@
+"""SFTTrainer, RewardTrainer, DPOTrainer and GRPOTrainer of TRL 1.16.0 at the work of language.py, in the environment
+that `make_peer_env.sh 1.16` makes.
+
+They load the same weights. Rows and pairs are given in the order in which the scripts draw them, and the sampler is
+sequential; equal tokens are asserted. grpo: its `generate` of transformers decodes as it always does, with a processor
+of logits that leaves the given ids alone to be drawn.
+"""
+
+import functools
+import tempfile
+import time
+
+import language
+import torch
+from datasets import Dataset
+from language import BATCH, LONGEST, LR, SEED, STEPS
+from measurement import ITERATIONS
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from common.launch import fast_cpu_matmul
+
+EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
+SETTINGS = {  # flags of the trainers; without gradient checkpointing, and all but `defaults` with our matmul precision
+    "defaults": {},
+    "same-flags": EAGER,
+    "padding-free": EAGER | {"padding_free": True, "max_length": None},
+    "precompute": EAGER | {"precompute_ref_log_probs": True},
+    "micro-32": EAGER | {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1},
+}
+
+
+class Clock(TrainerCallback):
+    """Seconds from the begin to the end of every step, without loading its batch and logging."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, *args, **options):
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, *args, **options):
+        self.seconds.append(time.perf_counter() - self.begun)
+
+
+def measure(algorithm, side, model):
+    """(columns, useful GFLOP/s) of a short run. side: a precision and one of SETTINGS."""
+    precision, _, setting = side.removesuffix("-kept-memory").partition("-")
+    if setting != "defaults":
+        fast_cpu_matmul()
+    settings = {
+        "use_cpu": True,
+        "bf16": precision == "bf16",
+        "seed": SEED,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    if algorithm != "grpo":
+        settings |= {
+            "max_steps": STEPS,
+            "per_device_train_batch_size": BATCH,
+            "max_length": LONGEST,
+            "train_sampling_strategy": "sequential",
+        }
+    run = {"sft": measure_sft, "grpo": measure_grpo}.get(algorithm, functools.partial(measure_pairs, algorithm))
+    with tempfile.TemporaryDirectory() as folder:
+        return run(model, settings | {"output_dir": folder}, SETTINGS[setting])
+
+
+def logged(trainer):
+    """[losses], [gradient norms] of all steps."""
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["loss"] for entry in entries], [entry["grad_norm"] for entry in entries]
+
+
+def measure_sft(model, settings, flags):
+    texts = language.rows()
+    clock = Clock()
+    trainer = SFTTrainer(
+        str(model),
+        SFTConfig(**settings | flags),
+        train_dataset=Dataset.from_list([texts[row] for row in language.order()]),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[clock],
+    )
+    # transformers 5.23 decides by the name of the model's class, so for GPT2LMHeadModel it would count the first tokens
+    # as labels, too, and divide by 2 % more
+    trainer._loss_shifts_labels = True
+    lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
+    assert lengths == [length for step in language.step_lengths() for length in step]
+    trainer.train()
+    return language.sft_figures(clock.seconds, *logged(trainer))
+
+
+class TimedDPOTrainer(DPOTrainer):
+    """Adds up the seconds of scoring by the reference before training."""
+
+    scoring = 0.0
+
+    def compute_ref_log_probs(self, *args):
+        begun = time.perf_counter()
+        scores = super().compute_ref_log_probs(*args)
+        self.scoring += time.perf_counter() - begun
+        return scores
+
+
+def measure_pairs(algorithm, model, settings, flags):
+    texts = language.pair_rows()
+    ids = [language.pair_ids()[row] for row in language.pair_order()]
+    clock = Clock()
+    tokenizer = AutoTokenizer.from_pretrained(model, pad_token=f"w{language.PADDING}")
+    if algorithm == "dpo":
+        trainer_class, config_class = TimedDPOTrainer, DPOConfig
+        names = ("prompt_ids", "chosen_ids", "rejected_ids")
+        expected = [(prompt, chosen, rejected) for prompt, chosen, rejected in ids]
+    else:
+        trainer_class, config_class = RewardTrainer, RewardConfig
+        model = f"{model}/classifier"
+        names = ("chosen_ids", "rejected_ids")
+        expected = [(prompt + chosen, prompt + rejected) for prompt, chosen, rejected in ids]
+    trainer = trainer_class(
+        str(model),
+        args=config_class(**settings | flags),
+        train_dataset=Dataset.from_list([texts[row] for row in language.pair_order()]),
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    assert list(zip(*(trainer.train_dataset[name] for name in names), strict=True)) == expected
+    trainer.train()
+    scoring = getattr(trainer, "scoring", 0.0)
+    assert (scoring > 0) == flags.get("precompute_ref_log_probs", False)
+    return language.pair_figures(algorithm, clock.seconds, *logged(trainer), scoring)
+
+
+# ---- GRPO ------------------------------------------------------------------------------------------------------------
+
+
+class GivenIds(LogitsProcessor):
+    """Leaves nothing but the ids of the given responses to be drawn, those of all prompts side by side."""
+
+    def __init__(self):
+        given = [torch.tensor(ids) for ids in sum(language.responses(), [])]
+        self.ids = pad_sequence(given, batch_first=True, padding_value=language.END)
+        self.rows = torch.arange(language.GROUP_EPISODES)
+        self.width = max(map(len, language.group_prompts()))  # of the padded prompts
+
+    def __call__(self, input_ids, scores):
+        place = input_ids.shape[1] - self.width
+        scores[self.rows, self.ids[:, place]] = language.CERTAIN
+        return scores
+
+
+class TimedTrainer(GRPOTrainer):
+    """Keeps the seconds of each rollout."""
+
+    def __init__(self, *args, **options):
+        self.rollout_seconds = []
+        super().__init__(*args, **options)
+
+    def _generate_and_score_completions(self, inputs):
+        begun = time.perf_counter()
+        episodes = super()._generate_and_score_completions(inputs)
+        self.rollout_seconds.append(time.perf_counter() - begun)
+        return episodes
+
+
+def with_positions(model, args, inputs):
+    """Forward hook before the blocks: positions by the attention mask. TRL gives none where it scores, and without them
+    GPT-2 counts the padding to the left of a prompt; `generate` does not."""
+    if inputs.get("position_ids") is None:
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return args, inputs
+
+
+def rewards(completion_ids, place, **_):
+    """The reward of the benchmark, by TRL's names."""
+    return language.mean_id(completion_ids, place)
+
+
+def measure_grpo(model, settings, flags):
+    clock = Clock()
+    settings |= {
+        "beta": 0.0,
+        "num_iterations": 1,
+        "max_steps": ITERATIONS,
+        "num_generations": language.GROUP,
+        "per_device_train_batch_size": language.MICRO,
+        "gradient_accumulation_steps": language.GROUP_EPISODES // language.MICRO,
+        "max_completion_length": language.LONGEST_RESPONSE,
+        "shuffle_dataset": False,
+        "use_bias_correction_kl": False,
+    }
+    trainer = TimedTrainer(
+        str(model),
+        rewards,
+        args=GRPOConfig(**settings | flags),
+        train_dataset=Dataset.from_list(language.group_rows()),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[clock],
+    )
+    trainer.model.base_model.register_forward_pre_hook(with_positions, with_kwargs=True)
+    processors = LogitsProcessorList([GivenIds()])
+    trainer.model.generate = functools.partial(trainer.model.generate, logits_processor=processors)
+    trainer.train()
+    assert len(trainer.rollout_seconds) == ITERATIONS
+    update_seconds = [step - rollout for step, rollout in zip(clock.seconds, trainer.rollout_seconds, strict=True)]
+    return language.grpo_figures(trainer.rollout_seconds, update_seconds, *logged(trainer))

@@ -305,7 +305,7 @@ def test_several_evaluation_sets(monkeypatch, tiny, tmp_path):
 
 def test_adapters_go_on(build_pipeline, tiny, tmp_path):
     """A checkpoint holds them alone, and the rewards of prompts; it is refused with another base. The longer run is
-    the same from there as from the start; an evaluation of its export is its last one."""
+    the same from there as from the start."""
     flags = {"lora_r": 2, "stat_buffer_size": 3, "eval_every": 2, "eval_dataset": ROWS[:3]}
     _, short = run_ddpo(tiny, tmp_path / "short", **flags)
     saved = weights(newest(short))
@@ -321,11 +321,6 @@ def test_adapters_go_on(build_pipeline, tiny, tmp_path):
     _, more = run_ddpo(tiny, tmp_path / "more", **flags)
     assert log(more) == log(straight)[-1:] and equal(unet(more / "hf_model"), unet(straight / "hf_model"))
     assert state(more)["rewards"] == state(straight)["rewards"]
-    _, exported = run_ddpo(str(more / "hf_model"), tmp_path / "exported", eval_every=2, eval_dataset=ROWS[:3])
-    start = log(exported)[0]
-    end = log(more)[0]
-    assert start["eval/reward"] == pytest.approx(end["eval/reward"], abs=1e-3) and start["eval/reward"] != 0
-    assert start["eval/reward"] != log(short)[0]["eval/reward"]
 
 
 # ---- Numbers that are not finite -------------------------------------------------------------------------------------

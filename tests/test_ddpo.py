@@ -322,7 +322,7 @@ def test_images_do_not_depend_on_what_is_decoded_together(policy):
 def test_latents_and_guidance_are_float32_with_bfloat16_weights(policy):
     (_, latents, logprobs), _ = sample(policy, PROMPTS, dtype=torch.bfloat16)
     assert latents.dtype == logprobs.dtype == torch.float32 and not logprobs.requires_grad
-    assert not torch.equal(latents, latents.bfloat16().float())
+    assert not torch.equal(latents[:, 0], latents[:, 0].bfloat16().float())  # the noise is not rounded
     pipeline, _, embed = policy(dtype=torch.bfloat16, guidance=5.0)
     found = ddpo.predict(pipeline.unet, latents[:, 0], torch.tensor([7, 1, 3]), embed(PROMPTS), 5.0)
     assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())

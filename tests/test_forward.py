@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
-    CohereConfig,
     Gemma2Config,
     GraniteConfig,
     T5Config,
@@ -34,7 +33,6 @@ SIZES = {"vocab_size": V, "hidden_size": H, "intermediate_size": 20, "num_hidden
 SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 32, "initializer_range": 0.3, "pad_token_id": 23}
 SIZES |= {"bos_token_id": 21, "eos_token_id": 22}
 CHANGED = {  # families that change the logits of their output layer
-    "cohere": CohereConfig(**SIZES, logit_scale=0.3),
     "gemma2": Gemma2Config(**SIZES, head_dim=6, final_logit_softcapping=5.0, attn_logit_softcapping=4.0),
     "granite": GraniteConfig(**SIZES, logits_scaling=1.3),
 }
@@ -60,9 +58,8 @@ def close(a, b):
 # ---- Chunks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", [token_nll, nll_and_entropy])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 11])
+@pytest.mark.parametrize(("function", "bias"), [(token_nll, True), (nll_and_entropy, False)])
+@pytest.mark.parametrize("size", [1, 3, 5, 7])
 def test_chunks_are_the_whole(monkeypatch, function, bias, size):
     """Values and gradients of states, weights and bias, whatever the weights of the tokens in the loss. Two chunks are
     computed at once, and not again in the backward pass."""
@@ -91,19 +88,6 @@ def test_chunks_are_the_whole(monkeypatch, function, bias, size):
         close(a, b)
     again = rows[-(-N // size) :]  # in the backward pass; checkpoints come in reverse order
     assert sorted(again) == ([] if at_once else sorted(rows)[::2])
-
-
-def test_a_frozen_layer(monkeypatch):
-    """Gradients of the states alone."""
-    monkeypatch.setattr(forward, "CHUNK", 2 * V)
-    layer = nn.Linear(H, V).double().requires_grad_(False)
-    states = random(N, H).requires_grad_()
-    ids = torch.tensor([0, 3, 3, 24, 5, 9, 1])
-    gradients = []
-    for terms in (in_chunks(token_nll, layer, V, states, ids), token_nll(layer(states), ids)):
-        gradients += torch.autograd.grad(terms.sum(), states)
-    close(*gradients)
-    assert layer.weight.grad is None
 
 
 def test_gradients_are_added_up_in_float32(monkeypatch):
@@ -263,33 +247,32 @@ def test_changed_logits_stay_whole(monkeypatch, kind):
     check(monkeypatch, lm, lm, plain=False)
 
 
+SPECIAL = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23, "decoder_start_token_id": 23}
+
+
 def test_bias_of_bart_stays(monkeypatch):
     """It is added to the logits behind the output layer."""
     torch.manual_seed(0)
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sizes |= {"d_model": H, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "init_std": 0.3, "vocab_size": V}
-    ids = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23, "decoder_start_token_id": 22}
-    lm = BartForConditionalGeneration(BartConfig(**sizes, **ids)).double().eval()
+    lm = BartForConditionalGeneration(BartConfig(**sizes, **SPECIAL)).double().eval()
     lm.final_logits_bias.normal_()
     check(monkeypatch, lm, as_decoder(lm), plain=False)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_t5_is_a_plain_product(monkeypatch, tied):
+def test_t5_is_a_plain_product(monkeypatch):
     """It scales what its output layer reads, not the logits."""
     torch.manual_seed(0)
     sizes = {"d_model": H, "d_kv": 6, "d_ff": 20, "num_layers": 1, "num_heads": 2, "vocab_size": V}
-    ids = {"eos_token_id": 22, "pad_token_id": 23, "decoder_start_token_id": 23}
-    lm = T5ForConditionalGeneration(T5Config(**sizes, **ids, tie_word_embeddings=tied, dropout_rate=0.0))
+    lm = T5ForConditionalGeneration(T5Config(**sizes, **SPECIAL, tie_word_embeddings=True, dropout_rate=0.0))
     lm = as_decoder(lm.double())
     check(monkeypatch, lm, lm, plain=True)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_adapter_on_the_output_layer(monkeypatch, build_model, kind):
+def test_adapter_on_the_output_layer(monkeypatch, build_model):
     """Counts, and is trained."""
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
-    lm = peft.get_peft_model(build_model(kind, torch.float64), config).base_model.model.double()
+    lm = peft.get_peft_model(build_model("qwen3", torch.float64), config).base_model.model.double()
     assert any("lm_head.lora_A" in name for name, weight in lm.named_parameters() if weight.requires_grad)
     check(monkeypatch, lm, lm, plain=True)
 
@@ -323,16 +306,11 @@ class Wrapped(nn.Module):
         return self.module(**inputs)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "granite"])
-def test_wrapper_of_several_processes_is_called(monkeypatch, build_model, kind):
+def test_wrapper_of_several_processes_is_called(monkeypatch, build_model):
     """Else gradients would not be averaged."""
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        lm = build_model("gpt2", torch.float64)
-    else:
-        lm = AutoModelForCausalLM.from_config(CHANGED[kind], dtype=torch.float64).eval()
+    lm = build_model("gpt2", torch.float64)
     wrapper = Wrapped(lm)
-    check(monkeypatch, wrapper, lm, plain=kind == "gpt2")
+    check(monkeypatch, wrapper, lm, plain=True)
     assert wrapper.calls == 1
 
 
@@ -352,37 +330,35 @@ def test_output_layer_is_back_after_an_error(monkeypatch, build_model):
 # ---- Episodes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 99])
-@pytest.mark.parametrize(("processes", "process"), [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("size", "processes", "process"), [(2, 1, 0), (1, 2, 1), (99, 3, 2), (2, 4, 3)])
 def test_rows_are_scored_by_length_and_come_back_in_order(size, processes, process):
     """Of queries of 1 to 5 tokens and responses of 2 to 7, some with holes; 5 rows among up to 4 processes."""
     query_mask = torch.arange(5) >= torch.tensor([[4], [2], [0], [3], [1]])
     mask = torch.arange(7) < torch.tensor([[2], [7], [4], [5], [3]])
     mask[1, 2] = False
     episodes = forward.Episodes(random(5, 5), query_mask, random(5, 7), mask)
-    lengths = episodes.lengths()
-    seen = []
     share = -(-5 // processes)
     gathered = []
+    scored = []
 
     def gather(column):
         gathered.append(column)
         return torch.cat([torch.zeros(process * share, 7), column, torch.zeros(9, 7)])
 
     def score(part):
-        seen.append(part.lengths().tolist())
         assert len(part.query) <= size
+        scored.append(part.lengths().tolist())
         return {"twice": torch.where(part.response_mask, 2 * part.response, 0.0)}
 
-    accelerator = SimpleNamespace(
-        num_processes=processes, process_index=process, device=torch.device("cpu"), gather=gather
-    )
+    device = torch.device("cpu")
+    accelerator = SimpleNamespace(num_processes=processes, process_index=process, device=device, gather=gather)
     found = forward.score_all(accelerator, episodes, size, score)["twice"]
-    assert found.shape == (5, 7) and len(gathered) == 1 and len(gathered[0]) == share
+    assert found.shape == (5, 7)
     local = [min(row, 4) for row in range(process * share, process * share + share)]
     expected = torch.where(mask, 2 * episodes.response, 0.0)
-    assert torch.equal(gathered[0].double(), expected[local])
-    flat = [length for part in seen for length in part]
-    assert flat == sorted(lengths[local].tolist()) and len(seen) == -(-share // size)
+    [column] = gathered
+    assert torch.equal(column.double(), expected[local])
+    assert len(scored) == -(-share // size)
+    assert sum(scored, []) == sorted(episodes.lengths()[local].tolist())
     here = [row for row in range(5) if row // share == process]
     assert torch.equal(found[here].double(), expected[here])

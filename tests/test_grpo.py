@@ -7,18 +7,18 @@ What all scripts share (flags, layouts, kills, rows) is in the tests of all scri
 
 import itertools
 import math
-import shutil
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from test_invariants import PROMPTS, log, pad_is_eos, recorded, vowels, weights
+from helpers import NAN, close, log, recorded, same_run, tensor
+from test_invariants import PROMPTS, adamw, slow_step, vowels, weights
+from test_maths import random
 
 from algos import grpo, ppo
 from benchmarks.tasks import randomwalks
 from common import seeding
-from common.cli import InputError
 from common.models import load_model
 from common.sampling import kept_ids
 
@@ -26,23 +26,6 @@ B, R, G = 5, 7, 3
 LENGTHS = [1, 2, 4, 7, 3]
 MASK = torch.arange(R) < torch.tensor(LENGTHS)[:, None]
 KINDS = ["std", "mean", "loo"]
-MEANS = ["sequence", "token", "constant"]
-LEVELS = ["token", "sequence"]
-NAN = math.nan
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(actual, expected, tolerance=1e-12):
-    expected = torch.as_tensor(expected, dtype=torch.float64)
-    assert actual.shape == expected.shape
-    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
-
-
-def random(*shape, seed=0):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 def lazy(samples, prompts, outputs, **columns):
@@ -73,24 +56,9 @@ def run_grpo(model, run_dir, **flags):
     return grpo.main(grpo.Args(model=model, run_dir=str(run_dir), **settings | flags))
 
 
-def assert_close_runs(a, b):
-    """(metrics, run_dir) of two runs: weights to 1e-9 of the largest of each tensor, all logged metrics to 1e-9."""
-    x = weights(a[1])
-    y = weights(b[1])
-    assert x.keys() == y.keys()
-    for name in x:
-        difference = (x[name] - y[name]).abs().max() / x[name].abs().max()
-        assert difference < 1e-9, f"{name} differs by {difference:.1e}"
-    for one, two in zip(log(a[1]), log(b[1]), strict=True):
-        assert one == pytest.approx(two, rel=1e-9, abs=1e-9)
-
-
-def same_bits(a, b):
-    """Whether two runs ended with the same weights and logged the same, bit for bit."""
-    x = weights(a[1])
-    y = weights(b[1])
-    assert x.keys() == y.keys()
-    return log(a[1]) == log(b[1]) and all(torch.equal(x[name], y[name]) for name in x)
+def same_runs(a, b):
+    """(metrics, run_dir) of two runs."""
+    same_run(a[1], b[1])
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +110,7 @@ def slow_advantages(scores, group_size, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("groups", "size"), [(7, 3), (5, 11), (1, 2), (11, 2)])
+@pytest.mark.parametrize(("groups", "size"), [(7, 3), (5, 11), (1, 2)])
 def test_advantages_are_the_slow_definition(groups, size, kind):
     scores = random(groups * size) * 2 + 3
     before = scores.clone()
@@ -162,9 +130,11 @@ def test_advantages_by_hand():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, 3, 5, 7, 11])
+@pytest.mark.parametrize("size", [2, 3, 7])
 def test_a_group_of_equal_scores_is_exactly_zero(size, kind):
     """Also where the mean is rounded, as that of three times 0.1 is."""
+    rounded = torch.full((1, 3), 0.1, dtype=torch.float64)
+    assert (rounded - rounded.mean(1, keepdim=True)).any()
     values = [0.1, 1 / 3, -0.7, 1e8 + 0.1, 0.0]
     scores = torch.tensor(values, dtype=torch.float64).repeat_interleave(size)
     assert not grpo.group_advantages(scores, size, kind).any()
@@ -172,32 +142,12 @@ def test_a_group_of_equal_scores_is_exactly_zero(size, kind):
     assert grpo.group_advantages(mixed, size, kind).count_nonzero() == size
 
 
-def test_a_mean_of_equal_scores_is_rounded():
-    """Otherwise the test above would say nothing."""
-    scores = torch.full((1, 3), 0.1, dtype=torch.float64)
-    assert (scores - scores.mean(1, keepdim=True)).any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_groups_do_not_see_each_other(kind):
-    scores = random(3 * 5)
-    others = scores.clone()
-    others[5:10] = random(5, seed=1) * 100
-    a = grpo.group_advantages(scores, 5, kind)
-    b = grpo.group_advantages(others, 5, kind)
-    keep = torch.tensor([0, 1, 2, 3, 4, 10, 11, 12, 13, 14])
-    assert torch.equal(a[keep], b[keep])
-    assert not torch.equal(a[5:10], b[5:10])
-    order = torch.tensor([3, 0, 4, 1, 2])
-    close(grpo.group_advantages(scores[order], 5, kind), a[:5][order])
-
-
-def test_kinds_of_advantages_belong_together():
-    scores = random(7 * 5)
-    mean = grpo.group_advantages(scores, 5, "mean")
-    close(mean.view(7, 5).sum(1), [0.0] * 7)
-    close(grpo.group_advantages(scores, 5, "loo"), mean * 5 / 4)
-    close(grpo.group_advantages(scores * 1e6 + 3, 5, "std"), grpo.group_advantages(scores, 5, "std"), 1e-3)
+@pytest.mark.parametrize("kind", ["", "Std", "rloo"])
+def test_kinds_that_there_are_not(kind):
+    with pytest.raises(ValueError, match=f"there is no advantage {kind!r}"):
+        grpo.group_advantages(random(6), 3, kind)
+    with pytest.raises(ValueError, match=f"there is no mean {kind!r}"):
+        grpo.token_weights(torch.tensor([1, 2]), kind, 7)
 
 
 # ---- Loss ------------------------------------------------------------------------------------------------------------
@@ -221,23 +171,17 @@ def slow_loss(new, old, advantage, low, high):
     return -min(advantage * ratio, advantage * clipped)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.4), (0.4, 0.1), (0.0, 0.0)])
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.4), (0.0, 0.0)])
 def test_loss_is_the_slow_definition(low, high):
     new = random(B, R) / 2
     old = random(B, R, seed=1) / 2
     advantages = random(B, 1, seed=2)
     loss = grpo.grpo_loss(new, old, advantages, low, high)
-    expected = torch.zeros(B, R)
-    expected = expected.double()
-    for b in range(B):
-        for t in range(R):
-            expected[b, t] = slow_loss(new[b, t].item(), old[b, t].item(), advantages[b, 0].item(), low, high)
-    close(loss, expected)
-
-
-def test_loss_with_equal_ranges_is_that_of_ppo():
-    inputs = random(B, R) / 2, random(B, R, seed=1) / 2, random(B, 1, seed=2)
-    assert torch.equal(grpo.grpo_loss(*inputs, 0.2, 0.2), ppo.policy_loss(*inputs, 0.2))
+    for b, t in itertools.product(range(B), range(R)):
+        expected = slow_loss(new[b, t].item(), old[b, t].item(), advantages[b, 0].item(), low, high)
+        assert loss[b, t].item() == pytest.approx(expected, rel=1e-12)
+    if low == high:
+        assert torch.equal(loss, ppo.policy_loss(new, old, advantages, low))
 
 
 def test_sequence_means_are_the_slow_definition():
@@ -251,19 +195,6 @@ def test_sequence_means_are_the_slow_definition():
     assert torch.equal(grpo.sequence_means(torch.where(mask, x, NAN), mask), means)
 
 
-def test_the_ratio_of_a_sequence_is_the_geometric_mean():
-    """GSPO Eq. 7, and its gradient: that of each token is the ratio of the sequence over its length."""
-    old = random(B, R, seed=1)
-    new = random(B, R).requires_grad_()
-    ratio = (grpo.sequence_means(new, MASK) - grpo.sequence_means(old, MASK)).exp()
-    ratio[:, 0].sum().backward()
-    for b, length in enumerate(LENGTHS):
-        tokens = [math.exp(new[b, t].item() - old[b, t].item()) for t in range(length)]
-        expected = math.prod(tokens) ** (1 / length)
-        close(ratio[b].detach(), [expected] * R)
-        close(new.grad[b], [expected / length] * length + [0.0] * (R - length))
-
-
 def test_k3_is_that_of_ppo():
     new = random(B, R)
     ref = random(B, R, seed=1)
@@ -275,17 +206,6 @@ def test_k3_is_that_of_ppo():
     close(tiny, [5e-15], 1e-20)  # exp(x) - 1 would leave nothing but rounding
 
 
-def test_k3_is_unbiased_and_its_gradient_pulls_to_the_reference():
-    """By enumeration. The expected gradient of samples of the policy is that of KL(reference || policy)."""
-    logits = random(11).requires_grad_()
-    ref = random(11, seed=1).log_softmax(0)
-    logprobs = logits.log_softmax(0)
-    p = logprobs.detach().exp()
-    close((p * grpo.kl_k3(logprobs, ref)).sum().detach(), (p * (logprobs.detach() - ref)).sum())
-    (p * grpo.kl_k3(logprobs, ref)).sum().backward()
-    close(logits.grad, p - ref.exp())
-
-
 # ---- Weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -294,34 +214,6 @@ def test_weights_by_hand():
     close(grpo.token_weights(lengths, "sequence", 7), [1 / 3, 1 / 6, 1 / 15])
     close(grpo.token_weights(lengths, "token", 7), [1 / 8, 1 / 8, 1 / 8])
     close(grpo.token_weights(lengths, "constant", 7), [1 / 21, 1 / 21, 1 / 21])
-
-
-@pytest.mark.parametrize("loss_mean", MEANS)
-def test_weights_are_the_means(loss_mean):
-    """The weighted sum of a loss is the mean of which the help speaks, and weights of a mean sum to 1."""
-    x = random(B, R)
-    rows = [[x[b, t].item() for t in range(length)] for b, length in enumerate(LENGTHS)]
-    tokens = list(itertools.chain(*rows))
-    means = {
-        "sequence": sum(sum(row) / len(row) for row in rows) / B,
-        "token": sum(tokens) / len(tokens),
-        "constant": sum(tokens) / (B * 11),
-    }
-    found = grpo.token_weights(MASK.sum(1), loss_mean, 11)[:, None] * MASK
-    close((found * x).sum(), means[loss_mean])
-    close(found.sum(), len(tokens) / (B * 11) if loss_mean == "constant" else 1.0)
-
-
-def test_kinds_that_there_are_not():
-    for wrong in ("", "Std", "rloo"):
-        with pytest.raises(ValueError, match=f"there is no advantage {wrong!r}"):
-            grpo.group_advantages(random(6), 3, wrong)
-    for wrong in ("", "sequences", "batch"):
-        with pytest.raises(ValueError, match=f"there is no mean {wrong!r}"):
-            grpo.token_weights(torch.tensor([1, 2]), wrong, 7)
-    for flag in ("advantage_kind", "loss_mean", "ratio_level"):
-        with pytest.raises(InputError, match=f"--{flag.replace('_', '-')} nothing must be one of"):
-            args_of(**{flag: "nothing"})
 
 
 # ---- TRL -------------------------------------------------------------------------------------------------------------
@@ -401,13 +293,13 @@ REF = NEW + table(2.9, 1.3, 0.2, 0.7, 0.1)
 ADVANTAGES = tensor(1.5, -0.75, 0.5, -1.25, 2.0)
 
 
-def losses_of(monkeypatch, new, args, old=OLD, ref=REF):
+def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
     """What grpo.losses says of log-probabilities (B, R), as of a model that gives them."""
     monkeypatch.setattr(grpo, "response_logprobs", lambda *_: (new, None, None))
     ids = torch.zeros(B, R, dtype=torch.long)
     token_weights = grpo.token_weights(MASK.sum(1), args.loss_mean, args.max_new_tokens)
-    columns = {"logprobs": old, "ref_logprobs": ref}
-    episodes = grpo.Rollout(ids, ids == 0, ids, MASK, advantages=ADVANTAGES, **columns)
+    columns = {"logprobs": OLD, "ref_logprobs": REF}
+    episodes = grpo.Rollout(ids, ids == 0, ids, MASK, advantages=advantages, **columns)
     loss, sums = grpo.losses(None, episodes, token_weights, args)
     return loss, {name: total for (_, name), total in sums.items()}
 
@@ -427,10 +319,9 @@ def test_losses_are_those_of_trl(monkeypatch, golden):
 
 
 def test_the_clip_ranges_are_equal_unless_one_is_given(monkeypatch):
-    a, b = (
-        losses_of(monkeypatch, NEW, args_of(cliprange=0.1, cliprange_high=high, kl_coef=0.0))[0] for high in (None, 0.1)
-    )
-    assert torch.equal(a, b)
+    one, _ = losses_of(monkeypatch, NEW, args_of(cliprange=0.1, kl_coef=0.0))
+    both, _ = losses_of(monkeypatch, NEW, args_of(cliprange=0.1, cliprange_high=0.1, kl_coef=0.0))
+    assert torch.equal(one, both)
 
 
 def test_advantages_are_those_of_trl():
@@ -456,14 +347,13 @@ def test_advantages_are_those_of_trl():
 # ---- A micro-batch ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
 def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
     """Of the tokens that have an advantage; KLs, and losses, of all."""
     advantages = ADVANTAGES.clone()
     advantages[1] = 0
-    monkeypatch.setattr("test_grpo.ADVANTAGES", advantages)
     args = args_of(ratio_level=level, cliprange=0.1, cliprange_high=0.3, kl_coef=0.1, max_new_tokens=11)
-    _, terms = losses_of(monkeypatch, NEW, args)
+    _, terms = losses_of(monkeypatch, NEW, args, advantages)
     names = ["approxkl", "clipfrac", "ratio", "nll"]
     expected = dict.fromkeys([f"policy/{name}" for name in names], 0.0)
     expected |= {"loss/policy": 0.0, "loss/kl": 0.0, "objective/kl": 0.0, "objective/kl_k3": 0.0}
@@ -493,20 +383,20 @@ def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
 # ---- The first step --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss_mean", MEANS)
-def test_with_one_step_the_ratio_is_one_and_the_loss_minus_the_mean_advantage(
-    monkeypatch, gpt2_dir, tmp_path, loss_mean
-):
+@pytest.mark.parametrize("loss_mean", ["sequence", "token", "constant"])
+def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir, tmp_path, loss_mean):
     """Exactly one, of all tokens of all iterations: the update's own log-probabilities are compared with themselves."""
     rollouts = recorded(monkeypatch, grpo, "rollout")
     scored = recorded(monkeypatch, grpo, "all_logprobs")
     micro = recorded(monkeypatch, grpo, "losses")
     flags = {"loss_mean": loss_mean, "micro_batch_size": 5}
     _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **flags)
-    assert not scored and len(rollouts) == 2 and len(micro) == 2 * 3  # 15 of 21 rows have an advantage
+    assert not scored
+    assert len(micro) == 2 * 3  # 15 of 21 rows have an advantage
     for record, (_, batch) in zip(log(run_dir), rollouts, strict=True):
-        assert record["policy/ratio"] == 1 and record["policy/clipfrac"] == 0 and record["policy/approxkl"] == 0
-        assert "objective/kl" not in record and "loss/kl" not in record
+        assert record["policy/ratio"] == 1
+        assert record["policy/clipfrac"] == record["policy/approxkl"] == 0
+        assert record.keys().isdisjoint(["objective/kl", "loss/kl"])
         assert record["loss/total"] == record["loss/policy"]
         lengths = batch.response_mask.sum(1).tolist()
         divisors = {
@@ -595,11 +485,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
     with torch.no_grad():
         old = [logprobs_of(model, row) for row in range(21)]
         reference = [logprobs_of(ref, row) for row in range(21)]
-    optimizer = torch.optim.AdamW(
-        [{"params": [w for w in model.parameters() if w.ndim > 1], "weight_decay": 0.1},
-         {"params": [w for w in model.parameters() if w.ndim < 2], "weight_decay": 0.0}],
-        betas=(0.9, 0.95), eps=1e-6, foreach=False,
-    )  # fmt: skip
+    optimizer = adamw(model, 0.1, betas=(0.9, 0.95), eps=1e-6)
     steps = []
     for epoch in range(2):
         order = seeding.rng(1, "minibatches", 1, epoch).permutation(21)
@@ -624,15 +510,8 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
                 loss = loss + tokens.sum() / total_length
             else:
                 loss = loss + tokens.sum() / (7 * 11)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.cat([w.grad.flatten() for w in model.parameters()]).norm()
-        for weight in model.parameters():
-            weight.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * (1 - number / 6)
-        optimizer.step()
-    assert metrics["optim/grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+        norm = slow_step(model, optimizer, loss, 1e-2 * (1 - number / 6), 0.5)
+    assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-6)
     after = weights(run_dir)
     for name, weight in model.named_parameters():
         torch.testing.assert_close(after[f"model.{name}"], weight.detach(), rtol=1e-7, atol=1e-8)
@@ -646,8 +525,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
     assert metrics["policy/clipfrac"] > 0.05
 
 
-@pytest.mark.parametrize("loss_mean", MEANS)
-@pytest.mark.parametrize("batch_size", [21, 7])
+@pytest.mark.parametrize(("loss_mean", "batch_size"), [("sequence", 21), ("token", 7), ("constant", 7)])
 def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_path, loss_mean, batch_size):
     flags = {"loss_mean": loss_mean, "batch_size": batch_size, "micro_batch_size": 5}
     micro = recorded(monkeypatch, grpo, "losses")
@@ -659,7 +537,7 @@ def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_pa
     micro.clear()
     whole = run_grpo(gpt2_dir, tmp_path / "whole", **flags)
     assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
-    assert_close_runs(short, whole)
+    same_runs(short, whole)
 
 
 def test_rows_without_an_advantage_stay_where_there_is_a_kl(monkeypatch, gpt2_dir, tmp_path):
@@ -668,60 +546,25 @@ def test_rows_without_an_advantage_stay_where_there_is_a_kl(monkeypatch, gpt2_di
     assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
 
 
-@pytest.mark.parametrize("size", [1, 3, 64])
-def test_micro_batches_change_nothing(plain, plain_kl, gpt2_dir, ref_dir, tmp_path, size):
-    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "plain", micro_batch_size=size), plain)
-    flags = MANY_STEPS | {"micro_batch_size": size, "ref_model": ref_dir}
-    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "kl", **flags), plain_kl)
-
-
-def test_padding_tokens_and_sides_change_nothing(plain, plain_kl, letters, gpt2_dir, ref_dir, tmp_path):
-    letters.padding_side = "right"
-    flags = {"tokenizer": pad_is_eos(letters)}
-    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "plain", **flags), plain)
-    flags |= {"ref_model": ref_dir, **MANY_STEPS}
-    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "kl", **flags), plain_kl)
-
-
-def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain, plain_kl, gpt2_dir, ref_dir, tmp_path):
-    """Two columns more on both sides of what is sampled; wherever no mask counts, random ids and, instead of
-    log-probabilities, NaN."""
-    dirty_rows = []
-    generate_all = grpo.generate_all
+def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain_kl, gpt2_dir, ref_dir, tmp_path):
+    """NaN in place of log-probabilities; other ids are in test_layout.py."""
     score = grpo.all_logprobs
-
-    def dirty(ids, mask):
-        noise = torch.randint(0, 21, ids.shape, generator=torch.Generator().manual_seed(len(dirty_rows)))
-        dirty_rows.append(int((~mask).sum()))
-        return torch.where(mask, ids, noise)
-
-    def dirty_rollouts(*args, **options):
-        query, query_mask, response, response_mask = generate_all(*args, **options)
-        pad = torch.nn.functional.pad
-        query_mask = pad(query_mask, (2, 0))
-        query = dirty(pad(query, (2, 0)), query_mask)
-        response_mask = pad(response_mask, (0, 2))
-        return query, query_mask, dirty(pad(response, (0, 2)), response_mask), response_mask
+    masked = []
 
     def dirty_score(accelerator, model, batch, args):
+        masked.append(int((~batch.response_mask).sum()))
         return torch.where(batch.response_mask, score(accelerator, model, batch, args), NAN)
 
-    monkeypatch.setattr(grpo, "generate_all", dirty_rollouts)
     monkeypatch.setattr(grpo, "all_logprobs", dirty_score)
-    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "plain"), plain)
-    assert_close_runs(run_grpo(gpt2_dir, tmp_path / "kl", ref_model=ref_dir, **MANY_STEPS), plain_kl)
-    assert len(dirty_rows) == 8 and min(dirty_rows) > 42
+    same_runs(run_grpo(gpt2_dir, tmp_path / "kl", ref_model=ref_dir, **MANY_STEPS), plain_kl)
+    assert len(masked) == 4
+    assert min(masked) > 21
 
 
 def test_with_one_step_ratios_of_sequences_are_those_of_tokens(plain, gpt2_dir, tmp_path):
     """Both are 1, and the gradient of a mean over a response that all its tokens have is that of the tokens."""
     found = run_grpo(gpt2_dir, tmp_path / "run", ratio_level="sequence", cliprange=3e-4, cliprange_high=4e-4)
-    assert_close_runs(found, plain)
-
-
-def test_with_more_steps_they_are_not(plain_kl, gpt2_dir, ref_dir, tmp_path):
-    found, _ = run_grpo(gpt2_dir, tmp_path / "run", ratio_level="sequence", ref_model=ref_dir, **MANY_STEPS)
-    assert abs(found["policy/approxkl"] - plain_kl[0]["policy/approxkl"]) > 1e-4
+    same_runs(found, plain)
 
 
 # ---- The reference ---------------------------------------------------------------------------------------------------
@@ -731,27 +574,10 @@ def test_without_a_kl_there_is_no_reference(monkeypatch, plain, gpt2_dir, tmp_pa
     """Neither loaded nor copied nor asked."""
     for name in ("make_reference", "kl_k3"):
         monkeypatch.delattr(grpo, name)
-    assert same_bits(run_grpo(gpt2_dir, tmp_path / "run"), plain)
-
-
-def test_the_kl_pulls_to_the_reference(gpt2_dir, ref_dir, tmp_path):
-    """With rewards that teach nothing, all that moves the policy is the KL, which falls."""
-    flags = {"reward": constant, "ref_model": ref_dir, "kl_coef": 1.0, "total_episodes": 21 * 30, "lr": 1e-2}
-    _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", dtype="float32", **flags)
-    kls = [record["objective/kl_k3"] for record in log(run_dir)]
-    assert kls[0] > 3 and np.mean(kls[-5:]) < kls[0] / 3, kls
-    for record in log(run_dir):
-        assert record["groups/equal"] == 1 and record["loss/policy"] == 0
-        assert "policy/ratio" not in record and record["loss/total"] == pytest.approx(record["loss/kl"])
-
-
-def test_the_kl_holds_the_policy(gpt2_dir, tmp_path):
-    flags = {"reward": vowels, "total_episodes": 21 * 12, "lr": 3e-2, "dtype": "float32"}
-    kls = []
-    for kl_coef in (1e-9, 3.0):
-        _, run_dir = run_grpo(gpt2_dir, tmp_path / f"{kl_coef}", kl_coef=kl_coef, **flags)
-        kls.append(np.mean([record["objective/kl_k3"] for record in log(run_dir)[-4:]]))
-    assert kls[1] < kls[0] / 3, kls
+    metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run")
+    assert metrics == plain[0]
+    expected = weights(plain[1])
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(run_dir).items())
 
 
 # ---- Groups ----------------------------------------------------------------------------------------------------------
@@ -771,7 +597,8 @@ def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
 
 
 def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
-    """Of different responses, which the reward sees with the columns of their row."""
+    """The next five prompts of the stream, three different responses each, which the reward sees with the columns of
+    their row."""
     rows = [{"prompt": p, "number": n} for n, p in enumerate(PROMPTS)]
     seen = []
 
@@ -780,20 +607,19 @@ def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
         return [float(n) + 0.01 * len(o) for n, o in zip(number, outputs, strict=True)]
 
     rollouts = recorded(monkeypatch, grpo, "rollout")
-    run_grpo(gpt2_dir, tmp_path / "run", dataset=rows, reward=reward)
-    for iteration, ((*_, rows_of_batch, given, _, _, _), batch) in enumerate(rollouts):
-        places = seeding.stream_rows(1, "data", 7, 7 * iteration, 7)
-        assert sorted(places) == list(range(7))
+    flags = {"dataset": rows, "reward": reward, "rollout_batch_size": 15, "batch_size": 15, "total_episodes": 45}
+    run_grpo(gpt2_dir, tmp_path / "run", **flags)
+    places = np.repeat(seeding.stream_rows(1, "data", 7, 0, 15), G).reshape(3, 15).tolist()
+    for numbers, (prompts, shown), (arguments, batch) in zip(places, seen, rollouts, strict=True):
+        *_, rows_of_batch, given, _, _, _ = arguments
+        assert rows_of_batch == [rows[n] for n in numbers]
+        assert shown == numbers
+        assert prompts == [PROMPTS[n] for n in numbers]
+        assert [math.floor(score) for score in batch.scores.tolist()] == numbers
         queries = kept_ids(batch.query, batch.query_mask)
-        assert len(queries) == 7 * G and queries == given
-        for number, score in enumerate(batch.scores.tolist()):
-            place = places[number // G]
-            assert rows_of_batch[number] == rows[place] and math.floor(score) == place
-            assert queries[number] == queries[number - number % G]
-        texts = {*zip(map(tuple, queries), map(tuple, kept_ids(batch.response, batch.response_mask)), strict=True)}
-        assert len(texts) > 7 + 4
-        prompts, numbers = seen[iteration]
-        assert prompts == [PROMPTS[n] for n in numbers] and numbers == np.repeat(places, G).tolist()
+        assert queries == given == [randomwalks.tokenizer()(prompt)["input_ids"] for prompt in prompts]
+        responses = kept_ids(batch.response, batch.response_mask)
+        assert len({*zip(numbers, map(tuple, responses), strict=True)}) > 5 + 3
 
 
 def test_lists_of_a_number_per_token_are_summed(monkeypatch, gpt2_dir, tmp_path):
@@ -807,21 +633,10 @@ def test_lists_of_a_number_per_token_are_summed(monkeypatch, gpt2_dir, tmp_path)
     run_grpo(gpt2_dir, tmp_path / "run", reward=mixed, total_episodes=21)
     [(_, batch)] = rollouts
     responses = kept_ids(batch.response, batch.response_mask)
+    assert max(map(len, responses)) > 1
     for row, (ids, score) in enumerate(zip(responses, batch.scores.tolist(), strict=True)):
         expected = sum(ids) + 0.5 * len(ids) if row % 2 else 7
         assert score == pytest.approx(expected)
-    assert any(len(ids) > 1 for ids in responses)
-
-
-def test_a_run_takes_each_prompt_of_the_stream_once(monkeypatch, gpt2_dir, tmp_path):
-    rows = [{"prompt": p} for p in PROMPTS]
-    rollouts = recorded(monkeypatch, grpo, "rollout")
-    flags = {"dataset": rows, "rollout_batch_size": 15, "batch_size": 15, "total_episodes": 45}
-    run_grpo(gpt2_dir, tmp_path / "run", **flags)
-    taken = []
-    for (*_, rows_of_batch, _, _, _, _), _ in rollouts:
-        taken += rows_of_batch[::G]
-    assert taken == [rows[n] for n in seeding.stream_rows(1, "data", 7, 0, 15)]
 
 
 def test_a_prompt_that_comes_again_gets_other_responses(monkeypatch, gpt2_dir, tmp_path):
@@ -834,94 +649,19 @@ def test_a_prompt_that_comes_again_gets_other_responses(monkeypatch, gpt2_dir, t
         assert equal < 7
 
 
-def test_a_run_that_is_made_longer_goes_on_in_the_stream(gpt2_dir, tmp_path):
-    """From the checkpoint of a shorter one, to the prompts, weights and metrics of a run that was as long at once."""
-    whole = run_grpo(gpt2_dir, tmp_path / "whole", total_episodes=84, save_every=1)
-    shutil.copytree(tmp_path / "whole", tmp_path / "part")
-    [checkpoint] = (tmp_path / "part/checkpoints").glob("step_*3")
-    part = run_grpo(gpt2_dir, tmp_path / "new", total_episodes=84, resume=str(checkpoint), save_every=1)
-    assert log(part[1]) == log(whole[1])[3:]
-    x = weights(part[1])
-    assert all(torch.equal(weight, x[name]) for name, weight in weights(whole[1]).items())
-
-
-# ---- Errors ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"group_size": 1}, "--group-size 1 must be at least 2"),
-        ({"group_size": 3}, "--rollout-batch-size 512 must be a multiple of --group-size 3"),
-        ({"batch_size": 7}, "--rollout-batch-size 512 must be a multiple of --batch-size 7"),
-        ({"batch_size": 1024}, "--rollout-batch-size 512 must be a multiple of --batch-size 1024"),
-        ({"total_episodes": 513}, "--total-episodes 513 must be a multiple of --rollout-batch-size 512"),
-        ({"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
-        ({"num_layers_unfrozen": 0}, "--num-layers-unfrozen 0 leaves nothing to train"),
-        ({"cliprange": -0.1}, "--cliprange -0.1"),
-        ({"kl_coef": -0.1}, "--kl-coef -0.1"),
-        ({"temperature": 0.0}, "--temperature 0"),
-        ({"reward": None}, "--reward"),
-    ],
-    ids=str,
-)
-def test_flags_that_do_not_fit(flags, message):
-    with pytest.raises(InputError, match=message.replace(".", "[.]")):
-        args_of(**flags)
-
-
-def test_all_flags_that_do_not_fit_are_named_at_once():
-    with pytest.raises(InputError) as error:
-        args_of(group_size=1, batch_size=7, num_layers_unfrozen=0)
-    for flag in ("--group-size 1", "--batch-size 7", "--num-layers-unfrozen 0"):
-        assert flag in str(error.value)
-
-
-def test_rewards_of_a_wrong_length(gpt2_dir, tmp_path):
-    def short(samples, **columns):
-        return [1.0] * (len(samples) - 1)
-
-    def ragged(output_ids, **columns):
-        return [[1.0] * (len(ids) + 1) for ids in output_ids]
-
-    with pytest.raises(InputError, match="returned 20 values, expected a list of 21 numbers"):
-        run_grpo(gpt2_dir, tmp_path / "short", reward=short)
-    with pytest.raises(InputError, match="expected a finite number, or one for each of the"):
-        run_grpo(gpt2_dir, tmp_path / "ragged", reward=ragged)
-
-
 # ---- Learning --------------------------------------------------------------------------------------------------------
-
-WALKS = "benchmarks/tasks/randomwalks.py"
-DATA_LEVEL = 0.33
-
-
-def learn(run_dir, reward=f"{WALKS}:reward", **flags):
-    """Mean optimality of walks before and after 6 steps of 256 episodes, unless flags say otherwise."""
-    settings = {
-        "model": f"{WALKS}:base_model", "dataset": f"{WALKS}:prompts", "eval_dataset": f"{WALKS}:eval_prompts",
-        "metric": f"{WALKS}:metric", "total_episodes": 1536, "batch_size": 256, "rollout_batch_size": 256,
-        "micro_batch_size": 128, "decode_batch_size": 1024, "max_new_tokens": 9, "lr": 6e-4, "kl_coef": 0.0,
-        "adam_betas": (0.9, 0.95), "attn_implementation": "eager", "eval_every": 1000, "save_every": 0, "threads": 1,
-    }  # fmt: skip
-    grpo.main(grpo.Args(reward=reward, run_dir=str(run_dir), **settings | flags))
-    return [record["eval/optimality"] for record in log(run_dir) if "eval/optimality" in record]
 
 
 def test_it_learns(tmp_path):
-    before, after = learn(tmp_path / "run")
-    assert abs(before - DATA_LEVEL) < 0.05 and after > 0.8
-
-
-def test_it_learns_from_the_rewards_alone(tmp_path):
-    """Scores that belong to other samples teach nothing."""
-    calls = []
-
-    def shuffled(samples, prompts, outputs, **columns):
-        calls.append(len(samples))
-        scores = randomwalks.reward(samples, prompts, outputs)
-        order = np.random.default_rng(len(calls)).permutation(len(scores))
-        return [scores[place] for place in order]
-
-    before, after = learn(tmp_path / "run", shuffled)
-    assert after < before + 0.1
+    """Mean optimality of walks before and after 6 steps of 256 episodes."""
+    walks = "benchmarks/tasks/randomwalks.py"
+    flags = {
+        "model": f"{walks}:base_model", "dataset": f"{walks}:prompts", "eval_dataset": f"{walks}:eval_prompts",
+        "reward": f"{walks}:reward", "metric": f"{walks}:metric", "total_episodes": 1536, "batch_size": 256,
+        "rollout_batch_size": 256, "micro_batch_size": 128, "max_new_tokens": 9, "lr": 6e-4, "kl_coef": 0.0,
+        "adam_betas": (0.9, 0.95), "attn_implementation": "eager", "eval_every": 1000, "save_every": 0, "threads": 1,
+    }  # fmt: skip
+    _, run_dir = grpo.main(grpo.Args(run_dir=str(tmp_path / "run"), **flags))
+    before, after = [record["eval/optimality"] for record in log(run_dir) if "eval/optimality" in record]
+    assert abs(before - 0.33) < 0.05  # that of the data
+    assert after > 0.8

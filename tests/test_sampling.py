@@ -11,78 +11,54 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from transformers import AutoModelForSeq2SeqLM
+from helpers import BOS, EOS, PAD
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from algos import ilql, ppo
+from algos import ppo
 from common import sampling
 from common.cli import from_task
 from common.models import as_decoder, load_model
-from common.sampling import (
-    decode,
-    end_of_rows,
-    generate_all,
-    has_ended,
-    sample,
-    stopped,
-    text_arguments,
-    with_room,
-)
+from common.sampling import decode, end_of_rows, generate_all, has_ended, sample, stopped, text_arguments, with_room
 from common.seeding import draw
 from common.seeding import uniforms as keyed_uniforms
 
-BOS, EOS, PAD = 21, 22, 23
 GRID = 4001
-T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 2, "num_heads": 3, "relative_attention_num_buckets": 6}
-T5 |= {"relative_attention_max_distance": 9, "decoder_start_token_id": PAD}
-BART = {"d_model": 12, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 20}
-BART |= {"decoder_attention_heads": 3, "decoder_ffn_dim": 28, "max_position_embeddings": 32, "forced_eos_token_id": EOS}
-BART |= {"decoder_start_token_id": EOS}
-ENCODER_DECODERS = {"t5": (tf.T5Config, T5), "bart": (tf.BartConfig, BART)}
 LENGTHS = 5, 1, 3, 7, 2, 4, 1
-
-
-def build_encoder_decoder(name):
-    config, settings = ENCODER_DECODERS[name]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = config(vocab_size=25, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, **settings)
-        lm = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float64)
-        for parameter_name, weight in lm.named_parameters():
-            if weight.ndim > 1:
-                weight.data.normal_(0, 1 if "shared" in parameter_name else 0.5)
-    return as_decoder(lm.eval())
-
-
-WINDOWS = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
-WINDOWS |= {"num_key_value_heads": 1, "head_dim": 6, "max_position_embeddings": 32, "sliding_window": 4}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
-HYBRID = WINDOWS | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 1}
-MINIMAX = WINDOWS | {"layer_types": ["full_attention", "linear_attention"], "block_size": 4, "num_local_experts": 2}
+SIZES = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "head_dim": 6, "max_position_embeddings": 32}
+MIXED = SIZES | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+HYBRID = SIZES | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 1}
+MINIMAX = SIZES | {"layer_types": ["full_attention", "linear_attention"], "block_size": 4, "num_local_experts": 2}
+T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 2, "num_heads": 3, "relative_attention_num_buckets": 6}
 OTHERS = {
-    "mistral": (tf.MistralConfig, WINDOWS),
-    "gemma3": (tf.Gemma3TextConfig, WINDOWS | MIXED),
-    "lfm2": (tf.Lfm2Config, {name: value for name, value in HYBRID.items() if name != "sliding_window"}),
+    "mistral": (tf.MistralConfig, SIZES | {"sliding_window": 4}),
+    "gemma3": (tf.Gemma3TextConfig, MIXED),
+    "lfm2": (tf.Lfm2Config, HYBRID),
     "mamba": (tf.MambaConfig, {"hidden_size": 12, "num_hidden_layers": 2, "state_size": 5}),
     "minimax": (tf.MiniMaxConfig, MINIMAX),
+    "t5": (tf.T5Config, T5 | {"relative_attention_max_distance": 9, "decoder_start_token_id": PAD}),
 }
 
 
 def build_any(kind, build_model):
     """A random model in float64 of any kind of cache: full, windows, convolutions, encoder-decoder."""
-    if kind in ENCODER_DECODERS:
-        return build_encoder_decoder(kind)
     if kind not in OTHERS:
         return build_model(kind, torch.float64)
     config, settings = OTHERS[kind]
     tokens = {"vocab_size": 25, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    auto = tf.AutoModelForSeq2SeqLM if kind == "t5" else tf.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = config(**settings, **tokens, initializer_range=0.5)
-        lm = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-        if kind == "minimax":
-            lm.set_experts_implementation("eager")  # torch's grouped products have no float64
-        return lm.eval()
+        lm = auto.from_config(config(**tokens, **settings, initializer_range=0.5), dtype=torch.float64)
+        if kind == "t5":
+            for name, weight in lm.named_parameters():
+                if weight.ndim > 1:
+                    weight.data.normal_(0, 1 if "shared" in name else 0.5)
+    if kind == "minimax":
+        lm.set_experts_implementation("eager")  # torch's grouped products have no float64
+    if kind == "t5":
+        return as_decoder(lm.eval())
+    return lm.eval()
 
 
 def grid(n=GRID):
@@ -91,20 +67,20 @@ def grid(n=GRID):
 
 def drawn(logits, *options, uniforms=None):
     """Ids that `draw` gives over a grid of uniforms, and the frequency of each token."""
-    uniforms = grid() if uniforms is None else uniforms
+    if uniforms is None:
+        uniforms = grid()
     ids = draw(logits.expand(len(uniforms), -1), uniforms, *options)
     return ids, torch.bincount(ids, minlength=logits.shape[-1]).double() / len(uniforms)
 
 
-def some_logits(n=11, seed=0):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=n) * 2)
+LOGITS = torch.from_numpy(np.random.default_rng(0).normal(size=11) * 2)
 
 
-def prompts(*lengths, pad=PAD):
+def prompts(*lengths):
     """Left-padded queries of these lengths and their mask."""
     width = max(lengths)
     random = np.random.default_rng(0)
-    ids = [[pad] * (width - n) + random.integers(0, 21, n).tolist() for n in lengths]
+    ids = [[PAD] * (width - n) + random.integers(0, 21, n).tolist() for n in lengths]
     return torch.tensor(ids), torch.arange(width) >= width - torch.tensor(lengths)[:, None]
 
 
@@ -119,76 +95,62 @@ def rows_of(ids, mask):
 # ---- One token -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
 def test_draws_follow_softmax(temperature):
     """Over an even grid, the count of a token differs from its probability by less than one."""
-    logits = some_logits()
-    ids, frequency = drawn(logits, temperature)
-    assert (frequency - (logits / temperature).softmax(-1)).abs().max() < 1 / GRID
+    ids, frequency = drawn(LOGITS, temperature)
+    assert (frequency - (LOGITS / temperature).softmax(-1)).abs().max() < 1 / GRID
     assert (ids.diff() >= 0).all()  # inverse CDF: in the order of the vocabulary
 
 
-def test_each_row_has_its_own_uniform():
-    logits = torch.stack([some_logits(seed=seed) for seed in range(5)])
-    u = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.7], dtype=torch.float64)
-    together = draw(logits, u, 0.7)
-    alone = [draw(logits[i : i + 1], u[i : i + 1], 0.7)[0] for i in range(5)]
-    assert together.tolist() == alone
-
-
-@pytest.mark.parametrize("allowed", [[0], [10], [4], [0, 10], [3, 4, 7], list(range(1, 10))])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("allowed", [[0], [10], [0, 10], [3, 4, 7]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zero_probability_is_never_drawn(allowed, dtype):
     """Neither at the edges of [0, 1) nor anywhere else; zeros lead, trail, and lie between."""
     logits = torch.full((11,), -math.inf, dtype=dtype)
-    logits[allowed] = some_logits()[allowed].to(dtype)
+    logits[allowed] = LOGITS[allowed].to(dtype)
     edges = torch.tensor([0.0, 5e-324, 2**-53, 0.5, 1 - 2**-24, np.nextafter(1.0, 0.0)], dtype=torch.float64)
     for options in ((0.7,), (1.0, 5), (1.0, 0, 0.9), (0.3, 3, 0.5)):
         ids, _ = drawn(logits, *options, uniforms=torch.cat([edges, grid(101)]))
         assert set(ids.tolist()) <= set(allowed)
-    edge_ids, _ = drawn(logits, 1.0, uniforms=edges[[0, -1]])
-    assert edge_ids.tolist() == [min(allowed), max(allowed)]
+    ids, _ = drawn(logits, 1.0, uniforms=edges[[0, -1]])
+    assert ids.tolist() == [min(allowed), max(allowed)]
 
 
 def test_the_last_cumulative_value_is_the_scale():
     """300 probabilities of 1/300 do not sum to 1 in float64, nor does the grid's last point fall beyond the last."""
     for n in (3, 7, 300, 1001):
-        ids, frequency = drawn(torch.zeros(n), 1.0, uniforms=torch.tensor([np.nextafter(1.0, 0.0)] * 3))
+        ids, _ = drawn(torch.zeros(n), 1.0, uniforms=torch.tensor([np.nextafter(1.0, 0.0)] * 3))
         assert ids.tolist() == [n - 1] * 3
 
 
-def test_temperature_zero_is_the_argmax():
-    logits = some_logits()
-    ids, _ = drawn(logits, 0, uniforms=torch.tensor([0.0, 0.5, np.nextafter(1.0, 0.0)]))
-    assert ids.tolist() == [int(logits.argmax())] * 3
-    ids, _ = drawn(logits, 1e-4)
-    assert set(ids.tolist()) == {int(logits.argmax())}
+@pytest.mark.parametrize("temperature", [0, 1e-4])
+def test_temperature_zero_is_the_argmax(temperature):
+    ids, _ = drawn(LOGITS, temperature)
+    assert set(ids.tolist()) == {int(LOGITS.argmax())}
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-@pytest.mark.parametrize("k", [1, 3, 10, 11, 50])
+@pytest.mark.parametrize(("k", "temperature"), [(1, 0.7), (3, 0.7), (3, 1.3), (11, 0.7), (50, 0.7)])
 def test_top_k_keeps_the_likeliest(k, temperature):
-    logits = some_logits()
-    kept = logits.argsort(descending=True)[:k]
+    kept = LOGITS.argsort(descending=True)[:k]
     expected = torch.zeros(11, dtype=torch.float64)
-    expected[kept] = (logits[kept] / temperature).softmax(-1)
-    assert (drawn(logits, temperature, k)[1] - expected).abs().max() < 1 / GRID
+    expected[kept] = (LOGITS[kept] / temperature).softmax(-1)
+    assert (drawn(LOGITS, temperature, k)[1] - expected).abs().max() < 1 / GRID
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-@pytest.mark.parametrize("p", [1e-9, 0.3, 0.6, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize(("p", "temperature"), [(1e-9, 0.7), (0.6, 0.7), (0.6, 1.3), (0.999, 0.7), (1.0, 0.7)])
 def test_top_p_keeps_the_smallest_set(p, temperature):
     """By hand: the likeliest first, until their probability, at this temperature, reaches p."""
-    logits = some_logits()
-    probs = (logits / temperature).softmax(-1)
-    kept, total = [], 0.0
+    probs = (LOGITS / temperature).softmax(-1)
+    kept = []
+    total = 0.0
     for token in probs.argsort(descending=True).tolist():
         if total < p:
             kept.append(token)
             total += float(probs[token])
     expected = torch.zeros(11, dtype=torch.float64)
     expected[kept] = probs[kept] / total
-    assert (drawn(logits, temperature, 0, p)[1] - expected).abs().max() < 1 / GRID
+    assert (drawn(LOGITS, temperature, 0, p)[1] - expected).abs().max() < 1 / GRID
 
 
 def test_top_k_comes_before_top_p():
@@ -199,6 +161,30 @@ def test_top_k_comes_before_top_p():
 
 
 # ---- Responses -------------------------------------------------------------------------------------------------------
+
+
+def slow_draw(logits, u, temperature, top_k, top_p):
+    """A token from a list of logits, by the inverse CDF in the order of the vocabulary."""
+    if temperature == 0:
+        return logits.index(max(logits))
+    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
+    likeliest = sorted(range(len(weights)), key=lambda token: -weights[token])
+    if top_k:
+        for token in likeliest[top_k:]:
+            weights[token] = 0.0
+    total = sum(weights)
+    before = 0.0
+    for token in likeliest:
+        weight = weights[token]
+        if before >= top_p * total:
+            weights[token] = 0.0
+        before += weight
+    target = u * sum(weights)
+    token = 0
+    while target >= weights[token]:
+        target -= weights[token]
+        token += 1
+    return token
 
 
 @torch.no_grad()
@@ -212,22 +198,7 @@ def slow_sample(lm, query, row_uniforms, ends, temperature=1.0, top_k=0, top_p=1
         else:
             whole = torch.tensor([query + ids])
             output = lm(whole, attention_mask=torch.ones_like(whole))
-        logits = output.logits[0, -1].double().tolist()
-        if temperature == 0:
-            ids.append(logits.index(max(logits)))
-        else:
-            threshold = sorted(logits)[-top_k] if top_k else -math.inf
-            weights = [math.exp((x - max(logits)) / temperature) if x >= threshold else 0.0 for x in logits]
-            total, before = sum(weights), 0.0
-            for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
-                weight = weights[place]
-                if before >= top_p * total:
-                    weights[place] = 0.0
-                before += weight
-            target, token = u * sum(weights), 0
-            while target >= weights[token]:
-                target, token = target - weights[token], token + 1
-            ids.append(token)
+        ids.append(slow_draw(output.logits[0, -1].double().tolist(), u, temperature, top_k, top_p))
         if ids[-1] in ends:
             break
     return ids
@@ -240,15 +211,16 @@ def common_token(lm, query, mask, u):
     return int((rows - len(ids) / 2).abs().argmin())
 
 
-def check(lm, eos=None, query_pad=PAD, **options):
+def check(lm, eos=None, **options):
     """sample is the slow loop; returns its ids and mask. eos: by default a frequent token."""
-    (query, mask), u = prompts(*LENGTHS, pad=query_pad), uniforms(7, 11)
+    query, mask = prompts(*LENGTHS)
+    u = uniforms(7, 11)
     eos = common_token(lm, query, mask, u) if eos is None else eos
-    ids, response_mask = sample(lm, query, mask, u, [eos], query_pad, **options)
-    responses = rows_of(ids, response_mask)
-    queries = rows_of(query, mask)
-    assert responses == [slow_sample(lm, queries[i], u[i], [eos], **options) for i in range(7)]
-    assert (ids[~response_mask] == query_pad).all() and ids.shape == response_mask.shape == (7, 11)
+    ids, response_mask = sample(lm, query, mask, u, [eos], PAD, **options)
+    expected = [slow_sample(lm, row, u[i], [eos], **options) for i, row in enumerate(rows_of(query, mask))]
+    assert rows_of(ids, response_mask) == expected
+    assert (ids[~response_mask] == PAD).all()
+    assert ids.shape == response_mask.shape == (7, 11)
     return ids, response_mask
 
 
@@ -262,74 +234,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", *ENCODER_DECODERS])
-def test_tokens_are_those_of_the_slow_loop(build_model, kind, options):
-    _, response_mask = check(build_any(kind, build_model), **options)
+def test_tokens_are_those_of_the_slow_loop(build_model, options):
+    _, response_mask = check(build_model(dtype=torch.float64), **options)
     lengths = response_mask.sum(1)
     assert options or (len(lengths.unique()) > 2 and lengths.max() == 11)  # rows left at different times, one never
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mistral", "lfm2", "t5"])
-def test_greedy_tokens_are_those_of_generate(build_model, kind):
-    lm = build_any(kind, build_model)
-    query, mask = prompts(*LENGTHS)
-    ids, response_mask = sample(lm, query, mask, uniforms(7, 11), [EOS], PAD, 0)
-    for row, prompt in enumerate(rows_of(query, mask)):
-        prompt = torch.tensor([prompt])
-        attention = torch.ones_like(prompt)
-        whole = lm.generate(prompt, attention_mask=attention, do_sample=False, max_new_tokens=11, pad_token_id=PAD)[0]
-        begin = 1 if kind == "t5" else prompt.shape[1]
-        assert ids[row, response_mask[row]].tolist() == whole[begin:].tolist()
-
-
-def test_a_row_does_not_depend_on_the_others(build_model, family):
-    model = build_model(family, torch.float64)
-    (query, mask), u = prompts(5, 1, 3, 7, 2), uniforms(5, 11)
-    eos = common_token(model, query, mask, u)
-    together = rows_of(*sample(model, query, mask, u, [eos], PAD, 0.7))
-    for i in range(5):
-        bare = query[i : i + 1, mask[i]]
-        alone = sample(model, bare, torch.ones_like(bare, dtype=torch.bool), u[i : i + 1], [eos], PAD, 0.7)
-        assert rows_of(*alone) == together[i : i + 1]
-    order = [3, 0, 4]
-    assert rows_of(*sample(model, query[order], mask[order], u[order], [eos], PAD, 0.7)) == [together[i] for i in order]
-
-
-def forget(module, inputs, output):
-    """Forward hook: the model returns no cache."""
-    output.past_key_values = None
-
-
-class OtherCache(DynamicCache):
-    """As MiniMax's: rows cannot leave it."""
-
-    def reorder_cache(self, rows):
-        raise AssertionError("rows do not leave it")
-
-
-def replace(module, inputs, output):
-    """Forward hook: the model returns a cache of its own kind."""
-    output.past_key_values = OtherCache()
-
-
-@pytest.mark.parametrize("hook", [forget, replace])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "t5"])
-def test_without_a_cache_rows_are_read_again(build_model, kind, hook):
-    lm = build_any(kind, build_model)
-    (query, mask), u = prompts(*LENGTHS), uniforms(7, 11)
-    eos = common_token(lm, query, mask, u)
-    expected = sample(lm, query, mask, u, [eos], PAD)
-    lm.register_forward_hook(hook)
-    read = []
-
-    def note(module, inputs, keywords):
-        read.append(tuple(keywords["input_ids"].shape))
-
-    lm.register_forward_pre_hook(note, with_kwargs=True)
-    found = sample(lm, query, mask, u, [eos], PAD)
-    assert all(map(torch.equal, found, expected))
-    assert [columns for _, columns in read] == [7 + t for t in range(len(read))]
-    assert read[0][0] == 7 and read[-1][0] < 7  # rows leave
 
 
 @pytest.mark.parametrize("kind", ["mamba", "minimax"])
@@ -344,7 +252,8 @@ def test_models_whose_rows_cannot_leave_the_cache(build_model, kind):
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_the_end_token_counts_and_nothing_after_it(build_model, pad_is_eos):
     model = build_model()
-    (query, mask), u = prompts(5, 1, 3, 7, 2, 4, 6, 2, 3, 1, 1), uniforms(11, 7)
+    query, mask = prompts(5, 1, 3, 7, 2, 4, 6, 2, 3, 1, 1)
+    u = uniforms(11, 7)
     eos = common_token(model, query, mask, u)
     pad = eos if pad_is_eos else PAD
     ids, response_mask = sample(model, query, mask, u, [eos], pad)
@@ -357,18 +266,10 @@ def test_the_end_token_counts_and_nothing_after_it(build_model, pad_is_eos):
     assert 0 < ended < 11
 
 
-def test_an_end_token_with_id_zero(build_model):
-    model = build_model()
-    with torch.no_grad():
-        model.lm_head.weight[0] += 50 * model.transformer.ln_f.bias + 1  # tied: also the embedding of token 0
-    (query, mask), u = prompts(3, 5), torch.full((2, 7), 1e-12, dtype=torch.float64)  # token 0 comes first in the CDF
-    ids, response_mask = sample(model, query, mask, u, [0], 0)
-    assert ids.tolist() == [[0] * 7] * 2 and response_mask.sum(1).tolist() == [1, 1]
-
-
 def test_logits_that_are_not_finite_are_an_error(build_model):
     model = build_model()
-    (query, mask), u = prompts(3, 5), uniforms(2, 7)
+    query, mask = prompts(3, 5)
+    u = uniforms(2, 7)
     model.transformer.wpe.weight.data[6] = math.nan  # position 6: reached by the second row at its third token
     with pytest.raises(FloatingPointError, match="row 1: logits are not finite at response token 3"):
         sample(model, query, mask, u, [-1], PAD)
@@ -377,16 +278,21 @@ def test_logits_that_are_not_finite_are_an_error(build_model):
 
 def test_logits_behind_the_end_of_a_row_are_not_looked_at(build_model, monkeypatch):
     monkeypatch.setattr(sampling, "LEAVING", 0)
-    lm, (query, mask), u = build_model(), prompts(3, 5), uniforms(2, 4)
+    lm = build_model()
+    query, mask = prompts(3, 5)
+    u = uniforms(2, 4)
     limits = torch.tensor([4, 2])
     expected, _ = sample(lm, query, mask, u, [-1], PAD)
     lm.transformer.wpe.weight.data[6] = math.nan
     ids, response_mask = sample(lm, query, mask, u, [-1], PAD, ended=end_of_rows(None, (), limits))
-    assert response_mask.sum(1).tolist() == [4, 2] and rows_of(ids, response_mask) == rows_of(expected, response_mask)
+    assert response_mask.sum(1).tolist() == [4, 2]
+    assert rows_of(ids, response_mask) == rows_of(expected, response_mask)
 
 
 def test_decoding_ends_with_the_last_row(build_model):
-    lm, (query, mask), calls = build_model(), prompts(3, 5), []
+    lm = build_model()
+    query, mask = prompts(3, 5)
+    calls = []
     lm.register_forward_hook(lambda *_: calls.append(1))
     sample(lm, query, mask, uniforms(2, 9), [-1], PAD, ended=end_of_rows(None, (), torch.tensor([4, 2])))
     assert len(calls) == 4
@@ -394,55 +300,27 @@ def test_decoding_ends_with_the_last_row(build_model):
 
 def test_the_models_generation_config_is_ignored(tmp_path, build_model, letters):
     """A checkpoint's own settings (TRL fell for top_k=50) would make the KL negative."""
-    plain, forced = build_model(), build_model()
+    plain = build_model()
+    forced = build_model()
     settings = {"do_sample": True, "top_k": 1, "temperature": 0.01, "repetition_penalty": 5.0, "min_new_tokens": 6}
     forced.generation_config.update(**settings, forced_eos_token_id=EOS, suppress_tokens=list(range(20)))
     forced.save_pretrained(tmp_path)
     letters.save_pretrained(tmp_path)
     forced, _ = load_model(from_task(ppo.Args, ppo.TASK), str(tmp_path))
     assert forced.generation_config.top_k == 1 and forced.generation_config.forced_eos_token_id == EOS
-    (query, mask), u = prompts(3, 5, 2, 4, 1), uniforms(5, 7)
-    free, bound = (rows_of(*sample(model, query, mask, u, [EOS], PAD)) for model in (plain, forced.eval()))
-    assert free == bound and len(set(sum(free, [])) & set(range(20))) > 3
+    query, mask = prompts(3, 5, 2, 4, 1)
+    u = uniforms(5, 7)
+    free = rows_of(*sample(plain, query, mask, u, [EOS], PAD))
+    assert rows_of(*sample(forced.eval(), query, mask, u, [EOS], PAD)) == free
+    assert len(set(sum(free, [])) & set(range(20))) > 3
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 4, "top_p": 0.9}], ids=["plain", "filtered"])
-def test_guided(build_model, family, options):
-    """`guided` of ilql shapes the logits that are drawn from."""
-    policy = ilql.PolicyWithQ(build_model(family, torch.float64))
-    for name, weight in policy.named_parameters():
-        if "head" in name.partition(".")[0]:
-            weight.data *= 5
-    free, _ = check(policy.lm, EOS)
-    with policy.guided(4.0, **options):
-        guided, _ = check(policy.lm, EOS)
-        check(policy.lm)
-    assert not torch.equal(free, guided)
+# Kind of model, and the share of rows that go on at which the others leave the batch: at once, a few at a time, never.
+ROLLOUTS = [(kind, 3 / 4) for kind in ("gpt2", "qwen3", *OTHERS)]
+ROLLOUTS += [(kind, leaving) for kind in ("gpt2", "gemma3", "t5") for leaving in (1, 0)]
 
 
-def test_bfloat16(build_model, family):
-    """Rows need not be those of the slow loop (rounding); they are at least those of a second call."""
-    lm, (query, mask), u = build_model(family, torch.bfloat16), prompts(*LENGTHS), uniforms(7, 11)
-    first = sample(lm, query, mask, u, [EOS], PAD)
-    assert all(map(torch.equal, first, sample(lm, query, mask, u, [EOS], PAD)))
-
-
-def test_generate_all_does_not_depend_on_the_decode_batch(build_model, letters, accelerator):
-    lm = build_model(dtype=torch.float64)
-    queries = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12, 13], [14]]
-    options = {"seed": 1, "max_new_tokens": 7, "temperature": 0.7, "limits": torch.tensor([7, 2, 7, 1, 4])}
-    whole = generate_all(accelerator, lm, letters, queries, ("rollout", 2), **options)
-    assert rows_of(*whole[:2]) == queries and whole[2].shape == (5, 7)
-    assert (whole[3].sum(1) <= options["limits"]).all() and (whole[3].sum(1) == options["limits"]).sum() > 2
-    for size in (1, 2, 3):
-        again = generate_all(accelerator, lm, letters, queries, ("rollout", 2), **options, decode_batch_size=size)
-        assert all(map(torch.equal, whole, again))
-    for other in (("rollout", 3), ("eval", 2)):
-        assert not torch.equal(whole[2], generate_all(accelerator, lm, letters, queries, other, **options)[2])
-
-
-@pytest.mark.parametrize("leaving", [1, 3 / 4, 0], ids=["at once", "a few at a time", "never"])
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3", *OTHERS, "t5"])
+@pytest.mark.parametrize(("kind", "leaving"), ROLLOUTS)
 def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, leaving, monkeypatch):
     """Seven rows of odd lengths, three at a time; limits, a stop string and several end tokens."""
     lm = build_any(kind, build_model)
@@ -457,9 +335,13 @@ def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, lea
     ends = [EOS, whole[0][6], whole[3][4]]
     stop = "zz", letters.decode(whole[5][2:4])
     limits = torch.tensor([13, 13, 9, 13, 3, 13, 1])
+
+    def is_done(ids):
+        return ids[-1] in ends or any(text in letters.decode(ids) for text in stop)
+
     expected = []
     for ids, limit in zip(whole, limits.tolist(), strict=True):
-        done = [n for n in range(1, 14) if ids[n - 1] in ends or any(text in letters.decode(ids[:n]) for text in stop)]
+        done = [n for n in range(1, 14) if is_done(ids[:n])]
         expected.append(ids[: min([limit, *done])])
     assert len({*map(len, expected)}) > 3
     lm.generation_config.eos_token_id = ends
@@ -471,7 +353,7 @@ def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, lea
         assert rows_of(*sampled[2:]) == expected, size
         assert (sampled[2][~sampled[3]] == letters.pad_token_id).all()
     ended = has_ended(letters, expected, ends, stop)
-    assert ended == [ids[-1] in ends or any(text in letters.decode(ids) for text in stop) for ids in expected]
+    assert ended == list(map(is_done, expected))
     assert {*ended} == {True, False}
 
 
@@ -515,9 +397,9 @@ def test_a_written_layer_is_the_librarys():
     assert [buffer.data_ptr() for buffer in written.buffers] == memory
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_cache_has_the_type_that_attention_computes_in(build_model, family, autocast, monkeypatch):
-    model = build_model(family)
+@pytest.mark.parametrize(("autocast", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_cache_has_the_type_that_attention_computes_in(build_model, autocast, expected, monkeypatch):
+    model = build_model()
     caches = []
 
     def recorded(cache, room):
@@ -525,10 +407,10 @@ def test_the_cache_has_the_type_that_attention_computes_in(build_model, family, 
         return caches[-1]
 
     monkeypatch.setattr(sampling, "with_room", recorded)
-    (query, mask), u = prompts(5, 1, 3), uniforms(3, 7)
+    query, mask = prompts(5, 1, 3)
+    u = uniforms(3, 7)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         sample(model, query, mask, u, [-1], PAD)
-    expected = torch.bfloat16 if autocast else torch.float32
     assert [type(layer).__name__ for layer in caches[0].layers] == ["WrittenLayer"] * 2
     assert all(layer.keys.dtype == layer.values.dtype == expected for layer in caches[0].layers)
     assert caches[0].get_seq_length() == 5 + 7 - 1
@@ -571,35 +453,14 @@ def build_tokenizer(kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "t5"])
-def test_stops_and_limits(build_model, letters, kind):
-    """A response ends with the token that completes a stop string, or at its limit."""
-    lm = build_any(kind, build_model)
-    (query, mask), u = prompts(*LENGTHS), uniforms(7, 11)
-    whole = [slow_sample(lm, ids, row, [EOS]) for ids, row in zip(rows_of(query, mask), u, strict=True)]
-    stop = "zz", letters.decode(whole[0][2:4]), letters.decode(whole[3][5:7])
-    limits = torch.tensor([11, 2, 11, 11, 5, 11, 1])
-    expected = []
-    for ids, limit in zip(whole, limits.tolist(), strict=True):
-        lengths = [n for n in range(1, len(ids) + 1) if any(text in letters.decode(ids[:n]) for text in stop)]
-        expected.append(ids[: min([limit, *lengths])])
-    ids = sample(lm, query, mask, u, [EOS], PAD, ended=end_of_rows(letters, stop, limits))
-    assert rows_of(*ids) == expected and len(expected[0]) <= 4 and len(expected[1]) <= 2
-    done = [any(text in letters.decode(ids) for text in stop) for ids in expected]
-    assert stopped(letters, expected, stop) == done and stopped(letters, expected, ()) == [False] * 7
-
-
-KINDS = ["byte-level", "sentencepiece", "metaspace", "words", "wordpiece", "word ends"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "metaspace", "wordpiece", "word ends"])
 def test_stops_are_found_where_the_slow_definition_finds_them(kind):
     """Random ids, and as stops pieces of their texts: a space at the end, parts of words, special tokens, characters of
     several bytes. The definition: the first n for which the text of n ids holds a stop string."""
     tokenizer = build_tokenizer(kind)
     random = np.random.default_rng(0)
     found = 0
-    for _ in range(60):
+    for _ in range(30):
         ids = torch.from_numpy(random.integers(0, len(tokenizer), (5, 37)))
         texts = tokenizer.batch_decode(ids)
         stops = ["<end>" if random.random() < 0.2 else "zz"]
@@ -619,7 +480,7 @@ def test_stops_are_found_where_the_slow_definition_finds_them(kind):
                     lengths[row] = n
         assert lengths == expected, stops
         found += 5 - lengths.count(None)
-    assert found > 60
+    assert found > 30
 
 
 def test_the_last_byte_of_a_character_completes_a_stop():
@@ -642,18 +503,37 @@ def test_a_stop_behind_pieces_of_characters():
     assert found == [False] * (len(row) - 1) + [True]
 
 
+def test_a_blank_that_a_tokenizer_drops_at_the_beginning_is_a_stop():
+    tokenizer = build_tokenizer("sentencepiece")
+    row = tokenizer.convert_tokens_to_ids(["hel", "lo", "▁"])
+    ended = end_of_rows(tokenizer, (" ",), None)
+    found = [bool(ended(torch.arange(1), torch.tensor([row[:n]]))) for n in (1, 2, 3)]
+    assert found == [False, False, True]
+
+
 def test_texts(letters):
     """Cut before the earliest stop string, which may be a special token."""
-    queries, responses = [[0, 1], [2], [3]], [[4, 5, 6, EOS], [6, 4, 7], [8, 9]]
+    queries = [[0, 1], [2], [3]]
+    responses = [[4, 5, 6, EOS], [6, 4, 7], [8, 9]]
     assert decode(letters, queries, responses, ()) == ["efg", "geh", "ij"]
     assert decode(letters, queries, responses, ("g", "e", "<eos>")) == ["", "", "ij"]
     assert decode(letters, queries, responses, ("<eos>",)) == ["efg", "geh", "ij"]
     assert stopped(letters, responses, ("<eos>", "j")) == [True, False, True]
+    assert stopped(letters, responses, ()) == [False] * 3
     rows = [{"prompt": "ab", "x": 1}, {"prompt": "c", "x": 2}]
     given = text_arguments(letters, rows, ["efg", ""], [[4, 5, 6], []])
     assert given.pop("tokenizer") is letters
     expected = {"samples": ["abefg", "c"], "prompts": ["ab", "c"], "outputs": ["efg", ""]}
     assert given == expected | {"output_ids": [[4, 5, 6], []]}
+
+
+def test_blanks_before_a_stop_are_stripped():
+    tokenizer = build_tokenizer("byte-level")
+    texts = [" a b \n\nUser: c", "end. ", "<|user|>a"]
+    responses = [tokenizer(text).input_ids for text in texts]
+    queries = [tokenizer("hello").input_ids] * 3
+    assert decode(tokenizer, queries, responses, ("\n\nUser:",)) == [" a b", "end. ", "a"]
+    assert decode(tokenizer, queries, responses, ("User", "<|user|>")) == [" a b", "end. ", "a"]
 
 
 def test_decode_keeps_the_space_between_prompt_and_output():
@@ -672,56 +552,53 @@ def test_decode_keeps_the_space_between_prompt_and_output():
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_logprobs_are_those_of_the_sampler(build_model, family, temperature):
+def test_logprobs_are_those_of_the_sampler(build_model, temperature):
     """P(first token) and P(second | first), measured by drawing over a grid, are exp of response_logprobs' numbers."""
-    model, rows = build_model(family, torch.float64), 1001
+    model = build_model(dtype=torch.float64)
     query, mask = prompts(5, 2)
-    query, mask = query[1:].expand(rows, -1), mask[1:].expand(rows, -1)  # three columns of left padding
-    first = torch.stack([grid(rows), torch.full((rows,), 0.5, dtype=torch.float64)], 1)
+    query = query[1:].expand(1001, -1)  # three columns of left padding
+    mask = mask[1:].expand(1001, -1)
+    first = torch.stack([grid(1001), torch.full((1001,), 0.5, dtype=torch.float64)], 1)
     for position, u in enumerate([first, first.flip(1)]):
         ids, keep = sample(model, query, mask, u, [-1], PAD, temperature)
-        frequency = torch.bincount(ids[:, position], minlength=25).double() / rows
-        some = unique_rows(ids[:, position])
+        tokens = ids[:, position].tolist()
+        some = [tokens.index(token) for token in sorted(set(tokens))]  # the first row of each
+        assert len(some) > 3
         with torch.no_grad():
             logprobs, _, _ = ppo.response_logprobs(model, query[some], mask[some], ids[some], keep[some], temperature)
-        assert len(some) > 3
-        assert (logprobs[:, position].exp() - frequency[ids[some, position]]).abs().max() < 1 / rows
+        for row, logprob in zip(some, logprobs[:, position].tolist(), strict=True):
+            assert abs(math.exp(logprob) - tokens.count(tokens[row]) / 1001) < 1 / 1001
 
 
-def unique_rows(tokens):
-    """The first row of each token that occurs."""
-    return [tokens.tolist().index(token) for token in sorted(set(tokens.tolist()))]
-
-
+@torch.no_grad()
 def test_response_logprobs_is_the_plain_forward(build_model, family):
     """Row by row, without padding: log softmax of the logits / temperature, values and entropies by hand."""
     model = build_model(family, torch.float64)
     policy = ppo.PolicyWithValue(model, init="normal")
-    (query, mask), u = prompts(5, 1, 3), uniforms(3, 7)
+    query, mask = prompts(5, 1, 3)
+    u = uniforms(3, 7)
     eos = common_token(model, query, mask, u)
     ids, keep = sample(model, query, mask, u, [eos], PAD, 0.7)
-    with torch.no_grad():
-        scored = policy(query, mask, ids, keep, 0.7, also=ppo.token_entropies)
-        assert [x.shape for x in scored] == [(3, 7)] * 3
-        for row in range(3):
-            q, r = query[row, mask[row]], ids[row, keep[row]]
-            output = model(torch.cat([q, r])[None], output_hidden_states=True)
-            states = slice(len(q) - 1, len(q) + len(r) - 1)  # the state before each response token
-            logps = (output.logits[0, states] / 0.7).log_softmax(-1)
-            values, entropies = (
-                policy.value_head(output.hidden_states[-1][0, states])[:, 0],
-                -(logps.exp() * logps).sum(-1),
-            )
-            for got, expected in zip(scored, (logps[range(len(r)), r], values, entropies), strict=True):
-                torch.testing.assert_close(got[row, : len(r)], expected, rtol=1e-9, atol=1e-9)
+    scored = policy(query, mask, ids, keep, 0.7, also=ppo.token_entropies)
+    assert [x.shape for x in scored] == [(3, 7)] * 3
+    for row, (q, r) in enumerate(zip(rows_of(query, mask), rows_of(ids, keep), strict=True)):
+        output = model(torch.tensor([q + r]), output_hidden_states=True)
+        before = slice(len(q) - 1, len(q) + len(r) - 1)  # the states before each response token
+        logps = (output.logits[0, before] / 0.7).log_softmax(-1)
+        values = policy.value_head(output.hidden_states[-1][0, before])[:, 0]
+        entropies = -(logps.exp() * logps).sum(-1)
+        for found, expected in zip(scored, (logps[range(len(r)), r], values, entropies), strict=True):
+            torch.testing.assert_close(found[row, : len(r)], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_response_logprobs_attends_to_holes(build_model):
     """Text of a tool has mask False but was read: the tokens behind it are scored as its continuation."""
-    model, (query, mask) = build_model(dtype=torch.float64), prompts(5)
+    model = build_model(dtype=torch.float64)
+    query, mask = prompts(5)
     ids = torch.tensor([[3, 9, 4, 17, 5, 8, PAD]])
     full = torch.tensor([[True] * 6 + [False]])
     holes = full & ~torch.tensor([[False, True, True, False, False, False, False]])
     with torch.no_grad():
-        a, b = (ppo.response_logprobs(model, query, mask, ids, keep)[0] for keep in (full, holes))
+        a, _, _ = ppo.response_logprobs(model, query, mask, ids, full)
+        b, _, _ = ppo.response_logprobs(model, query, mask, ids, holes)
     torch.testing.assert_close(a[:, [0, 3, 4, 5]], b[:, [0, 3, 4, 5]], rtol=1e-12, atol=1e-12)

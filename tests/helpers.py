@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -68,6 +69,11 @@ def bf16():
 
 def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
+
+
+def random(*shape, seed=0):
+    """Normal numbers in float64."""
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 def close(actual, expected, tolerance=1e-12):

@@ -18,9 +18,8 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline
 from diffusers.schedulers import scheduling_ddim
-from helpers import close, tensor
+from helpers import close, random, tensor
 from PIL import Image
-from test_maths import random
 
 from algos import ddpo
 from benchmarks.tasks import shapes

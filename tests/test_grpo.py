@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import NAN, close, log, recorded, same_run, tensor
+from helpers import NAN, close, log, random, recorded, same_run, tensor
 from test_invariants import PROMPTS, adamw, slow_step, vowels, weights
-from test_maths import random
 
 from algos import grpo, ppo
 from benchmarks.tasks import randomwalks

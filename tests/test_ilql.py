@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import BOS, EOS, NAN, PAD, close, recorded, tensor
+from helpers import BOS, EOS, NAN, PAD, close, random, recorded, tensor
 from torch import nn
 
 from algos import ilql
@@ -33,10 +33,6 @@ TERMS = ["loss", *LOSSES, *STATISTICS]
 
 def settings(**changes):
     return SimpleNamespace(**SETTINGS | changes)
-
-
-def random(*shape, seed=0):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------

@@ -11,17 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import NAN, close, tensor
+from helpers import NAN, close, random, tensor
 
 from algos import ppo, sft
 from common import seeding
 
 B, R, V = 5, 7, 11
 ALL = torch.ones(1, 3, dtype=torch.bool)
-
-
-def random(*shape, seed=0):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 def ragged_mask(holes=False):

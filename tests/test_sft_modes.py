@@ -14,10 +14,6 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import EOS, PAD, TEMPLATE, log, recorded, samples
-from helpers import add_specials as add_specials  # for other files
-from helpers import answer as answer
-from helpers import turn as turn
-from helpers import user as user
 from test_invariants import ROWS, assert_same_result, run_sft, weights
 
 from algos import ppo, sft

@@ -1,0 +1,606 @@
+"""Flags of all scripts: ranges, rules, defaults, YAML, other names, help: `python -m pytest tests/test_flags.py`
+
+What is expected stands in tables of this file, a row a flag or a rule; nothing is read from the types of the flags.
+"""
+
+import dataclasses
+import re
+import subprocess
+import sys
+import typing
+
+import numpy as np
+import pytest
+import yaml
+
+from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
+from common import cli
+from common.cli import ROOT, InputError, from_task, help_text, parse, refuse_other_names
+
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
+NAN = float("nan")
+INF = float("inf")
+each_script = pytest.mark.parametrize("algo", SCRIPTS)
+
+
+def fields_of(algo):
+    return dataclasses.fields(SCRIPTS[algo].Args)
+
+
+def required(algo):
+    return dict.fromkeys(SCRIPTS[algo].Args.required, "mine.py:made")
+
+
+def told(algo, **flags):
+    """The sentences on these flags; [] where they are good."""
+    try:
+        SCRIPTS[algo].Args(**required(algo) | flags)
+    except InputError as error:
+        first, *problems = str(error).split("\n  - ")
+        assert not problems or first == f"{len(problems)} problems:"
+        return problems or [first]
+    return []
+
+
+def flag_of(name):
+    return "--" + name.replace("_", "-")
+
+
+# ---- Ranges and defaults ---------------------------------------------------------------------------------------------
+
+BOUNDS = {  # range: values inside, outside
+    "at least 1": ([1, 7], [0, -1]),
+    "at least 0": ([0, 7], [-1]),
+    "-1 or more": ([-1, 0, 3], [-2]),
+    "a positive number": ([1e-9, 3.0], [0.0, -1.0, NAN, INF]),
+    "0 or a positive number": ([0.0, 0.5], [-1e-9, NAN, INF]),
+    "1 (no guidance) or more": ([1.0, 7.5], [0.999, NAN, INF]),
+    "in [0, 1]": ([0.0, 0.5, 1.0], [-0.1, 1.1, NAN]),
+    "in (0, 1]": ([0.1, 1.0], [0.0, 1.1, NAN]),
+    "in [0, 1)": ([0.0, 0.99], [1.0, -0.1, NAN]),
+    "any": ([-1, 0], []),
+}
+NUMBERS = {  # range: flags
+    "at least 1": """batch_size decay_steps decode_batch_size group_size keep_checkpoints kl_horizon max_length
+        max_new_tokens max_prompt_length micro_batch_size min_length_limit num_epochs num_inference_steps ppo_epochs
+        rollout_batch_size stat_buffer_size stat_min_count steps_for_target_q_sync threads total_episodes
+        total_steps""",
+    "at least 0": "eval_every lora_r save_every top_k warmup_steps",
+    "-1 or more": "num_layers_unfrozen",
+    "a positive number": "adv_clip_max awac_clip beta epochs kl_target lora_alpha lr temperature",
+    "0 or a positive number": """adam_eps awac_beta awac_scale betas center_coef cliprange cliprange_high
+        cliprange_value cql_scale early_stop_kl eval_temperature kl_coef lr_final max_grad_norm missing_eos_penalty
+        ratio_threshold score_clip sft_coef vf_coef weight_decay""",
+    "1 (no guidance) or more": "guidance_scale",
+    "in [0, 1]": "gamma label_smoothing lam tau",
+    "in (0, 1]": "eta polyak_alpha timestep_fraction top_p",
+    "in [0, 1)": "adam_betas",
+    "any": "seed",
+}
+RANGES = {name: rule for rule, names in NUMBERS.items() for name in names.split()}
+LOSSES = "sigmoid robust hinge ipo ipo_sum sigmoid_norm exo_pair nca_pair bco_pair sppo_hard apo_zero apo_down discopop"
+CHOICES = {
+    "advantage_kind": "std mean loo",
+    "attn_implementation": "eager sdpa flash_attention_2",
+    "dtype": "float32 bfloat16 float64",
+    "kl_kind": "kl abs mse k3",
+    "loss_mean": "sequence token constant",
+    "loss_type": LOSSES,
+    "lr_schedule": "constant linear cosine",
+    "mixed_precision": "no bf16",
+    "ratio_level": "token sequence",
+    "score_scaling": "none running running-norm ref ref-norm",
+    "track": "off wandb tensorboard",
+    "truncation_mode": "keep_end keep_start",
+    "value_head": "linear mlp",
+    "value_head_init": "zeros normal default",
+}
+TEXTS = [  # flag, rule, values inside, values outside
+    ("name", "letters and digits, behind the first also . _ -", ["a", "1e-3", "r.2_ß"], "_ a/b .a -a a\n".split(" ")),
+    ("name", "letters and digits, behind the first also . _ -", [None], ["", "a b"]),
+    ("push_to_hub", "org/name", [None, "org/name"], ["name"]),
+    ("stop", "a text that is not empty", [(), ("a", "b")], [("a", ""), ("",)]),
+]
+SWITCHED_ON = "completion_only_loss normalize_rewards packing per_prompt_stats precompute_ref two_qs".split()
+SHARED = {
+    "adam_betas": (0.9, 0.999), "adam_eps": 1e-8, "batch_size": 64, "decode_batch_size": 256, "dtype": "float32",
+    "eval_every": 100, "eval_temperature": 1.0, "keep_checkpoints": 2, "lora_r": 0, "lora_targets": ("all-linear",),
+    "lr_final": 0.0, "lr_schedule": "cosine", "max_grad_norm": 1.0, "max_new_tokens": 64, "micro_batch_size": 8,
+    "num_layers_unfrozen": -1, "resume": "auto", "save_every": 100, "seed": 1, "stop": (), "top_k": 0, "top_p": 1.0,
+    "track": "off", "wandb_project": "plainrl", "warmup_steps": 0, "weight_decay": 0.0,
+}  # fmt: skip
+ROLLOUTS = {"rollout_batch_size": 512, "batch_size": 512, "total_episodes": 65536, "temperature": 1.0, "cliprange": 0.2}
+DEFAULTS = {  # of each script beside SHARED; of papers, TRL and trlX, for pretrained models
+    "ppo": ROLLOUTS | {
+        "ppo_epochs": 4, "kl_coef": 0.05, "kl_kind": "kl", "kl_horizon": 10000, "gamma": 1.0, "lam": 0.95, "lr": 1e-5,
+        "cliprange_value": 0.2, "vf_coef": 0.1, "value_head": "mlp", "value_head_init": "default", "adam_eps": 1e-5,
+        "score_scaling": "none", "score_clip": 0.0, "missing_eos_penalty": 0.0, "early_stop_kl": 0.0,
+        "ratio_threshold": 0.0, "max_new_tokens": 53, "lr_schedule": "linear",
+    },
+    "grpo": ROLLOUTS | {
+        "ppo_epochs": 1, "kl_coef": 0.04, "group_size": 8, "advantage_kind": "std", "ratio_level": "token", "lr": 1e-6,
+        "loss_mean": "sequence", "max_new_tokens": 512, "lr_schedule": "constant", "save_every": 20, "eval_every": 20,
+    },
+    "ilql": {
+        "lr": 5e-5, "epochs": 3.0, "tau": 0.7, "gamma": 0.99, "cql_scale": 0.1, "awac_scale": 1.0, "awac_beta": 0.0,
+        "awac_clip": 20.0, "polyak_alpha": 0.005, "steps_for_target_q_sync": 1, "betas": (0.0, 1.0, 4.0),
+        "max_new_tokens": 56, "top_k": 20, "batch_size": 128, "max_length": 1024,
+    },
+    "sft": {"lr": 2e-5, "epochs": 3.0, "max_length": 1024},
+    "reward": {"lr": 1e-5, "epochs": 1.0, "max_length": 1024, "center_coef": 0.0},
+    "dpo": {
+        "lr": 1e-6, "epochs": 1.0, "max_length": 1024, "beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0,
+        "sft_coef": 0.0, "truncation_mode": "keep_end",
+    },
+    "ddpo": {
+        "lr": 1e-5, "num_epochs": 100, "rollout_batch_size": 256, "ppo_epochs": 1, "timestep_fraction": 1.0,
+        "cliprange": 1e-4, "adv_clip_max": 5.0, "stat_buffer_size": 32, "stat_min_count": 16, "eta": 1.0,
+        "num_inference_steps": 50, "guidance_scale": 5.0, "negative_prompt": "", "decode_batch_size": 8,
+        "lr_schedule": "constant", "weight_decay": 1e-4, "lora_targets": ("to_q", "to_k", "to_v", "to_out.0"),
+        "save_every": 20, "eval_every": 40,
+    },
+}  # fmt: skip
+
+
+def is_number(hint):
+    return hint in (int, float) or not {int, float}.isdisjoint(typing.get_args(hint))
+
+
+def in_tuples(values, name):
+    """The values, alone or beside a good one in the tuples that a flag takes."""
+    if name not in ("adam_betas", "betas"):
+        return values
+    return [(0.5, value) for value in values] + [(value, 0.5) for value in values]
+
+
+@pytest.mark.case(57)
+@each_script
+def test_every_number_by_the_bounds_of_its_range(algo):
+    """A flag without a row fails; a rule between flags may hold of a value that is in the range."""
+    hints = typing.get_type_hints(SCRIPTS[algo].Args)
+    names = [name for name in hints if is_number(hints[name])]
+    assert len(names) > 15
+    for name in names:
+        rule = RANGES[name]
+        inside, outside = BOUNDS[rule]
+        for value in in_tuples(inside, name):
+            assert f"{flag_of(name)} {value} must be {rule}" not in told(algo, **{name: value})
+        for value in in_tuples(outside, name):
+            assert f"{flag_of(name)} {value} must be {rule}" in told(algo, **{name: value})
+
+
+@pytest.mark.case(57)
+@each_script
+def test_every_choice(algo):
+    for name in CHOICES.keys() & SCRIPTS[algo].Args.__dataclass_fields__:
+        words = CHOICES[name].split()
+        assert told(algo, **{name: "other"}) == [f"{flag_of(name)} other must be one of {', '.join(words)}"]
+        assert all(f"{flag_of(name)} {word} must be" not in str(told(algo, **{name: word})) for word in words)
+
+
+@pytest.mark.parametrize(("name", "rule", "inside", "outside"), TEXTS)
+def test_texts_with_a_range(name, rule, inside, outside):
+    assert [told("sft", **{name: value}) for value in inside] == [[]] * len(inside)
+    assert [told("sft", **{name: value}) for value in outside] == [
+        [f"{flag_of(name)} {value} must be {rule}"] for value in outside
+    ]
+
+
+@each_script
+def test_defaults(algo):
+    """Learning rates of the embedded tasks, 3e-4 to 6e-3, would ruin a pretrained model without a word. Nothing that is
+    given is rewritten."""
+    args = vars(SCRIPTS[algo].Args(**required(algo)))
+    expected = dict.fromkeys(args) | {name: value for name, value in SHARED.items() if name in args}
+    expected |= {name: name in SWITCHED_ON for name, value in args.items() if isinstance(value, bool)}
+    assert args == expected | DEFAULTS[algo] | required(algo)
+    changed = args | {"lr": 0.7, "seed": -3, "save_every": 0, "weight_decay": 0.5}
+    assert vars(SCRIPTS[algo].Args(**changed)) == changed
+
+
+# ---- Rules between flags ---------------------------------------------------------------------------------------------
+
+LORA = "--lora-alpha and --lora-targets need --lora-r"
+NO_LAYERS = "--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights"
+NOTHING = "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
+ALONE = "--group-size 1 must be at least 2: a response is compared with the others of its group"
+HORIZON = "--kl-horizon 511 must be at least --rollout-batch-size 512, or --kl-coef may turn negative"
+HALF = "--label-smoothing 0.5 must be below 0.5, where no preference is left"
+TAU = "must be above 0 and below 1, or V has no bound"
+GREY = {"negative_prompt": "grey"}
+BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
+    ("sft", {"lora_alpha": 2.0}, LORA),
+    ("sft", {"lora_targets": ("c_attn",)}, LORA),
+    ("ddpo", {"lora_alpha": 4.0}, LORA),
+    ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
+    ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),
+    ("ppo", {"lora_r": 4, "num_layers_unfrozen": 0}, NO_LAYERS),
+    ("ilql", {"load_in_4bit": True, "dtype": "float64"}, "--load-in-4bit does not go with --dtype float64"),
+    ("sft", {"num_layers_unfrozen": 0}, NOTHING),
+    ("dpo", {"num_layers_unfrozen": 0}, NOTHING),
+    ("grpo", {"num_layers_unfrozen": 0}, NOTHING),
+    ("ppo", {"batch_size": 7}, "--rollout-batch-size 512 must be a multiple of --batch-size 7"),
+    ("grpo", {"batch_size": 1024}, "--rollout-batch-size 512 must be a multiple of --batch-size 1024"),
+    ("ddpo", {"rollout_batch_size": 80}, "--rollout-batch-size 80 must be a multiple of --batch-size 64"),
+    ("ppo", {"batch_size": 0}, "--batch-size 0 must be at least 1"),
+    ("ppo", {"rollout_batch_size": 0}, "--rollout-batch-size 0 must be at least 1"),
+    ("ppo", {"total_episodes": 513}, "--total-episodes 513 must be a multiple of --rollout-batch-size 512"),
+    ("grpo", {"total_episodes": 511}, "--total-episodes 511 must be a multiple of --rollout-batch-size 512"),
+    ("ppo", {"min_length_limit": 54}, "--min-length-limit 54 must be at most --max-new-tokens 53"),
+    ("ppo", {"kl_target": 6.0, "kl_coef": 0.0}, "--kl-target needs a --kl-coef above 0, which it multiplies"),
+    ("ppo", {"kl_target": 6.0, "kl_horizon": 511}, HORIZON),
+    ("ppo", {"ratio_threshold": 1.0}, "--ratio-threshold 1.0 must be 0 or more than 1"),
+    ("ppo", {"ratio_threshold": 1e-9}, "--ratio-threshold 1e-09 must be 0 or more than 1"),
+    ("grpo", {"group_size": 1}, ALONE),
+    ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1"),
+    ("grpo", {"group_size": 3}, "--rollout-batch-size 512 must be a multiple of --group-size 3"),
+    ("grpo", {"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
+    ("ilql", {"tau": 0}, f"--tau 0 {TAU}"),
+    ("ilql", {"tau": 1.0}, f"--tau 1.0 {TAU}"),
+    ("ilql", {"betas": ()}, "--betas is empty: name one number or several"),
+    ("ilql", {"eval_prompts": "x"}, "--eval-prompts is given without --metric, which scores what is sampled"),
+    ("dpo", {"loss_type": "exo_pair"}, "--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)"),
+    ("dpo", {"loss_type": "sigmoid", "label_smoothing": 0.5}, HALF),
+    ("dpo", {"loss_type": "robust", "label_smoothing": 0.5}, HALF),
+    ("dpo", {"reference_free": True, "ref_model": "other"}, "--reference-free does not go with --ref-model"),
+    ("ddpo", {"stat_min_count": 33}, "--stat-min-count 33 must be at most --stat-buffer-size 32"),
+    ("ddpo", GREY | {"guidance_scale": 1.0}, "--negative-prompt needs a --guidance-scale above 1"),
+]
+KEPT = [  # flags that go together, on the other side of the boundaries
+    ("sft", {"lora_targets": ["all-linear"], "num_layers_unfrozen": 1, "eval_prompts": "x"}),
+    ("sft", {"lora_r": 1, "lora_alpha": 2.0, "lora_targets": ("c_attn",), "num_layers_unfrozen": -1}),
+    ("reward", {"num_layers_unfrozen": 0}),  # its head is trained
+    ("ppo", {"num_layers_unfrozen": 0, "min_length_limit": 53, "ratio_threshold": 1.001, "kl_coef": 0.0}),
+    ("ppo", {"kl_target": 6.0, "kl_coef": 1e-9, "kl_horizon": 512}),
+    ("ppo", {"batch_size": 256, "rollout_batch_size": 768, "total_episodes": 1536, "kl_horizon": 1}),
+    ("grpo", {"num_layers_unfrozen": 1, "group_size": 2, "ref_model": "other", "kl_coef": 1e-9}),
+    ("grpo", {"total_episodes": 512, "kl_coef": 0.0}),
+    ("ilql", {"num_layers_unfrozen": 0, "tau": 0.001, "betas": (3.0,), "eval_prompts": "x", "metric": "y"}),
+    ("ilql", {"tau": 0.999, "load_in_4bit": True, "dtype": "bfloat16"}),
+    ("ilql", {"load_in_4bit": False, "dtype": "float64"}),
+    ("dpo", {"num_layers_unfrozen": 1, "ref_model": "other", "eval_prompts": "x"}),
+    ("dpo", {"reference_free": True}),
+    ("ddpo", {"lora_targets": ["to_q", "to_k", "to_v", "to_out.0"], "stat_min_count": 32, "guidance_scale": 1.0}),
+    ("ddpo", GREY | {"guidance_scale": 1.0001, "rollout_batch_size": 64}),
+]
+
+
+@pytest.mark.case(57)
+@pytest.mark.parametrize(("algo", "flags", "sentence"), BROKEN, ids=str)
+def test_a_rule_between_flags_that_is_broken(algo, flags, sentence):
+    assert told(algo, **flags) == [sentence]
+
+
+@pytest.mark.parametrize(("algo", "flags"), KEPT, ids=str)
+def test_rules_between_flags_that_are_kept(algo, flags):
+    assert told(algo, **flags) == []
+
+
+@pytest.mark.parametrize("loss_type", LOSSES.split())
+def test_smoothing_is_of_three_losses(loss_type):
+    sentence = f"--label-smoothing 0.001 does not go with --loss-type {loss_type}"
+    expected = [] if loss_type in ("sigmoid", "robust", "exo_pair") else [sentence]
+    assert told("dpo", loss_type=loss_type, label_smoothing=0.001) == expected
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(InputError) as told:
+        ppo.Args(model="x", dataset="y", lr=-1, batch_size=0, adam_betas=(0.9, 1.0), top_p=0.0, lora_alpha=2.0)
+    assert str(told.value).splitlines() == [
+        "6 problems:",
+        "  - --reward is missing: --help says what it takes",
+        "  - --top-p 0.0 must be in (0, 1]",
+        "  - --lr -1 must be a positive number",
+        "  - --adam-betas (0.9, 1.0) must be in [0, 1)",
+        "  - --batch-size 0 must be at least 1",
+        "  - --lora-alpha and --lora-targets need --lora-r",
+    ]
+    with pytest.raises(
+        InputError, match=r"^2 problems:\n  - --label-smoothing 0.5 must .*\n  - --label-smoothing 0.5 do"
+    ):
+        dpo.Args(**required("dpo"), loss_type="ipo", label_smoothing=0.5)
+
+
+def test_values_that_are_as_good():
+    """Numbers of numpy, lists for tuples, objects for texts."""
+    args = ppo.Args(
+        model=object(), dataset=[], reward=len, batch_size=np.int64(8), lr=np.float32(0.5), stop=["a"], lora_alpha=None
+    )
+    assert args.batch_size == 8 and args.lr == 0.5
+    with pytest.raises(TypeError, match="learning_rate"):
+        ppo.Args(learning_rate=1.0)
+
+
+# ---- The embedded tasks ----------------------------------------------------------------------------------------------
+
+
+@each_script
+def test_settings_of_the_embedded_task(algo, monkeypatch, capsys):
+    """Without model and data the YAML's values count, from Python and on the command line, and flags win over them."""
+    script = SCRIPTS[algo]
+    settings = yaml.safe_load((ROOT / script.TASK).read_text())
+    defaults = {field.name: field.default for field in fields_of(algo)}
+    args = parse([], script.Args, script.TASK)
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 2 and f"--config {script.TASK}; own flags win" in printed
+    for name, value in settings.items():
+        assert value != defaults[name], f"{name} is the default"
+        assert f" {name} " in printed
+    lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
+    assert vars(args) == defaults | settings | lists
+    assert from_task(script.Args, script.TASK) == args and not capsys.readouterr().out
+
+    # a flag wins, also where it says what the default is
+    changed = from_task(script.Args, script.TASK, lr=defaults["lr"])
+    assert changed.lr == defaults["lr"] != settings["lr"]
+    assert parse(["--lr", str(defaults["lr"])], script.Args, script.TASK) == changed
+    monkeypatch.setenv("RANK", "1")
+    capsys.readouterr()
+    parse([], script.Args, script.TASK)
+    assert not capsys.readouterr().out
+
+
+@each_script
+def test_own_data_take_nothing_from_the_embedded_task(algo):
+    script = SCRIPTS[algo]
+    words = [word for name in script.Args.required for word in (f"--{name}", "mine.py:made")]
+    assert parse(words, script.Args, script.TASK) == script.Args(**required(algo))
+    for given in (["--model", "mine.py:made"], ["--dataset=mine.py:made"]):
+        with pytest.raises(InputError) as error:
+            parse(given, script.Args, script.TASK)
+        for name in script.Args.required:
+            missing = f"--{name} is missing: --help says what it takes"
+            assert (missing in str(error.value)) == (f"--{name}" not in given[0])
+
+
+def test_a_mistake_comes_before_the_word_of_the_embedded_task(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["some.py", "--lr", "-1"])
+    with pytest.raises(SystemExit) as stop:
+        cli.cli(sft.Args, lambda args: pytest.fail("it ran"), sft.TASK)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and printed.err == "error: --lr -1.0 must be a positive number\n" and not printed.out
+
+
+def test_a_copy_without_a_flag_of_the_task(capsys):
+    fields = [(field.name, field.type, field) for field in fields_of("sft") if field.name not in ("epochs", "lr")]
+    copy = dataclasses.make_dataclass("Args", fields)
+    assert parse([], copy, sft.TASK).batch_size == 192
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        parse(["--config", sft.TASK], copy)
+    told = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert "Unrecognized options: " in told and "--epochs" in told and f"--config {sft.TASK}" in told
+
+
+# ---- Command lines and YAML ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.case(57)
+@pytest.mark.parametrize(
+    ("algo", "words", "fragments"),
+    [
+        ("ppo", "--batch-sise 4", ["Unrecognized", "--batch-sise", "--batch-size INT"]),
+        ("sft", "--kl-coef 0.1", ["Unrecognized", "--kl-coef"]),
+        ("sft", "--deterministic True", ["Unrecognized", "True"]),
+        ("ppo", "--kl-kind k9", ["'k9'", "--kl-kind", "'k3'"]),
+        ("ppo", "--adam-betas 0.9", ["--adam-betas", "2"]),
+        ("grpo", "--batch-size 1.5", ["--batch-size", "'1.5'"]),
+        ("ddpo", "--config", ["--config"]),
+    ],
+)
+def test_flags_of_another_type_or_name(algo, words, fragments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(words.split(), SCRIPTS[algo].Args, SCRIPTS[algo].TASK)
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and [fragment for fragment in fragments if fragment not in told] == []
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working directory; here(text, name) writes a file of flags."""
+    monkeypatch.chdir(tmp_path)
+    return lambda text, name="a.yaml": (tmp_path / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "sentence"),
+    [
+        ("none.yaml", "", "--config none.yaml cannot be read .*No such file"),
+        ("a.yaml", "lr: [1", "--config a.yaml cannot be read .*line 1"),
+        ("a.yaml", "\tlr: 1", "--config a.yaml cannot be read .*line 1"),
+        ("a.yaml", "? [a, b]\n: 3", "--config a.yaml cannot be read .*unhashable"),
+        ("a.yaml", "- lr", "--config a.yaml cannot be read as lines like `lr: 1e-5`"),
+        ("a.yaml", "", "--config a.yaml cannot be read as lines like `lr: 1e-5`"),
+        ("a.yaml", "lr: 1\nseed: 1\nlr: 2", "--config a.yaml: lr is given twice"),
+        ("a.yaml", "batch-size: 1\nbatch_size: 2", "--config a.yaml: batch_size is given twice"),
+        ("a.yaml", "model: m\ndataset: d\nlr: -1e-3", "--lr -0.001 must be a positive number"),
+        ("a.yaml", "learning_rate: 1\noutput_dir: x", "2 problems:\n  - there is no --learning-rate "),
+        ("a.yaml", "learning_rate: 1", "there is no --learning-rate here, see algos/MIGRATION.md: --lr$"),
+    ],
+)
+def test_bad_files_of_flags(path, text, sentence, here):
+    here(text)
+    with pytest.raises(InputError, match=f"^{sentence}"):
+        parse(["--config", path], sft.Args)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("lr: {a: 1}", "--lr"),
+        ("lr: off", "--lr"),
+        ("lr_schedule: x", "--lr-schedule"),
+        ("lrr: 1", "--lr FLOAT"),
+        ("check: perhaps", "perhaps"),
+        ("check: [true, false]", "false"),
+        ("check: ''", "Unrecognized"),
+    ],
+)
+def test_yaml_that_tyro_refuses(text, named, here, capsys):
+    """Values of another type and names that do not exist: the file is named beside them."""
+    here(text)
+    with pytest.raises(SystemExit) as stop:
+        parse(["--config", "a.yaml"], sft.Args)
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and named in told and "--config a.yaml" in told
+
+
+def test_values_in_yaml(here):
+    """Numbers as PyYAML does not read them, nothing, lists, texts that look like something else; two files in turn, of
+    which the later wins, and flags over both."""
+    named = "model: m\ndataset: d\nmetric: null\nmixed_precision: no\ntrack: off\ndeterministic: false\nseed: 3\n"
+    here(named + "lr: 1e-3\nstop: [a b, 'null', off]\nadam-betas: [0.9, 0.95]\nname: 1e-3\nbatch_size: 8")
+    here("batch_size: 16\nlora_targets:\n- c_attn\n- c_fc\nlora_r: 2\n", "b.yaml")
+    args = parse(["--config=a.yaml", "--config", "b.yaml", "--seed", "-1"], sft.Args)
+    expected = {"lr": 1e-3, "metric": None, "stop": ("a b", "null", "off"), "adam_betas": (0.9, 0.95), "name": "1e-3"}
+    expected |= {"batch_size": 16, "lora_targets": ("c_attn", "c_fc"), "lora_r": 2, "seed": -1}
+    expected |= {"mixed_precision": "no", "track": "off", "deterministic": False}
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("word", ["true", "Yes", "on", "false", "no", "OFF"])
+def test_switches_in_yaml(word, here):
+    here(f"model: m\ndataset: d\npacking: {word}\ncheck: {word}")
+    args = parse(["--config", "a.yaml"], sft.Args)
+    assert args.packing is args.check is (word.lower() in ("true", "yes", "on"))
+
+
+def test_a_file_of_the_repository_is_found_from_anywhere(here):
+    assert parse(["--config", sft.TASK, "--lr", "1"], sft.Args) == from_task(sft.Args, sft.TASK, lr=1.0)
+
+
+# ---- Names from elsewhere --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algo", "words", "sentence"),
+    [
+        ("ppo", ["--learning-rate", "3"], "--lr"),
+        ("sft", ["--learning_rate=3"], "--lr"),
+        ("ppo", ["--per_device_train_batch_size", "3"], "--micro-batch-size"),
+        ("grpo", ["--per_device_train_batch_size", "3"], "--batch-size, --micro-batch-size"),
+        ("sft", ["--formatting", "x"], "--dataset. A function `file.py:function` returns rows in any form"),
+        ("sft", ["--optim", "x"], "gone. AdamW; another optimizer is one line in a copy"),
+        ("sft", ["--num-train-epochs", "1"], "--epochs"),
+        ("grpo", ["--num-train-epochs", "1"], "--total-episodes"),
+    ],
+)
+def test_a_name_from_elsewhere_is_told(algo, words, sentence):
+    flag = words[0].partition("=")[0].replace("_", "-")
+    with pytest.raises(InputError) as error:
+        parse(words, SCRIPTS[algo].Args, SCRIPTS[algo].TASK)
+    assert str(error.value).startswith(f"there is no {flag} here, see algos/MIGRATION.md: {sentence}")
+
+
+def test_a_name_without_a_counterpart_here_is_left_to_tyro():
+    refuse_other_names(["--init-kl-coef", "--lr", "--anything", "--beta"], sft.Args, "sft")
+
+
+# Names of TRL, trlX and transformers that people type as flags, and ours in the first script that has it.
+OTHER_NAMES = """
+adam_beta1=adam_betas adam_beta2=adam_betas adam_epsilon=adam_eps adap_kl_ctrl=kl_target advantage_clip
+alpha=polyak_alpha assistant_only_loss=completion_only_loss backward_batch_size=batch_size beta=kl_coef
+bf16=mixed_precision bootstrap_truncated=missing_eos_penalty cache_dir center_rewards_coefficient=center_coef
+chat_template_path=tokenizer checkpoint_dir=run_dir checkpoint_interval=save_every chunk_size=decode_batch_size
+clip_range=cliprange clip_range_value=cliprange_value cliprange_reward=score_clip cql_weight=cql_scale
+dataset_name=dataset dataset_split=dataset dataset_text_field=dataset dataset_train_split=dataset deepspeed
+early_stopping=early_stop_kl entity_name epochs=total_episodes epsilon=cliprange
+epsilon_high=cliprange_high eval_interval=eval_every eval_steps=eval_every eval_strategy=eval_every
+evaluation_strategy=eval_every exp_name=name filter=top_k formatting=dataset formatting_func=dataset
+forward_batch_size=micro_batch_size fp16=mixed_precision gen_kwargs=max_new_tokens generate_during_eval=eval_prompts
+generation_batch_size=rollout_batch_size gradient_accumulation_steps=batch_size group_name horizon=kl_horizon
+hub_model_id=push_to_hub importance_sampling_level=ratio_level init_kl_coef=kl_coef inner_epochs=ppo_epochs
+is_peft_model kl_estimator=kl_kind kl_penalty=kl_kind learning_rate=lr learning_rate_init=lr
+learning_rate_target=lr_final load_in_8bit=load_in_4bit local_rollout_forward_batch_size=decode_batch_size
+log_with=track logging_dir=run_dir logging_steps lora_dropout lora_rank=lora_r lora_target_modules=lora_targets
+loss_type=loss_mean lr_decay_steps=decay_steps lr_ramp_steps=warmup_steps lr_scheduler_type=lr_schedule
+mask_truncated_completions max_completion_length=max_new_tokens max_seq_length=max_length max_steps=total_steps
+merge metric_fn=metric mini_batch_size=micro_batch_size minibatch_size=micro_batch_size
+model_name=model model_name_or_path=model model_path=model model_revision=revision neftune_alpha neftune_noise_alpha
+num_epochs=epochs num_generations=group_size num_iterations=ppo_epochs num_mini_batches=batch_size
+num_ppo_epochs=ppo_epochs num_rollouts=rollout_batch_size num_sample_generations=eval_every num_train_epochs=epochs
+opt_betas=adam_betas optim optimize_cuda_cache optimize_device_cache output_dir=run_dir padding_free=packing
+peft_config=lora_r per_device_eval_batch_size=micro_batch_size per_device_train_batch_size=micro_batch_size
+per_prompt_stat_tracking=per_prompt_stats precompute_ref_log_probs=precompute_ref project_name=wandb_project
+prompts=dataset query_dataset=dataset ref_model_path=ref_model report_to=track response_length=max_new_tokens
+resume_from_checkpoint=resume reward_fn=reward reward_funcs=reward reward_model=reward reward_model_path=reward
+rpo_alpha=sft_coef run_name=name sample_batch_size=rollout_batch_size sample_eta=eta
+sample_guidance_scale=guidance_scale sample_num_steps=num_inference_steps save_interval=save_every
+save_steps=save_every save_strategy=save_every save_total_limit=keep_checkpoints scale_reward=score_scaling
+scale_rewards=advantage_kind seq_length=max_length sft_model_path=model steps=total_episodes
+steps_per_generation=rollout_batch_size stop_sequences=stop stop_token=stop stop_token_id=stop target=kl_target
+target_kl=early_stop_kl task_name=name tokenizer_path=tokenizer torch_dtype=dtype total_steps=total_episodes
+tracker=track tracker_project_name=wandb_project train_adv_clip_max=adv_clip_max train_batch_size=batch_size
+train_clip_range=cliprange train_dataset=dataset train_learning_rate=lr train_num_inner_epochs=ppo_epochs
+train_timestep_fraction=timestep_fraction use_lora=lora_r use_peft=lora_r use_score_norm=score_scaling
+use_score_scaling=score_scaling use_vllm warmup_ratio=warmup_steps world_size
+"""
+
+
+def test_names_from_elsewhere_lead_to_flags():
+    """Nowhere to a flag that the script lacks, and in one script at least to ours."""
+    expected = dict(pair.partition("=")[::2] for pair in OTHER_NAMES.split())
+    told = []
+    for algo, script in SCRIPTS.items():
+        ours = {flag_of(field.name) for field in fields_of(algo)}
+        with pytest.raises(InputError) as error:
+            refuse_other_names([f"--{name}" for name in expected], script.Args, algo)
+        for sentence in str(error.value).split("\n  - ")[1:]:
+            flag, advice = re.fullmatch("there is no (.*) here, see algos/MIGRATION.md: (.*)", sentence).groups()
+            assert ours.issuperset(flags_in(advice.partition(". ")[0])), sentence
+            told.append((flag, flags_in(advice)))
+    assert {flag for flag, _ in told} == {flag_of(name) for name in expected}
+    for name, here in expected.items():
+        assert not here or any(flag == flag_of(name) and flag_of(here) in flags for flag, flags in told), name
+
+
+def flags_in(text):
+    return re.findall("--[a-z0-9-]+", text)
+
+
+# ---- Help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+@each_script
+def test_help_has_every_flag_in_its_group(algo, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    args_class = SCRIPTS[algo].Args
+    text = help_text(args_class)
+    wide = [line for line in text.splitlines() if len(line) >= columns]
+    assert all(line.startswith("  --loss-type {") for line in wide)
+    groups = re.findall(r"^(\w.{,45}):$", text, re.M)
+    assert groups[:2] == ["must be given, but for the embedded task", "algorithm"] and groups[-1] == "run"
+    first = text[text.index(groups[0]) : text.index("\nalgorithm:")]
+    assert re.findall(r"^  --(\w+)", first, re.M) == list(args_class.required)
+    for field in fields_of(algo):
+        flag = flag_of(f"no_{field.name}" if field.name in SWITCHED_ON else field.name)
+        assert len(re.findall(rf"^  {flag}(?= |$)", text, re.M)) == 1, flag
+    assert re.search(r"^  --lr FLOAT", text, re.M)
+    assert text.index("\nrun:") < text.index("\n  --seed INT") < text.index("Seed of every random draw. [1]")
+
+
+HEAVY = "transformers accelerate diffusers peft datasets torch.distributed.fsdp matplotlib.figure".split()
+ALL_SCRIPTS = f"""import runpy, sys
+for words in [[algo, "--help"] for algo in {[*SCRIPTS]}] + [["ppo", "--lrr", "1"]]:
+    sys.argv = [f"{ROOT}/algos/{{words[0]}}.py", *words[1:]]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as stop:
+        print("code", stop.code)
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+
+
+def test_help_and_mistyped_flags_wait_for_torch_alone():
+    done = subprocess.run([sys.executable, "-c", ALL_SCRIPTS], capture_output=True, text=True)
+    assert re.findall(r"^usage: (\w+)\.py \[flags\]$", done.stdout, re.M) == [*SCRIPTS]
+    assert done.stdout.endswith("\ncode 2\n[]\n") and "--lr " in done.stderr
+
+
+def test_help_of_a_copy_elsewhere_into_a_closed_pipe(tmp_path):
+    """The copy needs common/ on the path."""
+    (tmp_path / "my_sft.py").write_text((ROOT / "algos/sft.py").read_text())
+    command = f"PYTHONPATH={ROOT} {sys.executable} {tmp_path}/my_sft.py --help | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("usage: my_sft.py [flags]\n", "")

@@ -1,0 +1,901 @@
+"""What runs write and print: `python -m pytest tests/test_reports.py`
+
+Names of metrics, samples, best model, summary, card, picture, last lines, --check and trackers, a row a script. The
+live line is read from a pseudo-terminal, pictures from the figure that matplotlib gets, markdown by a parser of it.
+"""
+
+import importlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from statistics import fmean, pstdev
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from harness import ALGOS, ROOT, command, environment, flags, lines
+from helpers import add_specials, answer, recorded, user
+from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
+from PIL import Image
+from transformers import pipeline
+
+from algos import ddpo, dpo, sft
+from benchmarks.recording import in_terminal, transcript
+from common import report
+from common.cli import parse
+from common.logging import Run
+from common.report import Screen, draw_curves
+
+each_script = pytest.mark.parametrize("algo", ALGOS)
+
+# ---- What is expected ------------------------------------------------------------------------------------------------
+
+PAIRS = "rewards/chosen rewards/rejected rewards/margins rewards/accuracies"
+EVALUATED = {  # metrics of an evaluation, behind eval/
+    "ppo": "vowels reward",
+    "grpo": "vowels reward",
+    "ilql": "vowels@beta=0 vowels@beta=4 loss loss_q loss_v loss_cql loss_awac",
+    "sft": "vowels loss perplexity accuracy",
+    "reward": "loss accuracy shorter_wins margin score_mean score_std",
+    "dpo": f"vowels loss {PAIRS} logps/chosen logps/rejected",
+    "ddpo": "reward red reward_std diversity",
+}
+TRAINED = {  # metrics of an iteration, and optim/lr and optim/grad_norm
+    "ppo": """objective/kl objective/kl_k3 objective/entropy objective/scores objective/scores_std
+        objective/non_score_reward objective/rlhf_reward policy/entropy val/explained_variance val/error
+        tokens/queries_len tokens/responses_len tokens/eos_rate tokens/truncated_rate objective/kl_coef loss/policy
+        loss/value policy/approxkl policy/clipfrac policy/ratio val/clipfrac episode loss/total policy/epochs
+        policy/skipped""",
+    "grpo": """objective/scores objective/scores_std groups/equal tokens/queries_len tokens/responses_len
+        tokens/eos_rate tokens/truncated_rate episode loss/policy loss/kl objective/kl objective/kl_k3 policy/approxkl
+        policy/clipfrac policy/ratio policy/nll loss/total""",
+    "ilql": """losses/loss losses/loss_q losses/loss_v losses/loss_cql losses/loss_awac values/mean qvalues/mean
+        target_qvalues/mean advantages/mean target_gap/mean awac_weight/mean values/std advantages/std td_error/end
+        td_error/inner target/syncs tokens/actions train/epoch""",
+    "sft": "train/loss train/epoch",
+    "reward": f"train/loss {PAIRS} train/epoch",
+    "dpo": f"train/loss train/nll {PAIRS} logps/chosen logps/rejected train/epoch",
+    "ddpo": """epoch objective/scores objective/scores_std objective/diversity loss/policy policy/approxkl
+        policy/clipfrac policy/ratio policy/ratio_deviation policy/ratio_deviation_first""",
+}
+PERF = {  # beside perf/seconds_update and perf/peak_memory_mb
+    "ppo": "seconds_rollout tokens_per_sec episodes_per_sec",
+    "grpo": "seconds_rollout tokens_per_sec episodes_per_sec",
+    "ilql": "tokens_per_sec",
+    "sft": "tokens_per_sec",
+    "reward": "tokens_per_sec pairs_per_sec",
+    "dpo": "tokens_per_sec pairs_per_sec",
+    "ddpo": "seconds_rollout seconds_reward images_per_sec",
+}
+COLUMNS = {  # of samples.jsonl, behind the step
+    "ppo": "prompt output vowels reward",
+    "grpo": "prompt output vowels reward",
+    "ilql": "beta prompt output vowels",
+    "sft": "prompt output vowels",
+    "reward": "prompt chosen rejected chosen_score rejected_score",
+    "dpo": "prompt output vowels reference",
+    "ddpo": "prompt reward red",
+}
+SHOWN = {  # on the card and in the status line, the headline first
+    "ppo": "eval/reward objective/scores objective/kl loss/policy loss/value val/explained_variance",
+    "grpo": """eval/reward objective/scores groups/equal tokens/responses_len tokens/truncated_rate
+        optim/grad_norm""",
+    "ilql": "eval/vowels@beta=0 losses/loss losses/loss_q losses/loss_v",
+    "sft": "eval/loss train/loss optim/grad_norm",
+    "reward": "eval/accuracy train/loss rewards/accuracies rewards/margins",
+    "dpo": "eval/rewards/accuracies train/loss rewards/accuracies rewards/margins",
+    "ddpo": "eval/reward objective/scores objective/scores_std policy/approxkl policy/clipfrac",
+}
+SUMMARY = {
+    "ppo": """4,813 parameters, 4,813 trained; TYPES; reference: a frozen copy
+data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: b
+lr 0.01 cosine, KL coefficient 0.05, value loss x 0.1, 6 new tokens, 48 episodes, 2 PPO epochs
+6 iterations x (8 episodes, then 4 optimizer steps of 4: 4 rows a process, 8 a forward)""",
+    "grpo": """4,476 parameters, 4,476 trained; TYPES; reference: a frozen copy
+data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: b
+lr 0.01 cosine, KL coefficient 0.05, advantages std, ratios by token, loss mean by sequence, 6 new tokens, 48 episodes
+6 iterations x (4 groups of 2 episodes, then 4 optimizer steps of 4: 4 rows a process, 8 a forward)""",
+    "ilql": """8,561 parameters, 6,687 trained; TYPES
+data: 23 rows, 0 cut, 0 dropped without an action left, 23 ended; actions of a row: 3 to 10, median 9; \
+return 0.2754 +- 0.3122, scaled to 0 +- 1
+tokens: median 10, longest 11
+first row, [not actions]: [s]da<eos>; its return, as used: 1.253
+lr 0.01 cosine, beta 0 4, at most 32 tokens a row, 6 new tokens, 4.17 epochs; targets take over 94% of Q
+12 steps x 8 rows; each step 8 rows a process, at most 8 a forward pass""",
+    "sft": """4,476 parameters, 4,476 trained; TYPES
+data: 23 rows, 0 cut at the end, 0 dropped without a label left; labels on 88.5% of 200 tokens, a row 3 \
+to 10, median 9; tokens of a row: median 10, longest 11
+first row, [without loss]: [s]da<eos>
+lr 0.03 cosine, at most 32 tokens a row, 6 new tokens, 4.17 epochs
+12 steps x 8 rows; each step 8 rows a process, at most 8 a forward pass; evaluations sample 5 prompts""",
+    "reward": """4,488 parameters, 4,488 trained; TYPES; head: new
+data: 22 pairs, 0 dropped as longer than 32, 0 as equal
+--eval-dataset: 7 pairs, 0 dropped as longer than 32, 0 as equal
+tokens of the longer text: median 11, longest 11
+first pair: s | chosen: da | rejected: busuidtkb
+lr 0.01 cosine, at most 32 tokens a text, 4.36 epochs
+12 steps x 8 pairs; each step 8 pairs a process, at most 8 a forward pass""",
+    "dpo": """4,476 parameters, 4,476 trained; TYPES
+data: 22 pairs, 0 prompts and the responses of 0 cut, 0 dropped without room for a response, 0 dropped as equal
+eval: 7 pairs, 0 prompts and the responses of 0 cut, 0 dropped without room for a response, 0 dropped as equal
+tokens of the longer side: median 11, longest 11
+first pair: [s] | chosen: da<eos> | rejected: busuidtkb<eos>
+lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens a side, 6 new tokens, 4.36 epochs
+12 steps x 8 pairs; each step 8 pairs a process, at most 8 a forward pass; evaluations sample 5 prompts""",
+    "ddpo": """46,481 parameters, 46,481 trained; TYPES
+data: 3 prompts, 3 to evaluate; first: a red circle
+lr 0.001 cosine, cliprange 0.001, guidance 1, eta 1
+6 epochs x (4 images of 2 steps, 2 of them with noise; then 2 optimizer steps of 2 images x 2 steps: 4 pairs a \
+process, 8 a forward)""",
+}
+TYPES = "float32 weights, no autocast, cpu, 1 processes x 1 threads"
+# Iterations, their optimizer steps, and after how many steps a run of the harness evaluates; rows that it samples from.
+LENGTH = {"ppo": (6, 4, 8), "grpo": (6, 4, 8), "ddpo": (6, 2, 4)}
+SAMPLED = {"ddpo": "captions", "reward": "held_out_pairs"}
+TWO_SETS = {  # files of evaluation rows, other flags
+    **dict.fromkeys(("ppo", "grpo"), ("eval prompts", "--total-episodes 24")),
+    "ilql": ("held_out_rewarded rewarded", "--total-steps 6 --eval-prompts None"),
+    "sft": ("held_out rows", "--total-steps 6 --eval-prompts None"),
+    "reward": ("held_out_pairs pairs", "--total-steps 6"),
+    "dpo": ("held_out_pairs pairs", "--total-steps 6 --eval-prompts None --metric None"),
+    "ddpo": ("captions eval", "--num-epochs 4"),
+}
+
+
+def quality(algo, record, prefix="eval/"):
+    """Of what the best model has most."""
+    if algo == "ilql":
+        return max(record["eval/vowels@beta=0"], record["eval/vowels@beta=4"])
+    if algo == "sft":
+        return -record[f"{prefix}loss"]
+    name = {"reward": "accuracy", "dpo": "vowels" if prefix == "eval/" else "rewards/accuracies"}.get(algo, "reward")
+    return record[prefix + name]
+
+
+def shown(algo, record):
+    """The names on card and status line: the headline of ilql.py is the best beta of the last evaluation."""
+    names = SHOWN[algo].split()
+    if algo == "ilql" and record["eval/vowels@beta=4"] > record["eval/vowels@beta=0"]:
+        names[0] = "eval/vowels@beta=4"
+    return names
+
+
+@pytest.fixture
+def typed(work, tmp_path, monkeypatch):
+    """typed(algo, words, folder) -> what main returns, in this process and an empty directory; `run` is its place."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+    def run(algo, words, *more):
+        module = importlib.import_module(f"algos.{algo}")
+        return module.main(parse([*flags(work, algo), *words.split(), *map(str, more)], module.Args))
+
+    return run
+
+
+# ---- A run of each script --------------------------------------------------------------------------------------------
+
+
+@each_script
+def test_names_of_metrics(algo, whole):
+    iterations, stride, every = LENGTH.get(algo, (12, 1, 4))
+    folder, _ = whole(algo)
+    records = lines(folder / "metrics.jsonl")
+    steps = [stride * i for i in range(iterations + 1)]
+    assert [record["step"] for record in records] == steps
+    evaluated = {f"eval/{name}" for name in EVALUATED[algo].split()}
+    trained = {*TRAINED[algo].split(), "optim/lr", "optim/grad_norm"}
+    for record in records:
+        expected = {"step"} | (trained if record["step"] else set())
+        if record["step"] % every == 0:
+            expected |= evaluated
+        assert record.keys() == expected
+        assert all(isinstance(value, int | float) for value in record.values())
+    perf = lines(folder / "perf.jsonl")
+    assert [record["step"] for record in perf] == steps[1:]
+    names = {f"perf/{name}" for name in (PERF[algo] + " seconds_update peak_memory_mb").split()}
+    for record in perf:
+        assert record.keys() == {"step", "time", *names} and all(record[name] > 0 for name in names)
+    if "episode" in trained:
+        assert [record["episode"] for record in records[1:]] == [8, 16, 24, 32, 40, 48]
+    if "epoch" in trained:
+        assert [record["epoch"] for record in records[1:]] == [1, 2, 3, 4, 5, 6]
+
+
+@each_script
+def test_samples(algo, whole, work):
+    """All prompts at every evaluation, in order; the metrics are the means of their columns."""
+    folder, _ = whole(algo)
+    samples = lines(folder / "samples.jsonl")
+    assert all([*sample] == ["step", *COLUMNS[algo].split()] for sample in samples)
+    prompts = [row["prompt"] for row in lines(work / f"{SAMPLED.get(algo, 'eval')}.jsonl")]
+    if algo == "ilql":
+        prompts = [prompts[place // 2] for place in range(2 * len(prompts))]  # for two betas
+    found = []
+    for record in lines(folder / "metrics.jsonl"):
+        if f"eval/{EVALUATED[algo].split()[0]}" in record:
+            rows = [sample for sample in samples if sample["step"] == record["step"]]
+            found += rows
+            assert [row["prompt"] for row in rows] == prompts
+            for name, value in means(algo, rows).items():
+                assert record[f"eval/{name}"] == pytest.approx(value, rel=1e-9), name
+    assert found == samples and len(samples) == 4 * len(prompts)
+
+
+def means(algo, rows):
+    """{metric: its value by the rows of samples.jsonl}."""
+    if algo == "ilql":
+        vowels = [row["vowels"] for row in rows]  # of the betas in turn
+        return {"vowels@beta=0": fmean(vowels[::2]), "vowels@beta=4": fmean(vowels[1::2])}
+    if algo == "reward":
+        margins = [row["chosen_score"] - row["rejected_score"] for row in rows]
+        return {"accuracy": fmean(margin > 0 for margin in margins), "margin": fmean(margins)}
+    values = {name: fmean(row[name] for row in rows) for name in {"vowels", "reward", "red"} & rows[0].keys()}
+    if algo == "ddpo":
+        values["reward_std"] = pstdev(row["reward"] for row in rows)
+    return values
+
+
+load = safetensors.torch.load_file
+
+
+def tensors(folder):
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load(file)
+    return found
+
+
+@each_script
+def test_best_and_last_model(algo, whole):
+    """Each is what the checkpoint of its step holds; the best one is kept beside the newest two."""
+    folder, _ = whole(algo)
+    _, stride, every = LENGTH.get(algo, (12, 1, 4))
+    scores = {r["step"]: quality(algo, r) for r in lines(folder / "metrics.jsonl")[1:] if r["step"] % every == 0}
+    best = max(scores, key=scores.get)  # the first of equals
+    last = max(scores)
+    checkpoints = {int(path.name[5:]) for path in (folder / "checkpoints").iterdir()}
+    assert checkpoints == {best, last - max(2, stride), last}
+    state = json.loads((folder / f"checkpoints/step_{last:08d}/state.json").read_text())
+    assert (state["best_step"], state["best_score"]) == (best, scores[best])
+    for name, step in (("hf_model_best", best), ("hf_model", last)):
+        saved = load(folder / f"checkpoints/step_{step:08d}/model.safetensors")
+        exported = tensors(folder / name / "unet") if algo == "ddpo" else tensors(folder / name)
+        assert len(exported) > 20
+        for key, weight in exported.items():
+            (found,) = [value for path, value in saved.items() if f".{path}".endswith(f".{key}")]
+            assert torch.equal(weight, found), key
+
+
+@each_script
+def test_what_a_run_leaves_and_prints(algo, whole):
+    folder, process = whole(algo)
+    names = "README.md checkpoints config.yaml curve.png env.json hf_model hf_model_best metrics.jsonl perf.jsonl"
+    expected = {".lock", *names.split(), "samples.jsonl"} | ({"images"} if algo == "ddpo" else set())
+    assert {path.name for path in folder.iterdir()} == expected
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    env = json.loads((folder / "env.json").read_text())
+    assert {"algo", "hash", "flags", "files", "command", "commit", "versions", "device"} <= env.keys()
+    records = lines(folder / "metrics.jsonl")
+    names = shown(algo, records[-1])
+    assert env["headline"] == names[0] or algo == "ilql"
+
+    # the card, whose lines of use the last lines are
+    card = (folder / "README.md").read_text()
+    usage = re.search("```python\n(.*?)\n```", card, re.S)[1]
+    assert card == report.model_card(env, names, records, lines(folder / "samples.jsonl"), usage)
+    values = [record[names[0]] for record in records if names[0] in record]
+    curve = f"{names[0]} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
+    places = f"card: {folder}/README.md\npicture: {folder}/curve.png\nmodel: {folder}/hf_model\n"
+    assert process.out.endswith(f"\n\n{curve}\n\n{usage}\n\n{places}") and process.err == ""
+
+    # the first lines, and the status
+    assert process.out.startswith(f"{algo}: {SUMMARY[algo].replace('TYPES', TYPES)}\nsamples at step 0 ")
+    status = [f"{name.partition('/')[2]} {records[-1][name]:.3g}" for name in names[algo == "ilql" :]]
+    step = records[-1]["step"]
+    assert f"\n{step}/{step} | {' | '.join(status)} | " in process.out
+
+
+USED = {
+    **dict.fromkeys(("ppo", "grpo", "sft", "dpo"), r"\[\{'generated_text': '[bs]"),
+    "reward": r"\[\{'label': 'LABEL_0', 'score': -?\d",
+    "ilql": "s[a-u]?",
+    "ddpo": "",
+}
+
+
+@each_script
+def test_the_lines_of_use_run(algo, whole, scripts, work):
+    folder, _ = whole(algo)
+    usage = re.search("```python\n(.*?)\n```", (folder / "README.md").read_text(), re.S)[1]
+    (work / f"use_{algo}.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{usage}\n")
+    process = scripts.run([work / f"use_{algo}.py"], work)
+    assert re.match(USED[algo], process.out) and not re.search("safety|not expected|newly init", process.err)
+    if algo == "ddpo":
+        assert Image.open(work / "sample.png").size == (24, 8)
+
+
+# ---- Other flags -----------------------------------------------------------------------------------------------------
+
+
+@each_script
+def test_check_is_the_summary_and_one_iteration_and_writes_nothing(algo, typed, capsys):
+    assert typed(algo, "--check") == ({}, None)
+    out = capsys.readouterr().out
+    summary = SUMMARY[algo].replace("TYPES", TYPES)
+    if algo == "dpo":  # whose pairs are sorted, the longest first
+        summary = summary[: summary.index("first pair: ")]
+    assert out.startswith(f"{algo}: {summary}") and "\nsamples at step 0 " in out and out.count("samples at step") == 1
+    parts = "rollout .* update" if "seconds_rollout" in PERF[algo] else "update"
+    assert re.search(rf"\none iteration: {parts} \S+ s; peak memory [\d,]+ MB\ncheck passed\n$", out)
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_check_takes_the_longest_rows():
+    run = SimpleNamespace(args=SimpleNamespace(check=True, seed=1))
+    assert Run.draw_rows(run, [3, 9, 5], 0, 4) == [1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("precompute", ["--precompute-ref", "--no-precompute-ref"])
+def test_check_of_dpo_compares_with_the_model_as_it_was(monkeypatch, typed, precompute):
+    """In both steps, of which the second one finds a changed model; both have the longest pairs."""
+    calls = recorded(monkeypatch, dpo, "pair_losses")
+    asked = recorded(monkeypatch, dpo.Reference, "__call__")
+    typed("dpo", f"--check --batch-size 2 {precompute} --eval-dataset None --metric None --eval-prompts None")
+    (first, *_), (second, *_) = [args for args, _ in calls]
+    assert (second - first).abs().min() > 1e-6 and len(asked) == 2
+    assert all((found - first).abs().max() < 1e-5 for _, found in asked)
+
+
+def test_check_of_ddpo_is_an_evaluation_and_the_first_epoch(monkeypatch, typed, work):
+    sampled = recorded(monkeypatch, ddpo, "sample_images")
+    typed("ddpo", "--check --metric None --eval-dataset", f"{work}/eval.jsonl,{work}/captions.jsonl")
+    captions = ["a red circle", "a blue square", "a green circle"]
+    prompts = [args[2] for args, _ in sampled]
+    assert prompts[:2] == [["b", "cd", "efg", "h", "ij"], captions]
+    assert len(prompts) == 3 and len(prompts[2]) == 4 and {*prompts[2]} == {*captions}
+
+
+@each_script
+def test_two_evaluation_sets(algo, typed, work):
+    """Metrics and samples name the set; the first one gives headline and best model. Without --eval-prompts what is
+    sampled is the first set; dpo.py here samples nothing that nobody asked for."""
+    names, words = TWO_SETS[algo]
+    first, second = names.split()
+    files = f"{work}/{first}.jsonl,{work}/{second}.jsonl"
+    _, folder = typed(algo, f"{words} --run-dir run --eval-dataset", files)
+    records = [r for r in lines(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in r)]
+    expected = set()
+    for name in EVALUATED[algo].split():
+        if "vowels" not in name or algo in ("ppo", "grpo"):
+            expected |= {f"eval/{first}/{name}", f"eval/{second}/{name}"}
+        elif algo != "dpo":
+            expected.add(f"eval/{name}")
+    assert len(records) > 2
+    assert all({name for name in record if name.startswith("eval/")} == expected for record in records)
+    scores = [quality(algo, record, f"eval/{first}/") for record in records[1:]]
+    last = max((folder / "checkpoints").iterdir())
+    assert json.loads((last / "state.json").read_text())["best_score"] == max(scores)
+    headline = SHOWN[algo].split()[0].replace("eval/", f"eval/{first}/")
+    assert algo == "ilql" or json.loads((folder / "env.json").read_text())["headline"] == headline
+
+    if algo == "dpo":
+        assert not (folder / "samples.jsonl").exists()
+        return
+    samples = [row for row in lines(folder / "samples.jsonl") if row["step"] == 0]
+    prompts = {name: [row["prompt"] for row in lines(work / f"{name}.jsonl")] for name in (first, second)}
+    if algo in ("ilql", "sft"):
+        assert [row["prompt"] for row in samples if row.get("beta", 0) == 0] == prompts[first]
+    else:
+        assert [*samples[0]] == ["step", "set", *COLUMNS[algo].split()]
+        assert [row["prompt"] for row in samples] == prompts[first] + prompts[second]
+        assert [row["set"] for row in samples] == [first] * len(prompts[first]) + [second] * len(prompts[second])
+
+
+@each_script
+def test_evaluations_change_nothing_of_the_training(algo, typed, whole):
+    """With --eval-every 0 there are none of them: metrics and model are those of the run that has them."""
+    metrics, folder = typed(algo, "--eval-every 0 --save-every 0 --run-dir run")
+    records = lines(whole(algo)[0] / "metrics.jsonl")
+    expected = [{k: v for k, v in record.items() if not k.startswith("eval/")} for record in records[1:]]
+    assert lines(folder / "metrics.jsonl") == expected and metrics == expected[-1]
+    model = "hf_model/unet/diffusion_pytorch_model.safetensors" if algo == "ddpo" else "hf_model/model.safetensors"
+    assert (folder / model).read_bytes() == (whole(algo)[0] / model).read_bytes()
+    assert not (folder / "hf_model_best").exists() and not (folder / "samples.jsonl").exists()
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{metrics['step']:08d}"]
+    headline = "rewards/accuracies" if algo in ("reward", "dpo") else SHOWN[algo].split()[1]
+    first = json.loads((folder / "env.json").read_text())["headline"]
+    assert first == headline and f"\n\n- `{headline}`: " in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("algo", ["sft", "dpo"])
+def test_samples_without_a_metric(algo, typed, capsys):
+    """Of --eval-prompts: shown, and in no metric. They choose no best model."""
+    words = "--metric None --eval-dataset None --total-steps 2 --eval-every 2 --run-dir run"
+    metrics, folder = typed(algo, words)
+    samples = lines(folder / "samples.jsonl")
+    assert [row["step"] for row in samples] == [0] * 5 + [2] * 5
+    columns = [name for name in COLUMNS[algo].split() if name != "vowels"]
+    assert all([*row] == ["step", *columns] for row in samples) and any(row["output"] for row in samples)
+    assert not any(name.startswith("eval/") for name in metrics) and not (folder / "hf_model_best").exists()
+    assert "samples at step 2 " in capsys.readouterr().out
+
+
+def test_the_reference_of_dpo_in_samples_and_metric(whole, typed, monkeypatch):
+    """Its responses stand beside those of the policy, and reach --metric as a column, for rates of wins."""
+    samples = lines(whole("dpo")[0] / "samples.jsonl")
+    references = [row["reference"] for row in samples[:5]]
+    assert [row["output"] for row in samples[:5]] == references
+    assert [row["reference"] for row in samples] == references * 4
+    assert [row["output"] for row in samples[-5:]] != references
+    calls = []
+
+    def beats(outputs, ref_output, **columns):
+        calls.append(ref_output)
+        return {"longer": [len(o) > len(r) for o, r in zip(outputs, ref_output, strict=True)]}
+
+    monkeypatch.setattr("common.sampling.load_function", lambda spec, flag: beats)
+    typed("dpo", "--total-steps 1 --run-dir run --reference-free")
+    assert calls == [references] * 2
+
+
+SAID = [  # flags, what the summary says of the reference or the head
+    ("ppo", "--ref-model MODEL", "; reference: a model of its own\n"),
+    ("ppo", "--num-layers-unfrozen 1", "; reference: shares the frozen weights\n"),
+    ("grpo", "--ref-model MODEL", "; reference: a model of its own\n"),
+    ("grpo", "--num-layers-unfrozen 1", "; reference: shares the frozen weights\n"),
+    ("grpo", "--kl-coef 0", "; reference: none\n"),
+    ("dpo", "--ref-model MODEL", "reference: a model of its own, "),
+    ("dpo", "--reference-free", "reference: none, "),
+    ("sft", "--max-length 9 --total-steps 4", "at most 9 tokens a row, 6 new tokens, 1.39 epochs\n4 steps x 8 rows"),
+    ("sft", "--stop a b", "; evaluations sample 5 prompts; stops: ['a', 'b']\n"),
+]
+
+
+@pytest.mark.parametrize(("algo", "words", "said"), SAID)
+def test_other_summaries(algo, words, said, typed, work, capsys):
+    typed(algo, words.replace("MODEL", str(work / "model")), "--check", "--eval-every", 0)
+    assert said in capsys.readouterr().out
+
+
+# ---- Trackers --------------------------------------------------------------------------------------------------------
+
+
+class Recorder(GeneralTracker):
+    """A tracker that keeps what it gets, or fails in the method `fails`."""
+
+    requires_logging_directory = False
+
+    def __init__(self, name, fails=None):
+        self.name = name
+        self.fails = fails
+        self.metrics = {}
+        self.images = {}
+        self.tables = {}
+        super().__init__()
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values):
+        assert self.fails != "init", "no account"
+
+    def log(self, values, step=None, **options):
+        assert self.fails != "log", "no network"
+        self.metrics[step] = values
+
+    def log_table(self, name, columns, data, step):
+        assert self.name == "wandb" and name == "eval/samples"
+        self.tables[step] = (columns, data)
+
+    def log_images(self, values, step=None, **options):
+        assert self.fails != "log_images", "no space"
+        assert options == ({"dataformats": "NHWC"} if self.name == "tensorboard" else {})
+        self.images.setdefault(step, {}).update(values)
+
+
+@pytest.fixture
+def tracked(monkeypatch, typed, work):
+    """tracked(recorder, words) -> the directory of a run of ddpo.py in six steps with two evaluation sets."""
+
+    def run(recorder, words=""):
+        monkeypatch.setattr(tracking, "filter_trackers", lambda names, folder: [recorder])
+        sets = f"{work}/captions.jsonl,{work}/eval.jsonl"
+        more = ["--track", recorder.name, "--run-dir", "run", "--num-epochs", 3, "--eval-dataset", sets]
+        return typed("ddpo", f"--metric None {words}", *more)[1]
+
+    return run
+
+
+@pytest.mark.parametrize("track", ["wandb", "tensorboard"])
+def test_trackers_get_metrics_samples_and_images(track, tracked, monkeypatch):
+    """The images of an evaluation are those that the reward has seen, in a grid of each set."""
+    calls = recorded(monkeypatch, ddpo, "image_arguments")
+    recorder = Recorder(track)
+    folder = tracked(recorder)
+    evaluations = [0, 0, 4, 4, 6, 6]
+    assert [*recorder.metrics] == [0, 2, 4, 6] and [*recorder.images] == [0, 4, 6]
+    for record in lines(folder / "metrics.jsonl"):
+        assert record.items() - {("step", record["step"])} <= recorder.metrics[record["step"]].items()
+    assert "perf/images_per_sec" in recorder.metrics[2]
+    assert [*recorder.tables] == ([0, 4, 6] if track == "wandb" else [])
+    for step, table in recorder.tables.items():
+        rows = [row for row in lines(folder / "samples.jsonl") if row["step"] == step]
+        assert table == (["set", "prompt", "reward"], [[row["set"], row["prompt"], row["reward"]] for row in rows])
+    seen = [given["images"] for (rows, _), given in calls if len(rows) != 4]  # 4 are a rollout
+    assert [len(images) for images in seen] == [3, 5] * 3
+    height = 5 * 8 + 2 * ddpo.TEXT_HEIGHT  # images of 8 x 24 pixels, each pixel a square of 5 x 5
+    for step, name, images in zip(evaluations, ["captions", "eval"] * 3, seen, strict=True):
+        sheet = np.asarray(Image.open(folder / f"images/step_{step:08d}_{name}.png"))
+        assert np.array_equal(recorder.images[step][f"eval/images_{name}"], sheet[None])
+        assert sheet.shape == (height, 8 * 24 * 5, 3)
+        for place, image in enumerate(images):
+            cell = sheet[:40:5, place * 120 : (place + 1) * 120 : 5]
+            assert np.array_equal(cell, (image * 255).round().byte().permute(1, 2, 0))
+    assert all(len(images) == 2 for images in recorder.images.values())
+
+
+@pytest.mark.case(61, "ddpo")
+@pytest.mark.parametrize("fails", ["init", "log", "log_images"])
+def test_a_tracker_that_fails_stops_nothing(fails, tracked, capsys):
+    recorder = Recorder("wandb", fails)
+    folder = tracked(recorder)
+    assert capsys.readouterr().out.count("warning: --track wandb is off") == (fails != "log_images")
+    assert [r["step"] for r in lines(folder / "metrics.jsonl")] == [0, 2, 4, 6] and (folder / "README.md").exists()
+    assert [*recorder.images] == ([0] if fails == "log" else [])  # images come before the metrics
+
+
+@pytest.mark.slow
+@pytest.mark.case(61, "ddpo")
+def test_images_in_wandb_offline(scripts, work, tmp_path):
+    argv = command(work, "ddpo", "run", "--num-epochs", "1", "--track", "wandb")
+    process = scripts.run(argv, tmp_path, WANDB_MODE="offline", WANDB_SILENT="true", HOME=str(tmp_path / "home"))
+    (record,) = (tmp_path / "run").rglob("*.wandb")
+    assert "warning" not in process.out
+    assert all(name in record.read_bytes() for name in (b"eval/reward", b"policy/approxkl", b"eval/images"))
+    media = [np.asarray(Image.open(path)) for path in (tmp_path / "run/wandb").rglob("*.png")]
+    grids = [np.asarray(Image.open(path)) for path in (tmp_path / "run/images").iterdir()]
+    assert len(media) == len(grids) == 2 and {x.tobytes() for x in media} == {x.tobytes() for x in grids}
+
+
+def test_samples_reach_wandb_alone():
+    tables = []
+    wandb = SimpleNamespace(name="wandb", log_table=lambda *values, **options: tables.append((values, options)))
+    accelerator = SimpleNamespace(trackers=[wandb, SimpleNamespace(name="tensorboard")])
+    rows = [{"prompt": "<|x|>", "output": f"{i}|", "r": i / 3} for i in range(101)]
+    report.log_samples(accelerator, rows, step=7)
+    ((name,), table) = tables[0]
+    assert len(tables) == 1 and name == "eval/samples" and table["step"] == 7
+    assert table["columns"] == ["prompt", "output", "r"] and table["data"][1] == ["<|x|>", "1|", 1 / 3]
+
+
+# ---- Terminal --------------------------------------------------------------------------------------------------------
+
+
+def test_the_live_line_says_what_happens(work, tmp_path):
+    columns = 80
+    env = environment(work)
+    env.pop("COLUMNS")
+    argv = [sys.executable, *map(str, command(work, "ppo", "run"))]
+    pieces, code = in_terminal(argv, columns, tmp_path, env)
+    text = "".join(piece for _, piece in pieces)
+    assert code == 0 and "Traceback" not in text
+    pictures = re.findall(r"(?:\r\x1b\[2K|\n|\x1b\[\?25h)([^\r\n]*)\r(?!\n)", text)
+    assert columns - 5 < max(map(len, pictures)) <= columns
+    assert text.index("loading libraries") < text.index("parameters")
+    activities = []
+    for picture in pictures:
+        for part in picture.split(" | "):
+            if match := re.match(r"[a-z][a-z_ -]*", part):
+                activities.append(match[0].strip())
+    order = [activities.index(name) for name in ("loading libraries", "evaluating", "sampling", "saving")]
+    assert order == sorted(order)
+    assert {"reading --dataset", "scoring", "writing hf_model"} <= {*activities}
+    while_sampling = [picture for picture in pictures if re.match(r"8/24, eta \d:\d\d:\d\d \| sampling 0/8", picture)]
+    assert while_sampling and "scores 0." in while_sampling[0]  # the metrics of the iteration before
+    assert re.search(r"\nmodel: \S+hf_model\r\n", text)
+    assert text.endswith("\x1b[1A\x1b[2K")  # nothing of the line is left
+
+
+def test_transcript():
+    pieces = [
+        (0.1, "\x1b[?25lfirst\r\n\r\x1b[2Kloading, 0 s\r"),
+        (0.3, "\r\x1b[2Kreading, 0 s\r"),
+        (1.2, "\r\x1b[2Kreading, 1 s\r"),
+        (2.4, "\r\x1b[2Kreading, 2 s\r\r\x1b[2Ksec"),
+        (2.5, "ond\r\nreading, 2 s\r\r\n\x1b[?25h\r\x1b[1A\x1b[2Kthird\r\n"),
+    ]
+    lines = ["   5.1   first", "   5.1 > loading, 0 s", "   6.2 > reading, 1 s", "   7.5   second", "   7.5   third"]
+    assert transcript(pieces, 5.0) == lines
+
+
+DRAWN = """import sys
+sys.path.insert(0, {root!r})
+from common.report import screen
+screen.start()
+screen.show("sampling", 8)
+screen.metrics = "metric " * 20
+screen.say("words " * 20 + "[red]\\x1b[")
+print("of a reward")
+screen.show("saving")
+screen.stop()
+print("end")
+"""
+
+
+@pytest.mark.parametrize(("shell", "is_live"), [("{}", True), ("{} | cat", False), ("{} 2> /dev/null", False)])
+def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(shell, is_live, tmp_path):
+    """Else not a byte more is written: `| tee log` would print into it. Texts stand above it as they are."""
+    (tmp_path / "shown.py").write_text(DRAWN.format(root=str(ROOT)))
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    pieces, code = in_terminal(["sh", "-c", shell.format(f"{sys.executable} shown.py")], 50, tmp_path, env)
+    text = "".join(piece for _, piece in pieces)
+    said = "words " * 20 + "[red]\x1b[\r\n"
+    assert code == 0
+    if not is_live:
+        assert text == f"{said}of a reward\r\nend\r\n"
+        return
+    assert f"\r\x1b[2K{said}" in text and "\r\x1b[2Kof a reward\r\n" in text
+    assert "\r\x1b[2Ksaving, 0 s | " + ("metric " * 20)[:35] + "…\r" in text
+    assert text.endswith("\x1b[1A\x1b[2Kend\r\n")
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is there
+
+
+def test_without_a_terminal_nothing_is_drawn(monkeypatch, capsys):
+    screen = Screen()
+    screen.start()
+    assert not screen.live  # under pytest there is no terminal
+    screen.show("scoring pairs", 700)
+    screen.advance(100)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    screen.say("text")
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_without_an_output_for_errors(tmp_path):
+    (tmp_path / "shown.py").write_text(DRAWN.format(root=str(ROOT)))
+    done = subprocess.run(f"{sys.executable} {tmp_path}/shown.py 2>&-", shell=True, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("of a reward\nend\n")
+
+
+def test_a_table_breaks_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = [{"prompt": "several words that need more than a line", "output": "x\ny" + "z" * 300, "reward": 0.12345}]
+    text = report.table_of(rows, "samples")
+    assert max(map(len, text.splitlines())) <= 40 and "0.123" in text
+    assert {*rows[0]["prompt"].split()} <= {*text.split()}
+
+
+# ---- Picture ---------------------------------------------------------------------------------------------------------
+
+PPO = [
+    {"step": 0, "eval/reward": 0.25, "eval/vowels": 1.0},
+    {"step": 4, "objective/scores": 0.3, "objective/kl": 0.0, "loss/policy": -0.1, "optim/lr": 0.5},
+    {"step": 8, "objective/scores": None, "objective/kl": 1.0, "loss/policy": -0.2, "eval/reward": 0.5},
+    {"step": 12, "objective/scores": 0.6, "objective/kl": 2.0, "loss/policy": -0.3, "eval/reward": 0.75},
+]
+IN_STATUS = ["objective/scores", "objective/kl", "loss/policy", "loss/absent"]
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """drawn(records, names, title) -> the title of the figure as it is saved, {label: {metric: line}} of its panels."""
+    figures = []
+
+    def keep(figure, file, **options):
+        figures.append(figure)
+        Path(file).touch()
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+
+    def draw(records, names, title="run: model"):
+        draw_curves(records, names, title, tmp_path / "curve.png")
+        panels = {}
+        for axes in figures[-1].axes:
+            if axes.axison:
+                panels[axes.get_ylabel()] = {line.get_label(): line for line in axes.get_lines()}
+        return figures[-1].get_suptitle(), panels
+
+    return draw
+
+
+def points(line):
+    return [(int(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+
+
+def test_panels_of_a_run(drawn):
+    """The headline, the metrics of the status line, then those of --metric; what is not finite is left out."""
+    title, found = drawn(PPO, ["eval/reward", *IN_STATUS], "ppo-0123abcd: $x_" + "a/" * 99)
+    assert [*found] == ["reward", "scores", "kl", "policy", "vowels"]
+    assert title == ("ppo-0123abcd: $x_" + "a/" * 99)[:100]
+    assert points(found["reward"]["eval/reward"]) == [(0, 0.25), (8, 0.5), (12, 0.75)]
+    assert points(found["scores"]["objective/scores"]) == [(4, 0.3), (12, 0.6)]
+    assert found["reward"]["eval/reward"].get_marker() == "." and found["kl"]["objective/kl"].get_marker() == "None"
+
+
+NAMES = {  # the metrics that a script logs; the panels of the first four of them with their metrics
+    "two sets": (
+        "eval/x/accuracy train/loss rewards/accuracies rewards/margins eval/x/margin eval/y/accuracy eval/y/margin",
+        ["eval/x/accuracy eval/y/accuracy", "train/loss", "rewards/accuracies", "rewards/margins"]
+        + ["eval/x/margin eval/y/margin"],
+    ),
+    "training and evaluation": (
+        "eval/loss train/loss rewards/accuracies train/nll eval/rewards/accuracies eval/x/rewards/accuracies optim/lr",
+        ["eval/loss train/loss", "rewards/accuracies eval/rewards/accuracies eval/x/rewards/accuracies", "train/nll"],
+    ),
+    "betas": (
+        "eval/x@beta=4 losses/loss losses/loss_q losses/loss_v eval/x@beta=0 eval/y@beta=0 eval/y@beta=4",
+        ["eval/x@beta=4 eval/x@beta=0", "losses/loss", "losses/loss_q", "losses/loss_v", "eval/y@beta=0 eval/y@beta=4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("logged", NAMES)
+def test_panels_share_names(logged, drawn):
+    names, expected = NAMES[logged]
+    records = [{"step": step, **dict.fromkeys(names.split(), step + 0.5)} for step in range(3)]
+    _, found = drawn(records, names.split()[:4])
+    assert [" ".join(lines) for lines in found.values()] == expected
+
+
+def test_the_file_is_a_picture(tmp_path):
+    path = tmp_path / "curve.png"
+    draw_curves([{"step": 0, "eval/reward": None}], ["eval/reward"], "x", path)
+    assert not path.exists()  # there is nothing to draw
+    draw_curves(PPO, ["eval/reward", *IN_STATUS], "run: $x_ \u4e2d", path)
+    image = Image.open(path)
+    assert image.format == "PNG" and image.size == (900, 620)
+
+
+def train(tiny_dir, run_dir, **flags):
+    rows = [{"prompt": letter, "completion": letter * 3} for letter in "abcdefg"]
+    options = {"total_steps": 6, "batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 3, "threads": 1}
+    options |= {"model": tiny_dir, "dataset": rows, "eval_dataset": rows[:2], "run_dir": str(run_dir)}
+    return sft.main(sft.Args(**options | flags))
+
+
+def test_when_pictures_are_drawn(monkeypatch, gpt2_dir, tmp_path, capsys):
+    """At every evaluation but the first, and at the end. One that fails stops nothing."""
+    calls = []
+
+    def draw(records, names, title, path):
+        calls.append((records[-1]["step"], names[0], title))
+        if title.startswith("fails: "):
+            raise OSError("No space\nleft")
+
+    monkeypatch.setattr(report, "draw_curves", draw)
+    train(gpt2_dir, tmp_path / "run")
+    assert calls == [(step, "eval/loss", f"run: {gpt2_dir}") for step in (2, 4, 6)]
+    calls.clear()
+    train(gpt2_dir, tmp_path / "quiet", eval_every=0)
+    assert calls == [(6, "train/loss", f"quiet: {gpt2_dir}")]
+    capsys.readouterr()
+    train(gpt2_dir, tmp_path / "fails")
+    assert capsys.readouterr().out.count("warning: curve.png is not drawn: No space left\n") == 3
+    assert (tmp_path / "fails/metrics.jsonl").read_bytes() == (tmp_path / "run/metrics.jsonl").read_bytes()
+
+
+# ---- Card ------------------------------------------------------------------------------------------------------------
+
+ENV = {
+    "algo": "ppo", "command": "algos/ppo.py --lr 1e-5", "processes": 1, "commit": "abc", "device": "a CPU",
+    "flags": {"model": "my/model", "reward": "length", "dataset": "rows"},
+    "versions": {"python": "3.11.7", "torch": "2.11.0"},
+}  # fmt: skip
+SAMPLES = [
+    {"step": step, "prompt": prompt, "output": f"{prompt}{step}", "vowels": i, "reward": i + step / 3}
+    for step in (0, 8, 12)
+    for i, prompt in enumerate(("a", "a", "b", "c", "d"))
+]
+CARD = """# my/model trained by ppo.py on length
+
+- `eval/reward`: 0.25 at step 0, **0.75** at step 12
+- `objective/scores`: 0.3 at step 4, **0.6** at step 12
+- `objective/kl`: 0 at step 4, **2** at step 12
+- `loss/policy`: -0.1 at step 4, **-0.3** at step 12
+- `optim/lr`: 0.5 at step 4, **0.5** at step 4
+
+![learning curve](curve.png)
+
+## Samples
+
+TABLE
+
+## Use
+
+```python
+print(1)
+```
+
+## Command
+
+```
+python algos/ppo.py --lr 1e-5
+```
+
+Commit abc; python 3.11.7, torch 2.11.0; a CPU.
+"""
+
+
+def test_a_card():
+    names = ["eval/reward", *IN_STATUS, "eval/reward", "optim/lr"]
+    newest = [SAMPLES[11], *SAMPLES[12:14]]  # one of each prompt
+    table = textwrap.indent(report.table_of(newest, width=report.WIDEST), "    ")
+    assert report.model_card(ENV, names, PPO, SAMPLES, usage="print(1)") == CARD.replace("TABLE", table)
+    two = report.model_card(ENV | {"processes": 2}, names, PPO[1:2], [], usage="print(1)")
+    assert "\ntorchrun --nproc_per_node 2 algos/ppo.py --lr 1e-5\n" in two
+    assert "## Samples" not in two and "eval/reward" not in two  # which were not evaluated
+    report.model_card(ENV, names, [], [], usage="print(1)")
+
+
+NASTY = ["a|b", "`", "``` x ```", "<b>x</b>", "![](http://x/y.png)", "two\nlines\r\n", "\\", "\\|", "*a* _b_ $x$"]
+NASTY += [" a ", "\x1b[31m\ud800", "| --- |", "&amp;", "[red]"]
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_samples_are_no_markup(text):
+    """What a model writes is shown as it is; control characters are written out."""
+    shown = text.encode("unicode_escape").decode() if not text.isprintable() else text
+    sample = {"step": 4, "prompt": text, "output": text, "reward": 0.12345}
+    card = report.model_card(ENV, [], [], [sample], usage="print(1)")
+    (block,) = [token for token in MarkdownIt("commonmark").parse(card) if token.type == "code_block"]
+    last = block.content.splitlines()[-1]
+    assert last.count(shown) == 2 and last.split()[0] == "4" and last.split()[-1] == "0.123"
+
+
+def test_long_and_empty_samples():
+    assert report.cell_text("p" * 1000) == "p" * 200 + "..."
+    assert [report.cell_text(value) for value in (" \n", None, "")] == [" \\n", "not finite", ""]
+
+
+BARE_TEMPLATE = (  # without end tokens, which a prompt for the pipeline would lose
+    "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("chat", "adds_bos"), [(False, True), (True, False), (True, True)])
+def test_lines_of_use_make_the_ids_of_training(chat, adds_bos, letters, tiny_dirs, tmp_path):
+    """Also of a chat whose template writes the beginning token: it stands there once."""
+    rows = [{"prompt": "abc", "completion": "ddd"}] * 4
+    if chat:
+        letters.chat_template = BARE_TEMPLATE
+        rows = [{"messages": [user("bc"), answer("ddd")]}] * 4
+    if adds_bos:
+        add_specials(letters, "<bos> $A")
+    model = tmp_path / "model"
+    shutil.copytree(tiny_dirs["llama"], model)
+    letters.save_pretrained(model)
+    train(str(model), tmp_path / "run", dataset=rows, eval_dataset=rows[:1], total_steps=1, eval_every=0)
+    usage = re.search(r"```python\n(.*?)\n```", (tmp_path / "run/README.md").read_text(), re.S)[1]
+    assert ("add_special_tokens=False" in usage) == (chat and not adds_bos)  # else the tokenizer writes it
+    seen = []
+    create = pipeline
+
+    def watched(task, folder):
+        pipe = create(task, folder)
+        generate = pipe.model.generate
+        pipe.model.generate = lambda input_ids, **options: seen.append(input_ids) or generate(input_ids, **options)
+        return pipe
+
+    exec(usage.replace("from transformers import pipeline; ", ""), {"pipeline": watched})
+    text = "ubca" if chat else "abc"
+    assert seen[0].tolist() == [letters.convert_tokens_to_ids(["<bos>", *text])]

@@ -89,12 +89,12 @@ import torch
 nan, inf, calls = float("nan"), float("inf"), 0
 
 
-def reward(prompts, **columns):
-    return [len(prompt) / 10 + i for i, prompt in enumerate(prompts)]
+def reward(prompts, tags=(), **columns):
+    return [len(prompt) / 10 + i + sum(map(len, tags)) for i, prompt in enumerate(prompts)]
 
 
 def metric(prompts, **columns):
-    return {"length": reward(prompts)}
+    return {"length": reward(prompts, **columns)}
 
 
 def late_nan(prompts, **columns):
@@ -106,7 +106,7 @@ def late_nan(prompts, **columns):
 
 def rude_reward(prompts, **columns):
     """Empties whatever can be emptied, and what is in it."""
-    scores = reward(prompts)
+    scores = reward(prompts, **columns)
     for values in (prompts, *columns.values()):
         if isinstance(values, torch.Tensor):
             values.zero_()
@@ -371,10 +371,10 @@ def surroundings(here, models, algo, flags):
     (here / "photos/cat.jpg").write_bytes(b"meow")
     (here / "runs/x/hf_model").mkdir(parents=True)
     (here / "runs/x/config.yaml").write_text("lr: 1\n")
-    rows = datasets.Dataset.from_list(ROWS[algo])
     if "--dataset saved" in flags:
-        rows.save_to_disk(here / "saved")
+        datasets.Dataset.from_list(ROWS[algo]).save_to_disk(here / "saved")
     if "--dataset splits" in flags:
+        rows = datasets.Dataset.from_list(ROWS[algo])
         datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(here / "splits")
 
 
@@ -468,8 +468,8 @@ def rows_of(table):
                 marks.append(pytest.mark.slow)
             else:
                 tried.add((row.case, algo))
-            said = "".join(row.says)[:40]
-            parameters.append(pytest.param(algo, row, marks=marks, id=f"{row.case}-{said or row.flags}-{algo}"))
+            about = row.says[0] if isinstance(row.says, list) and row.says else row.model
+            parameters.append(pytest.param(algo, row, marks=marks, id=f"{row.case}-{about[:40]}-{algo}"))
     return parameters
 
 
@@ -488,7 +488,7 @@ def result(case, algos, value, *says, **more):
 
 def measured(case, value, end="'bad' is not one"):
     """A metric that returns the value of an expression."""
-    says = ["user.py:result must return {name: list of 4 finite numbers}, no name one of reward", f"; {end}"]
+    says = ["user.py:result must return {name: list of 4 finite numbers}, no name one of ", f"; {end}"]
     flags = f"{CHECK} --metric user.py:result"
     return common(case, MEASURED, says, flags, user_py=returning(value))
 
@@ -811,7 +811,7 @@ WORKS = [
     works(28, ROLLED, RESULT, user_py=ARRAYS, values=THREE_OF_FOUR),
     works(28, ROLLED, RESULT, user_py=MIXED, values=THREE_OF_FOUR),
     works(28, "ilql", rows=every_row(reward=True)),
-    works(32, SCORED, f"{RESULT}", user_py=EQUAL),
+    works(32, "grpo ddpo", RESULT, user_py=EQUAL),
     works(32, "ppo", f"{RESULT} --score-scaling running-norm --whiten-rewards", user_py=EQUAL, values=NO_STD),
     works(32, "grpo", f"{RESULT} --kl-coef 0", user_py=EQUAL),
     works(32, "ddpo", f"{RESULT} --no-per-prompt-stats", user_py=EQUAL),
@@ -823,10 +823,10 @@ WORKS = [
     works(40, EVERY, SHORTENED, CUT, slow=True, rows=third(TEXT="b" * 2**20)),
     works(40, EVERY, EVALUATED, rows=different(" \t\n", "b", " ", "c")),
     # 39, 41, 42: nothing, only an end, or none
-    works(39, EVERY, rows=every_row(prompt="")),
+    works(39, EVERY, shared=EVERY, rows=every_row(prompt="")),
     works(39, "sft", "", "1 dropped", rows=[{"text": ""}, {"text": "bc"}]),
     works(41, READ, rows=every_row(TEXT="")),
-    works(41, READ, rows=every_row(TEXT="<eos>")),
+    works(41, READ, shared=READ, rows=every_row(TEXT="<eos>")),
     works(42, ROLLED, EVALUATED, model="ends_at_once", values=AT_ONCE),
     works(42, ROLLED, EVALUATED, model="never_ends", values=NEVER),
     works(42, READ, EVALUATED, model="ends_at_once"),
@@ -863,8 +863,8 @@ WORKS = [
     # 58: names
     works(58, EVERY, f"--run-dir {ODD_NAME}", shared=EVERY),
     # 64: bfloat16
-    works(64, EVERY, "--mixed-precision bf16"),
-    works(64, EVERY, "--dtype bfloat16 --lora-r 2", shared=TEXT),
+    works(64, EVERY, "--mixed-precision bf16", shared=EVERY),
+    works(64, EVERY, "--dtype bfloat16 --lora-r 2", shared=EVERY),
     # 72, 73, 74: ddpo, ilql, reward
     works(72, "ddpo", "--num-inference-steps 1", "images of 1 steps, 1 of them with noise"),
     works(72, "ddpo", "--guidance-scale 1 --eta 0.01"),
@@ -953,12 +953,15 @@ def test_a_function_that_hangs(algo, command):
 @pytest.mark.case(31)
 @each(MEASURED)
 def test_a_function_that_changes_its_inputs_changes_nothing_else(algo, command):
+    """Nor what the function itself is given later."""
     function = FUNCTION[algo]
+    prompts = [row | {"tags": ["x", ["y"]]} for row in PROMPTS]
+    files = {"rows.jsonl": every_row(tags=["x", ["y"]]), "prompts.jsonl": prompts}
     for name in ("", "rude_"):
         flags = f"--{function} user.py:{name}{function} --eval-every 1 --run-dir run{name}"
         if algo == "ddpo":
             flags += " --metric None"  # which gets what the reward got, and changed
-        code, _, err = command(algo, flags, files={"rows.jsonl": every_row(tags=["x", ["y"]])})
+        code, _, err = command(algo, flags, files=files)
         assert code == 0, err
     assert finished("run") == finished("runrude_")
 

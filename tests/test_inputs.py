@@ -1,0 +1,1115 @@
+"""Bad input, case by case and script by script: `python -m pytest tests/test_inputs.py`
+
+REFUSED holds what must end with exit code 2, one sentence and nothing written; WORKS what looks bad and is not: a
+finished run, or a check that passes, with finite metrics. Each row names its case, its scripts, what is changed and
+what is said. The scripts run in this process through the same `cli` as on the command line, on tiny random models; the
+last section is of processes. Values of flags are in test_flags.py.
+"""
+
+import gzip
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import accelerate
+import datasets
+import diffusers
+import huggingface_hub
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from harness import ROOT
+from helpers import EOS, NAN, TEMPLATE, answer, jsonl, log, turn, user
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
+from benchmarks.tasks import shapes
+from common.cli import cli
+from common.functions import call_reward
+
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql, "ddpo": ddpo}
+EVERY, TEXT, PAIRS = "sft ppo grpo reward dpo ilql ddpo", "sft ppo grpo reward dpo ilql", "reward dpo"
+SCORED, MEASURED, REFERRED = "ppo grpo ddpo", "sft ppo grpo dpo ilql ddpo", "ppo grpo dpo"
+SAMPLED, ROLLED, READ, PROMPTED = "sft ppo grpo dpo ilql", "ppo grpo", "sft reward dpo ilql", "sft dpo ilql"
+INF = float("inf")
+
+# ---- Commands, rows and functions ------------------------------------------------------------------------------------
+
+COMMON = """--model model --dataset rows.jsonl --batch-size 4 --save-every 0 --eval-every 0 --threads 1 --run-dir run
+--warmup-steps 0"""
+ROLLOUTS = """--reward user.py:reward --metric user.py:metric --total-episodes 8 --rollout-batch-size 4
+--max-new-tokens 4"""
+STEPS = "--total-steps 2 --eval-dataset rows.jsonl"
+SAMPLES = "--eval-prompts prompts.jsonl --metric user.py:metric --max-new-tokens 4"
+OWN = {
+    "ppo": f"{ROLLOUTS} --ppo-epochs 1",
+    "grpo": f"{ROLLOUTS} --group-size 2",
+    "sft": f"{STEPS} {SAMPLES}",
+    "reward": STEPS,
+    "dpo": f"{STEPS} {SAMPLES}",
+    "ilql": f"{STEPS} {SAMPLES} --betas 0 1",
+    "ddpo": """--reward user.py:reward --metric user.py:metric --num-epochs 1 --rollout-batch-size 4
+    --num-inference-steps 2 --guidance-scale 1 --cliprange 1e-3""",
+}
+BASE = {algo: f"{COMMON} {flags}".split() for algo, flags in OWN.items()}
+LETTERS = "bcde"
+PAIR = [{"prompt": p, "chosen": p + "fg", "rejected": "h" + p} for p in LETTERS]
+PROMPTS = [{"prompt": p} for p in LETTERS]
+ROWS = {
+    "ppo": PROMPTS,
+    "grpo": PROMPTS,
+    "sft": [{"prompt": p, "completion": p + "fg"} for p in LETTERS],
+    "reward": PAIR,
+    "dpo": PAIR,
+    "ilql": [{"prompt": p, "completion": p + "fg", "reward": i / 2} for i, p in enumerate(LETTERS)],
+    "ddpo": [{"prompt": caption} for caption in shapes.CAPTIONS[:4]],
+}
+COLUMN = dict(zip(SCORED.split(), ["prompt"] * 3, strict=True))  # of text, that TEXT stands for in the tables
+COLUMN |= {"sft": "completion", "ilql": "completion", "reward": "chosen", "dpo": "chosen"}
+USER_FILE = '''
+"""Functions of texts and of images: both get the prompts."""
+import os
+import signal
+
+import numpy as np
+import torch
+
+nan, inf, calls = float("nan"), float("inf"), 0
+
+
+def reward(prompts, tags=(), **columns):
+    return [len(prompt) / 10 + i + sum(map(len, tags)) for i, prompt in enumerate(prompts)]
+
+
+def metric(prompts, **columns):
+    return {"length": reward(prompts, **columns)}
+
+
+def late_nan(prompts, **columns):
+    """Of the second row, at the third call."""
+    global calls
+    calls += 1
+    return [nan if calls == 3 and i == 1 else float(i) for i in range(len(prompts))]
+
+
+def rude_reward(prompts, **columns):
+    """Empties whatever can be emptied, and what is in it."""
+    scores = reward(prompts, **columns)
+    for values in (prompts, *columns.values()):
+        if isinstance(values, torch.Tensor):
+            values.zero_()
+        if isinstance(values, list):
+            for value in values:
+                if isinstance(value, list):
+                    value.clear()
+            values.clear()
+    return scores
+
+
+def rude_metric(prompts, **columns):
+    return {"length": rude_reward(prompts, **columns)}
+
+
+def no_such_column(prompts, answer):
+    return [0.0] * len(prompts)
+
+
+def hangs(prompts, **columns):
+    """Until the user presses Ctrl-C."""
+    while True:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def rows(found="5"):
+    return {"5": [{"prompt": "b"}, 5], "none": [], "nothing": None}[found]
+'''
+
+
+def returning(value):
+    """Functions of the user, and one that returns what the text of an expression says; n is the number of samples."""
+    return (
+        f"{USER_FILE}\n\ndef result(prompts, output_ids=None, **columns):\n    n = len(prompts)\n    return {value}\n"
+    )
+
+
+def changed(algo, row, changes):
+    """A row with changes; TEXT stands for the script's column of text."""
+    return row | {key.replace("TEXT", COLUMN[algo]): value for key, value in changes.items()}
+
+
+def third(**changes):
+    """Four good rows of a script, of which the third has changes."""
+
+    def rows(algo):
+        first, second, spoilt, last = ROWS[algo]
+        return [first, second, changed(algo, spoilt, changes), last]
+
+    return rows
+
+
+def every_row(**changes):
+    """Good rows of a script, each with the changes."""
+
+    def rows(algo):
+        return [changed(algo, row, changes) for row in ROWS[algo]]
+
+    return rows
+
+
+def second(row, **changes):
+    """A good row and a changed one."""
+    return [row, row | changes]
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+WEIGHT = "transformer.h.1.mlp.c_fc.weight"
+NORM, CONV = "transformer.ln_f", "conv_in.weight"
+
+
+def weights(changes, part=""):
+    """Changes weights of a model, or of a part of a pipeline: {name: a number, another tensor or None, it is gone}."""
+
+    def edit(path):
+        (file,) = (path / part).glob("*.safetensors")
+        tensors = safetensors.torch.load_file(file)
+        for name, value in changes.items():
+            if value is None:
+                del tensors[name]
+            elif isinstance(value, float):
+                tensors[name].fill_(value)
+            else:
+                tensors[name] = value
+        safetensors.torch.save_file(tensors, file, {"format": "pt"})
+
+    return edit
+
+
+def end_likelihood(size):
+    """The end token likeliest by far everywhere, or impossible: all states are ones, other embeddings zeros."""
+    embeddings = torch.zeros(25, 12)
+    embeddings[EOS] = size
+    return weights({f"{NORM}.weight": 0.0, f"{NORM}.bias": 1.0, "transformer.wte.weight": embeddings})
+
+
+def tokens(part="", added=(), **changes):
+    """Changes attributes of the tokenizer, and adds tokens."""
+
+    def edit(path):
+        tokenizer = AutoTokenizer.from_pretrained(path / part)
+        for name, value in changes.items():
+            setattr(tokenizer, name, value)
+        tokenizer.add_tokens(list(added))
+        tokenizer.save_pretrained(path / part)
+
+    return edit
+
+
+def without(pattern):
+    def edit(path):
+        for file in path.glob(pattern):
+            file.unlink()
+
+    return edit
+
+
+def foreign_code(path):
+    """A model of a kind that only maze.py knows."""
+    (path / "maze.py").write_text("from pathlib import Path\nPath('marker').touch()\n")
+    if (path / "model_index.json").exists():
+        merge(path / "model_index.json", {"_class_name": ["maze", "MazePipeline"]})
+    else:
+        kinds = {f"AutoModelFor{kind}": "maze.MazeModel" for kind in ("CausalLM", "SequenceClassification")}
+        merge(path / "config.json", {"model_type": "maze", "auto_map": {"AutoConfig": "maze.MazeConfig"} | kinds})
+
+
+def merge(path, entries):
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def scheduler(kind, **options):
+    """Another scheduler of a pipeline."""
+
+    def edit(path):
+        getattr(diffusers, kind)(**options).save_pretrained(path / "scheduler")
+        merge(path / "model_index.json", {"scheduler": ["diffusers", kind]})
+
+    return edit
+
+
+def foreign_head(path):
+    """The file of the value head, of a model of another width."""
+    safetensors.torch.save_file({"0.weight": torch.zeros(1, 5)}, path / "value_head.safetensors")
+
+
+def other(kind, words="", vocab_size=13, num_labels=1):
+    """A model of its own, with our tokenizer, a small one or none."""
+
+    def edit(path):
+        sizes = {"n_layer": 1, "n_embd": 12, "n_head": 2, "n_positions": 32, "pad_token_id": 0}
+        config = transformers.GPT2Config(vocab_size=vocab_size, num_labels=num_labels, **sizes)
+        getattr(transformers, kind)(config).save_pretrained(path)
+        if words:
+            without("*token*")(path)
+        if words == "small":
+            small = Tokenizer(WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+            PreTrainedTokenizerFast(tokenizer_object=small, eos_token="<eos>").save_pretrained(path)
+
+    return edit
+
+
+LMS = {  # variants of the language model
+    "nan": weights({WEIGHT: NAN}),
+    "lacking": weights({WEIGHT: None}),
+    "shape": weights({WEIGHT: torch.zeros(3)}),
+    "truncated": lambda path: os.truncate(path / "model.safetensors", 5000),
+    "no_weights": without("*.safetensors"),
+    "no_config": without("config.json"),
+    "no_tokenizer": without("*token*"),
+    "no_pad": tokens(pad_token=None),
+    "pad_is_eos": tokens(pad_token="<eos>"),
+    "no_eos": tokens(eos_token=None),
+    "no_bos": tokens(bos_token=None),
+    "one_more_token": tokens(added=["<x>"]),
+    "chats": tokens(chat_template=TEMPLATE),
+    "counting": tokens(chat_template="{{ messages | length }}" + TEMPLATE),
+    "overflows": weights({f"{NORM}.weight": 3e38}),
+    "ends_at_once": end_likelihood(50.0),
+    "never_ends": end_likelihood(-50.0),
+    "value_head": foreign_head,
+    "code": foreign_code,
+}
+PIPELINES = {  # variants of the pipeline of ddpo
+    "nan": weights({CONV: NAN}, "unet"),
+    "shape": weights({CONV: torch.zeros(3)}, "unet"),
+    "lacking": weights({CONV: None}, "unet"),
+    "truncated": lambda path: os.truncate(path / "unet/diffusion_pytorch_model.safetensors", 5000),
+    "no_weights": without("unet/*.safetensors"),
+    "no_config": without("model_index.json"),
+    "no_tokenizer": without("tokenizer/*"),
+    "one_more_token": tokens("tokenizer", added=["<x>"]),
+    "no_noise": scheduler("DDIMScheduler", set_alpha_to_one=True),
+    "flow": scheduler("FlowMatchEulerDiscreteScheduler"),
+    "code": foreign_code,
+}
+OTHERS = {  # models that are named beside it
+    "reference": other("GPT2LMHeadModel", words="small"),
+    "silent": other("GPT2LMHeadModel", words="none"),
+    "large": other("GPT2LMHeadModel"),
+    "judge": other("GPT2ForSequenceClassification", words="small"),
+    "silent_judge": other("GPT2ForSequenceClassification", words="none"),
+    "labels": other("GPT2ForSequenceClassification", vocab_size=25, num_labels=3),
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory, tiny_dirs, build_pipeline):
+    """models(algo, name) -> directory of a tiny model or pipeline, as it is or one of the variants above; made once."""
+    folder = tmp_path_factory.mktemp("variants")
+    shutil.copytree(tiny_dirs["gpt2"], folder / "lm/model")
+    build_pipeline().save_pretrained(folder / "pipeline/model")
+
+    def find(algo, name="model"):
+        kind, variants = ("pipeline", PIPELINES) if algo == "ddpo" else ("lm", LMS | OTHERS)
+        path = folder / kind / name
+        if not path.exists():
+            shutil.copytree(folder / kind / "model", path)
+            variants[name](path)
+        return path
+
+    return find
+
+
+# ---- How a row is run ------------------------------------------------------------------------------------------------
+
+
+def handlers():
+    return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A working directory of its own; what a run changes in the process is put back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    interrupt, terminate = handlers()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield tmp_path
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, terminate)
+
+
+def fill(folder, models, algo, model="model", files=()):
+    """Model, rows and functions; files {name: bytes, text, rows, or a function of the script that gives these}."""
+    (folder / "model").symlink_to(models(algo, model))
+    files = {"user.py": USER_FILE, "rows.jsonl": ROWS[algo], "prompts.jsonl": PROMPTS} | dict(files)
+    for name, content in files.items():
+        if callable(content):
+            content = content(algo)
+        if isinstance(content, list):
+            content = jsonl(content)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def surroundings(here, models, algo, flags):
+    """What some rows name: models that do not fit, photos, a run, saved data sets."""
+    for name in OTHERS:
+        (here / name).symlink_to(models("ppo", name))
+    (here / "photos").mkdir()
+    (here / "photos/cat.jpg").write_bytes(b"meow")
+    (here / "runs/x/hf_model").mkdir(parents=True)
+    (here / "runs/x/config.yaml").write_text("lr: 1\n")
+    if "--dataset saved" in flags:
+        datasets.Dataset.from_list(ROWS[algo]).save_to_disk(here / "saved")
+    if "--dataset splits" in flags:
+        rows = datasets.Dataset.from_list(ROWS[algo])
+        datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(here / "splits")
+
+
+@pytest.fixture
+def command(monkeypatch, capfd, models, here):
+    """command(algo, flags, model, files) -> (exit code, stdout, stderr), as if typed in a directory with these.
+    Handlers of signals are given back whatever happens: a notebook must still be interruptible."""
+
+    def run(algo, flags="", model="model", files=()):
+        if not (here / "user.py").exists():
+            fill(here, models, algo, model, files)
+        run.before = times(here)
+        monkeypatch.setattr(sys, "argv", [f"algos/{algo}.py", *BASE[algo], *shlex.split(flags)])
+        capfd.readouterr()
+        before = handlers()
+        code = 0
+        try:
+            cli(SCRIPTS[algo].Args, SCRIPTS[algo].main)
+        except SystemExit as stop:
+            code = stop.code
+        except FloatingPointError:
+            raise
+        except Exception:  # of the user's own code
+            traceback.print_exc()
+            code = 1
+        finally:
+            assert handlers() == before
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def times(folder):
+    """{file: time of its last change}, but for what Python keeps of imports."""
+    files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+def finished(run="run"):
+    """The run has ended, and all its metrics are finite."""
+    assert Path(run, "README.md").exists() and Path(run, "hf_model").is_dir()
+    records = log(run)
+    assert records and all(None not in record.values() for record in records), records
+    return records
+
+
+def intact(step):
+    """The newest checkpoint is of that step, and finite, and there is no export."""
+    newest = max(Path("run/checkpoints").iterdir())
+    assert newest.name == f"step_{step:08d}" and [record["step"] for record in log("run")][-1] == step
+    for file in newest.glob("*.safetensors"):
+        assert all(weight.isfinite().all() for weight in safetensors.torch.load_file(file).values())
+    assert not Path("run/hf_model").exists()
+
+
+def entry(
+    case, algos, says=(), flags="", model="model", rows=None, shared="", also=(), slow=False,
+    user_code=False, longer=False, values=(), **files,
+):  # fmt: skip
+    """A row of a table. says: the words that must be said, a text, several, or a text for each script, where TEXT is
+    the script's column of text; rows: in place of rows.jsonl; other_txt=...: content of other.txt; shared: scripts in
+    which one function of common/ does what the row is about; also: other cases that it tries; user_code: the user's own
+    code fails; longer: a library says it, in several lines; values: {metric: what it is in all records}."""
+    says = [says] if isinstance(says, str) else says
+    files = {key.replace("_", "."): content for key, content in files.items()}
+    if rows is not None:
+        files["rows.jsonl"] = rows
+    return SimpleNamespace(**locals())
+
+
+def common(case, algos, *options, **more):
+    """A row of which one function of common/ does what it is about in all its scripts."""
+    return entry(case, algos, *options, shared=algos, **more)
+
+
+tried = set()  # (case, script) of which the default run has a row
+
+
+def rows_of(table):
+    """The parameters of a table: each script of each row, marked with the case. The scripts that share what a row is
+    about are slow but for the first of them, and but for the first row of a (case, script). grpo reads and samples as
+    ppo does: it shares all of their rows."""
+    parameters = []
+    for row in table:
+        shared = row.shared.split()
+        for algo in row.algos.split():
+            as_ppo = algo == "grpo" and "ppo" in row.algos.split()
+            repeated = (as_ppo or algo in shared[1:]) and (row.case, algo) in tried
+            marks = [pytest.mark.case(case) for case in (row.case, *row.also)]
+            if row.slow or repeated:
+                marks.append(pytest.mark.slow)
+            else:
+                tried.add((row.case, algo))
+            about = row.says[0] if isinstance(row.says, list) and row.says else row.model
+            parameters.append(pytest.param(algo, row, marks=marks, id=f"{row.case}-{about[:40]}-{algo}"))
+    return parameters
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+CHECK = "--check --eval-every 1"  # calls all functions of the user
+EVALUATED = "--eval-every 1"
+
+
+def result(case, algos, value, *says, **more):
+    """A reward that returns the value of an expression."""
+    says = ["user.py:result returned ", *says]
+    flags = f"{CHECK} --reward user.py:result"
+    return common(case, algos, says, flags, user_py=returning(value), **more)
+
+
+def measured(case, value, end="'bad' is not one"):
+    """A metric that returns the value of an expression."""
+    says = ["user.py:result must return {name: list of 4 finite numbers}, no name one of ", f"; {end}"]
+    flags = f"{CHECK} --metric user.py:result"
+    return common(case, MEASURED, says, flags, user_py=returning(value))
+
+
+def rewarded(case, value, row=ROWS["ilql"][0], count=1):
+    says = f"row 2: 'reward' must be a finite number, or a list of {count}, one for each output, it is {value!r}"
+    return entry(case, "ilql", says, rows=second(row, reward=value))
+
+
+def chat(algos, rows, *says):
+    return common(49, algos, ["--dataset row 2: ", *says], model="chats", rows=rows)
+
+
+def chats(*messages):
+    """A row of each script for each chat."""
+
+    def rows(algo):
+        return [{CHAT_COLUMN[algo]: chat} | CHAT_REST.get(algo, {}) for chat in messages]
+
+    return rows
+
+
+SEVERAL, FINITE = "expected a list of 4 numbers, one per sample", "; expected a finite number"
+OF_TOKENS = f"{FINITE}, or one for each of the "
+PARTED = "--dataset row 2: chosen and rejected begin differently"
+LAST = "the last message must be the assistant's"
+CHANGES = "the chat template changes earlier turns of a longer chat: "
+FOUND = 'a chat is a list of {"role": one of system, developer, user, assistant, tool; "content": text}, found '
+USER = user("b")
+ANSWER = answer("c")
+OTHER = answer("d")
+CHAT_COLUMN = {"sft": "messages", "ilql": "messages", "ppo": "prompt", "grpo": "prompt"}
+CHAT_COLUMN |= {"reward": "chosen", "dpo": "chosen"}
+CHAT_REST = {"ilql": {"reward": 1}, "reward": {"rejected": [USER, OTHER]}, "dpo": {"rejected": [USER, OTHER]}}
+TALK = [USER, ANSWER]
+BEGUN = {"chosen": "b c", "rejected": "b d"}
+BEGUN_CHATS = {"chosen": TALK, "rejected": [USER, OTHER]}
+ASKED = {"prompt": [USER], "completion": [ANSWER], "reward": 1}
+COMPARED = {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}
+DIALOGUE = {"dialogue": ["b", "c", "d", "e"], "reward": [1, 2]}
+MARGIN = PAIR[0] | {"margin": 1.0}
+CUT_OFF = {"prompt": "b", "completion": "c", "reward": 1, "truncated": True}
+LONG_PROMPTS = [{"prompt": "b"}, {"prompt": "b" * 29}]  # of 32 positions
+THIRD_LONG = third(prompt="b" * 29)
+LONG = "a prompt of 29 tokens and --max-new-tokens 4 exceed the model's 32 positions: lower --max-new-tokens"
+NO_PROMPTS = "--metric needs rows with a prompt to sample from: name --eval-prompts"
+NO_FUNCTION = "user.py has no function 'nope'"
+NO_FILE = "expected path/to/file.py:function of a file that exists"
+NO_DIRECTORY = "./nope: there is no such directory"
+NO_TOKENIZER = "cannot be loaded: it holds no tokenizer: name one"
+NO_ANSWER = "missing 1 required positional argument: 'answer'"
+LOADED, WRITTEN = "--model model cannot be loaded: ", "cannot be written: "
+BAD_FILE, BAD_TEXT = "--dataset rows.jsonl cannot be loaded: ", "row 3: 'TEXT' must be valid text, it is 5"
+ANOTHER = "--ref-model reference is of another kind or has another vocabulary than --model"
+RAISING = returning("[prompt.index('?') for prompt in prompts]")
+RAISED = ["prompt.index", "ValueError: substring"]
+NO_BEGINNING = "--dataset row 3: the prompt is empty and the tokenizer has no beginning token"
+NO_EVAL_PROMPTS = "--eval-prompts None --eval-dataset a.jsonl"
+COLUMNS, NO_MARGIN = "--dataset has the columns ", "--dataset row 2: 'margin' must be a finite number, it is "
+NO_DIALOGUE = "--dataset row 2: 'dialogue' must be a list prompt, output, prompt, output, ..."
+FORMS = "text, prompt and completion, messages, or dialogue"
+MASK = "--logit-mask must be bool of shape [25, 25], the size of the model's vocabulary"
+REFUSED = [
+    # 25, 26: not finite
+    result(25, SCORED, "[1.0, nan, 1.0, 1.0]", "nan for row 2, prompt ", FINITE),
+    result(25, ROLLED, "[[0.0] * (len(ids) - 1) + [nan] for ids in output_ids]", "nan", "for row 1, ", OF_TOKENS),
+    measured(25, "{'bad': [1.0, 1.0, 1.0, nan]}"),
+    rewarded(25, NAN),
+    entry(25, "reward", f"{NO_MARGIN}nan", rows=second(MARGIN, margin=NAN)),
+    result(26, SCORED, "[1.0, 1.0, 1.0, -inf]", "-inf for row 4, prompt ", FINITE),
+    measured(26, "{'bad': [inf] * n}"),
+    rewarded(26, -INF),
+    entry(26, "reward", f"{NO_MARGIN}inf", rows=second(MARGIN, margin=INF)),
+    # 27: shapes
+    result(27, SCORED, "[1.0] * (n - 1)", f"3 values, {SEVERAL}"),
+    result(27, SCORED, "[1.0] * (n + 1)", f"5 values, {SEVERAL}"),
+    result(27, SCORED, "[]", f"0 values, {SEVERAL}"),
+    result(27, SCORED, "1.0", f"float, {SEVERAL}"),
+    result(27, SCORED, "np.ones((n, 9))", "[1.0, 1.0, ", "for row 1, prompt ", FINITE),
+    result(27, ROLLED, "[[1.0] * (len(ids) + 1) for ids in output_ids]", "for row 1, prompt ", OF_TOKENS),
+    measured(27, "{'good': [1.0] * n, 'bad': [1.0] * (n - 1)}"),
+    measured(27, "{'bad': 1.0}"),
+    measured(27, "{'bad': [[1.0]] * n}"),
+    measured(27, "[1.0] * n", "it returned [1.0, 1.0, 1.0, 1.0]"),
+    rewarded(27, []),
+    rewarded(27, [1, 2]),
+    rewarded(27, [1], DIALOGUE, 2),
+    rewarded(27, [1, None], DIALOGUE, 2),
+    entry(27, "ilql", "row 2: an output without tokens has a", rows=second(DIALOGUE, dialogue=["b", "", "d", "e"])),
+    # 28: types
+    result(28, SCORED, "None", f"NoneType, {SEVERAL}"),
+    result(28, SCORED, "[1.0, 1.0, None, 1.0]", "None for row 3, prompt ", FINITE),
+    result(28, SCORED, "['1.0'] * n", "'1.0' for row 1, prompt ", FINITE),
+    result(28, SCORED, "'1' * n", f"str, {SEVERAL}"),
+    result(28, SCORED, "dict.fromkeys(range(n), 1.0)", f"dict, {SEVERAL}"),
+    measured(28, "{'bad': ['1'] * n}"),
+    measured(28, "{'bad': [None] * n}"),
+    measured(28, "None", "it returned None"),
+    measured(28, "{}", "it returned {}"),
+    measured(28, "{'reward': [1.0] * n}", "'reward' is not one"),
+    rewarded(28, None),
+    rewarded(28, "1.0"),
+    entry(28, "reward", f"{NO_MARGIN}'1'", rows=second(MARGIN, margin="1")),
+    # 29: functions that fail
+    common(29, SCORED, RAISED, f"{CHECK} --reward user.py:result", user_code=True, user_py=RAISING),
+    common(29, MEASURED, RAISED, f"{CHECK} --metric user.py:result", user_code=True, user_py=RAISING),
+    common(29, SCORED, NO_ANSWER, f"{CHECK} --reward user.py:no_such_column", user_code=True),
+    entry(29, "ppo", NO_ANSWER, "--reward user.py:no_such_column --eval-every 1", user_code=True),
+    common(29, SCORED, f"--reward user.py:nope: {NO_FUNCTION}", "--reward user.py:nope"),
+    common(29, SCORED, "has no function 'calls'", "--reward user.py:calls"),
+    common(29, SCORED, f"--reward user.py: {NO_FILE}", "--reward user.py"),
+    common(29, SCORED, f"--reward nope.py:reward: {NO_FILE}", "--reward nope.py:reward"),
+    common(29, SCORED, ["a.py", "ZeroDivisionError"], "--reward a.py:b", a_py="1 / 0", user_code=True),
+    common(29, MEASURED, f"--metric user.py:nope: {NO_FUNCTION}", "--metric user.py:nope"),
+    common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
+    common(29, EVERY, "--dataset user.py:rows:found=nothing returned", "--dataset user.py:rows:found=nothing"),
+    common(29, EVERY, "--dataset [] holds no rows", "--dataset user.py:rows:found=none"),
+    # 30: there is no timeout
+    entry(30, EVERY, ["Unrecognized", "--reward-timeout"], "--reward-timeout 5", longer=True),
+    # 34: no fp16, so no loss scale
+    entry(34, EVERY, ["--mixed-precision", "fp16", "bf16"], "--mixed-precision fp16", longer=True),
+    entry(34, EVERY, "--dtype bfloat16: most updates of such weights would round to nothing", "--dtype bfloat16"),
+    # 36: files of models
+    common(36, TEXT, f"{LOADED}{WEIGHT} is not finite", model="nan"),
+    common(36, TEXT, ["--model model", f"{WEIGHT} is missing"], model="lacking"),
+    common(36, TEXT, f"{LOADED}{WEIGHT} is of shape [3], expected [12, 48]", model="shape"),
+    entry(36, "ddpo", f"--model model: {CONV} is missing", model="lacking"),
+    entry(36, "ddpo", LOADED, model="shape"),
+    entry(36, EVERY, LOADED, model="truncated", shared=TEXT),
+    entry(36, EVERY, LOADED, model="no_weights", shared=TEXT),
+    entry(36, EVERY, LOADED, model="no_config", shared=TEXT),
+    entry(36, "ppo", "value_head.safetensors does not fit the model", model="value_head", longer=True),
+    entry(36, "reward", "--model labels cannot be loaded: score.weight is of shape [3, 12]", "--model labels"),
+    # 37, 38: too long
+    entry(37, ROLLED, f"--dataset row 2: {LONG}", rows=LONG_PROMPTS),
+    entry(37, ROLLED, f"--dataset row 2: {LONG}", "--max-prompt-length 29", rows=LONG_PROMPTS),
+    entry(37, ROLLED, "28 drops every row of --dataset", "--max-prompt-length 28", rows=LONG_PROMPTS[1:]),
+    entry(37, PAIRS, "--dataset: no pair is left: ", "--max-length 1"),
+    entry(37, "sft", "--dataset: no row has a label left within --max-length 1", "--max-length 1"),
+    entry(37, "ilql", "--dataset: no row has an action left within --max-length 1", "--max-length 1"),
+    entry(38, SAMPLED, "tokens and --max-new-tokens 32 exceed the model's 32 positions: lower", "--max-new-tokens 32"),
+    entry(38, ROLLED, f"--eval-dataset row 2: {LONG}", "--eval-dataset a.jsonl", a_jsonl=LONG_PROMPTS),
+    entry(38, PROMPTED, f"--eval-prompts row 2: {LONG}", prompts_jsonl=LONG_PROMPTS),
+    entry(38, PROMPTED, f"--eval-prompts row 3: {LONG}", NO_EVAL_PROMPTS, a_jsonl=THIRD_LONG),
+    # 39: nothing to begin with
+    entry(39, REFERRED, NO_BEGINNING, model="no_bos", rows=third(prompt="")),
+    # 43: half a pair of surrogates
+    common(43, EVERY, "--dataset row 3: 'TEXT' must be valid text, it is 'b\\udc00c'", rows=third(TEXT="b\udc00c")),
+    # 45: types of columns
+    common(45, EVERY, "--dataset row 3: 'TEXT' must be valid text, it is None", rows=third(TEXT=None)),
+    common(45, EVERY, "--dataset row 3: 'TEXT' must be valid text, it is 5", rows=third(TEXT=5)),
+    common(45, EVERY, "--dataset row 3: 'TEXT' must be valid text, it is ['b']", rows=third(TEXT=["b"])),
+    common(45, PAIRS, "--dataset row 3: 'rejected' must be valid text, it is 0.5", rows=third(rejected=0.5)),
+    common(45, READ, "--dataset row 3: 'prompt' must be valid text, it is {'role': 5}", rows=third(prompt={"role": 5})),
+    common(45, "sft ilql", NO_DIALOGUE, rows=second(DIALOGUE, dialogue=["b", "c", "d"])),
+    common(45, "sft ilql", NO_DIALOGUE, rows=second(DIALOGUE, dialogue=[])),
+    common(45, "sft ilql", NO_DIALOGUE, rows=second(DIALOGUE, dialogue="bc")),
+    common(45, "sft ilql", "--dataset row 2, part of row 2: 'dialogue' must", rows=second(DIALOGUE, dialogue=["b", 5])),
+    # 46: names of columns
+    entry(46, SCORED, f"{COLUMNS}Prompt; expected prompt", rows=[{"Prompt": "b"}]),
+    entry(46, "sft", f"{COLUMNS}body; expected {FORMS}", rows=[{"body": "b"}]),
+    entry(46, "sft", f"{COLUMNS}completion; expected prompt", rows=[{"completion": "b"}]),
+    entry(46, "sft ilql", f"{COLUMNS}prompt, reward; expected completion", rows=[{"prompt": "b", "reward": 1}]),
+    entry(46, PAIRS, f"{COLUMNS}chosen_text, rejected; expected chosen", rows=[{"chosen_text": "c", "rejected": "d"}]),
+    entry(46, PAIRS, f"{COLUMNS}prompt, chosen; expected rejected", rows=[{"prompt": "b", "chosen": "c"}]),
+    common(46, EVERY, "row 3 must be a mapping with the columns of row 1: see extra", rows=third(extra=1)),
+    entry(46, SCORED, "rename the column 'prompts' of the rows: ", CHECK, rows=every_row(prompts="b")),
+    entry(46, "sft dpo", "--eval-prompts has the columns a; expected", "--metric None", prompts_jsonl=[{"a": 5}]),
+    entry(46, PROMPTED, NO_PROMPTS, "--eval-prompts None --eval-dataset None"),
+    entry(46, "dpo", NO_PROMPTS, NO_EVAL_PROMPTS, a_jsonl=[BEGUN]),
+    # 47, 48: pairs
+    entry(47, PAIRS, ["--dataset: no pair is left: ", "4", "equal"], rows=every_row(chosen="f", rejected="f")),
+    entry(47, "dpo", "4 dropped as equal", "--max-length 3", rows=every_row(chosen="fgh", rejected="fgi")),
+    entry(48, "dpo", f"{PARTED}: add the column prompt", rows=second(BEGUN, rejected="c")),
+    entry(48, "dpo", PARTED, model="chats", rows=second(BEGUN_CHATS, rejected=[OTHER])),
+    # 49, 50: chats
+    chat(TEXT, chats(TALK, [turn("robot", "b"), ANSWER]), f"{FOUND}{{'role': 'robot'"),
+    chat(TEXT, chats(TALK, [USER, answer(5)]), FOUND, "5"),
+    chat(TEXT, chats(TALK, ["b", "c"]), f"{FOUND}'b'"),
+    chat(TEXT, chats(TALK, []), f"{FOUND}None"),
+    chat(TEXT, chats(TALK, None), f"{FOUND}None"),
+    chat(TEXT, chats(TALK, [turn("tool", "b"), ANSWER]), "the chat template cannot write the messages: tool is unk"),
+    chat(READ, chats(TALK, [USER]), LAST),
+    chat("sft ilql", second(ASKED, completion="c"), f"{FOUND}'c'"),
+    chat("sft ilql", second(ASKED, prompt="b"), f"{FOUND}'b'"),
+    chat("sft ilql", second(ASKED, prompt=TALK, completion=[]), "the completion is empty"),
+    chat(PAIRS, second(COMPARED, rejected="d"), f"{FOUND}'d'"),
+    chat(PAIRS, second(COMPARED, rejected=[]), LAST),
+    chat(PAIRS, second(COMPARED, prompt=TALK, rejected=[]), CHANGES),
+    chat(PAIRS, second(COMPARED, prompt="b"), "the prompt is a text that the chats do not begin with"),
+    entry(49, "sft ilql", f"--dataset row 1: {FOUND}None", model="chats", rows=[{"prompt": [USER], "reward": 1}]),
+    entry(49, READ, f"--dataset row 1: {CHANGES}for sft and ilql mark", model="counting", rows=chats(TALK)),
+    entry(49, PROMPTED, f"--eval-prompts row 2: {FOUND}'b'", model="chats", prompts_jsonl=chats([USER], ["b"])("ppo")),
+    entry(49, "ddpo", "--dataset row 1: 'prompt' must be valid text", rows=[{"prompt": [USER]}]),
+    common(50, TEXT, ["row 1: the chat template cannot write", "is not set"], rows=chats(TALK)),
+    # 51: tokenizers
+    common(51, SAMPLED, "the tokenizer has no end-of-sequence token", model="no_eos"),
+    common(51, TEXT, [LOADED, "embeddings for fewer than the 26 tokens"], model="one_more_token"),
+    entry(51, "ddpo", "its tokenizer (", model="one_more_token"),
+    common(51, TEXT, f"--model model {NO_TOKENIZER}", model="no_tokenizer"),
+    entry(51, "ddpo", "--model model", model="no_tokenizer"),
+    entry(51, REFERRED, ANOTHER, "--ref-model reference"),
+    common(51, REFERRED, ["--ref-model large", "fewer than the 25 tokens"], "--ref-model large"),
+    common(51, REFERRED, f"--ref-model silent {NO_TOKENIZER}", "--ref-model silent"),
+    common(51, ROLLED, f"--reward silent_judge {NO_TOKENIZER}", "--reward silent_judge"),
+    # 52: files, evaluation sets
+    common(52, EVERY, "--dataset rows.jsonl holds no rows", rows="\n  \n"),
+    common(52, EVERY, f"{BAD_FILE}line 3 is not valid JSON: ", rows='{"a": 1}\n\n{"a": 1\n'),
+    common(52, EVERY, f"{BAD_FILE}line 1 is not valid JSON: 'utf-8' codec", rows=b'{"prompt": "caf\xe9"}\n'),
+    common(52, EVERY, "--dataset row 2 must be a mapping with the columns of row 1: see 5", "--dataset user.py:rows"),
+    common(52, EVERY, "--dataset a.jsonl.gz cannot be loaded: ", "--dataset a.jsonl.gz", a_jsonl_gz=b"no gzip"),
+    entry(52, "ddpo", "--dataset holds blank lines only", rows=[{"text": " "}]),
+    entry(52, EVERY, f"--eval-dataset a {BAD_TEXT}", "--eval-dataset rows.jsonl,a.jsonl", a_jsonl=third(TEXT=5)),
+    common(52, EVERY, f"--eval-dataset {BAD_TEXT}", "--eval-dataset a.jsonl", a_jsonl=third(TEXT=5)),
+    common(52, EVERY, "--eval-dataset none none.jsonl cannot be", "--eval-dataset rows.jsonl,none.jsonl"),
+    common(52, EVERY, "two sets have the same name", "--eval-dataset rows.jsonl,./rows.jsonl"),
+    # 55, 56: names of data sets and models
+    common(55, EVERY, "--dataset none.jsonl cannot be loaded: Unable to find ", "--dataset none.jsonl"),
+    common(55, EVERY, "a.tsv cannot be loaded: expected a name that ends with .json,", "--dataset a.tsv", a_tsv="a\n"),
+    common(55, EVERY, "--dataset org/nope cannot be loaded: ", "--dataset org/nope"),
+    entry(55, EVERY, "--model org/nope cannot be loaded: ", "--model org/nope", shared=TEXT),
+    entry(55, EVERY, f"--model {NO_DIRECTORY}", "--model ./nope", shared=TEXT),
+    common(55, EVERY, "--model a/b/c: there is no such directory", "--model a/b/c"),
+    common(55, EVERY, f"--model user.py:nope: {NO_FUNCTION}", "--model user.py:nope"),
+    common(55, TEXT, f"--tokenizer {NO_DIRECTORY}", "--tokenizer ./nope"),
+    common(55, REFERRED, f"--ref-model {NO_DIRECTORY}", "--ref-model ./nope"),
+    common(56, EVERY, "--dataset splits cannot be loaded: it holds several splits (train, test)", "--dataset splits"),
+    # 57: a value of a flag; all others are in test_flags.py
+    entry(57, EVERY, "--lr nan must be a positive number", "--lr nan"),
+    # 22, 58: run directories
+    common(22, EVERY, f"--run-dir rows.jsonl/run {WRITTEN}", "--run-dir rows.jsonl/run"),
+    common(58, EVERY, ["--run-dir ", WRITTEN], "--run-dir b\0c"),
+    common(58, EVERY, f"--run-dir photos {WRITTEN}it holds files but no run", "--run-dir photos"),
+    common(58, EVERY, "checkpoint nevr cannot be read: ", "--resume nevr"),
+    entry(58, EVERY, "--model runs/x is a run directory: name runs/x/hf_model", "--model runs/x", shared=TEXT),
+    # 60: code of others
+    entry(60, EVERY, [LOADED, "trust_remote_code"], model="code"),
+    # 64: what this machine cannot do
+    common(64, TEXT, "--load-in-4bit", "--load-in-4bit"),
+    entry(64, "ddpo", ["Unrecognized", "--load-in-4bit"], "--load-in-4bit", longer=True),
+    common(64, TEXT, f"{LOADED}FlashAttention2", "--attn-implementation flash_attention_2"),
+    # 72, 73: ddpo, ilql
+    entry(72, "ddpo", "--num-inference-steps 1001: ", "--num-inference-steps 1001"),
+    entry(72, "ddpo", "no step of this scheduler has noise", "--num-inference-steps 1", model="no_noise"),
+    entry(72, "ddpo", "its FlowMatchEulerDiscreteScheduler has no beta_start, as DDIM needs", model="flow"),
+    entry(73, "ilql", "row 2: 'truncated' must be true or false, it is 2", rows=second(CUT_OFF, truncated=2)),
+    entry(73, "ilql", "--dataset: no row has an action left", rows=[CUT_OFF | {"completion": ""}]),
+    entry(73, "ilql", MASK, "--logit-mask user.py:rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algo", "row"), rows_of(REFUSED))
+def test_refused(algo, row, command, models, here):
+    """Exit code 2, one sentence with these words, and nothing written; of the user's own code exit code 1 and a
+    traceback."""
+    fill(here, models, algo, row.model, row.files)
+    surroundings(here, models, algo, row.flags)
+    code, out, err = command(algo, row.flags)
+    assert code == (1 if row.user_code else 2), f"exit code {code}\n{out}{err}"
+    says = [word.replace("TEXT", COLUMN[algo]) for word in row.says]
+    assert [word for word in says if word not in err] == [], err
+    assert ("Traceback" in err) == row.user_code, err
+    if not row.user_code and not row.longer:
+        assert err.startswith("error: ") and len(err.splitlines()) == 1 and len(err) < 700, err
+    assert times(here) == command.before
+    assert not (here / "run").exists() and not (here / "marker").exists()
+
+
+# ---- What works ------------------------------------------------------------------------------------------------------
+
+
+def works(case, algos, flags="", says=(), model="model", **options):
+    return entry(case, algos, says, flags, model, **options)
+
+
+def text_rows(change):
+    """The JSONL of good rows, changed."""
+    return lambda algo: change(jsonl(ROWS[algo]))
+
+
+def one_more(algo):
+    return ROWS[algo] + ROWS[algo][:1]
+
+
+def zipped(text):
+    return gzip.compress(text.encode())
+
+
+def different(*texts):
+    """Good rows, each with another text."""
+
+    def rows(algo):
+        return [changed(algo, row, {"TEXT": text}) for row, text in zip(ROWS[algo], texts, strict=True)]
+
+    return rows
+
+
+LAST_TOKEN = "[0] * (len(ids) - 1) + [i != 1]"  # the reward of a response comes with its last token
+ARRAYS = returning(f"[np.array({LAST_TOKEN}) for i, ids in enumerate(output_ids)]")
+MIXED = returning(f"[{LAST_TOKEN} if i else 1.0 for i, ids in enumerate(output_ids)]")
+THREE_OF_FOUR = {"eval/reward": 0.75}
+NO_STD = {"objective/scores_std": 0}
+TIE = {"chosen": "b", "rejected": "c", "margin": 0.0}
+RESULT = "--eval-every 1 --reward user.py:result"
+EQUAL = returning("[0.7] * n")
+CUT = {  # what is said of a long text
+    "ppo": "1 dropped as too long", "grpo": "1 dropped as too long", "sft": "1 cut", "ilql": "1 cut",
+    "reward": "1 dropped as longer than 32", "dpo": "the responses of 1 cut, 0 dropped",
+    "ddpo": "1 of them cut to 8 tokens",
+}  # fmt: skip
+SHORTENED = dict.fromkeys(EVERY.split(), "") | dict.fromkeys(ROLLED.split(), "--max-prompt-length 9")
+AT_ONCE = {"tokens/eos_rate": 1, "tokens/responses_len": 1}
+NEVER = {"tokens/eos_rate": 0, "tokens/responses_len": 4}
+ODD_NAME = shlex.quote("runs/x/../../two\nlines \U0001f600 it's")
+FAMILY, HEBREW, ACCENTS = "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u202e\u05d0\u05d1\u0627", "e\u0301\u0323"
+CONTROLS = "b\x00c", "\x1b[2J\x1b]0;title\x07b\r\n\tc\x7f", "b\u2028c\x85\x0c\u2029", "\x9b31m"
+WORKS = [
+    # 28, 32: any kind of number; no variance
+    works(28, SCORED, RESULT, user_py=returning("np.array([1, 0, 1, 1])")),
+    works(28, ROLLED, RESULT, user_py=ARRAYS, values=THREE_OF_FOUR),
+    works(28, ROLLED, RESULT, user_py=MIXED, values=THREE_OF_FOUR),
+    works(28, "ilql", rows=every_row(reward=True)),
+    works(32, "grpo ddpo", RESULT, user_py=EQUAL),
+    works(32, "ppo", f"{RESULT} --score-scaling running-norm --whiten-rewards", user_py=EQUAL, values=NO_STD),
+    works(32, "grpo", f"{RESULT} --kl-coef 0", user_py=EQUAL),
+    works(32, "ddpo", f"{RESULT} --no-per-prompt-stats", user_py=EQUAL),
+    # 37, 40: too long, and cut or dropped
+    works(37, ROLLED, "--max-new-tokens 3", "2 prompts, 0 dropped as too long", rows=LONG_PROMPTS),
+    works(37, ROLLED, "--check --max-prompt-length 28", "2 prompts, 1 dropped", rows=LONG_PROMPTS),
+    works(37, "sft", "", "1 dropped", rows=third(prompt="b" * 40)),
+    works(37, EVERY, SHORTENED, CUT, rows=third(TEXT="b a red c " * 9)),
+    works(40, EVERY, SHORTENED, CUT, slow=True, rows=third(TEXT="b" * 2**20)),
+    works(40, EVERY, EVALUATED, rows=different(" \t\n", "b", " ", "c")),
+    # 39, 41, 42: nothing, only an end, or none
+    works(39, EVERY, shared=EVERY, rows=every_row(prompt="")),
+    works(39, "sft", "", "1 dropped", rows=[{"text": ""}, {"text": "bc"}]),
+    works(41, READ, rows=every_row(TEXT="")),
+    works(41, READ, shared=READ, rows=every_row(TEXT="<eos>")),
+    works(42, ROLLED, EVALUATED, model="ends_at_once", values=AT_ONCE),
+    works(42, ROLLED, EVALUATED, model="never_ends", values=NEVER),
+    works(42, READ, EVALUATED, model="ends_at_once"),
+    # 43, 44: characters
+    works(43, EVERY, EVALUATED, rows=different(*CONTROLS)),
+    works(43, EVERY, EVALUATED, shared=EVERY, rows=different(FAMILY, HEBREW, ACCENTS, "Hello, World")),
+    works(44, EVERY, "--check", rows=third(TEXT="b? caf\xe9")),
+    # 47, 48: pairs
+    works(47, PAIRS, "", "4 pairs, ", rows=third(chosen="b", rejected="b")),
+    works(47, "dpo", "--max-length 3", "1 dropped as equal", rows=third(chosen="fgh", rejected="fgi")),
+    works(48, "dpo", "", "1 pairs", rows=[BEGUN]),
+    works(48, "reward", "", "1 without a prompt", rows=[{"chosen": "b", "rejected": "c"}]),
+    # 49: chats
+    works(49, TEXT, model="chats", rows=chats(TALK, TALK)),
+    works(49, ROLLED, model="chats", rows=chats([USER])),
+    # 51: tokenizers
+    works(51, TEXT, EVALUATED, model="no_pad", shared=TEXT),  # then it is eos
+    works(51, TEXT, EVALUATED, model="pad_is_eos"),
+    works(51, ROLLED, "--reward judge"),
+    # 52: files
+    works(52, EVERY, "--check", shared=EVERY, rows=text_rows(lambda text: "\ufeff" + text)),
+    works(52, EVERY, "--check", shared=EVERY, rows=text_rows(lambda text: text.replace("\n", "\r\n").strip())),
+    works(52, EVERY, "--check", shared=EVERY, rows=text_rows(lambda text: text.replace("\n", "\n  \n\n"))),
+    works(52, EVERY, "--check --dataset a.json", shared=EVERY, a_json=lambda algo: json.dumps(ROWS[algo])),
+    works(52, EVERY, "--check --dataset a.jsonl.gz", shared=EVERY, a_jsonl_gz=text_rows(zipped)),
+    works(52, "ppo ddpo", "--check --dataset a.csv", "2 prompts", a_csv="prompt\nb\nc\n"),
+    works(52, "sft ddpo", "--check --dataset a.txt", "data: 2 ", a_txt="bcda\nefa\n"),
+    # 53: few rows
+    works(53, EVERY, also=[63], rows=lambda algo: ROWS[algo][:1]),  # with secrets around, as every run here
+    works(53, EVERY, shared=EVERY, rows=one_more),
+    works(53, READ, "--batch-size 3 --micro-batch-size 2"),
+    # 54: directories of datasets
+    works(54, EVERY, "--check --dataset saved"),
+    # 58: names
+    works(58, EVERY, f"--run-dir {ODD_NAME}", shared=EVERY),
+    # 64: bfloat16
+    works(64, EVERY, "--mixed-precision bf16", shared=EVERY),
+    works(64, EVERY, "--dtype bfloat16 --lora-r 2", shared=EVERY),
+    # 72, 73, 74: ddpo, ilql, reward
+    works(72, "ddpo", "--num-inference-steps 1", "images of 1 steps, 1 of them with noise"),
+    works(72, "ddpo", "--guidance-scale 1 --eta 0.01"),
+    works(73, "ilql", "", "warning: all returns are equal", rows=every_row(reward=0.5)),
+    works(73, "ilql", "", "actions of a row: 1 to 1", rows=every_row(completion=""), values={"td_error/inner": 0}),
+    works(74, "reward", "", "0 as equal; 2 without", rows=second(TIE, chosen="c", rejected="b")),
+    works(74, "reward", "--batch-size 1", rows=PAIR[:1]),
+    works(74, "reward", "--batch-size 3 --micro-batch-size 2", rows=PAIR[:3]),
+    # 75: the coefficient of the KL penalty
+    works(75, "ppo", "--kl-target 1e-30 --kl-horizon 4 --total-episodes 40 --lr 0.3"),
+    works(75, "ppo", "--kl-target 1e30 --kl-horizon 4 --total-episodes 40"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algo", "row"), rows_of(WORKS))
+def test_works(algo, row, command, models, here, monkeypatch, bf16):
+    """A finished run with finite metrics, or a check that passes and writes nothing; what it prints and writes is text
+    without control characters and without secrets."""
+    flags = row.flags[algo] if isinstance(row.flags, dict) else row.flags
+    fill(here, models, algo, row.model, row.files)
+    surroundings(here, models, algo, flags)
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.setenv(name, "CANARYCANARYCANARY")
+    code, out, err = command(algo, flags)
+    assert code == 0, f"exit code {code}\n{out}{err}"
+    says = [row.says[algo]] if isinstance(row.says, dict) else row.says
+    assert [word for word in says if word not in out] == [], out
+    assert not [c for c in out + err if not (c.isprintable() or c in "\n\r")], "control characters on the terminal"
+    assert "CANARY" not in out + err
+    if "--check" in flags:
+        assert "check passed" in out and times(here) == command.before
+        return
+    name = flags.split("--run-dir ")[-1] if "--run-dir" in flags else "run"
+    run = here / shlex.split(name)[0]
+    records = finished(run)
+    assert (run / "samples.jsonl").exists() == ("--eval-every 1" in flags)
+    for path in run.rglob("*"):
+        assert not path.is_file() or b"CANARY" not in path.read_bytes()
+        if path.suffix == ".jsonl":
+            assert [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    for name, value in dict(row.values).items():
+        assert {record[name] for record in records if name in record} == {value}, name
+    if row.case == 75:
+        assert min(record["objective/kl_coef"] for record in records if "objective/kl_coef" in record) > 0
+
+
+# ---- Faults that a table does not hold -------------------------------------------------------------------------------
+
+FUNCTION = dict.fromkeys(MEASURED.split(), "metric") | dict.fromkeys(SCORED.split(), "reward")  # that a run calls
+NUMBERS = [
+    [1.0, 0.0, 1.0, 1.0],
+    (1, 0, 1, 1),
+    [True, False, True, True],
+    np.array([1, 0, 1, 1]),
+    list(np.array([1, 0, 1, 1], dtype=np.float32)),
+    torch.tensor([1.0, 0.0, 1.0, 1.0], requires_grad=True),
+    list(torch.tensor([1.0, 0.0, 1.0, 1.0])),
+]
+PLACES = {  # how the error of a loss says where it was
+    **dict.fromkeys(READ.split(), r"rows \[\d"),
+    **dict.fromkeys(ROLLED.split(), "4 episodes whose first is '"),
+    "ddpo": "in epoch 2, whose first prompt is 'a ",
+}
+
+
+def each(algos):
+    return pytest.mark.parametrize("algo", algos.split())
+
+
+def test_any_kind_of_number_is_a_float():
+    for numbers in NUMBERS:
+        scores = call_reward(lambda numbers=numbers: numbers, "reward", PROMPTS, {})
+        assert scores == [1.0, 0.0, 1.0, 1.0] and {type(score) for score in scores} == {float}
+
+
+@pytest.mark.case(30)
+@each(MEASURED)
+def test_a_function_that_hangs(algo, command):
+    """There is no timeout: a judge may take its time. Ctrl-C ends at once what has no step yet, inside the function,
+    and leaves nothing."""
+    code, _, err = command(algo, f"--{FUNCTION[algo]} user.py:hangs --eval-every 1")
+    assert (code, err) == (130, "")
+    assert not Path("run").exists()
+
+
+@pytest.mark.case(31)
+@each(MEASURED)
+def test_a_function_that_changes_its_inputs_changes_nothing_else(algo, command):
+    """Nor what the function itself is given later."""
+    function = FUNCTION[algo]
+    prompts = [row | {"tags": ["x", ["y"]]} for row in PROMPTS]
+    files = {"rows.jsonl": every_row(tags=["x", ["y"]]), "prompts.jsonl": prompts}
+    for name in ("", "rude_"):
+        flags = f"--{function} user.py:{name}{function} --eval-every 1 --run-dir run{name}"
+        if algo == "ddpo":
+            flags += " --metric None"  # which gets what the reward got, and changed
+        code, _, err = command(algo, flags, files=files)
+        assert code == 0, err
+    assert finished("run") == finished("runrude_")
+
+
+@pytest.mark.case(33)
+@each(EVERY)
+def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, monkeypatch):
+    """That of the second step; the checkpoint of the first is finite, and nothing is exported."""
+    calls, backward = [], accelerate.Accelerator.backward
+
+    def poisoned(self, loss, **options):
+        calls.append(1)
+        return backward(self, loss * (NAN if len(calls) == 2 else 1.0), **options)
+
+    monkeypatch.setattr(accelerate.Accelerator, "backward", poisoned)
+    flags = "--save-every 1 --eval-every 0"
+    if algo == "ddpo":
+        flags += " --num-epochs 2"
+    with pytest.raises(FloatingPointError, match=f"step 2: .*nan, {PLACES[algo]}.*; the last checkpoint is intact"):
+        command(algo, flags)
+    intact(1)
+
+
+@pytest.mark.case(34)
+@each(EVERY)
+def test_fp16_of_the_launcher(algo, command, here, monkeypatch, bf16):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    code, _, err = command(algo)
+    assert code == 2 and err == "error: use --mixed-precision bf16 or no: fp16 is not offered\n"
+    assert times(here) == command.before
+
+
+@pytest.mark.case(35)
+@each(SAMPLED)
+def test_logits_that_are_not_finite_while_sampling(algo, command):
+    """Greedy decoding by argmax would take them for token 0."""
+    flags = "--eval-every 1 --eval-temperature 0"
+    if algo == "ilql":
+        flags += " --top-k 0"
+    with pytest.raises(FloatingPointError, match="not finite"):
+        command(algo, flags, "overflows")
+    assert not Path("run/metrics.jsonl").exists() and not Path("run/hf_model").exists()
+
+
+@pytest.mark.case(35, "ddpo")
+@pytest.mark.case(36, "ddpo")
+def test_images_that_are_not_finite(command):
+    """Weights that are not finite are told by the first image, before the reward sees it."""
+    with pytest.raises(FloatingPointError, match="the image of 'a .*' is not finite"):
+        command("ddpo", "--reward user.py:no_such_column --eval-every 1", "nan")
+    assert not Path("run").exists()
+
+
+@pytest.mark.case(61)
+@each(EVERY)
+def test_a_tracker_that_fails(algo, command, monkeypatch):
+    """At the second record: a warning, once; the metrics are those of a run without it."""
+    calls = []
+
+    def fail(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ConnectionError("no network")
+
+    monkeypatch.setattr(accelerate.tracking, "filter_trackers", lambda names, folder: names)
+    monkeypatch.setattr(accelerate.Accelerator, "init_trackers", lambda *args, **options: None)
+    monkeypatch.setattr(accelerate.Accelerator, "log", fail)
+    assert command(algo, "--eval-every 1")[0] == 0
+    code, out, err = command(algo, "--eval-every 1 --track wandb --run-dir tracked")
+    assert code == 0 and out.count("warning: --track wandb is off from here on: no network") == 1, err
+    assert len(calls) == 2 and finished("tracked") == finished("run")
+
+
+@pytest.mark.case(62)
+@each(EVERY)
+def test_an_upload_that_fails(algo, command, monkeypatch):
+    """The model is whole, and the same command uploads it."""
+    calls = []
+
+    def fail(*args, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("401\nUnauthorized")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *args, **options: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", fail)
+    code, _, err = command(algo, "--push-to-hub org/name")
+    expected = "--push-to-hub org/name failed (401 Unauthorized); the model is whole in run/hf_model"
+    assert code == 2 and err == f"error: {expected}\n"
+    exported = [path.suffix for path in Path("run/hf_model").rglob("*")]
+    assert ".safetensors" in exported and not Path("run/README.md").exists()
+    code, _, err = command(algo, "--push-to-hub org/name")
+    assert code == 0 and len(calls) == 2 and finished(), err
+
+
+@pytest.mark.case(28)
+@each("sft ppo")  # in the metric; in the reward
+def test_after_a_bad_result_the_mended_command_runs(algo, command):
+    """Without --check a function is first called when the run directory is there: it is removed again."""
+    files = {"user.py": returning("[1.0]")}
+    code, _, err = command(algo, f"--{FUNCTION[algo]} user.py:result --eval-every 1", files=files)
+    assert code == 2 and err.startswith("error: user.py:result ") and len(err.splitlines()) == 1, err
+    assert not Path("run").exists()
+    code, _, err = command(algo, "--eval-every 1")
+    assert code == 0 and finished(), err
+
+
+@pytest.mark.case(25)
+@each(SCORED)
+def test_a_late_nan_leaves_the_checkpoint_before_it(algo, command):
+    """In the rollout of the third step."""
+    flags = "--num-epochs 4" if algo == "ddpo" else "--total-episodes 16"
+    code, _, err = command(algo, f"{flags} --reward user.py:late_nan --eval-every 0 --save-every 1")
+    assert code == 2 and "user.py:late_nan returned nan for row 2, prompt '" in err
+    intact(2)
+
+
+@pytest.mark.case(75, "ppo")
+def test_a_coefficient_that_overflows_stops_the_run(command):
+    with pytest.raises(FloatingPointError, match="step [12]: gradient norm .*; the last checkpoint is intact"):
+        command("ppo", "--kl-coef 1e30 --kl-target 6 --kl-horizon 4 --lr 0.3")
+    assert not Path("run/hf_model").exists()
+
+
+# ---- Processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.case(69)
+@pytest.mark.case(70)
+@pytest.mark.case(71)
+@pytest.mark.parametrize(
+    "algo", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in EVERY.split() if x != "ppo")]
+)
+def test_another_place_and_a_pipe_into_head(algo, models, here):
+    """A copy of the script under another name, from / and without HOME; the cache of the hub can be neither read nor
+    made, the terminal is dumb, and nobody reads more than a line of the output, of which the table of samples fails
+    most easily."""
+    fill(here, models, algo)
+    shutil.copytree(ROOT / "common", here / "code/common", ignore=shutil.ignore_patterns("__pycache__"))
+    (here / "code/algos").mkdir()
+    script = shutil.copy(ROOT / f"algos/{algo}.py", here / f"code/algos/my_{algo}.py")
+    words = [re.sub(r"^((model|run|\w+\.jsonl|user\.py)(:.*)?)$", rf"{here}/\1", word) for word in BASE[algo]]
+    line = shlex.join([sys.executable, str(script), *words, "--eval-every", "1"]) + " | head -n 1"
+    env = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "9", "HF_HOME": "/proc/nope"}
+    env |= {"PYTHONUNBUFFERED": "1"}  # what Python itself has left to write at its end would be an error, code 120
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd="/", env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    finished()
+    assert f"my_{algo}.py" in json.loads(Path("run/env.json").read_text())["command"]
+    assert not list((here / "code").rglob("runs"))

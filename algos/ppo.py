@@ -349,7 +349,8 @@ class PolicyWithValue(nn.Module):
             self.value_head = PolicyWithValue(self.lm, kind).value_head.to(self.lm.device)
             self.value_head.load_state_dict(weights)
         except (RuntimeError, safetensors.SafetensorError) as error:
-            raise InputError(f"{directory}/value_head.safetensors does not fit the model: {error}") from None
+            reason = " ".join(str(error).split())
+            raise InputError(f"{directory}/value_head.safetensors does not fit the model: {reason}") from None
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------

@@ -96,12 +96,12 @@ def load_reward(spec):
 
 
 def call_function(function, name, rows, given):
-    """Calls a reward or metric function with keyword arguments: given, and copies of the other columns of the rows, as
-    lists. Without **columns it gets those that it names. name: how errors call it."""
-    columns = {column: copy.deepcopy([row[column] for row in rows]) for column in rows[0] if column != "prompt"}
+    """Calls a reward or metric function with keyword arguments: copies of what is given and of the other columns of the
+    rows, as lists. Without **columns it gets those that it names. name: how errors call it."""
+    columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
     taken = columns.keys() & given.keys()
     stop_if([f"rename the column {column!r} of the rows: {name} gets something else by this name" for column in taken])
-    values = columns | given
+    values = copy.deepcopy(columns | given)
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         values = {column: values[column] for column in parameters if column in values}

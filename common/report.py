@@ -87,11 +87,13 @@ class Screen:
 
     def say(self, text):
         """Prints text above the line."""
-        with contextlib.suppress(BrokenPipeError):  # `| head`
+        try:
             if self.live:
                 self.live.console.print(Text(text), soft_wrap=True)  # what is copied has no line breaks of ours
             else:
                 print(text, flush=True)  # rich would end the process at a closed pipe
+        except BrokenPipeError:  # `| head`; Python, too, writes what is left, at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 screen = Screen()

@@ -37,7 +37,7 @@ POSITIONS = 32
 @pytest.fixture(scope="session", autouse=True)
 def quick_ends():
     """Runs in the process of the tests leave an empty curve.png and wait for no disk: both took half of their time. The
-    processes that `harness` starts draw the curves, and test_report.py does."""
+    processes that `harness` starts draw the curves, and test_reports.py does."""
 
     def undrawn(records, names, title, path):
         path.touch()
@@ -178,8 +178,8 @@ def pytest_configure(config):
 
 
 # Files that take longest, in this order: workers take a file each, and none should be left with a long one at the end.
-FIRST = """test_learning test_ddpo_runs test_runs test_faults test_layout test_ilql_runs test_hub test_seq2seq
-test_fsdp test_bad_inputs test_errors test_reward test_architectures""".split()
+FIRST = """test_inputs test_faults test_layout test_architectures test_runs test_reports test_golden test_hub
+test_seq2seq test_fsdp test_adapters test_ddpo_runs""".split()
 
 
 def pytest_collection_modifyitems(items):

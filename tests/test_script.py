@@ -77,6 +77,9 @@ def settings(script):
     return f"{text} --threads 1 --dtype float64 --adam-eps 1e-6 --attn-implementation sdpa"
 
 
+PATH = f"import sys; sys.path.append({str(ROOT)!r})\n"  # as PYTHONPATH does, for a copy that lies elsewhere
+
+
 @pytest.fixture(scope="session")
 def run(script, scripts, work, tmp_path_factory):
     """run(flags) -> directory of a finished run; the last of equal flags wins."""
@@ -84,7 +87,7 @@ def run(script, scripts, work, tmp_path_factory):
     def start(more="", expect=0, folder=None, patch=""):
         folder = folder or tmp_path_factory.mktemp("script")
         argv = script.command(f"{settings(script)} {more} --run-dir {folder}/run")
-        scripts.run(argv, work, expect=expect, patch=patch, PYTHONPATH=str(ROOT))
+        scripts.run(argv, work, expect=expect, patch=PATH + patch)
         return folder / "run"
 
     return start
@@ -130,7 +133,7 @@ LEARNING = {  # a short run of the embedded task, what it measures, and by how m
 def test_it_learns_its_embedded_task_a_little(script, scripts, tmp_path):
     flags, name, growth = LEARNING[script.kind]
     argv = script.command(f"{flags} --eval-every 100000 --save-every 0 --threads 1 --run-dir run")
-    scripts.run(argv, tmp_path, PYTHONPATH=str(ROOT))
+    scripts.run(argv, tmp_path, patch=PATH)
     values = [record[name] for record in log(tmp_path / "run") if name in record]
     if not values:
         pytest.skip(f"not asked: it logs no {name}")
@@ -245,7 +248,7 @@ def test_killed_and_continued_it_ends_with_the_same_bytes(script, run, base, tmp
 def test_a_bad_reward_is_one_sentence(script, scripts, work, tmp_path):
     script.needs("--reward")
     argv = script.command(f"{settings(script)} --reward user.py:bad_reward --run-dir {tmp_path}/run")
-    err = scripts.run(argv, work, expect=2, PYTHONPATH=str(ROOT)).err
+    err = scripts.run(argv, work, expect=2, patch=PATH).err
     assert re.match(r"error: user.py:bad_reward returned .*\n$", err), err
     assert not (tmp_path / "run").exists()
 
@@ -253,7 +256,7 @@ def test_a_bad_reward_is_one_sentence(script, scripts, work, tmp_path):
 def test_a_bad_row_is_one_sentence(script, scripts, work, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": 3}) + "\n")
     argv = script.command(f"{settings(script)} --dataset {tmp_path}/rows.jsonl --run-dir {tmp_path}/run")
-    err = scripts.run(argv, work, expect=2, PYTHONPATH=str(ROOT)).err
+    err = scripts.run(argv, work, expect=2, patch=PATH).err
     assert re.match(r"error: --dataset row 1: .*\n$", err), err
     assert not (tmp_path / "run").exists()
 

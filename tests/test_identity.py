@@ -1,7 +1,6 @@
 """When a run is taken for the same: `python -m pytest tests/test_identity.py`
 
-Each change of a user's file or object that can change the result gives another hash, and what does not change it gives
-the same, in another process, too.
+What can change the result gives another hash. What cannot gives the same, in another process, too.
 """
 
 import functools
@@ -18,7 +17,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from harness import ROOT
+from harness import ROOT, files
+from helpers import log
 from test_adapters import run
 
 from algos import ppo, sft
@@ -56,8 +56,7 @@ USER_TREE = {
     "random.py": "",
     "notes.txt": "",
 }
-IMPORTED = "reward beside package/__init__ package/sibling package/middle package/inner/__init__ package/inner/weights"
-IMPORTED += " package/deep"
+NOT_IMPORTED = ["package/other.py", "other.py", "random.py", "notes.txt"]
 
 
 @pytest.fixture
@@ -74,21 +73,21 @@ def tree(tmp_path, monkeypatch):
 
 def test_the_files_that_a_file_imports(tree):
     """In functions, relative, and through others and back; not Python's, installed ones, common/ or what is beside."""
-    expected = {tree / f"{name}.py" for name in IMPORTED.split()}
+    expected = {tree / name for name in USER_TREE if name not in NOT_IMPORTED}
     assert set(with_imports(tree / "reward.py")) == expected
-    assert with_imports(tree / "reward.py")[0] == tree / "reward.py"
-    assert set(with_imports(ROOT / "benchmarks/tasks/randomwalks_reward.py")) == {
-        ROOT / f"benchmarks/tasks/{name}.py" for name in ("randomwalks_reward", "randomwalks")
-    }
+    embedded = [ROOT / f"benchmarks/tasks/{name}.py" for name in ("randomwalks_reward", "randomwalks")]
+    assert with_imports(embedded[0]) == embedded
 
 
-@pytest.mark.parametrize("name", USER_TREE)
-def test_a_changed_import_is_another_run(tree, name):
-    before = hash_of(reward="reward.py:score")
-    assert hash_of(reward="reward.py:score") == before
-    (tree / name).write_text((tree / name).read_text() + "\nnew = 1\n")
-    changed = hash_of(reward="reward.py:score") != before
-    assert changed == (name.removesuffix(".py") in IMPORTED.split())
+def test_a_changed_import_is_another_run(tree):
+    seen = [hash_of(reward="reward.py:score")]
+    for name in USER_TREE:
+        assert hash_of(reward="reward.py:score") == seen[-1]
+        with open(tree / name, "a") as file:
+            file.write("\nnew = 1\n")
+        found = hash_of(reward="reward.py:score")
+        assert (found == seen[-1]) == (name in NOT_IMPORTED), name
+        seen.append(found)
 
 
 def test_a_changed_import_of_a_copied_script_is_another_run(tree):
@@ -189,15 +188,15 @@ def given_by(text, expression, file="<notebook>"):
     return eval(expression, module)
 
 
-@pytest.mark.parametrize(("given", "old", "new", "differs"), CHANGES, ids=lambda x: repr(x)[:30])
-def test_what_a_function_of_a_notebook_reads(tree, monkeypatch, given, old, new, differs):
+def test_what_a_function_of_a_notebook_reads(tree, monkeypatch):
     """There is no file: what it reads counts, and nothing else."""
     monkeypatch.syspath_prepend(tree)
-    assert REWARD.count(old) == 1
-    before = hash_of(reward=given_by(REWARD, given))
-    assert before == hash_of(reward=given_by(REWARD, given))
-    after = hash_of(reward=given_by(REWARD.replace(old, new), given))
-    assert (before != after) == differs
+    for given, old, new, differs in CHANGES:
+        assert REWARD.count(old) == 1
+        before = hash_of(reward=given_by(REWARD, given))
+        assert before == hash_of(reward=given_by(REWARD, given))
+        after = hash_of(reward=given_by(REWARD.replace(old, new), given))
+        assert (before != after) == differs, (given, old)
 
 
 def test_two_lambdas_of_a_line_two_closures_two_objects(tree, monkeypatch):
@@ -209,16 +208,18 @@ def test_two_lambdas_of_a_line_two_closures_two_objects(tree, monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["lazy", "by_module", "beside.Judge()"])
-@pytest.mark.parametrize("file", ["rewards.py", "beside.py", "package/inner/weights.py", "other.py"])
-def test_files_in_which_code_stands(tree, monkeypatch, given, file):
+def test_files_in_which_code_stands(tree, monkeypatch, given):
     """That of a function, those of the modules that it reads or imports, that of the class of an object."""
     monkeypatch.syspath_prepend(tree)
     (tree / "beside.py").write_text(USER_TREE["beside.py"] + "class Judge: pass\n")
     (tree / "rewards.py").write_text(REWARD)
-    before = hash_of(reward=given_by(REWARD, given, tree / "rewards.py"))
-    (tree / file).write_text((tree / file).read_text() + "\nnew = 1\n")
-    changed = hash_of(reward=given_by(REWARD, given, tree / "rewards.py")) != before
-    assert changed == (file != "other.py" and (file, given) != ("rewards.py", "beside.Judge()"))
+    seen = [hash_of(reward=given_by(REWARD, given, tree / "rewards.py"))]
+    for name in ("rewards.py", "beside.py", "package/inner/weights.py", "other.py"):
+        with open(tree / name, "a") as file:
+            file.write("\nnew = 1\n")
+        seen.append(hash_of(reward=given_by(REWARD, given, tree / "rewards.py")))
+        same = name == "other.py" or (name, given) == ("rewards.py", "beside.Judge()")
+        assert (seen[-1] == seen[-2]) == same, name
 
 
 PROGRAM = """
@@ -246,28 +247,26 @@ def test_another_process_finds_the_same(tree):
     assert "unknown" not in output and len(set(output.splitlines())) == len(given)
 
 
-def described(value):
-    text = describe(value)
-    assert not str(text).endswith(UNKNOWN), f"{text} was not hashed"
-    return text
+def objects(x):
+    """Objects of many kinds that depend on a number."""
+    return [
+        [{"prompt": "a", "n": x}],
+        {"set": [{"a": (1, x)}], "other": None},
+        datasets.Dataset.from_list([{"a": x}, {"a": 5}]),
+        np.array([x, None, "a"], dtype=object),
+        torch.tensor([[0.0, x]], requires_grad=True),
+        [torch.zeros(x, 2), np.float32(x)],
+        SimpleNamespace(field=[x]),
+        functools.partial(max, x),
+        [b"ab" * x, 3j * x, range(x), {x: {1, 2, x}}],
+    ]
 
 
-ALIKE = [  # a value, an equal one, another
-    lambda x: [{"prompt": "a", "n": x}],
-    lambda x: {"set": [{"a": (1, x)}], "other": None},
-    lambda x: datasets.Dataset.from_list([{"a": x}, {"a": 5}]),
-    lambda x: np.array([x, None, "a"], dtype=object),
-    lambda x: torch.tensor([[0.0, x]], requires_grad=True),
-    lambda x: [torch.zeros(x, 2), np.float32(x)],
-    lambda x: SimpleNamespace(field=[x]),
-    lambda x: functools.partial(max, x),
-    lambda x: [b"ab" * x, 3j * x, range(x), {x: {1, 2, x}}],
-]
-
-
-@pytest.mark.parametrize("make", ALIKE)
-def test_equal_and_other_objects(make):
-    assert described(make(3)) == described(make(3)) != described(make(4))
+def test_equal_and_other_objects():
+    for one, equal, other in zip(objects(3), objects(3), objects(4), strict=True):
+        text = describe(one)
+        assert text == describe(equal) != describe(other)
+        assert not text.endswith(UNKNOWN), f"{text} was not hashed"
 
 
 # ---- What cannot be known --------------------------------------------------------------------------------------------
@@ -305,7 +304,7 @@ def test_a_flag_that_a_copy_adds(tree):
         return identity("ppo", args, ppo.__file__)["hash"]
 
     values = ["notes.txt", "reward.py:score:file=notes.txt", "other.py,notes.txt", ("a", "notes.txt"), "."]
-    values = values + [tree / "notes.txt"]
+    values.append(tree / "notes.txt")
     before = [hash_now(value) for value in values]
     neutral = hash_now("notes.txt", name="run_dir")
     (tree / "runs/x/model.safetensors").write_text("1")
@@ -338,10 +337,6 @@ def test_a_difference_is_said_once_and_names_the_flag():
 # ---- Another length --------------------------------------------------------------------------------------------------
 
 
-def snapshot(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-
-
 def test_a_longer_run_names_the_shorter_one(gpt2_dir, tmp_path, capsys):
     """And a run directory is taken as its newest checkpoint, by --check, too."""
     run(sft, gpt2_dir, tmp_path / "short", total_steps=2)
@@ -355,8 +350,7 @@ def test_a_longer_run_names_the_shorter_one(gpt2_dir, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"continuing from {tmp_path}/short/checkpoints/step_00000002 (step 2); what differs:\n" in out
     assert "--total-steps: was 2, is 3" in out and "nearly" not in out
-    steps = [json.loads(line)["step"] for line in open(tmp_path / "more/metrics.jsonl")]
-    assert steps == [3]
+    assert [record["step"] for record in log(tmp_path / "more")] == [3]
     run(sft, gpt2_dir, tmp_path / "other", total_steps=3, seed=2)
     assert "nearly" not in capsys.readouterr().out
 
@@ -388,66 +382,59 @@ def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
     """Nothing is left to train: an error, and what the directory holds of later steps is still there."""
     folder = tmp_path / "run"
     run(sft, gpt2_dir, folder, total_steps=4, save_every=1, keep_checkpoints=4)
-    before = snapshot(folder)
+    before = files(folder)
     for total in (1, 2):
         with pytest.raises(InputError, match="--resume .*step_00000002: nothing is left to train"):
             run(sft, gpt2_dir, folder, total_steps=total, resume=str(folder / "checkpoints/step_00000002"))
         with pytest.raises(InputError, match="--resume .*run: nothing is left to train"):
             run(sft, gpt2_dir, tmp_path / "new", total_steps=total, resume=str(folder))
-        assert snapshot(folder) == before and not (tmp_path / "new").exists()
+        assert files(folder) == before and not (tmp_path / "new").exists()
     run(sft, gpt2_dir, folder, total_steps=3, resume=str(folder / "checkpoints/step_00000002"))
-    steps = [json.loads(line)["step"] for line in open(folder / "metrics.jsonl")]
-    assert steps[-1] == 3 and not (folder / "checkpoints/step_00000004").exists()
+    assert log(folder)[-1]["step"] == 3 and not (folder / "checkpoints/step_00000004").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"resume": "runs/x"}, "checkpoint runs/x cannot be read: "),
-        ({"resume": "{}/ppo"}, "--resume .* is of other weights"),
-        ({"resume": "{}/sft", "lora_r": 2}, "--resume .* is of other weights"),
-        ({"resume": "{}/sft", "total_steps": 1}, "nothing is left to train"),
-    ],
-    ids=["nothing", "another script", "other shapes", "too short"],
-)
-def test_check_looks_at_the_checkpoint(gpt2_dir, tmp_path, flags, sentence):
-    if "{}" in flags["resume"]:
-        script = ppo if "ppo" in flags["resume"] else sft
-        run(script, gpt2_dir, tmp_path / script.__name__.rpartition(".")[2])
-    flags = flags | {"resume": flags["resume"].format(tmp_path)}
-    before = snapshot(tmp_path)
-    with pytest.raises(InputError, match=sentence):
-        run(sft, gpt2_dir, tmp_path / "new", check=True, **flags)
-    assert snapshot(tmp_path) == before and not (tmp_path / "new").exists()
+CHECKED = [  # flags, the sentence
+    ({"resume": "{}/ppo"}, "--resume .* is of other weights"),
+    ({"resume": "{}/sft", "lora_r": 2}, "--resume .* is of other weights"),
+    ({"resume": "{}/sft", "total_steps": 1}, "nothing is left to train"),
+]
+
+
+def test_check_looks_at_the_checkpoint(gpt2_dir, tmp_path):
+    """Of another script, with other shapes, of a run that is long enough."""
+    run(ppo, gpt2_dir, tmp_path / "ppo")
+    run(sft, gpt2_dir, tmp_path / "sft")
+    before = files(tmp_path)
+    for flags, sentence in CHECKED:
+        flags = flags | {"resume": flags["resume"].format(tmp_path)}
+        with pytest.raises(InputError, match=sentence):
+            run(sft, gpt2_dir, tmp_path / "new", check=True, **flags)
+        assert files(tmp_path) == before and not (tmp_path / "new").exists()
 
 
 # ---- Directories -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("there", [None, [], ["notes.txt"], ["config.yaml"], ["env.json", "notes.txt"]], ids=str)
+@pytest.mark.parametrize("there", [[], ["env.json", "notes.txt"]], ids=str)
 def test_a_directory_that_was_there_is_never_removed(gpt2_dir, tmp_path, there):
-    """A signal before the first step removes what the run has made, and no file of the user."""
+    """A signal before the first step removes what the run has made, and no file of the user. env.json is that of a run
+    that failed before its first step, which begins again."""
     folder = tmp_path / "run"
-    for name in there or []:
-        folder.mkdir(exist_ok=True)
+    folder.mkdir()
+    for name in there:
         (folder / name).write_text("the user's")
-    if there == []:
-        folder.mkdir()
 
     def metric(outputs, **columns):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    flags = {"metric": metric, "eval_prompts": [{"prompt": "a"}], "max_new_tokens": 3}
-    foreign = there in (["notes.txt"], ["config.yaml"])
-    with pytest.raises(InputError if foreign else SystemExit, match="holds files but no run" if foreign else "143"):
-        run(sft, gpt2_dir, folder, **flags)
-    assert folder.exists() == (there is not None)
-    for name in there or []:
-        if name != "env.json":  # of a run that failed before its first step, which begins again
-            assert (folder / name).read_text() == "the user's"
+    with pytest.raises(SystemExit, match="143"):
+        run(sft, gpt2_dir, folder, metric=metric, eval_prompts=[{"prompt": "a"}], max_new_tokens=3)
+    assert folder.exists()
+    for name in there[1:]:
+        assert (folder / name).read_text() == "the user's"
 
 
-@pytest.mark.parametrize("text", ["low quality, " * 40, "~~~"], ids=["long", "tilde"])
-def test_a_text_that_cannot_be_a_path_names_no_file(text):
+def test_a_text_that_cannot_be_a_path_names_no_file():
     """A negative prompt, a stop string."""
-    assert files_of_flag(text) == [] == files_of_flag((text,))
+    for text in ("low quality, " * 40, "~~~"):
+        assert files_of_flag(text) == [] == files_of_flag((text,))

@@ -1,14 +1,12 @@
 """Rows to token ids, labels, actions and prompt lengths: `python -m pytest tests/test_rows.py`
 
 Every form of row that a script accepts, through the script's own function. Tables hold a row and the text of its
-tokens, with marks for what is trained. Then chats as templates of models write them, against the text by hand and the
-tokens and masks of transformers; files and sets of rows; and a run on chats of every script.
+tokens, with marks for what is trained. Rows that are refused are in test_inputs.py.
 """
 
 import functools
 import gzip
 import json
-import math
 import pickle
 import re
 from itertools import groupby, product
@@ -22,7 +20,7 @@ from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, jsonl, s
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
-from algos import dpo, grpo, ilql, ppo, reward, sft
+from algos import dpo, ilql, ppo, reward, sft
 from common.classifiers import classifier_ids
 from common.cli import InputError
 from common.functions import build, load_function
@@ -117,13 +115,11 @@ FORMS = [  # row, its text, rewards of the actions; None: 2 for the last one. A 
     ({"prompt": "ab", "completion": "cd<eos>"}, "[ab]cd.", None),
     ({"prompt": "ab", "completion": "c<eos>d"}, "[ab]c.d.", None),
     ({"prompt": "<bos>ab", "completion": "c"}, "[^ab]c.", None),
-    ({"prompt": "<bos>", "completion": "c"}, "[^]c.", None),
-    ({"dialogue": FOUR}, "[ab]cd[e]f.", None),
+    ({"dialogue": FOUR, "reward": [1.5, 2]}, "[ab]cd[e]f.", [0, 1.5, 0, 2]),
     ({"dialogue": ["ab", "cd", "e", "f<eos>"]}, "[ab]cd[e]f.", None),
     ({"dialogue": ["", "cd", "", "f"]}, "[^]cdf.", None),
     ({"dialogue": ["ab", "", "e", ""]}, "[abe].", None),
     ({"messages": TURNS}, "[^uab.s]cd.[ue.s]f.", None),
-    ({"messages": [turn("system", "g"), *TURNS]}, "[^tg.uab.s]cd.[ue.s]f.", None),
     ({"messages": [AB, CD, answer("h")]}, "[^uab.s]cd.[s]h.", None),
     ({"messages": [CD]}, "[^]scd.", None),  # nobody asks for the answer: all that the template writes is trained
     ({"messages": [user("s"), answer("us<eos>sab")]}, "[^us.s]us.sab.", None),  # what looks like a turn is none
@@ -131,14 +127,11 @@ FORMS = [  # row, its text, rewards of the actions; None: 2 for the last one. A 
     ({"prompt": TURNS[:3], "completion": [F]}, "[^uab.scd.ue.s]f.", None),
     ({"prompt": [], "completion": TURNS}, "[^uab.s]cd.[ue.s]f.", None),
     ({"prompt": [AB], "completion": TURNS[1:], "reward": [1, 2]}, "[^uab.s]cd.[ue.s]f.", [0, 0, 1, 0, 2]),
-    ({"dialogue": [*"abcdef"], "reward": [1.5, 2, 3]}, "[a]b[c]d[e]f.", [1.5, 2, 0, 3]),
     ({"dialogue": ["ab", "cd", "", "f"], "reward": [1, 2]}, "[ab]cdf.", [0, 1, 0, 2]),
     ({"prompt": "ab", "completion": "c", "reward": [True]}, "[ab]c.", [0, 1]),
     ({"prompt": "a", "completion": "", "reward": np.float32(-0.5)}, "[a].", [-0.5]),
-    ({"prompt": "ab", "completion": "c", "truncated": 0}, "[ab]c.", None),
     ({"prompt": "ab", "completion": "cd", "truncated": True}, "[ab]cd", None),
     ({"prompt": "ab", "completion": "cd<eos>", "truncated": 1}, "[ab]cd", None),
-    ({"prompt": "ab", "completion": "c<eos>d", "truncated": True}, "[ab]c.d", None),
     ({"dialogue": FOUR, "reward": [1, 2], "truncated": True}, "[ab]cd[e]f", [0, 1, 2]),
     ({"dialogue": [*FOUR[:3], ""], "reward": [1, 0], "truncated": True}, "[ab]cd[e]", [0, 1]),
     ({"messages": TURNS, "truncated": True}, "[^uab.s]cd.[ue.s]f", None),  # ends of earlier turns stay
@@ -169,23 +162,13 @@ def test_forms_of_a_row(chatty, row, text, rewards, specials):
         assert kept == {"prompt": prompt if isinstance(prompt, str) else written, "n": 5}
 
 
-TEXTS = [  # a text with its labels, with its actions
-    ("abc", "[a]bc.", "[^]abc."),
-    ("ab<eos>", "[a]b.", "[^]ab."),
-    ("<bos>a", "[^]a.", "[^]a."),
-    ("", None, "[^]."),
-]
-
-
-@pytest.mark.parametrize(("text", "labels", "actions"), TEXTS)
-def test_a_text(letters, text, labels, actions):
+def test_a_text(letters):
     """Nothing predicts the first token; ilql puts the beginning token before it."""
-    rows = [{"text": text, "reward": 0.5}, {"text": "d", "reward": 1}]
-    expected = [labels] if labels else []
-    assert with_labels(rows, letters)[0] == [*expected, "[d]."]
-    assert [found for found, *_ in with_actions(rows, letters)[0]] == [actions, "[^]d."]
+    rows = [{"text": text, "reward": 1} for text in ("abc", "ab<eos>", "<bos>a", "")]
+    assert with_labels(rows, letters)[0] == ["[a]bc.", "[a]b.", "[^]a."]
+    assert [text for text, *_ in with_actions(rows, letters)[0]] == ["[^]abc.", "[^]ab.", "[^]a.", "[^]."]
     tokenizer = add_specials(letters, "<bos> $A <eos>")
-    assert with_labels(rows, tokenizer)[0][-1] == with_actions(rows, tokenizer)[0][-1][0] == "[^]d."
+    assert with_labels(rows[:1], tokenizer)[0] == [with_actions(rows[:1], tokenizer)[0][0][0]] == ["[^]abc."]
 
 
 def test_a_beginning_token_in_one_row_says_nothing_about_others(letters):
@@ -229,14 +212,14 @@ MERGES = [  # prompt, chosen, rejected; the pair; the prompt with chosen alone
 ]
 
 
-@pytest.mark.parametrize(("prompt", "chosen", "rejected", "pair", "text"), MERGES)
-def test_a_merge_across_the_boundary_belongs_to_the_responses(merging, prompt, chosen, rejected, pair, text):
+def test_a_merge_across_the_boundary_belongs_to_the_responses(merging):
     """Of both sides of a pair. The tokens are those of the whole text."""
-    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    assert pairs_of([row], merging)[0] == [pair]
-    [(ids, _)], _ = sft.encode_rows([{"prompt": prompt, "completion": chosen}], merging, 99, True, "")
-    assert [i for i in ids if i < 9] == merging(prompt + chosen)["input_ids"]
-    assert with_labels([{"prompt": prompt, "completion": chosen}], merging)[0] == [text]
+    for prompt, chosen, rejected, pair, text in MERGES:
+        row = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "completion": chosen}
+        assert pairs_of([row], merging)[0] == [pair]
+        assert with_labels([row], merging)[0] == [text]
+        [(ids, _)], _ = sft.encode_rows([row], merging, 99, True, "")
+        assert [i for i in ids if i < 9] == merging(prompt + chosen)["input_ids"]
 
 
 def test_a_merge_takes_an_output_of_a_dialogue(merging):
@@ -272,36 +255,27 @@ COUNTS = [  # encode, max_length, rows, their texts, the report
         "labels on 50.0% of 10 tokens, a row 2 to 3, median 3",
     ),
     (
-        with_labels, 3, rows_of("text", ["a"], [""], ["abc<eos>"]), ["[a].", "[a]bc"],
-        "3 rows, 1 cut at the end, 1 dropped without a label left; labels on 60.0% of 5 tokens, a row 1 to 2, median 2",
-    ),
-    (
         with_actions, 5,
         rows_of("prompt completion", ("abcdefg", "h"), ("a", "bcdefghi"), ("a", "b"), ("abcd", "ef"), reward=1),
         [("[a]bcde", [0, 0, 0, 0], False), ("[a]b.", [0, 1], True), ("[abcd]e", [0], False)],
         "4 rows, 3 cut, 1 dropped without an action left, 1 ended; actions of a row: 1 to 4, median 2",
     ),
     (  # the first row never had an action
-        with_actions, 9,
-        [{"text": "", "reward": 1, "truncated": True}, {"text": "b", "reward": 1, "truncated": False}],
+        with_actions, 9, [{"text": "", "reward": 1, "truncated": True}, {"text": "b", "reward": 1, "truncated": False}],
         [("[^]b.", [0, 1], True)],
         "2 rows, 0 cut, 1 dropped without an action left, 1 ended; actions of a row: 2 to 2, median 2",
     ),
     (
         pairs_of, 5,
-        rows_of(
-            "prompt chosen rejected", ("ab", "cd", "ce"), ("ab", "cd", "cd"), ("ab", "cdef", "cdeg"),
-            ("abcde", "g", "h"), ("ab", "d", "cdefg"),
-        ),
-        ["ab|cd.|ce.", "ab|d.|cde"],
-        "5 pairs, 0 prompts and the responses of 3 cut, 1 dropped without room for a response, 2 dropped as equal",
+        rows_of("prompt chosen rejected", ("ab", "cd", "cd"), ("ab", "cdef", "cdeg"), ("abcde", "g", "h"),
+                ("ab", "d", "cdefg")),
+        ["ab|d.|cde"],
+        "4 pairs, 0 prompts and the responses of 3 cut, 1 dropped without room for a response, 2 dropped as equal",
     ),
     (  # a cut text would have no end to read a score from; the end token is a part of the length
         scored, 5,
-        rows_of(
-            "prompt chosen rejected margin", ("ab", "cde", "f", 0), ("ab", "c", "def", 1), ("ab", "cd", "e", 0.5),
-            ("ab", "g", "g<eos>", 3), ("ab", "cdef", "cdef", 4), ("", "", "hi", -2),
-        ),
+        rows_of("prompt chosen rejected margin", ("ab", "cde", "f", 0), ("ab", "c", "def", 1), ("ab", "cd", "e", 0.5),
+                ("ab", "g", "g<eos>", 3), ("ab", "cdef", "cdef", 4), ("", "", "hi", -2)),
         [("abcd.", "abe.", 0.5), (".", "hi.", -2.0)],
         "6 pairs, 3 dropped as longer than 5, 1 as equal; 1 without a prompt",
     ),
@@ -322,10 +296,10 @@ CUTS = {  # max_length: a dialogue of 7 tokens, its rewards, whether it ended
 }
 
 
-@pytest.mark.parametrize("max_length", CUTS)
-def test_a_long_episode_ends_in_a_state_whose_value_is_learnt(letters, max_length):
+def test_a_long_episode_ends_in_a_state_whose_value_is_learnt(letters):
     row = {"dialogue": FOUR, "reward": [1, 2], "truncated": False}
-    assert with_actions([row], letters, max_length)[0] == [CUTS[max_length]]
+    for max_length, episode in CUTS.items():
+        assert with_actions([row], letters, max_length)[0] == [episode]
 
 
 # ---- Encoder-decoders ------------------------------------------------------------------------------------------------
@@ -371,16 +345,16 @@ ENCODED_CUTS = [  # max_length, text, how many rows were cut, whether the output
 ]
 
 
-@pytest.mark.parametrize(("max_length", "text", "cut", "done"), ENCODED_CUTS)
-def test_prompt_and_output_have_room_of_their_own(letters, max_length, text, cut, done):
+def test_prompt_and_output_have_room_of_their_own(letters):
     """A long prompt keeps its end token. A long output loses its own."""
     tokenizer = add_specials(letters, "<bos> $A <eos>")
     row = {"prompt": "abcd", "completion": "efg", "reward": 2}
-    found, report = with_labels([row], tokenizer, max_length, encoder=True)
-    assert found == [text] and f"1 rows, {cut} cut at the end, 0 dropped" in report
-    [(actions, rewards, ended)], report = with_actions([row], tokenizer, max_length, encoder=True)
-    assert (actions, ended, sum(rewards)) == (text, done, 2 if done else 0)
-    assert f"1 rows, {cut} cut, 0 dropped" in report
+    for max_length, text, cut, done in ENCODED_CUTS:
+        found, report = with_labels([row], tokenizer, max_length, encoder=True)
+        assert found == [text] and f"1 rows, {cut} cut at the end, 0 dropped" in report
+        [(actions, rewards, ended)], report = with_actions([row], tokenizer, max_length, encoder=True)
+        assert (actions, ended, sum(rewards)) == (text, done, 2 if done else 0)
+        assert f"1 rows, {cut} cut, 0 dropped" in report
 
 
 # ---- Prompts to sample from ------------------------------------------------------------------------------------------
@@ -389,7 +363,6 @@ ROOM = [  # prompt of row 2, new tokens, options, what becomes of it
     ("abc", 29, {}, "kept"),
     ("abc", 30, {}, "row 2: a prompt of 3 tokens"),
     ("abc", 30, {"max_length": 2}, "dropped"),  # it needs no room
-    ("abc", 29, {"max_length": 3}, "kept"),
     ("abc", 32, {"encoder": True}, "kept"),
     ("abc", 33, {"encoder": True}, "row 1: a prompt of 1 tokens"),
     ("a" * 33, 5, {"encoder": True}, "row 2: a prompt of 33 tokens"),
@@ -430,19 +403,14 @@ CHAT_PAIR = {"prompt": [AB], "chosen": [CD], "rejected": [F]}
 PAIRS = [  # row, prompt|chosen|rejected
     ({"prompt": "ab", "chosen": "cd", "rejected": "efg"}, "ab|cd.|efg."),
     ({"prompt": "ab", "chosen": "", "rejected": "c"}, "ab|.|c."),
-    ({"prompt": "ab", "chosen": "c", "rejected": "cd"}, "ab|c.|cd."),
-    ({"prompt": "ab", "chosen": "c<eos>", "rejected": "d"}, "ab|c.|d."),
     ({"prompt": "a<eos>b", "chosen": "c", "rejected": "d"}, "a.b|c.|d."),
     ({"prompt": "ab<eos>", "chosen": "c", "rejected": "d"}, "ab.|c.|d."),
     ({"prompt": "", "chosen": "ab", "rejected": "ac"}, "^|ab.|ac."),  # what the sides share is no prompt
     ({"prompt": "<bos>ab", "chosen": "c", "rejected": "d"}, "^ab|c.|d."),
-    ({"prompt": "<bos>", "chosen": "c", "rejected": "d"}, "^|c.|d."),
     (CHAT_PAIR, "^uab.s|cd.|f."),
     ({"chosen": [AB, CD], "rejected": [AB, F]}, "^uab.s|cd.|f."),
     ({"prompt": "ab", "chosen": [AB, CD], "rejected": [AB, F], "score_chosen": 5}, "^uab.s|cd.|f."),  # UltraFeedback
     ({"prompt": None, "chosen": [AB, CD], "rejected": [AB, F]}, "^uab.s|cd.|f."),
-    ({"prompt": [], "chosen": [AB, CD], "rejected": [AB, F]}, "^uab.s|cd.|f."),
-    ({"prompt": [turn("system", "h"), AB], "chosen": [CD], "rejected": [F]}, "^th.uab.s|cd.|f."),
     ({"chosen": TURNS, "rejected": [AB, CD, E, CD]}, "^uab.scd.ue.s|f.|cd."),
     ({"chosen": [AB, CD], "rejected": TURNS}, "^uab.s|cd.|cd.ue.sf."),
     ({"prompt": [AB], "chosen": [CD, E, F], "rejected": [CD, E, CD]}, "^uab.s|cd.ue.sf.|cd.ue.scd."),
@@ -474,8 +442,6 @@ HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 SHARED = [  # prompt, chosen, rejected: rows hold the prompt with chosen, the prompt with rejected
     ("ab cd", " ef", " gh"),
     ("ab", " cdef", " cdgh"),  # whole words
-    ("ab", " cd", " cde"),
-    ("ab", "\ncd", "\nef"),
     ("b", "  \n c", "  \n d"),
     ("", "ab", "ac"),
     (f"{HUMAN} Hi{ASSISTANT}", " Yes, of course", " Yes, maybe"),  # "Yes," is half an answer
@@ -489,11 +455,11 @@ SHARED = [  # prompt, chosen, rejected: rows hold the prompt with chosen, the pr
 ]
 
 
-@pytest.mark.parametrize(("prompt", "chosen", "rejected"), SHARED, ids=repr)
-def test_the_prompt_of_two_texts_ends_where_both_answer(letters, prompt, chosen, rejected):
-    sides = {"chosen": prompt + chosen, "rejected": prompt + rejected}
-    assert pair_texts([sides], letters, "--dataset") == [(prompt, chosen, rejected)]
-    assert pair_texts([sides | {"prompt": ""}], letters, "--dataset") == [("", *sides.values())]
+def test_the_prompt_of_two_texts_ends_where_both_answer(letters):
+    for prompt, chosen, rejected in SHARED:
+        sides = {"chosen": prompt + chosen, "rejected": prompt + rejected}
+        assert pair_texts([sides], letters, "--dataset") == [(prompt, chosen, rejected)]
+        assert pair_texts([sides | {"prompt": ""}], letters, "--dataset") == [("", *sides.values())]
 
 
 @pytest.mark.case(48, "dpo reward")
@@ -513,31 +479,24 @@ def test_pairs_that_begin_differently(chatty):
 TRUNCATIONS = [  # specials, max_length, max_prompt_length, mode; abcde with fgh and ij; prompts and pairs cut
     ("$A", 99, 3, "keep_end", "cde|fgh.|ij.", 1, 0),
     ("$A", 99, 3, "keep_start", "abc|fgh.|ij.", 1, 0),
-    ("$A", 99, 5, "keep_end", "abcde|fgh.|ij.", 0, 0),
     ("<bos> $A", 99, 3, "keep_end", "^de|fgh.|ij.", 1, 0),  # a beginning token stays
     ("<bos> $A", 99, 3, "keep_start", "^ab|fgh.|ij.", 1, 0),
-    ("<bos> $A", 99, 6, "keep_end", "^abcde|fgh.|ij.", 0, 0),
     ("<bos> $A", 99, 1, "keep_end", "^|fgh.|ij.", 1, 0),
     ("<bos> $A <eos>", 8, 4, "keep_end", "^cde|fgh.|ij.", 1, 0),
     ("$A", 8, None, "keep_end", "abcde|fgh|ij.", 0, 1),
     ("$A", 6, None, "keep_start", "abcde|f|i", 0, 1),
     ("$A", 7, 3, "keep_end", "cde|fgh.|ij.", 1, 0),  # a prompt that was cut leaves room
     ("<bos> $A", 5, 2, "keep_end", "^e|fgh|ij.", 1, 1),
-    ("$A", 2, 1, "keep_end", "e|f|i", 1, 1),
 ]
 
 
-@pytest.mark.parametrize("case", TRUNCATIONS, ids=str)
 @pytest.mark.case(37, "dpo")
-def test_pairs_are_cut(letters, case):
-    specials, *limits, text, prompts, responses = case
+def test_pairs_are_cut(letters):
     row = {"prompt": "abcde", "chosen": "fgh", "rejected": "ij"}
-    found, report = pairs_of([row], add_specials(letters, specials), *limits)
-    assert found == [text]
-    assert report == (
-        f"1 pairs, {prompts} prompts and the responses of {responses} cut, 0 dropped without room for a response, "
-        "0 dropped as equal"
-    )
+    for specials, *limits, text, prompts, responses in TRUNCATIONS:
+        found, report = pairs_of([row], add_specials(letters, specials), *limits)
+        assert found == [text]
+        assert report.startswith(f"1 pairs, {prompts} prompts and the responses of {responses} cut, 0 dropped ")
 
 
 TURN_ENDS = {  # what the template writes behind a turn, what is left of it behind the last answer
@@ -553,14 +512,11 @@ def test_a_turn_that_is_scored_has_one_end(letters, ending):
     end = TURN_ENDS[ending]
     asked = [BOS, 20, 0, 1, end[0], UNK, 18, 2, 3]
     sample = f"<bos>uab{ending[:5]}\nscd"
-    for specials in BOTH:
-        tokenizer = add_specials(letters, specials)
-        _, ((chosen, _, _),), _ = reward.encode_texts([CHAT_PAIR], tokenizer, 99, "")
-        assert chosen == asked + end
-        assert classifier_ids(tokenizer, [sample], [True]) == [chosen]
-        assert classifier_ids(tokenizer, [sample], [False]) == [asked]
-        assert classifier_ids(tokenizer, ["ab"], [True])[0][-3:] == [0, 1, EOS]
-    tokenizer = add_specials(letters, "<bos> $A")
+    tokenizer = add_specials(letters, "<bos> $A <eos>")
+    _, ((chosen, _, _),), _ = reward.encode_texts([CHAT_PAIR], tokenizer, 99, "")
+    assert chosen == asked + end
+    assert classifier_ids(tokenizer, [sample] * 2, [True, False]) == [chosen, asked]
+    assert classifier_ids(tokenizer, ["ab"], [True]) == [[BOS, 0, 1, EOS]]
     tokenizer.truncation_side = "left"
     (cut,) = classifier_ids(tokenizer, [sample], [True], max_length=8)
     assert len(cut) <= 8 and cut[-1 - len(end) :] == [3, *end]
@@ -579,31 +535,20 @@ def test_a_template_without_special_tokens(letters):
 ENCODER = functools.partial(with_labels, encoder=True)
 ONE = "an encoder-decoder takes rows of one prompt and one output$"
 IS_TEXT = "row 1: the prompt is a text that the chats do not begin with: make it a list of messages$"
-MARGIN = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}
 REFUSED = [  # encode, rows of which at most 3 tokens are kept, the sentence
-    (with_labels, [{"prompt": "abc", "completion": "d"}], "no row has a label left within --max-length 3$"),
     (with_actions, [{"prompt": "abc", "completion": "d", "reward": 1}], "no row has an action left within --max-l"),
-    (pairs_of, [{"prompt": "a", "chosen": "b", "rejected": "b"}], "no pair is left: 1 pairs, .*, 1 dropped as equal "),
     (scored, [{"prompt": "ab", "chosen": "c", "rejected": "d"}], "no pair is left: of 1, 1 dropped as longer than"),
-    (with_labels, [{"prompt": [AB, CD], "completion": []}], "row 1: the completion is empty$"),
-    (with_labels, [{"messages": [CD, AB]}], "row 1: the last message must be the assistant's$"),
-    (with_labels, [{"text": "a"}, {"text": "a\ud800"}], "row 2: 'text' must be valid text, it is 'a.ud800'$"),
-    (with_labels, [{"dialogue": ["a", "b", "c"]}], "row 1: 'dialogue' must be a list prompt, output, "),
-    (with_labels, [{"dialogue": ["a", 5]}], "row 1, part of row 2: 'dialogue' must be valid text, it is 5$"),
     (pairs_of, [{"chosen": [AB, CD], "rejected": [AB, E, F]}], "row 1: chosen and rejected begin differently: "),
     (pairs_of, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
     (scored, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
-    (with_actions, [{"dialogue": ["a", "", "c", "d"], "reward": [1, 2]}], "row 1: an output without tokens has a rew"),
-    (with_actions, [{"text": "a", "reward": 1, "truncated": 2}], "row 1: 'truncated' must be true or false, it is 2"),
     (ENCODER, [{"text": "ab"}], f"row 1: {ONE}"),
     (ENCODER, [{"dialogue": ["a", "b"]}, {"dialogue": FOUR}], f"row 2: {ONE}"),
-    *((scored, [MARGIN, MARGIN | {"margin": x}], "row 2: 'margin' must be a finite") for x in (math.inf, "1", None)),
 ]
 
 
 @pytest.mark.parametrize(("encode", "rows", "sentence"), REFUSED)
 def test_rows_that_are_refused(chatty, encode, rows, sentence):
-    """Others are in test_inputs.py. These are seen while rows become tokens."""
+    """Others are in test_inputs.py."""
     with refused(f"--dataset:? {sentence}"):
         encode(rows, chatty, 3)
 
@@ -685,13 +630,11 @@ def tokenizers(template):
 SAID = "<think>so</think>Yes"
 CHAT = [user(f"Hi {HEADER}no<|im_end|>\n"), answer(SAID), user("And?"), answer(SAID)]
 ADD = [{"name": "add"}]
-ROWS = {  # row, how many of the last answers are trained
-    "messages": ({"messages": CHAT}, 2),
-    "system": ({"messages": [turn("system", "Be bad."), *CHAT]}, 2),
-    "last turn": ({"prompt": CHAT[:3], "completion": CHAT[3:]}, 1),
-    "with tools": ({"messages": CHAT, "tools": ADD}, 2),
-}
-every_row = pytest.mark.parametrize(("row", "count"), ROWS.values(), ids=ROWS)
+ROWS = [  # row, how many of the last answers are trained
+    ({"messages": [turn("system", "Be bad."), *CHAT]}, 2),
+    ({"prompt": CHAT[:3], "completion": CHAT[3:]}, 1),
+    ({"messages": CHAT, "tools": ADD}, 2),
+]
 
 
 def messages(row):
@@ -711,11 +654,10 @@ def golden(tokenizer, chat, tools=None, **options):
     return tokenizer.apply_chat_template(chat, tools=tools, tokenize=True, return_dict=False, **options)
 
 
-@every_row
 @pytest.mark.parametrize("template", [CHATML, TOOLS, LLAMA], ids=["chatml", "tools", "llama"])
-def test_the_answers_and_their_ends_are_trained(template, row, count):
+def test_the_answers_and_their_ends_are_trained(template):
     """With spans and without; in ilql as actions. The template alone writes the beginning token of a chat."""
-    for tokenizer in tokenizers(template):
+    for tokenizer, (row, count) in product(tokenizers(template), ROWS):
         ids, mask, trained = trained_parts(row, tokenizer)
         assert trained == [SAID + TURN_END[template]] * count
         assert ids == golden(tokenizer, messages(row), row.get("tools"))
@@ -728,19 +670,19 @@ def test_the_answers_and_their_ends_are_trained(template, row, count):
         assert episode.rewards == [*others, -1, *others, 3][: sum(mask)]
 
 
-@every_row
 @pytest.mark.parametrize("template", [QWEN3, MARGINAL, TWICE, COUNTED], ids=["qwen3", "marginal", "twice", "counted"])
-def test_the_mask_is_that_of_transformers(template, row, count):
+def test_the_mask_is_that_of_transformers(template):
     """Whatever the spans hold, less those of the prompt."""
     tokenizer = build_tokenizer(template)
-    tools = row.get("tools")
-    options = {"return_dict": True, "return_assistant_tokens_mask": True, "tools": tools}
-    expected = tokenizer.apply_chat_template(messages(row), **options)
-    begin = len(golden(tokenizer, row["prompt"], tools)) if "prompt" in row else 0
-    mask = [bool(inside) and place >= begin for place, inside in enumerate(expected["assistant_masks"])]
-    ids, found, trained = trained_parts(row, tokenizer)
-    assert ids == expected["input_ids"] and found == mask
-    assert len(trained) == (2 * count if template is TWICE else count)
+    for row, count in ROWS:
+        tools = row.get("tools")
+        options = {"return_dict": True, "return_assistant_tokens_mask": True, "tools": tools}
+        expected = tokenizer.apply_chat_template(messages(row), **options)
+        begin = len(golden(tokenizer, row["prompt"], tools)) if "prompt" in row else 0
+        mask = [bool(inside) and place >= begin for place, inside in enumerate(expected["assistant_masks"])]
+        ids, found, trained = trained_parts(row, tokenizer)
+        assert ids == expected["input_ids"] and found == mask
+        assert len(trained) == (2 * count if template is TWICE else count)
 
 
 def test_a_template_that_drops_earlier_thoughts():
@@ -777,13 +719,6 @@ def test_calls_of_tools():
         assert trained_parts({"prompt": chat[:3], "completion": chat[3:]}, tokenizer)[2] == trained[1:]
 
 
-def test_texts_that_a_template_wrote_get_no_second_beginning():
-    tokenizer = build_tokenizer(LLAMA, bos=True)
-    text, prompt = (tokenizer.apply_chat_template(chat, tokenize=False) for chat in (CHAT, CHAT[:3]))
-    for row in ({"text": text}, {"prompt": prompt, "completion": text[len(prompt) :]}):
-        assert trained_parts(row, tokenizer)[0] == golden(tokenizer, CHAT)
-
-
 def test_a_truncated_answer_has_no_end():
     """The last end token goes, wherever the spans are; with it what the template writes behind."""
     row = {"messages": CHAT, "reward": [1, 2], "truncated": True}
@@ -798,24 +733,23 @@ def test_a_truncated_answer_has_no_end():
 NO = answer("<think>so</think>No")
 WHOLE = {"chosen": CHAT, "rejected": [*CHAT[:3], NO]}
 PAIR = {"prompt": CHAT[:3], "chosen": CHAT[3:], "rejected": [NO]}
-CHAT_PAIRS = {"messages": PAIR, "implicit": WHOLE, "tools": PAIR | {"tools": ADD}}
+CHAT_PAIRS = [PAIR, WHOLE, PAIR | {"tools": ADD}]
 
 
-@pytest.mark.parametrize("row", CHAT_PAIRS.values(), ids=CHAT_PAIRS)
 @pytest.mark.parametrize("template", [TOOLS, LLAMA, QWEN3], ids=["tools", "llama", "qwen3"])
-def test_pairs_and_queries_are_the_chats_of_the_template(template, row):
+def test_pairs_and_queries_are_the_chats_of_the_template(template):
     """The prompt ends where the assistant answers, and the end of the turn belongs to the response. reward: through the
     end token, and with the beginning token that the tokenizer adds, as ppo has its samples scored."""
-    tools = row.get("tools")
     limits = SimpleNamespace(max_prompt_length=None)
-    for tokenizer, bos in zip(tokenizers(template), (False, True) * 2, strict=True):
+    for tokenizer, row in product(tokenizers(template), CHAT_PAIRS):
+        tools = row.get("tools")
         end = tokenizer.eos_token_id
         whole = [golden(tokenizer, chat, tools) for chat in WHOLE.values()]
         prompt = golden(tokenizer, CHAT[:3], tools, add_generation_prompt=True)
         (pair,), _ = dpo.encode_pairs([row], tokenizer, 999, limits, "--dataset")
         assert pair == (*whole, len(prompt)) and whole[0][: len(prompt)] == prompt
         _, (sides,), _ = reward.encode_texts([row], tokenizer, 999, "--dataset")
-        begin = [tokenizer.bos_token_id] if bos and template is not LLAMA else []
+        begin = tokenizer("")["input_ids"] if template is not LLAMA else []
         assert sides == (*(begin + ids[: len(ids) - ids[::-1].index(end)] for ids in whole), 0)
         (asked,), (query,) = encode_prompts([{"prompt": CHAT[:3], "tools": tools}], tokenizer, 5, 999, "--dataset")
         assert query == prompt and asked["prompt"] == tokenizer.decode(prompt)
@@ -827,6 +761,7 @@ LINES = [{"text": "ab"}, {"text": "cd"}]
 
 
 def test_files_of_every_kind(tmp_path, monkeypatch):
+    """Those that cannot be read are in test_inputs.py."""
     monkeypatch.chdir(tmp_path)
     write("rows.jsonl", LINES)
     (tmp_path / "rows.json").write_text(json.dumps(LINES))
@@ -838,13 +773,6 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
     table.save_to_disk("saved")
     for name in "rows.jsonl rows.json rows.csv rows.txt rows.jsonl.gz rows.parquet saved *.jsonl".split():
         assert load_rows(name, "--dataset") == LINES, name
-    datasets.DatasetDict({"train": table, "test": table}).save_to_disk("splits")
-    (tmp_path / "rows.bin").write_text("")
-    bad = {"splits": r"it holds several splits \(train, test\)", "rows.bin": "expected a name that ends with .json,"}
-    bad |= {"./none": "", "a/b/none": "", "none.csv.gz": "Unable to find '.*none.csv.gz'$"}  # the hub is not asked
-    for name, why in bad.items():
-        with refused(f"--dataset {name} cannot be loaded: {why}"):
-            load_rows(name, "--dataset")
 
 
 def some_rows(n=2):
@@ -881,39 +809,36 @@ def test_evaluation_sets(tmp_path, monkeypatch):
         found = load_sets(spec, "--eval-dataset")
         assert found == expected and list(found) == list(expected), spec
     assert load_rows(build("task.py:rows:n=2,text=b", "--dataset"), "--dataset") == TWO
-    bad = {"easy.jsonl,./easy.jsonl": ".*: two sets have the same name", "easy.jsonl,no.jsonl": "no no.jsonl cannot be"}
+    bad = {"easy.jsonl,no.jsonl": "no no.jsonl cannot be loaded: Unable to find '.*no.jsonl'$"}
+    bad["easy.jsonl,./easy.jsonl"] = ".*: two sets have the same name"
     for spec, why in bad.items():
         with refused(f"--eval-dataset {why}"):
             load_sets(spec, "--eval-dataset")
-    for rows, why in (([], r"\[\] holds no rows"), ([*EASY, {"x": 1}], "row 2 must be a mapping .*: see text, x")):
-        with refused(f"--eval-dataset x {why}$"):
-            load_sets({"y": EASY, "x": rows}, "--eval-dataset")
+    with refused("--eval-dataset x row 2 must be a mapping .*: see text, x$"):
+        load_sets({"y": EASY, "x": [*EASY, {"x": 1}]}, "--eval-dataset")
     assert [set_prefix(name) for name in ("", "x")] == ["eval/", "eval/x/"]
     assert [set_flag(name) for name in ("", "x")] == ["--eval-dataset", "--eval-dataset x"]
 
 
 def test_functions_from_python_and_of_files_of_one_name(tmp_path):
     """Modules of one name do not take each other's place: a pool of processes finds a function by its module."""
-    with pytest.raises(IndexError, match="pop from empty list"):
-        build([].pop, "--dataset")
     assert load_function(len, "--reward") is len and load_function(None, "--metric") is None
+    functions = []
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "task.py").write_text(f"def name():\n    return {folder!r}\n")
-    functions = {folder: load_function(f"{tmp_path}/{folder}/task.py:name", "--reward") for folder in ("one", "two")}
-    for folder, function in functions.items():
-        assert pickle.loads(pickle.dumps(function))() == folder
+        functions.append(load_function(f"{tmp_path}/{folder}/task.py:name", "--reward"))
+    assert [pickle.loads(pickle.dumps(function))() for function in functions] == ["one", "two"]
 
 
 def test_prompts_of_lines():
     """`text` serves as prompt, as a file of lines has it, some blank."""
-    rows = with_prompts([{"text": "a", "n": 1}, {"text": " ", "n": 2}, {"text": "b", "n": 3}], "--dataset")
-    assert rows == [{"text": "a", "prompt": "a", "n": 1}, {"text": "b", "prompt": "b", "n": 3}]
+    rows = with_prompts([{"text": "a", "n": 1}, {"text": " ", "n": 2}], "--dataset")
+    assert rows == [{"text": "a", "prompt": "a", "n": 1}]
     both = [{"prompt": "a", "text": " "}]
     assert with_prompts(both, "--dataset") == both
-    for bad, why in (([{"text": "\n"}], "holds blank lines only"), ([{"x": 1}], "has the columns x; expected prompt")):
-        with refused(f"--dataset {why}$"):
-            with_prompts(bad, "--dataset")
+    with refused("--dataset has the columns x; expected prompt$"):
+        with_prompts([{"x": 1}], "--dataset")
 
 
 def test_rows_are_padded_on_either_side_or_aligned():
@@ -991,16 +916,7 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters):
         Prompts(rows[:1], {"x": rows[1:]}, None, None).encode(LM, letters, args)
 
 
-ASKED = [{"prompt": TURNS[:3]}]
-SAMPLED = {"eval_prompts": ASKED, "metric": lambda **columns: {"length": scores(**columns)}}
-RUNS = {  # two rows, and what else a run of two steps needs
-    sft: ([{"messages": TURNS}, {"messages": [AB, F]}], SAMPLED),
-    ilql: ([{"messages": TURNS, "reward": 1}, {"messages": [AB, F], "reward": 0}], SAMPLED),
-    dpo: ([CHAT_PAIR] * 2, SAMPLED),
-    reward: ([CHAT_PAIR] * 2, {"eval_dataset": [{"chosen": TURNS, "rejected": [*TURNS[:3], CD]}]}),
-    ppo: ([{"prompt": [AB]}] * 2, {"eval_dataset": ASKED, "ppo_epochs": 1}),
-    grpo: ([{"prompt": [AB]}] * 2, {"eval_dataset": ASKED, "group_size": 2}),
-}
+WRITTEN = "<bos>uab<eos>scd<eos>ue<eos>s"
 
 
 def scores(prompts, outputs, samples, **columns):
@@ -1010,27 +926,28 @@ def scores(prompts, outputs, samples, **columns):
     return [float(len(output)) for output in outputs]
 
 
-WRITTEN = "<bos>uab<eos>scd<eos>ue<eos>s"
+RUNS = {  # what a run of two steps needs
+    sft: {
+        "dataset": [{"messages": TURNS}, {"messages": [AB, F]}], "eval_prompts": [{"prompt": TURNS[:3]}],
+        "metric": lambda **columns: {"length": scores(**columns)}, "max_new_tokens": 4, "total_steps": 2,
+    },
+    reward: {
+        "dataset": [CHAT_PAIR] * 2, "eval_dataset": [{"chosen": TURNS, "rejected": [*TURNS[:3], CD]}], "total_steps": 2,
+    },
+    ppo: {
+        "dataset": [{"prompt": [AB]}] * 2, "eval_dataset": [{"prompt": TURNS[:3]}], "reward": scores,
+        "max_new_tokens": 4, "ppo_epochs": 1, "total_episodes": 4, "rollout_batch_size": 2,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("script", RUNS, ids=lambda x: x.__name__)
 def test_a_run_on_chats(script, chatty, gpt2_dir, tmp_path, capsys):
     """What is sampled, and an export that is used as its card says."""
-    rows, flags = RUNS[script]
-    flags = {"batch_size": 2, "micro_batch_size": 2, "eval_every": 2, "save_every": 0, "threads": 1} | flags
-    if script in (ppo, grpo):
-        flags |= {"reward": scores, "total_episodes": 4, "rollout_batch_size": 2}
-    else:
-        flags["total_steps"] = 2
-    if script is not reward:
-        flags["max_new_tokens"] = 4
-    args = script.Args(model=gpt2_dir, tokenizer=chatty, dataset=rows, run_dir=str(tmp_path / "run"), **flags)
-    metrics, run_dir = script.main(args)
-    assert all(map(math.isfinite, metrics.values()))
+    flags = {"batch_size": 2, "micro_batch_size": 2, "eval_every": 2, "save_every": 0, "threads": 1} | RUNS[script]
+    _, run_dir = script.main(script.Args(model=gpt2_dir, tokenizer=chatty, run_dir=str(tmp_path / "run"), **flags))
     assert "no row trains the end token" not in capsys.readouterr().out
     assert {(row["step"], row["prompt"]) for row in samples(run_dir)} == {(0, WRITTEN), (2, WRITTEN)}
     assert AutoTokenizer.from_pretrained(run_dir / "hf_model").chat_template == TEMPLATE
     usage = re.search(r"```python\n(.*?)\n```", (run_dir / "README.md").read_text(), re.S)[1]
     assert ("'role': 'user'" in usage) == (script is reward)
-    exec(usage, {})
-    assert capsys.readouterr().out.splitlines()[-1] != ""

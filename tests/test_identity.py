@@ -438,3 +438,4 @@ def test_a_text_that_cannot_be_a_path_names_no_file():
     """A negative prompt, a stop string."""
     for text in ("low quality, " * 40, "~~~"):
         assert files_of_flag(text) == [] == files_of_flag((text,))
+    assert files_of_flag((".",)) == []  # a text to stop at, and no directory

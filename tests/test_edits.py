@@ -39,7 +39,16 @@ def edited(name):
 def ask(source, folder, *more):
     """(names of checks that failed, of those that passed, what was printed) by a copy with this source."""
     (folder / "mine.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", f"--script={folder}/mine.py", "-n", "0", "-v", *more]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        f"--script={folder}/mine.py",
+        "-n",
+        "0",
+        "-vv",
+        *more,
+    ]  # addopts has a -q
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = {"FAILED": set(), "PASSED": set()}
     for name, word in re.findall(r"::(\w+)\S* (FAILED|PASSED)", result.stdout):

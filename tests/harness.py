@@ -61,8 +61,8 @@ def image_metric(images, **columns):
     return {"red": images[:, 0].mean((1, 2)).tolist()}
 
 
-def bad_reward(samples, **columns):
-    return [1.0] * (len(samples) - 1)
+def bad_reward(prompts, **columns):
+    return [1.0] * (len(prompts) - 1)
 '''
 
 SERVER = """

@@ -36,19 +36,18 @@ def edited(name):
     return changed((ROOT / f"tests/edits/{name}.diff").read_text(), SCRIPTS[name])
 
 
+def mistaken(name):
+    right, wrong, _ = MISTAKES[name]
+    source = edited(name)
+    assert source.count(right) == 1
+    return source.replace(right, wrong)
+
+
 def ask(source, folder, *more):
     """(names of checks that failed, of those that passed, what was printed) by a copy with this source."""
     (folder / "mine.py").write_text(source)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        f"--script={folder}/mine.py",
-        "-n",
-        "0",
-        "-vv",
-        *more,
-    ]  # addopts has a -q
+    options = "-n 0 -vv".split()  # -vv: pyproject.toml has a -q
+    command = [sys.executable, "-m", "pytest", f"--script={folder}/mine.py", *options, *more]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = {"FAILED": set(), "PASSED": set()}
     for name, word in re.findall(r"::(\w+)\S* (FAILED|PASSED)", result.stdout):
@@ -62,13 +61,6 @@ def test_a_mean_over_padding_is_found(tmp_path):
         _, _, printed = ask(source, tmp_path, "-k", "micro_batches and 3")
         assert expected in printed, printed
     assert "--micro-batch-size 3 --decode-batch-size 3: " in printed
-
-
-def mistaken(name):
-    right, wrong, _ = MISTAKES[name]
-    source = edited(name)
-    assert source.count(right) == 1
-    return source.replace(right, wrong)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What can be asked of any script, an edited copy of yours included: `pytest --script path/to/my_grpo.py`
+"""What can be asked of any script, an edited copy of yours included: `pytest --script=algos/my_grpo.py`
 
 The script runs as a command, on a tiny model and rows of the tests, with the flags that the nearest script of the
 repository is tested with, as far as it still has them. What does not apply to it is a line of the summary and no
@@ -99,7 +99,8 @@ def base(run):
 
 
 def agree(found, expected, what):
-    """Metrics agree to 1e-9, texts are equal, weights agree to 1e-8 of the largest of a tensor."""
+    """Metrics agree to 1e-9, texts are equal, weights agree to 1e-8 of the largest of a tensor. Of a tensor without a
+    gradient, rounding errors are all that moves: hence the least size."""
     for one, two in zip(log(found), log(expected), strict=True):
         assert one.keys() == two.keys()
         for name, value in two.items():
@@ -113,7 +114,7 @@ def agree(found, expected, what):
     for folder in sorted(path.parent.relative_to(expected) for path in expected.glob("hf_model/**/*.safetensors")):
         other = weights(expected / folder)
         for name, weight in weights(found / folder).items():
-            difference = (weight - other[name]).abs().max() / other[name].abs().max()
+            difference = (weight - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-3)
             assert difference < 1e-8, f"{what}: weight {name} differs by {difference:.0e} of its largest value"
 
 
@@ -159,6 +160,8 @@ def test_it_starts_with_ratio_1_and_kl_0(script, run):
     """One optimizer step an iteration, so that the first record is of the policy that sampled."""
     first = log(run("--ppo-epochs 1 --batch-size 8 --rollout-batch-size 8 --eval-every 0"))[0]
     known = [name for name in START if name in first]
+    if "logps/chosen" not in first:  # then rewards are a model's, and not log-ratios to a reference
+        known = [name for name in known if not name.startswith("rewards/")]
     if not known:
         pytest.skip("not asked: it logs no ratio and no KL")
     for name in known:
@@ -182,7 +185,7 @@ def test_two_processes_change_nothing(script, work, base, tmp_path):
     agree(tmp_path / "run", base, "two processes")
 
 
-# Whatever is padded gets two columns more, and every padding is a random token.
+# Whatever `collate` and `pad_rows` pad gets two columns more, of random tokens that no mask counts.
 GARBAGE = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -194,10 +197,6 @@ collate, pad_rows = forward.collate, sampling.pad_rows
 
 def noise(like):
     return torch.randint(0, 21, like.shape, generator=generator).to(like)
-
-def wider(rows, fill=None):
-    more = rows[:, :2] * 0 if fill is None else torch.full_like(rows[:, :1].repeat(1, 2), fill)
-    return more
 
 def noisy_collate(lines, pad, no_label=-100):
     ids, positions, labels = collate(lines, pad, no_label)

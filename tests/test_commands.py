@@ -30,7 +30,7 @@ SHORTER = {
     "grpo": "--total-episodes 1536",
     "ddpo": "--num-epochs 1 --rollout-batch-size 8 --batch-size 8 --num-inference-steps 3",
 }
-QUICK = ["README.md sft 1", "algos/dpo.py dpo 1"]  # the others are in the slow suite
+QUICK = ["README.md sft 1"]  # the others are in the slow suite
 
 
 def commands():

@@ -55,14 +55,6 @@ def ask(source, folder, *more):
     return found["FAILED"], found["PASSED"], result.stdout
 
 
-def test_a_mean_over_padding_is_found(tmp_path):
-    """The quick part of the slow tests below."""
-    for source, expected in (edited("entropy_bonus"), "1 passed"), (mistaken("entropy_bonus"), "1 failed"):
-        _, _, printed = ask(source, tmp_path, "-k", "micro_batches and 3")
-        assert expected in printed, printed
-    assert "--micro-batch-size 3 --decode-batch-size 3: " in printed
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_right_edit_passes(name, tmp_path):

@@ -25,7 +25,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from test_runs import launch, torchrun
+from harness import launch, same, torchrun
+from helpers import log, same_record, same_run, samples
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
@@ -151,8 +152,10 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = {"grpo-idle", "grpo-classifier"}
-EVERY_CASE = [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+def cases(*left_out):
+    """The cases as parameters; the default run has one a script, whose name has no dash."""
+    marks = {case: [pytest.mark.slow] * ("-" in case) for case in CASES if case not in left_out}
+    return pytest.mark.parametrize("case", [pytest.param(case, marks=marks[case]) for case in marks])
 
 
 def algo_of(case):
@@ -354,12 +357,11 @@ def witness(script, job):
 def fault(script, job):
     """What befalls one process in a forward pass once job["after"] checkpoints have been saved, or the first one in a
     function of the user."""
-    rank, how, after, module = (job[name] for name in ("rank", "how", "after", "module"))
-    saves, place = [], "unet" if script is ddpo else module
-    if place == "unet":
+    rank, how, after, saves = job["rank"], job["how"], job["after"], []
+    if script is ddpo:
         from diffusers import UNet2DConditionModel as owner
     else:
-        owner = getattr(transformers, module)
+        from transformers import GPT2Model as owner
 
     def counted(save):
         return lambda *args: (save(*args), saves.append(args))[0]
@@ -391,58 +393,15 @@ PATCHES = {f.__name__: f for f in (wide, shuffled, stopping, witness, fault)}
 # ---- What is compared ------------------------------------------------------------------------------------------------
 
 
-def lines(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()] if Path(path).exists() else []
-
-
-def files_of(run, *patterns):
-    return {str(path.relative_to(run)): path for pattern in patterns for path in sorted(Path(run).glob(pattern))}
-
-
-def close(found, expected, what=""):
-    """Numbers to 1e-9, everything else exactly."""
-    assert found.keys() == expected.keys(), what
-    for name, value in expected.items():
-        listed = value if isinstance(value, list) else [value]
-        number = all(isinstance(x, float | int) and not isinstance(x, bool) for x in listed)
-        tolerance = 1e-6 if "ratio_deviation" in name else 1e-9  # kept as float32
-        same = found[name] == (pytest.approx(value, rel=tolerance, abs=tolerance) if number else value)
-        assert same, f"{what} {name}: {found[name]}, expected {value}"
-
-
 def same_result(run, expected):
-    """Two run directories: the same learning rates, texts and pictures, and to 1e-9 metrics, samples and weights."""
-    one, two = lines(f"{run}/metrics.jsonl"), lines(f"{expected}/metrics.jsonl")
-    assert [line["step"] for line in one] == [line["step"] for line in two]
-    for a, b in zip(one, two, strict=True):
-        assert a.get("optim/lr") == b.get("optim/lr")
-        if b["step"] == 1:  # policy and reference are equal to rounding, which decides the sign of margins
-            a.pop("rewards/accuracies", None), b.pop("rewards/accuracies", None)
-        close(a, b, f"step {b['step']}")
-    one, two = (json.loads(max(Path(x).glob("checkpoints/*/state.json")).read_text()) for x in (run, expected))
-    close(one.pop("rewards", {}), two.pop("rewards", {}), "rewards of prompts")
-    close(one, two, "state")
-    one, two = lines(f"{run}/samples.jsonl"), lines(f"{expected}/samples.jsonl")
-    for number, (a, b) in enumerate(zip(one, two, strict=True)):
-        close(a, b, f"sample {number}")
-    one, two = (files_of(x, "hf_model*/**/*.safetensors") for x in (run, expected))
-    assert one.keys() == two.keys() != set()
-    for name in two:
-        a, b = safetensors.torch.load_file(one[name]), safetensors.torch.load_file(two[name])
-        assert a.keys() == b.keys()
-        for key in b:
-            difference, size = (a[key] - b[key]).double().abs().max(), b[key].double().abs().max()
-            assert difference <= 1e-9 * size, f"{name} {key} differs by {difference / size:.1e}"
-    one, two = (files_of(x, "images/*.png") for x in (run, expected))
-    assert {name: path.read_bytes() for name, path in one.items()} == {n: path.read_bytes() for n, path in two.items()}
-
-
-def same_bytes(run, expected):
-    """Two run directories of the same number of processes on one machine."""
-    patterns = "metrics.jsonl", "samples.jsonl", "hf_model*/**/*.safetensors", "images/*.png"
-    one, two = (files_of(x, *patterns) for x in (run, expected))
-    assert one.keys() == two.keys() and len(two) > 1
-    assert [name for name in two if one[name].read_bytes() != two[name].read_bytes()] == []
+    """As same_run, with what the last checkpoint knows, and with pictures."""
+    same_run(run, expected)
+    one = json.loads(max(Path(run).glob("checkpoints/*/state.json")).read_text())
+    two = json.loads(max(Path(expected).glob("checkpoints/*/state.json")).read_text())
+    same_record(one.pop("rewards", {}), two.pop("rewards", {}), "rewards of prompts")
+    same_record(one, two, "state")
+    images = {path.name: path.read_bytes() for path in Path(expected).glob("images/*.png")}
+    assert images == {path.name: path.read_bytes() for path in Path(run).glob("images/*.png")}
 
 
 # ---- One process -----------------------------------------------------------------------------------------------------
@@ -495,10 +454,10 @@ def base(job, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("case", EVERY_CASE)
+@cases()
 def test_the_plain_runs_are_worth_comparing(base, places, case):
     """All that is trained moves, what is summed over rows matters, texts differ, and skips and early ends happen."""
-    records = lines(base(case) / "metrics.jsonl")
+    records = log(base(case))
     assert records[-1]["step"] >= 6 and len(set(records[-1].values())) > 8
     if algo_of(case) == "ddpo":
         before = safetensors.torch.load_file(f"{places['pipeline']}/unet/diffusion_pytorch_model.safetensors")
@@ -510,12 +469,12 @@ def test_the_plain_runs_are_worth_comparing(base, places, case):
     moved = [name for name in after if name in before and (after[name] - before[name]).abs().max() > 1e-4]
     assert len(moved) > 10
     if case == "ppo":
-        (newest,) = files_of(base(case), "checkpoints/step_00000012/state.json").values()
+        newest = base(case) / "checkpoints/step_00000012/state.json"
         assert json.loads(newest.read_text())["moments"][0] > 0
         assert sum(line.get("policy/skipped", 0) for line in records) > 0
         assert {line["policy/epochs"] for line in records[1:]} == {1, 2}
         assert len({line["objective/kl_coef"] for line in records[1:]}) > 2
-        assert len({row["output"] for row in lines(base(case) / "samples.jsonl")}) > 5
+        assert len({row["output"] for row in samples(base(case))}) > 5
     if algo_of(case) == "grpo":
         assert all(line["groups/equal"] < 1 for line in records[1:])
         assert sum(line["groups/equal"] for line in records[1:]) > 0
@@ -544,7 +503,7 @@ def micro_table():
     table = []
     for case in CASES:
         for number, flags in enumerate(MICRO + OTHER.get(case, [])):
-            marks = [] if number == 0 and case not in SLOW | {"ddpo-lora"} else [pytest.mark.slow]
+            marks = [pytest.mark.slow] * (number > 0 or "-" in case)
             table.append(pytest.param(case, flags, marks=marks, id=f"{case}-{flags}"))
     return table
 
@@ -556,11 +515,11 @@ def test_micro_batches_change_nothing(base, job, tmp_path, case, flags):
     same_result(tmp_path / "run", base(case))
 
 
-TEXT_CASES = [case for case in EVERY_CASE if "ddpo" not in str(case)]  # prompts of pictures all have the same length
+PICTURES = "ddpo", "ddpo-lora"  # their prompts all have the same length
 
 
 @pytest.mark.case(82, "ppo grpo ilql sft reward dpo")
-@pytest.mark.parametrize("case", TEXT_CASES)
+@cases(*PICTURES)
 def test_the_padding_side_of_a_tokenizer_changes_nothing(base, job, tmp_path, case):
     """Right; it is left in the others."""
     more = {"reward": "classifier-right"} if "classifier" in case else {}
@@ -569,18 +528,14 @@ def test_the_padding_side_of_a_tokenizer_changes_nothing(base, job, tmp_path, ca
 
 
 @pytest.mark.case(82, "ppo grpo ilql sft reward dpo")
-@pytest.mark.parametrize("case", [case for case in TEXT_CASES if case not in ("sft-packed", "dpo-kept")])
+@cases(*PICTURES, "sft-packed")
 def test_more_padding_changes_nothing(base, job, tmp_path, case):
     play(job(case, tmp_path / "run", "wide", micro_batch_size=4))
     same_result(tmp_path / "run", base(case))
 
 
 @pytest.mark.case(83, "ppo grpo ilql sft reward dpo ddpo")
-@pytest.mark.parametrize(
-    "case",
-    [x for x in EVERY_CASE if x not in ("sft-packed", "ddpo-lora")]  # noise is drawn by the place in the batch
-    + [pytest.param("ddpo-lora", marks=pytest.mark.slow)],
-)
+@cases("sft-packed")
 def test_the_order_of_rows_in_a_batch_changes_nothing(base, job, tmp_path, case):
     play(job(case, tmp_path / "run", "shuffled", micro_batch_size=4))
     same_result(tmp_path / "run", base(case))
@@ -609,45 +564,40 @@ def start(tmp_path_factory):
 SHARES = {"micro_batch_size": 2, "decode_batch_size": 2}  # of three rows a process: two and one
 
 
-def broken(job, case, run_dir, how, rank=1, after=1, module="GPT2Model"):
+def broken(job, case, run_dir, how, rank=1, after=1):
     """A job in which `how` befalls a process."""
-    return job(case, run_dir, "fault", **SHARES) | {"how": how, "rank": rank, "after": after, "module": module}
-
-
-RESUMED = {
-    "ppo": "ppo",
-    "grpo": "grpo",
-    "ilql": "ilql",
-    "sft": "sft-packed",
-    "reward": "reward",
-    "dpo": "dpo",
-    "ddpo": "ddpo",
-}
+    return job(case, run_dir, "fault", **SHARES) | {"how": how, "rank": rank, "after": after}
 
 
 @pytest.fixture(scope="module")
-def two(job, start, tmp_path_factory, request):
+def asked(request):
+    """The cases and scripts of the tests of this file that run."""
+    items = [item for item in request.session.items if item.path == Path(__file__)]
+    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return {x.get("case") for x in parameters} | {x.get("algo") for x in parameters}
+
+
+@pytest.fixture(scope="module")
+def two(job, start, asked, tmp_path_factory):
     """Runs of two processes: every case that is asked for, micro-batches of 2 and 1 rows a process; a ppo run one
-    process of which is killed, then started again; runs with a slow process; and the middle part of runs that one
+    process of which is killed, then started again; one with a slow process; and the middle part of runs that one
     process begins."""
     folder = tmp_path_factory.mktemp("two")
     killed = start(2, [broken(job, "ppo", folder / "killed", "kill")], folder)
     left = checkpoint.newest_checkpoint(folder / "killed", lambda text: pytest.fail(text))
-    for algo, case in RESUMED.items():
-        play(job(case, folder / "parts" / algo, "stopping") | {"stop": 1})
-    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
-    cases = [case for case in CASES if case not in SLOW or case in asked]
-    jobs = [job(case, folder / case, "witness", **SHARES) for case in cases]
+    parts = [job(algo, folder / "parts" / algo, "stopping") | {"stop": 1} for algo in SCRIPTS if algo in asked]
+    for part in parts:
+        play(part)
+    jobs = [job(case, folder / case, "witness", **SHARES) for case in CASES if case in asked]
     jobs.append(job("ppo", folder / "killed", **SHARES))
-    jobs += [broken(job, case, folder / f"slow-{case}", "sleep", after=0) for case in ("ppo", "sft")]
-    jobs += [job(case, folder / "parts" / algo, "stopping") | {"stop": 1} for algo, case in RESUMED.items()]
-    done = start(2, jobs, folder)
+    jobs.append(broken(job, "ppo", folder / "slow", "sleep", after=0))
+    done = start(2, jobs + parts, folder)
     assert done.returncode == 0, done.stderr[-9000:]
     return folder, killed, left, done
 
 
 @pytest.mark.case(81, "ppo grpo ilql sft reward dpo ddpo")
-@pytest.mark.parametrize("case", EVERY_CASE)
+@cases()
 def test_two_processes_equal_one(base, two, case):
     same_result(two[0] / case, base(case))
 
@@ -661,20 +611,13 @@ def three(job, start, tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.case(81, "ppo grpo ilql sft reward dpo ddpo")
-@pytest.mark.parametrize("case", EVERY_CASE)
-def test_three_processes_equal_one(base, three, case):
-    same_result(three / case, base(case))
-
-
 def known(folder, case, processes):
     """What each process wrote, see `witness`."""
     return [json.loads((folder / f"{case}.rank{rank}").read_text()) for rank in range(processes)]
 
 
 @pytest.mark.case(84, "ppo grpo ilql sft reward dpo ddpo")
-@pytest.mark.parametrize("case", EVERY_CASE)
+@cases()
 def test_all_processes_know_the_same(two, case):
     """Every metric (learning rate, KL coefficient, epochs until an early end, skips), what checkpoints hold (moments,
     statistics of prompts, the best step), weights and moments of Adam: bit for bit."""
@@ -691,24 +634,26 @@ def test_all_processes_know_the_same(two, case):
 
 
 @pytest.mark.slow
+@pytest.mark.case(81, "ppo grpo ilql sft reward dpo ddpo")
 @pytest.mark.case(84, "ppo grpo ilql sft reward dpo ddpo")
-@pytest.mark.parametrize("case", EVERY_CASE)
-def test_all_three_processes_know_the_same(three, case):
+@cases()
+def test_three_processes_equal_one_and_know_the_same(base, three, case):
+    same_result(three / case, base(case))
     first, *others = known(three, case, 3)
     assert others == [first, first] and len(first["log"]) > 2
 
 
 @pytest.mark.case(17)
-@ALGOS
+@pytest.mark.parametrize("algo", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in SCRIPTS if x != "ppo")])
 def test_runs_go_on_with_another_number_of_processes(base, two, job, algo, tmp_path):
     """One process, then two, then one."""
-    run, case = two[0] / "parts" / algo, RESUMED[algo]
-    steps = [line["step"] for line in lines(run / "metrics.jsonl")]
-    end = lines(base(case) / "metrics.jsonl")[-1]["step"]
+    run = two[0] / "parts" / algo
+    steps = [line["step"] for line in log(run)]
+    end = log(base(algo))[-1]["step"]
     assert 0 < max(steps) < end and f"continuing {run} from step" in two[3].stdout
     assert len(list((run / "checkpoints").iterdir())) == 2
-    play(job(case, run))
-    same_result(run, base(case))
+    play(job(algo, run))
+    same_result(run, base(algo))
 
 
 # ---- Failures --------------------------------------------------------------------------------------------------------
@@ -719,13 +664,12 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on(two):
     folder, killed, (path, state), _ = two
     assert killed.returncode != 0 and "Signal 9 (SIGKILL)" in killed.stderr
     assert path.name == f"step_{state['step']:08d}" and 0 < state["step"] < 12
-    same_bytes(folder / "killed", folder / "ppo")
+    same(folder / "killed", folder / "ppo")
 
 
-@pytest.mark.case(68, "ppo sft")
-@pytest.mark.parametrize("case", ["ppo", "sft"])
-def test_a_slow_process_only_slows(two, case):
-    same_bytes(two[0] / f"slow-{case}", two[0] / case)
+@pytest.mark.case(68, "ppo")
+def test_a_slow_process_only_slows(two):
+    same(two[0] / "slow", two[0] / "ppo")
 
 
 FAILURES = {  # how, in which process, after how many checkpoints more
@@ -749,23 +693,10 @@ def test_a_process_that_fails_ends_the_others_and_the_run_goes_on(two, job, star
             state = checkpoint.newest_checkpoint(run, lambda text: pytest.fail(text))[1] or {"step": 0}
             assert state["step"] > step or how == "user"
             step = state["step"]
-    assert step < lines(two[0] / algo / "metrics.jsonl")[-1]["step"]
+    assert step < log(two[0] / algo)[-1]["step"]
     done = start(2, [job(algo, run, **SHARES)], tmp_path)
     assert done.returncode == 0, done.stderr
-    same_bytes(run, two[0] / algo)
-
-
-@pytest.mark.slow
-@pytest.mark.case(29, "ppo grpo")
-@pytest.mark.parametrize("case", ["ppo-classifier", "grpo-classifier"])
-def test_a_reward_model_that_fails_in_one_process_ends_all(two, job, start, tmp_path, case):
-    run = tmp_path / "run"
-    failed = start(2, [broken(job, case, run, "raise", module="GPT2ForSequenceClassification")], tmp_path)
-    assert failed.returncode != 0 and "RuntimeError: this process has had enough" in failed.stderr
-    assert checkpoint.newest_checkpoint(run, lambda text: pytest.fail(text))[1]["step"] > 0
-    done = start(2, [job(case, run, **SHARES)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    same_bytes(run, two[0] / case)
+    same(run, two[0] / algo)
 
 
 if __name__ == "__main__":

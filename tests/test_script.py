@@ -15,7 +15,7 @@ import sys
 import pytest
 import torch
 from harness import ALGOS, ROOT, SETTINGS, at, launch, same, torchrun
-from helpers import log, samples, weights
+from helpers import log, same_run
 
 # ---- The script ------------------------------------------------------------------------------------------------------
 
@@ -98,26 +98,6 @@ def base(run):
     return run()
 
 
-def agree(found, expected, what):
-    """Metrics agree to 1e-9, texts are equal, weights agree to 1e-8 of the largest of a tensor. Of a tensor without a
-    gradient, rounding errors are all that moves: hence the least size."""
-    for one, two in zip(log(found), log(expected), strict=True):
-        assert one.keys() == two.keys()
-        for name, value in two.items():
-            if name == "rewards/accuracies" and two["step"] == 1:
-                continue  # policy and reference are equal to rounding, which decides
-            tolerance = 1e-6 if "ratio_deviation" in name else 1e-9  # kept in float32
-            equal = one[name] == pytest.approx(value, rel=tolerance, abs=tolerance)
-            assert equal, f"{what}: {name} of step {two['step']} is {one[name]}, it was {value}"
-    texts = [[row.get("output") for row in samples(x)] for x in (found, expected)]
-    assert texts[0] == texts[1], f"{what}: other texts were sampled"
-    for folder in sorted(path.parent.relative_to(expected) for path in expected.glob("hf_model/**/*.safetensors")):
-        other = weights(expected / folder)
-        for name, weight in weights(found / folder).items():
-            difference = (weight - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-3)
-            assert difference < 1e-8, f"{what}: weight {name} differs by {difference:.0e} of its largest value"
-
-
 # ---- Learning --------------------------------------------------------------------------------------------------------
 
 LEARNING = {  # a short run of the embedded task, what it measures, and by how much that changes at least
@@ -175,14 +155,14 @@ def test_it_starts_with_ratio_1_and_kl_0(script, run):
 def test_micro_batches_change_nothing(script, run, base, size):
     script.needs("--micro-batch-size")
     flags = f"--micro-batch-size {size} --decode-batch-size {size}"
-    agree(run(flags), base, flags)
+    same_run(run(flags), base, 1e-8, flags)
 
 
 def test_two_processes_change_nothing(script, work, base, tmp_path):
     argv = script.command(f"{settings(script)} --run-dir {tmp_path}/run")
     result = launch(torchrun(2), argv, work, work, PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stderr[-2000:]
-    agree(tmp_path / "run", base, "two processes")
+    same_run(tmp_path / "run", base, 1e-8, "two processes")
 
 
 # Whatever `collate` and `pad_rows` pad gets two columns more, of random tokens that no mask counts.
@@ -228,7 +208,7 @@ def test_what_stands_in_padding_changes_nothing(script, run, base, work):
         for name in "tokenizer_config.json", "special_tokens_map.json":
             if (folder / name).exists():
                 (folder / name).write_text((folder / name).read_text().replace('"<pad>"', '"<eos>"'))
-    agree(run(f"--model {folder}", patch=GARBAGE), base, "other padding")
+    same_run(run(f"--model {folder}", patch=GARBAGE), base, 1e-8, "other padding")
 
 
 # ---- Kill and continue -----------------------------------------------------------------------------------------------

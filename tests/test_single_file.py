@@ -77,17 +77,6 @@ def test_python_alone_runs_it(alone, work, whole, tmp_path):
     assert not [name for name in env["files"] if name.startswith("common/")]
 
 
-def test_an_edited_file_is_another_run(alone, scripts, work, tmp_path):
-    """The identity of a run covers all of the file, so what was once in common/."""
-    argv = [tmp_path / "one.py", *flags(work, "sft"), "--total-steps", "1", "--eval-every", "0"]
-    text = alone("sft").read_text()
-    for comment in ("", "# edited\n"):
-        (tmp_path / "one.py").write_text(text.replace("# ==== common/seeding.py", f"{comment}# ==== common/seeding.py"))
-        for _ in range(2):
-            scripts.run(argv, tmp_path, patch=WITHOUT_COMMON)
-    assert len(list(tmp_path.glob("runs/one-*"))) == 2
-
-
 def test_the_embedded_task_is_not_in_the_file(alone, scripts, tmp_path):
     for given in [], ["--lr", "1e-3"]:
         process = scripts.run([alone("sft"), *given], tmp_path, expect=2, patch=WITHOUT_COMMON)

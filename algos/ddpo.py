@@ -54,6 +54,7 @@ from common.args import (
     RunArgs,
     Share,
     WeightArgs,
+    fit_sizes,
     problems_of,
 )
 from common.checkpoint import replacing
@@ -150,6 +151,7 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
 
     def __post_init__(self):
+        fit_sizes(self)
         problems = problems_of(self)
         if self.stat_min_count > self.stat_buffer_size:
             problems.append(
@@ -785,8 +787,9 @@ def main(args):
     state = run.begin(unet, optimizer, pipeline.unet, args.num_epochs, shown, stride=stride, rewards={})
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count, state.rewards)
     run.say(summary(run, policy, data))
-    if run.evaluation_due(0):
-        run.log(0, evaluate(run, 0, policy, data, args))
+    if run.evaluation_due(run.begun):
+        run.log(run.begun, evaluate(run, run.begun, policy, data, args))
+        run.save(run.begun, save_pipeline)
 
     for epoch in run.iterations():
         # 1. x_0 ~ p(. | c): images with the latents and log-probabilities of their steps
@@ -816,11 +819,10 @@ def main(args):
         }
         run.lap("update")
         # 4. evaluate, log, save
-        evaluation = {}
-        if run.evaluation_due(run.step):
-            evaluation = evaluate(run, run.step, policy, data, args)
-        run.log(run.step, metrics | evaluation, images=size)
-        run.save(run.step, save_pipeline, evaluation.get(headline))
+        if run.evaluation_due(run.step, metrics):
+            metrics |= evaluate(run, run.step, policy, data, args)
+        run.log(run.step, metrics, images=size)
+        run.save(run.step, save_pipeline)
 
     code = sampling_code(args, pipeline.unet)
     return run.finish(save_pipeline, data.rows[0]["prompt"], code)

@@ -391,7 +391,7 @@ def pair_terms(policy, losses, rewards):
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
-        "rewards/accuracies": (chosen > rejected).to(losses),
+        "rewards/accuracies": (1 + (chosen - rejected).sign()) / 2,  # half of a tie
         "logps/chosen": policy[0],
         "logps/rejected": policy[1],
     }
@@ -412,9 +412,13 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
             for row, sample in zip(data.prompts, samples, strict=True):
                 sample["reference"] = row["ref_output"]
             run.samples(step, samples)
+        if metrics:  # the first column of --metric, which chooses the best model
+            run.set_headline(next(iter(metrics)))
         for name, pairs in data.eval_sets.items():
             policy = score_pairs(accelerator, score, pairs, args.micro_batch_size)
             terms = pair_terms(policy, *losses_of(policy, pairs))
+            if step == 0 and not args.ref_model:  # all pairs are ties, to rounding
+                terms["rewards/accuracies"] = torch.full_like(terms["rewards/accuracies"], 0.5)
             metrics |= {f"{set_prefix(name)}{term}": values.mean().item() for term, values in terms.items()}
     return metrics
 
@@ -540,8 +544,9 @@ def main(args):
     evaluates = bool(data.eval_sets or data.prompts)
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
     run.say(summary(run, lm, tokenizer, data, max_length))
-    if run.evaluation_due(0):
-        run.log(0, evaluate(run, 0, model, score, losses_of, tokenizer, data, args))
+    if run.evaluation_due(run.begun):
+        run.log(run.begun, evaluate(run, run.begun, model, score, losses_of, tokenizer, data, args))
+        run.save(run.begun, export)
 
     for step in run.iterations():
         model.train()
@@ -572,14 +577,10 @@ def main(args):
         metrics = {"train/loss": loss, "train/nll": nll, **metrics}
         metrics["train/epoch"] = step * args.batch_size / len(lengths)
         metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
-        best = None
-        if run.evaluation_due(step):
-            evaluation = evaluate(run, step, model, score, losses_of, tokenizer, data, args)
-            # the first column of --metric comes first
-            best = next(iter(evaluation.values())) if data.metric else evaluation.get(headline)
-            metrics |= evaluation
+        if run.evaluation_due(step, metrics):
+            metrics |= evaluate(run, step, model, score, losses_of, tokenizer, data, args)
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
-        run.save(step, export, best)
+        run.save(step, export)
 
     chosen, _, prompt_length, *_ = data.pairs[0]
     return run.finish(export, *lines_of_use(lm, tokenizer, chosen[:prompt_length]))

@@ -61,6 +61,7 @@ from common.args import (
     Positive,
     RolloutArgs,
     RunArgs,
+    fit_sizes,
     problems_of,
 )
 from common.classifiers import RewardModel
@@ -140,6 +141,7 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
 
     def __post_init__(self):
+        fit_sizes(self)
         problems = problems_of(self)
         if self.group_size == 1:
             problems.append("--group-size 1 must be at least 2: a response is compared with the others of its group")
@@ -460,8 +462,9 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
     run.begin(model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], stride=args.steps_per_iteration)
     run.say(summary(run, lm, data))
-    if run.evaluation_due(0):
-        run.log(0, evaluate(run, 0, model, tokenizer, data, args))
+    if run.evaluation_due(run.begun):
+        run.log(run.begun, evaluate(run, run.begun, model, tokenizer, data, args))
+        run.save(run.begun, export)
 
     for iteration in run.iterations():
         # 1. y_1 .. y_G ~ pi(. | x) for each prompt x: responses with their log-probabilities and scores
@@ -484,11 +487,10 @@ def main(args):
         if iteration == 1 and metrics["groups/equal"] == 1:
             run.say(ALL_EQUAL)
         # 4. evaluate, log, save
-        evaluation = {}
-        if run.evaluation_due(run.step):
-            evaluation = evaluate(run, run.step, model, tokenizer, data, args)
-        run.log(run.step, metrics | evaluation, tokens=int(batch.response_mask.sum()), episodes=size)
-        run.save(run.step, export, evaluation.get(headline))
+        if run.evaluation_due(run.step, metrics):
+            metrics |= evaluate(run, run.step, model, tokenizer, data, args)
+        run.log(run.step, metrics, tokens=int(batch.response_mask.sum()), episodes=size)
+        run.save(run.step, export)
 
     return run.finish(export, *lines_of_use(lm, tokenizer, data.queries[0]))
 

@@ -585,6 +585,7 @@ def evaluate(run, step, model, tokenizer, data, args):
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
     of_each_prompt = zip(*samples, strict=True)
     run.samples(step, [*itertools.chain(*of_each_prompt)])
+    run.set_headline(headline(metrics, data))
     return metrics
 
 
@@ -763,8 +764,9 @@ def main(args):
     evaluates = bool(data.eval_sets or data.metric)
     run.begin(model, optimizer, lm, total_steps, ["losses/loss", *IN_STATUS], evaluates=evaluates)
     run.say(summary(run, policy, tokenizer, data))
-    if run.evaluation_due(0):
-        run.log(0, evaluate(run, 0, model, tokenizer, data, args))
+    if run.evaluation_due(run.begun):
+        run.log(run.begun, evaluate(run, run.begun, model, tokenizer, data, args))
+        run.save(run.begun, export)
 
     for step in run.iterations():
         model.train()
@@ -798,15 +800,10 @@ def main(args):
             "optim/lr": lr,
             "optim/grad_norm": grad_norm,
         }
-        best = None
-        if run.evaluation_due(step):
+        if run.evaluation_due(step, metrics):
             metrics |= evaluate(run, step, model, tokenizer, data, args)
-            run.set_headline(headline(metrics, data))
-            best = metrics[run.headline]
-            if "@beta=" not in run.headline:  # a loss
-                best = -best
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows))
-        run.save(step, export, best)
+        run.save(step, export)
 
     first = data.episodes[0]
     prompt = tokenizer.decode(first.ids[: first.actions[0]])

@@ -55,6 +55,7 @@ from common.args import (
     Positive,
     RolloutArgs,
     RunArgs,
+    fit_sizes,
     problems_of,
 )
 from common.classifiers import RewardModel
@@ -156,6 +157,7 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """Rows per optimizer step, all processes together (code of Ziegler et al.: all episodes of an iteration)."""
 
     def __post_init__(self):
+        fit_sizes(self)
         problems = problems_of(self)
         if self.min_length_limit is not None and self.min_length_limit > self.max_new_tokens:
             problems.append(
@@ -622,8 +624,9 @@ def main(args):
     # values that checkpoints keep: state.kl_coef, state.moments
     state = run.begin(model, optimizer, lm, args.num_iterations, shown, stride=stride, **quantities)
     run.say(summary(run, policy, data))
-    if run.evaluation_due(0):
-        run.log(0, evaluate(run, 0, model, tokenizer, data, args))
+    if run.evaluation_due(run.begun):
+        run.log(run.begun, evaluate(run, run.begun, model, tokenizer, data, args))
+        run.save(run.begun, export)
 
     for iteration in run.iterations():
         # 1. y ~ pi(. | x): responses with their log-probabilities, values and scores
@@ -652,11 +655,10 @@ def main(args):
         if args.kl_target:
             state.kl_coef = next_kl_coef(state.kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, size)
         # 5. evaluate, log, save
-        evaluation = {}
-        if run.evaluation_due(run.step):
-            evaluation = evaluate(run, run.step, model, tokenizer, data, args)
-        run.log(run.step, metrics | evaluation, tokens=int(mask.sum()), episodes=size)
-        run.save(run.step, export, evaluation.get(headline))
+        if run.evaluation_due(run.step, metrics):
+            metrics |= evaluate(run, run.step, model, tokenizer, data, args)
+        run.log(run.step, metrics, tokens=int(mask.sum()), episodes=size)
+        run.save(run.step, export)
 
     return run.finish(export, *lines_of_use(lm, tokenizer, data.queries[0]))
 

@@ -114,7 +114,7 @@ def score_terms(losses, chosen, rejected):
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
-        "rewards/accuracies": chosen > rejected,
+        "rewards/accuracies": (1 + (chosen - rejected).sign()) / 2,  # half of a tie
     }
 
 
@@ -209,7 +209,7 @@ def evaluate_scores(scores, pairs):
     margins = scores.new_tensor([margin for _, _, margin in pairs])
     return {
         "loss": pairwise_loss(chosen, rejected, margins).mean().item(),
-        "accuracy": (differences > 0).double().mean().item(),
+        "accuracy": (1 + differences.sign()).double().mean().item() / 2,
         "shorter_wins": sum(len(chosen) < len(rejected) for chosen, rejected, _ in pairs) / len(pairs),
         "margin": differences.mean().item(),
         "score_mean": scores.mean().item(),
@@ -349,8 +349,9 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}accuracy"
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=bool(data.eval_sets))
     run.say(summary(run, lm, new_head, data, max_length))
-    if run.evaluation_due(0):
-        run.log(0, evaluate(run, 0, model, score, data, args))
+    if run.evaluation_due(run.begun):
+        run.log(run.begun, evaluate(run, run.begun, model, score, data, args))
+        run.save(run.begun, export)
 
     for step in run.iterations():
         model.train()
@@ -378,11 +379,10 @@ def main(args):
         # 4. evaluate, log, save
         metrics["train/epoch"] = step * args.batch_size / len(lengths)
         metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
-        evaluation = {}
-        if run.evaluation_due(step):
-            evaluation = evaluate(run, step, model, score, data, args)
-        run.log(step, metrics | evaluation, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
-        run.save(step, export, evaluation.get(headline))
+        if run.evaluation_due(step, metrics):
+            metrics |= evaluate(run, step, model, score, data, args)
+        run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
+        run.save(step, export)
 
     return run.finish(export, *example_of_scoring(lm, tokenizer, data))
 

@@ -193,17 +193,12 @@ def evaluate(run, step, model, tokenizer, data, args):
             means, samples = evaluate_samples(accelerator, lm, tokenizer, data.prompts, data.queries, data.metric, args)
             metrics = {f"eval/{name}": value for name, value in means.items()}
             run.samples(step, samples)
+        if metrics and not data.eval_sets:  # the first column of --metric, which chooses the best model
+            run.set_headline(next(iter(metrics)))
         for name, examples in data.eval_sets.items():
             means = evaluate_loss(accelerator, model, examples, args, tokenizer.pad_token_id)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
     return metrics
-
-
-def quality(scores, headline):
-    """What the best model has most of: minus the headline loss, or without evaluation rows the metric's first value."""
-    if headline in scores:
-        return -scores[headline]
-    return next(iter(scores.values()), None)
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -315,8 +310,9 @@ def main(args):
     evaluates = bool(data.eval_sets or data.prompts)
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
     run.say(summary(run, lm, tokenizer, data, max_length))
-    if run.evaluation_due(0):
-        run.log(0, evaluate(run, 0, model, tokenizer, data, args))
+    if run.evaluation_due(run.begun):
+        run.log(run.begun, evaluate(run, run.begun, model, tokenizer, data, args))
+        run.save(run.begun, export)
 
     for step in run.iterations():
         model.train()
@@ -341,13 +337,10 @@ def main(args):
         # 4. evaluate, log, save
         metrics = {"train/loss": loss, "train/epoch": step * args.batch_size / len(lengths)}
         metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
-        score = None
-        if run.evaluation_due(step):
-            scores = evaluate(run, step, model, tokenizer, data, args)
-            score = quality(scores, headline)
-            metrics |= scores
+        if run.evaluation_due(step, metrics):
+            metrics |= evaluate(run, step, model, tokenizer, data, args)
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows))
-        run.save(step, export, score)
+        run.save(step, export)
 
     ids, labels = data.examples[0]
     return run.finish(export, *lines_of_use(lm, tokenizer, ids[: first_label(labels)]))

@@ -55,6 +55,28 @@ def out_of_range(args):
     return problems
 
 
+def fit_sizes(args):
+    """Sizes that were left out, and so are the usual ones, and do not go with those that were given, follow them."""
+    usual = type(args)
+    if not all(number > 0 for number in (args.rollout_batch_size, args.batch_size)):
+        return
+    total = getattr(args, "total_episodes", 0)
+    if args.rollout_batch_size == usual.rollout_batch_size:
+        if total > 0:
+            args.rollout_batch_size = divisor(total, args.rollout_batch_size)
+        if args.batch_size != usual.batch_size:
+            args.rollout_batch_size += -args.rollout_batch_size % args.batch_size
+    if args.batch_size == usual.batch_size:
+        args.batch_size = divisor(args.rollout_batch_size, args.batch_size)
+    if total and total == usual.total_episodes:
+        args.total_episodes -= total % args.rollout_batch_size
+
+
+def divisor(number, most):
+    """The largest divisor of a number that is at most so large."""
+    return next(size for size in range(most, 0, -1) if number % size == 0)
+
+
 def problems_of(args):
     """A sentence for each rule of shared flags that is broken; a script adds those of its own."""
     missing = [name for name in args.required if getattr(args, name) is None]

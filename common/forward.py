@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from common.logging import on_each
 from common.tokens import collate, first_label, local_rows, pad_rows
 
 CHUNK = 2**24  # logits that are computed at a time, 64 MB in float32, of which a loss holds three copies
@@ -155,11 +156,15 @@ def score_all(accelerator, episodes, micro_batch_size, score):
     count, width = episodes.response.shape
     local = torch.tensor(local_rows(accelerator, count), device=accelerator.device)
     columns = {}
-    for places in episodes.lengths()[local].argsort(stable=True).split(micro_batch_size):
-        for name, values in score(episodes.take(local[places])).items():
-            if name not in columns:
-                columns[name] = values.new_zeros(len(local), width)
-            columns[name][places, : values.shape[1]] = values[:, :width]
+
+    def score_share():
+        for places in episodes.lengths()[local].argsort(stable=True).split(micro_batch_size):
+            for name, values in score(episodes.take(local[places])).items():
+                if name not in columns:
+                    columns[name] = values.new_zeros(len(local), width)
+                columns[name][places, : values.shape[1]] = values[:, :width]
+
+    on_each(accelerator, score_share)
     return {name: accelerator.gather(column)[:count] for name, column in columns.items()}
 
 

@@ -105,7 +105,10 @@ def call_function(function, name, rows, given):
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         values = {column: values[column] for column in parameters if column in values}
-    return function(**values)
+    try:
+        return function(**values)
+    except SystemExit as error:  # it would end the run as if all were well
+        raise RuntimeError(f"{name} called sys.exit") from error
 
 
 def call_reward(function, name, rows, given, lengths=None):

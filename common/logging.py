@@ -1,5 +1,7 @@
 """A run: its directory, metrics, checkpoints and signals. Only rank 0 writes. Trackers mirror the directory."""
 
+import contextlib
+import copy
 import fcntl
 import functools
 import json
@@ -23,9 +25,24 @@ from common.cli import InputError
 from common.identity import SIZES, describe, differences, environment, identity, nearly_the_same
 from common.launch import OUT_OF_MEMORY, launch, peak_memory_mb, set_threads
 from common.report import screen, visible
-from common.seeding import seed_libraries, stream_rows
+from common.seeding import rng, seed_libraries, stream_rows
+
+SAVE_SECONDS = 600  # a step is saved so long after the last save, whatever --save-every says
 
 _open = []  # runs of this process that are not closed
+
+
+def leave_runs():
+    """In a forked child, as a reward may start some: runs are its parent's, and so are signals, lock and directory."""
+    while _open:
+        run = _open.pop()
+        with contextlib.suppress(ValueError):  # a thread that is not the main one
+            run.restore_signals()
+        if run.lock:
+            run.lock.close()
+
+
+os.register_at_fork(after_in_child=leave_runs)
 
 
 def on_main(accelerator, function, *args):
@@ -38,11 +55,30 @@ def on_main(accelerator, function, *args):
             sent[0] = function(*args)
         except Exception as error:
             broadcast_object_list([None, InputError(str(error) or repr(error))])
+            error.on_all = True  # see Run.rescue
             raise
     broadcast_object_list(sent)  # in a single process nothing happens
     if sent[1]:
+        sent[1].on_all = True
         raise sent[1]
     return sent[0]
+
+
+def on_each(accelerator, function, *args):
+    """function(*args), which exchanges nothing, on every rank; the error of one ends it on all of them."""
+    if accelerator.num_processes == 1 or accelerator.distributed_type == "FSDP":  # its forward passes exchange weights
+        return function(*args)
+    result = None
+    error = None
+    try:
+        result = function(*args)
+    except Exception as own_error:
+        error = own_error
+    if accelerator.reduce(torch.tensor(float(error is not None), device=accelerator.device)).item():
+        error = error or InputError("another process ended with an error")
+        error.on_all = True
+        raise error
+    return result
 
 
 def closes_run(main):
@@ -57,9 +93,11 @@ def closes_run(main):
         screen.show("loading libraries")
         try:
             return main(args)
-        except RuntimeError as error:
+        except Exception as error:
+            for run in _open:
+                run.rescue(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # of CUDA, cuBLAS, a CPU
-            if any(word in str(error) for word in words):
+            if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
                 raise InputError(OUT_OF_MEMORY) from error
             raise
         finally:
@@ -90,6 +128,8 @@ class Run:
         self.dir = None
         self.lock = None
         self.handlers = {}
+        self.whole = None  # (step, iteration, kept) of the last whole iteration while the weights are those of it
+        self.is_late = False
         self.last_line = 0.0
         self.mirrored = args.track != "off"
         _open.append(self)
@@ -98,8 +138,9 @@ class Run:
         # again: accelerate may have set them, and another number than before would give other bits
         set_threads(args.threads or self.state.get("threads"))
         if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self.handlers[number] = signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+                    self.handlers[number] = signal.signal(number, self._on_signal)
 
     # -- the directory
 
@@ -187,15 +228,20 @@ class Run:
         if self.same:
             self.headline = self.state.get("headline", self.headline)
         self.eval_every = self.args.eval_every if evaluates else 0
-        kept = {"best_score": None, "best_step": None} | quantities
+        kept = {"best_score": None, "best_step": None, "pending": {}} | quantities
         self.kept = SimpleNamespace(**{name: self.state.get(name, value) for name, value in kept.items()})
+        self.seconds = {}
+        self.saved = time.monotonic()
         self.frozen = ckpt.frozen_weights(pretrained)
         self.settings = ckpt.settings_of(optimizer)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
             if self.iteration >= iterations and not self.same:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train; ask for more steps")
-        optimizer.register_step_post_hook(self._on_step)  # after a step that torch takes to fill the moments
+        # after a step that torch takes to fill the moments
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._on_step)
+        self._is_whole(self.begun)
         if self.dir:
             on_main(self.accelerator, self._begin)
         self.start = time.monotonic()
@@ -214,8 +260,9 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
         sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
-        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):  # these steps come again
-            keep_lines(self.dir / name, self.state.get("step", -1))
+        last = self.state.get("step", -1) - bool(self.kept.pending)  # later steps come again
+        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):
+            keep_lines(self.dir / name, last)
         self._mirror(report.open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
@@ -239,6 +286,8 @@ class Run:
             last = min(last, first + 1 if self.stride == 1 else first)
         for self.iteration in range(first, last + 1):
             self.step += self.stride
+            # for functions of the user that draw from the global generators
+            seed_libraries(int(rng(self.args.seed, "libraries", self.iteration).integers(2**32)))
             self.seconds = {}
             self.since = time.perf_counter()
             yield self.iteration
@@ -260,42 +309,76 @@ class Run:
 
     def set_headline(self, name):
         """Another metric becomes the headline, as in `begin`; benchmarks/compare.py reads it in env.json."""
+        is_new = name != self.headline
         self.headline = name
-        if self.main and self.dir:
+        if is_new and self.main and self.dir:
             env = json.loads((self.dir / "env.json").read_text())
             ckpt.write_text(self.dir / "env.json", json.dumps(env | {"headline": name}, indent=1))
 
-    def evaluation_due(self, step):
-        """At the start, every --eval-every steps, and at the end."""
-        if step == 0:
-            return self.begun == 0 and self.eval_every > 0
-        return self.eval_every > 0 and (step == self.total_steps or self._passed(step, self.eval_every))
+    def evaluation_due(self, step, metrics=None):
+        """At the start, every --eval-every steps, and at the end; where a run goes on, if it ended in an evaluation.
+        metrics: of the iteration that is now done but for its evaluation. Should this fail, a checkpoint keeps them."""
+        if step == self.begun:
+            due = bool(self.kept.pending) or (step == 0 and self.eval_every > 0)
+        else:
+            due = self.eval_every > 0 and (step == self.total_steps or self._passed(step, self.eval_every))
+        if due and metrics:
+            self.kept.pending = metrics
+            self._is_whole(step)
+        return due
 
     def _passed(self, step, every):
         """Whether a multiple of `every` lies in the last iteration."""
         return every > 0 and step // every > (step - self.stride) // every
 
-    def save(self, step, export, score=None):
-        """Ends an iteration: exports the model where score, that of an evaluation, is the highest so far. Writes a
-        checkpoint then, every --save-every steps, at the end, and after a signal, with which it exits. Collective."""
-        if self.dir is None:
+    def save(self, step, export):
+        """Ends an iteration: exports the model where the headline of an evaluation is the best so far. Writes a
+        checkpoint then, every --save-every steps or ten minutes, at the end, and after a signal, with which it exits.
+        Collective."""
+        if self.dir is None or step == 0:
             return
         kept = self.kept
-        if score is not None and math.isfinite(score) and (kept.best_score is None or score > kept.best_score):
+        score = self.logged.get(self.headline, math.nan)
+        if self.headline.endswith("loss"):
+            score = -score
+        is_best = math.isfinite(score) and (kept.best_score is None or score > kept.best_score)
+        if is_best and self.headline.startswith("eval/"):
             kept.best_score = score
             kept.best_step = step
             export("hf_model_best")
         stop = self.stop_requested()
-        if stop or step in (kept.best_step, self.total_steps) or self._passed(step, self.args.save_every):
+        is_due = self.is_late or self._passed(step, self.args.save_every)
+        if stop or is_due or step in (kept.best_step, self.total_steps):
             self._save(step)
+        self._is_whole(step)
         if stop:
             command = report.launch_line(environment(self.accelerator))
             self.say(f"stopped after step {step}; to continue: {command}")
             raise SystemExit(128 + self.signal)
 
+    def _is_whole(self, step):
+        """The weights and `kept` are those of a whole iteration now, until the next optimizer step."""
+        self.whole = (step, self.iteration, copy.deepcopy(vars(self.kept)))
+
+    def rescue(self, error):
+        """Saves the last whole iteration where an error came to all ranks and no update has begun since; says how to
+        go on."""
+        if not self.stepped or self.dir is None:
+            return
+        on_all = self.accelerator.num_processes == 1 or hasattr(error, "on_all")
+        if self.whole and on_all and not isinstance(error, FloatingPointError):  # of a state that is not worth it
+            step, self.iteration, kept = self.whole
+            self.kept = SimpleNamespace(**kept)
+            self._save(step)
+        newest = max(self.dir.glob("checkpoints/step_????????"), default=None)
+        if newest:
+            after = f"after a repair of its files with --resume {self.dir}"
+            self.say(f"the last whole step is in {newest}; the same command continues there, {after}")
+
     def _save(self, step):
         """Writes a checkpoint. A full disk is a warning: older checkpoints are intact, the next save tries again."""
         screen.show("saving")
+        self.saved = time.monotonic()
         state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": self.iteration}
         state |= {"headline": self.headline, **vars(self.kept)}
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
@@ -309,6 +392,9 @@ class Run:
         on_main(self.accelerator, write)
 
     # -- signals
+
+    def _before_step(self, *_):
+        self.whole = None
 
     def _on_step(self, *_):
         """After every optimizer step."""
@@ -324,17 +410,25 @@ class Run:
         screen.headline = "stopping after this iteration (Ctrl-C again: at once)"  # to print is not safe here
 
     def stop_requested(self):
-        """Whether any rank has had SIGTERM or SIGINT. Collective; asked where the state is whole."""
-        signals = self.accelerator.reduce(torch.tensor(self.signal or 0, device=self.accelerator.device)).item()
+        """Whether any rank has had a signal. Sets is_late: whether rank 0 finds the last save too long ago. Collective;
+        asked where the state is whole."""
+        is_late = self.main and self.args.save_every > 0 and time.monotonic() - self.saved > SAVE_SECONDS
+        asked = torch.tensor([self.signal or 0, int(is_late)], device=self.accelerator.device)
+        signals, late = self.accelerator.reduce(asked).tolist()
+        self.is_late = late > 0
         if signals:  # by the sum alone: a signal that came meanwhile waits for the next call
             self.signal = self.signal or signal.SIGTERM
         return signals > 0
 
+    def restore_signals(self):
+        """Gives signals back to those who handled them before the run."""
+        while self.handlers:
+            signal.signal(*self.handlers.popitem())
+
     def close(self):
         if self.made and self.dir and not self.stepped:  # an error or a signal came before the first step
             shutil.rmtree(self.dir, ignore_errors=True)
-        while self.handlers:
-            signal.signal(*self.handlers.popitem())
+        self.restore_signals()
         if self.accelerator.num_processes > 1:
             time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast still winds up
         if self.lock:
@@ -355,11 +449,14 @@ class Run:
         """One line of metrics.jsonl (bitwise reproducible; null for what is not finite), one of perf.jsonl, and a line
         on the screen. counts: how many tokens, episodes or the like the iteration has worked on."""
         self.stepped = self.stepped or step > 0  # also where an iteration took no optimizer step
+        metrics = self.kept.pending | metrics
+        self.kept.pending = {}
+        self.logged = metrics
         if not self.main:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         perf = {}
-        if step > 0:
+        if step > self.begun:
             self._status(step, metrics)
             perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
             for name, count in counts.items():

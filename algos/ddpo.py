@@ -480,7 +480,6 @@ def update(run, policy, optimizer, batch, args):
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 TEXT_HEIGHT = 13  # pixels of a line below an image
-TAKEN = ("prompt", "set", "reward", "reward_std", "diversity")  # what a metric function may not call its columns
 
 
 def evaluate(run, step, policy, data, args):
@@ -495,7 +494,7 @@ def evaluate(run, step, policy, data, args):
         given = image_arguments(rows, images)
         columns = {"reward": on_main(accelerator, call_reward, data.reward, args.reward, rows, given)}
         if data.metric:
-            columns |= on_main(accelerator, call_metric, data.metric, args.metric, rows, given, TAKEN)
+            columns |= on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
         prefix = set_prefix(name)
         for column, values in columns.items():
             metrics[prefix + column] = sum(values) / len(values)

@@ -30,7 +30,7 @@ Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
 NonEmpty = Annotated[str, Range("a text that is not empty", bool)]
 Name = Annotated[str, Range("letters and digits, behind the first also . _ -", re.compile(r"[^\W_][\w.-]*").fullmatch)]
-Repository = Annotated[str, Range("org/name", lambda value: "/" in value)]
+Repository = Annotated[str, Range("org/name", re.compile(r"[^/]+/[^/]+").fullmatch)]
 
 
 def find_range(annotation):

@@ -127,7 +127,7 @@ def write_checkpoint(run_dir, step, files, state, keep, protect=()):
         raise OSError(str(error)) from error
     steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_????????") if p.name <= final.name)
     for old in set(steps[:-keep]) - set(protect):
-        shutil.rmtree(folder / f"step_{old:08d}")
+        shutil.rmtree(folder / f"step_{old:08d}", ignore_errors=True)
 
 
 def read_checkpoint(path):
@@ -232,6 +232,6 @@ def push(directory, repository):
 def write_text(path, text):
     """Writes a file whole or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # of a file name that is not UTF-8
     fsync(temporary)
     temporary.rename(path)

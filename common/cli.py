@@ -38,6 +38,7 @@ def flag_of(name):
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     try:
         if {"-h", "--help"} & set(sys.argv):
             print(help_text(args_class), end="")
@@ -123,22 +124,36 @@ def words_of(settings, args_class):
 
 
 def refuse_other_names(words, args_class, script=""):
-    """InputError with the row of algos/MIGRATION.md for each flag of TRL or trlX that the script lacks: of its own
-    section, else of all scripts, else of another's that names flags of this one."""
+    """InputError for each flag that the script lacks and that TRL, trlX or another script of ours has. For a name of
+    theirs with the row of algos/MIGRATION.md: of the script's own section, else of all scripts, else of another's."""
     fields = {flag_of(field.name) for field in dataclasses.fields(args_class)}
+    flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has none
     sections = dict(section.partition("\n")[::2] for section in text.split("\n## "))
-    near = sections.get(f"{script}.py", "") + sections.get("Every script", "")
+    near = [f"{script}.py", "Every script"]
     advice = {}
-    for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", near + text):
-        named = re.findall("--[a-z0-9-]+", here)
-        if fields.issuperset(named) and (named or theirs in near):
-            for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
-                advice.setdefault(flag_of(name), f"{here.replace('`', '')}. {note}".rstrip(". "))
-    flags = {word.partition("=")[0].replace("_", "-") for word in words}
+
+    def read_section(title):
+        for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", sections.get(title, "")):
+            named = re.findall("--[a-z0-9-]+", here)
+            row = f"{here.replace('`', '')}. {note}".rstrip(". ")
+            is_here = fields.issuperset(named)
+            if not is_here:
+                row = f"{title} has {row}"
+            if (is_here or title not in near) and (named or title in near):
+                for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
+                    advice.setdefault(flag_of(name), f"see algos/MIGRATION.md: {row}")
+
+    for title in near:
+        read_section(title)
+    for path in sorted(ROOT.glob("algos/*.py")):
+        for name in re.findall(r"(?m)^    (\w+): .* = ", path.read_text()):
+            advice.setdefault(flag_of(name), f"it is a flag of {path.name}")
+    for title in sections:
+        read_section(title)
     foreign = sorted(flags & advice.keys() - fields)
-    stop_if([f"there is no {flag} here, see algos/MIGRATION.md: {advice[flag]}" for flag in foreign])
+    stop_if([f"there is no {flag} here, {advice[flag]}" for flag in foreign])
 
 
 # ---- Help ------------------------------------------------------------------------------------------------------------

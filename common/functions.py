@@ -44,10 +44,11 @@ def load_function(spec, flag):
     function = getattr(module, match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
-    keywords = {}
-    for option in filter(None, (match["options"] or "").split(",")):
-        key, _, value = option.partition("=")
-        keywords[key] = yaml.safe_load(value)
+    options = re.sub(r"(^|,)\s*(\w+)=", r"\1\2: ", match["options"] or "")
+    try:
+        keywords = yaml.safe_load("{" + options + "}")
+    except yaml.YAMLError:
+        raise InputError(f"{flag} {spec}: expected key=value,... behind the function") from None
     return functools.partial(function, **keywords)
 
 
@@ -103,6 +104,11 @@ def call_function(function, name, rows, given):
     stop_if([f"rename the column {column!r} of the rows: {name} gets something else by this name" for column in taken])
     values = copy.deepcopy(columns | given)
     parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if is_named and parameter.default is parameter.empty and parameter.name not in values:
+            has = ", ".join(rows[0])
+            raise InputError(f"{name} needs {parameter.name!r}; rows of --dataset or --eval-dataset have only {has}")
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         values = {column: values[column] for column in parameters if column in values}
     try:
@@ -130,15 +136,19 @@ def call_reward(function, name, rows, given, lengths=None):
     return checked
 
 
-def call_metric(function, name, rows, given, taken=("reward",)):
-    """{column: values per row} of a metric function. taken: names that are those of other columns."""
+# Columns of samples.jsonl beside those of a metric function.
+TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
+
+
+def call_metric(function, name, rows, given):
+    """{column: values per row} of a metric function."""
     columns = call_function(function, name, rows, given)
-    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}, no name one of {', '.join(taken)}"
+    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}, no name one of {', '.join(TAKEN)}"
     if not isinstance(columns, dict) or not columns:
         raise InputError(f"{expected}; it returned {columns!r:.60}")
     checked = {column: floats(values, len(rows)) for column, values in columns.items()}
     for column, values in checked.items():
-        if not isinstance(values, list) or column in taken:
+        if not isinstance(values, list) or not isinstance(column, str) or column in TAKEN:
             raise InputError(f"{expected}; {column!r} is not one")
     return checked
 

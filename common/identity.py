@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import glob
 import hashlib
 import importlib.metadata
 import inspect
@@ -64,6 +65,7 @@ def files_of_flag(value):
         if isinstance(text, str | Path):
             text = str(text)
             specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # a classifier's label, sets, options
+            specs += sorted(glob.glob(text))
             paths |= {spec_path(spec.strip()): None for spec in specs if spec.strip()}
     files = []
     for path in filter(None, paths):

@@ -96,7 +96,8 @@ def closes_run(main):
         except Exception as error:
             for run in _open:
                 run.rescue(error)
-            words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # of CUDA, cuBLAS, a CPU
+            # of CUDA, cuBLAS, CPUs
+            words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")
             if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
                 raise InputError(OUT_OF_MEMORY) from error
             raise
@@ -161,14 +162,16 @@ class Run:
             shutil.rmtree(half_written, ignore_errors=True)
         old = None
         if any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):  # else it failed
-            old = json.loads((folder / "env.json").read_text())
+            old = read_json(folder / "env.json")
         same = old is not None and old["hash"] == new["hash"]
         own = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
+        if old and old["algo"] != new["algo"]:
+            raise InputError(f"{folder} holds a run of {old['algo']}.py: choose another --run-dir")
         if old and not same and not own:
             hint = f"choose another --run-dir, or continue it as it now is with --resume {folder}"
             lines = "\n  ".join(differences(old, new))
             raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
-        if same and (folder / "README.md").exists():
+        if same and (folder / "README.md").exists() and (folder / "hf_model").exists():
             self.say(f"{folder} is finished, its model is in {folder}/hf_model; --resume never repeats the run")
             return folder, None, {}, True, True
         same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
@@ -185,7 +188,7 @@ class Run:
 
     def _locked_folder(self):
         """The run directory, which is made where it is new."""
-        first = Path(self.args.run_dir or f"runs/{self.args.name or self.algo}-{self.identity['hash']}")
+        first = Path(self.args.run_dir or f"runs/{self.args.name or self.algo}-{self.identity['hash']}").expanduser()
         folder = first
         number = 1
         try:
@@ -568,12 +571,22 @@ class Run:
         ckpt.write_text(self.dir / "README.md", card)
 
 
+def read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}): choose another --run-dir, or --resume a checkpoint") from None
+
+
 def keep_lines(path, step):
     """Keeps the lines of a JSONL file up to a step; a last line that a kill tore is dropped."""
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("}\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
+        try:
+            if line.endswith("}\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError) as error:
+            raise InputError(f"{path} is damaged in line {number} ({error}): remove that line") from None
     ckpt.write_text(path, "".join(kept))

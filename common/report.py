@@ -92,7 +92,7 @@ class Screen:
                 self.live.console.print(Text(text), soft_wrap=True)  # what is copied has no line breaks of ours
             else:
                 print(text, flush=True)  # rich would end the process at a closed pipe
-        except BrokenPipeError:  # `| head` has ended; what Python flushes at its own end would be an error, too
+        except OSError:  # `| head` has ended, a log is full; what Python flushes at its own end would be an error, too
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -36,15 +36,17 @@ def load_rows(data, flag):
             rows = read_rows(data, spec_path(data))
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
+    if isinstance(rows, dict):
+        raise InputError(f"{flag} is one mapping, {rows!r:.60}: expected a list with a mapping for each row")
     rows = list(rows)
     if not rows:
-        raise InputError(f"{flag} {data} holds no rows")
+        raise InputError(f"{flag} {data!s:.60} holds no rows")
     for number, row in enumerate(rows, 1):
-        found = repr(row)[:60]
-        if isinstance(row, dict):
-            found = ", ".join(sorted(row.keys() ^ rows[0].keys()))
-        if found:
-            raise InputError(f"{flag} row {number} must be a mapping with the columns of row 1: see {found}")
+        if not isinstance(row, dict):
+            raise InputError(f"{flag} row {number} is {row!r:.60}: expected a mapping such as {{'prompt': ...}}")
+        for column in row.keys() ^ rows[0].keys():
+            other = "lacks" if column in rows[0] else "has"
+            raise InputError(f"{flag} row {number} {other} the column {column!r}, unlike row 1: all rows need the same")
     return rows
 
 
@@ -65,7 +67,7 @@ def read_rows(name, path):
     if path and path.is_dir():
         rows = datasets.load_from_disk(str(path))
         if isinstance(rows, dict):
-            raise ValueError(f"it holds several splits ({', '.join(rows)}): name the directory of one")
+            raise ValueError(f"it holds several splits ({', '.join(rows):.60}): name the directory of one")
         return rows
     if file_kind:
         return datasets.load_dataset(file_kind, data_files=str(path or name), split="train")

@@ -63,7 +63,7 @@ from common.functions import build, call_metric, call_reward, load_function, spe
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run, on_main
 from common.models import loading, quiet_libraries
-from common.report import screen, visible
+from common.report import screen, visible, wrapped
 from common.rows import load_rows, load_sets, set_flag, set_prefix, with_prompts
 from common.seeding import rng, stream_rows
 from common.tokens import local_rows
@@ -709,15 +709,16 @@ def summary(run, policy, data):
     with_noise = trained_steps(policy.schedule)
     steps = steps_per_image(args, with_noise)
     pairs = args.batch_size // run.accelerator.num_processes * steps
-    return (
-        f"{run.describe(policy.pipeline.unet)}\n"
-        f"data: {len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {visible(prompts[0])[:200]}\n"
+    lines = [
+        run.describe(policy.pipeline.unet),
+        f"data: {len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {visible(prompts[0])[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, cliprange {args.cliprange:g}, guidance {args.guidance_scale:g}, "
-        f"eta {args.eta:g}\n"
+        f"eta {args.eta:g}",
         f"{args.num_epochs} epochs x ({args.rollout_batch_size} images of {args.num_inference_steps} steps, "
         f"{len(with_noise)} of them with noise; then {updates_per_epoch(args)} optimizer steps of {args.batch_size} "
-        f"images x {steps} steps: {pairs} pairs a process, {args.micro_batch_size} a forward)"
-    )
+        f"images x {steps} steps: {pairs} pairs a process, {args.micro_batch_size} a forward)",
+    ]
+    return wrapped(lines)
 
 
 def sampling_code(args, unet):

@@ -59,7 +59,7 @@ from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import end_tokens, load_lm, make_reference, max_positions, unsharded
-from common.report import lines_of_use, visible
+from common.report import lines_of_use, visible, wrapped
 from common.rows import is_chat, pair_texts, prompt_messages, set_flag, set_prefix
 from common.sampling import evaluate_samples, read_data
 from common.tokens import (
@@ -503,7 +503,7 @@ def summary(run, lm, tokenizer, data, max_length):
         lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
-    return "\n".join(lines)
+    return wrapped(lines)
 
 
 def trains_end(pair, ends):

@@ -71,7 +71,7 @@ from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import end_tokens, load_lm, make_reference, unsharded
-from common.report import lines_of_use, visible
+from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
 from common.sampling import (
     decode,
@@ -427,7 +427,7 @@ def summary(run, lm, data):
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
-    return "\n".join(lines)
+    return wrapped(lines)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positions, unsharded
-from common.report import visible
+from common.report import visible, wrapped
 from common.rows import set_flag, set_prefix, texts
 from common.sampling import evaluate_samples, read_data
 from common.tokens import encode_prompts, encode_segments, pad_rows, row_ends
@@ -703,7 +703,7 @@ def summary(run, policy, tokenizer, data):
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
-    return "\n".join(lines)
+    return wrapped(lines)
 
 
 def marked_actions(tokenizer, episode):

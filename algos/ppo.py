@@ -73,7 +73,7 @@ from common.models import (
     make_reference,
     unsharded,
 )
-from common.report import lines_of_use, visible
+from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
 from common.sampling import (
     decode,
@@ -588,7 +588,7 @@ def summary(run, policy, data):
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
-    return "\n".join(lines)
+    return wrapped(lines)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------

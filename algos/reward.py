@@ -45,7 +45,7 @@ from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import freeze, load_pretrained, max_positions, unsharded
-from common.report import visible
+from common.report import visible, wrapped
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
 from common.seeding import rng
 from common.tokens import in_lines, pair_length, score_pairs, split_rows
@@ -308,7 +308,7 @@ def summary(run, lm, new_head, data, max_length):
         f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
         f"{args.micro_batch_size} a forward pass",
     ]
-    return "\n".join(lines)
+    return wrapped(lines)
 
 
 def example_of_scoring(lm, tokenizer, data):

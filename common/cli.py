@@ -41,7 +41,7 @@ def cli(args_class, main, task=None):
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     try:
         if {"-h", "--help"} & set(sys.argv):
-            print(help_text(args_class), end="")
+            print(help_text(args_class, everything="all" in sys.argv), end="")
             return
         main(parse(sys.argv[1:], args_class, task))
     except KeyboardInterrupt:
@@ -74,8 +74,8 @@ def parse(argv, args_class, task=None):
     prog = " --config ".join([Path(sys.argv[0]).name, *paths])  # so that tyro's errors name the files
     args = tyro.cli(args_class, prog=prog, args=words)
     if takes_task and os.environ.get("RANK", "0") == "0":
-        print(f"no --model, --dataset or --config: the embedded task, by --config {task}; own flags win")
-        print("  " + ", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)
+        print("no --model, --dataset or --config: this is the embedded task, with the settings of")
+        print(f"{task}; flags win over them", flush=True)
     return args
 
 
@@ -162,8 +162,9 @@ DEFAULTS = """Defaults are for pretrained models. Without --model, --dataset and
 settings of its own. --config FILE reads flags from a YAML file; flags win over it."""
 
 
-def help_text(args_class):
-    """The flags of Args with types, defaults and docstrings: what must be given, its own ones, those of each base."""
+def help_text(args_class, everything):
+    """The flags of Args with types, defaults and docstrings: what must be given, its own ones, and those of each base,
+    or the names of these groups."""
     import docstring_parser  # comes with tyro
 
     groups = {"must be given, but for the embedded task": list(args_class.required), "algorithm": []}
@@ -176,6 +177,10 @@ def help_text(args_class):
     parser = argparse.ArgumentParser(Path(inspect.getfile(args_class)).name, "%(prog)s [flags]", add_help=False)
     parser.description = f"{inspect.getdoc(args_class)} {DEFAULTS}"
     hints = typing.get_type_hints(args_class)
+    shared = [*groups][2:]
+    if not everything:
+        parser.epilog = f"--help all lists the flags that scripts share, too: {', '.join(shared)}."
+        groups = {title: groups[title] for title in groups if title not in shared}
     for title, names in groups.items():
         group = parser.add_argument_group(title)
         for name in names:

@@ -348,7 +348,10 @@ class Run:
         if is_best and self.headline.startswith("eval/"):
             kept.best_score = score
             kept.best_step = step
-            export("hf_model_best")
+            if step < self.total_steps:
+                export("hf_model_best")
+            elif self.main:  # hf_model is the best one
+                shutil.rmtree(self.dir / "hf_model_best", ignore_errors=True)
         stop = self.stop_requested()
         is_due = self.is_late or self._passed(step, self.args.save_every)
         if stop or is_due or step in (kept.best_step, self.total_steps):
@@ -558,7 +561,10 @@ class Run:
         records = self._records("metrics.jsonl")
         values = [value for _, value in report.points(records, self.headline)]
         if values:
-            self.say(f"\n{self.headline} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}")
+            line = f"{self.headline} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
+            if not report.is_change(self._records("samples.jsonl"), self.headline):
+                line += " (no change: within twice the standard error of the evaluation)"
+            self.say(f"\n{line}")
         folder = f"{self.dir}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)

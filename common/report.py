@@ -8,6 +8,7 @@ import shutil
 import textwrap
 import time
 import warnings
+from statistics import fmean, stdev
 
 from rich import box
 from rich.console import Console, Group
@@ -119,6 +120,13 @@ def cell_text(value):
     return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + "..."
 
 
+def wrapped(lines):
+    """Lines as one text, the long ones broken between words where they are wider than the terminal."""
+    width = shutil.get_terminal_size().columns if os.isatty(1) else WIDEST
+    options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(textwrap.fill(line, width, **options) for text in lines for line in text.splitlines())
+
+
 def table_of(rows, title=None, width=None):
     """Rows, dicts of equal keys, as the text of a table, as wide as the terminal where no width is given."""
     grid = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, title_justify="left")
@@ -151,6 +159,21 @@ def sparkline(values, width=40):
     low = min(values, default=0)
     span = max(values, default=0) - low or 1
     return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (value - low) / span)] for value in values)
+
+
+def is_change(samples, name):
+    """Whether a metric of evaluations has changed from the first to the last one by more than twice the standard error
+    of the mean over their rows; also where samples do not have it."""
+    *_, group, column = name.split("/")
+    of_step = {}
+    for row in samples:
+        if column in row and row.get("set", group) == group:
+            of_step.setdefault(row["step"], []).append(row[column])
+    first, *_, last = [*of_step.values()] * 2 or [[], []]
+    if len(first) < 2 or len(first) != len(last):
+        return True
+    changes = [after - before for before, after in zip(first, last, strict=True)]
+    return abs(fmean(changes)) > 2 * stdev(changes) / math.sqrt(len(changes))
 
 
 # ---- Picture ---------------------------------------------------------------------------------------------------------

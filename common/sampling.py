@@ -186,10 +186,12 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
         if len(going) <= LEAVING * len(rows):
             if cache is not None:
                 cache.reorder_cache(going)
+            screen.advance(len(rows) - len(going))
             rows = rows[going]
             alive = alive[going]
             tokens = tokens[going]
             attention = attention[going]
+    screen.advance(len(rows))
     return ids, mask
 
 
@@ -247,7 +249,6 @@ def generate_all(
         ended = end_of_rows(tokenizer, stop, None if limits is None else limits[chunk])
         inputs = query[chunk, columns], query_mask[chunk, columns], draws[places]
         response[places], response_mask[places] = sample(lm, *inputs, end_tokens(lm), pad_id, ended=ended, **options)
-        screen.advance(len(places))
 
     with for_sampling(lm, autocast_type), accelerator.autocast():
         # the longest first: where memory does not suffice, it shows at once

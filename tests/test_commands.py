@@ -104,8 +104,10 @@ def fill(tmp_path, longer_model, longest_model, scripts):
         (tmp_path / "prompts.txt").write_text("\n".join(shapes.CAPTIONS))
         if script in ("ilql", "reward"):
             jsonl(tmp_path / "prompts.jsonl", randomwalks.prompts())
-        (tmp_path / "my_reward.py").write_text(code_block("my_judge.py" if script == "ddpo" else "my_reward.py"))
-        (tmp_path / "my_judge.py").write_text(code_block("my_judge.py"))
+        judge = code_block("my_judge.py")
+        letters = code_block("my_reward.py").replace(r"-?[\d.]*\d", "[a-z]")  # walks have no numbers, they end at "a"
+        (tmp_path / "my_reward.py").write_text(judge if script == "ddpo" else letters)
+        (tmp_path / "my_judge.py").write_text(judge)
         metric = "from benchmarks.tasks.randomwalks import metric\ncorrect = metric\n"
         (tmp_path / "my_metric.py").write_text(metric)
         if "google-t5/t5-small" in words:
@@ -113,9 +115,9 @@ def fill(tmp_path, longer_model, longest_model, scripts):
         for name in ("my_pipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).symlink_to(shapes.base_model())
-        for judge in re.findall(r"(runs/judge\w*)/hf_model", " ".join(words)):
-            adapters = ["--lora-r", "4"] if "lora" in judge else []
-            argv = [ROOT / "algos/reward.py", "--model", "gpt2", "--dataset", "judge.jsonl", "--run-dir", judge]
+        for run_dir in re.findall(r"(runs/judge\w*)/hf_model", " ".join(words)):
+            adapters = ["--lora-r", "4"] if "lora" in run_dir else []
+            argv = [ROOT / "algos/reward.py", "--model", "gpt2", "--dataset", "judge.jsonl", "--run-dir", run_dir]
             jsonl(tmp_path / "judge.jsonl", randomwalks.pairs())
             scripts.run([*argv, *adapters, "--lr", "1e-3", "--total-steps", "8", "--threads", "1"], tmp_path)
         return tmp_path

@@ -21,8 +21,8 @@ from harness import ALGOS, ROOT
 from helpers import log, write
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from algos import grpo, ppo
-from benchmarks.tasks import randomwalks
+from algos import dpo, grpo, ppo, sft
+from benchmarks.tasks import arithmetic
 
 PAGE = ROOT / "algos/MIGRATION.md"
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
@@ -124,22 +124,27 @@ def example(title):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty working directory with prompts and a tiny model under the names of the examples."""
-    tokenizer = randomwalks.tokenizer()
+    tokenizer = arithmetic.tokenizer()
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = GPT2Config(vocab_size=len(tokenizer), n_layer=3, n_embd=12, n_head=2, n_positions=300, **special)
     torch.manual_seed(0)
     for name in ("gpt2", "Qwen/Qwen3-0.6B"):
         GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip("bcdefghijk", "abcdeabcde", strict=True)]
-    write(tmp_path / "prompts.jsonl", rows)
-    _, files, _ = example(TITLES[0])
+    write(tmp_path / "prompts.jsonl", [{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(9)])
+    write(tmp_path / "answers.jsonl", [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(9)])
+    write(tmp_path / "pairs.jsonl", [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "0"} for n in range(9)])
+    _, files, _ = example(GRPO)
     (tmp_path / "my_reward.py").write_text(files["my_reward.py"])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-TITLES = ["A loop around PPOTrainer.step (TRL 0.7)", "A config and trlx.train", "GRPOTrainer.train (TRL 1.16)"]
+SFT = "SFTTrainer (TRL 1.16)"
+DPO = "DPOTrainer (TRL 1.16)"
+GRPO = "GRPOTrainer (TRL 1.16)"
+PPO = "A loop around PPOTrainer.step (TRL 0.7)"
+TRLX = "A config and trlx.train"
 
 
 def finished(run_dir, episodes):
@@ -150,7 +155,7 @@ def finished(run_dir, episodes):
     return yaml.safe_load((run_dir / "config.yaml").read_text())
 
 
-@pytest.mark.parametrize(("title", "script", "episodes"), [(TITLES[0], ppo, 128), (TITLES[2], grpo, 64)])
+@pytest.mark.parametrize(("title", "script", "episodes"), [(PPO, ppo, 128), (GRPO, grpo, 64)])
 def test_our_command_of_an_example_runs(title, script, episodes, folder):
     """One iteration of it, and the numbers of their script."""
     theirs, _, command = example(title)
@@ -170,8 +175,36 @@ def test_our_command_of_an_example_runs(title, script, episodes, folder):
         assert (flags["group_size"], flags["kl_coef"], run_dir) == (8, 0.0, Path("runs/my_grpo"))
 
 
+@pytest.mark.parametrize(("title", "script"), [(SFT, sft), (DPO, dpo)])
+def test_our_command_for_rows_runs(title, script, folder):
+    """Two steps of it, with the numbers of their script."""
+    theirs, _, command = example(title)
+    ast.parse(theirs)
+    numbers = dict(re.findall(r"(\w+)=([^,\s]+),", theirs))
+    args = tyro.cli(script.Args, args=shlex.split(command)[2:])
+    assert args.micro_batch_size == int(numbers["per_device_train_batch_size"])
+    assert args.batch_size == args.micro_batch_size * int(numbers["gradient_accumulation_steps"])
+    assert (args.epochs, args.lr) == (float(numbers["num_train_epochs"]), float(numbers["learning_rate"]))
+    assert f'"{args.lr_schedule}"' == numbers["lr_scheduler_type"] and f'"{args.run_dir}"' == numbers["output_dir"]
+    _, run_dir = script.main(dataclasses.replace(args, total_steps=2, threads=1))
+    assert log(run_dir)[-1]["step"] == 2
+    AutoModelForCausalLM.from_pretrained(run_dir / "hf_model")
+
+
+def test_our_score_compares_numbers(folder):
+    """The last one, as a whole; their function of the page and README's say the same."""
+    theirs, files, _ = example(GRPO)
+    readme = re.findall(r"```python\n# my_reward.py\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0]
+    expected = {"6": 1, "46": 0, "so 5 + 1 = 6.": 1, "6.5": 0, "-6": 0, "6, no, 7": 0, "": 0}
+    for source in (theirs.partition("\n\nconfig")[0].replace("from trl", "# "), files["my_reward.py"], readme):
+        names = {}
+        exec(source, names)
+        columns = {"samples": [], "prompts": [], "outputs": list(expected), "completions": list(expected)}
+        assert names["score"](**columns, answer=["6"] * len(expected)) == list(expected.values())
+
+
 def test_our_script_of_an_example_runs(folder):
-    theirs, files, _ = example(TITLES[1])
+    theirs, files, _ = example(TRLX)
     ast.parse(theirs)
     (folder / "my_ppo.py").write_text(
         files["my_ppo.py"].replace("total_episodes=12800", "total_episodes=128, threads=1")

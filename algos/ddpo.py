@@ -80,75 +80,75 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
 
     # ---- algorithm
     num_epochs: Count = 100
-    """Length of the run: epochs of sampling images and training on them (the authors' code and TRL: 100)."""
+    """Length of the run in epochs; each samples images and trains on them (the authors' code and TRL: 100)."""
     rollout_batch_size: Count = 256
-    """Images of an epoch, all processes together (Black et al. 2023: 256)."""
+    """Images per epoch, over all processes (Black et al. 2023: 256)."""
     ppo_epochs: Count = 1
     """Passes over the images of an epoch (the authors' code and TRL: 1)."""
     timestep_fraction: Share = 1.0
-    """Train each image on this share of its denoising steps, rounded down but at least one, drawn anew in each pass."""
+    """Share of an image's denoising steps to train on, rounded down but at least one step; drawn anew in each pass."""
     cliprange: NonNegative = 1e-4
-    """Epsilon of the clipped objective, of a ratio per latent dimension (Black et al. 2023: 1e-4, with the 16384
-    dimensions of Stable Diffusion; fewer dimensions need more)."""
+    """Epsilon of the clipped objective, for a ratio per latent dimension (Black et al. 2023: 1e-4, with Stable
+    Diffusion's 16384 dimensions; fewer dimensions need a larger value)."""
     adv_clip_max: Positive = 5.0
     """Clip advantages to [-this, this] (TRL: 5)."""
     per_prompt_stats: bool = True
-    """Normalise a reward by the last rewards of its prompt; off: by those of the epoch."""
+    """Normalise a reward by the most recent rewards of its prompt. When off, normalise by those of the epoch."""
     stat_buffer_size: Count = 32
-    """Rewards kept of each prompt (the authors' code: 16, or 32 where prompts are few)."""
+    """Rewards to keep per prompt (the authors' code: 16, or 32 if there are few prompts)."""
     stat_min_count: Count = 16
-    """Normalise by the epoch's rewards until a prompt has this many (the authors' code: 16)."""
+    """Normalise by the epoch's rewards until a prompt has this many rewards (the authors' code: 16)."""
 
     # ---- sampling
     num_inference_steps: Count = 50
-    """Denoising steps of an image (Black et al. 2023: 50)."""
+    """Denoising steps per image (Black et al. 2023: 50)."""
     eta: Share = 1.0
-    """Noise of a DDIM step, in (0, 1]: 1 is that of DDPM; at 0 there would be nothing to learn from."""
+    """Noise of a DDIM step, in (0, 1]: 1 is the noise of DDPM; at 0 there would be nothing to learn from."""
     guidance_scale: Annotated[float, Range("1 (no guidance) or more", lambda value: 1 <= value < math.inf)] = 5.0
-    """Weight of classifier-free guidance, in sampling and training alike (Black et al. 2023: 5); 1: none, which halves
+    """Weight of classifier-free guidance, in both sampling and training (Black et al. 2023: 5); 1: none, which halves
     the cost."""
     negative_prompt: str = ""
-    """The prompt that guidance leads away from."""
+    """The prompt that guidance steers away from."""
     decode_batch_size: Count = 8
-    """Images that a process samples at once; changes memory and speed, never the result."""
+    """Images that a process samples at once. Changes memory and speed, never the result."""
 
     # ---- optimizer
     lr: Positive = 1e-5
-    """Peak learning rate of AdamW (Black et al. 2023: 1e-5 for all weights; the authors' code: 3e-5; for the adapters
-    of --lora-r that and TRL: 3e-4)."""
+    """Peak learning rate of AdamW (Black et al. 2023: 1e-5 for all weights; the authors' code: 3e-5; for LoRA adapters
+    that code and TRL: 3e-4)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    """Shape of the learning rate schedule after the warm-up."""
     weight_decay: NonNegative = 1e-4
-    """Decoupled weight decay of the weight matrices (not of biases and norms); the authors' code and TRL: 1e-4."""
+    """Decoupled weight decay of weight matrices, not of biases and norms (the authors' code and TRL: 1e-4)."""
     batch_size: Count = 64
-    """Images per optimizer step, each with its denoising steps, all processes together (the authors' code: 64)."""
+    """Images per optimizer step, each with its denoising steps, over all processes (the authors' code: 64)."""
     micro_batch_size: Count = 8
-    """(image, step) pairs per process and forward pass; changes memory and speed, never the result."""
+    """(image, step) pairs per process and forward pass. Changes memory and speed, never the result."""
 
     # ---- data
     dataset: str | None = None
-    """Rows with a prompt, a text (other columns reach the reward): a file, hub id:split, file.py:function; from Python
-    a list."""
+    """Rows with a prompt, which is a text (the reward gets the other columns): a file, a hub id:split, or
+    file.py:function; from Python, a list."""
     eval_dataset: str | None = None
-    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names, always sampled
-    from the same noise; default: the first --rollout-batch-size rows of --dataset."""
+    """Evaluation rows, in the formats of --dataset; several sets separated by commas, or a mapping of names. Always
+    sampled from the same noise. Default: the first --rollout-batch-size rows of --dataset."""
     reward: str | None = None
-    """file.py:function(images, prompts, **columns) -> a number per image; images: float tensor (B, 3, H, W) in
-    [0, 1]."""
+    """file.py:function(images, prompts, **columns) -> one number per image; images: float tensor (B, 3, H, W) in [0,
+    1]."""
     metric: str | None = None
     """file.py:function(images, prompts, **columns) -> {name: list}."""
 
     # ---- model
     lora_r: Natural = 0
-    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights."""
+    """Rank of the LoRA adapters that are trained instead of the weights; 0: train all weights."""
     lora_targets: tuple[str, ...] = ATTENTION
-    """Last names of the modules that get LoRA adapters (TRL: the projections of all attention layers)."""
+    """Last part of the names of modules that get LoRA adapters (TRL: the projections of all attention layers)."""
 
     # ---- run
     save_every: Natural = 20
-    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    """Optimizer steps between checkpoints; 0: only at the end and at the best evaluation."""
     eval_every: Natural = 40
-    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
 
     def __post_init__(self):
         fit_sizes(self)

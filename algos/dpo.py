@@ -85,51 +85,51 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     epochs: Positive = 1.0
     """Passes over the data (code of Rafailov et al. 2023: 1)."""
     total_steps: Count | None = None
-    """Optimizer steps; default: those of --epochs."""
+    """Optimizer steps; default: as many as --epochs takes."""
     beta: Positive = 0.1
-    """Strength of the KL penalty that the loss stands for (Eq. 3): the lower, the farther from the reference (Rafailov
-    et al. 2023: 0.1, for summaries 0.5)."""
+    """Strength of the KL penalty implied by the loss (Eq. 3). A lower value lets the policy move farther from the
+    reference (Rafailov et al. 2023: 0.1, for summaries 0.5)."""
     loss_type: Literal[
         "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
         "apo_zero", "apo_down", "discopop",
     ] = "sigmoid"  # fmt: skip
-    """Loss of a pair, see log_ratio_loss."""
+    """Loss of a pair; see log_ratio_loss."""
     label_smoothing: Fraction = 0.0
-    """Probability that a preference is wrong, in the losses sigmoid (cDPO), robust and exo_pair."""
+    """Assumed probability that a preference is wrong, for the losses sigmoid (cDPO), robust and exo_pair."""
     ref_model: str | None = None
-    """The reference, named as --model; default: --model as it is at the start. Its responses to the evaluation prompts
-    reach --metric as the column ref_output."""
+    """Reference model, given like --model; default: --model at the start. --metric gets its responses to the evaluation
+    prompts as the column ref_output."""
     reference_free: bool = False
-    """Use no reference: every response counts as equally likely under pi_ref."""
+    """Use no reference: treat every response as equally likely under pi_ref."""
     precompute_ref: bool = True
-    """Score all pairs with the reference once, before training; off: a frozen copy scores each batch."""
+    """Score all pairs with the reference once, before training. When off, a frozen copy scores each batch."""
     sft_coef: NonNegative = 0.0
     """Weight of an SFT loss added to the DPO loss: the mean of -log pi over the tokens of the chosen responses (arXiv
-    2404.19733, Eq. 1, takes a mean per response). Keeps their probability, and that of the end token, from falling."""
+    2404.19733, Eq. 1, takes a mean per response). Keeps the probability of these and of the end token from falling."""
     packing: bool = True
-    """Pack several texts into a line, at most as long as the longest text; no text sees another. Turned off for models
-    whose layers would mix them. Changes memory and speed, never the result."""
+    """Pack several texts into one line, no longer than the longest text; texts do not see each other. Turned off for
+    models whose layers would mix them. Changes memory and speed, never the result."""
 
     # ---- optimizer
     lr: Positive = 1e-6
-    """Peak learning rate of AdamW (Rafailov et al. 2023: 1e-6 with 150 steps of warm-up; TRL: 1e-6; adapters of
-    --lora-r take ten times as much)."""
+    """Peak learning rate of AdamW (Rafailov et al. 2023: 1e-6 with 150 steps of warm-up; TRL: 1e-6; LoRA adapters need
+    about ten times as much)."""
     batch_size: Count = 64
-    """Pairs per optimizer step, all processes together (Rafailov et al. 2023: 64)."""
+    """Pairs per optimizer step, over all processes (Rafailov et al. 2023: 64)."""
 
     # ---- data
     dataset: str | None = None
-    """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
+    """Training pairs: a .jsonl/.json/.csv/.parquet file, a hub id:split, or file.py:function; from Python, a list."""
     eval_prompts: str | None = None
-    """Rows with a prompt, all of which are sampled at evaluations. Default: with --metric the first set of
+    """Rows with a prompt; all are sampled at every evaluation. Default: with --metric the first set of
     --eval-dataset."""
     max_length: Count = 1024
-    """Tokens of a side, prompt included. Longer ones are counted and cut at the end; pairs that this leaves without a
-    response are dropped."""
+    """Maximum tokens per text, prompt included. Longer texts are counted and cut at the end; a pair left without a
+    response is dropped."""
     max_prompt_length: Count | None = None
-    """Cut prompts to so many tokens, by --truncation-mode, and count them."""
+    """Cut longer prompts to this many tokens, by --truncation-mode, and count them."""
     truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"
-    """What stays of a prompt that is longer than --max-prompt-length; a beginning token always does."""
+    """Which end of a prompt longer than --max-prompt-length is kept. A beginning token is always kept."""
 
     def __post_init__(self):
         problems = problems_of(self)

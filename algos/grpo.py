@@ -95,50 +95,50 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
 
     # ---- algorithm
     reward: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token, which
-    is summed; or the directory or hub id of a sequence classifier, with :label if it has several, or of the LoRA
-    adapter of one."""
+    """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token,
+    which is summed. Or the directory or hub id of a sequence classifier (with :label if it has several) or of a LoRA
+    adapter for one."""
     rollout_batch_size: Count = 512
-    """Episodes of an iteration, all processes together: --group-size for each prompt."""
+    """Episodes per iteration, over all processes: --group-size for each prompt."""
     group_size: Count = 8
-    """Responses to a prompt, whose scores are compared (Shao et al. 2024: 64; TRL: 8)."""
+    """Responses per prompt, whose scores are compared (Shao et al. 2024: 64; TRL: 8)."""
     ppo_epochs: Count = 1
     """Passes over the episodes of an iteration (mu of Algorithm 1; Shao et al. 2024: 1)."""
     advantage_kind: Literal["std", "mean", "loo"] = "std"
-    """Advantage of a score in its group: less the mean, over the standard deviation (GRPO); less the mean (Dr. GRPO);
-    less the mean of the others (RLOO), G / (G - 1) times the second. AdamW ignores this factor except through
-    --adam-eps, --max-grad-norm and the KL."""
+    """Advantage of a score in its group. std: minus the mean, divided by the standard deviation (GRPO); mean: minus the
+    mean (Dr. GRPO); loo: minus the mean of the others (RLOO), which is G / (G - 1) times `mean`. AdamW ignores this
+    factor except through --adam-eps, --max-grad-norm and the KL."""
     ratio_level: Literal["token", "sequence"] = "token"
-    """Ratio to the policy that sampled: of each token, or their geometric mean over a response (GSPO Eq. 7), with far
+    """Ratio to the policy that sampled: per token, or the geometric mean over a response (GSPO Eq. 7), which needs far
     smaller clip ranges (GSPO Sec. 5.1: 3e-4 and 4e-4)."""
     loss_mean: Literal["sequence", "token", "constant"] = "sequence"
-    """Mean of the loss over an optimizer step: of each response's mean over its tokens (GRPO Eq. 3); over all tokens
-    (DAPO Sec. 3.3); or the sum divided by --batch-size times --max-new-tokens (Dr. GRPO)."""
+    """How an optimizer step averages the loss. sequence: the mean of each response's token mean (GRPO Eq. 3); token:
+    over all tokens (DAPO Sec. 3.3); constant: the sum divided by --batch-size times --max-new-tokens (Dr. GRPO)."""
     cliprange: NonNegative = 0.2
     """How far the ratio may fall below 1 before it is clipped (epsilon of GRPO Eq. 3)."""
     cliprange_high: NonNegative | None = None
-    """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: as --cliprange."""
+    """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: --cliprange."""
     kl_coef: NonNegative = 0.04
-    """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04); with 0 there is no
+    """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04). With 0 there is no
     reference, and no KL is logged."""
 
     # ---- sampling
     max_new_tokens: Count = 512
-    """Longest response, in tokens (Shao et al. 2024: 1024; TRL: 512)."""
+    """Maximum length of a response, in tokens (Shao et al. 2024: 1024; TRL: 512)."""
 
     # ---- optimizer
     lr: Positive = 1e-6
-    """Peak learning rate of AdamW (Shao et al. 2024: 1e-6; adapters of --lora-r need about ten times as much)."""
+    """Peak learning rate of AdamW (Shao et al. 2024: 1e-6; LoRA adapters need about ten times as much)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    """Shape of the learning rate schedule after the warm-up."""
     batch_size: Count = 512
-    """Rows per optimizer step, all processes together (Shao et al. 2024: 1024, all episodes of an iteration)."""
+    """Rows per optimizer step, over all processes (Shao et al. 2024: 1024, all episodes of an iteration)."""
 
     # ---- run
     save_every: Natural = 20
-    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    """Optimizer steps between checkpoints; 0: only at the end and at the best evaluation."""
     eval_every: Natural = 20
-    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
 
     def __post_init__(self):
         fit_sizes(self)

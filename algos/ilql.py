@@ -93,64 +93,64 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     epochs: Positive = 3.0
     """Passes over the data."""
     total_steps: Count | None = None
-    """Optimizer steps; default: those of --epochs."""
+    """Optimizer steps; default: as many as --epochs takes."""
     tau: Fraction = 0.7
-    """Expectile that V learns of Q over the data's actions: 0.5 is their mean, near 1 their maximum (trlX: 0.7; the
+    """Expectile of Q over the data's actions that V learns: 0.5 is the mean, near 1 is the maximum (trlX: 0.7; the
     authors: 0.6 to 0.8)."""
     gamma: Fraction = 0.99
     """Discount per token of the outputs (trlX and the authors: 0.99)."""
     cql_scale: NonNegative = 0.1
-    """Weight of the CQL loss, which lowers Q for actions that the data do not take (trlX: 0.1; the authors: 1e-4 to
+    """Weight of the CQL loss, which lowers Q for actions that are not in the data (trlX: 0.1; the authors: 1e-4 to
     1)."""
     awac_scale: NonNegative = 1.0
     """Weight of the imitation loss (trlX: 1)."""
     awac_beta: NonNegative = 0.0
-    """In the imitation loss a token weighs exp(beta x its advantage); 0: plain imitation (trlX and the authors)."""
+    """Weight a token in the imitation loss by exp(beta x advantage); 0: plain imitation (trlX and the authors)."""
     awac_clip: Positive = 20.0
-    """Largest such weight."""
+    """Maximum of the weights that --awac-beta gives."""
     two_qs: bool = True
-    """Two Q heads, of which the lower value counts; --no-two-qs: one. Losses are summed over the heads. With a target
-    each, gradients and moments they take 12.5 GB beside a model of width 1024 and 152k words."""
+    """Use two Q heads and take the lower of their values; --no-two-qs uses one. Losses are summed over the heads. With
+    targets, gradients and moments, two heads need 12.5 GB for a model of width 1024 and 152k words."""
     polyak_alpha: Share = 0.005
-    """Share of the online Q heads that their targets take over at a synchronisation (the authors: 0.005 at every step;
-    trlX: 0.001 every 5). The summary says how far the targets will have come."""
+    """Weight of the online Q heads when the targets are synchronised with them (the authors: 0.005 at every step; trlX:
+    0.001 every 5). The summary says how far the targets will have moved."""
     steps_for_target_q_sync: Count = 1
-    """Synchronise the target Q heads every so many optimizer steps (the authors: 1; trlX: 5)."""
+    """Optimizer steps between synchronisations of the target Q heads (the authors: 1; trlX: 5)."""
 
     # ---- evaluation by sampling
     betas: tuple[NonNegative, ...] = (0.0, 1.0, 4.0)
-    """Weights (--betas 0 1 4) of the advantage in the policy log pi + beta (min Q^ - V), evaluated in turn as
-    eval/<metric>@beta=<beta>; the best one by the first metric counts. 0 is imitation (trlX: 1, or 1 and 4; the
-    authors: 8 to 16). --eval-temperature divides the whole sum."""
+    """Weights of the advantage in the policy log pi + beta (min Q^ - V), given as --betas 0 1 4. Each is evaluated as
+    eval/<metric>@beta=<beta>; the best by the first metric counts. 0 is imitation (trlX: 1, or 1 and 4; the authors: 8
+    to 16). --eval-temperature divides the whole sum."""
     max_new_tokens: Count = 56
-    """Longest response, in tokens (trlX: 56)."""
+    """Maximum length of a response, in tokens (trlX: 56)."""
     top_k: Natural = 20
-    """Evaluations sample from the k tokens that pi finds likeliest, whatever their Q; 0: from all (trlX: 20, of the
-    whole sum)."""
+    """Evaluations sample from the k most likely tokens under pi, whatever their Q; 0: from all (trlX: 20, by the whole
+    sum)."""
     logit_mask: str | None = None
-    """file.py:function that returns a V x V matrix, from Python also the matrix: True where a column's token must never
-    follow a row's."""
+    """file.py:function that returns a V x V matrix (from Python, also the matrix): True where the column's token must
+    never follow the row's."""
 
     # ---- optimizer
     lr: Positive = 5e-5
-    """Peak learning rate of AdamW (trlX: 5e-5 for GPT-2; the authors: 1e-5 to 1e-4; adapters of --lora-r take ten times
+    """Peak learning rate of AdamW (trlX: 5e-5 for GPT-2; the authors: 1e-5 to 1e-4; LoRA adapters need about ten times
     as much)."""
     batch_size: Count = 128
-    """Rows per optimizer step, all processes together (trlX: 128)."""
+    """Rows per optimizer step, over all processes (trlX: 128)."""
 
     # ---- data
     dataset: str | None = None
-    """Rows with rewards: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
+    """Rows with rewards: a .jsonl/.json/.csv/.parquet file, hub id:split or file.py:function; from Python, a list."""
     eval_prompts: str | None = None
-    """Rows with a prompt to sample from for --metric; default: the first set of --eval-dataset."""
+    """Rows with a prompt, sampled for --metric; default: the first set of --eval-dataset."""
     metric: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}. The first one, of which more is better,
-    chooses the best beta and the best checkpoint."""
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}. The first metric, for which higher is
+    better, chooses the best beta and the best checkpoint."""
     max_length: Count = 1024
-    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut before an
-    action, where they bootstrap."""
+    """Maximum tokens per row; in an encoder-decoder, per prompt and per output. Longer rows are counted and cut before
+    an action, where they bootstrap."""
     normalize_rewards: bool = True
-    """Scale rewards so that the returns of the training rows have standard deviation 1, and mean 0 if all rows end."""
+    """Scale rewards so that the training rows' returns have standard deviation 1, and mean 0 if all rows end."""
 
     def __post_init__(self):
         problems = problems_of(self)

@@ -96,17 +96,17 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
 
     # ---- algorithm
     rollout_batch_size: Count = 512
-    """Episodes of an iteration, all processes together (code of Ziegler et al.: 512)."""
+    """Episodes per iteration, over all processes (code of Ziegler et al.: 512)."""
     ppo_epochs: Count = 4
     """Passes over the episodes of an iteration (code of Ziegler et al.: 4)."""
     kl_coef: NonNegative = 0.05
     """Weight beta of the per-token KL penalty (Ziegler et al. 2019, Eq. 2; Huang et al. 2024: 0.05); 0 turns it off."""
     kl_kind: Literal["kl", "abs", "mse", "k3"] = "kl"
-    """Estimator in the penalty, of x = logprob - ref_logprob: x, |x|, x^2 / 2, or exp(-x) - 1 + x."""
+    """KL estimator in the penalty, with x = logprob - ref_logprob: x, |x|, x^2 / 2, or exp(-x) - 1 + x."""
     kl_target: Positive | None = None
-    """Adapt --kl-coef so that the KL of a sequence (objective/kl) approaches this; default: a fixed coefficient."""
+    """Adapt --kl-coef so that the KL per sequence (objective/kl) approaches this; default: a fixed coefficient."""
     kl_horizon: Count = 10000
-    """Episodes over which the adaptive coefficient moves."""
+    """Number of episodes over which the adaptive coefficient moves."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lam: Fraction = 0.95
@@ -114,47 +114,47 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     cliprange: NonNegative = 0.2
     """Epsilon of the clipped policy loss (PPO Eq. 7)."""
     cliprange_value: NonNegative = 0.2
-    """Clip of the value's change, in units of the reward; 0 turns it off."""
+    """Clip the change of a value to this, in units of the reward; 0: no clipping."""
     vf_coef: NonNegative = 0.1
-    """Weight of the value loss (Ziegler et al. 2019: 0.1). The value loss grows with the squared reward, the whitened
-    advantages do not: rewards far below 1 may need a larger weight."""
+    """Weight of the value loss (Ziegler et al. 2019: 0.1). The value loss grows with the squared reward, but the
+    whitened advantages do not, so rewards far below 1 may need a larger weight."""
     value_head: Literal["linear", "mlp"] = "mlp"
-    """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1. A --model directory with a
-    value head brings its own."""
+    """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1. If the --model directory has
+    a value head, that one is used."""
     value_head_init: Literal["zeros", "normal", "default"] = "default"
-    """Last layer of a new head: zeros, N(0, 0.2) with bias 0, or torch's default."""
+    """Initial last layer of a new head: zeros, N(0, 0.2) with bias 0, or torch's default."""
     detach_value_trunk: bool = False
-    """The value loss trains the value head alone, not the policy's blocks."""
+    """Train only the value head with the value loss, not the policy's blocks."""
     score_scaling: Literal["none", "running", "running-norm", "ref", "ref-norm"] = "none"
-    """Divide scores by the standard deviation of all scores so far (running) or of the first rollout's (ref); -norm
-    subtracts their mean before."""
+    """Divide scores by the standard deviation of all scores so far (running) or of the first rollout's scores (ref).
+    -norm subtracts their mean first."""
     score_clip: NonNegative = 0.0
-    """Clip scores, after scaling, to [-this, this]; 0: never."""
+    """Clip scores, after scaling, to [-this, this]; 0: no clipping."""
     missing_eos_penalty: NonNegative = 0.0
-    """Subtract this from the score of a response that ends with neither end token nor --stop."""
+    """Subtract this from the score of a response that ends with neither an end token nor a --stop string."""
     whiten_rewards: bool = False
-    """Divide the token rewards by their standard deviation; the mean stays."""
+    """Divide the token rewards by their standard deviation, without subtracting the mean."""
     early_stop_kl: NonNegative = 0.0
-    """End the PPO epochs of an iteration after one whose mean policy/approxkl exceeds this; 0: never."""
+    """End an iteration's PPO epochs after one whose mean policy/approxkl exceeds this; 0: never."""
     ratio_threshold: NonNegative = 0.0
     """Skip an optimizer step whose mean ratio exceeds this (TRL: 10); 0: never."""
 
     # ---- sampling
     max_new_tokens: Count = 53
-    """Longest response, in tokens (Huang et al. 2024: 53)."""
+    """Maximum length of a response, in tokens (Huang et al. 2024: 53)."""
     min_length_limit: Count | None = None
-    """Draw the longest length of each rollout response uniformly from this to --max-new-tokens."""
+    """Draw the maximum length of each rollout response uniformly from this to --max-new-tokens."""
 
     # ---- optimizer
     lr: Positive = 1e-5
-    """Peak learning rate of AdamW (code of Ziegler et al.: 1e-5; Huang et al. 2024: 3e-6 for 1 B and more; adapters of
-    --lora-r take ten times as much)."""
+    """Peak learning rate of AdamW (code of Ziegler et al.: 1e-5; Huang et al. 2024: 3e-6 for 1 B and more; LoRA
+    adapters need about ten times as much)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Course of the learning rate after the warm-up."""
+    """Shape of the learning rate schedule after the warm-up."""
     adam_eps: NonNegative = 1e-5
     """Epsilon of AdamW (Huang et al. 2024)."""
     batch_size: Count = 512
-    """Rows per optimizer step, all processes together (code of Ziegler et al.: all episodes of an iteration)."""
+    """Rows per optimizer step, over all processes (code of Ziegler et al.: all episodes of an iteration)."""
 
     def __post_init__(self):
         fit_sizes(self)

@@ -66,27 +66,27 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs):
 
     # ---- algorithm
     epochs: Positive = 1.0
-    """Passes over the data (Ouyang et al. 2022: 1, since more overfit)."""
+    """Passes over the data (Ouyang et al. 2022: 1, because more overfit)."""
     total_steps: Count | None = None
-    """Optimizer steps; default: those of --epochs."""
+    """Optimizer steps; default: as many as --epochs takes."""
     center_coef: NonNegative = 0.0
     """Weight of (r_chosen + r_rejected)^2, which keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 is usual)."""
     packing: bool = True
-    """Pack several texts into a line, at most as long as the longest text; no text sees another. Turned off for models
-    whose layers would mix them. Changes memory and speed, never the result."""
+    """Pack several texts into one line, no longer than the longest text; texts do not see each other. Turned off for
+    models whose layers would mix them. Changes memory and speed, never the result."""
 
     # ---- optimizer
     lr: Positive = 1e-5
-    """Peak learning rate of AdamW (Ouyang et al. 2022: 9e-6; Touvron et al. 2023: 1e-5, for 70 B parameters 5e-6;
-    adapters of --lora-r take ten times as much)."""
+    """Peak learning rate of AdamW (Ouyang et al. 2022: 9e-6; Touvron et al. 2023: 1e-5, for 70 B parameters 5e-6; LoRA
+    adapters need about ten times as much)."""
     batch_size: Count = 64
-    """Pairs per optimizer step, all processes together (Ouyang et al. 2022: all comparisons of 64 prompts)."""
+    """Pairs per optimizer step, over all processes (Ouyang et al. 2022: all comparisons of 64 prompts)."""
 
     # ---- data
     dataset: str | None = None
-    """Pairs for training: a .jsonl/.json/.csv/.parquet file, hub id:split, file.py:function; from Python a list."""
+    """Training pairs: a .jsonl/.json/.csv/.parquet file, a hub id:split, or file.py:function; from Python, a list."""
     max_length: Count = 1024
-    """Tokens of a text, prompt included. Pairs with a longer one are dropped and counted."""
+    """Maximum tokens per text, prompt included. Pairs with a longer text are dropped and counted."""
 
     def __post_init__(self):
         problems = problems_of(self)

@@ -57,26 +57,26 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     epochs: Positive = 3.0
     """Passes over the data (Stanford Alpaca and transformers: 3)."""
     total_steps: Count | None = None
-    """Optimizer steps; default: those of --epochs."""
+    """Optimizer steps; default: as many as --epochs takes."""
     completion_only_loss: bool = True
-    """Train only on completions, outputs of a dialogue and assistant turns of a chat; off: on every token."""
+    """Train only on completions, dialogue outputs and a chat's assistant turns. When off, train on every token."""
     packing: bool = True
-    """Pack several texts into a line, at most as long as the longest text; no text sees another. Turned off for models
-    whose layers would mix them. Changes memory and speed, never the result."""
+    """Pack several texts into one line, no longer than the longest text; texts do not see each other. Turned off for
+    models whose layers would mix them. Changes memory and speed, never the result."""
 
     # ---- optimizer
     lr: Positive = 2e-5
-    """Peak learning rate of AdamW (Stanford Alpaca and TRL: 2e-5; adapters of --lora-r take ten times as much)."""
+    """Peak learning rate of AdamW (Stanford Alpaca and TRL: 2e-5; LoRA adapters need about ten times as much)."""
 
     # ---- data
     dataset: str | None = None
-    """Training rows (text; prompt and completion; messages; dialogue): a .jsonl/.json/.csv/.parquet/.txt file, hub
-    id:split, file.py:function; from Python a list."""
+    """Training rows (text; prompt and completion; messages; dialogue): a .jsonl/.json/.csv/.parquet/.txt file, a hub
+    id:split, or file.py:function; from Python, a list."""
     eval_prompts: str | None = None
-    """Rows with a prompt, all of which are sampled at evaluations. Default: with --metric the first set of
-    --eval-dataset, else none."""
+    """Rows with a prompt; all are sampled at every evaluation. Default: with --metric the first set of --eval-dataset,
+    otherwise none."""
     max_length: Count = 1024
-    """Tokens of a row, of an encoder-decoder those of prompt and output each. Longer rows are counted and cut at the
+    """Maximum tokens per row; in an encoder-decoder, per prompt and per output. Longer rows are counted and cut at the
     end."""
 
     def __post_init__(self):

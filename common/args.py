@@ -108,11 +108,11 @@ class DataArgs:
     required = ("model", "dataset")  # fields that must be given
 
     dataset: str | None = None
-    """Rows with a prompt, a text or chat (other columns reach the reward): a .jsonl/.json/.csv/.parquet/.txt file, hub
-    id:split, file.py:function; from Python a list."""
+    """Rows with a prompt, which is a text or a chat (the reward gets the other columns): a
+    .jsonl/.json/.csv/.parquet/.txt file, a hub id:split, or file.py:function; from Python, a list."""
     eval_dataset: str | None = None
-    """Evaluation rows in the forms of --dataset, several sets joined by commas or as a mapping of names; default: none,
-    in scripts with --reward the first --rollout-batch-size rows of --dataset."""
+    """Evaluation rows, in the formats of --dataset; several sets separated by commas, or a mapping of names. Default:
+    none; in scripts with --reward, the first --rollout-batch-size rows of --dataset."""
 
 
 @dataclass
@@ -120,22 +120,23 @@ class WeightArgs:
     """Weights."""
 
     model: str | None = None
-    """Hub id, directory, or file.py:function that returns one; from Python also the object."""
+    """Hub id, directory, or file.py:function that returns a model; from Python, also the object."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model."""
+    """Branch, tag or commit of a hub model; default: the newest commit."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights and of AdamW's moments. bfloat16 is for LoRA alone, whose adapters stay float32."""
+    """Type of the weights and of AdamW's moments. bfloat16 is only for LoRA; the adapters stay float32."""
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    """Recompute activations in the backward pass: needs less memory, and is about a quarter slower."""
     lora_r: Natural = 0
-    """Rank of LoRA adapters, which are trained in place of the weights; 0: train all weights. A --model that is a LoRA
-    adapter is trained further without this flag."""
+    """Rank of the LoRA adapters that are trained instead of the weights; 0: train all weights. A LoRA adapter given as
+    --model is trained further without this flag."""
     lora_alpha: Positive | None = None
-    """LoRA adapters count alpha / r times; default: the rank, so once."""
+    """LoRA adapters are scaled by alpha / r; default: the rank, which gives a scale of 1."""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """Last names of the modules that get LoRA adapters; all-linear: every linear layer but the output layer or head."""
+    """Last names of the modules that get LoRA adapters; all-linear: all linear layers except the output layer or
+    head."""
 
 
 @dataclass
@@ -143,14 +144,14 @@ class ModelArgs(WeightArgs):
     """Language model."""
 
     tokenizer: str | None = None
-    """Hub id or directory of the tokenizer, from Python also a tokenizer; default: that of --model."""
+    """Hub id or directory of the tokenizer; from Python, also the object. Default: that of --model."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Kernel of the attention; default: sdpa where the model has it. On CPUs eager is a bit faster for short rows, but
-    gives NaN in float64 for left padding in several families."""
+    """Attention kernel; default: sdpa if the model has it. On CPUs eager is slightly faster for short rows, but with
+    left padding it gives NaN in float64 for several model families."""
     num_layers_unfrozen: Layers = -1
     """Train only the top k blocks and the norm after them; 0: only the heads that the script adds; -1: everything."""
     load_in_4bit: bool = False
-    """Load the weights under LoRA adapters (--lora-r, or one as --model) in 4 bits (NF4; arXiv 2305.14314)."""
+    """Load the weights under LoRA adapters (--lora-r, or an adapter as --model) in 4 bits (NF4; arXiv 2305.14314)."""
 
 
 @dataclass
@@ -158,20 +159,20 @@ class SamplingArgs:
     """Sampling."""
 
     max_new_tokens: Count = 64
-    """Longest response, in tokens."""
+    """Maximum length of a response, in tokens."""
     stop: tuple[NonEmpty, ...] = ()
-    """Strings that end a response. The tokens through the one that completes the string stay, and rollouts train them.
-    Reward and metric see the text before it, without trailing space."""
+    """Strings that end a response. Tokens up to the one that completes the string are kept, and rollouts train on them.
+    Reward and metric see the text before the string, without trailing space."""
     eval_temperature: NonNegative = 1.0
-    """Sampling temperature of evaluations; 0: greedy."""
+    """Sampling temperature in evaluations; 0: greedy."""
     top_k: Natural = 0
-    """Evaluations sample from the k likeliest tokens; 0: from all."""
+    """Evaluations sample from the k most likely tokens; 0: from all."""
     top_p: Share = 1.0
-    """Evaluations sample from the smallest set of tokens with this probability; 1: from all."""
+    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
     decode_batch_size: Count = 256
-    """Rows that a process decodes at once; changes memory and speed, never the result."""
+    """Rows that a process decodes at once. Changes memory and speed, never the result."""
     metric: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}."""
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
 
 
 @dataclass
@@ -181,25 +182,25 @@ class OptimizerArgs:
     lr: Positive = 1e-5
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
+    """Shape of the learning rate schedule after the warm-up."""
     lr_final: NonNegative = 0.0
     """Learning rate at the end of a linear or cosine decay."""
     warmup_steps: Natural = 0
     """Optimizer steps of linear warm-up."""
     decay_steps: Count | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final; default: the rest of the run."""
+    """Optimizer steps from the end of the warm-up until --lr-final is reached; default: the rest of the run."""
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of AdamW's moments."""
     adam_eps: NonNegative = 1e-8
     """Epsilon of AdamW."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of the weight matrices (not of biases and norms)."""
+    """Decoupled weight decay of weight matrices (not of biases and norms)."""
     max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm to this; 0: never."""
+    """Clip the global gradient norm to this; 0: no clipping."""
     batch_size: Count = 64
-    """Rows per optimizer step, all processes together."""
+    """Rows per optimizer step, over all processes."""
     micro_batch_size: Count = 8
-    """Rows per process and forward pass; changes memory and speed, never the result."""
+    """Rows per process and forward pass. Changes memory and speed, never the result."""
 
 
 @dataclass
@@ -207,35 +208,35 @@ class RunArgs:
     """Run."""
 
     run_dir: str | None = None
-    """Directory of this run; default runs/<algo>-<hash of everything that decides the result>."""
+    """Directory of the run; default: runs/<algo>-<hash of everything that decides the result>."""
     name: Name | None = None
-    """In place of <algo> in the default of --run-dir, so that you know the run again."""
+    """Replaces <algo> in the default of --run-dir, so that you can recognise the run."""
     resume: str = "auto"
-    """auto: continue the run if it is there; never: repeat it in a new directory; or the path of a checkpoint."""
+    """auto: continue the run if it exists; never: repeat it in a new directory; or the path of a run or checkpoint."""
     seed: int = 1
     """Seed of every random draw."""
     threads: Count | None = None
-    """CPU threads of a process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started it; else its share of
-    the CPUs among the processes on this machine. A container's quota is not read: give it here."""
+    """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
+    an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels (slower on GPUs; CPUs are deterministic without it)."""
+    """Ask torch for deterministic kernels. Slower on GPUs; CPUs are deterministic without it."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass; default: bf16 where the launcher says so, and for float32 weights on a GPU that has
+    """Autocast of the forward pass. Default: bf16 if the launcher says so, and for float32 weights on a GPU that has
     it. Weights and optimizer keep --dtype."""
     save_every: Natural = 100
-    """Checkpoint every so many optimizer steps; 0: only at the end and for the best evaluation."""
+    """Optimizer steps between checkpoints; 0: only at the end and at the best evaluation."""
     keep_checkpoints: Count = 2
-    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    """Number of newest checkpoints to keep; the best by evaluation is also kept."""
     eval_every: Natural = 100
-    """Evaluate every so many optimizer steps, and at the start and the end; 0: never."""
+    """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
     track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Mirror the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    """Also send the metrics to a tracker (WANDB_MODE=offline works without an account)."""
     wandb_project: str = "plainrl"
     """Project name for --track."""
     push_to_hub: Repository | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, with the login of the hub's own tools."""
+    """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools."""
     check: bool = False
-    """Run the first iteration on the longest rows, print its seconds and the peak memory, and exit; writes nothing."""
+    """Run the first iteration on the longest rows, print its time and the peak memory, and exit. Writes nothing."""
 
 
 @dataclass
@@ -245,18 +246,18 @@ class RolloutArgs(DataArgs, SamplingArgs):
     required = (*DataArgs.required, "reward")
 
     max_prompt_length: Count | None = None
-    """Drop and count prompts of more tokens. Without it a prompt that does not fit the model is an error."""
+    """Drop and count prompts with more tokens. Without this flag, a prompt that does not fit the model is an error."""
     reward: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> a number per sample, or a list of one per token; or the
-    directory or hub id of a sequence classifier, with :label if it has several, or of the LoRA adapter of one."""
+    """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token. Or
+    the directory or hub id of a sequence classifier (with :label if it has several) or of a LoRA adapter for one."""
     ref_model: str | None = None
-    """Reference of the KL, named as --model; default: a frozen copy of --model as it is at the start."""
+    """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
     total_episodes: Count = 65536
-    """Length of the run: episodes (a prompt with a response) over all iterations."""
+    """Length of the run in episodes (one prompt with one response), over all iterations."""
     rollout_batch_size: Count = 512
-    """Episodes of an iteration, all processes together."""
+    """Episodes per iteration, over all processes."""
     temperature: Positive = 1.0
-    """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
+    """Sampling temperature of rollouts. Log-probabilities are those of the distribution at this temperature."""
 
     @property
     def num_iterations(self):

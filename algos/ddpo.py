@@ -183,7 +183,7 @@ def ddim_schedule(scheduler, num_inference_steps, eta, device="cpu"):
     timesteps = scheduler.timesteps
     # diffusers' trailing spacing gives fewer or negative timesteps for some numbers of steps
     if len(timesteps) != num_inference_steps or timesteps.min() < 0:
-        raise ValueError(f"the {scheduler.config.timestep_spacing} timesteps of its scheduler are not so many")
+        raise ValueError(f"its {scheduler.config.timestep_spacing} spacing cannot give that many timesteps")
     products = scheduler.alphas_cumprod.double()
     final_alpha = scheduler.final_alpha_cumprod.double()
     alphas = products[timesteps]
@@ -462,7 +462,7 @@ def update(run, policy, optimizer, batch, args):
         if at_first is None:  # the policy has not changed yet: what is there is rounding
             at_first = accelerator.gather(largest).max().item()
             if at_first > args.cliprange / 2 and epoch == 1:
-                run.say(f"warning: rounding moves the ratio by {at_first:.1e}, --cliprange is {args.cliprange}")
+                run.say(f"warning: rounding alone moves the ratio by {at_first:.1e}; --cliprange is {args.cliprange}")
         lr = learning_rate(args, step, run.total_steps)
         step += 1
         grad_norm = optimizer_step(accelerator, unet, optimizer, lr, args, step, where)
@@ -593,8 +593,8 @@ def load(args, path, device):
         add_lora(pipeline.unet, args)
     elif pipeline.unet.dtype.itemsize < 4:
         raise InputError(
-            "--dtype bfloat16: most updates of such weights would round to nothing: leave it out and give "
-            "--mixed-precision bf16, or train adapters with --lora-r"
+            "--dtype bfloat16: most updates of such weights would be lost to rounding: use "
+            "--mixed-precision bf16 instead, or train adapters with --lora-r"
         )
     else:
         pipeline.unet.requires_grad_(True)
@@ -716,7 +716,7 @@ def summary(run, policy, data):
         f"eta {args.eta:g}",
         f"{args.num_epochs} epochs x ({args.rollout_batch_size} images of {args.num_inference_steps} steps, "
         f"{len(with_noise)} of them with noise; then {updates_per_epoch(args)} optimizer steps of {args.batch_size} "
-        f"images x {steps} steps: {pairs} pairs a process, {args.micro_batch_size} a forward)",
+        f"images x {steps} steps: {pairs} pairs per process, {args.micro_batch_size} per forward pass)",
     ]
     return wrapped(lines)
 

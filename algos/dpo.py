@@ -136,13 +136,13 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
         if self.num_layers_unfrozen == 0:
             problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
         if self.label_smoothing >= 0.5:
-            problems.append(f"--label-smoothing {self.label_smoothing} must be below 0.5, where no preference is left")
+            problems.append(f"--label-smoothing {self.label_smoothing} must be below 0.5, or no preference is left")
         if self.label_smoothing and self.loss_type not in SMOOTHED:
-            problems.append(f"--label-smoothing {self.label_smoothing} does not go with --loss-type {self.loss_type}")
+            problems.append(f"--label-smoothing {self.label_smoothing} does not work with --loss-type {self.loss_type}")
         if self.loss_type == "exo_pair" and not self.label_smoothing:
             problems.append("--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)")
         if self.reference_free and self.ref_model is not None:
-            problems.append("--reference-free does not go with --ref-model")
+            problems.append("--reference-free does not work with --ref-model")
         stop_if(problems)
 
 
@@ -233,7 +233,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     triples = pair_texts(rows, tokenizer, flag)
     for number, (prompt, _, _) in enumerate(triples, 1):
         if not prompt and (chat or "prompt" not in rows[0]):
-            raise InputError(f"{flag} row {number}: chosen and rejected begin differently: add the column prompt")
+            raise InputError(f"{flag} row {number}: chosen and rejected begin differently: add a prompt column")
     prompt_texts = [prompt for prompt, _, _ in triples]
     chosen_texts = [prompt + chosen for prompt, chosen, _ in triples]
     rejected_texts = [prompt + rejected for prompt, _, rejected in triples]
@@ -272,7 +272,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
             pairs.append((chosen, rejected, len(prompt)))
     report = (
         f"{len(rows)} pairs, {prompts_cut} prompts and the responses of {responses_cut} cut, "
-        f"{without_room} dropped without room for a response, {equal} dropped as equal"
+        f"{without_room} dropped for lack of room for a response, {equal} dropped as equal"
     )
     if not pairs:
         raise InputError(f"{flag}: no pair is left: {report} (--max-length, the model's positions)")
@@ -478,7 +478,7 @@ def summary(run, lm, tokenizer, data, max_length):
     ends = end_tokens(lm)
     if not any(trains_end(pair, ends) for pair in data.pairs):
         named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
-        lines.append(f"warning: no row trains the end token {named}: responses will not end")
+        lines.append(f"warning: no row trains the end token {named}, so responses will not end")
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, *_ in data.pairs)
     chosen, rejected, prompt_length, *_ = data.pairs[0]
     prompt = visible(tokenizer.decode(chosen[:prompt_length]))
@@ -492,12 +492,12 @@ def summary(run, lm, tokenizer, data, max_length):
     lines += [
         run.describe(lm),
         f"data: {data.report}",
-        f"tokens of the longer side: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+        f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: [{prompt[-400:]}] | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, beta {args.beta:g}, reference: {reference}, at most {max_length} "
-        f"tokens a side, {args.max_new_tokens} new tokens, {epochs:.3g} epochs",
-        f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
-        f"{args.micro_batch_size} a forward pass",
+        f"tokens per text, {args.max_new_tokens} new tokens, {epochs:.3g} epochs",
+        f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs per process, at most "
+        f"{args.micro_batch_size} per forward pass",
     ]
     if data.prompts:
         lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"

@@ -144,7 +144,7 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
         fit_sizes(self)
         problems = problems_of(self)
         if self.group_size == 1:
-            problems.append("--group-size 1 must be at least 2: a response is compared with the others of its group")
+            problems.append("--group-size 1 must be at least 2: a response is compared with the others in its group")
         if self.rollout_batch_size % max(1, self.group_size):
             problems.append(
                 f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --group-size {self.group_size}"
@@ -423,7 +423,7 @@ def summary(run, lm, data):
         f"{args.total_episodes} episodes",
         f"{args.num_iterations} iterations x ({args.rollout_batch_size // args.group_size} groups of "
         f"{args.group_size} episodes, then {run.stride} optimizer steps of {args.batch_size}: "
-        f"{args.batch_size // run.accelerator.num_processes} rows a process, {args.micro_batch_size} a forward)",
+        f"{args.batch_size // run.accelerator.num_processes} per process, {args.micro_batch_size} per forward pass)",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"

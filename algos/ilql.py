@@ -155,11 +155,11 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     def __post_init__(self):
         problems = problems_of(self)
         if self.tau in (0, 1):
-            problems.append(f"--tau {self.tau} must be above 0 and below 1, or V has no bound")
+            problems.append(f"--tau {self.tau} must be above 0 and below 1, or V is unbounded")
         if not self.betas:
-            problems.append("--betas is empty: name one number or several")
+            problems.append("--betas is empty: give at least one number")
         if self.eval_prompts is not None and self.metric is None:
-            problems.append("--eval-prompts is given without --metric, which scores what is sampled")
+            problems.append("--eval-prompts needs --metric, which scores the samples")
         stop_if(problems)
 
 
@@ -292,7 +292,7 @@ class PolicyWithQ(nn.Module):
             weights = safetensors.torch.load_file(Path(directory) / HEADS_FILE)
             if self.head_weights().keys() != weights.keys():
                 flag = "--two-qs" if "q_heads.1.0.weight" in weights else "--no-two-qs"
-                raise RuntimeError(f"it is of {flag}")
+                raise RuntimeError(f"it was written with {flag}")
             self.load_state_dict(self.state_dict() | weights)
         except (RuntimeError, safetensors.SafetensorError) as error:
             raise InputError(f"{directory}/{HEADS_FILE} does not fit the model: {error}") from None
@@ -330,8 +330,8 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     counts = sorted(len(episode.actions) for episode in episodes)
     ended = sum(episode.done for episode in episodes)
     report = (
-        f"{len(rows)} rows, {num_cut} cut, {len(rows) - len(episodes)} dropped without an action left, {ended} ended; "
-        f"actions of a row: {counts[0]} to {counts[-1]}, median {counts[len(counts) // 2]}"
+        f"{len(rows)} rows, {num_cut} cut, {len(rows) - len(episodes)} dropped with no action left, {ended} ended; "
+        f"actions per row: {counts[0]} to {counts[-1]}, median {counts[len(counts) // 2]}"
     )
     return episodes, report
 
@@ -346,7 +346,7 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
     """
     truncated = row.get("truncated")
     if truncated not in (None, 0, 1):
-        raise InputError(f"{where}: 'truncated' must be true or false, it is {truncated!r:.60}")
+        raise InputError(f"{where}: 'truncated' must be true or false, not {truncated!r:.60}")
     outputs = [(begin, end) for begin, end, trained in spans if trained]
     longest = max_length
     num_over = 0
@@ -381,7 +381,7 @@ def place_rewards(reward, outputs, where):
     are_numbers = all(isinstance(value, Real) and abs(value) < 1e38 for value in values)
     if not are_numbers or len(values) != len(outputs):
         form = f"a finite number, or a list of {len(outputs)}, one for each output"
-        raise InputError(f"{where}: 'reward' must be {form}, it is {reward!r:.60}")
+        raise InputError(f"{where}: 'reward' must be {form}, not {reward!r:.60}")
     rewarded = list(zip(outputs, values, strict=True))
     placed = {places[-1]: float(value) for places, value in rewarded if places}
     if placed and any(value for places, value in rewarded if not places):  # without any action the row is dropped
@@ -636,7 +636,7 @@ def check_logit_mask(logit_mask, lm):
     if logit_mask is None:
         return None
     if lm.config.is_encoder_decoder:
-        raise InputError("--logit-mask is not for encoder-decoders")
+        raise InputError("--logit-mask does not work with encoder-decoders")
     size = lm.get_output_embeddings().weight.shape[0]
     with suppress(TypeError, ValueError, RuntimeError):
         logit_mask = torch.as_tensor(logit_mask)
@@ -696,10 +696,10 @@ def summary(run, policy, tokenizer, data):
         f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first row, [not actions]: {marked_actions(tokenizer, first_row)[:800]}; its return, as used: "
         f"{sum(first_row.rewards):.4g}",
-        f"lr {args.lr:g} {args.lr_schedule}, beta {betas}, at most {data.max_length} tokens a row, "
-        f"{args.max_new_tokens} new tokens, {epochs:.3g} epochs; targets take over {taken_over:.0%} of Q",
-        f"{run.total_steps} steps x {args.batch_size} rows; each step {share} rows a process, at most "
-        f"{args.micro_batch_size} a forward pass",
+        f"lr {args.lr:g} {args.lr_schedule}, beta {betas}, at most {data.max_length} tokens per row, "
+        f"{args.max_new_tokens} new tokens, {epochs:.3g} epochs; targets move {taken_over:.0%} of the way to Q",
+        f"{run.total_steps} steps x {args.batch_size} rows; each step {share} rows per process, at most "
+        f"{args.micro_batch_size} per forward pass",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"

@@ -164,11 +164,11 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
                 f"--min-length-limit {self.min_length_limit} must be at most --max-new-tokens {self.max_new_tokens}"
             )
         if self.kl_target is not None and self.kl_coef == 0:
-            problems.append("--kl-target needs a --kl-coef above 0, which it multiplies")
+            problems.append("--kl-target needs a --kl-coef above 0, which it adapts")
         if self.kl_target is not None and self.kl_horizon < self.rollout_batch_size:
             problems.append(
                 f"--kl-horizon {self.kl_horizon} must be at least --rollout-batch-size {self.rollout_batch_size}, "
-                "or --kl-coef may turn negative"
+                "or --kl-coef may become negative"
             )
         if 0 < self.ratio_threshold <= 1:
             problems.append(f"--ratio-threshold {self.ratio_threshold} must be 0 or more than 1")
@@ -583,8 +583,8 @@ def summary(run, policy, data):
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
         f"{args.num_iterations} iterations x ({args.rollout_batch_size} episodes, then {run.stride} "
-        f"optimizer steps of {args.batch_size}: {args.batch_size // run.accelerator.num_processes} rows a process, "
-        f"{args.micro_batch_size} a forward)",
+        f"optimizer steps of {args.batch_size}: {args.batch_size // run.accelerator.num_processes} per process, "
+        f"{args.micro_batch_size} per forward pass)",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"

@@ -127,11 +127,11 @@ def load_classifier(args, path):
     auto_class = "AutoModelForSequenceClassification"
     model, tokenizer, missing = load_pretrained(auto_class, args, path, "--model", num_labels=1)
     if model.config.num_labels != 1:
-        raise InputError(f"--model has {model.config.num_labels} labels, a reward model has one")
+        raise InputError(f"--model has {model.config.num_labels} labels, but a reward model has one")
     if model.config.is_encoder_decoder:
         raise InputError("--model is an encoder-decoder: reward.py reads the scores of decoders and of encoders")
     if missing and model._hf_peft_config_loaded:
-        raise InputError(f"--model {path}: a LoRA adapter without {missing[0]}: name a model that it is merged into")
+        raise InputError(f"--model {path}: a LoRA adapter without {missing[0]}: merge it into its model and give that")
     lost = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
     stop_if([f"--model {path}: {name} is missing" for name in lost[:1]])
     for number, name in enumerate(missing):
@@ -161,7 +161,7 @@ def encode_texts(rows, tokenizer, max_length, flag):
     margins = [row.get("margin", 0.0) for row in rows]
     for number, margin in enumerate(margins, 1):
         if not isinstance(margin, int | float) or not math.isfinite(margin):
-            raise InputError(f"{flag} row {number}: 'margin' must be a finite number, it is {margin!r:.60}")
+            raise InputError(f"{flag} row {number}: 'margin' must be a finite number, not {margin!r:.60}")
     ended = [True] * len(rows)
     chosen_ids = classifier_ids(tokenizer, chosen_texts, ended)
     rejected_ids = classifier_ids(tokenizer, rejected_texts, ended)
@@ -304,9 +304,9 @@ def summary(run, lm, new_head, data, max_length):
         f"data: {data.report}",
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: {prompt[-400:]} | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
-        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens a text, {epochs:.3g} epochs",
-        f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs a process, at most "
-        f"{args.micro_batch_size} a forward pass",
+        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per text, {epochs:.3g} epochs",
+        f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs per process, at most "
+        f"{args.micro_batch_size} per forward pass",
     ]
     return wrapped(lines)
 

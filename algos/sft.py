@@ -132,8 +132,8 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
     counts = sorted(num_labels(labels) for _, labels in examples)
     tokens = sum(len(ids) for ids, _ in examples)
     report = (
-        f"{len(rows)} rows, {truncated} cut at the end, {len(rows) - len(examples)} dropped without a label left; "
-        f"labels on {sum(counts) / tokens:.1%} of {tokens:,} tokens, a row {counts[0]} to {counts[-1]}, "
+        f"{len(rows)} rows, {truncated} cut at the end, {len(rows) - len(examples)} dropped with no label left; "
+        f"labels on {sum(counts) / tokens:.1%} of {tokens:,} tokens, per row {counts[0]} to {counts[-1]}, "
         f"median {counts[len(counts) // 2]}"
     )
     return examples, report
@@ -221,7 +221,7 @@ def load(args, path, device):
     """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
     lm, tokenizer = load_lm(args, path, device)
     if lm.config.is_encoder_decoder and not args.completion_only_loss:
-        raise InputError("--no-completion-only-loss is not for encoder-decoders")
+        raise InputError("--no-completion-only-loss does not work with encoder-decoders")
     return lm, tokenizer
 
 
@@ -251,18 +251,18 @@ def summary(run, lm, tokenizer, data, max_length):
     ends = end_tokens(lm)
     if all(set(labels).isdisjoint(ends) for _, labels in data.examples):
         named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
-        lines.append(f"warning: no row trains the end token {named}: responses will not end")
+        lines.append(f"warning: no row trains the end token {named}, so responses will not end")
     lengths = sorted(len(ids) for ids, _ in data.examples)
     epochs = run.total_steps * args.batch_size / len(data.examples)
     share = args.batch_size // run.accelerator.num_processes
     lines += [
         run.describe(lm),
-        f"data: {data.report}; tokens of a row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+        f"data: {data.report}; tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first row, [without loss]: {marked(tokenizer, *data.examples[0])[:800]}",
-        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens a row, {args.max_new_tokens} new tokens, "
+        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per row, {args.max_new_tokens} new tokens, "
         f"{epochs:.3g} epochs",
-        f"{run.total_steps} steps x {args.batch_size} rows; each step {share} rows a process, at most "
-        f"{args.micro_batch_size} a forward pass",
+        f"{run.total_steps} steps x {args.batch_size} rows; each step {share} rows per process, at most "
+        f"{args.micro_batch_size} per forward pass",
     ]
     if data.prompts:
         lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"

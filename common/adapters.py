@@ -20,9 +20,9 @@ def train_adapters(lm, args, heads=()):
     Adapters are at least float32, since small updates would be lost in bfloat16."""
     is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
     if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
-        raise InputError("--model is a LoRA adapter, trained as it is: leave out --lora-r and --num-layers-unfrozen")
+        raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
     if args.load_in_4bit and not (args.lora_r or is_loaded):
-        raise InputError("--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r")
+        raise InputError("--load-in-4bit: 4-bit weights cannot be trained: add --lora-r")
     if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
         raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
@@ -50,7 +50,7 @@ def add_adapters(lm, args, heads):
     names = [f".{name}" for name, _ in lm.named_modules()]
     for target in args.lora_targets:
         if targets != "all-linear" and not any(name.endswith(f".{target}") for name in names):
-            raise InputError(f"--lora-targets: no module of --model has the name {target}")
+            raise InputError(f"--lora-targets: no module of --model is named {target}")
     config = LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha or args.lora_r,
@@ -61,7 +61,7 @@ def add_adapters(lm, args, heads):
         revision=args.revision,
     )
     if not lm.name_or_path:
-        raise InputError("--model is an object without name_or_path, by which adapters find it: set it")
+        raise InputError("--model is an object without name_or_path, by which adapters find their base: set it")
     if os.path.isdir(lm.name_or_path):  # found from everywhere
         lm.name_or_path = os.path.realpath(lm.name_or_path)
     try:

@@ -29,7 +29,7 @@ Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
 NonEmpty = Annotated[str, Range("a text that is not empty", bool)]
-Name = Annotated[str, Range("letters and digits, behind the first also . _ -", re.compile(r"[^\W_][\w.-]*").fullmatch)]
+Name = Annotated[str, Range("letters and digits, after the first also . _ -", re.compile(r"[^\W_][\w.-]*").fullmatch)]
 Repository = Annotated[str, Range("org/name", re.compile(r"[^/]+/[^/]+").fullmatch)]
 
 
@@ -88,7 +88,7 @@ def problems_of(args):
         if args.lora_r and args.num_layers_unfrozen != -1:
             problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
         if args.load_in_4bit and args.dtype == "float64":
-            problems.append("--load-in-4bit does not go with --dtype float64")
+            problems.append("--load-in-4bit does not work with --dtype float64")
     if hasattr(args, "rollout_batch_size") and args.rollout_batch_size % max(1, args.batch_size):
         size = f"--rollout-batch-size {args.rollout_batch_size}"
         problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")

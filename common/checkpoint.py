@@ -95,8 +95,8 @@ def unpack_state(path, state, model, optimizer, frozen):
     if not math.isclose(state["frozen"], frozen_sum, rel_tol=1e-9):  # threads change the last digits
         others.append("frozen ones")
     if others:
-        advice = "keep its --model and --lora-r, or name its model without --resume"
-        raise InputError(f"--resume {path} is of other weights, among them {others[0]}: {advice}")
+        advice = "keep its --model and --lora-r, or give its model as --model without --resume"
+        raise InputError(f"--resume {path} holds other weights, such as {others[0]}: {advice}")
     if (path / "optim.safetensors").exists():
         moments = {}
         for key, value in safetensors.torch.load_file(path / "optim.safetensors").items():
@@ -156,7 +156,7 @@ def newest_checkpoint(run_dir, warn):
         except InputError as error:
             warn(f"{error}; falling back to the one before")
     if paths:
-        raise InputError(f"every checkpoint in {folder} is broken: --resume never starts again in a new directory")
+        raise InputError(f"every checkpoint in {folder} is broken: start in a new directory with --resume never")
     return None, {}
 
 
@@ -226,7 +226,7 @@ def push(directory, repository):
         HfApi().upload_folder(repo_id=repository, folder_path=directory)
     except Exception as error:  # whatever went wrong, the local copy is there
         reason = " ".join(str(error).split())
-        raise InputError(f"--push-to-hub {repository} failed ({reason}); the model is whole in {directory}") from None
+        raise InputError(f"--push-to-hub {repository} failed ({reason}); the full model is in {directory}") from None
 
 
 def write_text(path, text):

@@ -74,8 +74,8 @@ def parse(argv, args_class, task=None):
     prog = " --config ".join([Path(sys.argv[0]).name, *paths])  # so that tyro's errors name the files
     args = tyro.cli(args_class, prog=prog, args=words)
     if takes_task and os.environ.get("RANK", "0") == "0":
-        print("no --model, --dataset or --config: this is the embedded task, with the settings of")
-        print(f"{task}; flags win over them", flush=True)
+        print("no --model, --dataset or --config: running the embedded task with the settings of")
+        print(f"{task}; flags override them", flush=True)
     return args
 
 
@@ -158,8 +158,8 @@ def refuse_other_names(words, args_class, script=""):
 
 # ---- Help ------------------------------------------------------------------------------------------------------------
 
-DEFAULTS = """Defaults are for pretrained models. Without --model, --dataset and --config: the embedded task, with
-settings of its own. --config FILE reads flags from a YAML file; flags win over it."""
+DEFAULTS = """The defaults are for pretrained models. Without --model, --dataset and --config, the script runs its
+embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
 
 
 def help_text(args_class, everything):
@@ -167,7 +167,7 @@ def help_text(args_class, everything):
     or the names of these groups."""
     import docstring_parser  # comes with tyro
 
-    groups = {"must be given, but for the embedded task": list(args_class.required), "algorithm": []}
+    groups = {"required, except for the embedded task": list(args_class.required), "algorithm": []}
     texts = {}
     for base in filter(dataclasses.is_dataclass, reversed(args_class.__mro__)):
         title = "algorithm" if base is args_class else inspect.getdoc(base).lower().rstrip(".")
@@ -179,7 +179,7 @@ def help_text(args_class, everything):
     hints = typing.get_type_hints(args_class)
     shared = [*groups][2:]
     if not everything:
-        parser.epilog = f"--help all lists the flags that scripts share, too: {', '.join(shared)}."
+        parser.epilog = f"--help all also lists the flags that scripts share: {', '.join(shared)}."
         groups = {title: groups[title] for title in groups if title not in shared}
     for title, names in groups.items():
         group = parser.add_argument_group(title)
@@ -189,7 +189,7 @@ def help_text(args_class, everything):
             default = getattr(args_class, name, None)
             if default is True:
                 flag = flag_of(f"no_{name}")
-                text = f"Switches off: {text}"
+                text = f"On by default; this flag turns it off. {text}"
             if hints[name] is not bool and default not in (None, (), ""):
                 text += f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
             group.add_argument(flag, metavar=values_of(hints[name]), help=text)

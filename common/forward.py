@@ -240,11 +240,11 @@ def padding_problem(lm):
 def packing_problem(lm):
     """Why rows in one line, told apart by positions that begin anew, are not as if alone."""
     if "flash" in str(lm.config._attn_implementation):
-        return "flash attention reads such positions where there is one line alone"
+        return "flash attention reads such positions only if there is a single line"
     first = torch.arange(9) < 4
     positions = torch.tensor([*range(4), *range(5)])
     if leaks(lm, first, ~first, position_ids=positions):
-        return "its layers read on from one row into the next"
+        return "its layers carry over from one row into the next"
     return None
 
 

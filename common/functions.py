@@ -48,7 +48,7 @@ def load_function(spec, flag):
     try:
         keywords = yaml.safe_load("{" + options + "}")
     except yaml.YAMLError:
-        raise InputError(f"{flag} {spec}: expected key=value,... behind the function") from None
+        raise InputError(f"{flag} {spec}: expected key=value,... after the function") from None
     return functools.partial(function, **keywords)
 
 
@@ -101,7 +101,7 @@ def call_function(function, name, rows, given):
     rows, as lists. Without **columns it gets those that it names. name: how errors call it."""
     columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
     taken = columns.keys() & given.keys()
-    stop_if([f"rename the column {column!r} of the rows: {name} gets something else by this name" for column in taken])
+    stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
     values = copy.deepcopy(columns | given)
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
@@ -143,7 +143,7 @@ TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "rewa
 def call_metric(function, name, rows, given):
     """{column: values per row} of a metric function."""
     columns = call_function(function, name, rows, given)
-    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}, no name one of {', '.join(TAKEN)}"
+    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}, with no name from {', '.join(TAKEN)}"
     if not isinstance(columns, dict) or not columns:
         raise InputError(f"{expected}; it returned {columns!r:.60}")
     checked = {column: floats(values, len(rows)) for column, values in columns.items()}

@@ -42,7 +42,7 @@ def identity(algo, args, script):
     flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
     unknown = [flag_of(name) for name, text in flags.items() if str(text).endswith(UNKNOWN)]
     if unknown and not args.run_dir:
-        raise InputError(f"{', '.join(unknown)}: an object that cannot be compared between runs: give --run-dir, too")
+        raise InputError(f"{', '.join(unknown)}: such an object cannot be compared between runs: also give --run-dir")
     files = {"script": sha256(script), "imports": hash_of_files(with_imports(Path(script).resolve())[1:])}
     files |= {f"common/{path.name}": sha256(path) for path in sorted((ROOT / "common").glob("*.py"))}
     for name in flags:
@@ -225,7 +225,7 @@ def nearly_the_same(folder, new):
             begun = any(path.parent.glob("checkpoints/step_????????"))
             if near and begun and old["algo"] == new["algo"] and old["hash"] != new["hash"]:
                 lines = "; ".join(differences(old, new))
-                return f"{path.parent} holds nearly this run ({lines}); to continue that one: --resume {path.parent}"
+                return f"{path.parent} holds almost the same run ({lines}); to continue it: --resume {path.parent}"
     return None
 
 

@@ -42,9 +42,9 @@ def launch(args, fsdp=True):
     if args.batch_size % processes:
         raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {processes} processes")
     if accelerator.mixed_precision == "fp16":
-        raise InputError("use --mixed-precision bf16 or no: fp16 is not offered")
+        raise InputError("use --mixed-precision bf16 or no: fp16 is not supported")
     if accelerator.distributed_type == "FSDP" and not (fsdp and accelerator.is_fsdp2):
-        raise InputError("FSDP: set fsdp_version to 2; ddpo.py needs whole weights, launch it without")
+        raise InputError("FSDP: set fsdp_version to 2; ddpo.py needs whole weights, so launch it without FSDP")
     return accelerator
 
 

@@ -168,11 +168,11 @@ class Run:
         if old and old["algo"] != new["algo"]:
             raise InputError(f"{folder} holds a run of {old['algo']}.py: choose another --run-dir")
         if old and not same and not own:
-            hint = f"choose another --run-dir, or continue it as it now is with --resume {folder}"
+            hint = f"choose another --run-dir, or continue it under the new one with --resume {folder}"
             lines = "\n  ".join(differences(old, new))
             raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists() and (folder / "hf_model").exists():
-            self.say(f"{folder} is finished, its model is in {folder}/hf_model; --resume never repeats the run")
+            self.say(f"{folder} is finished; its model is in {folder}/hf_model. To repeat the run give --resume never")
             return folder, None, {}, True, True
         same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
         if same:
@@ -203,7 +203,7 @@ class Run:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             process = (folder / ".lock").read_text()
-            raise InputError(f"{folder} is locked by the running process {process}: end that one first") from None
+            raise InputError(f"{folder} is in use by process {process}: stop that one first") from None
         except (OSError, ValueError) as error:
             raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
         self.lock.truncate(0)
@@ -240,7 +240,7 @@ class Run:
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
             if self.iteration >= iterations and not self.same:
-                raise InputError(f"--resume {self.args.resume}: nothing is left to train; ask for more steps")
+                raise InputError(f"--resume {self.args.resume}: nothing is left to train; give more steps")
         # after a step that torch takes to fill the moments
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._on_step)
@@ -378,8 +378,8 @@ class Run:
             self._save(step)
         newest = max(self.dir.glob("checkpoints/step_????????"), default=None)
         if newest:
-            after = f"after a repair of its files with --resume {self.dir}"
-            self.say(f"the last whole step is in {newest}; the same command continues there, {after}")
+            after = f"or with --resume {self.dir} if you edit its files"
+            self.say(f"the last complete step is in {newest}; the same command continues there, {after}")
 
     def _save(self, step):
         """Writes a checkpoint. A full disk is a warning: older checkpoints are intact, the next save tries again."""
@@ -413,7 +413,7 @@ class Run:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not self.stepped:
             raise SystemExit(128 + number)
-        screen.headline = "stopping after this iteration (Ctrl-C again: at once)"  # to print is not safe here
+        screen.headline = "stopping after this iteration (Ctrl-C again stops at once)"  # to print is not safe here
 
     def stop_requested(self):
         """Whether any rank has had a signal. Sets is_late: whether rank 0 finds the last save too long ago. Collective;
@@ -554,7 +554,7 @@ class Run:
             names = [self.headline, *self.shown]
             report.draw_curves(self._records("metrics.jsonl"), names, title, self.dir / "curve.png")
         except Exception as error:
-            self.say(f"warning: curve.png is not drawn: {' '.join(str(error).split())}")
+            self.say(f"warning: curve.png could not be drawn: {' '.join(str(error).split())}")
 
     def _finish(self, prompt, usage):
         self._draw()

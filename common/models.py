@@ -61,7 +61,7 @@ def loading(flag, name):
     if isinstance(name, str):
         refuse_mistyped(name, flag)
         if Path(name, "hf_model").is_dir():
-            raise InputError(f"{flag} {name} is a run directory: name {name}/hf_model")
+            raise InputError(f"{flag} {name} is a run directory: give {name}/hf_model")
     try:
         yield
     except Exception as error:  # the libraries' errors have no common class
@@ -86,7 +86,7 @@ def load_tokenizer(args, path, base, revision):
     files = " ".join(file.name for file in Path(source).glob("*"))  # none of a hub id
     if files and not re.search("token|vocab|[.]model", files):
         if source != path or not base:  # transformers would make one up
-            raise ValueError("it holds no tokenizer: name one with --tokenizer")
+            raise ValueError("it has no tokenizer: give one with --tokenizer")
         source = base
     if source != path:
         revision = None
@@ -118,7 +118,7 @@ def load_weights(auto_class, path, base, revision, keywords):
         missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings
         mismatched = [entry for entry in mismatched if entry[0] in from_base]
     for name, shape, expected in mismatched:
-        raise ValueError(f"{name} is of shape {[*shape]}, expected {[*expected]}")
+        raise ValueError(f"{name} has shape {[*shape]}, expected {[*expected]}")
     return model, sorted(missing)
 
 
@@ -152,11 +152,11 @@ def check_model(model, tokenizer, missing, is_lm):
     for adapter in adapters:
         is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
         if not is_plain or adapter.trainable_token_indices or adapter.ensure_weight_tying or adapter.lora_bias:
-            raise ValueError("its adapter is not plain LoRA: the export would lose a part of it")
+            raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
     if is_lm:
         kinds = [model.config.architectures, *[adapter.task_type for adapter in adapters]]
         if re.search("Classification|SEQ_CLS", str(kinds)):  # whose output layer may be the embedding
-            raise ValueError("it is a classifier: name a language model")
+            raise ValueError("it is a classifier: give a language model")
         if missing:
             raise ValueError(f"{missing[0]} is missing")
         if tokenizer.eos_token_id is None:
@@ -229,7 +229,7 @@ def make_reference(args, path, lm, tokenizer):
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
         if not same_vocabulary or ref.config.is_encoder_decoder != lm.config.is_encoder_decoder:
-            raise InputError(f"--ref-model {args.ref_model} is of another kind or has another vocabulary than --model")
+            raise InputError(f"--ref-model {args.ref_model} differs from --model in kind or vocabulary")
         if ref is not lm:  # one object for both flags
             ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
             share_frozen(ref, lm)
@@ -283,8 +283,8 @@ def freeze(lm, num_layers_unfrozen):
         router.requires_grad_(False)
     for weight in lm.parameters():
         if weight.requires_grad and weight.itemsize < 4:  # measured: 15 % of the weights change in 300 steps of 1e-5
-            problem = "most updates of such weights would round to nothing: leave it out"
-            raise InputError(f"--dtype bfloat16: {problem} and give --mixed-precision bf16, or --lora-r")
+            problem = "most updates of such weights would be lost to rounding"
+            raise InputError(f"--dtype bfloat16: {problem}: use --mixed-precision bf16 instead, or --lora-r")
 
 
 def draw_layers(head, seed, *stream):
@@ -366,7 +366,7 @@ def as_decoder(lm):
     if not lm.config.is_encoder_decoder:
         problem = padding_problem(lm)
         if problem:
-            raise InputError(f"--model {lm.name_or_path}: {problem}, so that rows of several lengths cannot be sampled")
+            raise InputError(f"--model {lm.name_or_path}: {problem}, so rows of different lengths cannot be sampled")
     elif not isinstance(lm, Seq2Seq):
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
     lm.plain_output = has_plain_output(lm)

@@ -37,10 +37,10 @@ def load_rows(data, flag):
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
     if isinstance(rows, dict):
-        raise InputError(f"{flag} is one mapping, {rows!r:.60}: expected a list with a mapping for each row")
+        raise InputError(f"{flag} is one mapping, {rows!r:.60}: expected a list with one mapping per row")
     rows = list(rows)
     if not rows:
-        raise InputError(f"{flag} {data!s:.60} holds no rows")
+        raise InputError(f"{flag} {data!s:.60} has no rows")
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise InputError(f"{flag} row {number} is {row!r:.60}: expected a mapping such as {{'prompt': ...}}")
@@ -67,7 +67,7 @@ def read_rows(name, path):
     if path and path.is_dir():
         rows = datasets.load_from_disk(str(path))
         if isinstance(rows, dict):
-            raise ValueError(f"it holds several splits ({', '.join(rows):.60}): name the directory of one")
+            raise ValueError(f"it has several splits ({', '.join(rows):.60}): give the directory of one")
         return rows
     if file_kind:
         return datasets.load_dataset(file_kind, data_files=str(path or name), split="train")
@@ -113,7 +113,7 @@ def texts(rows, column, flag):
     for number, row in enumerate(rows, 1):
         text = row.get(column)
         if not isinstance(text, str) or text.encode(errors="ignore").decode() != text:
-            raise InputError(f"{flag} row {number}: {column!r} must be valid text, it is {text!r:.60}")
+            raise InputError(f"{flag} row {number}: {column!r} must be valid text, not {text!r:.60}")
     return [row[column] for row in rows]
 
 
@@ -123,7 +123,7 @@ def with_prompts(rows, flag):
         texts(rows, "text", flag)
         rows = [row | {"prompt": row["text"]} for row in rows if row["text"].strip()]
     if not rows:
-        raise InputError(f"{flag} holds blank lines only")
+        raise InputError(f"{flag} has only blank lines")
     texts(rows, "prompt", flag)
     return rows
 
@@ -166,7 +166,7 @@ def chat_text(tokenizer, messages, where, tools=None, answering=False, marked=Fa
             messages, tools, chat_template=template, tokenize=False, add_generation_prompt=answering
         )
     except Exception as error:  # templates raise what they like
-        raise InputError(f"{where}: the chat template cannot write the messages: {error}") from None
+        raise InputError(f"{where}: the chat template cannot render the messages: {error}") from None
 
 
 def chat_turns(tokenizer, row, where):

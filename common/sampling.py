@@ -80,7 +80,7 @@ def read_data(args):
     elif metric:
         prompts = next(iter(eval_sets.values()), [])
     if metric and not (prompts and ("prompt" in prompts[0] or is_chat(prompts, ["chosen"]))):
-        raise InputError("--metric needs rows with a prompt to sample from: name --eval-prompts")
+        raise InputError("--metric needs rows with a prompt to sample from: give --eval-prompts")
     return rows, eval_sets, prompts, metric
 
 

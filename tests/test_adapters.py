@@ -253,7 +253,7 @@ def test_targets_rank_and_alpha(build_model):
         ({"lora_targets": ("c_fc",)}, "--lora-alpha and --lora-targets need --lora-r"),
         (
             {"load_in_4bit": True, "lora_r": 3, "dtype": "float64"},
-            "--load-in-4bit does not go with --dtype float64",
+            "--load-in-4bit does not work with --dtype float64",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -270,7 +270,7 @@ def test_flags_that_contradict_each_other(script, flags, sentence):
     [
         (
             {"lora_r": 3, "lora_targets": ("c_fc", "q_prjo")},
-            "--lora-targets: no module of --model has the name q_prjo",
+            "--lora-targets: no module of --model is named q_prjo",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -461,15 +461,15 @@ def test_objects_of_peft_and_objects_without_a_name(gpt2_dir, build_model, lette
 @SCRIPTS
 def test_adapters_come_with_their_own_rank(lora, script, tmp_path):
     for flags in ({"lora_r": 3}, {"num_layers_unfrozen": 1}):
-        with pytest.raises(InputError, match="--model is a LoRA adapter, trained as it is: leave out --lora-r and"):
+        with pytest.raises(InputError, match="--model is already a LoRA adapter: leave out --lora-r and"):
             run(script, lora(script) / "hf_model", tmp_path / "run", **flags)
 
 
 def test_an_adapter_of_one_kind_of_model_is_not_one_of_another(lora, gpt2_dir, tmp_path):
     """Else the score head would be random, or the text model that of a judge."""
-    wrong = [(sft, {"model": lora(reward) / "hf_model"}, "--model .*: it is a classifier: name a language model")]
+    wrong = [(sft, {"model": lora(reward) / "hf_model"}, "--model .*: it is a classifier: give a language model")]
     wrong += [(reward, {"model": lora(sft) / "hf_model"}, "--model .*: a LoRA adapter without score.*weight")]
-    wrong += [(ppo, {"reward": str(lora(sft) / "hf_model")}, "--reward .* is no sequence classifier, it has no score")]
+    wrong += [(ppo, {"reward": str(lora(sft) / "hf_model")}, "--reward .* is no sequence classifier: it has no score")]
     for script, flags, sentence in wrong:
         with pytest.raises(InputError, match=sentence):
             run(script, flags.pop("model", gpt2_dir), tmp_path / "run", **flags)
@@ -543,10 +543,10 @@ def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, lora, script, tm
 
 
 OTHER_WEIGHTS = {  # flags, whether --model has another base, what is said
-    "rank": ({"lora_r": 5}, False, "is of other weights, among them .*lora_A.default.weight"),
-    "base": ({"lora_r": 3}, True, "is of other weights, among them frozen ones"),
-    "all weights": ({}, False, "is of other weights, among them .*"),
-    "fewer targets": ({"lora_r": 3, "lora_targets": ("c_attn",)}, False, "is of other weights, .*c_proj.*"),
+    "rank": ({"lora_r": 5}, False, "holds other weights, such as .*lora_A.default.weight"),
+    "base": ({"lora_r": 3}, True, "holds other weights, such as frozen ones"),
+    "all weights": ({}, False, "holds other weights, such as .*"),
+    "fewer targets": ({"lora_r": 3, "lora_targets": ("c_attn",)}, False, "holds other weights, .*c_proj.*"),
 }
 
 
@@ -716,7 +716,7 @@ def test_four_bits(wide_dir, script, tmp_path, monkeypatch):
 
 
 def test_four_bits_need_adapters_and_a_package(wide_dir, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="--load-in-4bit: weights of 4 bits cannot be trained: add --lora-r"):
+    with pytest.raises(InputError, match="--load-in-4bit: 4-bit weights cannot be trained: add --lora-r"):
         run(sft, wide_dir, tmp_path / "run", load_in_4bit=True)
     monkeypatch.setattr(transformers.quantizers.quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(InputError, match="--model .*.* cannot be loaded: .*requires bitsandbytes: `pip install"):

@@ -331,7 +331,7 @@ def test_packing_is_off_where_layers_mix_rows(letters, other_dir, tmp_path, caps
     plain, _ = run_dpo(model, tmp_path / "plain", packing=False, **flags)
     assert "--packing" not in capsys.readouterr().out
     packed, _ = run_dpo(model, tmp_path / "packed", **flags)
-    said = capsys.readouterr().out.count("--packing is off: its layers read on from one row into the next\n")
+    said = capsys.readouterr().out.count("--packing is off: its layers carry over from one row into the next\n")
     assert said == (place == "policy")
     assert packed == pytest.approx(plain, rel=1e-6, abs=1e-6)  # norms that round to float32
 

@@ -609,7 +609,7 @@ def test_the_run_directory_is_locked_until_its_process_ends(algo, scripts, work,
     wait_for_stop(first.pid)
     before = files(tmp_path / "run")
     second = scripts.run(command(work, algo, "run"), tmp_path, expect=2)
-    assert f"locked by the running process {first.pid} " in second.err
+    assert f"in use by process {first.pid} " in second.err
     assert len(second.err.strip().splitlines()) == 1
     assert files(tmp_path / "run") == before
     os.kill(first.pid, signal.SIGKILL)
@@ -643,7 +643,7 @@ def test_the_launcher_dies_and_its_child_lives_on(algo, scripts, work, whole, tm
     launcher.kill()
     launcher.wait()
     process = scripts.run(command(work, algo, "run"), tmp_path, expect=2)
-    assert f"locked by the running process {child} " in process.err
+    assert f"in use by process {child} " in process.err
     os.kill(child, signal.SIGKILL)
     end = time.monotonic() + 60
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text():
@@ -716,7 +716,7 @@ def test_a_checkpoint_of_another_script(algo, ended, scripts, work, tmp_path):
     run, steps = ended(other, tmp_path / "other")
     path = f"other/checkpoints/step_{steps[-1]:08d}"
     process = scripts.run(command(work, algo, "run", "--resume", path), tmp_path, expect=2)
-    assert f"--resume {path} is of other weights" in process.err
+    assert f"--resume {path} holds other weights" in process.err
     assert not (tmp_path / "run").exists()
 
 

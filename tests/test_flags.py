@@ -96,8 +96,8 @@ CHOICES = {
     "value_head_init": "zeros normal default",
 }
 TEXTS = [  # flag, rule, values inside, values outside
-    ("name", "letters and digits, behind the first also . _ -", ["a", "1e-3", "r.2_ß"], "_ a/b .a -a a\n".split(" ")),
-    ("name", "letters and digits, behind the first also . _ -", [None], ["", "a b"]),
+    ("name", "letters and digits, after the first also . _ -", ["a", "1e-3", "r.2_ß"], "_ a/b .a -a a\n".split(" ")),
+    ("name", "letters and digits, after the first also . _ -", [None], ["", "a b"]),
     ("push_to_hub", "org/name", [None, "org/name"], ["name"]),
     ("stop", "a text that is not empty", [(), ("a", "b")], [("a", ""), ("",)]),
 ]
@@ -203,10 +203,10 @@ def test_defaults(algo):
 LORA = "--lora-alpha and --lora-targets need --lora-r"
 NO_LAYERS = "--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights"
 NOTHING = "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
-ALONE = "--group-size 1 must be at least 2: a response is compared with the others of its group"
-HORIZON = "--kl-horizon 511 must be at least --rollout-batch-size 512, or --kl-coef may turn negative"
-HALF = "--label-smoothing 0.5 must be below 0.5, where no preference is left"
-TAU = "must be above 0 and below 1, or V has no bound"
+ALONE = "--group-size 1 must be at least 2: a response is compared with the others in its group"
+HORIZON = "--kl-horizon 511 must be at least --rollout-batch-size 512, or --kl-coef may become negative"
+HALF = "--label-smoothing 0.5 must be below 0.5, or no preference is left"
+TAU = "must be above 0 and below 1, or V is unbounded"
 GREY = {"negative_prompt": "grey"}
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
     ("sft", {"lora_alpha": 2.0}, LORA),
@@ -215,7 +215,7 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
     ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),
     ("ppo", {"lora_r": 4, "num_layers_unfrozen": 0}, NO_LAYERS),
-    ("ilql", {"load_in_4bit": True, "dtype": "float64"}, "--load-in-4bit does not go with --dtype float64"),
+    ("ilql", {"load_in_4bit": True, "dtype": "float64"}, "--load-in-4bit does not work with --dtype float64"),
     ("sft", {"num_layers_unfrozen": 0}, NOTHING),
     ("dpo", {"num_layers_unfrozen": 0}, NOTHING),
     ("grpo", {"num_layers_unfrozen": 0}, NOTHING),
@@ -227,7 +227,7 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ppo", {"total_episodes": 513}, "--total-episodes 513 must be a multiple of --rollout-batch-size 512"),
     ("grpo", {"total_episodes": 511}, "--total-episodes 511 must be a multiple of --rollout-batch-size 512"),
     ("ppo", {"min_length_limit": 54}, "--min-length-limit 54 must be at most --max-new-tokens 53"),
-    ("ppo", {"kl_target": 6.0, "kl_coef": 0.0}, "--kl-target needs a --kl-coef above 0, which it multiplies"),
+    ("ppo", {"kl_target": 6.0, "kl_coef": 0.0}, "--kl-target needs a --kl-coef above 0, which it adapts"),
     ("ppo", {"kl_target": 6.0, "kl_horizon": 511}, HORIZON),
     ("ppo", {"ratio_threshold": 1.0}, "--ratio-threshold 1.0 must be 0 or more than 1"),
     ("ppo", {"ratio_threshold": 1e-9}, "--ratio-threshold 1e-09 must be 0 or more than 1"),
@@ -237,12 +237,12 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("grpo", {"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
     ("ilql", {"tau": 0}, f"--tau 0 {TAU}"),
     ("ilql", {"tau": 1.0}, f"--tau 1.0 {TAU}"),
-    ("ilql", {"betas": ()}, "--betas is empty: name one number or several"),
-    ("ilql", {"eval_prompts": "x"}, "--eval-prompts is given without --metric, which scores what is sampled"),
+    ("ilql", {"betas": ()}, "--betas is empty: give at least one number"),
+    ("ilql", {"eval_prompts": "x"}, "--eval-prompts needs --metric, which scores the samples"),
     ("dpo", {"loss_type": "exo_pair"}, "--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)"),
     ("dpo", {"loss_type": "sigmoid", "label_smoothing": 0.5}, HALF),
     ("dpo", {"loss_type": "robust", "label_smoothing": 0.5}, HALF),
-    ("dpo", {"reference_free": True, "ref_model": "other"}, "--reference-free does not go with --ref-model"),
+    ("dpo", {"reference_free": True, "ref_model": "other"}, "--reference-free does not work with --ref-model"),
     ("ddpo", {"stat_min_count": 33}, "--stat-min-count 33 must be at most --stat-buffer-size 32"),
     ("ddpo", GREY | {"guidance_scale": 1.0}, "--negative-prompt needs a --guidance-scale above 1"),
 ]
@@ -278,7 +278,7 @@ def test_rules_between_flags_that_are_kept(algo, flags):
 
 @pytest.mark.parametrize("loss_type", LOSSES.split())
 def test_smoothing_is_of_three_losses(loss_type):
-    sentence = f"--label-smoothing 0.001 does not go with --loss-type {loss_type}"
+    sentence = f"--label-smoothing 0.001 does not work with --loss-type {loss_type}"
     expected = [] if loss_type in ("sigmoid", "robust", "exo_pair") else [sentence]
     assert told("dpo", loss_type=loss_type, label_smoothing=0.001) == expected
 
@@ -570,7 +570,7 @@ def test_help_has_every_flag_in_its_group(algo, columns, monkeypatch):
     wide = [line for line in text.splitlines() if len(line) >= columns]
     assert all(line.startswith("  --loss-type {") for line in wide)
     groups = re.findall(r"^(\w.{,45}):$", text, re.M)
-    assert groups[:2] == ["must be given, but for the embedded task", "algorithm"] and groups[-1] == "run"
+    assert groups[:2] == ["required, except for the embedded task", "algorithm"] and groups[-1] == "run"
     first = text[text.index(groups[0]) : text.index("\nalgorithm:")]
     assert re.findall(r"^  --(\w+)", first, re.M) == list(args_class.required)
     for field in fields_of(algo):

@@ -251,7 +251,7 @@ def test_shards_are_refused_where_they_cannot_be(gpt2_dir, tmp_path, monkeypatch
         with pytest.raises(InputError, match="FSDP: set fsdp_version to 2; ddpo.py needs whole"):
             go(name, gpt2_dir, tmp_path / "run")
     monkeypatch.setattr(Accelerator, "is_fsdp2", True)
-    with pytest.raises(InputError, match="FSDP: .*ddpo.py needs whole weights, launch it without"):
+    with pytest.raises(InputError, match="FSDP: .*ddpo.py needs whole weights, so launch it without FSDP"):
         ddpo.main(from_task(ddpo.Args, ddpo.TASK, run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 

@@ -284,7 +284,7 @@ class Locked:
 def test_a_run_on_objects_that_are_not_hashed_needs_a_directory(gpt2_dir, build_model):
     rows = ({"prompt": letter} for letter in "ab")
     flags = {"model": build_model(), "tokenizer": randomwalks.tokenizer(), "dataset": rows, "reward": Locked(1)}
-    sentence = "^--dataset, --model, --tokenizer: an object that cannot be compared between runs: give --run-dir, too$"
+    sentence = "^--dataset, --model, --tokenizer: such an object cannot be compared between runs: also give --run-dir$"
     with pytest.raises(InputError, match=sentence):
         identity("ppo", ppo.Args(**flags), ppo.__file__)
     found = identity("ppo", ppo.Args(**flags, run_dir="x"), ppo.__file__)
@@ -342,7 +342,7 @@ def test_a_longer_run_names_the_shorter_one(gpt2_dir, tmp_path, capsys):
     run(sft, gpt2_dir, tmp_path / "short", total_steps=2)
     capsys.readouterr()
     run(sft, gpt2_dir, tmp_path / "long", total_steps=3)
-    line = f"{tmp_path}/short holds nearly this run (--total-steps: was 2, is 3); to continue that one: --resume "
+    line = f"{tmp_path}/short holds almost the same run (--total-steps: was 2, is 3); to continue it: --resume "
     assert line in capsys.readouterr().out
     run(sft, gpt2_dir, tmp_path / "checked", total_steps=3, resume=str(tmp_path / "short"), check=True)
     assert not (tmp_path / "checked").exists()
@@ -370,9 +370,9 @@ def test_an_unfinished_run_whose_script_has_changed_is_named(gpt2_dir, tmp_path,
         (tmp_path / "old/env.json").write_text(json.dumps(env))
         assert "nearly" not in begin(f"finished {count}")  # that is another experiment
         (tmp_path / "old/README.md").rename(tmp_path / "README.md")
-        line = f"{tmp_path}/old holds nearly this run (the script has changed"
+        line = f"{tmp_path}/old holds almost the same run (the script has changed"
         line += "; common/cli.py has changed" * (count - 1)
-        line += f"); to continue that one: --resume {tmp_path}/old\n"
+        line += f"); to continue it: --resume {tmp_path}/old\n"
         out = begin(f"unfinished {count}")
         assert (line in out) == (count < 3) == ("nearly" in out)
         (tmp_path / "README.md").rename(tmp_path / "old/README.md")
@@ -394,8 +394,8 @@ def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
 
 
 CHECKED = [  # flags, the sentence
-    ({"resume": "{}/ppo"}, "--resume .* is of other weights"),
-    ({"resume": "{}/sft", "lora_r": 2}, "--resume .* is of other weights"),
+    ({"resume": "{}/ppo"}, "--resume .* holds other weights"),
+    ({"resume": "{}/sft", "lora_r": 2}, "--resume .* holds other weights"),
     ({"resume": "{}/sft", "total_steps": 1}, "nothing is left to train"),
 ]
 

@@ -488,13 +488,13 @@ def result(case, algos, value, *says, **more):
 
 def measured(case, value, end="'bad' is not one"):
     """A metric that returns the value of an expression."""
-    says = ["user.py:result must return {name: list of 4 finite numbers}, no name one of ", f"; {end}"]
+    says = ["user.py:result must return {name: list of 4 finite numbers}, with no name from ", f"; {end}"]
     flags = f"{CHECK} --metric user.py:result"
     return common(case, MEASURED, says, flags, user_py=returning(value))
 
 
 def rewarded(case, value, row=ROWS["ilql"][0], count=1):
-    says = f"row 2: 'reward' must be a finite number, or a list of {count}, one for each output, it is {value!r}"
+    says = f"row 2: 'reward' must be a finite number, or a list of {count}, one for each output, not {value!r}"
     return entry(case, "ilql", says, rows=second(row, reward=value))
 
 
@@ -534,20 +534,20 @@ CUT_OFF = {"prompt": "b", "completion": "c", "reward": 1, "truncated": True}
 LONG_PROMPTS = [{"prompt": "b"}, {"prompt": "b" * 29}]  # of 32 positions
 THIRD_LONG = third(prompt="b" * 29)
 LONG = "a prompt of 29 tokens and --max-new-tokens 4 exceed the model's 32 positions: lower --max-new-tokens"
-NO_PROMPTS = "--metric needs rows with a prompt to sample from: name --eval-prompts"
+NO_PROMPTS = "--metric needs rows with a prompt to sample from: give --eval-prompts"
 NO_FUNCTION = "user.py has no function 'nope'"
 NO_FILE = "expected path/to/file.py:function of a file that exists"
 NO_DIRECTORY = "./nope: there is no such directory"
-NO_TOKENIZER = "cannot be loaded: it holds no tokenizer: name one"
+NO_TOKENIZER = "cannot be loaded: it has no tokenizer: give one"
 NO_ANSWER = "missing 1 required positional argument: 'answer'"
 LOADED, WRITTEN = "--model model cannot be loaded: ", "cannot be written: "
-BAD_FILE, BAD_TEXT = "--dataset rows.jsonl cannot be loaded: ", "row 3: 'TEXT' must be valid text, it is 5"
-ANOTHER = "--ref-model reference is of another kind or has another vocabulary than --model"
+BAD_FILE, BAD_TEXT = "--dataset rows.jsonl cannot be loaded: ", "row 3: 'TEXT' must be valid text, not 5"
+ANOTHER = "--ref-model reference differs from --model in kind or vocabulary"
 RAISING = returning("[prompt.index('?') for prompt in prompts]")
 RAISED = ["prompt.index", "ValueError: substring"]
 NO_BEGINNING = "--dataset row 3: the prompt is empty and the tokenizer has no beginning token"
 NO_EVAL_PROMPTS = "--eval-prompts None --eval-dataset a.jsonl"
-COLUMNS, NO_MARGIN = "--dataset has the columns ", "--dataset row 2: 'margin' must be a finite number, it is "
+COLUMNS, NO_MARGIN = "--dataset has the columns ", "--dataset row 2: 'margin' must be a finite number, not "
 NO_DIALOGUE = "--dataset row 2: 'dialogue' must be a list prompt, output, prompt, output, ..."
 FORMS = "text, prompt and completion, messages, or dialogue"
 MASK = "--logit-mask must be bool of shape [25, 25], the size of the model's vocabulary"
@@ -605,23 +605,23 @@ REFUSED = [
     common(29, MEASURED, f"--metric user.py:nope: {NO_FUNCTION}", "--metric user.py:nope"),
     common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
     common(29, EVERY, "--dataset user.py:rows:found=nothing returned", "--dataset user.py:rows:found=nothing"),
-    common(29, EVERY, "--dataset [] holds no rows", "--dataset user.py:rows:found=none"),
+    common(29, EVERY, "--dataset [] has no rows", "--dataset user.py:rows:found=none"),
     # 30: there is no timeout
     entry(30, EVERY, ["Unrecognized", "--reward-timeout"], "--reward-timeout 5", longer=True),
     # 34: no fp16, so no loss scale
     entry(34, EVERY, ["--mixed-precision", "fp16", "bf16"], "--mixed-precision fp16", longer=True),
-    entry(34, EVERY, "--dtype bfloat16: most updates of such weights would round to nothing", "--dtype bfloat16"),
+    entry(34, EVERY, "--dtype bfloat16: most updates of such weights would be lost to rounding", "--dtype bfloat16"),
     # 36: files of models
     common(36, TEXT, f"{LOADED}{WEIGHT} is not finite", model="nan"),
     common(36, TEXT, ["--model model", f"{WEIGHT} is missing"], model="lacking"),
-    common(36, TEXT, f"{LOADED}{WEIGHT} is of shape [3], expected [12, 48]", model="shape"),
+    common(36, TEXT, f"{LOADED}{WEIGHT} has shape [3], expected [12, 48]", model="shape"),
     entry(36, "ddpo", f"--model model: {CONV} is missing", model="lacking"),
     entry(36, "ddpo", LOADED, model="shape"),
     entry(36, EVERY, LOADED, model="truncated", shared=TEXT),
     entry(36, EVERY, LOADED, model="no_weights", shared=TEXT),
     entry(36, EVERY, LOADED, model="no_config", shared=TEXT),
     entry(36, "ppo", "value_head.safetensors does not fit the model", model="value_head"),
-    entry(36, "reward", "--model labels cannot be loaded: score.weight is of shape [3, 12]", "--model labels"),
+    entry(36, "reward", "--model labels cannot be loaded: score.weight has shape [3, 12]", "--model labels"),
     # 37, 38: too long
     entry(37, ROLLED, f"--dataset row 2: {LONG}", rows=LONG_PROMPTS),
     entry(37, ROLLED, f"--dataset row 2: {LONG}", "--max-prompt-length 29", rows=LONG_PROMPTS),
@@ -636,13 +636,13 @@ REFUSED = [
     # 39: nothing to begin with
     entry(39, REFERRED, NO_BEGINNING, model="no_bos", rows=third(prompt="")),
     # 43: half a pair of surrogates
-    common(43, EVERY, "--dataset row 3: 'TEXT' must be valid text, it is 'b\\udc00c'", rows=third(TEXT="b\udc00c")),
+    common(43, EVERY, "--dataset row 3: 'TEXT' must be valid text, not 'b\\udc00c'", rows=third(TEXT="b\udc00c")),
     # 45: types of columns
-    common(45, EVERY, "--dataset row 3: 'TEXT' must be valid text, it is None", rows=third(TEXT=None)),
-    common(45, EVERY, "--dataset row 3: 'TEXT' must be valid text, it is 5", rows=third(TEXT=5)),
-    common(45, EVERY, "--dataset row 3: 'TEXT' must be valid text, it is ['b']", rows=third(TEXT=["b"])),
-    common(45, PAIRS, "--dataset row 3: 'rejected' must be valid text, it is 0.5", rows=third(rejected=0.5)),
-    common(45, READ, "--dataset row 3: 'prompt' must be valid text, it is {'role': 5}", rows=third(prompt={"role": 5})),
+    common(45, EVERY, "--dataset row 3: 'TEXT' must be valid text, not None", rows=third(TEXT=None)),
+    common(45, EVERY, "--dataset row 3: 'TEXT' must be valid text, not 5", rows=third(TEXT=5)),
+    common(45, EVERY, "--dataset row 3: 'TEXT' must be valid text, not ['b']", rows=third(TEXT=["b"])),
+    common(45, PAIRS, "--dataset row 3: 'rejected' must be valid text, not 0.5", rows=third(rejected=0.5)),
+    common(45, READ, "--dataset row 3: 'prompt' must be valid text, not {'role': 5}", rows=third(prompt={"role": 5})),
     common(45, "sft ilql", NO_DIALOGUE, rows=second(DIALOGUE, dialogue=["b", "c", "d"])),
     common(45, "sft ilql", NO_DIALOGUE, rows=second(DIALOGUE, dialogue=[])),
     common(45, "sft ilql", NO_DIALOGUE, rows=second(DIALOGUE, dialogue="bc")),
@@ -655,14 +655,14 @@ REFUSED = [
     entry(46, PAIRS, f"{COLUMNS}chosen_text, rejected; expected chosen", rows=[{"chosen_text": "c", "rejected": "d"}]),
     entry(46, PAIRS, f"{COLUMNS}prompt, chosen; expected rejected", rows=[{"prompt": "b", "chosen": "c"}]),
     common(46, EVERY, "row 3 must be a mapping with the columns of row 1: see extra", rows=third(extra=1)),
-    entry(46, SCORED, "rename the column 'prompts' of the rows: ", CHECK, rows=every_row(prompts="b")),
+    entry(46, SCORED, "rename the rows' column 'prompts': ", CHECK, rows=every_row(prompts="b")),
     entry(46, "sft dpo", "--eval-prompts has the columns a; expected", "--metric None", prompts_jsonl=[{"a": 5}]),
     entry(46, PROMPTED, NO_PROMPTS, "--eval-prompts None --eval-dataset None"),
     entry(46, "dpo", NO_PROMPTS, NO_EVAL_PROMPTS, a_jsonl=[BEGUN]),
     # 47, 48: pairs
     entry(47, PAIRS, ["--dataset: no pair is left: ", "4", "equal"], rows=every_row(chosen="f", rejected="f")),
     entry(47, "dpo", "4 dropped as equal", "--max-length 3", rows=every_row(chosen="fgh", rejected="fgi")),
-    entry(48, "dpo", f"{PARTED}: add the column prompt", rows=second(BEGUN, rejected="c")),
+    entry(48, "dpo", f"{PARTED}: add a prompt column", rows=second(BEGUN, rejected="c")),
     entry(48, "dpo", PARTED, model="chats", rows=second(BEGUN_CHATS, rejected=[OTHER])),
     # 49, 50: chats
     chat(TEXT, chats(TALK, [turn("robot", "b"), ANSWER]), f"{FOUND}{{'role': 'robot'"),
@@ -670,7 +670,7 @@ REFUSED = [
     chat(TEXT, chats(TALK, ["b", "c"]), f"{FOUND}'b'"),
     chat(TEXT, chats(TALK, []), f"{FOUND}None"),
     chat(TEXT, chats(TALK, None), f"{FOUND}None"),
-    chat(TEXT, chats(TALK, [turn("tool", "b"), ANSWER]), "the chat template cannot write the messages: tool is unk"),
+    chat(TEXT, chats(TALK, [turn("tool", "b"), ANSWER]), "the chat template cannot render the messages: tool is unk"),
     chat(READ, chats(TALK, [USER]), LAST),
     chat("sft ilql", second(ASKED, completion="c"), f"{FOUND}'c'"),
     chat("sft ilql", second(ASKED, prompt="b"), f"{FOUND}'b'"),
@@ -683,7 +683,7 @@ REFUSED = [
     entry(49, READ, f"--dataset row 1: {CHANGES}for sft and ilql mark", model="counting", rows=chats(TALK)),
     entry(49, PROMPTED, f"--eval-prompts row 2: {FOUND}'b'", model="chats", prompts_jsonl=chats([USER], ["b"])("ppo")),
     entry(49, "ddpo", "--dataset row 1: 'prompt' must be valid text", rows=[{"prompt": [USER]}]),
-    common(50, TEXT, ["row 1: the chat template cannot write", "is not set"], rows=chats(TALK)),
+    common(50, TEXT, ["row 1: the chat template cannot render", "is not set"], rows=chats(TALK)),
     # 51: tokenizers
     common(51, SAMPLED, "the tokenizer has no end-of-sequence token", model="no_eos"),
     common(51, TEXT, [LOADED, "embeddings for fewer than the 26 tokens"], model="one_more_token"),
@@ -695,12 +695,12 @@ REFUSED = [
     common(51, REFERRED, f"--ref-model silent {NO_TOKENIZER}", "--ref-model silent"),
     common(51, ROLLED, f"--reward silent_judge {NO_TOKENIZER}", "--reward silent_judge"),
     # 52: files, evaluation sets
-    common(52, EVERY, "--dataset rows.jsonl holds no rows", rows="\n  \n"),
+    common(52, EVERY, "--dataset rows.jsonl has no rows", rows="\n  \n"),
     common(52, EVERY, f"{BAD_FILE}line 3 is not valid JSON: ", rows='{"a": 1}\n\n{"a": 1\n'),
     common(52, EVERY, f"{BAD_FILE}line 1 is not valid JSON: 'utf-8' codec", rows=b'{"prompt": "caf\xe9"}\n'),
     common(52, EVERY, "--dataset row 2 must be a mapping with the columns of row 1: see 5", "--dataset user.py:rows"),
     common(52, EVERY, "--dataset a.jsonl.gz cannot be loaded: ", "--dataset a.jsonl.gz", a_jsonl_gz=b"no gzip"),
-    entry(52, "ddpo", "--dataset holds blank lines only", rows=[{"text": " "}]),
+    entry(52, "ddpo", "--dataset has only blank lines", rows=[{"text": " "}]),
     entry(52, EVERY, f"--eval-dataset a {BAD_TEXT}", "--eval-dataset rows.jsonl,a.jsonl", a_jsonl=third(TEXT=5)),
     common(52, EVERY, f"--eval-dataset {BAD_TEXT}", "--eval-dataset a.jsonl", a_jsonl=third(TEXT=5)),
     common(52, EVERY, "--eval-dataset none none.jsonl cannot be", "--eval-dataset rows.jsonl,none.jsonl"),
@@ -715,7 +715,7 @@ REFUSED = [
     common(55, EVERY, f"--model user.py:nope: {NO_FUNCTION}", "--model user.py:nope"),
     common(55, TEXT, f"--tokenizer {NO_DIRECTORY}", "--tokenizer ./nope"),
     common(55, REFERRED, f"--ref-model {NO_DIRECTORY}", "--ref-model ./nope"),
-    common(56, EVERY, "--dataset splits cannot be loaded: it holds several splits (train, test)", "--dataset splits"),
+    common(56, EVERY, "--dataset splits cannot be loaded: it has several splits (train, test)", "--dataset splits"),
     # 57: a value of a flag; all others are in test_flags.py
     entry(57, EVERY, "--lr nan must be a positive number", "--lr nan"),
     # 22, 58: run directories
@@ -723,7 +723,7 @@ REFUSED = [
     common(58, EVERY, ["--run-dir ", WRITTEN], "--run-dir b\0c"),
     common(58, EVERY, f"--run-dir photos {WRITTEN}it holds files but no run", "--run-dir photos"),
     common(58, EVERY, "checkpoint nevr cannot be read: ", "--resume nevr"),
-    entry(58, EVERY, "--model runs/x is a run directory: name runs/x/hf_model", "--model runs/x", shared=TEXT),
+    entry(58, EVERY, "--model runs/x is a run directory: give runs/x/hf_model", "--model runs/x", shared=TEXT),
     # 60: code of others
     entry(60, EVERY, [LOADED, "trust_remote_code"], model="code"),
     # 64: what this machine cannot do
@@ -734,7 +734,7 @@ REFUSED = [
     entry(72, "ddpo", "--num-inference-steps 1001: ", "--num-inference-steps 1001"),
     entry(72, "ddpo", "no step of this scheduler has noise", "--num-inference-steps 1", model="no_noise"),
     entry(72, "ddpo", "its FlowMatchEulerDiscreteScheduler has no beta_start, as DDIM needs", model="flow"),
-    entry(73, "ilql", "row 2: 'truncated' must be true or false, it is 2", rows=second(CUT_OFF, truncated=2)),
+    entry(73, "ilql", "row 2: 'truncated' must be true or false, not 2", rows=second(CUT_OFF, truncated=2)),
     entry(73, "ilql", "--dataset: no row has an action left", rows=[CUT_OFF | {"completion": ""}]),
     entry(73, "ilql", MASK, "--logit-mask user.py:rows"),
 ]  # fmt: skip
@@ -869,7 +869,7 @@ WORKS = [
     works(72, "ddpo", "--num-inference-steps 1", "images of 1 steps, 1 of them with noise"),
     works(72, "ddpo", "--guidance-scale 1 --eta 0.01"),
     works(73, "ilql", "", "warning: all returns are equal", rows=every_row(reward=0.5)),
-    works(73, "ilql", "", "actions of a row: 1 to 1", rows=every_row(completion=""), values={"td_error/inner": 0}),
+    works(73, "ilql", "", "actions per row: 1 to 1", rows=every_row(completion=""), values={"td_error/inner": 0}),
     works(74, "reward", "", "0 as equal; 2 without", rows=second(TIE, chosen="c", rejected="b")),
     works(74, "reward", "--batch-size 1", rows=PAIR[:1]),
     works(74, "reward", "--batch-size 3 --micro-batch-size 2", rows=PAIR[:3]),
@@ -988,7 +988,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, monkeypa
 def test_fp16_of_the_launcher(algo, command, here, monkeypatch, bf16):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     code, _, err = command(algo)
-    assert code == 2 and err == "error: use --mixed-precision bf16 or no: fp16 is not offered\n"
+    assert code == 2 and err == "error: use --mixed-precision bf16 or no: fp16 is not supported\n"
     assert times(here) == command.before
 
 
@@ -1047,7 +1047,7 @@ def test_an_upload_that_fails(algo, command, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *args, **options: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", fail)
     code, _, err = command(algo, "--push-to-hub org/name")
-    expected = "--push-to-hub org/name failed (401 Unauthorized); the model is whole in run/hf_model"
+    expected = "--push-to-hub org/name failed (401 Unauthorized); the full model is in run/hf_model"
     assert code == 2 and err == f"error: {expected}\n"
     exported = [path.suffix for path in Path("run/hf_model").rglob("*")]
     assert ".safetensors" in exported and not Path("run/README.md").exists()

@@ -81,43 +81,43 @@ SUMMARY = {
     "ppo": """4,813 parameters, 4,813 trained; TYPES; reference: a frozen copy
 data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: b
 lr 0.01 cosine, KL coefficient 0.05, value loss x 0.1, 6 new tokens, 48 episodes, 2 PPO epochs
-6 iterations x (8 episodes, then 4 optimizer steps of 4: 4 rows a process, 8 a forward)""",
+6 iterations x (8 episodes, then 4 optimizer steps of 4: 4 per process, 8 per forward pass)""",
     "grpo": """4,476 parameters, 4,476 trained; TYPES; reference: a frozen copy
 data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: b
 lr 0.01 cosine, KL coefficient 0.05, advantages std, ratios by token, loss mean by sequence, 6 new tokens, 48 episodes
-6 iterations x (4 groups of 2 episodes, then 4 optimizer steps of 4: 4 rows a process, 8 a forward)""",
+6 iterations x (4 groups of 2 episodes, then 4 optimizer steps of 4: 4 per process, 8 per forward pass)""",
     "ilql": """8,561 parameters, 6,687 trained; TYPES
-data: 23 rows, 0 cut, 0 dropped without an action left, 23 ended; actions of a row: 3 to 10, median 9; \
+data: 23 rows, 0 cut, 0 dropped with no action left, 23 ended; actions per row: 3 to 10, median 9; \
 return 0.2754 +- 0.3122, scaled to 0 +- 1
 tokens: median 10, longest 11
 first row, [not actions]: [s]da<eos>; its return, as used: 1.253
-lr 0.01 cosine, beta 0 4, at most 32 tokens a row, 6 new tokens, 4.17 epochs; targets take over 94% of Q
-12 steps x 8 rows; each step 8 rows a process, at most 8 a forward pass""",
+lr 0.01 cosine, beta 0 4, at most 32 tokens per row, 6 new tokens, 4.17 epochs; targets move 94% of the way to Q
+12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass""",
     "sft": """4,476 parameters, 4,476 trained; TYPES
-data: 23 rows, 0 cut at the end, 0 dropped without a label left; labels on 88.5% of 200 tokens, a row 3 \
-to 10, median 9; tokens of a row: median 10, longest 11
+data: 23 rows, 0 cut at the end, 0 dropped with no label left; labels on 88.5% of 200 tokens, per row 3 \
+to 10, median 9; tokens per row: median 10, longest 11
 first row, [without loss]: [s]da<eos>
-lr 0.03 cosine, at most 32 tokens a row, 6 new tokens, 4.17 epochs
-12 steps x 8 rows; each step 8 rows a process, at most 8 a forward pass; evaluations sample 5 prompts""",
+lr 0.03 cosine, at most 32 tokens per row, 6 new tokens, 4.17 epochs
+12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass; evaluations sample 5 prompts""",
     "reward": """4,488 parameters, 4,488 trained; TYPES; head: new
 data: 22 pairs, 0 dropped as longer than 32, 0 as equal
 --eval-dataset: 7 pairs, 0 dropped as longer than 32, 0 as equal
 tokens of the longer text: median 11, longest 11
 first pair: s | chosen: da | rejected: busuidtkb
-lr 0.01 cosine, at most 32 tokens a text, 4.36 epochs
-12 steps x 8 pairs; each step 8 pairs a process, at most 8 a forward pass""",
+lr 0.01 cosine, at most 32 tokens per text, 4.36 epochs
+12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass""",
     "dpo": """4,476 parameters, 4,476 trained; TYPES
-data: 22 pairs, 0 prompts and the responses of 0 cut, 0 dropped without room for a response, 0 dropped as equal
-eval: 7 pairs, 0 prompts and the responses of 0 cut, 0 dropped without room for a response, 0 dropped as equal
-tokens of the longer side: median 11, longest 11
+data: 22 pairs, 0 prompts and the responses of 0 cut, 0 dropped for lack of room for a response, 0 dropped as equal
+eval: 7 pairs, 0 prompts and the responses of 0 cut, 0 dropped for lack of room for a response, 0 dropped as equal
+tokens of the longer text: median 11, longest 11
 first pair: [s] | chosen: da<eos> | rejected: busuidtkb<eos>
-lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens a side, 6 new tokens, 4.36 epochs
-12 steps x 8 pairs; each step 8 pairs a process, at most 8 a forward pass; evaluations sample 5 prompts""",
+lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens per text, 6 new tokens, 4.36 epochs
+12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass; evaluations sample 5 prompts""",
     "ddpo": """46,481 parameters, 46,481 trained; TYPES
 data: 3 prompts, 3 to evaluate; first: a red circle
 lr 0.001 cosine, cliprange 0.001, guidance 1, eta 1
-6 epochs x (4 images of 2 steps, 2 of them with noise; then 2 optimizer steps of 2 images x 2 steps: 4 pairs a \
-process, 8 a forward)""",
+6 epochs x (4 images of 2 steps, 2 of them with noise; then 2 optimizer steps of 2 images x 2 steps: 4 pairs per \
+process, 8 per forward pass)""",
 }
 TYPES = "float32 weights, no autocast, cpu, 1 processes x 1 threads"
 # Iterations, their optimizer steps, and after how many steps a run of the harness evaluates; rows that it samples from.
@@ -427,7 +427,7 @@ SAID = [  # flags, what the summary says of the reference or the head
     ("grpo", "--kl-coef 0", "; reference: none\n"),
     ("dpo", "--ref-model MODEL", "reference: a model of its own, "),
     ("dpo", "--reference-free", "reference: none, "),
-    ("sft", "--max-length 9 --total-steps 4", "at most 9 tokens a row, 6 new tokens, 1.39 epochs\n4 steps x 8 rows"),
+    ("sft", "--max-length 9 --total-steps 4", "at most 9 tokens per row, 6 new tokens, 1.39 epochs\n4 steps x 8 rows"),
     ("sft", "--stop a b", "; evaluations sample 5 prompts; stops: ['a', 'b']\n"),
 ]
 
@@ -714,7 +714,7 @@ def test_when_pictures_are_drawn(monkeypatch, gpt2_dir, tmp_path, capsys):
     assert calls == [(6, "train/loss", f"quiet: {gpt2_dir}")]
     capsys.readouterr()
     train(gpt2_dir, tmp_path / "fails")
-    assert capsys.readouterr().out.count("warning: curve.png is not drawn: No space left\n") == 3
+    assert capsys.readouterr().out.count("warning: curve.png could not be drawn: No space left\n") == 3
     assert (tmp_path / "fails/metrics.jsonl").read_bytes() == (tmp_path / "run/metrics.jsonl").read_bytes()
 
 

@@ -222,7 +222,7 @@ def test_packing_is_off_where_layers_mix_rows(letters, tmp_path, capsys):
     apart, _ = run_reward(str(tmp_path / "model"), tmp_path / "apart", packing=False, **flags)
     assert "--packing" not in capsys.readouterr().out
     packed, _ = run_reward(str(tmp_path / "model"), tmp_path / "packed", **flags)
-    assert capsys.readouterr().out.count("--packing is off: its layers read on from one row into the next\n") == 1
+    assert capsys.readouterr().out.count("--packing is off: its layers carry over from one row into the next\n") == 1
     assert packed == pytest.approx(apart, rel=1e-9, abs=1e-9)
 
 
@@ -383,11 +383,11 @@ def test_several_labels_are_refused(build_model, letters, tmp_path):
     config = build_model().config
     config.num_labels = 3
     model = AutoModelForSequenceClassification.from_config(config).double()
-    with pytest.raises(InputError, match="--model has 3 labels, a reward model has one"):
+    with pytest.raises(InputError, match="--model has 3 labels, but a reward model has one"):
         run_reward(model, tmp_path / "run", tokenizer=letters)
     model.save_pretrained(tmp_path)
     letters.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="--model .* cannot be loaded: score.weight is of shape .3, 12., expected .1"):
+    with pytest.raises(InputError, match="--model .* cannot be loaded: score.weight has shape .3, 12., expected .1"):
         run_reward(str(tmp_path), tmp_path / "run")
 
 

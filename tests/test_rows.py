@@ -251,26 +251,26 @@ COUNTS = [  # encode, max_length, rows, their texts, the report
     (
         with_labels, 5, rows_of("dialogue", [FOUR], [["abcde", "f", "g", "h"]], [["ab", "cd"]]),
         ["[ab]cd[e]", "[ab]cd."],
-        "3 rows, 2 cut at the end, 1 dropped without a label left; "
-        "labels on 50.0% of 10 tokens, a row 2 to 3, median 3",
+        "3 rows, 2 cut at the end, 1 dropped with no label left; "
+        "labels on 50.0% of 10 tokens, per row 2 to 3, median 3",
     ),
     (
         with_actions, 5,
         rows_of("prompt completion", ("abcdefg", "h"), ("a", "bcdefghi"), ("a", "b"), ("abcd", "ef"), reward=1),
         [("[a]bcde", [0, 0, 0, 0], False), ("[a]b.", [0, 1], True), ("[abcd]e", [0], False)],
-        "4 rows, 3 cut, 1 dropped without an action left, 1 ended; actions of a row: 1 to 4, median 2",
+        "4 rows, 3 cut, 1 dropped with no action left, 1 ended; actions per row: 1 to 4, median 2",
     ),
     (  # the first row never had an action
         with_actions, 9, [{"text": "", "reward": 1, "truncated": True}, {"text": "b", "reward": 1, "truncated": False}],
         [("[^]b.", [0, 1], True)],
-        "2 rows, 0 cut, 1 dropped without an action left, 1 ended; actions of a row: 2 to 2, median 2",
+        "2 rows, 0 cut, 1 dropped with no action left, 1 ended; actions per row: 2 to 2, median 2",
     ),
     (
         pairs_of, 5,
         rows_of("prompt chosen rejected", ("ab", "cd", "cd"), ("ab", "cdef", "cdeg"), ("abcde", "g", "h"),
                 ("ab", "d", "cdefg")),
         ["ab|d.|cde"],
-        "4 pairs, 0 prompts and the responses of 3 cut, 1 dropped without room for a response, 2 dropped as equal",
+        "4 pairs, 0 prompts and the responses of 3 cut, 1 dropped for lack of room for a response, 2 dropped as equal",
     ),
     (  # a cut text would have no end to read a score from; the end token is a part of the length
         scored, 5,
@@ -472,7 +472,7 @@ def test_pairs_that_begin_differently(chatty):
         pairs, report = scored(rows, chatty)
         assert pairs[1] == (*sides, 0.0)
         assert report == "2 pairs, 0 dropped as longer than 99, 0 as equal; 1 without a prompt"
-        with refused("--dataset row 2: chosen and rejected begin differently: add the column prompt$"):
+        with refused("--dataset row 2: chosen and rejected begin differently: add a prompt column$"):
             pairs_of(rows, chatty)
 
 
@@ -878,7 +878,7 @@ def test_training_rows_sets_and_prompts_of_a_script(letters, script):
         assert data.queries == [[0, 1]]
     with refused("--eval-prompts row 1: a prompt of 2 tokens and --max-new-tokens 31 exceed"):
         encode(max_new_tokens=31)
-    with refused("--eval-dataset x row 2: '.*' must be valid text, it is 5$"):
+    with refused("--eval-dataset x row 2: '.*' must be valid text, not 5$"):
         encode(wrong={"chosen": 5, "completion": 5})
     if script is dpo:  # nothing is scored that no evaluation reads
         data = encode(eval_every=0)

@@ -244,8 +244,8 @@ class PerPromptStats:
         self.rewards = {} if rewards is None else rewards  # {prompt: the last ones}, which checkpoints keep
 
     def update(self, prompts, rewards):
-        """Keeps rewards (B,), then returns advantages (B,): (reward - mean) / (std + 1e-6) of the prompt's rewards, or
-        of this batch for a prompt of which fewer than min_count are known. Float64, population std."""
+        """Stores rewards (B,), then returns advantages (B,): (reward - mean) / (std + 1e-6) over the prompt's rewards,
+        or over this batch if fewer than min_count are known for the prompt. Float64, population std."""
         rewards = np.asarray(rewards, dtype=np.float64)
         for prompt, reward in zip(prompts, rewards.tolist(), strict=True):
             kept = self.rewards.setdefault(prompt, [])
@@ -261,7 +261,7 @@ class PerPromptStats:
 
 
 def standardized(rewards):
-    """Advantages (B,) by the statistics of the batch alone: (reward - mean) / (std + 1e-8). Float64, population std."""
+    """Advantages (B,) from the batch's own statistics: (reward - mean) / (std + 1e-8). Float64, population std."""
     return (np.array(rewards) - np.mean(rewards)) / (np.std(rewards) + 1e-8)
 
 
@@ -276,7 +276,7 @@ def ddpo_loss(new_logprobs, logprobs, advantages, clip_range):
 
 
 class Embeddings:
-    """Text embeddings of prompts, each computed once and alone, so that they depend on no neighbour."""
+    """Text embeddings of prompts, each computed once and on its own, so that none depends on its neighbours."""
 
     def __init__(self, pipeline, device, guidance_scale, negative_prompt):
         self.pipeline = pipeline
@@ -310,7 +310,7 @@ def predict(unet, latents, timesteps, embeds, guidance_scale):
 
 @dataclass
 class Policy:
-    """p(x_{t-1} | x_t, c), with all that samples from it."""
+    """p(x_{t-1} | x_t, c), with everything needed to sample from it."""
 
     pipeline: object  # a StableDiffusionPipeline
     unet: nn.Module  # that of the pipeline, as accelerate has prepared it
@@ -378,12 +378,12 @@ def sample_images(accelerator, policy, prompts, stream, args, trajectories):
 
 
 def trained_steps(schedule):
-    """The positions in the schedule that can be trained: those with noise."""
+    """The trainable positions in the schedule: those with noise."""
     return (schedule.stds > 0).nonzero().flatten().tolist()
 
 
 def steps_per_image(args, trained):
-    """How many of the steps that can be trained an image is trained on, in each pass."""
+    """How many of the trainable steps an image is trained on, in each pass."""
     return max(1, int(len(trained) * args.timestep_fraction))
 
 
@@ -411,7 +411,7 @@ def pair_minibatches(args, epoch, trained, process, world):
 
 @dataclass
 class Trajectories:
-    """What an epoch has sampled, on every process."""
+    """The samples of an epoch, on every process."""
 
     prompts: list  # B strings
     latents: torch.Tensor  # (B, N + 1, C, h, w), from noise to clean
@@ -433,8 +433,8 @@ def step_losses(policy, batch, pairs, args):
 
 
 def update(run, policy, optimizer, batch, args):
-    """The updates of an epoch. Returns their metrics: means over the pairs, the largest deviation of a ratio from 1,
-    and that before the first update; learning rate and gradient norm of the last."""
+    """The updates of an epoch. Returns their metrics: means over the pairs, the largest deviation of a ratio from 1
+    (also before the first update), and the last update's learning rate and gradient norm."""
     accelerator = run.accelerator
     unet = policy.unet
     epoch = run.iteration
@@ -483,7 +483,7 @@ TEXT_HEIGHT = 13  # pixels of a line below an image
 
 
 def evaluate(run, step, policy, data, args):
-    """Mean reward and metrics of images from the same noise at every evaluation. Some are shown, and kept as a grid."""
+    """Mean reward and metrics of images, always from the same noise. Some are shown and saved as a grid."""
     accelerator = run.accelerator
     metrics = {}
     samples = []
@@ -514,8 +514,8 @@ def evaluate(run, step, policy, data, args):
 
 
 def image_arguments(rows, images):
-    """What reward and metric functions get by name, besides the other columns of the rows: images (B, 3, H, W), float32
-    in [0, 1] on the CPU, and prompts."""
+    """The keyword arguments of reward and metric functions besides the rows' other columns: images (B, 3, H, W),
+    float32 in [0, 1] on the CPU, and prompts."""
     return {"images": images.cpu().float() / 255, "prompts": [row["prompt"] for row in rows]}
 
 
@@ -527,7 +527,7 @@ def diversity(images):
 
 
 def grid(images, prompts, rewards, path):
-    """Writes uint8 images (B, 3, H, W) to a PNG file, eight a row, at most 96, with prompt and reward below each.
+    """Writes uint8 images (B, 3, H, W) to a PNG file, eight per row, at most 96, with prompt and reward below each.
 
     Images are at most 128 pixels wide; smaller ones are enlarged, each pixel to a square.
     """
@@ -551,7 +551,7 @@ def grid(images, prompts, rewards, path):
 
 
 def mirror_grids(accelerator, step, grids):
-    """Shows grids {name: file} to wandb or tensorboard. It may fail; training goes on."""
+    """Sends grids {name: file} to wandb or tensorboard. If that fails, training continues."""
     for tracker in accelerator.trackers:
         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         for name, path in grids.items():
@@ -564,7 +564,7 @@ def mirror_grids(accelerator, step, grids):
 
 @dataclass
 class Data:
-    """What a run reads."""
+    """The data of a run."""
 
     rows: list  # with a prompt
     eval_sets: dict  # {name: rows}
@@ -573,7 +573,7 @@ class Data:
 
 
 def read(args):
-    """The rows and functions that the flags name."""
+    """The rows and functions named by the flags."""
     reward = load_function(args.reward, "--reward")
     metric = load_function(args.metric, "--metric")
     rows = with_prompts(load_rows(build(args.dataset, "--dataset"), "--dataset"), "--dataset")
@@ -584,7 +584,7 @@ def read(args):
 
 
 def load(args, path, device):
-    """The pipeline, with the UNet's weights or adapters to be trained as the flags say, and its denoising steps."""
+    """The pipeline, whose UNet's weights or adapters are trainable as the flags say, and its denoising steps."""
     screen.show("loading the pipeline")
     pipeline = load_pipeline(args, path)
     schedule = checked_schedule(args, pipeline.scheduler, device)
@@ -668,7 +668,7 @@ def ddim_scheduler(scheduler, path):
 
 
 def checked_schedule(args, scheduler, device):
-    """The denoising steps. InputError where the scheduler has not so many, or none of them has noise."""
+    """The denoising steps. InputError if the scheduler cannot give that many, or if none of them has noise."""
     try:
         schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
         if not trained_steps(schedule):
@@ -699,7 +699,7 @@ def add_lora(unet, args):
 
 
 def summary(run, policy, data):
-    """What is trained on what, in a few lines."""
+    """A few lines that say what is trained, on what."""
     args = run.args
     tokenizer = policy.pipeline.tokenizer
     prompts = [row["prompt"] for row in data.rows]
@@ -722,7 +722,7 @@ def summary(run, policy, data):
 
 
 def sampling_code(args, unet):
-    """Python that loads the exported pipeline and samples from it; `Run.finish` fills in {folder} and {prompt}."""
+    """Code that loads the exported pipeline and samples from it; `Run.finish` fills in {folder} and {prompt}."""
     settings = f"num_inference_steps={args.num_inference_steps}, eta={args.eta}, guidance_scale={args.guidance_scale}"
     if args.negative_prompt:
         negative_prompt = repr(args.negative_prompt).replace("{", "{{").replace("}", "}}")
@@ -741,8 +741,8 @@ def export(run, pipeline, name):
 
 @torch.no_grad()
 def export_pipeline(pipeline, folder):
-    """Writes a pipeline that plain diffusers loads; with LoRA the adapters are merged into it, and stand in `lora/`
-    besides, for `load_lora_weights`."""
+    """Writes a pipeline that plain diffusers loads. LoRA adapters are merged into it, and also saved in `lora/` for
+    `load_lora_weights`."""
     with replacing(folder) as temporary:
         if getattr(pipeline.unet, "peft_config", None):
             from peft import get_peft_model_state_dict

@@ -222,12 +222,12 @@ def log_ratio_loss(c, r, beta, loss_type, smoothing):
 
 
 def encode_pairs(rows, tokenizer, max_length, args, flag):
-    """(pairs, report): tokens (chosen, rejected, how many of them are the prompt's) of the pairs that are left.
+    """(pairs, report): tokens (chosen, rejected, how many of them belong to the prompt) of the pairs that are kept.
 
     Prompt and response are tokenised together. The prompt is the longest common prefix of its own tokens and those of
-    both sides, so that a merge across the boundary belongs to the responses; an empty one becomes the beginning token.
-    The end token is appended once; in a chat the template ends the turns. A long prompt is cut, then what is longer
-    than max_length at the end. Dropped are pairs without room for a response, and those of equal sides.
+    both texts, so a merge across the boundary belongs to the responses. An empty prompt becomes the beginning token.
+    The end token is appended once; in a chat the template ends the turns. A long prompt is cut first; then texts are
+    cut at the end to max_length. Pairs without room for a response, or with two equal texts, are dropped.
     """
     chat = is_chat(rows, ["chosen"])
     triples = pair_texts(rows, tokenizer, flag)
@@ -280,7 +280,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
 
 
 def cut_prompt(prompt, bos, args):
-    """The tokens of a prompt, at most --max-prompt-length of them; a beginning token stays."""
+    """The tokens of a prompt, at most --max-prompt-length of them; a beginning token is kept."""
     limit = args.max_prompt_length or len(prompt)
     if len(prompt) <= limit:
         return prompt
@@ -301,8 +301,8 @@ def response_lengths(pairs):
 
 
 def pair_logprobs(model, packing, pairs):
-    """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32. packing:
-    texts stand side by side in lines."""
+    """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32. packing: a
+    line may hold several texts."""
     examples = examples_of(pairs)
     lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
     logprobs, _ = line_logprobs(model, lines, pad=0)  # (N,)
@@ -328,8 +328,8 @@ def examples_of(pairs):
 class Reference:
     """The policy pi_ref: reference(pairs) -> log-probabilities (2, B) of their responses, chosen first.
 
-    It is --ref-model, or the model before training. The constructor scores the evaluation pairs; with --precompute-ref
-    it scores the training pairs too, and at last lets go of the model. The reference's responses to the prompts become
+    It is --ref-model, or the model before training. The constructor scores the evaluation pairs. With --precompute-ref
+    it also scores the training pairs, and then releases the model. The reference's responses to the prompts become
     their column ref_output. A resumed run repeats this with the same number of threads (`Run`), so it gets the same
     bits.
     """
@@ -358,7 +358,7 @@ class Reference:
             self.model = None
 
     def scored(self, pairs):
-        """The pairs, each with the two log-probabilities of its responses behind."""
+        """The pairs, each followed by the two log-probabilities of its responses."""
         score = functools.partial(pair_logprobs, self.model, self.packing)
         logprobs = score_pairs(self.accelerator, score, pairs, self.args.micro_batch_size)
         finite = logprobs.isfinite().all(0)
@@ -383,7 +383,7 @@ class Reference:
 
 
 def pair_terms(policy, losses, rewards):
-    """{name: (B,)} of what is logged of pairs: their losses, rewards (2, B) and log-probabilities (2, B)."""
+    """{name: (B,)} of what is logged for pairs, from their losses, rewards (2, B) and log-probabilities (2, B)."""
     policy = policy.detach().contiguous()  # the last bits of a sum depend on the layout
     chosen, rejected = rewards.contiguous()
     return {
@@ -399,7 +399,7 @@ def pair_terms(policy, losses, rewards):
 
 def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
     """Metrics: --metric on sampled responses, and means over the pairs of the evaluation sets. Logs the samples. The
-    evaluation loss is the loss of pairs, without --sft-coef."""
+    evaluation loss is the pair loss, without --sft-coef."""
     accelerator = run.accelerator
     model.eval()
     metrics = {}
@@ -428,7 +428,7 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
 
 @dataclass
 class Data:
-    """What a run reads: rows at first, tokens as soon as there is a tokenizer."""
+    """The data of a run: rows at first, and tokens once there is a tokenizer."""
 
     rows: list
     eval_sets: dict  # {name: rows}, then {name: pairs}
@@ -440,7 +440,7 @@ class Data:
 
 
 def load(args, path, device):
-    """The language model, with frozen weights or adapters as the flags say, and its tokenizer. It is a decoder."""
+    """The language model, a decoder, and its tokenizer, with weights frozen or adapters added as the flags say."""
     lm, tokenizer = load_lm(args, path, device)
     if lm.config.is_encoder_decoder:
         raise InputError(
@@ -451,8 +451,8 @@ def load(args, path, device):
 
 
 def encode(data, lm, tokenizer, args):
-    """Tokenises all rows. Returns the longest side, in tokens, that --max-length and the model allow. Drops evaluation
-    data if the run never evaluates."""
+    """Tokenises all rows. Returns the maximum text length in tokens that --max-length and the model allow. Drops
+    evaluation data if the run never evaluates."""
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
     data.pairs, data.report = encode_pairs(data.rows, tokenizer, max_length, args, "--dataset")
@@ -472,7 +472,7 @@ def encode(data, lm, tokenizer, args):
 
 
 def summary(run, lm, tokenizer, data, max_length):
-    """What is trained on what, in a few lines."""
+    """A few lines that say what is trained, on what."""
     args = run.args
     lines = []
     ends = end_tokens(lm)
@@ -507,7 +507,7 @@ def summary(run, lm, tokenizer, data, max_length):
 
 
 def trains_end(pair, ends):
-    """Whether a response of the pair holds an end token."""
+    """Whether a response of the pair contains an end token."""
     chosen, rejected, prompt_length, *_ = pair
     return not set(ends).isdisjoint(chosen[prompt_length:] + rejected[prompt_length:])
 

@@ -160,7 +160,7 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
 
 
 def group_advantages(scores, group_size, kind):
-    """(B,) what each score has over those of its group: scores (B,), the rows of a group side by side.
+    """(B,) advantage of each score (B,) over its group; the rows of a group are next to each other.
 
     std: (r - mean) / (std + 1e-4) (GRPO, Shao et al. 2024, Sec. 4.1.2; the constant and the unbiased deviation are
     TRL's); mean: r - mean (Dr. GRPO, Liu et al. 2025, Sec. 3.2); loo: r - mean of the others (RLOO, Ahmadian et al.
@@ -199,7 +199,7 @@ def kl_k3(logprobs, ref_logprobs):
 
 
 def token_weights(lengths, loss_mean, max_new_tokens):
-    """(B,) the weight of each token of a row in the loss of an optimizer step, whose rows have lengths (B,) tokens.
+    """(B,) weight of each token of a row in the loss of an optimizer step, whose rows have lengths (B,) tokens.
 
     sequence: 1 / (B length), GRPO Eq. 3; token: 1 / all tokens of the step, DAPO Sec. 3.3 (there of a group); constant:
     1 / (B max_new_tokens), Dr. GRPO, Liu et al. 2025, Sec. 3.2.
@@ -219,7 +219,7 @@ def token_weights(lengths, loss_mean, max_new_tokens):
 
 @dataclass
 class Rollout(Episodes):
-    """Queries with responses, those of a group side by side, and what is known of them."""
+    """Queries with responses, those of a group next to each other, and what is known about them."""
 
     logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled; None: the only step computes them
     ref_logprobs: torch.Tensor | None = None  # (B, R)
@@ -306,8 +306,8 @@ def minibatches(accelerator, batch, args, iteration, epoch):
 
 
 def with_gradient(rows, advantages, processes):
-    """The rows with an advantage, filled up with others so that every process runs equally many forward passes. Without
-    a KL, a row without an advantage has no gradient."""
+    """The rows with an advantage, padded with others so that every process runs the same number of forward passes.
+    Without a KL, a row without an advantage has no gradient."""
     is_idle = advantages[rows] == 0
     num_busy = len(rows) - int(is_idle.sum())
     share = max(1, math.ceil(num_busy / processes))
@@ -357,8 +357,8 @@ def losses(model, episodes, weights, args):
 
 
 def update(run, model, optimizer, batch, rows, args):
-    """Epochs of minibatches, an optimizer step each. Returns metrics: means over steps, sequences or tokens of all
-    epochs, as their keys say. rows: those of the prompts, for an error."""
+    """Epochs of minibatches, with one optimizer step each. Returns metrics: means over steps, sequences or tokens of
+    all epochs, as their keys say. rows: the prompts, for error messages."""
     accelerator = run.accelerator
     mask = batch.response_mask
     step = run.step - run.stride  # optimizer steps taken: run.step is that at the end of this iteration
@@ -406,7 +406,7 @@ def evaluate(run, step, model, tokenizer, data, args):
 
 
 def summary(run, lm, data):
-    """What is trained on what, in a few lines."""
+    """A few lines that say what is trained, on what."""
     args = run.args
     reference = "a frozen copy"
     if args.kl_coef == 0:

@@ -167,7 +167,7 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
 
 
 def ilql_targets(rewards, next_values, not_done, gamma):
-    """What Q(s, a) is regressed on: r + gamma V(s') where not_done, else r; no gradient. All of one shape."""
+    """Regression target of Q(s, a): r + gamma V(s') where not_done, else r; no gradient. All have one shape."""
     return rewards + gamma * next_values.detach() * not_done
 
 
@@ -279,7 +279,7 @@ class PolicyWithQ(nn.Module):
 
     @classmethod
     def load(cls, directory, **options):
-        """The exported model of a run, `<run>/hf_model`, with its heads. options: those of from_pretrained."""
+        """The exported model of a run, `<run>/hf_model`, with its heads. options go to from_pretrained."""
         with safetensors.safe_open(Path(directory) / HEADS_FILE, "pt") as file:
             two_qs = "q_heads.1.0.weight" in file.keys()
         auto_class = lm_class(str(directory), **options)
@@ -303,7 +303,7 @@ class PolicyWithQ(nn.Module):
 
 @dataclass
 class Episode:
-    """A row: its tokens, the places of those that are actions, the reward of each action, and whether it ended."""
+    """A row: its tokens, the positions of its actions, the reward of each action, and whether it ended."""
 
     ids: list
     actions: list
@@ -312,7 +312,7 @@ class Episode:
 
 
 def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
-    """(episodes of the rows that hold an action, report). See the top of this file for the forms of a row."""
+    """(episodes of the rows that have an action, report). The top of this file lists the row formats."""
     if "text" in rows[0] and rows[0].keys().isdisjoint(("messages", "prompt", "completion", "dialogue")):
         outputs = texts(rows, "text", flag)
         rows = [row | {"prompt": "", "completion": text} for row, text in zip(rows, outputs, strict=True)]
@@ -339,10 +339,10 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
 def make_episode(row, ids, spans, ends, max_length, encoder, where):
     """(episode, whether it was cut) of a row with its tokens and spans, as `encode_segments` yields them.
 
-    An action is a token of an output, the end token included. A number is the reward of the last action, a list has one
-    for the last token of each output. A truncated row loses its last end token, and what a chat template wrote behind.
-    A row longer than max_length is cut just before an action, so that its last state has a value to bootstrap from, and
-    loses later rewards.
+    An action is a token of an output, including the end token. A number is the reward of the last action; a list has
+    one number for the last token of each output. A truncated row loses its last end token and what a chat template
+    wrote after it. A row longer than max_length is cut just before an action, so that its last state has a value to
+    bootstrap from, and loses later rewards.
     """
     truncated = row.get("truncated")
     if truncated not in (None, 0, 1):
@@ -374,7 +374,7 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
 
 
 def place_rewards(reward, outputs, where):
-    """{place: reward} of a row's reward, a number or a list; outputs: the places of each output."""
+    """{position: reward} from a row's reward, a number or a list; outputs: the positions of each output."""
     values = reward
     if not isinstance(reward, list):
         values = [0.0] * (len(outputs) - 1) + [reward]
@@ -391,7 +391,7 @@ def place_rewards(reward, outputs, where):
 
 @dataclass
 class Batch:
-    """Right-padded episodes; for an encoder-decoder their outputs all begin at the same place."""
+    """Right-padded episodes; for an encoder-decoder all outputs begin at the same position."""
 
     ids: torch.Tensor  # (B, T)
     query_mask: torch.Tensor | None  # (B, Q) bool, of the prompts that an encoder reads
@@ -448,8 +448,8 @@ MEANS = ("values", "qvalues", "target_qvalues", "advantages", "target_gap", "awa
 def action_logprobs(lm, batch):
     """log pi(a | s) (N,) of the actions, and the hidden states (B, A + 1, H) of all states of the batch.
 
-    No mask is passed: no token sees the padding behind it, and states of padding are never read. An encoder-decoder
-    needs the one of its prompts; of the R tokens behind them, with the start token, it has R + 1 states.
+    No mask is passed: no token sees the padding after it, and states of padding are never read. An encoder-decoder
+    needs the mask of its prompts; for the R tokens after them, with the start token, it has R + 1 states.
     """
     count, width = batch.ids.shape
     positions = torch.arange(width, device=batch.ids.device).expand_as(batch.ids)
@@ -466,9 +466,9 @@ def action_logprobs(lm, batch):
 
 
 def chosen_q(head, features, actions):
-    """Q(s, a) (N,) of actions (N,) and features, head[:-1](states) (N, 2H), from the rows of the last layer that the
-    actions need. The gradient of these rows is sparse; autograd adds it to the dense one of the CQL loss, without which
-    AdamW would refuse it."""
+    """Q(s, a) (N,) of actions (N,) and features, head[:-1](states) (N, 2H), from only those rows of the last layer that
+    the actions need. The gradient of these rows is sparse; autograd adds it to the dense one of the CQL loss, without
+    which AdamW would refuse it."""
     last = head[-1]
     weights = F.embedding(actions, last.weight, sparse=True)  # (N, 2H)
     # = head(states).gather(-1, actions[:, None])[:, 0], without the other columns
@@ -476,7 +476,7 @@ def chosen_q(head, features, actions):
 
 
 def ilql_losses(policy, batch, args):
-    """{name: (N,)} of losses and statistics, one number for each action of the batch. Those of Q are summed over the
+    """{name: (N,)} of losses and statistics, with one number per action of the batch. Those of Q are summed over the
     heads, as in trlX and the authors' code."""
     logprobs, hidden = action_logprobs(policy.lm, batch)
     at = batch.mask.nonzero(as_tuple=True)  # (B, A) -> (N,)
@@ -528,7 +528,7 @@ def ilql_losses(policy, batch, args):
 
 
 def loss_metrics(sums, count):
-    """The metrics of the sums of what `ilql_losses` returns over `count` actions."""
+    """The metrics, from the sums over `count` actions of what `ilql_losses` returns."""
     mean = {name: total / count for name, total in sums.items()}
     metrics = {f"losses/{name}": mean[name] for name in LOSSES}
     metrics |= {f"{name}/mean": mean[name] for name in MEANS}
@@ -544,7 +544,7 @@ def loss_metrics(sums, count):
 
 @torch.no_grad()
 def evaluate_losses(accelerator, model, episodes, args, pad):
-    """The losses of the whole set, the same for any batch size and number of processes."""
+    """The losses of the whole set, for any batch size and number of processes the same."""
     empty = Episode(episodes[0].ids, [], [], True)  # every process runs the same number of forward passes
     padded = episodes + [empty] * (-len(episodes) % accelerator.num_processes)
     encoder = getattr(model, "module", model).lm.config.is_encoder_decoder
@@ -560,8 +560,8 @@ def evaluate_losses(accelerator, model, episodes, args, pad):
 
 
 def evaluate(run, step, model, tokenizer, data, args):
-    """What the metric says of responses sampled with each beta, some of which are shown, and the losses of the
-    evaluation sets."""
+    """The metric of responses sampled with each beta, and the losses of the evaluation sets. Some responses are
+    shown."""
     accelerator = run.accelerator
     model.eval()
     policy = accelerator.unwrap_model(model)
@@ -591,7 +591,7 @@ def evaluate(run, step, model, tokenizer, data, args):
 
 def headline(metrics, data):
     """The name of the metric that chooses the best model: the first one of --metric, with the beta for which it is
-    highest, the first of equal ones; without samples a loss."""
+    highest (the first if several are equal); without samples, a loss."""
     sampled = [name for name in metrics if "@beta=" in name]
     if sampled:
         first_metric = sampled[0].partition("@beta=")[0] + "@beta="
@@ -607,7 +607,7 @@ def headline(metrics, data):
 
 @dataclass
 class Data:
-    """What a run reads: rows at first, tokens as soon as there is a tokenizer."""
+    """The data of a run: rows at first, and tokens once there is a tokenizer."""
 
     rows: list
     eval_sets: dict  # {name: rows}, then {name: episodes}
@@ -621,8 +621,8 @@ class Data:
 
 
 def load(args, path, device):
-    """The policy, with frozen weights or adapters as the flags say and the heads of an earlier run, and its
-    tokenizer."""
+    """The policy and its tokenizer, with weights frozen or adapters added as the flags say, and the heads of an earlier
+    run."""
     lm, tokenizer = load_lm(args, path, device)
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
     folder = spec_path(path)
@@ -632,7 +632,7 @@ def load(args, path, device):
 
 
 def check_logit_mask(logit_mask, lm):
-    """The mask of --logit-mask as a tensor (V, V), or None. InputError where it does not fit the model."""
+    """The mask of --logit-mask as a tensor (V, V), or None. InputError if it does not fit the model."""
     if logit_mask is None:
         return None
     if lm.config.is_encoder_decoder:
@@ -646,7 +646,7 @@ def check_logit_mask(logit_mask, lm):
 
 
 def encode(data, lm, tokenizer, args):
-    """Makes tokens of all rows, and a tensor of the mask."""
+    """Tokenises all rows, and makes a tensor of the mask."""
     data.logit_mask = check_logit_mask(data.logit_mask, lm)
     encoder = lm.config.is_encoder_decoder
     limit = max_positions(lm)
@@ -681,7 +681,7 @@ def normalize_rewards(data, args):
 
 
 def summary(run, policy, tokenizer, data):
-    """What is trained on what, in a few lines."""
+    """A few lines that say what is trained, on what."""
     args = run.args
     lengths = sorted(len(episode.ids) for episode in data.episodes)
     first_row = data.episodes[0]
@@ -718,7 +718,7 @@ def marked_actions(tokenizer, episode):
 
 
 def usage(metric, args):
-    """The lines that load the exported model and sample from it with the beta of the headline metric, or without one
+    """Code that loads the exported model and samples from it with the beta of the headline metric, or if there is none,
     with the first beta above 0."""
     _, evaluated, beta = metric.rpartition("@beta=")
     reason = "the best beta by the last evaluation"

@@ -202,7 +202,7 @@ def last_tokens(mask):
 
 
 def token_rewards(scores, kl, mask, kl_coef):
-    """r_t = -kl_coef kl_t, plus the score: on the last token that counts for scores (B,), token by token for (B, R).
+    """r_t = -kl_coef kl_t plus the score: on the last token that counts for scores (B,), on each token for (B, R).
 
     kl, mask: (B, R). Zero where mask is False. A row without tokens gets no score. Source: Ziegler et al. 2019, Eq. 2.
     """
@@ -213,7 +213,7 @@ def token_rewards(scores, kl, mask, kl_coef):
 
 
 def shape_scores(scores, mask, truncated, moments, args):
-    """(token scores as trained on, moments): scaled, centred, clipped, less the penalty of truncated responses.
+    """(token scores to train on, moments): scaled, centred and clipped, minus the penalty for truncated responses.
 
     scores, mask: (B, R), truncated: (B,) True without end token or stop string. moments: count, mean and sum of squared
     deviations of the rows' summed scores so far. The mean is subtracted at the last token. Fewer than two different
@@ -243,8 +243,8 @@ def shape_scores(scores, mask, truncated, moments, args):
 def gae(rewards, values, mask, gamma, lam):
     """A_t = sum_l (gamma lam)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t, over the tokens that count.
 
-    rewards, values, mask: (B, R); mask may have holes, over which value and advantage are carried: the token after a
-    hole follows the one before it. A truncated response counts as ended. Returns (advantages, returns = advantages +
+    rewards, values, mask: (B, R). mask may have gaps, across which value and advantage are carried: the token after a
+    gap follows the one before it. A truncated response is treated as ended. Returns (advantages, returns = advantages +
     values), both (B, R) and zero where mask is False. Source: Schulman et al. 2016, Eq. 16.
     """
     advantages = torch.zeros_like(values)
@@ -278,7 +278,7 @@ def policy_loss(new_logprobs, logprobs, advantages, cliprange):
 
 
 def token_entropies(logits, ids):
-    """(N,) entropies of softmax(logits), logits (N, V): what `response_logprobs` is asked for besides."""
+    """(N,) entropies of softmax(logits), logits (N, V): for `also` of `response_logprobs`."""
     return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
 
 
@@ -338,7 +338,7 @@ class PolicyWithValue(nn.Module):
 
     @classmethod
     def load(cls, directory, **options):
-        """The exported model of a run, `<run>/hf_model`, with its head. options: those of from_pretrained."""
+        """The exported model of a run, `<run>/hf_model`, with its head. options go to from_pretrained."""
         auto_class = lm_class(str(directory), **options)
         model = cls(as_decoder(auto_class.from_pretrained(directory, **options)))
         model.load_value_head(directory)
@@ -360,7 +360,7 @@ class PolicyWithValue(nn.Module):
 
 @dataclass
 class Rollout(Episodes):
-    """Queries with responses, and what is known of them."""
+    """Queries with responses, and what is known about them."""
 
     logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled
     values: torch.Tensor | None = None  # (B, R)
@@ -406,7 +406,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
 
 
 def score_episodes(accelerator, model, ref, args, episodes):
-    """{field of Rollout: (B, R)}: what policy and reference say of a micro-batch, zero where no token counts."""
+    """{field of Rollout: (B, R)} of a micro-batch, by policy and reference; zero where no token counts."""
     inputs = *episodes.tokens(), args.temperature
     logprobs, values, entropies = model(*inputs, also=token_entropies)
     with accelerator.autocast():  # the prepared model brings its own
@@ -416,7 +416,7 @@ def score_episodes(accelerator, model, ref, args, episodes):
 
 
 def place_scores(scores, mask):
-    """(B, R) in float64: a number is placed on the last token of its row, a list has one number a token.
+    """(B, R) in float64: a single number is placed on the last token of its row; a list has one number per token.
 
     mask: (B, R) True at the tokens that count. A row without tokens gets no score.
     """
@@ -429,7 +429,7 @@ def place_scores(scores, mask):
 
 
 def rollout_metrics(batch, kl_coef):
-    """Of the episodes: objective/ and tokens/ are means per sequence, policy/ and val/ per token."""
+    """Metrics of the episodes: objective/ and tokens/ are means per sequence, policy/ and val/ per token."""
     mask = batch.response_mask
     scores = batch.raw_scores.sum(1)
     errors = (batch.returns - batch.values)[mask]
@@ -500,8 +500,8 @@ def losses(model, episodes, args):
 
 
 def update(run, model, optimizer, batch, rows, args):
-    """K epochs of minibatches, an optimizer step each. Returns metrics: means over response tokens and epochs, and the
-    numbers of epochs and skipped steps. rows: the prompts, for error messages."""
+    """K epochs of minibatches, with one optimizer step each. Returns metrics: means over response tokens and epochs,
+    and the numbers of epochs and skipped steps. rows: the prompts, for error messages."""
     accelerator = run.accelerator
     tokens = int(batch.response_mask.sum())
     # skipped steps count too: the schedule follows the episodes
@@ -561,7 +561,7 @@ def evaluate(run, step, model, tokenizer, data, args):
 
 
 def make_policy(args, path, lm):
-    """The language model with a new value head, or with that of the --model directory."""
+    """The language model with a new value head, or with the one in the --model directory."""
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
     folder = spec_path(path)
     if folder and (folder / "value_head.safetensors").exists():
@@ -570,7 +570,7 @@ def make_policy(args, path, lm):
 
 
 def summary(run, policy, data):
-    """What is trained on what, in a few lines."""
+    """A few lines that say what is trained, on what."""
     args = run.args
     reference = "a frozen copy"
     if args.ref_model:

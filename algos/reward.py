@@ -122,8 +122,8 @@ def score_terms(losses, chosen, rejected):
 
 
 def load_classifier(args, path):
-    """The sequence classifier with one label, its tokenizer, and whether its head is new. A new one is drawn from
-    N(0, 1 / (width + 1)), so that scores are of size 1 (Huang et al. 2024, arXiv 2403.17031), keyed by the seed."""
+    """The sequence classifier with one label, its tokenizer, and whether its head is new. A new head is drawn from N(0,
+    1 / (width + 1)), keyed by the seed, so that scores are of size 1 (Huang et al. 2024, arXiv 2403.17031)."""
     auto_class = "AutoModelForSequenceClassification"
     model, tokenizer, missing = load_pretrained(auto_class, args, path, "--model", num_labels=1)
     if model.config.num_labels != 1:
@@ -149,9 +149,9 @@ def load_classifier(args, path):
 
 
 def encode_texts(rows, tokenizer, max_length, flag):
-    """(triples, pairs, report): texts (prompt, chosen, rejected) and tokens (chosen, rejected, margin) of the pairs of
-    at most max_length tokens a side whose sides differ. A text ends where its end token does: what a chat template
-    writes after it is left out, as it is in a sampled response."""
+    """(triples, pairs, report): texts (prompt, chosen, rejected) and tokens (chosen, rejected, margin) of the pairs
+    whose texts differ and have at most max_length tokens each. A text ends with its end token: what a chat template
+    writes after it is left out, as in a sampled response."""
     triples = pair_texts(rows, tokenizer, flag)
     chosen_texts = [prompt + chosen for prompt, chosen, _ in triples]
     rejected_texts = [prompt + rejected for prompt, _, rejected in triples]
@@ -191,7 +191,7 @@ def encode_texts(rows, tokenizer, max_length, flag):
 
 
 def pair_scores(model, packing, pairs):
-    """Scores (2, B) of chosen and rejected. packing: texts stand side by side in lines."""
+    """Scores (2, B) of chosen and rejected. packing: a line may hold several texts."""
     texts = [chosen for chosen, _, _ in pairs] + [rejected for _, rejected, _ in pairs]
     lines, places = in_lines(packing, texts, [len(ids) for ids in texts])
     scores = classifier_logits(model, lines)[:, 0]
@@ -202,8 +202,8 @@ def pair_scores(model, packing, pairs):
 
 
 def evaluate_scores(scores, pairs):
-    """Metrics of the scores (2, N) of all pairs; the loss is that without --center-coef. shorter_wins: the accuracy of
-    a rule that knows the lengths alone."""
+    """Metrics of the scores (2, N) of all pairs; the loss is without --center-coef. shorter_wins: the accuracy of a
+    rule that knows only the lengths."""
     chosen, rejected = scores
     differences = chosen - rejected
     margins = scores.new_tensor([margin for _, _, margin in pairs])
@@ -218,7 +218,7 @@ def evaluate_scores(scores, pairs):
 
 
 def evaluate(run, step, model, score, data, args):
-    """Metrics of the evaluation sets, whose texts are shown with their scores."""
+    """Metrics of the evaluation sets. Logs their texts with the scores."""
     model.eval()
     metrics = {}
     samples = []
@@ -243,7 +243,7 @@ def evaluate(run, step, model, score, data, args):
 
 @dataclass
 class Data:
-    """What a run reads: rows at first, tokens as soon as there is a tokenizer."""
+    """The data of a run: rows at first, and tokens once there is a tokenizer."""
 
     rows: list
     eval_sets: dict  # {name: rows}, then {name: pairs}
@@ -254,14 +254,14 @@ class Data:
 
 
 def read(args):
-    """The rows that the flags name."""
+    """The rows named by the flags."""
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     return Data(rows, eval_sets)
 
 
 def load(args, path, device):
-    """The classifier, with frozen weights or adapters as the flags say, its tokenizer, and whether its head is new."""
+    """The classifier, with weights frozen or adapters added by flags, its tokenizer, and whether its head is new."""
     lm, tokenizer, new_head = load_classifier(args, path)
     heads = raise_heads(lm)
     train_adapters(lm.to(device), args, heads)
@@ -293,7 +293,7 @@ def export_classifier(run, lm, tokenizer, name):
 
 
 def summary(run, lm, new_head, data, max_length):
-    """What is trained on what, in a few lines."""
+    """A few lines that say what is trained, on what."""
     args = run.args
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in data.pairs)
     prompt, chosen, rejected = map(visible, data.texts[0])
@@ -312,7 +312,7 @@ def summary(run, lm, new_head, data, max_length):
 
 
 def example_of_scoring(lm, tokenizer, data):
-    """A text or chat to score, and the lines that load the exported model and score it."""
+    """A text or chat to score, and code that loads the exported model and scores it."""
     loading = LOADING_ADAPTER if lm._hf_peft_config_loaded else LOADING
     if is_chat(data.rows, ["chosen"]):
         chat = messages_in(data.rows[0], "prompt") + data.rows[0]["chosen"]

@@ -103,8 +103,8 @@ def is_likeliest(logits, labels):
 
 
 def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder=False):
-    """(examples, report): (ids, labels) of the rows that still have a label after the cut to max_length. The cut may
-    remove the end token. The first token has no label, since nothing predicts it."""
+    """(examples, report): (ids, labels) of the rows that still have a label after being cut to max_length. The cut may
+    remove the end token. The first token has no label, because nothing predicts it."""
     examples = []
     truncated = 0
     for ids, spans in encode_segments(rows, tokenizer, flag, encoder):
@@ -141,7 +141,7 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
 
 def split_batch(batch, packing, accelerator, args):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels). Every process has
-    equally many. packing: several examples stand side by side in a line (`in_lines`)."""
+    the same number. packing: a line may hold several examples (`in_lines`)."""
     lines, _ = in_lines(packing, batch, [len(ids) for ids, *_ in batch])
     lines.sort(key=line_length)
     while len(lines) % accelerator.num_processes:
@@ -151,7 +151,7 @@ def split_batch(batch, packing, accelerator, args):
 
 
 def without_labels(examples):
-    """A short example that adds nothing, for a process that has one less than others: all run as many forwards."""
+    """A short example that adds nothing, for a process with one example less: all run the same number of forwards."""
     ids, *_ = examples[0]
     return ids[:2], [-100, -100]
 
@@ -161,7 +161,7 @@ def without_labels(examples):
 
 @torch.no_grad()
 def evaluate_loss(accelerator, model, examples, args, pad):
-    """Loss, perplexity and accuracy per label of the whole set, the same for any batch size and number of processes."""
+    """Loss, perplexity and accuracy per label of the whole set, for any batch size and number of processes the same."""
     share = math.ceil(len(examples) / accelerator.num_processes)
     local = examples[accelerator.process_index :: accelerator.num_processes]
     if len(local) < share:
@@ -206,7 +206,7 @@ def evaluate(run, step, model, tokenizer, data, args):
 
 @dataclass
 class Data:
-    """What a run reads: rows at first, tokens as soon as there is a tokenizer."""
+    """The data of a run: rows at first, and tokens once there is a tokenizer."""
 
     rows: list
     eval_sets: dict  # {name: rows}, then {name: examples}
@@ -218,7 +218,7 @@ class Data:
 
 
 def load(args, path, device):
-    """The language model, with frozen weights or adapters as the flags say, and its tokenizer."""
+    """The language model and its tokenizer, with weights frozen or adapters added as the flags say."""
     lm, tokenizer = load_lm(args, path, device)
     if lm.config.is_encoder_decoder and not args.completion_only_loss:
         raise InputError("--no-completion-only-loss does not work with encoder-decoders")
@@ -226,7 +226,7 @@ def load(args, path, device):
 
 
 def encode(data, lm, tokenizer, args):
-    """Tokenises all rows. Returns the longest row, in tokens, that --max-length and the model allow."""
+    """Tokenises all rows. Returns the maximum row length in tokens that --max-length and the model allow."""
     encoder = lm.config.is_encoder_decoder
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
@@ -245,7 +245,7 @@ def encode(data, lm, tokenizer, args):
 
 
 def summary(run, lm, tokenizer, data, max_length):
-    """What is trained on what, in a few lines."""
+    """A few lines that say what is trained, on what."""
     args = run.args
     lines = []
     ends = end_tokens(lm)

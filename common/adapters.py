@@ -1,7 +1,7 @@
-"""LoRA adapters: put into a model, trained, and added to its weights while sampling. Source: arXiv 2106.09685.
+"""LoRA adapters: inserted into a model, trained, and added to its weights for sampling. Source: arXiv 2106.09685.
 
-peft's layers are put into the model, which keeps its class: peft's own wrapper is not used. It would have other names
-of weights, and neither attention, blocks nor export of a transformers model.
+peft's layers are inserted into the model, which keeps its class. peft's own wrapper is not used: it has other weight
+names, and lacks the attention, blocks and export of a transformers model.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from common.seeding import rng
 
 
 def train_adapters(lm, args, heads=()):
-    """LoRA adapters are trained, if there are any, and nothing else: new ones at --lora-targets, which change nothing
-    before the first update (B is zero), or those of --model. heads: modules that are trained and saved with them.
-    Adapters are at least float32, since small updates would be lost in bfloat16."""
+    """Trains only LoRA adapters, if there are any: new ones at --lora-targets, which change nothing before the first
+    update (B is zero), or those of --model. heads: modules trained and saved with them. Adapters are at least float32,
+    because small updates would be lost in bfloat16."""
     is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
     if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
         raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
@@ -40,7 +40,7 @@ def train_adapters(lm, args, heads=()):
 
 
 def add_adapters(lm, args, heads):
-    """Puts new adapters into lm. InputError for a target that it does not have, which peft skips among others."""
+    """Inserts new adapters into lm. InputError for a target that it lacks, which peft would skip if others exist."""
     from peft import LoraConfig
 
     task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
@@ -71,7 +71,7 @@ def add_adapters(lm, args, heads):
 
 
 def can_be_added(layer):
-    """Whether a module is a layer with adapters that a sum with its weight leaves as exact as they are apart."""
+    """Whether a module is a layer with adapters that can be added to its weight without losing precision."""
     if not hasattr(layer, "get_base_layer"):
         return False
     weight = getattr(layer.get_base_layer(), "weight", None)
@@ -80,11 +80,11 @@ def can_be_added(layer):
 
 @contextlib.contextmanager
 def for_sampling(lm, dtype=None):
-    """Within it, what every token of a sampler would compute again is kept: adapters are added to float32 weights, and
-    autocast keeps the casts of frozen weights. After it, weights and flags are what they were, bit for bit.
+    """Inside, what every sampled token would recompute is kept: adapters are added to float32 weights, and autocast
+    keeps the casts of frozen weights. Afterwards weights and flags are bitwise what they were.
 
-    Adapters of weights of 4 or 16 bits stay apart: a sum would be rounded to these. The others are added to a copy of
-    the base weight, so that a tied layer does not change. dtype: that of the autocast within, in which sums are kept.
+    Adapters of 4-bit or 16-bit weights stay separate, since a sum would be rounded to that type. Others are added to a
+    copy of the base weight, so that a tied layer does not change. dtype: the autocast type, in which sums are kept.
     """
     bases = []
     frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]

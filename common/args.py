@@ -14,7 +14,7 @@ from common.cli import flag_of
 
 
 class Range(NamedTuple):
-    """What a field of Args may be; stands beside the field in its annotated type."""
+    """What values a field of Args may have; part of the field's annotated type."""
 
     rule: str  # completes "--flag value must be"
     holds: Callable
@@ -44,7 +44,7 @@ def find_range(annotation):
 
 
 def out_of_range(args):
-    """A sentence for each field of a dataclass whose value lies outside of the range in its type."""
+    """A sentence for each field of a dataclass whose value is outside the range in its type."""
     problems = []
     for declared in dataclasses.fields(args):
         value = getattr(args, declared.name)
@@ -56,7 +56,7 @@ def out_of_range(args):
 
 
 def fit_sizes(args):
-    """Sizes that were left out, and so are the usual ones, and do not go with those that were given, follow them."""
+    """Adjusts sizes that still have their default values to those that were given, where they do not fit together."""
     usual = type(args)
     if not all(number > 0 for number in (args.rollout_batch_size, args.batch_size)):
         return
@@ -73,12 +73,12 @@ def fit_sizes(args):
 
 
 def divisor(number, most):
-    """The largest divisor of a number that is at most so large."""
+    """The largest divisor of a number that is at most `most`."""
     return next(size for size in range(most, 0, -1) if number % size == 0)
 
 
 def problems_of(args):
-    """A sentence for each rule of shared flags that is broken; a script adds those of its own."""
+    """A sentence for each broken rule of the shared flags; a script adds its own."""
     missing = [name for name in args.required if getattr(args, name) is None]
     problems = [f"{flag_of(name)} is missing: --help says what it takes" for name in missing]
     problems += out_of_range(args)
@@ -135,8 +135,7 @@ class WeightArgs:
     lora_alpha: Positive | None = None
     """LoRA adapters are scaled by alpha / r; default: the rank, which gives a scale of 1."""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """Last names of the modules that get LoRA adapters; all-linear: all linear layers except the output layer or
-    head."""
+    """Last names of modules that get LoRA adapters; all-linear: all linear layers but the output layer or head."""
 
 
 @dataclass
@@ -261,7 +260,7 @@ class RolloutArgs(DataArgs, SamplingArgs):
 
     @property
     def num_iterations(self):
-        """Of the whole run."""
+        """Iterations of the whole run."""
         return self.total_episodes // self.rollout_batch_size
 
     @property

@@ -1,4 +1,4 @@
-"""The state of a run in and out: checkpoints and exports. No pickle: safetensors, JSON and a sha256 manifest."""
+"""Saves and loads the state of a run: checkpoints and exports. No pickle: safetensors, JSON and a sha256 manifest."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ FORMAT = 3  # of checkpoints
 
 
 def tied_weights(model):
-    """{name: name of the first} of the parameters that the model has under several names."""
+    """{name: first name} of the parameters that the model has under several names."""
     first_names = {}
     tied = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -33,7 +33,7 @@ def tied_weights(model):
 
 
 def frozen_weights(model):
-    """(sum, ids) of the weights of a pretrained model that are not trained, which checkpoints leave out."""
+    """(sum, ids) of the untrained weights of a pretrained model, which checkpoints leave out."""
     weights = [weight for weight in model.parameters() if not weight.requires_grad]
     total = 0.0
     for weight in weights:
@@ -52,12 +52,12 @@ def settings_of(optimizer):
 
 
 def pack_state(model, optimizer, frozen, settings, **state):
-    """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors. What is tied is stored
+    """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors. Tied weights are stored
     once.
 
-    frozen: the `frozen_weights` of --model, which are left out; others without gradient (target networks) are not.
-    settings: `settings_of` the optimizer before its first step. What it has changed there, such as a count of steps, is
-    stored; the rest are flags.
+    frozen: the `frozen_weights` of --model, which are left out; other weights without gradient (target networks) are
+    not. settings: `settings_of` the optimizer before its first step. What the optimizer has changed there, such as a
+    count of steps, is stored; the rest comes from flags.
     """
     from torch.distributed.checkpoint import state_dict as dcp
 
@@ -146,8 +146,8 @@ def read_checkpoint(path):
 
 
 def newest_checkpoint(run_dir, warn):
-    """(path, state) of the newest whole checkpoint, after a warning for each broken newer one; (None, {}) if there is
-    none at all; InputError when all are broken: a run is never silently started again."""
+    """(path, state) of the newest complete checkpoint, after a warning for each broken newer one; (None, {}) if there
+    is none. InputError if all are broken: a run never silently starts again."""
     folder = Path(run_dir) / "checkpoints"
     paths = sorted(folder.glob("step_????????"), reverse=True)
     for path in paths:
@@ -178,7 +178,7 @@ def fsync(path):
 
 @contextlib.contextmanager
 def replacing(directory):
-    """A new directory to write into. Where the block ends without an error, it is synced and takes a path's place."""
+    """A new directory to write into. If the block ends without an error, it is synced and replaces the path."""
     temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
@@ -209,7 +209,7 @@ def full_weights(lm):
 
 
 def export_model(lm, weights, tokenizer, directory, heads):
-    """Writes model and tokenizer so that plain transformers loads them, heads {file name: tensors} beside."""
+    """Writes model and tokenizer so that plain transformers loads them, with heads {file name: tensors} beside them."""
     with replacing(directory) as temporary:
         lm.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
@@ -218,7 +218,7 @@ def export_model(lm, weights, tokenizer, directory, heads):
 
 
 def push(directory, repository):
-    """Uploads an export, and nothing else, to a hub repository, which is made private where it is new."""
+    """Uploads an export, and nothing else, to a hub repository. A new repository is private."""
     from huggingface_hub import HfApi
 
     try:
@@ -230,7 +230,7 @@ def push(directory, repository):
 
 
 def write_text(path, text):
-    """Writes a file whole or not at all."""
+    """Writes a file completely or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # of a file name that is not UTF-8
     fsync(temporary)

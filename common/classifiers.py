@@ -13,8 +13,8 @@ from common.tokens import collate
 
 
 class RewardModel:
-    """A sequence classifier, or the LoRA adapter of one, as the reward: the logit of its only label, or of the one
-    named in `path:label`. Weights that the policy lm has and does not train are shared with it."""
+    """A sequence classifier, or a LoRA adapter for one, as the reward: the logit of its only label, or of the label in
+    `path:label`. Weights that the policy lm also has and does not train are shared with it."""
 
     def __init__(self, args, lm):
         path = args.reward
@@ -46,7 +46,7 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(self, samples, ended, batch_size):
-        """Scores (B,) of the texts; too long ones lose their beginning."""
+        """Scores (B,) of the texts. The beginning of a text that is too long is cut off."""
         encoded = classifier_ids(self.tokenizer, samples, ended, max_length=self.limit)
         lengths = torch.tensor([len(ids) for ids in encoded])
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
@@ -57,8 +57,8 @@ class RewardModel:
 
 
 class FloatHead:
-    """The head of a classifier, at least in float32 and outside of autocast: in bfloat16, 1000 texts would have fewer
-    than 600 scores."""
+    """The head of a classifier, at least in float32 and outside autocast: in bfloat16, 1000 texts would have fewer than
+    600 different scores."""
 
     def forward(self, states, **options):
         weight = next(self.parameters())
@@ -67,7 +67,7 @@ class FloatHead:
 
 
 def raise_heads(model):
-    """Makes a FloatHead of what stands above the base model of a classifier; returns the names."""
+    """Makes FloatHeads of the modules above a classifier's base model; returns their names."""
     names = {name.split(".")[0] for name, _ in model.named_parameters()}
     names.discard(model.base_model_prefix)
     for name in names:
@@ -80,8 +80,8 @@ def raise_heads(model):
 
 
 def classifier_ids(tokenizer, texts, ended, max_length=None):
-    """The tokens of texts as a classifier reads them, at most max_length, on the tokenizer's truncation_side. Where
-    `ended` says so they have one end: that of a turn (`turn_end`) in a text that holds one, else the end token."""
+    """The tokens of texts as a classifier reads them, cut to max_length on the tokenizer's truncation_side. Texts in
+    `ended` have one end: that of a turn (`turn_end`) if the text has one, otherwise the end token."""
     eos = tokenizer.eos_token_id
     end_token = []
     if eos is not None:
@@ -105,7 +105,7 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
 
 
 def turn_end(tokenizer):
-    """Ids of what the chat template writes behind an answer, from a special token to the last one; [] without one."""
+    """Ids of what the chat template writes after an answer, from a special token to the last; [] if there is none."""
     if not tokenizer.chat_template:
         return []
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
@@ -124,13 +124,13 @@ def turn_end(tokenizer):
 def classifier_logits(model, lines):
     """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text one of ids.
 
-    A decoder is asked at the last token of every text, whatever its configuration calls padding. Its texts may stand
-    side by side, like the rows of sft.py. Others take one text a line and find its end themselves, some by padding.
+    A decoder is read at the last token of every text, whatever its configuration calls padding. A line may hold several
+    texts, like the rows of sft.py. Other models take one text per line and find its end themselves, some by padding.
     """
     lm = getattr(model, "module", model)
 
     def with_end(ids):
-        """The text, and as labels which of its tokens is the last one."""
+        """The text, with labels that mark its last token."""
         is_end = [False] * len(ids)
         is_end[-1] = True
         return ids, is_end
@@ -148,7 +148,7 @@ def classifier_logits(model, lines):
     if scores_tokens(lm):
 
         def at_ends(head, states):
-            """For every token, of which transformers takes one, the logits of all texts."""
+            """The logits of all texts for every token, of which transformers takes one."""
             logits = head(states[is_end])
             return logits.flatten().expand(*is_end.shape, -1)
 

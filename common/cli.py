@@ -1,4 +1,4 @@
-"""The command line: flags, YAML files of flags, --help, names that flags have elsewhere, bad input."""
+"""The command line: flags, YAML files of flags, --help, other libraries' names of flags, bad input."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ class InputError(Exception):
 
 
 def stop_if(problems):
-    """Raises one InputError for all problems (sentences), if there are any, so that a user mends a command once."""
+    """Raises one InputError for all problems (sentences), if any, so that a user can fix a command in one go."""
     if len(problems) > 1:
         problems = [f"{len(problems)} problems:", *problems]
     if problems:
@@ -28,7 +28,7 @@ def stop_if(problems):
 
 
 def flag_of(name):
-    """The flag of a field."""
+    """The flag for a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -52,9 +52,9 @@ def cli(args_class, main, task=None):
 
 
 def parse(argv, args_class, task=None):
-    """args_class, filled by the words of a command line (tyro), behind those of the YAML files named by --config.
+    """args_class, filled from the words of a command line (tyro), which override the YAML files named by --config.
 
-    task: the YAML file of an embedded task, taken where none of --model, --dataset and --config is given.
+    task: the YAML file of an embedded task, used if none of --model, --dataset and --config is given.
     """
     import tyro
 
@@ -80,7 +80,7 @@ def parse(argv, args_class, task=None):
 
 
 def from_task(args_class, task, **fields):
-    """args_class as a command without flags fills it, by the YAML file of an embedded task, but for these fields."""
+    """args_class with the settings of an embedded task's YAML file, as in a command without flags, and these fields."""
     return dataclasses.replace(parse(["--config", task], args_class), **fields)
 
 
@@ -90,7 +90,7 @@ def from_task(args_class, task, **fields):
 def read_config(path):
     """{field: text, or list of texts} of a YAML file. A path that is not found is tried in the repository.
 
-    Texts stay as they stand there: PyYAML alone reads `1e-3` as a text and `off` as False, where tyro knows the types.
+    Texts stay as they are, because tyro knows the types: PyYAML reads `1e-3` as a text and `off` as False.
     """
     file = Path(path) if Path(path).exists() else ROOT / path
     try:
@@ -106,7 +106,7 @@ def read_config(path):
 
 
 def words_of(settings, args_class):
-    """The settings of files as words of a command line."""
+    """Settings from files as words of a command line."""
     switches = [field.name for field in dataclasses.fields(args_class) if field.type is bool]
     words = []
     for name, value in settings.items():
@@ -124,8 +124,8 @@ def words_of(settings, args_class):
 
 
 def refuse_other_names(words, args_class, script=""):
-    """InputError for each flag that the script lacks and that TRL, trlX or another script of ours has. For a name of
-    theirs with the row of algos/MIGRATION.md: of the script's own section, else of all scripts, else of another's."""
+    """InputError for each flag that the script lacks but TRL, trlX or another of our scripts has. For their names it
+    quotes the row of algos/MIGRATION.md: from the script's section, else that of all scripts, else another's."""
     fields = {flag_of(field.name) for field in dataclasses.fields(args_class)}
     flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     page = ROOT / "algos/MIGRATION.md"
@@ -163,8 +163,8 @@ embedded task with that task's settings. --config FILE reads flags from a YAML f
 
 
 def help_text(args_class, everything):
-    """The flags of Args with types, defaults and docstrings: what must be given, its own ones, and those of each base,
-    or the names of these groups."""
+    """The flags of Args with types, defaults and docstrings: required ones, the script's own, and those of each base
+    class, or the names of these groups."""
     import docstring_parser  # comes with tyro
 
     groups = {"required, except for the embedded task": list(args_class.required), "algorithm": []}
@@ -197,7 +197,7 @@ def help_text(args_class, everything):
 
 
 def values_of(hint):
-    """What stands behind a flag of this type, such as INT or {a,b}."""
+    """What help shows after a flag of this type, such as INT or {a,b}."""
     members = [member for member in typing.get_args(hint) if member is not type(None)]
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(members) + "}"

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens without all logits in memory at once, and what an architecture lets rows share."""
+"""Log-probabilities of tokens without all logits in memory at once, and what rows may share in an architecture."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ def line_logprobs(model, lines, pad, also=None):
 
 
 def spread(tokens, mask):
-    """(B, R) that holds tokens (N,) where mask (B, R) is True, row by row, and is zero elsewhere."""
+    """(B, R) with tokens (N,) where mask (B, R) is True, row by row, and zero elsewhere."""
     rows = tokens.new_zeros(mask.shape)
     rows[mask] = tokens
     return rows
@@ -119,8 +119,8 @@ def spread(tokens, mask):
 
 @dataclass
 class Episodes:
-    """Queries with responses: an iteration's, on every process, or a micro-batch. A script adds fields of its own, (B,)
-    or (B, R), None where they are not known."""
+    """Queries with responses: those of an iteration, on every process, or of a micro-batch. A script adds its own
+    fields, (B,) or (B, R); None if not known."""
 
     query: torch.Tensor  # (B, Q) ids, left-padded
     query_mask: torch.Tensor  # (B, Q) bool
@@ -128,7 +128,7 @@ class Episodes:
     response_mask: torch.Tensor  # (B, R) bool, the end token counts
 
     def take(self, rows):
-        """The rows, without the columns in which none of them has a token."""
+        """The given rows, without columns in which none of them has a token."""
         begin = int(self.query_mask[rows].any(0).int().argmax())
         end = int(self.response_mask[rows].any(0).nonzero().max()) + 1
         taken = {}
@@ -149,9 +149,9 @@ class Episodes:
 
 
 def score_all(accelerator, episodes, micro_batch_size, score):
-    """{name: (B, R)} of all episodes, on every process: what score(episodes) says of a micro-batch, {name: (b, r)}.
+    """{name: (B, R)} of all episodes, on every process; score(episodes) gives {name: (b, r)} of a micro-batch.
 
-    Each process scores its share of the rows, those of similar lengths together; all run as many forward passes.
+    Each process scores its share of the rows, similar lengths together; all run the same number of forward passes.
     """
     count, width = episodes.response.shape
     local = torch.tensor(local_rows(accelerator, count), device=accelerator.device)
@@ -172,9 +172,9 @@ def score_all(accelerator, episodes, micro_batch_size, score):
 
 
 def in_chunks(function, layer, vocabulary, states, *columns):
-    """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), for as many rows at a time as have
-    CHUNK logits. A chunk is computed again in the backward pass, so that only one is in memory; up to two are computed
-    at once, and only once."""
+    """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), in chunks of rows with CHUNK logits
+    in all. A chunk is recomputed in the backward pass, so that only one is in memory; up to two chunks are computed at
+    once, and only once."""
 
     def of_rows(states, *columns):
         return function(layer(states), *columns)
@@ -193,7 +193,7 @@ def in_chunks(function, layer, vocabulary, states, *columns):
 
 @contextmanager
 def forward_replaced(module, compute):
-    """Within it the module returns compute(what it computes by itself, states)."""
+    """Inside, the module returns compute(its own output, states)."""
     forward = module.forward
     module.forward = lambda states: compute(forward, states)
     try:
@@ -204,21 +204,21 @@ def forward_replaced(module, compute):
 
 @torch.no_grad()
 def has_plain_output(lm):
-    """Whether the logits are what the output layer computes. Cohere, Granite and Gemma 2 scale or cap them."""
+    """Whether the logits are the output layer's own. Cohere, Granite and Gemma 2 scale or cap them."""
     mark = torch.zeros(1, 1, lm.get_output_embeddings().weight.shape[0], device=lm.device)
     with forward_replaced(lm.get_output_embeddings(), lambda layer, states: mark):
         return one_token(lm).logits is mark
 
 
 def one_token(lm):
-    """What the model returns for a row of one token."""
+    """The model's output for a row of one token."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
     with autocast_on_gpu(lm):
         return lm(input_ids=ids, use_cache=False, logits_to_keep=1)
 
 
 def autocast_on_gpu(lm):
-    """Flash attention has no float32."""
+    """Flash attention does not support float32."""
     return torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.device.type == "cuda")
 
 
@@ -229,7 +229,7 @@ def autocast_on_gpu(lm):
 
 
 def padding_problem(lm):
-    """Why a row is not as if alone when padding on its left is masked."""
+    """Why masked padding on the left of a row changes its result, or None."""
     row = torch.arange(9) >= 4
     positions = (row.long().cumsum(0) - 1).clamp(min=0)
     if leaks(lm, ~row, row, attention_mask=row.long(), position_ids=positions):
@@ -238,7 +238,7 @@ def padding_problem(lm):
 
 
 def packing_problem(lm):
-    """Why rows in one line, told apart by positions that begin anew, are not as if alone."""
+    """Why rows in one line, told apart by positions that start again at 0, affect each other, or None."""
     if "flash" in str(lm.config._attn_implementation):
         return "flash attention reads such positions only if there is a single line"
     first = torch.arange(9) < 4
@@ -249,7 +249,7 @@ def packing_problem(lm):
 
 
 def can_pack(run, lm, args):
-    """Whether texts stand side by side in lines: by --packing, and where the model's layers keep them apart."""
+    """Whether a line may hold several texts: if --packing is on, and if the model's layers keep them apart."""
     if not args.packing or lm.config.is_encoder_decoder:
         return False
     problem = packing_problem(lm)
@@ -259,7 +259,7 @@ def can_pack(run, lm, args):
 
 
 def leaks(lm, sources, readers, **inputs):
-    """Whether what lm computes at readers depends on the embeddings at sources, (T,) bool. inputs: tensors (T,)."""
+    """Whether lm's output at readers depends on the embeddings at sources, (T,) bool. inputs: tensors (T,)."""
     embeddings = []
 
     def replace(module, inputs, output):
@@ -283,7 +283,7 @@ def leaks(lm, sources, readers, **inputs):
 
 
 def routers(lm):
-    """{name: module} of what chooses the experts of tokens, in a mixture of experts: beside its experts."""
+    """{name: module} of the routers of a mixture of experts, which choose the experts of tokens."""
     found = {}
     for name, module in lm.named_modules():
         parent, _, last = name.rpartition(".")

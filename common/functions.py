@@ -1,4 +1,4 @@
-"""Spec strings, which name files, models and functions of the user; the functions called, what they return checked."""
+"""Spec strings, which name the user's files, models and functions; calls functions and checks what they return."""
 
 import copy
 import functools
@@ -20,8 +20,8 @@ SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?
 
 
 def spec_path(spec):
-    """The file or directory that a spec string names, in the working directory or in the repository; None for a hub id
-    and an object."""
+    """The file or directory that a spec string names, in the working directory or the repository; None for a hub id or
+    an object."""
     if not isinstance(spec, str):
         return None
     match = SPEC.fullmatch(spec)
@@ -33,7 +33,7 @@ def spec_path(spec):
 
 
 def load_function(spec, flag):
-    """The function of `path/to/file.py:function[:key=value,...]`, with these arguments; what is no text, as it is."""
+    """The function of `path/to/file.py:function[:key=value,...]` with these arguments; a non-string as it is."""
     if not isinstance(spec, str):
         return spec
     match = SPEC.fullmatch(spec)
@@ -54,7 +54,7 @@ def load_function(spec, flag):
 
 @functools.cache
 def import_file(path, source):
-    """The module of a file, imported once for each source that it has had, under a name of its own."""
+    """The module of a file, imported under its own name, once for each version of its source."""
     sys.path.append(str(path.parent))  # for what the file imports
     name = "plainrl_user_" + hashlib.sha256(f"{path}{source}".encode()).hexdigest()[:16]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -65,8 +65,8 @@ def import_file(path, source):
 
 
 def build(spec, flag):
-    """A value in place of `file.py:function` or a function, which is called; anything else as it is. Call it before
-    Accelerator(): a function of the user may start processes."""
+    """Calls `file.py:function` or a function and returns its value; returns anything else unchanged. Call it before
+    Accelerator(): a user's function may start processes."""
     function = spec
     if isinstance(spec, str) and SPEC.fullmatch(spec):
         function = load_function(spec, flag)
@@ -79,14 +79,14 @@ def build(spec, flag):
 
 
 def refuse_mistyped(name, flag):
-    """InputError for a path to nothing, where the library's sentence is about names on the hub."""
+    """InputError for a path that does not exist, for which the library's message would be about hub names."""
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path and not spec_path(name):
         raise InputError(f"{flag} {name}: there is no such directory")
 
 
 def load_reward(spec):
-    """The function that --reward names, or None where it names a model."""
+    """The function that --reward names, or None if it names a model."""
     if not isinstance(spec, str) or re.search(r"\.py(:|$)", spec):
         return load_function(spec, "--reward")
     refuse_mistyped(spec.partition(":")[0], "--reward")
@@ -97,8 +97,8 @@ def load_reward(spec):
 
 
 def call_function(function, name, rows, given):
-    """Calls a reward or metric function with keyword arguments: copies of what is given and of the other columns of the
-    rows, as lists. Without **columns it gets those that it names. name: how errors call it."""
+    """Calls a reward or metric function with keyword arguments: copies of `given` and of the rows' other columns, as
+    lists. Without **columns it gets only those that it names. name: its name in errors."""
     columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
     taken = columns.keys() & given.keys()
     stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
@@ -118,8 +118,8 @@ def call_function(function, name, rows, given):
 
 
 def call_reward(function, name, rows, given, lengths=None):
-    """The scores of a reward function, a float for each row; or, where lengths (one a row) are given, a list of so many
-    floats: one for each token of the response."""
+    """The scores of a reward function: one float per row, or, if lengths (one per row) are given, a list with one float
+    per token of the response."""
     scores = call_function(function, name, rows, given)
     if hasattr(scores, "tolist"):
         scores = scores.tolist()

@@ -1,4 +1,4 @@
-"""The identity of a run: all that decides its result, and a hash of it, which names its directory."""
+"""The identity of a run: everything that decides its result, and a hash of it, which names its directory."""
 
 import ast
 import contextlib
@@ -37,8 +37,8 @@ UNKNOWN = " of unknown contents>"  # how the description of an object ends that 
 
 
 def identity(algo, args, script):
-    """What decides the result (flags, the bytes of the code, the files that flags name, with the user's files that
-    these import) and a hash of it. What functions read from other files while they run does not count."""
+    """What decides the result (flags, the bytes of the code, files named by flags, and the user's files that these
+    import) and a hash of it. Files that functions read while they run do not count."""
     flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
     unknown = [flag_of(name) for name, text in flags.items() if str(text).endswith(UNKNOWN)]
     if unknown and not args.run_dir:
@@ -58,7 +58,7 @@ def identity(algo, args, script):
 
 
 def files_of_flag(value):
-    """The files that the value of a flag names: as a path, as a spec string, or several, joined by commas."""
+    """The files that a flag's value names: by a path, a spec string, or several of these separated by commas."""
     is_list = isinstance(value, list | tuple)
     paths = {}
     for text in value if is_list else [value]:
@@ -80,8 +80,8 @@ def files_of_flag(value):
 
 
 def files_of_directory(path):
-    """The files that a directory holds; below it, those of a pipeline's parts or of a data set's splits. What else lies
-    deeper, runs above all, does not count."""
+    """The files directly in a directory, and those of a pipeline's parts or a dataset's splits below it. Other files
+    further down, such as runs, do not count."""
     files = list(path.glob("*"))
     if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
         files += path.glob("*/*")
@@ -89,8 +89,8 @@ def files_of_directory(path):
 
 
 def with_imports(*paths):
-    """Python files and the user's files that they import, in functions, too, and through others. A name that is put
-    together while the program runs (importlib) is not found."""
+    """Python files and the user's files that they import, directly or indirectly, including imports in functions. A
+    name built at run time (importlib) is not found."""
     files = [*paths]
     for file in files:  # which grows
         for level, name in imported_names(file):
@@ -100,7 +100,7 @@ def with_imports(*paths):
 
 
 def imported_names(file):
-    """[(level, name)] of what a file imports: modules, and things in them; level: the dots before the name."""
+    """[(level, name)] of a file's imports: modules and things in them. level: the number of dots before the name."""
     names = []
     with contextlib.suppress(SyntaxError, ValueError):  # an extension in C, or a file that nobody can import
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -112,7 +112,7 @@ def imported_names(file):
 
 
 def module_files(name, folders):
-    """The user's files of a module, whose name may end in a thing in it, and of the packages that it is in."""
+    """The user's files of a module, whose name may end with a thing in it, and of the packages that contain it."""
     files = []
     for part in name.split("."):
         found = PathFinder.find_spec(part, [str(folder) for folder in folders])
@@ -125,14 +125,14 @@ def module_files(name, folders):
 
 
 def is_own(file):
-    """Whether a file is the user's: not of Python, of an installed package, or of common/, which is hashed anyway."""
+    """Whether a file is the user's: not part of Python, an installed package, or common/, which is hashed anyway."""
     installed = {"site-packages", "dist-packages"} & {*file.parts}
     others = [sysconfig.get_path("stdlib"), ROOT / "common"]
     return file.is_file() and not installed and not any(map(file.is_relative_to, others))
 
 
 def hash_of_files(files):
-    """A hash of the contents of files, in their order."""
+    """A hash of the contents of files, in the given order."""
     return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
 
 
@@ -140,8 +140,8 @@ def hash_of_files(files):
 
 
 def describe(value):
-    """A JSON value that is equal for two flags that mean the same, in any process: a plain value itself, or the name of
-    an object with a hash of its contents."""
+    """A JSON value that is the same, in any process, for flags that mean the same: a plain value itself, or an object's
+    name with a hash of its contents."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, np.generic):
@@ -165,8 +165,8 @@ def is_of_library(value):
 
 
 def hash_of_object(value):
-    """A hash of rows, or of what the pickler of datasets stores of a function or another object (fields, closures,
-    globals that its functions read), with the user's files that hold its code. TypeError where a model is in it."""
+    """A hash of rows, or of what the pickler of datasets stores for a function or other object (fields, closures,
+    globals that its functions read), with the user's files that contain its code. TypeError if it holds a model."""
     from datasets.utils._dill import Pickler  # takes a second
 
     if type(value) in (list, dict):  # by their text: a pickle depends on which rows are one object
@@ -176,7 +176,7 @@ def hash_of_object(value):
     files = set()
 
     def parts(value):
-        """What pickle is to store of an object."""
+        """What pickle should store for an object."""
         with contextlib.suppress(TypeError, OSError):  # no code, or that of C or a notebook
             files.add(Path(inspect.getfile(value)).resolve())
         if isinstance(value, frozenset):  # of constants; its order differs between processes
@@ -214,8 +214,8 @@ def differences(old, new):
 
 
 def nearly_the_same(folder, new):
-    """A sentence on a run beside folder that could be continued instead: it has checkpoints, and differs from the
-    identity `new` in its length alone, or is not finished and differs in one or two files. None without one."""
+    """A sentence about a run next to folder that could be continued instead, or None. Such a run has checkpoints, and
+    differs from the identity `new` only in its length, or is unfinished and differs in one or two files."""
     for path in sorted(folder.parent.glob("*/env.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a file of something else
             old = json.loads(path.read_text())

@@ -20,7 +20,7 @@ TIMEOUT = timedelta(hours=12)
 
 
 def launch(args, fsdp=True):
-    """The Accelerator of a run. InputError for what the launcher asks and no script does. fsdp: whether this script can
+    """The Accelerator of a run. InputError if the launcher asks for what no script does. fsdp: whether this script can
     shard its model."""
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
@@ -49,8 +49,8 @@ def launch(args, fsdp=True):
 
 
 def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
-    """Type of the autocast: that of the flag, or of the launcher, or bf16 for float32 weights on a GPU that has it.
-    `accelerate launch` says "no" where nothing was chosen, so its "no" is no choice."""
+    """Type of the autocast: from the flag, else from the launcher, else bf16 for float32 weights on a GPU that has it.
+    `accelerate launch` says "no" if nothing was chosen, so its "no" is ignored."""
     if launcher == "no":
         launcher = None
     default = "bf16" if gpu_has_bfloat16 and dtype == "float32" else "no"
@@ -61,8 +61,8 @@ def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
 
 
 def set_threads(threads=None):
-    """Sets torch's CPU threads and returns their number: that given, else OMP_NUM_THREADS, else this process's share of
-    the CPUs. `accelerate launch` and torchrun export OMP_NUM_THREADS themselves, so it does not count under them."""
+    """Sets torch's CPU threads and returns their number: the given one, else OMP_NUM_THREADS, else this process's share
+    of the CPUs. `accelerate launch` and torchrun set OMP_NUM_THREADS themselves, so it is ignored under them."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     exported = os.environ.get("OMP_NUM_THREADS", "")
     if not threads and not launched and exported.isdecimal():
@@ -75,7 +75,7 @@ def set_threads(threads=None):
 
 
 def cpuinfo():
-    """What Linux says of the CPUs; nothing on another system."""
+    """Linux's description of the CPUs; empty on other systems."""
     path = Path("/proc/cpuinfo")
     return path.read_text() if path.exists() else ""
 
@@ -103,7 +103,7 @@ OUT_OF_MEMORY = (
 
 
 def peak_memory_mb(device):
-    """The most that this process has held so far: on a GPU in tensors, else in all of its memory."""
+    """Peak memory of this process so far: of its tensors on a GPU, otherwise of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -125,7 +125,7 @@ def learning_rate(args, step, total_steps):
 
 
 def make_optimizer(model, args):
-    """AdamW on what is trainable; weight decay on matrices only."""
+    """AdamW on the trainable weights, with weight decay on matrices only."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
     groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
@@ -133,7 +133,7 @@ def make_optimizer(model, args):
 
 
 def accumulate(accelerator, model, micro_batches):
-    """Yields the micro-batches of an optimizer step; processes exchange their gradients in the last one alone."""
+    """Yields the micro-batches of an optimizer step; processes exchange gradients only in the last one."""
     for micro_batch in micro_batches:
         with nullcontext() if micro_batch is micro_batches[-1] else accelerator.no_sync(model):
             yield micro_batch

@@ -33,7 +33,7 @@ _open = []  # runs of this process that are not closed
 
 
 def leave_runs():
-    """In a forked child, as a reward may start some: runs are its parent's, and so are signals, lock and directory."""
+    """Called in a forked child, which a reward may start: runs, signals, lock and directory belong to its parent."""
     while _open:
         run = _open.pop()
         with contextlib.suppress(ValueError):  # a thread that is not the main one
@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=leave_runs)
 
 
 def on_main(accelerator, function, *args):
-    """function(*args) on rank 0; its result, or its error, on every rank, so that no rank waits for a failed one."""
+    """Runs function(*args) on rank 0. Every rank gets its result or its error, so that none waits for a failed one."""
     from accelerate.utils import broadcast_object_list
 
     sent = [None, None]  # a result, an error
@@ -65,7 +65,7 @@ def on_main(accelerator, function, *args):
 
 
 def on_each(accelerator, function, *args):
-    """function(*args), which exchanges nothing, on every rank; the error of one ends it on all of them."""
+    """Runs function(*args) on every rank; it must not communicate. An error on one rank is raised on all."""
     if accelerator.num_processes == 1 or accelerator.distributed_type == "FSDP":  # its forward passes exchange weights
         return function(*args)
     result = None
@@ -82,8 +82,8 @@ def on_each(accelerator, function, *args):
 
 
 def closes_run(main):
-    """Decorator of main: sets seeds and threads before functions of the user run, closes the run whatever ends main,
-    and where memory runs out raises an InputError that names the flags which lower it."""
+    """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends. Out of
+    memory becomes an InputError that names the flags that reduce it."""
 
     @functools.wraps(main)
     def wrapped(args):
@@ -110,11 +110,11 @@ def closes_run(main):
 
 
 class Run:
-    """One run directory, and what every loop asks of it.
+    """One run directory, and what every loop needs from it.
 
     accelerator: the processes. dir: its path (None with --check). checkpoint, state: what to continue from, or None and
-    {}. begun: optimizer steps done before. finished: it is complete and there is nothing to do. same: the directory
-    holds a part of this very run.
+    {}. begun: optimizer steps done before. finished: the run is complete, so there is nothing to do. same: the
+    directory already has part of this run.
     """
 
     def __init__(self, args, script, fsdp=True):
@@ -146,8 +146,8 @@ class Run:
     # -- the directory
 
     def _claim(self):
-        """(dir, checkpoint, state, finished, same), on rank 0. What the directory holds of another run, or of later
-        steps, is still there afterwards."""
+        """(dir, checkpoint, state, finished, same), on rank 0. Does not yet remove what another run or later steps left
+        in the directory."""
         new = self.identity
         path = None
         state = {}
@@ -187,7 +187,7 @@ class Run:
         return folder, path, state, False, same
 
     def _locked_folder(self):
-        """The run directory, which is made where it is new."""
+        """The run directory, created if it is new, and locked."""
         first = Path(self.args.run_dir or f"runs/{self.args.name or self.algo}-{self.identity['hash']}").expanduser()
         folder = first
         number = 1
@@ -212,12 +212,12 @@ class Run:
         return folder
 
     def begin(self, model, optimizer, pretrained, iterations, shown, stride=1, evaluates=True, **quantities):
-        """Fills model and optimizer from the checkpoint, if there is one, and makes the directory that of this run.
-        Returns the running quantities of the algorithm as attributes, as given or as in the checkpoint; each checkpoint
-        keeps them. Collective.
+        """Loads model and optimizer from the checkpoint, if there is one, and makes the directory this run's. Returns
+        the algorithm's running quantities as attributes, as given or from the checkpoint; every checkpoint keeps them.
+        Collective.
 
-        pretrained: the model of --model, of which checkpoints leave out what is frozen. iterations: of the whole run,
-        each of `stride` optimizer steps. shown: the metrics of status line, picture and card, the headline first.
+        pretrained: the model of --model, whose frozen weights are left out of checkpoints. iterations: of the whole
+        run, each of `stride` optimizer steps. shown: the metrics of status line, picture and card, the headline first.
         evaluates: whether there is anything to evaluate.
         """
         self.model = model
@@ -251,7 +251,7 @@ class Run:
         return self.kept
 
     def _begin(self):
-        """Makes the directory that of this run: what came after the checkpoint that it goes on from is removed."""
+        """Makes the directory this run's: removes what came after the checkpoint from which it continues."""
         if not self.same:
             (self.dir / "README.md").unlink(missing_ok=True)
             for later in (self.dir / "checkpoints").glob("step_????????"):
@@ -269,7 +269,7 @@ class Run:
         self._mirror(report.open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
-        """What is trained, in which types, where: the first line of a summary."""
+        """The first line of a summary: what is trained, in which types, and where."""
         total = sum(weight.numel() for weight in model.parameters())
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         types = f"{self.args.dtype} weights, {self.accelerator.mixed_precision} autocast"
@@ -280,8 +280,8 @@ class Run:
     # -- the loop
 
     def iterations(self):
-        """Yields the numbers of the iterations that are left, from 1; `step` is the optimizer step at the end of each.
-        With --check one, or two where each is one optimizer step: the second finds its moments in memory."""
+        """Yields the numbers of the remaining iterations, counted from 1; `step` is the optimizer step at the end of
+        each. With --check it yields one, or two if each is one optimizer step: the second has its moments in memory."""
         self.step = self.begun
         first = self.iteration + 1
         last = self.num_iterations
@@ -296,22 +296,22 @@ class Run:
             yield self.iteration
 
     def draw_rows(self, lengths, start, count):
-        """The numbers of `count` rows from place `start` of an endless stream, in keyed random order; with --check
-        those of the longest rows. lengths: of all rows."""
+        """The numbers of `count` rows from position `start` of an endless stream in keyed random order; with --check,
+        of the longest rows. lengths: of all rows."""
         if not self.args.check:
             return stream_rows(self.args.seed, "data", len(lengths), start, count)
         longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         return [longest_first[place % len(lengths)] for place in range(count)]
 
     def lap(self, part):
-        """Ends a part of an iteration, such as its rollout: its seconds go to perf.jsonl."""
+        """Ends a part of an iteration, such as its rollout, and logs its seconds to perf.jsonl."""
         now = time.perf_counter()
         self.seconds[part] = now - self.since
         self.since = now
         screen.show("training")
 
     def set_headline(self, name):
-        """Another metric becomes the headline, as in `begin`; benchmarks/compare.py reads it in env.json."""
+        """Makes another metric the headline, as in `begin`; benchmarks/compare.py reads it from env.json."""
         is_new = name != self.headline
         self.headline = name
         if is_new and self.main and self.dir:
@@ -319,8 +319,8 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(env | {"headline": name}, indent=1))
 
     def evaluation_due(self, step, metrics=None):
-        """At the start, every --eval-every steps, and at the end; where a run goes on, if it ended in an evaluation.
-        metrics: of the iteration that is now done but for its evaluation. Should this fail, a checkpoint keeps them."""
+        """True at the start, every --eval-every steps, at the end, and if a continued run stopped in an evaluation.
+        metrics: of the iteration that only lacks its evaluation. If that fails, a checkpoint keeps them."""
         if step == self.begun:
             due = bool(self.kept.pending) or (step == 0 and self.eval_every > 0)
         else:
@@ -331,13 +331,12 @@ class Run:
         return due
 
     def _passed(self, step, every):
-        """Whether a multiple of `every` lies in the last iteration."""
+        """Whether the last iteration contains a multiple of `every`."""
         return every > 0 and step // every > (step - self.stride) // every
 
     def save(self, step, export):
-        """Ends an iteration: exports the model where the headline of an evaluation is the best so far. Writes a
-        checkpoint then, every --save-every steps or ten minutes, at the end, and after a signal, with which it exits.
-        Collective."""
+        """Ends an iteration. Exports the model if an evaluation's headline is the best so far. Writes a checkpoint
+        then, every --save-every steps or ten minutes, at the end, and after a signal, on which it exits. Collective."""
         if self.dir is None or step == 0:
             return
         kept = self.kept
@@ -363,12 +362,12 @@ class Run:
             raise SystemExit(128 + self.signal)
 
     def _is_whole(self, step):
-        """The weights and `kept` are those of a whole iteration now, until the next optimizer step."""
+        """Notes that weights and `kept` belong to a complete iteration, until the next optimizer step."""
         self.whole = (step, self.iteration, copy.deepcopy(vars(self.kept)))
 
     def rescue(self, error):
-        """Saves the last whole iteration where an error came to all ranks and no update has begun since; says how to
-        go on."""
+        """After an error on all ranks, saves the last complete iteration if no update has begun since; says how to
+        continue."""
         if not self.stepped or self.dir is None:
             return
         on_all = self.accelerator.num_processes == 1 or hasattr(error, "on_all")
@@ -382,7 +381,7 @@ class Run:
             self.say(f"the last complete step is in {newest}; the same command continues there, {after}")
 
     def _save(self, step):
-        """Writes a checkpoint. A full disk is a warning: older checkpoints are intact, the next save tries again."""
+        """Writes a checkpoint. A full disk gives a warning: older checkpoints are intact; the next save tries again."""
         screen.show("saving")
         self.saved = time.monotonic()
         state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": self.iteration}
@@ -403,12 +402,12 @@ class Run:
         self.whole = None
 
     def _on_step(self, *_):
-        """After every optimizer step."""
+        """Called after every optimizer step."""
         self.stepped = True
         screen.advance(1)
 
     def _on_signal(self, number, frame):
-        """Ends at once where nothing is lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
+        """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not self.stepped:
@@ -417,7 +416,7 @@ class Run:
 
     def stop_requested(self):
         """Whether any rank has had a signal. Sets is_late: whether rank 0 finds the last save too long ago. Collective;
-        asked where the state is whole."""
+        called when the state is complete."""
         is_late = self.main and self.args.save_every > 0 and time.monotonic() - self.saved > SAVE_SECONDS
         asked = torch.tensor([self.signal or 0, int(is_late)], device=self.accelerator.device)
         signals, late = self.accelerator.reduce(asked).tolist()
@@ -427,7 +426,7 @@ class Run:
         return signals > 0
 
     def restore_signals(self):
-        """Gives signals back to those who handled them before the run."""
+        """Restores the signal handlers from before the run."""
         while self.handlers:
             signal.signal(*self.handlers.popitem())
 
@@ -452,8 +451,8 @@ class Run:
             file.write("".join(lines))
 
     def log(self, step, metrics, **counts):
-        """One line of metrics.jsonl (bitwise reproducible; null for what is not finite), one of perf.jsonl, and a line
-        on the screen. counts: how many tokens, episodes or the like the iteration has worked on."""
+        """Writes a line to metrics.jsonl (bitwise reproducible; null for values that are not finite), to perf.jsonl and
+        to the screen. counts: numbers of tokens, episodes and so on that the iteration processed."""
         self.stepped = self.stepped or step > 0  # also where an iteration took no optimizer step
         metrics = self.kept.pending | metrics
         self.kept.pending = {}
@@ -478,7 +477,7 @@ class Run:
             self._draw()
 
     def _status(self, step, metrics):
-        """For the live line of a terminal; elsewhere a line at most every 5 s, and one for the last step."""
+        """Updates the terminal's live line; elsewhere prints a line at most every 5 s, and one for the last step."""
         parts = [f"{name.partition('/')[2]} {metrics[name]:.3g}" for name in self.shown if name in metrics]
         parts.append(self._seconds())
         now = time.monotonic()
@@ -495,7 +494,7 @@ class Run:
         return " + ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
 
     def _mirror(self, function, *values, **options):
-        """Calls what sends values to the tracker of --track. It may fail; training goes on."""
+        """Calls a function that sends values to the tracker of --track. If that fails, training continues."""
         if not self.mirrored:
             return
         try:
@@ -506,7 +505,7 @@ class Run:
             self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
 
     def samples(self, step, rows):
-        """Generated samples, dicts of equal keys: all to samples.jsonl, the first three as a table on the terminal."""
+        """Logs samples, dicts with equal keys: all to samples.jsonl, the first three as a table on the terminal."""
         if not self.main or not rows:
             return
         if self.dir:
@@ -548,7 +547,7 @@ class Run:
         return [json.loads(line) for line in open(path, encoding="utf-8")] if path.exists() else []
 
     def _draw(self):
-        """Draws curve.png. It may fail; training goes on."""
+        """Draws curve.png. If that fails, training continues."""
         try:
             title = f"{self.dir.resolve().name}: {self.identity['flags']['model']}"
             names = [self.headline, *self.shown]
@@ -585,7 +584,7 @@ def read_json(path):
 
 
 def keep_lines(path, step):
-    """Keeps the lines of a JSONL file up to a step; a last line that a kill tore is dropped."""
+    """Keeps the lines of a JSONL file up to a step; drops a last line that is incomplete after a kill."""
     if not path.exists():
         return
     kept = []

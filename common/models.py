@@ -1,4 +1,4 @@
-"""Pretrained models in and out: weights and tokenizers, 4 bits, frozen blocks, references, encoder-decoders.
+"""Loads pretrained models: weights and tokenizers, 4 bits, frozen blocks, references, encoder-decoders.
 
 Every model is one that transformers finds by its configuration, without a branch for any architecture. It keeps its
 class. Adapters: common/adapters.py; classifiers: common/classifiers.py.
@@ -25,7 +25,7 @@ from common.seeding import rng
 
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
-    """(model, tokenizer, names of the weights that the files lack), by a class of transformers that auto_class names.
+    """(model, tokenizer, names of weights missing from the files), loaded by the transformers class named auto_class.
 
     path: a directory, a hub id, a LoRA adapter in one of these, or a model. All weights are finite and dropout is off.
     A language model lacks none. flag names the path in errors; --revision counts for --model alone, since other flags
@@ -56,8 +56,8 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Within it, an exception becomes an InputError with the library's sentence. Refuses a path to nothing, and a run
-    in place of its model."""
+    """Inside, an exception becomes an InputError with the library's message. Refuses a path that does not exist, and a
+    run directory given instead of its model."""
     if isinstance(name, str):
         refuse_mistyped(name, flag)
         if Path(name, "hf_model").is_dir():
@@ -69,7 +69,7 @@ def loading(flag, name):
 
 
 def quiet_libraries():
-    """Errors only, and no bars."""
+    """Makes libraries print only errors, and no progress bars."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -77,7 +77,7 @@ def quiet_libraries():
 
 
 def load_tokenizer(args, path, base, revision):
-    """The tokenizer of --tokenizer or of the model; of the base where an adapter has none; an object as it is."""
+    """The tokenizer of --tokenizer or of the model; of the base if an adapter has none; an object unchanged."""
     from transformers import AutoTokenizer
 
     source = args.tokenizer or getattr(path, "name_or_path", path)
@@ -94,10 +94,10 @@ def load_tokenizer(args, path, base, revision):
 
 
 def load_weights(auto_class, path, base, revision, keywords):
-    """(model, sorted names of weights that the files lack); an object comes back as it is.
+    """(model, sorted names of weights missing from the files); an object is returned unchanged.
 
-    An adapter is put on its base here, and not by from_pretrained: that asks the base's repository for the adapter's
-    revision, and its report knows nothing of what the base lacks.
+    An adapter is put on its base here, not by from_pretrained, which would ask the base's repository for the adapter's
+    revision and does not report weights missing from the base.
     """
     if not isinstance(path, str):
         if keywords["attn_implementation"]:
@@ -123,7 +123,7 @@ def load_weights(auto_class, path, base, revision, keywords):
 
 
 def repaired(model, args):
-    """The model without a wrapper of peft, ready to be trained: no dropout, no row of embeddings without gradient."""
+    """The model without peft's wrapper, ready to be trained: no dropout, and every row of embeddings has a gradient."""
     if hasattr(model, "get_base_model"):  # of peft's own class
         model = model.get_base_model()
         model._hf_peft_config_loaded = True
@@ -146,8 +146,8 @@ def repaired(model, args):
 
 
 def check_model(model, tokenizer, missing, is_lm):
-    """ValueError for what would be random, lost in an export, or fail late. missing: names of weights, which a
-    classifier may lack."""
+    """ValueError for weights that would be random, be lost in an export, or fail late. missing: names of weights; a
+    classifier may lack them."""
     adapters = getattr(model, "peft_config", {}).values()
     for adapter in adapters:
         is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
@@ -169,7 +169,7 @@ def check_model(model, tokenizer, missing, is_lm):
 
 
 def adapter_base(path, revision=None):
-    """What a LoRA adapter, a directory or hub id, names as its base model; None where path is no adapter."""
+    """The base model of a LoRA adapter in a directory or on the hub; None if path is not an adapter."""
     if not isinstance(path, str):
         return None
     from transformers.utils.peft_utils import find_adapter_config_file
@@ -206,7 +206,7 @@ def load_model(args, path, flag="--model"):
 
 
 def load_lm(args, path, device):
-    """The language model on the device, with frozen weights or adapters as the flags say, and its tokenizer."""
+    """The language model on the device and its tokenizer, with weights frozen or adapters added as the flags say."""
     lm, tokenizer = load_model(args, path)
     lm = as_decoder(lm.to(device))
     train_adapters(lm, args)
@@ -223,8 +223,8 @@ def end_tokens(lm):
 
 
 def make_reference(args, path, lm, tokenizer):
-    """The model of --ref-model, or the policy as it is now, without gradients. It shares the memory of weights that are
-    not trained. InputError where the model is of another kind or has another vocabulary."""
+    """The model of --ref-model, or the policy as it is now, without gradients. It shares the memory of untrained
+    weights. InputError if the model differs in kind or vocabulary."""
     if path:
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
@@ -254,7 +254,7 @@ def max_positions(lm):
 
 
 def blocks(lm):
-    """The transformer blocks, of the decoder: the longest ModuleList that lies in no other (as experts do)."""
+    """The decoder's transformer blocks: the longest ModuleList that is not inside another one (as experts are)."""
     if lm.config.is_encoder_decoder:
         lm = lm.get_decoder()
     lists = [(name.split("."), module) for name, module in lm.named_modules() if isinstance(module, nn.ModuleList)]
@@ -264,7 +264,7 @@ def blocks(lm):
 
 def freeze(lm, num_layers_unfrozen):
     """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything), without the routers of
-    experts. InputError where weights of 16 bits would be trained."""
+    experts. InputError if 16-bit weights would be trained."""
     if num_layers_unfrozen >= 0:
         layers = blocks(lm)
         if num_layers_unfrozen > len(layers):
@@ -300,7 +300,7 @@ def draw_layers(head, seed, *stream):
 
 
 def share_frozen(model, lm):
-    """Lets model use the memory of those frozen weights of lm that it has, too."""
+    """Lets model share the memory of those frozen weights of lm that it also has."""
     frozen = {name.replace(".base_layer", ""): w for name, w in lm.named_parameters() if not w.requires_grad}
     for name, weight in model.named_parameters():
         twin = frozen.get(name.replace(".base_layer", ""))
@@ -310,8 +310,8 @@ def share_frozen(model, lm):
 
 @contextlib.contextmanager
 def unsharded(model):
-    """Within it the weights that FSDP2 has sharded are whole, gathered once and not for every token; after it they are
-    shards, where forward passes alone would leave some of them whole."""
+    """Inside, weights sharded by FSDP2 are gathered once and not for every token. Afterwards all of them are shards
+    again, while forward passes alone would leave some gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -361,8 +361,8 @@ class Seq2Seq:
 
 
 def as_decoder(lm):
-    """The model as the scripts call it: an encoder-decoder by Seq2Seq, a decoder as it is. plain_output: see
-    `token_logprobs`. InputError for a decoder that padding on the left changes."""
+    """The model as the scripts call it: an encoder-decoder wrapped in Seq2Seq, a decoder unchanged. plain_output: see
+    `token_logprobs`. InputError for a decoder whose result changes with padding on the left."""
     if not lm.config.is_encoder_decoder:
         problem = padding_problem(lm)
         if problem:

@@ -1,4 +1,4 @@
-"""What is seen of a run: the live line of a terminal, curve.png, README.md (its card), and wandb or tensorboard."""
+"""What a run shows: the terminal's live line, curve.png, README.md (its card), and wandb or tensorboard."""
 
 import contextlib
 import io
@@ -36,8 +36,8 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
 
 
 class Screen:
-    """The live line of this process: the activity, how far it is, and the newest metrics. Only where output and errors
-    go to a terminal, and only in the first process of a machine."""
+    """The live line of this process: the activity, its progress, and the newest metrics. Only if output and errors go
+    to a terminal, and only in the first process of a machine."""
 
     def __init__(self):
         self.live = None
@@ -46,7 +46,7 @@ class Screen:
         self.show("")
 
     def start(self):
-        """Draws from now on, if there is a terminal."""
+        """Starts drawing, if there is a terminal."""
         # both: `| tee log` would print into the line, and the log would have no progress
         if self.live or os.environ.get("LOCAL_RANK", "0") != "0" or not (os.isatty(1) and os.isatty(2)):
             return
@@ -64,7 +64,7 @@ class Screen:
         self.__init__()
 
     def show(self, activity, total=0):
-        """Says what begins: so much of it is to be done; `advance` counts it."""
+        """Shows a new activity with `total` units to do; `advance` counts them."""
         self.activity = activity
         self.total = total
         self.done = 0
@@ -77,7 +77,7 @@ class Screen:
         self.done += count
 
     def line(self):
-        """The line as rich draws it: the most important first, cut at the width of the terminal."""
+        """The line for rich: the most important part first, cut at the terminal's width."""
         count = ""
         if self.total:
             count = f" {self.done:,}/{self.total:,}"
@@ -101,7 +101,7 @@ screen = Screen()
 
 
 def visible(text):
-    """text with control characters, escape sequences and lone surrogates written out, safe to print."""
+    """The text with control characters, escape sequences and lone surrogates written out, safe to print."""
     characters = []
     for character in text:
         if not character.isprintable():
@@ -111,7 +111,7 @@ def visible(text):
 
 
 def cell_text(value):
-    """A cell of a table: numbers with three digits, texts in one line that is cut at the end."""
+    """A cell of a table: numbers with three digits, texts as one line, cut at the end."""
     if value is None:
         return "not finite"
     if isinstance(value, float):
@@ -121,14 +121,14 @@ def cell_text(value):
 
 
 def wrapped(lines):
-    """Lines as one text, the long ones broken between words where they are wider than the terminal."""
+    """Lines as one text, broken between words if they are wider than the terminal."""
     width = shutil.get_terminal_size().columns if os.isatty(1) else WIDEST
     options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
     return "\n".join(textwrap.fill(line, width, **options) for text in lines for line in text.splitlines())
 
 
 def table_of(rows, title=None, width=None):
-    """Rows, dicts of equal keys, as the text of a table, as wide as the terminal where no width is given."""
+    """Rows, dicts with equal keys, as the text of a table. Without a width it is as wide as the terminal."""
     grid = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for row in rows:
         grid.add_row(*(Text(cell_text(value)) for value in row.values()))
@@ -162,8 +162,8 @@ def sparkline(values, width=40):
 
 
 def is_change(samples, name):
-    """Whether a metric of evaluations has changed from the first to the last one by more than twice the standard error
-    of the mean over their rows; also where samples do not have it."""
+    """Whether an evaluation metric has changed from first to last by more than twice the standard error of the mean
+    over the rows. True also if samples lack the metric."""
     *_, group, column = name.split("/")
     of_step = {}
     for row in samples:
@@ -182,8 +182,8 @@ def is_change(samples, name):
 def draw_curves(records, names, title, path):
     """Draws the metrics of a run.
 
-    records: the lines of metrics.jsonl. names: the metrics to draw, that of the first panel first; then come those of
-    evaluations. All sets and all betas of a metric share a panel, also with one of training of that name.
+    records: the lines of metrics.jsonl. names: the metrics to draw, in order; those of evaluations follow. All sets and
+    betas of a metric share a panel, also with a training metric of that name.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -221,7 +221,7 @@ def draw_curves(records, names, title, path):
 def model_card(env, names, records, samples, usage):
     """README.md of a run.
 
-    env: what env.json holds. names: the most telling metrics, the headline first. records, samples: the lines of
+    env: the contents of env.json. names: the most important metrics, the headline first. records, samples: the lines of
     metrics.jsonl and samples.jsonl.
     """
     flags = env["flags"]
@@ -243,14 +243,14 @@ def model_card(env, names, records, samples, usage):
 
 
 def launch_line(env):
-    """The command that gives a run again. env: what `environment` returns."""
+    """The command that repeats a run. env: what `environment` returns."""
     if env["processes"] > 1:
         return f"torchrun --nproc_per_node {env['processes']} {env['command']}"
     return f"python {env['command']}"
 
 
 def lines_of_use(lm, tokenizer, ids):
-    """(text of a prompt, lines of use) with which the exported tokenizer makes these very ids of the text."""
+    """(text of a prompt, usage code) with which the exported tokenizer gives exactly these ids."""
     usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
     prompt = tokenizer.decode(ids, skip_special_tokens=True)
     options = ""
@@ -264,7 +264,7 @@ def lines_of_use(lm, tokenizer, ids):
 
 
 def open_tracker(accelerator, args, folder, identity):
-    """Starts the tracker of --track for the run in a folder, or goes on with what it has of that run."""
+    """Starts the tracker of --track for the run in a folder, or continues that run's tracking."""
     from accelerate.tracking import filter_trackers
 
     flags = {}
@@ -279,7 +279,7 @@ def open_tracker(accelerator, args, folder, identity):
 
 
 def log_samples(accelerator, samples, step):
-    """The samples of an evaluation as a table in wandb."""
+    """Logs the samples of an evaluation as a table in wandb."""
     rows = [list(sample.values()) for sample in samples]
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":

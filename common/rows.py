@@ -1,4 +1,4 @@
-"""Rows in: files, hub data sets and lists of dicts become texts, each trained or not.
+"""Reads rows: files, hub datasets and lists of dicts become texts, each trained or not.
 
 Forms of a row, where a chat is a list of messages that the tokenizer's chat template writes, with the row's `tools`:
 {"text"}; {"prompt", "completion"}, both texts or both chats; {"messages"}, a chat; {"dialogue": [prompt, output,
@@ -78,7 +78,7 @@ def read_rows(name, path):
 
 
 def load_sets(spec, flag):
-    """{name: rows} of the evaluation sets; the name of a single one is "". Several are a mapping, or sources joined by
+    """{name: rows} of the evaluation sets; a single one is named "". Several are a mapping, or sources separated by
     commas and named by file stem, split or function. Without a spec there are none."""
     if not spec:
         return {}
@@ -97,17 +97,17 @@ def load_sets(spec, flag):
 
 
 def set_prefix(name):
-    """What the metrics of an evaluation set begin with."""
+    """The prefix of an evaluation set's metrics."""
     return f"eval/{name}/" if name else "eval/"
 
 
 def set_flag(name):
-    """How errors call an evaluation set."""
+    """The name of an evaluation set in errors."""
     return f"--eval-dataset {name}".strip()
 
 
 def texts(rows, column, flag):
-    """The strings of a column. InputError at what is none, and at half a surrogate pair, which no tokenizer takes."""
+    """The strings of a column. InputError for other values, and for half a surrogate pair, which no tokenizer takes."""
     if column not in rows[0]:
         raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {column}")
     for number, row in enumerate(rows, 1):
@@ -118,7 +118,7 @@ def texts(rows, column, flag):
 
 
 def with_prompts(rows, flag):
-    """The rows with a string as prompt, from the column `prompt`, or `text` as a file of lines has it, some blank."""
+    """The rows with a string as prompt, from the column `prompt`, or `text` of a file of lines, some of them blank."""
     if "prompt" not in rows[0] and "text" in rows[0]:
         texts(rows, "text", flag)
         rows = [row | {"prompt": row["text"]} for row in rows if row["text"].strip()]
@@ -137,19 +137,19 @@ def is_chat(rows, columns):
 
 
 def messages_in(row, column):
-    """The messages in a column of a row, none if it holds no list."""
+    """The messages in a column of a row; none if it is not a list."""
     return row[column] if isinstance(row.get(column), list) else []
 
 
 def messages_of(row, column):
-    """The messages in a column of a row; what is no list as one, which `chat_text` refuses."""
+    """The messages in a column of a row; anything but a list is put in one, which `chat_text` refuses."""
     part = row.get(column)
     return part if isinstance(part, list) else [part]
 
 
 def chat_text(tokenizer, messages, where, tools=None, answering=False, marked=False):
-    """The messages, which end with an answer, as the tokenizer's chat template writes them; answering: up to where the
-    assistant answers. marked: MARK stands in place of {% generation %} and {% endgeneration %}."""
+    """The messages, which end with an answer, as rendered by the chat template. answering: up to where the assistant
+    answers. marked: MARK replaces {% generation %} and {% endgeneration %}."""
     for message in messages if isinstance(messages, list) and messages else [None]:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
@@ -170,8 +170,8 @@ def chat_text(tokenizer, messages, where, tools=None, answering=False, marked=Fa
 
 
 def chat_turns(tokenizer, row, where):
-    """The text of a chat in parts, every second one trained: of the answers in the completion what the template marks
-    with {% generation %}, or where it marks nothing whole messages with the end of their turns."""
+    """The text of a chat in parts, every second one trained: what the template marks with {% generation %} in the
+    completion's answers, or if it marks nothing, whole messages with the end of their turns."""
     prompt = messages_of(row, "prompt")
     messages = [*prompt, *messages_of(row, "completion")]
     tools = row.get("tools")
@@ -193,7 +193,7 @@ def chat_turns(tokenizer, row, where):
 
 
 def added(text, beginning, where):
-    """What the text of a chat has behind that of its first messages."""
+    """The part of a chat's text after that of its first messages."""
     if not text.startswith(beginning):
         how = "for sft and ilql mark answers in it with {% generation %}, or make rows of prompt and completion"
         raise InputError(f"{where}: the chat template changes earlier turns of a longer chat: {how}")
@@ -201,8 +201,8 @@ def added(text, beginning, where):
 
 
 def row_segments(rows, tokenizer, flag):
-    """Segments [(text, trained), ...] of each row, alternately not trained and trained; the first one may be empty.
-    Trained are a text, a completion, the outputs of a dialogue, and the answers of a chat, or of its completion."""
+    """Segments [(text, trained), ...] of each row, alternately not trained and trained; the first may be empty. Trained
+    parts are a text, a completion, a dialogue's outputs, and the answers of a chat or of its completion."""
     columns = rows[0].keys()
     if "messages" in columns:
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
@@ -221,7 +221,7 @@ def row_segments(rows, tokenizer, flag):
 
 
 def dialogue(turns, where):
-    """The texts of a dialogue, as many outputs as prompts."""
+    """The texts of a dialogue, with as many outputs as prompts."""
     if not isinstance(turns, list) or not turns or len(turns) % 2:
         raise InputError(f"{where}: 'dialogue' must be a list prompt, output, prompt, output, ...")
     return texts([{"dialogue": turn} for turn in turns], "dialogue", f"{where}, part of")
@@ -245,8 +245,8 @@ def pair_texts(rows, tokenizer, flag):
 
 
 def shared_prompt(chosen, rejected):
-    """What two texts begin with, up to the last "Assistant:" or "### Response:" at the start of a line, in any case,
-    and not what two answers share. Without such a marker whole words; the space goes with the next word."""
+    """The common beginning of two texts, up to the last "Assistant:" or "### Response:" at the start of a line (in any
+    case), so without what two answers share. Without such a marker, whole words; a space belongs to the next word."""
     common = os.path.commonprefix([chosen, rejected])
     markers = list(ANSWER_MARKER.finditer(common))
     if markers:
@@ -255,7 +255,7 @@ def shared_prompt(chosen, rejected):
 
 
 def chat_pair(tokenizer, row, where):
-    """(prompt, chosen, rejected) of a row of chats, as the chat template writes them."""
+    """(prompt, chosen, rejected) of a row of chats, as rendered by the chat template."""
     tools = row.get("tools")
     begin = messages_in(row, "prompt")
     whole = [chat_text(tokenizer, [*begin, *messages_of(row, side)], where, tools) for side in SIDES]
@@ -268,7 +268,7 @@ def chat_pair(tokenizer, row, where):
 
 
 def prompt_messages(row):
-    """The prompt of a row of chats: its column, or what both sides begin with, up to where both have an answer."""
+    """The prompt of a row of chats: its column, or the beginning shared by both, up to where both have an answer."""
     if prompt := messages_in(row, "prompt"):
         return prompt
     shared = 0

@@ -1,7 +1,7 @@
-"""The decode loop of rollouts and evaluations, the texts of what it samples, and what functions say of them.
+"""The decoding loop of rollouts and evaluations, the sampled texts, and their scores by functions.
 
-Every token is a keyed draw (`common/seeding.py`), so a response depends on the seed and on its place among the queries,
-not on the rows beside it, the size of a batch or the number of processes.
+Every token is a keyed draw (`common/seeding.py`), so a response depends on the seed and on its position among the
+queries, not on other rows, batch sizes or the number of processes.
 """
 
 import math
@@ -27,7 +27,7 @@ from common.tokens import encode_prompts, local_rows, pad_rows
 
 @dataclass
 class Prompts:
-    """What a run on prompts reads: rows at first, tokens as soon as there is a tokenizer."""
+    """The data of a run on prompts: rows at first, and tokens once there is a tokenizer."""
 
     rows: list
     eval_sets: dict  # {name: rows}, then {name: (rows, queries)}
@@ -37,7 +37,7 @@ class Prompts:
     report: str = ""
 
     def encode(self, lm, tokenizer, args):
-        """Makes tokens of all prompts. Without evaluation rows these are the first ones."""
+        """Tokenises all prompts. Without evaluation rows, the first training rows are used for evaluation."""
         encoder = lm.config.is_encoder_decoder
         limit = max_positions(lm)
 
@@ -60,7 +60,7 @@ class Prompts:
 
 
 def read_prompts(args):
-    """The rows and functions that the flags name."""
+    """The rows and functions named by the flags."""
     metric = load_function(args.metric, "--metric")
     reward = load_reward(args.reward)
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
@@ -69,8 +69,8 @@ def read_prompts(args):
 
 
 def read_data(args):
-    """(rows, evaluation sets, rows that evaluations sample from, metric) that the flags of training on texts name. The
-    third are those of --eval-prompts, or with a metric those of the first evaluation set."""
+    """(rows, evaluation sets, rows that evaluations sample from, metric), as named by the flags of training on texts.
+    The third are those of --eval-prompts, or with a metric those of the first evaluation set."""
     metric = load_function(args.metric, "--metric")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
@@ -101,7 +101,7 @@ class WrittenLayer:
         self.use(rows, length)
 
     def use(self, rows, length):
-        """Sets the part of the buffers that is used."""
+        """Sets which part of the buffers is in use."""
         keys, values = self.buffers
         self.keys = keys[:rows, :, :length]
         self.values = values[:rows, :, :length]
@@ -120,9 +120,9 @@ class WrittenLayer:
 
 
 def with_room(cache, room):
-    """The cache of a first forward pass, whose plain layers get room for so many more tokens. Others (windows,
-    convolutions, recurrent states, what an encoder said) stay as they are. None, where it is not of the library's own
-    kinds: rows may then be unable to leave it."""
+    """The cache of a first forward pass, with room for `more` tokens added to its plain layers. Other layers (windows,
+    convolutions, recurrent states, encoder outputs) stay unchanged. None if it is not one of the library's own kinds,
+    because rows may then be unable to leave it."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
     if type(cache) not in (DynamicCache, EncoderDecoderCache):
@@ -142,7 +142,7 @@ LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this s
 
 @torch.no_grad()
 def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, top_k=0, top_p=1.0, ended=None):
-    """Responses to left-padded queries (B, Q): ids and mask, (B, R), right-padded; the end token counts.
+    """Responses to left-padded queries (B, Q): ids and mask (B, R), right-padded, including the end token.
 
     uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. ends: ids
     of the tokens that end a row; ended(rows, ids (b, t)) -> (b,) bool ends some without one. Rows that have ended leave
@@ -224,7 +224,7 @@ def generate_all(
     decode_batch_size=1024, sample=sample, **options,
 ):  # fmt: skip
     """Samples a response to each of a global list of queries (lists of ids); each process decodes its share. Returns
-    query, query_mask (B, Q) left-padded and response, response_mask (B, R) of the longest one, on every process.
+    query, query_mask (B, Q) left-padded and response, response_mask (B, R), padded to the longest, on every process.
 
     stream: (name, step); the uniforms of row i are keyed by (seed, name, step, i). limits: (B,) longest response of a
     row. sample: a function as the one above, which gets options (temperature, top_k, top_p).
@@ -270,7 +270,7 @@ def kept_ids(response, mask):
 
 
 def stopped(tokenizer, responses, stops):
-    """Whether each response (ids) holds a stop string."""
+    """Whether each response (ids) contains a stop string."""
     if not stops:
         return [False] * len(responses)
     texts = tokenizer.batch_decode(responses)
@@ -278,14 +278,14 @@ def stopped(tokenizer, responses, stops):
 
 
 def has_ended(tokenizer, output_ids, ends, stops):
-    """Whether each response (ids) holds an end token or a stop string."""
+    """Whether each response (ids) contains an end token or a stop string."""
     with_stop = stopped(tokenizer, output_ids, stops)
     return [stop or not set(ends).isdisjoint(ids) for stop, ids in zip(with_stop, output_ids, strict=True)]
 
 
 def decode(tokenizer, queries, responses, stops):
     """Texts of responses to queries (lists of ids), without special tokens, cut before a stop string and stripped.
-    Responses are decoded behind their queries, since many tokenizers drop the space before a first token."""
+    Responses are decoded after their queries, because many tokenizers drop the space before a first token."""
     whole = [query + response for query, response in zip(queries, responses, strict=True)]
     prompts = tokenizer.batch_decode(queries, skip_special_tokens=True)
     samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
@@ -301,8 +301,8 @@ def decode(tokenizer, queries, responses, stops):
 
 
 def text_arguments(tokenizer, rows, outputs, output_ids):
-    """What a reward or metric function of texts gets by name beside the rows' other columns: a list each, with an entry
-    for every row, and the tokenizer."""
+    """Keyword arguments of a reward or metric function of texts besides the rows' other columns: lists with one entry
+    per row, and the tokenizer."""
     prompts = [row["prompt"] for row in rows]
     return {
         "samples": [prompt + output for prompt, output in zip(prompts, outputs, strict=True)],
@@ -314,9 +314,9 @@ def text_arguments(tokenizer, rows, outputs, output_ids):
 
 
 def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, reward=None):
-    """Means of what a metric function and a reward (their names in args; None: not asked) say of sampled responses, as
-    {name: mean}, and the samples, a dict for each row. The uniforms are the same at every evaluation, so that a
-    difference between two of them is the model's."""
+    """{name: mean} of a metric function and a reward (named in args; None: not used) on sampled responses, and the
+    samples, one dict per row. The uniforms are the same at every evaluation, so a difference between two evaluations
+    comes from the model."""
     _, _, response, mask = generate_all(
         accelerator, lm, tokenizer, queries, ("eval", 0), seed=args.seed, stop=args.stop,
         max_new_tokens=args.max_new_tokens, temperature=args.eval_temperature, decode_batch_size=args.decode_batch_size,
@@ -352,13 +352,13 @@ def evaluate_sets(accelerator, lm, tokenizer, sets, metric, reward, args):
 
 
 def total(score):
-    """A score, or the sum of a list with one for each token."""
+    """A score, or the sum of a list with one score per token."""
     return sum(score) if isinstance(score, list) else score
 
 
 def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended):
-    """Scores of the global batch, on every process: a reward function runs once, a classifier on shares of the rows.
-    ended: as `has_ended` returns it; a classifier sees an end token there."""
+    """Scores of the global batch, on every process. A reward function runs once; a classifier scores a share of the
+    rows on each process. ended: from `has_ended`; a classifier sees an end token there."""
     screen.show("scoring")
     given = text_arguments(tokenizer, rows, outputs, output_ids)
     if isinstance(reward, RewardModel):

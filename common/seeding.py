@@ -1,7 +1,7 @@
 """Keyed randomness: a draw is a function of (seed, stream, ids), never of how many draws came before.
 
-So a checkpoint holds no generator state, a resumed run draws what the uninterrupted one would have drawn, and neither
-the number of processes nor the micro-batch size changes anything.
+So a checkpoint needs no generator state, a resumed run draws what an uninterrupted one would have drawn, and the number
+of processes and the micro-batch size change nothing.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ import torch
 
 
 def rng(seed, stream, *ids):
-    """A numpy generator that depends on its arguments alone: Philox keyed by a 128-bit hash of all of them.
+    """A numpy generator that depends only on its arguments: Philox keyed by a 128-bit hash of all of them.
 
-    stream names the use ("rollout", "minibatches", ...), ids are integers (step, global row, ...). A hash and not
-    seed + step, whose streams collide across seeds.
+    stream names the use ("rollout", "minibatches", ...); ids are integers (step, global row, ...). A hash is used
+    because streams of seed + step collide across seeds.
     """
     text = json.dumps([int(seed), stream, *map(int, ids)])
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -60,8 +60,8 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
 
 
 def stream_rows(seed, stream, size, start, count):
-    """Entries start .. start + count - 1 of an endless stream of row indices: keyed permutations of range(size), one an
-    epoch, end to end. No epoch has a short last batch, and any position is reached without drawing earlier ones."""
+    """Entries start .. start + count - 1 of an endless stream of row indices: keyed permutations of range(size), one
+    per epoch, joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
     first_epoch = start // size
     last_epoch = (start + count - 1) // size
     permutations = []

@@ -1,4 +1,4 @@
-"""Texts become tokens, tokens become lines of several texts or padded tensors."""
+"""Turns texts into tokens, and tokens into lines of several texts or padded tensors."""
 
 import itertools
 import math
@@ -14,12 +14,12 @@ from common.rows import chat_text, is_chat, row_segments, texts
 
 
 def have_bos(tokenizer, texts):
-    """Whether the texts already begin with the beginning token, as those that a chat template wrote do."""
+    """Whether the texts already begin with the beginning token, as those from a chat template do."""
     return bool(tokenizer.bos_token) and all(text.startswith(tokenizer.bos_token) for text in texts)
 
 
 def tokenize(tokenizer, texts, special_tokens, end, target=False):
-    """Ids of each text; end says what happens to the end token, which some tokenizers put behind every text.
+    """Ids of each text. end says what happens to the end token, which some tokenizers append to every text.
 
     end: "once": appended if it is missing, one of two removed; "never": removed, unless the text itself ends with it;
     "template": ids as they are. special_tokens: the tokenizer adds its own. target: what an encoder-decoder writes.
@@ -45,7 +45,7 @@ def row_ends(tokenizer):
 
 
 def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
-    """(rows, queries) without the rows whose prompt has more than max_length tokens; queries are token ids.
+    """(rows, queries) without rows whose prompt has more than max_length tokens; queries are token ids.
 
     A chat prompt becomes its text up to where the assistant answers; an empty prompt becomes the beginning token.
     limit: the positions that the model has, or None; a prompt whose response would not fit is an error. encoder: the
@@ -91,9 +91,9 @@ def beginning(tokenizer, where):
 def encode_segments(rows, tokenizer, flag, encoder=False):
     """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
 
-    The segments of a row are tokenised together, but for an encoder. One begins at the longest common prefix with the
-    tokens of what precedes it, so a merge across the boundary belongs to the later one. An empty prompt becomes the
-    beginning token. The end token is appended once; in a chat the template ends the turns.
+    The segments of a row are tokenised together, except for an encoder. A segment begins at the longest common prefix
+    with the tokens of what precedes it, so a merge across the boundary belongs to the later segment. An empty prompt
+    becomes the beginning token. The end token is appended once; in a chat the template ends the turns.
     """
     chat = is_chat(rows, ("messages", "prompt"))
     has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
@@ -123,7 +123,7 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
 
 
 def encode_apart(segments, has_prompt, tokenizer, special_tokens, flag):
-    """As `encode_segments`, of a prompt for an encoder and an output for its decoder, which gets an end token."""
+    """Like `encode_segments`, for an encoder's prompt and its decoder's output, which gets an end token."""
     prompts = []
     outputs = []
     for number, row in enumerate(segments, 1):
@@ -153,7 +153,7 @@ def num_labels(labels):
 
 
 def first_label(labels):
-    """Place of the first token with a label; 1 where there is none."""
+    """Position of the first token with a label; 1 if there is none."""
     return next((place for place, label in enumerate(labels) if label != -100), 1)
 
 
@@ -181,8 +181,8 @@ def pack(lengths, max_length):
 
 
 def in_lines(packing, examples, lengths):
-    """(lines, places): the examples in lines, one each or with packing as many as fit where the longest one does, and
-    the place (N,) of every example when the lines stand one behind the other."""
+    """(lines, places): the examples in lines, one per line or with packing as many as fit into the length of the
+    longest one, and the position (N,) of every example when the lines are concatenated."""
     groups = [[i] for i in range(len(lengths))]
     if packing:
         groups = pack(lengths, max(lengths))
@@ -193,7 +193,7 @@ def in_lines(packing, examples, lengths):
 
 def collate(lines, pad_id, no_label=-100):
     """(ids, positions, labels), each (B, T), right-padded. A line is a list of examples (ids, labels, ...); positions
-    count from 0 in each of them, and on through the padding."""
+    start from 0 in each of them and continue through the padding."""
     width = max(map(line_length, lines))
     rows = []
     positions = []
@@ -208,8 +208,8 @@ def collate(lines, pad_id, no_label=-100):
 
 
 def pad_rows(rows, fill, begins=None, dtype=None, device=None):
-    """Tensor (B, T) of lists of different lengths, right-padded with fill. begins: a place of each row; these come to
-    stand in one column, so that the lengths of the rows give left-padded ones. dtype: by default that of fill."""
+    """Tensor (B, T) of lists of different lengths, right-padded with fill. begins: a position in each row; these are
+    aligned in one column, so the lengths of the rows give left-padding. dtype: that of fill by default."""
     begins = begins or [0] * len(rows)
     left = max(begins)
     width = left + max(len(row) - begin for row, begin in zip(rows, begins, strict=True))
@@ -221,7 +221,7 @@ def pad_rows(rows, fill, begins=None, dtype=None, device=None):
 
 
 def local_rows(accelerator, num_rows):
-    """The share of a process, as a list: the last ones repeat the last row where the rows do not divide."""
+    """The share of a process, as a list. If the rows do not divide evenly, the last shares repeat the last row."""
     share = math.ceil(num_rows / accelerator.num_processes)
     begin = accelerator.process_index * share
     return [min(row, num_rows - 1) for row in range(begin, begin + share)]
@@ -231,7 +231,7 @@ def local_rows(accelerator, num_rows):
 
 
 def pair_length(pair):
-    """Tokens of both sides of a pair."""
+    """Tokens of both texts of a pair."""
     return len(pair[0]) + len(pair[1])
 
 
@@ -244,7 +244,7 @@ def split_rows(accelerator, rows, pairs, packing, batch_size):
 
 
 def score_pairs(accelerator, score, pairs, batch_size):
-    """score(pairs) -> (2, b) of all pairs, (2, N) in float64 on every process; each of them scores a share."""
+    """score(pairs) -> (2, b) for all pairs: (2, N) in float64 on every process, each of which scores a share."""
     device = accelerator.device
     local = [pairs[place] for place in local_rows(accelerator, len(pairs))]
     longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)

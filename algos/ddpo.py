@@ -69,7 +69,7 @@ from common.seeding import rng, stream_rows
 from common.tokens import local_rows
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
-TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # of a command without --model, --dataset and --config
+TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # used without --model, --dataset and --config
 
 
 @dataclass
@@ -241,7 +241,7 @@ class PerPromptStats:
     def __init__(self, buffer_size, min_count, rewards=None):
         self.buffer_size = buffer_size
         self.min_count = min_count
-        self.rewards = {} if rewards is None else rewards  # {prompt: the last ones}, which checkpoints keep
+        self.rewards = {} if rewards is None else rewards  # {prompt: its last rewards}, kept in checkpoints
 
     def update(self, prompts, rewards):
         """Stores rewards (B,), then returns advantages (B,): (reward - mean) / (std + 1e-6) over the prompt's rewards,
@@ -459,7 +459,7 @@ def update(run, policy, optimizer, batch, args):
             sums["policy/clipfrac"] += (deviation > args.cliprange).double().sum()
             sums["policy/ratio"] += ratio.sum()
             largest = torch.maximum(largest, deviation.max().float())
-        if at_first is None:  # the policy has not changed yet: what is there is rounding
+        if at_first is None:  # the policy has not changed yet: this is rounding
             at_first = accelerator.gather(largest).max().item()
             if at_first > args.cliprange / 2 and epoch == 1:
                 run.say(f"warning: rounding alone moves the ratio by {at_first:.1e}; --cliprange is {args.cliprange}")
@@ -479,7 +479,7 @@ def update(run, policy, optimizer, batch, args):
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
-TEXT_HEIGHT = 13  # pixels of a line below an image
+TEXT_HEIGHT = 13  # pixels per line below an image
 
 
 def evaluate(run, step, policy, data, args):
@@ -539,7 +539,7 @@ def grid(images, prompts, rewards, path):
     sheet = Image.new("RGB", (8 * width, math.ceil(len(images) / 8) * tile_height), "white")
     font = ImageFont.load_default(size=10)
     for i, image in enumerate(images):
-        tile = Image.new("RGB", (width, tile_height), "white")  # which cuts text that is too long
+        tile = Image.new("RGB", (width, tile_height), "white")  # cuts text that is too long
         # boxes are means where the image shrinks, and squares where it grows
         tile.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BOX))
         draw = ImageDraw.Draw(tile)
@@ -622,7 +622,7 @@ def load_pipeline(args, path):
         raise InputError(f"--model {name} is a {class_name}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
     num_words = len(pipeline.tokenizer)
     expected = pipeline.text_encoder.config.vocab_size
-    if not expected / 2 < num_words <= expected:  # transformers makes up a tokenizer where its files are missing
+    if not expected / 2 < num_words <= expected:  # transformers makes up a tokenizer if its files are missing
         sizes = f"its tokenizer ({num_words} tokens) does not fit its text encoder ({expected} tokens)"
         raise InputError(f"--model {name}: {sizes}")
     pipeline.scheduler = ddim_scheduler(pipeline.scheduler, name)
@@ -693,7 +693,7 @@ def add_lora(unet, args):
     for name, weight in unet.named_parameters():
         if "lora_" in name:
             weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-        if "lora_A" in name:  # by a keyed draw, whatever torch's generator holds
+        if "lora_A" in name:  # by a keyed draw, whatever the state of torch's generator
             normal = rng(args.seed, f"lora {name}").standard_normal(tuple(weight.shape))
             weight.data.copy_(torch.from_numpy(normal / args.lora_r))
 

@@ -74,7 +74,7 @@ from common.tokens import (
     tokenize,
 )
 
-TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # of a command without --model, --dataset and --config
+TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --dataset and --config
 
 
 @dataclass
@@ -345,7 +345,7 @@ class Reference:
             for name, pairs in data.eval_sets.items():
                 data.eval_sets[name] = self.scored(pairs)
             count = len(data.pairs)
-            if args.check:  # which trains on the longest pairs alone
+            if args.check:  # which trains only on the longest pairs
                 data.pairs.sort(key=pair_length, reverse=True)
                 count = args.batch_size
             if args.precompute_ref:

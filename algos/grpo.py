@@ -86,7 +86,7 @@ from common.sampling import (
 )
 from common.seeding import rng
 
-TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # of a command without --model, --dataset and --config
+TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
 
 
 @dataclass
@@ -221,7 +221,7 @@ def token_weights(lengths, loss_mean, max_new_tokens):
 class Rollout(Episodes):
     """Queries with responses, those of a group next to each other, and what is known about them."""
 
-    logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled; None: the only step computes them
+    logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled; None: the single step computes them
     ref_logprobs: torch.Tensor | None = None  # (B, R)
     scores: torch.Tensor | None = None  # (B,) float64
     truncated: torch.Tensor | None = None  # (B,) bool, neither end token nor stop string
@@ -242,7 +242,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
     batch = Rollout(*sampled)
     mask = batch.response_mask
     # 2. log-probabilities of the policy, log-probabilities of the reference
-    if args.steps_per_iteration > 1:  # in an only step the policy is still the one that sampled
+    if args.steps_per_iteration > 1:  # with a single step the policy is still the one that sampled
         batch.logprobs = all_logprobs(accelerator, model, batch, args)
     if ref is not None:
         batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)

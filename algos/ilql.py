@@ -82,7 +82,7 @@ from common.sampling import evaluate_samples, read_data
 from common.tokens import encode_prompts, encode_segments, pad_rows, row_ends
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
-TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # of a command without --model, --dataset and --config
+TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config
 
 
 @dataclass
@@ -350,7 +350,7 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
     outputs = [(begin, end) for begin, end, trained in spans if trained]
     longest = max_length
     num_over = 0
-    if encoder:  # an encoder-decoder: prompt and output are cut on their own; the prompt keeps its end token
+    if encoder:  # an encoder-decoder: prompt and output are cut separately; the prompt keeps its end token
         _, prompt_length, _ = spans[0]
         num_over = max(0, prompt_length - max_length)
         del ids[prompt_length - 1 - num_over : prompt_length - 1]

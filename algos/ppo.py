@@ -87,7 +87,7 @@ from common.sampling import (
 )
 from common.seeding import rng
 
-TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # of a command without --model, --dataset and --config
+TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --dataset and --config
 
 
 @dataclass
@@ -366,7 +366,7 @@ class Rollout(Episodes):
     values: torch.Tensor | None = None  # (B, R)
     entropies: torch.Tensor | None = None  # (B, R) of the next-token distribution
     ref_logprobs: torch.Tensor | None = None  # (B, R)
-    raw_scores: torch.Tensor | None = None  # (B, R) of the reward; a single score lies on the last token
+    raw_scores: torch.Tensor | None = None  # (B, R) from the reward; a single score is on the last token
     truncated: torch.Tensor | None = None  # (B,) bool, neither end token nor stop string
     scores: torch.Tensor | None = None  # (B, R) as trained on: shape_scores
     rewards: torch.Tensor | None = None  # (B, R)
@@ -504,7 +504,7 @@ def update(run, model, optimizer, batch, rows, args):
     and the numbers of epochs and skipped steps. rows: the prompts, for error messages."""
     accelerator = run.accelerator
     tokens = int(batch.response_mask.sum())
-    # skipped steps count too: the schedule follows the episodes
+    # skipped steps count, too: the schedule follows the episodes
     step = run.step - run.stride  # run.step is that at the end of this iteration
     sums = defaultdict(float)
     epochs = 0

@@ -50,14 +50,14 @@ from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, 
 from common.seeding import rng
 from common.tokens import in_lines, pair_length, score_pairs, split_rows
 
-# Last lines of a run, and of its card: how the model is loaded and asked.
+# Last lines of a run and of its card: how to load and use the model.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
 LOADING_ADAPTER = """from transformers import pipeline
 model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels': 1}})"""
 SCORING = "print(model({prompt!r}, function_to_apply='none'))"
 SCORING_CHAT = """text = model.tokenizer.apply_chat_template({prompt!r}, tokenize=False)
 print(model(text.rstrip(), add_special_tokens=False, function_to_apply='none'))"""
-TASK = "benchmarks/tasks/randomwalks/reward.yaml"  # of a command without --model, --dataset and --config
+TASK = "benchmarks/tasks/randomwalks/reward.yaml"  # used without --model, --dataset and --config
 
 
 @dataclass

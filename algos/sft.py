@@ -46,7 +46,7 @@ from common.rows import set_flag, set_prefix
 from common.sampling import evaluate_samples, read_data
 from common.tokens import encode_prompts, encode_segments, first_label, in_lines, line_length, num_labels
 
-TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # of a command without --model, --dataset and --config
+TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # used without --model, --dataset and --config
 
 
 @dataclass
@@ -114,7 +114,7 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
                 labels[begin:end] = ids[begin:end]
         room = max_length
         over = 0
-        if encoder:  # an encoder-decoder: prompt and output are cut on their own; the prompt keeps its end token
+        if encoder:  # an encoder-decoder: prompt and output are cut separately; the prompt keeps its end token
             _, prompt_length, _ = spans[0]
             over = max(0, prompt_length - max_length)
             cut = slice(prompt_length - 1 - over, prompt_length - 1)

@@ -90,7 +90,7 @@ def for_sampling(lm, dtype=None):
     frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
     try:
         for weight in frozen:
-            weight.requires_grad_(True)  # autocast keeps the casts of such weights alone
+            weight.requires_grad_(True)  # autocast keeps only the casts of such weights
         for layer in filter(can_be_added, lm.modules()):
             base = layer.get_base_layer()
             bases.append((layer, base, base.weight))

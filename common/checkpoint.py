@@ -123,7 +123,7 @@ def write_checkpoint(run_dir, step, files, state, keep, protect=()):
             (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
             manifest = {path.name: {"sha256": sha256(path)} for path in sorted(temporary.iterdir())}
             (temporary / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
-    except safetensors.SafetensorError as error:  # its own word for a full disk
+    except safetensors.SafetensorError as error:  # its own error for a full disk
         raise OSError(str(error)) from error
     steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_????????") if p.name <= final.name)
     for old in set(steps[:-keep]) - set(protect):
@@ -187,7 +187,7 @@ def replacing(directory):
         for path in [*temporary.rglob("*"), temporary]:
             if path.suffix == ".safetensors":
                 with contextlib.suppress(OSError):  # a file system without modes
-                    path.chmod(mode)  # safetensors 0.8 writes for the owner alone: huggingface/safetensors#782
+                    path.chmod(mode)  # safetensors 0.8 writes files for the owner only: huggingface/safetensors#782
             fsync(path)
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
@@ -203,7 +203,7 @@ def full_weights(lm):
     adapters = lm._hf_peft_config_loaded
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
     weights = dcp.get_model_state_dict(lm, options=options)
-    # FSDP2 gathered what is tied once for each name, and it would be written as often
+    # FSDP2 gathered tied weights once per name, and they would be written as often
     weights |= {name: weights[first] for name, first in tied_weights(lm).items() if first in weights}
     return weights
 

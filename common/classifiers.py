@@ -98,7 +98,7 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
         has_two_ends = ids[-2:] == [eos, eos]
         has_other_end = ids[-1:] == [eos] and ids[-len(end) :] != end
         if has_two_ends or has_other_end:
-            del ids[-1]  # some tokenizers put it behind every text
+            del ids[-1]  # some tokenizers append it to every text
         if not ids or (is_ended and ids[-len(end) :] != end):
             ids += end
     return encoded

@@ -67,7 +67,7 @@ def parse(argv, args_class, task=None):
     settings = {}
     for path in paths:
         settings |= read_config(path)
-    if takes_task:  # a copy of the script may lack flags of it
+    if takes_task:  # a copy of the script may lack some of its flags
         settings = {name: value for name, value in settings.items() if hasattr(args_class, name)}
     words = words_of(settings, args_class) + words
     refuse_other_names(words, args_class, script=Path(task or "").stem)
@@ -100,7 +100,7 @@ def read_config(path):
         problem = " ".join(str(error).split())
         raise InputError(f"--config {path} cannot be read as lines like `lr: 1e-5`: {problem}") from None
     names = [name.replace("-", "_") for name in re.findall(r"(?m)^([\w-]+) *:", text)]
-    # PyYAML takes the last one without a word
+    # PyYAML silently takes the last one
     stop_if([f"--config {path}: {name} is given twice" for name in set(names) if names.count(name) > 1])
     return {name.replace("-", "_"): value for name, value in entries}
 
@@ -129,7 +129,7 @@ def refuse_other_names(words, args_class, script=""):
     fields = {flag_of(field.name) for field in dataclasses.fields(args_class)}
     flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     page = ROOT / "algos/MIGRATION.md"
-    text = page.read_text() if page.exists() else ""  # a script in a single file has none
+    text = page.read_text() if page.exists() else ""  # a script in a single file has no such page
     sections = dict(section.partition("\n")[::2] for section in text.split("\n## "))
     near = [f"{script}.py", "Every script"]
     advice = {}

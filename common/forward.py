@@ -185,7 +185,7 @@ def in_chunks(function, layer, vocabulary, states, *columns):
     kind = states.device.type
     autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
     parts = []
-    with torch.autocast(kind, **autocast, cache_enabled=False):  # one cast for all would add up gradients in its type
+    with torch.autocast(kind, **autocast, cache_enabled=False):  # a single cast would sum gradients in its type
         for chunk in zip(*(column.split(size) for column in (states, *columns)), strict=True):
             parts.append(checkpoint(of_rows, *chunk, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts, -1)
@@ -199,7 +199,7 @@ def forward_replaced(module, compute):
     try:
         yield
     finally:
-        del module.forward  # that of its class is back
+        del module.forward  # restores that of its class
 
 
 @torch.no_grad()
@@ -274,7 +274,7 @@ def leaks(lm, sources, readers, **inputs):
             states = lm.base_model(**inputs, use_cache=False)[0]  # (1, T, H)
     finally:
         hook.remove()
-    if embeddings[0].shape[:2] != states.shape[:2]:  # of a model with an order of its own
+    if embeddings[0].shape[:2] != states.shape[:2]:  # for a model with its own order
         return True
     directions = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
     directions[:, ~readers] = 0

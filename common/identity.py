@@ -33,7 +33,7 @@ NEUTRAL += SIZES
 # Flags of how long a run is.
 LENGTHS = "epochs num_epochs total_steps total_episodes".split()
 PLAIN = bool | int | float | str
-UNKNOWN = " of unknown contents>"  # how the description of an object ends that is not hashed
+UNKNOWN = " of unknown contents>"  # the end of the description of an object that is not hashed
 
 
 def identity(algo, args, script):
@@ -69,7 +69,7 @@ def files_of_flag(value):
             paths |= {spec_path(spec.strip()): None for spec in specs if spec.strip()}
     files = []
     for path in filter(None, paths):
-        if path.is_dir() and not is_list:  # no text to stop at, as "." is
+        if path.is_dir() and not is_list:  # no text to stop at, unlike "."
             files += files_of_directory(path)
         elif path.is_file() and path.suffix == ".py":
             files += with_imports(path.resolve())
@@ -155,7 +155,7 @@ def describe(value):
         return f"<{name}{UNKNOWN}"
     try:
         return f"<{name} {hash_of_object(value)[:16]}>"
-    except Exception:  # objects refuse in their own ways
+    except Exception:  # objects refuse in various ways
         return f"<{name}{UNKNOWN}"
 
 
@@ -208,7 +208,7 @@ def differences(old, new):
     for name in changed(old, new, "files"):
         if name in code or name.startswith("common/"):
             lines.append(f"{code.get(name, name)} has changed")
-        elif name not in flags and name != "resume":  # where it continues is no difference
+        elif name not in flags and name != "resume":  # where it continues does not count
             lines.append(f"the file of {flag_of(name)} has changed")
     return lines
 
@@ -217,7 +217,7 @@ def nearly_the_same(folder, new):
     """A sentence about a run next to folder that could be continued instead, or None. Such a run has checkpoints, and
     differs from the identity `new` only in its length, or is unfinished and differs in one or two files."""
     for path in sorted(folder.parent.glob("*/env.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a file of something else
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # some other file
             old = json.loads(path.read_text())
             files = changed(old, new, "files")
             finished = (path.parent / "README.md").exists()

@@ -27,9 +27,9 @@ from common.launch import OUT_OF_MEMORY, launch, peak_memory_mb, set_threads
 from common.report import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
 
-SAVE_SECONDS = 600  # a step is saved so long after the last save, whatever --save-every says
+SAVE_SECONDS = 600  # save again this long after the last save, whatever --save-every says
 
-_open = []  # runs of this process that are not closed
+_open = []  # open runs of this process
 
 
 def leave_runs():
@@ -125,7 +125,7 @@ class Run:
         self.identity = identity(self.algo, args, script)
         self.signal = None
         self.stepped = False  # since the start of this process
-        self.made = False  # whether this process has made the directory
+        self.made = False  # whether this process created the directory
         self.dir = None
         self.lock = None
         self.handlers = {}
@@ -136,7 +136,7 @@ class Run:
         _open.append(self)
         self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(self.accelerator, self._claim)
         self.begun = self.state.get("step", 0)
-        # again: accelerate may have set them, and another number than before would give other bits
+        # again: accelerate may have changed them, and another number would give other bits
         set_threads(args.threads or self.state.get("threads"))
         if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -158,7 +158,7 @@ class Run:
         if self.args.check:
             return None, path, state, False, False
         folder = self._locked_folder()
-        for half_written in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # by a run that was killed
+        for half_written in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # by a killed run
             shutil.rmtree(half_written, ignore_errors=True)
         old = None
         if any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):  # else it failed
@@ -263,7 +263,7 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
         sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
-        last = self.state.get("step", -1) - bool(self.kept.pending)  # later steps come again
+        last = self.state.get("step", -1) - bool(self.kept.pending)  # later steps will be repeated
         for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):
             keep_lines(self.dir / name, last)
         self._mirror(report.open_tracker, self.accelerator, self.args, self.dir, self.identity)
@@ -289,7 +289,7 @@ class Run:
             last = min(last, first + 1 if self.stride == 1 else first)
         for self.iteration in range(first, last + 1):
             self.step += self.stride
-            # for functions of the user that draw from the global generators
+            # for user functions that draw from the global generators
             seed_libraries(int(rng(self.args.seed, "libraries", self.iteration).integers(2**32)))
             self.seconds = {}
             self.since = time.perf_counter()
@@ -371,7 +371,7 @@ class Run:
         if not self.stepped or self.dir is None:
             return
         on_all = self.accelerator.num_processes == 1 or hasattr(error, "on_all")
-        if self.whole and on_all and not isinstance(error, FloatingPointError):  # of a state that is not worth it
+        if self.whole and on_all and not isinstance(error, FloatingPointError):  # whose state is not worth saving
             step, self.iteration, kept = self.whole
             self.kept = SimpleNamespace(**kept)
             self._save(step)
@@ -412,7 +412,7 @@ class Run:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not self.stepped:
             raise SystemExit(128 + number)
-        screen.headline = "stopping after this iteration (Ctrl-C again stops at once)"  # to print is not safe here
+        screen.headline = "stopping after this iteration (Ctrl-C again stops at once)"  # printing is not safe here
 
     def stop_requested(self):
         """Whether any rank has had a signal. Sets is_late: whether rank 0 finds the last save too long ago. Collective;
@@ -421,7 +421,7 @@ class Run:
         asked = torch.tensor([self.signal or 0, int(is_late)], device=self.accelerator.device)
         signals, late = self.accelerator.reduce(asked).tolist()
         self.is_late = late > 0
-        if signals:  # by the sum alone: a signal that came meanwhile waits for the next call
+        if signals:  # only from the sum: a signal that arrives meanwhile waits for the next call
             self.signal = self.signal or signal.SIGTERM
         return signals > 0
 
@@ -453,7 +453,7 @@ class Run:
     def log(self, step, metrics, **counts):
         """Writes a line to metrics.jsonl (bitwise reproducible; null for values that are not finite), to perf.jsonl and
         to the screen. counts: numbers of tokens, episodes and so on that the iteration processed."""
-        self.stepped = self.stepped or step > 0  # also where an iteration took no optimizer step
+        self.stepped = self.stepped or step > 0  # also if an iteration took no optimizer step
         metrics = self.kept.pending | metrics
         self.kept.pending = {}
         self.logged = metrics

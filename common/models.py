@@ -83,7 +83,7 @@ def load_tokenizer(args, path, base, revision):
     source = args.tokenizer or getattr(path, "name_or_path", path)
     if not isinstance(source, str):
         return source
-    files = " ".join(file.name for file in Path(source).glob("*"))  # none of a hub id
+    files = " ".join(file.name for file in Path(source).glob("*"))  # none for a hub id
     if files and not re.search("token|vocab|[.]model", files):
         if source != path or not base:  # transformers would make one up
             raise ValueError("it has no tokenizer: give one with --tokenizer")
@@ -194,7 +194,7 @@ def load_model(args, path, flag="--model"):
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
     if args.dtype == "float64":
-        model.set_experts_implementation("eager")  # torch's grouped products have no float64
+        model.set_experts_implementation("eager")  # torch's grouped products do not support float64
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ends = end_tokens(model)
@@ -235,9 +235,9 @@ def make_reference(args, path, lm, tokenizer):
             share_frozen(ref, lm)
             return ref
     frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
-    ref = copy.deepcopy(lm, frozen).requires_grad_(False).eval()  # shares what is frozen
+    ref = copy.deepcopy(lm, frozen).requires_grad_(False).eval()  # shares frozen weights
     if args.lora_r:
-        ref.disable_adapters()  # new ones add zero
+        ref.disable_adapters()  # new adapters add zero
     return ref
 
 
@@ -315,7 +315,7 @@ def unsharded(model):
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:  # the whole model comes first
+    for module in sharded:  # the whole model first
         module._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for the whole
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()

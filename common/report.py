@@ -23,7 +23,7 @@ MOST_PROMPTS = 3  # in the card
 LONGEST_CELL = 200  # characters of a sample in a table
 WIDEST = 4000  # characters of a line of a table in markdown, so that rows are lines and no cell is cut
 
-# Last lines of a run, and of its card: how the model is loaded and sampled from.
+# Last lines of a run and of its card: how to load the model and sample from it.
 USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
 print(model({prompt!r}, OPTIONSmax_new_tokens={max_new_tokens}))"""
 SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -54,7 +54,7 @@ class Screen:
         self.live = Live(get_renderable=self.line, console=console, refresh_per_second=5, transient=True,
                          redirect_stderr=False)  # fmt: skip
         self.live.start()
-        console.show_cursor()  # rich hides it, and who is killed cannot bring it back
+        console.show_cursor()  # rich hides it, and a killed process cannot bring it back
 
     def stop(self):
         """Clears the line."""
@@ -197,7 +197,7 @@ def draw_curves(records, names, title, path):
         return
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / 2)
-    # names of metrics and models are no formulas; a letter that the font lacks is no reason for a warning
+    # names of metrics and models are not formulas; a letter missing from the font needs no warning
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings(action="ignore"):
         figure = Figure(figsize=(4.5 * columns, 0.8 + 1.8 * rows), layout="constrained")
         figure.suptitle(visible(title)[: 50 * columns], fontsize=11)
@@ -254,7 +254,7 @@ def lines_of_use(lm, tokenizer, ids):
     usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
     prompt = tokenizer.decode(ids, skip_special_tokens=True)
     options = ""
-    if tokenizer(prompt)["input_ids"] != list(ids):  # special tokens that a template wrote
+    if tokenizer(prompt)["input_ids"] != list(ids):  # special tokens written by a template
         prompt = tokenizer.decode(ids)
         options = "add_special_tokens=False, "
     return prompt, usage.replace("OPTIONS", options)

@@ -20,7 +20,7 @@ FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "par
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SIDES = ("chosen", "rejected")
 GENERATION = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
-MARK = "\ufdd0"  # at the edges of what a template marks as generated; no character of any text
+MARK = "\ufdd0"  # marks the edges of what a template calls generated; occurs in no text
 ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
 
 
@@ -159,7 +159,7 @@ def chat_text(tokenizer, messages, where, tools=None, answering=False, marked=Fa
         raise InputError(f"{where}: the last message must be the assistant's")
     template = None
     try:
-        if marked:  # a block, since a newline behind a block is dropped
+        if marked:  # a block, since a newline after a block is dropped
             template = tokenizer.get_chat_template(tools=tools)
             template = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
         return tokenizer.apply_chat_template(

@@ -96,7 +96,7 @@ class WrittenLayer:
         vars(self).update(vars(layer))
         rows, _, length, _ = self.keys.shape
         if torch.is_autocast_enabled(self.device.type):
-            self.dtype = torch.get_autocast_dtype(self.device.type)  # what attention casts them to
+            self.dtype = torch.get_autocast_dtype(self.device.type)  # the type that attention casts them to
         self.buffers = [F.pad(states.to(self.dtype), (0, 0, 0, room)) for states in (self.keys, self.values)]
         self.use(rows, length)
 
@@ -203,7 +203,7 @@ def end_of_rows(tokenizer, stop, limits):
     of stop or is the last of limits (B,)[rows]. None where neither is given."""
     if not stop and limits is None:
         return None
-    window = CONTEXT + max((len(text.encode()) for text in stop), default=0)  # few tokens have no byte
+    window = CONTEXT + max((len(text.encode()) for text in stop), default=0)  # a few tokens have no byte
 
     def ended(rows, ids):
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
@@ -251,7 +251,7 @@ def generate_all(
         response[places], response_mask[places] = sample(lm, *inputs, end_tokens(lm), pad_id, ended=ended, **options)
 
     with for_sampling(lm, autocast_type), accelerator.autocast():
-        # the longest first: where memory does not suffice, it shows at once
+        # the longest first: too little memory shows at once
         chunks = lengths.argsort(descending=True, stable=True).split(decode_batch_size)
         on_each(accelerator, lambda: [sample_chunk(places) for places in chunks])
     screen.show("scoring")

@@ -127,7 +127,7 @@ def encode_apart(segments, has_prompt, tokenizer, special_tokens, flag):
     prompts = []
     outputs = []
     for number, row in enumerate(segments, 1):
-        if len(row) == 3 and not row[2][0].strip():  # blanks that a chat template writes behind the answer
+        if len(row) == 3 and not row[2][0].strip():  # blanks that a chat template writes after the answer
             del row[2]
         if len(row) != 2 or not has_prompt:
             raise InputError(f"{flag} row {number}: an encoder-decoder takes rows of one prompt and one output")

@@ -13,7 +13,7 @@ How this differs from other implementations:
 - Texts are packed into lines (`in_lines`); the result equals one forward pass per text, to rounding. Logits are
   computed only where a response token is predicted, a chunk at a time (`line_logprobs`).
 
-Rows: {"prompt", "chosen", "rejected"} as texts or chats, or without a prompt where the two hold it.
+Rows: {"prompt", "chosen", "rejected"} as texts or chats; "prompt" may be missing if both texts include it.
 
     python algos/dpo.py                                            # random walks, one CPU, under a minute
     python algos/dpo.py --model runs/sft/hf_model --dataset pairs.jsonl --eval-dataset test.jsonl

@@ -26,9 +26,9 @@ How this differs from the paper: the reference and the reward model never change
 (outcome supervision, Sec. 4.1.2).
 
 How this differs from TRL's GRPO:
-- The defaults are the paper's. TRL's are the mean over tokens and no KL; a KL it multiplies by the ratio.
+- The defaults are the paper's. TRL's are the mean over tokens and no KL; TRL multiplies a KL term by the ratio.
 - Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
-  what the optimizer step holds in all processes. Each epoch has minibatches of its own.
+  what the optimizer step holds in all processes. Each epoch draws new minibatches.
 - Groups of equal scores have no gradient: without a KL they are left out of the update.
 
     accelerate launch algos/grpo.py                                # sums with written steps, on a CPU under a minute

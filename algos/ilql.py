@@ -25,7 +25,7 @@ How this differs from trlX's ILQL and the authors' code:
 
 Rows: {"prompt", "completion", "reward"} as texts or chats, {"dialogue": [prompt, output, ...], "reward"},
 {"messages", "reward"} or {"text", "reward"}, all of which is output. The reward is a number, received with the last
-token, or a list with one for each output. {"truncated": true} says that the episode went on.
+token, or a list with one for each output. {"truncated": true} means that the episode did not end there.
 
     accelerate launch algos/ilql.py                                # random walks on a CPU, in about a minute
     accelerate launch algos/ilql.py --model gpt2 --dataset rewarded.jsonl --metric my_metric.py:metric \

@@ -5,14 +5,14 @@ that of Touvron et al. 2023, arXiv 2307.09288, Eq. 2): `pairwise_loss`.
 
 How this differs from other implementations:
 - The score is read at the last token of the text, which is the end token, or in a chat that of the turn, whatever the
-  padding: also where the end token doubles as padding, or stands within the prompt. `ppo.py --reward` reads the same
+  padding: even if the end token doubles as padding or occurs within the prompt. `ppo.py --reward` reads the same
   tokens of the same text.
-- The head is float32 and outside of autocast: bfloat16 would give many texts the same score.
-- Too long pairs are dropped and counted: a text that was cut has no end to read the score from.
-- A tie is no success: a constant model has accuracy 0. Beside the accuracy stands that of the rule "the shorter wins".
+- The head is float32 and outside autocast: bfloat16 would give many texts the same score.
+- Pairs that are too long are dropped and counted: a cut text has no end to read the score from.
+- A tie counts as wrong: a constant model has accuracy 0. The accuracy of the rule "the shorter wins" is logged, too.
 - Texts are packed into lines (`in_lines`); the result equals one forward pass per text, to rounding.
 
-Rows: {"prompt", "chosen", "rejected"} as texts or chats, without a prompt where the two hold it, perhaps "margin".
+Rows: {"prompt", "chosen", "rejected"} as texts or chats; "prompt" may be missing if both hold it; optional "margin".
 
     python algos/reward.py                                         # random walks, one CPU, six minutes
     python algos/reward.py --model gpt2 --dataset pairs.jsonl --eval-dataset test.jsonl

@@ -64,23 +64,6 @@ def on_main(accelerator, function, *args):
     return sent[0]
 
 
-def on_each(accelerator, function, *args):
-    """function(*args), which exchanges nothing, on every rank; the error of one ends it on all of them."""
-    if accelerator.num_processes == 1 or accelerator.distributed_type == "FSDP":  # its forward passes exchange weights
-        return function(*args)
-    result = None
-    error = None
-    try:
-        result = function(*args)
-    except Exception as own_error:
-        error = own_error
-    if accelerator.reduce(torch.tensor(float(error is not None), device=accelerator.device)).item():
-        error = error or InputError("another process ended with an error")
-        error.on_all = True
-        raise error
-    return result
-
-
 def closes_run(main):
     """Decorator of main: sets seeds and threads before functions of the user run, closes the run whatever ends main,
     and where memory runs out raises an InputError that names the flags which lower it."""

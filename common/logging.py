@@ -137,10 +137,9 @@ class Run:
         if self.args.resume not in ("auto", "never"):
             named = Path(self.args.resume)  # a run directory or a checkpoint
             path = max(named.glob("checkpoints/step_????????"), default=named)
-            state = ckpt.read_checkpoint(path)
         if self.args.check:
-            return None, path, state, False, False
-        folder = self._locked_folder()
+            return None, path, ckpt.read_checkpoint(path) if path else state, False, False
+        folder = self.dir = self._locked_folder()
         for half_written in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # by a run that was killed
             shutil.rmtree(half_written, ignore_errors=True)
         old = None
@@ -161,7 +160,8 @@ class Run:
         if same:
             path, state = ckpt.newest_checkpoint(folder, self.say)
             self.say(f"continuing {folder} from step {state.get('step', 0)}")
-        elif path:
+        elif path:  # read only here: the same command again finds newer ones, where it may be pruned
+            state = ckpt.read_checkpoint(path)
             origin = path.resolve().parents[1] / "env.json"
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))

@@ -787,6 +787,18 @@ def test_a_longer_run_from_a_checkpoint(algo, scripts, work, tmp_path):
         assert path.read_bytes() == (tmp_path / "more" / path.relative_to(tmp_path / "long")).read_bytes()
 
 
+@pytest.mark.case(15, "sft")
+def test_the_same_command_again_where_its_start_is_pruned(scripts, work, whole, tmp_path):
+    argv = [*command(work, "sft", "run"), "--total-steps", "20", "--resume", "run/checkpoints/step_00000012"]
+    for folder in "killed", "whole":
+        shutil.copytree(whole("sft")[0], tmp_path / folder / "run")
+    scripts.run(argv, tmp_path / "whole")
+    scripts.run(argv, tmp_path / "killed", expect=-9, patch=at("torch.optim", "AdamW.step", 7))
+    assert not (tmp_path / "killed/run/checkpoints/step_00000012").exists()
+    scripts.run(argv, tmp_path / "killed")
+    same(tmp_path / "killed/run", tmp_path / "whole/run")
+
+
 @pytest.mark.case(16)
 @every_script
 def test_a_finished_run_says_where_it_is(algo, scripts, work, whole, tmp_path):

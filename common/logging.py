@@ -260,6 +260,17 @@ class Run:
         counts = f"{self.algo}: {total:,} parameters, {trained:,} trained"
         return f"{counts}; {types}, {self.accelerator.device}, {processes}"
 
+    def plan(self, num_rows, unit):
+        """The sizes of a run over rows: the last line of a summary."""
+        args = self.args
+        epochs = self.total_steps * args.batch_size / num_rows
+        share = args.batch_size // self.accelerator.num_processes
+        line = f"{epochs:.3g} epochs, {self.total_steps} steps x {args.batch_size} {unit}; each step {share} {unit} a "
+        line += f"process, at most {args.micro_batch_size} a forward pass"
+        if getattr(args, "stop", ()):
+            line += f"; stops: {list(args.stop)}"
+        return line
+
     # -- the loop
 
     def iterations(self):

@@ -72,6 +72,7 @@ from common.tokens import (
     score_pairs,
     split_rows,
     tokenize,
+    untrained_end,
 )
 
 TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --dataset and --config
@@ -474,42 +475,28 @@ def encode(data, lm, tokenizer, args):
 def summary(run, lm, tokenizer, data, max_length):
     """A few lines that say what is trained, on what."""
     args = run.args
-    lines = []
-    ends = end_tokens(lm)
-    if not any(trains_end(pair, ends) for pair in data.pairs):
-        named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
-        lines.append(f"warning: no row trains the end token {named}, so responses will not end")
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, *_ in data.pairs)
     chosen, rejected, prompt_length, *_ = data.pairs[0]
     prompt = visible(tokenizer.decode(chosen[:prompt_length]))
     chosen = visible(tokenizer.decode(chosen[prompt_length:]))
     rejected = visible(tokenizer.decode(rejected[prompt_length:]))
-    epochs = run.total_steps * args.batch_size / len(data.pairs)
-    share = args.batch_size // run.accelerator.num_processes
     reference = "none"
     if not args.reference_free:
         reference = "the model at the start" if args.ref_model is None else "a model of its own"
-    lines += [
+    responses = [pair[0][pair[2] :] + pair[1][pair[2] :] for pair in data.pairs]
+    lines = [
+        *untrained_end(tokenizer, end_tokens(lm), responses),
         run.describe(lm),
         f"data: {data.report}",
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: [{prompt[-400:]}] | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, beta {args.beta:g}, reference: {reference}, at most {max_length} "
-        f"tokens per text, {args.max_new_tokens} new tokens, {epochs:.3g} epochs",
-        f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs per process, at most "
-        f"{args.micro_batch_size} per forward pass",
+        f"tokens per text, {args.max_new_tokens} new tokens",
+        run.plan(len(data.pairs), "pairs"),
     ]
     if data.prompts:
         lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
-    if args.stop:
-        lines[-1] += f"; stops: {list(args.stop)}"
     return wrapped(lines)
-
-
-def trains_end(pair, ends):
-    """Whether a response of the pair contains an end token."""
-    chosen, rejected, prompt_length, *_ = pair
-    return not set(ends).isdisjoint(chosen[prompt_length:] + rejected[prompt_length:])
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------

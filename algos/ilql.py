@@ -76,10 +76,10 @@ from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positions, unsharded
-from common.report import visible, wrapped
+from common.report import wrapped
 from common.rows import set_flag, set_prefix, texts
 from common.sampling import evaluate_samples, read_data
-from common.tokens import encode_prompts, encode_segments, pad_rows, row_ends
+from common.tokens import encode_prompts, encode_segments, marked, pad_rows, row_ends
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config
@@ -685,36 +685,21 @@ def summary(run, policy, tokenizer, data):
     args = run.args
     lengths = sorted(len(episode.ids) for episode in data.episodes)
     first_row = data.episodes[0]
-    epochs = run.total_steps * args.batch_size / len(data.episodes)
+    is_action = [place in first_row.actions for place in range(len(first_row.ids))]
     betas = " ".join(f"{beta:g}" for beta in args.betas)
     syncs = run.total_steps // args.steps_for_target_q_sync
     taken_over = 1 - (1 - args.polyak_alpha) ** syncs
-    share = args.batch_size // run.accelerator.num_processes
     lines = [
         run.describe(policy),
         f"data: {data.report}",
         f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
-        f"first row, [not actions]: {marked_actions(tokenizer, first_row)[:800]}; its return, as used: "
+        f"first row, [not actions]: {marked(tokenizer, first_row.ids, is_action)[:800]}; its return, as used: "
         f"{sum(first_row.rewards):.4g}",
         f"lr {args.lr:g} {args.lr_schedule}, beta {betas}, at most {data.max_length} tokens per row, "
-        f"{args.max_new_tokens} new tokens, {epochs:.3g} epochs; targets move {taken_over:.0%} of the way to Q",
-        f"{run.total_steps} steps x {args.batch_size} rows; each step {share} rows per process, at most "
-        f"{args.micro_batch_size} per forward pass",
+        f"{args.max_new_tokens} new tokens; targets move {taken_over:.0%} of the way to Q",
+        run.plan(len(data.episodes), "rows"),
     ]
-    if args.stop:
-        lines[-1] += f"; stops: {list(args.stop)}"
     return wrapped(lines)
-
-
-def marked_actions(tokenizer, episode):
-    """The text of an episode, [what is no action] in brackets."""
-    text = ""
-    for is_action, places in itertools.groupby(range(len(episode.ids)), lambda place: place in episode.actions):
-        piece = visible(tokenizer.decode([episode.ids[place] for place in places]))
-        if not is_action:
-            piece = f"[{piece}]"
-        text += piece
-    return text
 
 
 def usage(metric, args):

@@ -297,16 +297,13 @@ def summary(run, lm, new_head, data, max_length):
     args = run.args
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in data.pairs)
     prompt, chosen, rejected = map(visible, data.texts[0])
-    epochs = run.total_steps * args.batch_size / len(data.pairs)
-    share = args.batch_size // run.accelerator.num_processes
     lines = [
         f"{run.describe(lm)}; head: {'new' if new_head else 'that of --model'}",
         f"data: {data.report}",
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first pair: {prompt[-400:]} | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
-        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per text, {epochs:.3g} epochs",
-        f"{run.total_steps} steps x {args.batch_size} pairs; each step {share} pairs per process, at most "
-        f"{args.micro_batch_size} per forward pass",
+        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per text",
+        run.plan(len(data.pairs), "pairs"),
     ]
     return wrapped(lines)
 

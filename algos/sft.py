@@ -21,7 +21,6 @@ Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats
 Dimension key: N tokens with a label, V vocabulary.
 """
 
-import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -41,10 +40,19 @@ from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
 from common.logging import Run, closes_run
 from common.models import end_tokens, load_lm, max_positions, unsharded
-from common.report import lines_of_use, visible, wrapped
+from common.report import lines_of_use, wrapped
 from common.rows import set_flag, set_prefix
 from common.sampling import evaluate_samples, read_data
-from common.tokens import encode_prompts, encode_segments, first_label, in_lines, line_length, num_labels
+from common.tokens import (
+    encode_prompts,
+    encode_segments,
+    first_label,
+    in_lines,
+    line_length,
+    marked,
+    num_labels,
+    untrained_end,
+)
 
 TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # used without --model, --dataset and --config
 
@@ -247,39 +255,19 @@ def encode(data, lm, tokenizer, args):
 def summary(run, lm, tokenizer, data, max_length):
     """A few lines that say what is trained, on what."""
     args = run.args
-    lines = []
-    ends = end_tokens(lm)
-    if all(set(labels).isdisjoint(ends) for _, labels in data.examples):
-        named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
-        lines.append(f"warning: no row trains the end token {named}, so responses will not end")
     lengths = sorted(len(ids) for ids, _ in data.examples)
-    epochs = run.total_steps * args.batch_size / len(data.examples)
-    share = args.batch_size // run.accelerator.num_processes
-    lines += [
+    ids, labels = data.examples[0]
+    lines = [
+        *untrained_end(tokenizer, end_tokens(lm), [labels for _, labels in data.examples]),
         run.describe(lm),
         f"data: {data.report}; tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
-        f"first row, [without loss]: {marked(tokenizer, *data.examples[0])[:800]}",
-        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per row, {args.max_new_tokens} new tokens, "
-        f"{epochs:.3g} epochs",
-        f"{run.total_steps} steps x {args.batch_size} rows; each step {share} rows per process, at most "
-        f"{args.micro_batch_size} per forward pass",
+        f"first row, [without loss]: {marked(tokenizer, ids, [label != -100 for label in labels])[:800]}",
+        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per row, {args.max_new_tokens} new tokens",
+        run.plan(len(data.examples), "rows"),
     ]
     if data.prompts:
         lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
-    if args.stop:
-        lines[-1] += f"; stops: {list(args.stop)}"
     return wrapped(lines)
-
-
-def marked(tokenizer, ids, labels):
-    """The text of an example, [what has no loss] in brackets."""
-    text = ""
-    for hidden, pairs in itertools.groupby(zip(ids, labels, strict=True), lambda pair: pair[1] == -100):
-        piece = visible(tokenizer.decode([token for token, _ in pairs]))
-        if hidden:
-            piece = f"[{piece}]"
-        text += piece
-    return text
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.logging import on_each
 from common.tokens import collate, first_label, local_rows, pad_rows
 
 CHUNK = 2**24  # logits that are computed at a time, 64 MB in float32, of which a loss holds three copies
@@ -156,15 +155,11 @@ def score_all(accelerator, episodes, micro_batch_size, score):
     count, width = episodes.response.shape
     local = torch.tensor(local_rows(accelerator, count), device=accelerator.device)
     columns = {}
-
-    def score_share():
-        for places in episodes.lengths()[local].argsort(stable=True).split(micro_batch_size):
-            for name, values in score(episodes.take(local[places])).items():
-                if name not in columns:
-                    columns[name] = values.new_zeros(len(local), width)
-                columns[name][places, : values.shape[1]] = values[:, :width]
-
-    on_each(accelerator, score_share)
+    for places in episodes.lengths()[local].argsort(stable=True).split(micro_batch_size):
+        for name, values in score(episodes.take(local[places])).items():
+            if name not in columns:
+                columns[name] = values.new_zeros(len(local), width)
+            columns[name][places, : values.shape[1]] = values[:, :width]
     return {name: accelerator.gather(column)[:count] for name, column in columns.items()}
 
 

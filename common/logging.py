@@ -64,23 +64,6 @@ def on_main(accelerator, function, *args):
     return sent[0]
 
 
-def on_each(accelerator, function, *args):
-    """Runs function(*args) on every rank; it must not communicate. An error on one rank is raised on all."""
-    if accelerator.num_processes == 1 or accelerator.distributed_type == "FSDP":  # its forward passes exchange weights
-        return function(*args)
-    result = None
-    error = None
-    try:
-        result = function(*args)
-    except Exception as own_error:
-        error = own_error
-    if accelerator.reduce(torch.tensor(float(error is not None), device=accelerator.device)).item():
-        error = error or InputError("another process ended with an error")
-        error.on_all = True
-        raise error
-    return result
-
-
 def closes_run(main):
     """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends. Out of
     memory becomes an InputError that names the flags that reduce it."""
@@ -154,10 +137,9 @@ class Run:
         if self.args.resume not in ("auto", "never"):
             named = Path(self.args.resume)  # a run directory or a checkpoint
             path = max(named.glob("checkpoints/step_????????"), default=named)
-            state = ckpt.read_checkpoint(path)
         if self.args.check:
-            return None, path, state, False, False
-        folder = self._locked_folder()
+            return None, path, ckpt.read_checkpoint(path) if path else state, False, False
+        folder = self.dir = self._locked_folder()
         for half_written in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # by a killed run
             shutil.rmtree(half_written, ignore_errors=True)
         old = None
@@ -178,7 +160,8 @@ class Run:
         if same:
             path, state = ckpt.newest_checkpoint(folder, self.say)
             self.say(f"continuing {folder} from step {state.get('step', 0)}")
-        elif path:
+        elif path:  # read only here: the same command again finds newer ones, where it may be pruned
+            state = ckpt.read_checkpoint(path)
             origin = path.resolve().parents[1] / "env.json"
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
@@ -276,6 +259,17 @@ class Run:
         processes = f"{self.accelerator.num_processes} processes x {torch.get_num_threads()} threads"
         counts = f"{self.algo}: {total:,} parameters, {trained:,} trained"
         return f"{counts}; {types}, {self.accelerator.device}, {processes}"
+
+    def plan(self, num_rows, unit):
+        """The sizes of a run over rows: the last line of a summary."""
+        args = self.args
+        epochs = self.total_steps * args.batch_size / num_rows
+        share = args.batch_size // self.accelerator.num_processes
+        line = f"{epochs:.3g} epochs, {self.total_steps} steps x {args.batch_size} {unit}; each step {share} {unit} "
+        line += f"per process, at most {args.micro_batch_size} per forward pass"
+        if getattr(args, "stop", ()):
+            line += f"; stops: {list(args.stop)}"
+        return line
 
     # -- the loop
 

@@ -15,7 +15,7 @@ from common.adapters import for_sampling
 from common.classifiers import RewardModel
 from common.cli import InputError
 from common.functions import build, call_metric, call_reward, load_function, load_reward
-from common.logging import on_each, on_main
+from common.logging import on_main
 from common.models import Seq2Seq, end_tokens, max_positions
 from common.report import screen
 from common.rows import is_chat, load_rows, load_sets, set_flag, set_prefix
@@ -242,18 +242,14 @@ def generate_all(
     response_mask = torch.zeros(draws.shape, dtype=torch.bool, device=device)
     screen.show("sampling" if stream[0] == "rollout" else "evaluating", len(rows))
     autocast_type = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-
-    def sample_chunk(places):
-        chunk = local[places]
-        columns = slice(query.shape[1] - int(lengths[places].max()), None)
-        ended = end_of_rows(tokenizer, stop, None if limits is None else limits[chunk])
-        inputs = query[chunk, columns], query_mask[chunk, columns], draws[places]
-        response[places], response_mask[places] = sample(lm, *inputs, end_tokens(lm), pad_id, ended=ended, **options)
-
     with for_sampling(lm, autocast_type), accelerator.autocast():
-        # the longest first: too little memory shows at once
-        chunks = lengths.argsort(descending=True, stable=True).split(decode_batch_size)
-        on_each(accelerator, lambda: [sample_chunk(places) for places in chunks])
+        # the longest first: where memory does not suffice, it shows at once
+        for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
+            chunk = local[places]
+            columns = slice(query.shape[1] - int(lengths[places].max()), None)
+            ended = end_of_rows(tokenizer, stop, None if limits is None else limits[chunk])
+            inputs = query[chunk, columns], query_mask[chunk, columns], draws[places], end_tokens(lm), pad_id
+            response[places], response_mask[places] = sample(lm, *inputs, ended=ended, **options)
     screen.show("scoring")
     response = accelerator.gather(response)[: len(queries)]
     response_mask = accelerator.gather(response_mask)[: len(queries)]
@@ -365,7 +361,7 @@ def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_id
         local = local_rows(accelerator, len(rows))
         samples = [given["samples"][row] for row in local]
         with accelerator.autocast():
-            scores = on_each(accelerator, reward, samples, [ended[row] for row in local], args.micro_batch_size)
+            scores = reward(samples, [ended[row] for row in local], args.micro_batch_size)
         scores = accelerator.gather(scores)[: len(rows)].tolist()
         for row, score in enumerate(scores):
             if not math.isfinite(score):

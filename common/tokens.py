@@ -7,7 +7,7 @@ import os
 import torch
 
 from common.cli import InputError
-from common.report import screen
+from common.report import screen, visible
 from common.rows import chat_text, is_chat, row_segments, texts
 
 # ---- Texts -> tokens -------------------------------------------------------------------------------------------------
@@ -142,6 +142,23 @@ def encode_apart(segments, has_prompt, tokenizer, special_tokens, flag):
         head = head or [first]
         end = len(head) + len(tail)
         yield head + tail, [(0, len(head), False), (len(head), end, True)]
+
+
+def marked(tokenizer, ids, is_trained):
+    """The text of a row, [what is not trained] in brackets. is_trained: whether a token is, for each."""
+    text = ""
+    for trained, pairs in itertools.groupby(zip(ids, is_trained, strict=True), lambda pair: pair[1]):
+        piece = visible(tokenizer.decode([token for token, _ in pairs]))
+        text += piece if trained else f"[{piece}]"
+    return text
+
+
+def untrained_end(tokenizer, ends, trained):
+    """A warning where none of the rows of trained ids holds one of the tokens that end a response."""
+    if any(not set(ends).isdisjoint(ids) for ids in trained):
+        return []
+    named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
+    return [f"warning: no row trains the end token {named}, so responses will not end"]
 
 
 # ---- Tokens -> lines and tensors -------------------------------------------------------------------------------------

@@ -507,6 +507,94 @@ def test_memory_runs_out(algo, scripts, work, whole, tmp_path):
     same(tmp_path / "run", whole(algo)[0])
 
 
+# ---- Errors of functions ---------------------------------------------------------------------------------------------
+
+FAIL = "raise LookupError('no server')"
+FAILING = {"reward": ("common.functions", "call_reward", 5), "evaluation": ("common.logging", "Run.samples", 2)}
+
+
+def errors():
+    for algo in ALGOS:
+        for what in FAILING:
+            if what == "evaluation" or algo in ("ppo", "grpo", "ddpo"):
+                slow = [pytest.mark.slow] * ((algo, what) not in {("ppo", "reward"), ("sft", "evaluation")})
+                yield pytest.param(algo, what, marks=slow, id=f"{algo}-{what}")
+
+
+@pytest.mark.case(29)
+@pytest.mark.parametrize(("algo", "what"), [*errors()])
+def test_an_error_between_updates_loses_nothing(algo, what, scripts, work, whole, tmp_path):
+    argv = command(work, algo, "run", "--save-every", "1000")
+    process = scripts.run(argv, tmp_path, expect=1, patch=at(*FAILING[what], signal=FAIL))
+    assert "LookupError: no server" in process.err
+    path, state = newest_checkpoint(tmp_path / "run", lambda text: pytest.fail(text))
+    last = lines(tmp_path / "run/metrics.jsonl")[-1]["step"]
+    assert f"the last whole step is in run/checkpoints/{path.name}; the same command continues there" in process.out
+    assert state["step"] == last if what == "reward" else state["step"] > last
+    assert bool(state["pending"]) == (what == "evaluation")
+    scripts.run(argv, tmp_path)
+    same(tmp_path / "run", whole(algo)[0])
+
+
+@pytest.mark.case(33)
+def test_an_error_within_an_update_names_the_last_checkpoint(scripts, work, whole, tmp_path):
+    patch = at("torch.optim", "AdamW.step", 7, signal=FAIL)
+    process = scripts.run(command(work, "ppo", "run"), tmp_path, expect=1, patch=patch)
+    assert "the last whole step is in run/checkpoints/step_00000004; the same command continues there" in process.out
+    scripts.run(command(work, "ppo", "run"), tmp_path)
+    same(tmp_path / "run", whole("ppo")[0])
+
+
+def test_ten_minutes_are_lost_at_most(scripts, work, tmp_path):
+    """SAVE_SECONDS, here none; --save-every 0 switches them off."""
+    patch = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport common.logging as l\nl.SAVE_SECONDS = 0"
+    for every, steps in ("1000", [*range(1, 13)]), ("0", [4, 8, 12]):
+        argv = command(work, "sft", every, "--save-every", every, "--keep-checkpoints", "99")
+        scripts.run(argv, tmp_path, patch=patch)
+        found = sorted(int(path.name[5:]) for path in (tmp_path / every / "checkpoints").iterdir())
+        assert found == steps or (every == "0" and set(found) <= set(steps))
+
+
+FORKS = """
+import multiprocessing, os, sys
+
+def count(text):
+    return float(len(text))
+
+def reward(samples, **columns):
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    os.waitpid(child, 0)
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends its processes by SIGTERM
+        return pool.map(count, samples)
+"""
+
+
+@pytest.mark.case(29, "ppo")
+def test_a_reward_that_forks(scripts, work, tmp_path):
+    """Its children end without the run's directory, signals and lock."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    scripts.run(command(work, "ppo", "run", "--reward", "forks.py:reward"), tmp_path)
+    assert (tmp_path / "run/README.md").exists()
+
+
+@pytest.mark.case(29, "ppo")
+def test_a_reward_that_ends_the_process(scripts, work, tmp_path):
+    (tmp_path / "ends.py").write_text("import sys\n\ndef reward(**columns):\n    sys.exit(0)\n")
+    process = scripts.run(command(work, "ppo", "run", "--reward", "ends.py:reward"), tmp_path, expect=1)
+    assert "ends.py:reward called sys.exit" in process.err
+
+
+@pytest.mark.case(23, "ppo")
+def test_a_damaged_line_is_named(ended, scripts, work, tmp_path):
+    run, _ = ended("ppo", tmp_path / "run")
+    path = run / "perf.jsonl"
+    path.write_text("{nothing}\n" + path.read_text())
+    process = scripts.run(command(work, "ppo", "run"), tmp_path, expect=2)
+    assert "run/perf.jsonl is damaged in line 1 (" in process.err
+
+
 # ---- Signals and the lock --------------------------------------------------------------------------------------------
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
@@ -697,6 +785,18 @@ def test_a_longer_run_from_a_checkpoint(algo, scripts, work, tmp_path):
         assert part and whole.endswith(part), name
     for path in (tmp_path / "long/hf_model").rglob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "more" / path.relative_to(tmp_path / "long")).read_bytes()
+
+
+@pytest.mark.case(15, "sft")
+def test_the_same_command_again_where_its_start_is_pruned(scripts, work, whole, tmp_path):
+    argv = [*command(work, "sft", "run"), "--total-steps", "20", "--resume", "run/checkpoints/step_00000012"]
+    for folder in "killed", "whole":
+        shutil.copytree(whole("sft")[0], tmp_path / folder / "run")
+    scripts.run(argv, tmp_path / "whole")
+    scripts.run(argv, tmp_path / "killed", expect=-9, patch=at("torch.optim", "AdamW.step", 7))
+    assert not (tmp_path / "killed/run/checkpoints/step_00000012").exists()
+    scripts.run(argv, tmp_path / "killed")
+    same(tmp_path / "killed/run", tmp_path / "whole/run")
 
 
 @pytest.mark.case(16)

@@ -245,33 +245,26 @@ def test_prompts_that_differ_behind_the_text_encoders_end(tiny, tmp_path):
 
 
 @pytest.mark.case(31, "ddpo")
-def test_evaluations(tiny, tmp_path):
-    """Of the same noise each time. The reward gets the pixels of the grid, and may write into them."""
+def test_evaluations_are_of_the_same_noise(tiny, tmp_path):
+    """The reward gets the pixels of the grid, and may write into them."""
     rewarded = []
 
     def reward(images, prompts, target, **columns):
-        rewarded.append((images.clone(), redness(images, prompts, target)))
+        rewarded.append(images.clone())
         images.zero_()
-        return rewarded[-1][1]
+        return redness(rewarded[-1], prompts, target)
 
-    sets = {"x": ROWS, "a/y": ROWS[3:1:-1]}
-    _, run = run_ddpo(tiny, tmp_path / "run", reward=reward, eval_dataset=sets, eval_every=2, lr=1e-12)
-    rollouts = [images for images, _ in rewarded if len(images) == 8]
-    evaluations = [call for call in rewarded if len(call[0]) != 8]
-    assert not torch.equal(rollouts[0], rollouts[1])
-    assert all(torch.equal(evaluations[i][0], evaluations[i + 2][0]) for i in range(4))  # lr is next to nothing
-    for step, record, calls in zip(
-        (0, 2, 4), log(run), (evaluations[:2], evaluations[2:4], evaluations[4:]), strict=True
-    ):
-        for (name, rows), (images, rewards) in zip(sets.items(), calls, strict=True):
-            assert [row["reward"] for row in samples(run, step) if row["set"] == name] == rewards
-            pixels = (images * 255).round().to(torch.uint8)
-            ddpo.grid(pixels, [row["prompt"] for row in rows], rewards, tmp_path / "expected.png")
-            grid = run / f"images/step_{step:08d}_{name.replace('/', '_')}.png"
-            assert grid.read_bytes() == (tmp_path / "expected.png").read_bytes()
-            assert record[f"eval/{name}/reward"] == pytest.approx(fmean(rewards))
-            assert record[f"eval/{name}/reward_std"] == pytest.approx(pstdev(rewards))
-            assert record[f"eval/{name}/diversity"] == ddpo.diversity(pixels)
+    _, run = run_ddpo(tiny, tmp_path / "run", reward=reward, eval_dataset=ROWS, eval_every=2, lr=1e-12)
+    start, one, middle, two, end = rewarded  # two are rollouts
+    assert not torch.equal(one, two)
+    assert torch.equal(start, middle) and torch.equal(start, end)  # lr is next to nothing
+    pixels = (start * 255).round().to(torch.uint8)
+    rewards = [row["reward"] for row in samples(run, 0)]
+    ddpo.grid(pixels, [row["prompt"] for row in ROWS], rewards, tmp_path / "expected.png")
+    for record in log(run):
+        grid = run / f"images/step_{record['step']:08d}.png"
+        assert grid.read_bytes() == (tmp_path / "expected.png").read_bytes()
+        assert record["eval/diversity"] == ddpo.diversity(pixels)
 
 
 def test_adapters_go_on(tiny, tmp_path):
@@ -292,46 +285,20 @@ def test_adapters_go_on(tiny, tmp_path):
 # ---- Numbers that are not finite -------------------------------------------------------------------------------------
 
 
-def intact(run):
-    """The newest checkpoint is that of the first epoch, and finite, and there is no export."""
-    assert newest(run).name == "step_00000002" and not (run / "hf_model").exists()
-    assert all(weight.isfinite().all() for weight in weights(newest(run)).values())
-
-
-@pytest.mark.parametrize("spoilt", [3, 4])
 @pytest.mark.case(33, "ddpo")
-def test_weights_that_are_not_finite_are_never_saved(monkeypatch, tiny, tmp_path, spoilt):
-    """A step that spoils a weight, the first of an epoch or its last one: no checkpoint and no export holds it."""
+def test_weights_that_are_not_finite_are_never_saved(monkeypatch, tiny, tmp_path):
+    """The last step of an epoch spoils a weight: no checkpoint and no export holds it."""
     step = torch.optim.AdamW.step
     steps = []
 
     def spoil(self, *args):
         steps.append(1)
         step(self, *args)
-        if len(steps) == spoilt:
+        if len(steps) == 4:
             self.param_groups[0]["params"][0].data.view(-1)[0] = math.nan
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
-    sentence = {3: "gradient norm nan", 4: "step 4: a weight is not finite"}[spoilt]
-    with pytest.raises(FloatingPointError, match=sentence):
+    with pytest.raises(FloatingPointError, match="step 4: a weight is not finite"):
         run_ddpo(tiny, tmp_path / "run", save_every=1)
-    intact(tmp_path / "run")
-
-
-@pytest.mark.case(35, "ddpo")
-def test_images_that_are_not_finite_stop_the_run(monkeypatch, tiny, tmp_path):
-    """Here the fifth of the second epoch."""
-    denoise = ddpo.denoise
-    calls = []
-
-    def broken(*args):
-        latents, logprobs = denoise(*args)
-        calls.append(1)
-        if len(calls) == 5:  # of three an epoch
-            latents[1, -1, 0, 0, 0] = math.nan
-        return latents, logprobs
-
-    monkeypatch.setattr(ddpo, "denoise", broken)
-    with pytest.raises(FloatingPointError, match=f"the image of {drawn(ROWS, 2)[4]!r} is not finite"):
-        run_ddpo(tiny, tmp_path / "run", save_every=1, decode_batch_size=3)
-    intact(tmp_path / "run")
+    assert newest(tmp_path / "run").name == "step_00000002" and not (tmp_path / "run/hf_model").exists()
+    assert all(weight.isfinite().all() for weight in weights(newest(tmp_path / "run")).values())

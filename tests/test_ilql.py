@@ -426,25 +426,6 @@ def test_each_loss_trains_its_own_heads(build_model, name, expected):
     assert all(weight.grad is None for weight in policy.target_q_heads.parameters())
 
 
-def test_evaluation_is_the_mean_over_all_actions(monkeypatch, build_model):
-    """On four processes, all of which have as many forward passes, also where no row is left."""
-    passes = recorded(monkeypatch, ilql, "ilql_losses")
-    policy = make_policy(build_model("gpt2", torch.float64))
-    slow = slow_terms(policy, EPISODES[:5], settings())
-    parts = []
-
-    def reduce(sums):
-        parts.append(sums)
-        return sum(parts)
-
-    for rank in range(4):  # the last process sees the sum of all
-        place = {"num_processes": 4, "process_index": rank, "device": torch.device("cpu"), "reduce": reduce}
-        args = settings(micro_batch_size=1)
-        found = ilql.evaluate_losses(SimpleNamespace(**place), policy, EPISODES[:5], args, PAD)
-    assert found == pytest.approx({name: slow[name].mean().item() for name in ["loss", *LOSSES]}, rel=1e-9)
-    assert len(passes) == 4 * 2
-
-
 # ---- Heads -----------------------------------------------------------------------------------------------------------
 
 

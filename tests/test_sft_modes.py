@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import PAD, log, recorded, samples
+from helpers import PAD, log, samples
 from test_invariants import ROWS, assert_same_result, run_sft, weights
 
 from algos import sft
@@ -161,15 +161,6 @@ def test_packing_is_off_where_rows_see_each_other(monkeypatch, unpacked, gpt2_di
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_order_of_rows_changes_with_epoch_and_seed(monkeypatch, gpt2_dir, tmp_path):
-    calls = recorded(monkeypatch, logging.Run, "draw_rows")
-    for seed in 1, 2:
-        run_sft(gpt2_dir, tmp_path / f"{seed}", ROWS, seed=seed, total_steps=2)
-    orders = {tuple(order) for _, order in calls}
-    assert len(orders) == 4
-    assert all(sorted(order) == list(range(7)) for order in orders)
 
 
 def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, tmp_path):

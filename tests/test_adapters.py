@@ -18,7 +18,7 @@ import transformers
 from harness import ROOT, launch, torchrun
 from helpers import log, recorded, samples
 from helpers import weights as weights_of
-from test_models import IDS, more_vowels
+from test_models import IDS, more_vowels, scored
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
@@ -251,19 +251,6 @@ def test_a_target_that_the_model_does_not_have(build_model):
 # ---- The reference ---------------------------------------------------------------------------------------------------
 
 
-def scored(monkeypatch, script):
-    """(batch, log-probabilities of the policy, of the reference) of each rollout, as soon as the run has ended."""
-    calls = recorded(monkeypatch, script, "rollout" if script is ppo else "all_logprobs")
-
-    def found():
-        if script is ppo:
-            return [(batch, batch.logprobs, batch.ref_logprobs) for _, batch in calls]
-        turns = zip(calls[::2], calls[1::2], strict=True)  # by the policy and the reference in turn
-        return [(args[2], logprobs, ref_logprobs) for (args, logprobs), (_, ref_logprobs) in turns]
-
-    return found
-
-
 def logprobs(directory, batch):
     """Of the sampled tokens, by the model that plain transformers finds in a directory."""
     lm = AutoModelForCausalLM.from_pretrained(directory).eval()
@@ -279,7 +266,7 @@ def test_the_reference_of_a_rollout(gpt2_dir, lora, tmp_path, monkeypatch, scrip
     model = lora(script) / "hf_model" if further else gpt2_dir
     rollouts = scored(monkeypatch, script)
     _, run_dir = run(script, model, tmp_path / "run", lora_r=0 if further else 3)
-    (_, first, first_ref), (batch, second, second_ref) = rollouts()
+    (_, _, first, first_ref), (_, batch, second, second_ref) = rollouts()
     assert torch.equal(first, first_ref)
     assert log(run_dir)[1]["objective/kl"] == 0
     mask = batch.response_mask

@@ -422,7 +422,6 @@ BLOCKS = [  # document, name in its marks, function -> lines between them
     ("benchmarks/planted/README.md", "bugs", planted.table),
     ("benchmarks/throughput/README.md", "speed table", of_report("throughput", "table")),
     ("benchmarks/throughput/README.md", "same work", of_report("throughput", "same_work")),
-    ("benchmarks/throughput/README.md", "profile", of_report("throughput", "profile")),
 ]
 BLOCKS += [(f"benchmarks/curves/{name}/README.md", "results", functools.partial(results, name)) for name in CLAIMS]
 for _name in ("sft", "ppo", "grpo", "reward", "dpo", "ddpo"):

@@ -236,32 +236,33 @@ def merge_pieces(pieces: list[str], merge: tuple[str, str]) -> list[str]:
     return merged
 
 
-def untrained_pipeline():
-    """The pipeline with weights from torch's generator: UNet 1.1 M parameters, VAE 0.65 M, text encoder 0.07 M."""
+def untrained_pipeline(vae=None, unet=None):
+    """The pipeline with weights from torch's generator: UNet 1.1 M parameters, VAE 0.65 M, text encoder 0.07 M. vae,
+    unet: other sizes."""
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
     words = tokenizer()
-    vae = AutoencoderKL(
-        sample_size=SIZE,
-        block_out_channels=(16, 32, 64),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        mid_block_add_attention=False,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=8,
-    )
-    unet = UNet2DConditionModel(
-        sample_size=SIZE // 4,
-        block_out_channels=(32, 64),
-        down_block_types=("CrossAttnDownBlock2D",) * 2,
-        up_block_types=("CrossAttnUpBlock2D",) * 2,
-        layers_per_block=1,
-        cross_attention_dim=64,
-        attention_head_dim=4,
-        norm_num_groups=16,
-    )
+    vae_config = {
+        "sample_size": SIZE,
+        "block_out_channels": (16, 32, 64),
+        "down_block_types": ("DownEncoderBlock2D",) * 3,
+        "up_block_types": ("UpDecoderBlock2D",) * 3,
+        "mid_block_add_attention": False,
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "norm_num_groups": 8,
+    }
+    unet_config = {
+        "sample_size": SIZE // 4,
+        "block_out_channels": (32, 64),
+        "down_block_types": ("CrossAttnDownBlock2D",) * 2,
+        "up_block_types": ("CrossAttnUpBlock2D",) * 2,
+        "layers_per_block": 1,
+        "cross_attention_dim": 64,
+        "attention_head_dim": 4,
+        "norm_num_groups": 16,
+    }
     text_config = CLIPTextConfig(
         vocab_size=len(words),
         hidden_size=64,
@@ -283,8 +284,8 @@ def untrained_pipeline():
         set_alpha_to_one=False,
     )
     return StableDiffusionPipeline(
-        vae=vae,
-        unet=unet,
+        vae=AutoencoderKL(**vae_config | (vae or {})),
+        unet=UNet2DConditionModel(**unet_config | (unet or {})),
         text_encoder=CLIPTextModel(text_config),
         tokenizer=words,
         scheduler=scheduler,

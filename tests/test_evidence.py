@@ -156,7 +156,7 @@ def test_only_changed_code_makes_a_run_dirty():
     "claim, variant, expected",
     [
         ("chain-randomwalks", "ppo", ["sft", "reward", "ppo"]),
-        ("ppo-randomwalks", "reward-model", ["classifier", "reward-model"]),
+        ("overoptimisation-randomwalks", "pairs-100-kl-0.05", ["reward-100", "pairs-100-kl-0.05"]),
         ("ppo-randomwalks", "lora", ["lora"]),
     ],
 )

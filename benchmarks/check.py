@@ -327,11 +327,16 @@ def draw_curves(axes, variants, colors, **style):
         color = f"C{colors.index(variant)}"
         for line in seeds.values():
             axes.plot(*zip(*line, strict=True), color=color, alpha=0.3, linewidth=0.8, **style)
-        means = []
-        for points_of_seeds in zip(*seeds.values(), strict=True):
-            means.append([mean(values) for values in zip(*points_of_seeds, strict=True)])
         label = f"{variant}, mean of {len(seeds)} seeds"
-        axes.plot(*zip(*means, strict=True), color=color, marker=".", label=label, **style)
+        axes.plot(*zip(*mean_curve(seeds), strict=True), color=color, marker=".", label=label, **style)
+
+
+def mean_curve(seeds):
+    """The points of the mean over {seed: points}: both coordinates are means."""
+    means = []
+    for points_of_seeds in zip(*seeds.values(), strict=True):
+        means.append(tuple(mean(values) for values in zip(*points_of_seeds, strict=True)))
+    return means
 
 
 def draw_images(name, figure):
@@ -523,7 +528,8 @@ def write():
 
     for name in CLAIMS:
         draw_figure(name)
-    report.draw_all()
+    for name in report.REFERENCES:
+        report.draw(name)
     for document in documents():
         (ROOT / document).write_text(with_blocks(document))
 

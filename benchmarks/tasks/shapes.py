@@ -20,7 +20,6 @@ import itertools
 import math
 import os
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -301,10 +300,7 @@ def train(directory: str) -> None:
     import torch
 
     torch.manual_seed(0)
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(cores)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     pipeline = untrained_pipeline()
     images, captions = drawings(SETTINGS["images"])
     images = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous() * 2 - 1
@@ -377,15 +373,12 @@ def train_unet(pipeline, latents, captions):
 
 
 def optimise(name, weights, settings, loss_function):
-    """AdamW with a cosine schedule; loss_function(step) -> scalar. A line every ten seconds."""
+    """AdamW with a cosine schedule; loss_function(step) -> scalar."""
     import torch
 
     optimizer = torch.optim.AdamW(weights, lr=settings["lr"], fused=True)
     steps = settings["steps"]
     warmup = settings.get("warmup", 0)
-    mean = None
-    begun = time.monotonic()
-    printed = begun
     for step in range(1, steps + 1):
         scale = (1 + math.cos(math.pi * step / steps)) / 2
         if warmup:
@@ -396,15 +389,8 @@ def optimise(name, weights, settings, loss_function):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        if mean is None:
-            mean = loss.item()
-        else:
-            mean = 0.99 * mean + 0.01 * loss.item()
-        now = time.monotonic()
-        if now - printed > 10 or step in (1, steps):
-            printed = now
-            left = (now - begun) / step * (steps - step)
-            print(f"shapes: {name} {step}/{steps} | loss {mean:.4f} | eta {left:.0f} s", flush=True)
+        if step % 100 == 0:
+            print(f"shapes: {name} {step}/{steps} | loss {loss.item():.4f}", flush=True)
 
 
 def base_model() -> str:

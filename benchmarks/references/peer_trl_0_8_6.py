@@ -105,8 +105,8 @@ def ppo(inputs, flags, rows, seed, run_dir):
         samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
         scores = [randomwalks.optimality(sample) for sample in samples]
         trainer.step(queries, responses, [torch.tensor(score) for score in scores])
-        print(f"{iteration}/{iterations} | score {sum(scores) / size:.4f} | {curve.seconds:.1f} s", flush=True)
         curve.reached(iteration, iteration * flags["ppo_epochs"], iteration * size, model.pretrained_model)
+        print(f"{iteration}/{iterations} | score {sum(scores) / size:.4f} | {curve.seconds:.1f} s", flush=True)
     return settings
 
 

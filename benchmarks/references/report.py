@@ -130,7 +130,7 @@ def draw(name):
     panels[0].set_ylabel(reference.score)
     panels[0].legend(fontsize=8)
     figure.suptitle(reference.title, fontsize=10)
-    figure.savefig(HERE / f"curves/{name}.png", dpi=80, metadata={"data": digest(name)})
+    check.save_figure(figure, HERE / f"curves/{name}.png", 80, digest(name))
 
 
 def problems():

@@ -4,7 +4,6 @@ Levels of random walks are those of the table of trlX's own generator. test_ddpo
 """
 
 import doctest
-import itertools
 import math
 import random
 import subprocess
@@ -102,14 +101,7 @@ def test_row_contents():
     assert [row["prompt"] for row in randomwalks.prompts()] == list("bcdefghijklmnopqrstu")
     assert len(randomwalks.eval_prompts()) == 1000
     assert [row["prompt"] for row in randomwalks.eval_prompts(samples=2, starts="cm")] == ["c", "c", "m", "m"]
-    assert [row["text"] for row in randomwalks.text()] == walks
     assert [row["prompt"] + row["completion"] for row in randomwalks.completions()] == walks
-    assert [row["dialogue"] for row in randomwalks.dialogues()] == [[walk[0], walk[1:]] for walk in walks]
-    for walk, row in zip(walks, randomwalks.messages(), strict=True):
-        assert [(turn["role"], turn["content"]) for turn in row["messages"]] == [
-            ("user", walk[0]),
-            ("assistant", walk[1:]),
-        ]
     assert mean(row["reward"] for row in randomwalks.rewarded()) == pytest.approx(0.3515, abs=5e-5)
     rows = zip(randomwalks.completions(), walks, strict=True)
     perfect = [row for row, walk in rows if randomwalks.optimality(walk) == 1]
@@ -149,14 +141,14 @@ def accuracy(rows, score):
     return mean(results)
 
 
-@pytest.mark.parametrize(("graph_seed", "by"), [(1000, "pair"), (2, "walk")])
-def test_pairs(graph_seed, by):
+@pytest.mark.parametrize("graph_seed", [1000, 2])
+def test_pairs(graph_seed):
     graph = randomwalks.graph(graph_seed)
     seen = {}
     for split in ("train", "test"):
-        rows = randomwalks.pairs(graph_seed, split, by=by)
-        natural = randomwalks.pairs(graph_seed, split, "natural", by)
-        illegal = randomwalks.pairs(graph_seed, split, "illegal", by)
+        rows = randomwalks.pairs(graph_seed, split)
+        natural = randomwalks.pairs(graph_seed, split, "natural")
+        illegal = randomwalks.pairs(graph_seed, split, "illegal")
         assert [row for row in rows if row["kind"] == "natural"] == natural and len(natural) == len(rows) / 2
         assert [row for row in rows if row["kind"] == "illegal"] == illegal and len(illegal) == len(rows) / 2
         assert len({tuple(row.values()) for row in rows}) == len(rows)
@@ -178,8 +170,7 @@ def test_pairs(graph_seed, by):
         assert accuracy(illegal, lambda walk: -len(walk)) == 0.0
         assert accuracy(rows, lambda walk: -len(walk)) == 0.5
         assert accuracy(rows, lambda walk: len(walk) % 10) == 0.75
-        pairs = map(as_walks, rows)
-        seen[split] = {*(itertools.chain(*pairs) if by == "walk" else pairs)}
+        seen[split] = set(map(as_walks, rows))
         head = rows[: len(rows) // 2]  # shuffled: both kinds from the beginning
         assert 0.35 < mean(row["kind"] == "natural" for row in head) < 0.65
     assert not seen["train"] & seen["test"]
@@ -188,10 +179,9 @@ def test_pairs(graph_seed, by):
 def test_pairs_sizes_and_bad_arguments():
     splits = ("train", "test")
     assert [len(randomwalks.pairs(split=split)) for split in splits] == [2744, 1300]
-    assert [len(randomwalks.pairs(split=split, by="walk")) for split in splits] == [1792, 452]
     sizes = {kind: len(rows) for kind, rows in randomwalks.eval_pairs().items()}
     assert sizes == {"all": 1300, "natural": 650, "illegal": 650}
-    for bad in ({"split": "dev"}, {"kind": "length"}, {"by": "start"}, {"count": 0}, {"count": 2745}):
+    for bad in ({"split": "dev"}, {"kind": "length"}, {"count": 0}, {"count": 2745}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             randomwalks.pairs(**bad)
 
@@ -208,18 +198,6 @@ def test_tokenizer(tmp_path):
         assert t("b?\n 漢zc<eos>")["input_ids"] == [1, 24, 24, 24, 24, 24, 2, 22]
         assert t.decode([1, 2, 22, 23], skip_special_tokens=True) == "bc"
         assert t.decode([21, 1, 24, 22]) == "<bos>b<unk><eos>"
-
-
-def test_logit_mask_forbids_what_is_illegal():
-    letters = randomwalks.tokenizer()
-    forbidden = randomwalks.logit_mask(2)
-    assert forbidden.shape == (25, 25) and forbidden.dtype == bool
-    names = letters.convert_ids_to_tokens(range(25))
-    for i, j in itertools.product(range(25), repeat=2):
-        allowed = j < 21
-        if i < 21:
-            allowed = randomwalks.is_legal(names[i] + names[j], 2) if j < 21 else names[j] == "<eos>"
-        assert forbidden[i, j] == (not allowed), (names[i], names[j])
 
 
 # ---- Arithmetic: scores ----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Models go in and come out whole: `python -m pytest tests/test_models.py`
 
-For GPT-2, Llama and Qwen3: left padding changes nothing, exports load in plain transformers with every key and the
-same logits, value heads survive, tied weights stay tied, and short runs train every parameter.
+For GPT-2, Llama and Qwen3: exports load in plain transformers with every key and the same logits, value heads survive,
+tied weights stay tied, and short runs train every parameter. Left padding is in test_sampling.py.
 """
 
 import copy
@@ -81,41 +81,6 @@ def assert_same_model(a, b):
     """Equal weights, and logits equal up to the rounding of another memory alignment."""
     torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(logits(a), logits(b), rtol=1e-6, atol=1e-6)
-
-
-# ---- Left padding ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "attention", "tolerance"),
-    [
-        ("gpt2", torch.float32, "eager", 1e-5),
-        ("llama", torch.float32, "sdpa", 1e-5),
-        ("qwen3", torch.float64, "sdpa", 1e-12),
-    ],
-)
-def test_left_padding_changes_nothing(build_model, family, dtype, attention, tolerance):
-    """Log-probabilities, values and entropies of a row, alone and beside longer ones with other tokens for padding."""
-    lm = build_model(family, dtype)
-    lm.set_attn_implementation(attention)
-    model = ppo.PolicyWithValue(lm, "mlp", "normal")
-    lengths = torch.tensor([5, 1, 3, 7])
-    ends = torch.tensor([4, 7, 1, 6])
-    random = torch.Generator().manual_seed(0)
-    query, response = (torch.randint(0, 21, (4, 7), generator=random) for _ in range(2))
-    query_mask = torch.arange(7) >= 7 - lengths[:, None]
-    response_mask = torch.arange(7) < ends[:, None]
-    wide = [torch.nn.functional.pad(x, (4, 0)) for x in (query, query_mask)]
-    with torch.no_grad():
-        together = model(query, query_mask, response, response_mask, temperature=0.7, also=ppo.token_entropies)
-        padded = model(*wide, response, response_mask, temperature=0.7, also=ppo.token_entropies)
-        for row in range(4):
-            bare = query[row, query_mask[row]][None], response[row, response_mask[row]][None]
-            masks = [torch.ones_like(x, dtype=torch.bool) for x in bare]
-            alone = model(bare[0], masks[0], bare[1], masks[1], temperature=0.7, also=ppo.token_entropies)
-            for a, b, c in zip(alone, together, padded, strict=True):
-                for batch in (b, c):
-                    torch.testing.assert_close(batch[row, : ends[row]], a[0], rtol=tolerance, atol=tolerance)
 
 
 # ---- Export and heads ------------------------------------------------------------------------------------------------

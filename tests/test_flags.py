@@ -79,7 +79,9 @@ NUMBERS = {  # range: flags
     "in [0, 1)": "adam_betas",
     "any": "seed",
 }
-RANGES = {name: rule for rule, names in NUMBERS.items() for name in names.split()}
+RANGES = {}  # {flag: range}
+for rule_of_names, names_of_rule in NUMBERS.items():
+    RANGES |= dict.fromkeys(names_of_rule.split(), rule_of_names)
 LOSSES = "sigmoid robust hinge ipo ipo_sum sigmoid_norm exo_pair nca_pair bco_pair sppo_hard apo_zero apo_down discopop"
 CHOICES = {
     "advantage_kind": "std mean loo",
@@ -348,7 +350,7 @@ def test_flags_win_over_the_embedded_task_and_one_process_prints(monkeypatch, ca
 @each_script
 def test_own_data_take_nothing_from_the_embedded_task(algo):
     script = SCRIPTS[algo]
-    words = [word for name in script.Args.required for word in (f"--{name}", "mine.py:made")]
+    words = " ".join(f"--{name} mine.py:made" for name in script.Args.required).split()
     assert parse(words, script.Args, script.TASK) == script.Args(**required(algo))
 
 

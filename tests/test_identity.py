@@ -141,9 +141,9 @@ def test_a_changed_file_that_a_flag_names_is_another_run(tmp_path, monkeypatch):
     for name in ("a.jsonl", "b.jsonl", "user.py", "judge/model.safetensors", "judge/config.json"):
         (tmp_path / name).write_text("0")
 
-    def hash_now(name, value):
+    def hash_now(flag, value):
         args = ppo.Args(model="gpt2", dataset=[{"prompt": "a"}], reward=len)
-        setattr(args, name, value)
+        setattr(args, flag, value)
         return identity("ppo", args, ppo.__file__)["hash"]
 
     for flag, value, file in NAMED:

@@ -6,7 +6,6 @@ Levels of random walks are those of the table of trlX's own generator. test_ddpo
 import doctest
 import math
 import random
-import subprocess
 import sys
 from collections import Counter
 
@@ -114,17 +113,16 @@ def test_scores_of_any_text_are_finite():
     rng = random.Random(0)
     alphabet = randomwalks.LETTERS + "vwxyz?|A \n\té漢\0#=;,0123456789\ud800"
     outputs = ["", "\n", "b" * 10_000, "9" * 10_000, "<eos>", "😀a"]
-    outputs += ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(200)]
+    outputs += ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(100)]
     walks = randomwalks.metric(outputs, [""] * len(outputs), outputs, shortest=[1])
     assert walks["optimality"] == randomwalks.reward(outputs, [], [], other=[2])
     assert all(0.0 <= score <= 1.0 for score in walks["optimality"])
     assert all(2 <= length <= 10 for length in walks["lengths"])
     assert {*walks["illegal"]} <= {0.0, 1.0}
-    for prompt in (SUM, COUNTDOWN, "", "1+2="):
+    for prompt in (SUM, COUNTDOWN, ""):
         prompts = [prompt] * len(outputs)
-        samples = [prompt + output for output in outputs]
-        values = arithmetic.metric(samples, prompts, outputs, other=[1])
-        assert values["accuracy"] == arithmetic.reward(samples, prompts, outputs) == [0.0] * len(outputs)
+        values = arithmetic.metric(outputs, prompts, outputs, other=[1])
+        assert values["accuracy"] == arithmetic.reward(outputs, prompts, outputs) == [0.0] * len(outputs)
         assert values["length"] == list(map(len, outputs)) and {*values["format"]} <= {0.0, 1.0}
 
 
@@ -153,7 +151,7 @@ def test_pairs(graph_seed):
         assert [row for row in rows if row["kind"] == "illegal"] == illegal and len(illegal) == len(rows) / 2
         assert len({tuple(row.values()) for row in rows}) == len(rows)
         assert accuracy(rows, lambda walk: randomwalks.optimality(walk, graph_seed)) == 1.0
-        assert {walk for row in natural for walk in as_walks(row)} <= set(graph.walks)
+        assert set(itertools.chain(*map(as_walks, natural))) <= set(graph.walks)
         assert sum(row["rejected"][-1] != "a" for row in natural) == len(natural) / 2
 
         straight = 0
@@ -208,29 +206,22 @@ SCORES = [  # prompt, output, whether it is right, whether it is written as a so
     (SUM, "6+6=12,7+3+0=10,6+2+1=09#0902", False, True),  # the systematic error
     (SUM, "#0912", True, False),
     (SUM, f"{SUM_STEPS}#912", False, False),
-    (SUM, f"{SUM_STEPS}#00912", False, False),
     (SUM, f"{SUM_STEPS}#0912#0912", True, False),
     (SUM, f"{SUM_STEPS}#0912 ", False, False),
     (SUM, f"{SUM_STEPS}#\u0660\u0669\u0661\u0662", False, False),  # digits of another script
-    (SUM, "", False, False),
     (COUNTDOWN, "5*3=15,15+7=22#", True, True),
     (COUNTDOWN, "3*5=15,7+15=22#", True, True),  # in another order
     (COUNTDOWN, "5+3=08,08+7=15;5*3=15,15+7=22#", True, True),
     (COUNTDOWN, "nonsense;5*3=15,15+7=22#", True, False),  # only the last attempt counts
     (COUNTDOWN, "5*3=15,15+7=22;5+3=08,08+7=15#", False, True),
-    (COUNTDOWN, "5*3=15,15+7=22", False, False),  # no claim
     (COUNTDOWN, "5*3=15,15+7=22#;", False, False),
     (COUNTDOWN, "5*3=16,16+7=22#", False, True),  # a wrong step
     (COUNTDOWN, "5*3=15,15+7=23#", False, True),  # the signs arrive, what is written does not
-    (COUNTDOWN, "7*5=35,35-3=32#", False, True),  # another value
     (COUNTDOWN, "5+5=10,10+7=17#", False, True),  # a number twice
     (COUNTDOWN, "15+7=22,5*3=15#", False, True),  # a value before it is there
-    (COUNTDOWN, "5*3=15#", False, False),  # one step
     (COUNTDOWN, "5*3=15,15+7=22,22-0=22#", False, False),  # three
-    (COUNTDOWN, "", False, False),
     ("5,5,2:20=", "5+5=10,10*2=20#", True, True),
     ("5,2,2:20=", "5+5=10,10*2=20#", False, True),  # each given number counts once
-    ("5,5,2:10=", "5+5=10,10+0=10#", False, True),
 ]
 
 
@@ -376,22 +367,22 @@ def test_tokenizer_and_lengths(level):
         assert len(row["prompt"]) + arithmetic.MAX_NEW_TOKENS[level] <= arithmetic.CONTEXT
 
 
-def test_right_samples_become_rows(tmp_path):
+def test_right_samples_become_rows(tmp_path, monkeypatch):
+    """The command and the function write the same; another seed other samples."""
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("function", "other", "command")}
     options = {"level": "sums", "problems": 16, "samples": 4, "threads": 1}
-    files = {name: tmp_path / f"{name}.jsonl" for name in ("first", "other", "command")}
-    arithmetic.sample_right(arithmetic.base_model(), files["first"], seed=1, **options)
+    arithmetic.sample_right(arithmetic.base_model(), files["function"], seed=1, **options)
     arithmetic.sample_right(arithmetic.base_model(), files["other"], seed=2, **options)
-    script = ROOT / "benchmarks/tasks/arithmetic.py"
-    words = "--problems 16 --samples 4 --threads 1".split()
-    command = [sys.executable, script, "sample", arithmetic.base_model(), files["command"], *words]
-    subprocess.run(command, check=True, capture_output=True)
-    rows = lines(files["first"])
+    words = f"sample {arithmetic.base_model()} {files['command']} --problems 16 --samples 4 --threads 1"
+    monkeypatch.setattr(sys, "argv", ["arithmetic.py", *words.split()])
+    arithmetic.main()
+    rows = lines(files["function"])
     assert 0 < len(rows) <= 64 and len({(row["prompt"], row["completion"]) for row in rows}) == len(rows)
     train = {row["prompt"] for row in arithmetic.prompts()}
     for row in rows:
         assert row.keys() == {"prompt", "completion"} and row["prompt"] in train
         assert arithmetic.is_right(row["prompt"], row["completion"])
-    assert files["first"].read_bytes() == files["command"].read_bytes() != files["other"].read_bytes()
+    assert files["function"].read_bytes() == files["command"].read_bytes() != files["other"].read_bytes()
 
 
 # ---- Models ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Levels of random walks are those of the table of trlX's own generator. test_ddpo
 """
 
 import doctest
+import itertools
 import math
 import random
 import sys

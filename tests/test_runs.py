@@ -10,10 +10,8 @@ import socket
 import sys
 
 import pytest
-import safetensors.torch
-import torch
 import yaml
-from harness import BIN, ROOT, command, files, flags, launch, lines, same, torchrun
+from harness import BIN, ROOT, command, files, flags, launch, lines, same
 
 # ---- The same command, another command -------------------------------------------------------------------------------
 
@@ -226,35 +224,6 @@ def two_ranks(scripts, argv, cwd, timeout=120):
     env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [scripts.start(argv, cwd, RANK=rank, LOCAL_RANK=rank, **env) for rank in "01"]
     return ranks, [process.wait(timeout) for process in ranks]
-
-
-def close(a, b):
-    return a == b or abs(a - b) <= 1e-9 * max(abs(a), abs(b)) + 1e-12
-
-
-@pytest.mark.parametrize("algo", ["ppo", pytest.param("sft", marks=pytest.mark.slow)])
-def test_two_processes_equal_one(algo, scripts, work, tmp_path):
-    """In float64: same samples and learning rates, and to 1e-9 metrics and weights. Stopped once, under torchrun."""
-    more = ["--dtype", "float64", "--attn-implementation", "sdpa"]
-    scripts.run(command(work, algo, "one", *more), tmp_path)
-    at = "metric:2:15" if algo == "sft" else "reward:5:15"  # to one rank; both stop
-    stopped = launch(torchrun(2), command(work, algo, "two", *more), tmp_path, work, SIGNAL_AT=at)
-    assert stopped.returncode != 0 and "stopped after step" in stopped.stdout, stopped.stderr
-    (first, second), codes = two_ranks(scripts, command(work, algo, "two", *more), tmp_path)
-    assert codes == [0, 0], first.err + second.err
-    assert "2 processes" in first.out and "continuing two from step" in first.out
-    one = tmp_path / "one"
-    two = tmp_path / "two"
-    assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
-    for x, y in zip(lines(one / "metrics.jsonl"), lines(two / "metrics.jsonl"), strict=True):
-        assert x.keys() == y.keys() and x.get("optim/lr") == y.get("optim/lr")
-        assert [(name, x[name], y[name]) for name in x if not close(x[name], y[name])] == []
-    for path in sorted(one.glob("hf_model*/*.safetensors")):
-        expected = safetensors.torch.load_file(path)
-        found = safetensors.torch.load_file(two / path.relative_to(one))
-        for name, tensor in expected.items():
-            assert tensor.dtype == torch.float64
-            assert (found[name] - tensor).norm() <= 1e-9 * tensor.norm(), f"{path.name} {name}"
 
 
 @pytest.mark.case(29, "ppo")

@@ -298,7 +298,7 @@ def found(*args):
 s.stream_rows, c.newest_checkpoint = shifted, found""",
     "the lines of lost steps": "import common.logging\ncommon.logging.keep_lines = lambda path, step: None",
 }
-OWN_STATE = {"ppo": {"kl_coef": 0.05, "moments": [0, 0.0, 0.0]}, "grpo": {"prompts": 0}, "ddpo": {"rewards": {}}}
+OWN_STATE = {"ppo": {"kl_coef": 0.05, "moments": [0, 0.0, 0.0]}, "ddpo": {"rewards": {}}}
 for algo, scalars in OWN_STATE.items():
     for key, value in scalars.items():
         FORGET[f"{key} of {algo}"] = f"""

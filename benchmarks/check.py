@@ -275,7 +275,7 @@ def draw_figure(name):
 
 
 def save_figure(figure, file, dpi, data):
-    """Writes a figure in 256 colours, a third of the bytes, with the digest of its data."""
+    """Writes a figure in 256 colours, with the digest of its data."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 

@@ -7,7 +7,7 @@
 check.py fails where bugs, results and code do not fit together, and tells which bugs were caught by older code.
 
 bugs.toml has the bugs: a text of a script that stands there once, what takes its place, and the tests that should fail.
-A bug that was caught, and whose text, tests and script are those of its row in results.csv, is not run again.
+A bug that was caught, and whose text, script and names of tests are those of its row in results.csv, is not run again.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def table():
         lines.append(f"| {row['number']} | {Path(row['script']).name} | {row['bug']} | {found} |")
     caught = sum(row["caught"] == "yes" for row in rows)
     scripts = len({row["script"] for row in rows})
-    total = f"{len(rows)} bugs in {scripts} files: {caught} are caught, {caught} of them by the default `pytest`."
+    total = f"{len(rows)} bugs in {scripts} files: {caught} are caught by the default `pytest`."
     return [total, "", *lines]
 
 

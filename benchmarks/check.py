@@ -15,10 +15,9 @@ import argparse
 import csv
 import functools
 import hashlib
-import importlib
+import io
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,13 +85,10 @@ def write_curves(file, kind, runs):
     rows_of = {}  # name of the run: its rows
     for variant, seeds in runs.items():
         for seed, records in seeds.items():
-            rows = []
-            for record in records:
-                numbers = {key: f"{value:.8g}" for key, value in record.items()}
-                rows.append(numbers | {kind: variant, "seed": seed})
-            rows_of[f"{variant}-seed{seed}"] = rows
+            digits = [{key: f"{value:.8g}" for key, value in record.items()} for record in records]
+            rows_of[f"{variant}-seed{seed}"] = [{kind: variant, "seed": seed} | numbers for numbers in digits]
     rows = sum((rows_of[name] for name in sorted(rows_of)), [])
-    columns = {kind: None, "seed": None}  # in the order in which they come
+    columns = {}  # in the order in which they come
     for row in rows:
         columns |= row
     write_csv(file, list(columns), rows)
@@ -120,10 +116,9 @@ def points_over(records, key, over):
 
     A script measures the KL of the samples that it is going to train on, so the first KL after an evaluation is that of
     the policy that was evaluated."""
-    distances = points(records, over)
     pairs = []
     for step, value in points(records, key):
-        later = [distance for other, distance in distances if other > step]
+        later = [distance for other, distance in points(records, over) if other > step]
         if later:
             pairs.append((math.sqrt(max(later[0], 0.0)), value))
     return pairs
@@ -179,15 +174,12 @@ def markdown(heads, rows):
 def table(name):
     """The claim's table as Markdown lines."""
     claim = CLAIMS[name]
-    heads = ["variant", "seeds"]
-    if claim.scores:
-        heads.append("score")
-    heads += ["first", "last", "best"]
+    heads = ["variant", "seeds", "first", "last", "best", *claim.table.values(), "steps", "seconds"]
     if claim.images:
-        heads.append("gain in deviations")
-    heads += [*claim.table.values(), "steps", "seconds"]
-    rows = [table_row(name, variant, paths) for variant, paths in curves(name).items()]
-    return markdown(heads, rows)
+        heads.insert(5, "gain in deviations")
+    if claim.scores:
+        heads.insert(2, "score")
+    return markdown(heads, [table_row(name, variant, runs) for variant, runs in curves(name).items()])
 
 
 def table_row(name, variant, runs):
@@ -204,8 +196,7 @@ def table_row(name, variant, runs):
     if claim.images:
         cells.append(average([measured(records, score, "gain", score) for records in runs.values()]))
     for key in claim.table:
-        histories = [history(records, key) for records in runs.values()]
-        last_values = [values[-1] for values in histories if values]
+        last_values = [history(records, key)[-1] for records in runs.values() if history(records, key)]
         cells.append(average(last_values) if last_values else "-")
     last_step, _ = points(next(iter(runs.values())), score)[-1]
     seconds = [float(run["seconds"]) for run in stored_runs(name) if run["variant"] == variant]
@@ -224,13 +215,18 @@ def results(name):
         seeds = f"at least {count} of {len(variants[variant])} seeds"
         bars.append(f"- `{variant}`: {which} `{key}` {sign} {bar} in {seeds}")
     score = "Scores" if claim.scores else claim.score
-    lines = [
+    return [
         f"{score}, mean over seeds with its 95 % bootstrap interval, or ± standard deviation of a seed where there "
         "are fewer than five; seconds are wall-clock without start-up:",
         "",
+        *table(name),
+        "",
+        "Bars that `benchmarks/check.py` holds:",
+        "",
+        *bars,
+        "",
+        f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}.",
     ]
-    lines += [*table(name), "", "Bars that `benchmarks/check.py` holds:", "", *bars, ""]
-    return [*lines, f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}."]
 
 
 def missed_bars(name):
@@ -275,7 +271,20 @@ def draw_figure(name):
     claim = CLAIMS[name]
     figure = draw_over(name) if claim.over else draw_panels(name)
     figure.suptitle(claim.title, fontsize=10)
-    figure.savefig(claim_path(name) / "curve.png", dpi=90, metadata={"data": data_digest(name)})
+    save_figure(figure, claim_path(name) / "curve.png", 90, data_digest(name))
+
+
+def save_figure(figure, file, dpi, data):
+    """Writes a figure in 256 colours, with the digest of its data."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=dpi)
+    text = PngInfo()
+    text.add_text("data", data)
+    image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image.save(file, optimize=True, pnginfo=text)
 
 
 def draw_panels(name):
@@ -291,16 +300,25 @@ def draw_panels(name):
         top, bottom = figure.subfigures(2, 1, height_ratios=[3.6, 3.4])
         draw_images(name, bottom)
     row = top.subplots(1, len(panels), squeeze=False)[0]
-    for axes, key in zip(row, panels, strict=True):
-        draw_panel(name, axes, key, variants=panels[key])
+    for axes, (key, variants) in zip(row, panels.items(), strict=True):
+        draw_curves(axes, variants, list(curves(name)))
+        axes.set(xlabel=AXES[claim.axis], ylabel=key)
+        if key == claim.score:
+            draw_levels(axes, claim.lines)
     if len(curves(name)) > 4:  # one legend beside the panels
         figure.set_figwidth(width + 2.5)
-        handles, labels = row[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right center", fontsize=8)
+        figure.legend(*row[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     else:
         for axes in row:
             axes.legend(loc="best", fontsize=8)
     return figure
+
+
+def draw_levels(axes, levels):
+    """Lines at the claim's reference levels of the score."""
+    for label, level in levels.items():
+        axes.axhline(level, color="gray", linestyle=":", linewidth=1)
+        axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
 
 
 def draw_over(name):
@@ -327,11 +345,16 @@ def draw_curves(axes, variants, colors, **style):
         color = f"C{colors.index(variant)}"
         for line in seeds.values():
             axes.plot(*zip(*line, strict=True), color=color, alpha=0.3, linewidth=0.8, **style)
-        means = []
-        for points_of_seeds in zip(*seeds.values(), strict=True):
-            means.append([mean(values) for values in zip(*points_of_seeds, strict=True)])
         label = f"{variant}, mean of {len(seeds)} seeds"
-        axes.plot(*zip(*means, strict=True), color=color, marker=".", label=label, **style)
+        axes.plot(*zip(*mean_curve(seeds), strict=True), color=color, marker=".", label=label, **style)
+
+
+def mean_curve(seeds):
+    """The points of the mean over {seed: points}: both coordinates are means."""
+    means = []
+    for points_of_seeds in zip(*seeds.values(), strict=True):
+        means.append(tuple(mean(values) for values in zip(*points_of_seeds, strict=True)))
+    return means
 
 
 def draw_images(name, figure):
@@ -343,17 +366,6 @@ def draw_images(name, figure):
         axes.imshow(Image.open(claim_path(name) / "images" / images[title]), interpolation="nearest")
         axes.set_title(title, fontsize=9)
         axes.axis("off")
-
-
-def draw_panel(name, axes, key, variants):
-    """The curves of a metric, and the claim's reference levels of the score."""
-    claim = CLAIMS[name]
-    draw_curves(axes, variants, list(curves(name)))
-    if key == claim.score:
-        for label, level in claim.lines.items():
-            axes.axhline(level, color="gray", linestyle=":", linewidth=1)
-            axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
-    axes.set(xlabel=AXES[claim.axis], ylabel=key)
 
 
 # ---- Blocks of documents --------------------------------------------------------------------------------------------
@@ -383,16 +395,6 @@ def summary():
     return markdown(heads, rows)
 
 
-def of_report(folder, function, *arguments):
-    """function -> lines, by that function of benchmarks/<folder>/report.py, which imports this file."""
-
-    def lines():
-        report = importlib.import_module(f"benchmarks.{folder}.report")
-        return getattr(report, function)(*arguments)
-
-    return lines
-
-
 def stored_cases():
     return read_csv(ROOT / "benchmarks/faults/cases.csv")
 
@@ -409,47 +411,47 @@ def tried_cases():
     passed = sum(row["result"] == "passed" for row in rows)
     pairs = sum(len(row["scripts"].split()) for row in rows)
     tests = sum(int(row["tests"]) for row in rows)
-    return [
-        f"{len(rows)} faults and bad inputs, {pairs} pairs of one with a script, {tests} tests: {passed} rows pass."
+    tried = f"{pairs} pairs of one with a script, {tests} tests"
+    return [f"{len(rows)} faults and bad inputs, {tried}: {passed} rows pass."]
+
+
+def blocks():
+    """[(document, name in its marks, function -> lines between them)]"""
+    from benchmarks.references import report as references
+    from benchmarks.throughput import report as throughput
+
+    listed = [
+        ("README.md", "summary", summary),
+        ("README.md", "speed", throughput.quoted),
+        ("tests/README.md", "faults", tried_cases),
+        ("benchmarks/faults/README.md", "cases", cases),
+        ("benchmarks/planted/README.md", "bugs", planted.table),
+        ("benchmarks/throughput/README.md", "speed table", throughput.table),
+        ("benchmarks/throughput/README.md", "same work", throughput.same_work),
     ]
-
-
-BLOCKS = [  # document, name in its marks, function -> lines between them
-    ("README.md", "summary", summary),
-    ("README.md", "speed", of_report("throughput", "quoted")),
-    ("tests/README.md", "faults", tried_cases),
-    ("benchmarks/faults/README.md", "cases", cases),
-    ("benchmarks/planted/README.md", "bugs", planted.table),
-    ("benchmarks/throughput/README.md", "speed table", of_report("throughput", "table")),
-    ("benchmarks/throughput/README.md", "same work", of_report("throughput", "same_work")),
-    ("benchmarks/throughput/README.md", "profile", of_report("throughput", "profile")),
-]
-BLOCKS += [(f"benchmarks/curves/{name}/README.md", "results", functools.partial(results, name)) for name in CLAIMS]
-for _name in ("sft", "ppo", "grpo", "reward", "dpo", "ddpo"):
-    BLOCKS.append(("benchmarks/references/README.md", _name, of_report("references", "table", _name)))
+    for name in CLAIMS:
+        listed.append((f"benchmarks/curves/{name}/README.md", "results", functools.partial(results, name)))
+    for name in references.REFERENCES:
+        listed.append(("benchmarks/references/README.md", name, functools.partial(references.table, name)))
+    return listed
 
 
 def documents():
     """The documents that have blocks, each once."""
-    return list(dict.fromkeys(document for document, _, _ in BLOCKS))
+    return list(dict.fromkeys(document for document, _, _ in blocks()))
 
 
 def with_blocks(document):
-    """The text of a document with its generated tables between the markers."""
+    """The text of a document with its generated tables, each between the marks of its block."""
     text = (ROOT / document).read_text()
-    for file, name, make_lines in BLOCKS:
+    for file, name, make_lines in blocks():
         if file == document:
-            text = with_block(text, name, make_lines())
+            before, mark, rest = text.partition(f"<!-- {name} -->\n")
+            _, end, after = rest.partition("<!-- end -->")
+            if not end:
+                sys.exit(f"error: {document} has no block {name}")
+            text = "".join([before, mark, *(f"{line}\n" for line in make_lines()), end, after])
     return text
-
-
-def with_block(text, name, lines):
-    """The text with these lines between the markers of a block."""
-
-    def between_markers(match):
-        return match[1] + "\n".join(lines) + "\n" + match[2]
-
-    return re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", between_markers, text, flags=re.S)
 
 
 # ---- What was measured on which code --------------------------------------------------------------------------------
@@ -458,9 +460,8 @@ FAULTS_RAN = "benchmarks/faults/ran_on.json"  # the commit on which all cases la
 
 
 def code_digest():
-    """Of what the table of faults says something about: the scripts, their cases and the table itself."""
-    files = [*sorted(ROOT.glob("algos/*.py")), *sorted(ROOT.glob("common/*.py"))]
-    files += [ROOT / "tests/cases.py", ROOT / "benchmarks/faults/cases.csv"]
+    """Of what the table of faults says something about: scripts, common/, and the words of the cases."""
+    files = [*sorted(ROOT.glob("algos/*.py")), *sorted(ROOT.glob("common/*.py")), ROOT / "tests/cases.py"]
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
@@ -469,10 +470,9 @@ def code_digest():
 
 def faults_ran():
     """Stores that all cases have run on this code."""
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    (ROOT / FAULTS_RAN).write_text(json.dumps({"commit": commit, "digest": code_digest()}, indent=2) + "\n")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    ran_on = {"commit": head.stdout.strip(), "digest": code_digest()}
+    (ROOT / FAULTS_RAN).write_text(json.dumps(ran_on, indent=2) + "\n")
 
 
 def older_code():
@@ -525,7 +525,8 @@ def write():
 
     for name in CLAIMS:
         draw_figure(name)
-    report.draw_all()
+    for name in report.REFERENCES:
+        report.draw(name)
     for document in documents():
         (ROOT / document).write_text(with_blocks(document))
 
@@ -536,31 +537,30 @@ def collect(name, run_dirs):
     rows = {(run["variant"], int(run["seed"])): run for run in stored_runs(name)}
     records = curves(name)
     for run_dir in map(Path, run_dirs):
-        kept = kept_records(name, run_dir)
+        variant, _, seed = run_dir.name.rpartition("-seed")
+        kept = kept_records(name, variant, run_dir)
         if kept:
-            row = collect_run(name, run_dir, kept)
-            rows[row["variant"], row["seed"]] = row
-            records.setdefault(row["variant"], {})[row["seed"]] = kept
+            rows[variant, int(seed)] = collect_run(name, variant, int(seed), run_dir, kept)
+            records.setdefault(variant, {})[int(seed)] = kept
     write_curves(claim_path(name) / "curves.csv", "variant", records)
     sorted_rows = [rows[key] for key in sorted(rows)]
     write_csv(claim_path(name) / "runs.csv", list(sorted_rows[0]), sorted_rows)
 
 
-def collect_run(name, run_dir, kept):
+def collect_run(name, variant, seed, run_dir, kept):
     """The row of runs.csv of a run; stores its images where the claim shows them."""
     claim = CLAIMS[name]
-    variant, _, seed = run_dir.name.rpartition("-seed")
     values = history(kept, claim.score_of(variant))
     env = json.loads((run_dir / "env.json").read_text())
     perf = read_jsonl(run_dir / "perf.jsonl")
-    if claim.images and seed == "1":
+    if claim.images and seed == 1:
         grids = sorted((run_dir / "images").glob("*.png"))
         for file, grid in {f"{variant}-first.png": grids[0], f"{variant}-last.png": grids[-1]}.items():
             if file in claim.images.values():
                 first_four(grid).save(claim_path(name) / "images" / file, optimize=True)
     return {
         "variant": variant,
-        "seed": int(seed),
+        "seed": seed,
         "commit": commit_of(env),
         "device": env["device"],
         "threads": env["threads"],
@@ -604,12 +604,11 @@ def commit_of(env):
     return commit
 
 
-def kept_records(name, run_dir):
+def kept_records(name, variant, run_dir):
     """Of a run's metrics those that the claim uses: the records that figure and score need, and the last one. None
     where the score was never measured."""
     claim = CLAIMS[name]
-    variant = run_dir.name.rpartition("-seed")[0]
-    shown = [claim.score, *claim.scores.values(), *claim.panels, *filter(None, [claim.over])]
+    shown = [claim.score, *claim.scores.values(), *claim.panels, claim.over]
     keys = ["step", claim.axis, *shown, *claim.table, *(key for _, key, *_ in claim.bars)]
     if claim.images:
         keys.append(f"{claim.score}_std")

@@ -180,8 +180,6 @@ CLAIMS = {
             ("two-layers", "val/explained_variance", "last", ">=", 0.5, 4),
             ("lora", "eval/optimality", "best", ">=", 0.98, 4),
             ("lora-all-linear", "eval/optimality", "best", ">=", 0.94, 3),
-            ("reward-model", "eval/optimality", "best", ">=", 0.98, 4),
-            ("reward-model", "val/explained_variance", "last", ">=", 0.5, 4),
         ],
         table={
             "eval/illegal": "illegal walks",

@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,21 +22,19 @@ from benchmarks.check import ROOT, claim_path, collect, verify_claim, write
 from benchmarks.claims import CLAIMS
 
 
+def environment(seed, variants):
+    """What run.sh reads."""
+    return os.environ | {"SEEDS": str(seed), "VARIANTS": " ".join(variants)}
+
+
+def run_sh(claim):
+    return ["bash", str(claim_path(claim) / "run.sh")]
+
+
 def commands(claim, seed, variants):
     """The lines that run.sh prints for a seed, a command each."""
-    return run_sh(claim, seed, variants, DRY="1").communicate()[0].splitlines()
-
-
-def run_sh(claim, seed, variants, **environment):
-    """The process of a claim's run.sh for one seed."""
-    environment |= {"SEEDS": str(seed), "VARIANTS": " ".join(variants)}
-    return subprocess.Popen(
-        ["bash", str(claim_path(claim) / "run.sh")],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    dry = environment(seed, variants) | {"DRY": "1"}
+    return subprocess.run(run_sh(claim), env=dry, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 def run_dirs_of(command):
@@ -51,46 +48,16 @@ def default_seeds(claim):
     return [int(seed) for seed in seeds.split()]
 
 
-class Progress:
-    """Says what begins and ends, and how long the rest will take."""
-
-    def __init__(self, total, jobs):
-        self.total = total
-        self.jobs = jobs
-        self.done = 0
-        self.start = time.monotonic()
-
-    def say(self, text):
-        minutes = (time.monotonic() - self.start) / 60
-        left = ""
-        if self.done:
-            left = f", about {minutes / self.done * (self.total - self.done):.0f} minutes left"
-        print(f"[{self.done} of {self.total}, {minutes:.0f} minutes{left}] {text}", flush=True)
-
-
-def run_seed(claim, seed, variants, progress):
+def run_seed(claim, seed, variants):
     """Runs the commands of a seed, one after the other. Returns False where one fails."""
-    planned = set(commands(claim, seed, variants))
-    folder = ROOT / "runs/curves" / claim
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"seed{seed}.log"
-    current = None
+    log = ROOT / f"runs/curves/{claim}/seed{seed}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"seed {seed}: {len(commands(claim, seed, variants))} commands, see {log}", flush=True)
     with open(log, "a") as file:
-        process = run_sh(claim, seed, variants)
-        for line in process.stdout:
-            file.write(line)
-            file.flush()
-            if line.strip() in planned:
-                progress.done += current is not None
-                current = line.strip()
-                progress.say(current)
-    failed = process.wait() != 0
-    progress.done += current is not None and not failed
-    if failed:
-        progress.say(f"seed {seed} was stopped or has failed, see {log}")
-    else:
-        progress.say(f"seed {seed} is complete")
-    return not failed
+        done = subprocess.run(run_sh(claim), env=environment(seed, variants), stdout=file, stderr=file)
+    said = "is complete" if done.returncode == 0 else f"was stopped or has failed, see {log}"
+    print(f"seed {seed} {said}", flush=True)
+    return done.returncode == 0
 
 
 def main():
@@ -102,10 +69,8 @@ def main():
     arguments = parser.parse_args()
     claim = arguments.claim
     seeds = arguments.seeds or default_seeds(claim)
-    total = sum(len(commands(claim, seed, arguments.variants)) for seed in seeds)
-    progress = Progress(total, arguments.jobs)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        running = [pool.submit(run_seed, claim, seed, arguments.variants, progress) for seed in seeds]
+        running = [pool.submit(run_seed, claim, seed, arguments.variants) for seed in seeds]
         try:
             passed = [seed.result() for seed in running]
         except KeyboardInterrupt:

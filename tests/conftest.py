@@ -112,7 +112,10 @@ def build_pipeline():
             )  # fmt: skip
             text_encoder = CLIPTextModel(CLIPTextConfig(**sizes, **ids))
         for name, weight in unet.named_parameters():
-            weight.data *= 4 if "attn2" in name else 2 if "conv_out" in name else 1
+            if "attn2" in name:
+                weight.data *= 4
+            if "conv_out" in name:
+                weight.data *= 2
         pipeline = StableDiffusionPipeline(
             vae=vae, unet=unet, text_encoder=text_encoder, tokenizer=words, scheduler=DDIMScheduler(**options),
             safety_checker=None, feature_extractor=None, requires_safety_checker=False,

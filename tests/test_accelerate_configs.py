@@ -13,7 +13,6 @@ from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from diffusers import UNet2DConditionModel
 from harness import ROOT
 from torch.distributed.fsdp import StateDictType
 
@@ -100,11 +99,3 @@ def test_fsdp_shards_the_blocks(name, plugin, build_model):
 def test_blocks_that_the_command_names(plugin, build_model):
     found = plugin("gpu_8_fsdp2", "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer")
     assert wrapped(found, PolicyWithQ(build_model("llama"))) == ["lm.model.layers.0", "lm.model.layers.1"]
-
-
-def test_unet_is_wrapped(plugin):
-    """The UNet of Stable Diffusion 1.5; accelerate wants all the classes that diffusers names in the model."""
-    with torch.device("meta"):
-        unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
-    blocks = {"mid_block.resnets.0", "up_blocks.0", "up_blocks.3.attentions.2.transformer_blocks.0"}
-    assert blocks <= set(wrapped(plugin("gpu_8_fsdp2"), unet))

@@ -5,20 +5,19 @@ walks with room for longer texts in place of a pretrained one, rows of its task,
 datasets are named otherwise, torchrun becomes one process, and long runs are shortened. Nothing may have become worse.
 """
 
-import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from harness import ALGOS, ROOT
+from helpers import log, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from benchmarks.tasks import randomwalks, shapes
 from common.sampling import decode, generate_all
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "algos/README.md"]
 COMMAND = re.compile(
     r"(?:python|accelerate launch|torchrun --nproc_per_node \d+) (algos/(\w+)\.py [^#`\n]*--model[^#`\n]*)"
@@ -76,15 +75,11 @@ def longest_model(tmp_path_factory):
     return lengthen(tmp_path_factory.mktemp("longest"), 600)
 
 
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture
 def fill(tmp_path, longer_model, longest_model, scripts):
     """fill(script, words): the files that a command names, in an empty directory."""
 
-    def write(script, words):
+    def put(script, words):
         for name in MODELS:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).symlink_to(longest_model if script == "grpo" else longer_model)
@@ -98,16 +93,14 @@ def fill(tmp_path, longer_model, longest_model, scripts):
             "ddpo": [{"prompt": caption} for caption in shapes.CAPTIONS],
         }[script]
         for name in ("answers", "my", "pairs", "translations", "rewarded", "prompts", "problems"):
-            jsonl(tmp_path / f"{name}.jsonl", rows)
+            write(tmp_path / f"{name}.jsonl", rows)
         for name in ("held_out", "test"):
-            jsonl(tmp_path / f"{name}.jsonl", rows[::5])
+            write(tmp_path / f"{name}.jsonl", rows[::5])
         (tmp_path / "prompts.txt").write_text("\n".join(shapes.CAPTIONS))
         if script in ("ilql", "reward"):
-            jsonl(tmp_path / "prompts.jsonl", randomwalks.prompts())
-        judge = code_block("my_judge.py")
-        letters = code_block("my_reward.py").replace(r"-?[\d.]*\d", "[a-z]")  # walks have no numbers, they end at "a"
-        (tmp_path / "my_reward.py").write_text(judge if script == "ddpo" else letters)
-        (tmp_path / "my_judge.py").write_text(judge)
+            write(tmp_path / "prompts.jsonl", randomwalks.prompts())
+        (tmp_path / "my_reward.py").write_text(code_block("my_judge.py" if script == "ddpo" else "my_reward.py"))
+        (tmp_path / "my_judge.py").write_text(code_block("my_judge.py"))
         metric = "from benchmarks.tasks.randomwalks import metric\ncorrect = metric\n"
         (tmp_path / "my_metric.py").write_text(metric)
         if "google-t5/t5-small" in words:
@@ -115,14 +108,14 @@ def fill(tmp_path, longer_model, longest_model, scripts):
         for name in ("my_pipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).symlink_to(shapes.base_model())
-        for run_dir in re.findall(r"(runs/judge\w*)/hf_model", " ".join(words)):
-            adapters = ["--lora-r", "4"] if "lora" in run_dir else []
-            argv = [ROOT / "algos/reward.py", "--model", "gpt2", "--dataset", "judge.jsonl", "--run-dir", run_dir]
-            jsonl(tmp_path / "judge.jsonl", randomwalks.pairs())
+        for judge in re.findall(r"(runs/judge\w*)/hf_model", " ".join(words)):
+            adapters = ["--lora-r", "4"] if "lora" in judge else []
+            argv = [ROOT / "algos/reward.py", "--model", "gpt2", "--dataset", "judge.jsonl", "--run-dir", judge]
+            write(tmp_path / "judge.jsonl", randomwalks.pairs())
             scripts.run([*argv, *adapters, "--lr", "1e-3", "--total-steps", "8", "--threads", "1"], tmp_path)
         return tmp_path
 
-    return write
+    return put
 
 
 def small_t5(path):
@@ -153,18 +146,15 @@ def mean_optimality(path):
 
 
 def series(run, name):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if line.get(name) is not None]
+    return [line[name] for line in log(run) if line.get(name) is not None]
 
 
 @pytest.mark.parametrize(("script", "words"), list(commands()))
 def test_a_documented_command_makes_nothing_worse(script, words, fill, scripts, longer_model):
     work = fill(script, words)
-    words = ["pairs.jsonl" if re.match(r"[A-Z]\w+/.*:\w+$", word) else word for word in words]
-    words = ["prompts.jsonl" if word == "org/prompts:train" else word for word in words]
-    words = ["problems.jsonl" if word == "org/problems:train" else word for word in words]
-    words = ["my.jsonl" if word == "org/chats:train" else word for word in words]
-    words = ["rewarded.jsonl" if word == "org/rewarded:train" else word for word in words]
+    words = [re.sub(r"^[A-Z]\w+/.*:\w+$", "pairs.jsonl", word) for word in words]
+    words = [re.sub(r"^org/(prompts|problems|rewarded):train$", r"\1.jsonl", word) for word in words]
+    words = [re.sub(r"^org/chats:train$", "my.jsonl", word) for word in words]
     if "--run-dir" in words:
         words[words.index("--run-dir") + 1] = "run"  # runs/mine is a model here
     else:
@@ -191,12 +181,4 @@ def test_a_documented_command_makes_nothing_worse(script, words, fill, scripts, 
 
 
 def test_every_script_has_such_a_command():
-    assert {parameters.values[0] for parameters in commands()} == {
-        "ppo",
-        "grpo",
-        "ilql",
-        "sft",
-        "reward",
-        "dpo",
-        "ddpo",
-    }
+    assert {parameters.values[0] for parameters in commands()} == {*ALGOS}

@@ -28,7 +28,6 @@ from common.cli import InputError, from_task
 from common.seeding import rng
 
 B, N, C, H, W = 3, 5, 2, 7, 11  # of the pure functions; latents of the pipelines are 5 x 4 x 12
-PREDICTIONS = ("epsilon", "sample", "v_prediction")
 PROMPTS = ["a red circle", "a blue square", "a yellow triangle"]
 
 
@@ -105,8 +104,9 @@ def agrees_with_diffusers(scheduler, eta):
     return stds
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+@pytest.mark.parametrize(
+    ("prediction", "spacing"), [("epsilon", "leading"), ("sample", "trailing"), ("v_prediction", "linspace")]
+)
 def test_a_step_is_that_of_diffusers(prediction, spacing):
     for steps, offset, to_one, (clip, eta) in product((1, 3, 7), (0, 1), (True, False), ((None, 1.0), (0.7, 0.3))):
         options = {"clip_sample": clip is not None, "clip_sample_range": clip or 1.0, "set_alpha_to_one": to_one}
@@ -119,13 +119,12 @@ def test_a_step_is_that_of_diffusers(prediction, spacing):
 
 
 @pytest.mark.parametrize("prediction", ["v_prediction", "sample"])
-@pytest.mark.parametrize("spacing", ["trailing", "linspace"])
-def test_a_first_step_from_pure_noise(prediction, spacing):
-    """rescale_betas_zero_snr makes the last alpha 0."""
-    options = {"prediction_type": prediction, "timestep_spacing": spacing, "rescale_betas_zero_snr": True}
+def test_a_first_step_from_pure_noise(prediction):
+    """rescale_betas_zero_snr makes the last alpha 0. What is left of the direction is rounding, or NaN in diffusers."""
+    options = {"prediction_type": prediction, "timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
     latents, output, noise = (random(1, C, H, W, seed=i) for i in range(3))
     clean = -output if prediction == "v_prediction" else output  # and nothing of the latents
-    for steps in range(2, 60):
+    for steps in (2, 7, 59):
         schedule = ddpo.ddim_schedule(exact_scheduler(steps, **options), steps, 1.0)
         assert schedule.alphas[0] == 0 and schedule.stds[0] > 0
         found, logprobs = ddpo.ddim_step_with_logprob(schedule, output, torch.tensor([0]), latents, noise)
@@ -133,13 +132,10 @@ def test_a_first_step_from_pure_noise(prediction, spacing):
         assert logprobs.isfinite()
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize("to_one", [True, False])
-def test_a_step_without_noise_counts_nothing(prediction, to_one):
+def test_a_step_without_noise_counts_nothing():
     """TRL's log-probability of it is NaN (pitfall X3), and would be in the gradient even where the loss leaves it out:
     here a neighbour in the batch has the gradient that it has alone."""
-    scheduler = exact_scheduler(N, prediction_type=prediction, set_alpha_to_one=to_one, steps_offset=int(to_one))
-    schedule = ddpo.ddim_schedule(scheduler, N, 1.0)
+    schedule = ddpo.ddim_schedule(exact_scheduler(N, set_alpha_to_one=True, steps_offset=1), N, 1.0)
     assert (schedule.stds > 0).tolist() == [True] * 4 + [False]
     latents, output, other = (random(B, C, H, W, seed=i) for i in range(3))
     steps = torch.tensor([1, 4, 3])
@@ -155,10 +151,7 @@ def test_a_step_without_noise_counts_nothing(prediction, to_one):
 
 
 def test_other_lengths_of_training():
-    for steps, length in ((3, 10), (10, 10), (7, 100)):
-        agrees_with_diffusers(exact_scheduler(steps, num_train_timesteps=length, beta_end=0.2), 1.0)
-    with pytest.raises(ValueError, match="11"):
-        ddpo.ddim_schedule(exact_scheduler(3, num_train_timesteps=10), 11, 1.0)
+    agrees_with_diffusers(exact_scheduler(3, num_train_timesteps=10, beta_end=0.2), 1.0)
     with pytest.raises(IndexError, match="1000"):  # all steps, one late: main catches it
         ddpo.ddim_schedule(exact_scheduler(3, steps_offset=1), 1000, 1.0)
 
@@ -166,9 +159,9 @@ def test_other_lengths_of_training():
 # ---- Advantages, loss ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rewards", [[1, 2, 3, 10], np.array([1, 2, 3, 10]), (1.0, 2.0, 3.0, 10.0)], ids=str)
-def test_advantages_golden(rewards):
+def test_advantages_golden():
     """TRL's took the type of the rewards: integers gave 0, 0, 0, 1 (pitfall X6)."""
+    rewards = np.array([1, 2, 3, 10])
     stats = ddpo.PerPromptStats(32, 16)
     found = stats.update(["a", "b", "a", "b"], rewards)
     assert found.dtype == np.float64 and found == pytest.approx([-0.848528, -0.565685, -0.282843, 1.697056], abs=2e-6)
@@ -257,12 +250,12 @@ def test_embeddings_are_computed_once_and_forgotten():
 
     embed = ddpo.Embeddings(SimpleNamespace(encode_prompt=encode), "cpu", 1.0, "")
     assert embed(["1", "0", "1"])[:, 0, 0, 0].tolist() == [1, 0, 1] and sorted(calls) == ["0", "1"]
-    largest = 0
+    kept = []
     for start in range(0, 5000, 400):
         numbers = [*range(start, start + 500), 7]
         assert embed([str(i) for i in numbers])[:, 0, 0, 0].tolist() == numbers
-        largest = max(largest, len(embed.known))
-    assert 1000 < largest < 2000
+        kept.append(len(embed.known))
+    assert 1000 < max(kept) < 2000
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
@@ -282,17 +275,10 @@ def sample(policy, prompts, world=1, flags=None, **options):
     return [torch.cat([part[name] for part in parts])[: len(prompts)] for name in names], pipeline
 
 
-def same(one, other):
-    """Images to the bit."""
-    assert torch.equal(one[0], other[0])
-    close(one[1], other[1], 1e-11)
-    close(one[2], other[2], 1e-11)
-
-
-SAMPLERS = [("epsilon", 1.0, ""), ("sample", 4.0, ""), ("v_prediction", 4.0, "a green square")]
-
-
-@pytest.mark.parametrize(("prediction", "guidance", "negative"), SAMPLERS)
+@pytest.mark.parametrize(
+    ("prediction", "guidance", "negative"),
+    [("epsilon", 1.0, ""), ("sample", 4.0, ""), ("v_prediction", 4.0, "a green square")],
+)
 def test_images_are_those_of_the_pipeline(policy, monkeypatch, prediction, guidance, negative):
     """That plain diffusers makes of the same noise, with its own loop, scheduler and image processor."""
     options = {"steps": 5, "eta": 0.7, "prediction": prediction, "guidance": guidance, "negative": negative}
@@ -312,10 +298,13 @@ def test_images_are_those_of_the_pipeline(policy, monkeypatch, prediction, guida
 
 def test_images_do_not_depend_on_what_is_decoded_together(policy):
     prompts = [PROMPTS[i % 3] for i in range(7)]
-    whole, _ = sample(policy, prompts, guidance=3.0)
-    assert len({image.numpy().tobytes() for image in whole[0]}) == 7  # each with noise of its own
-    for size, world in ((1, 1), (3, 1), (2, 5)):
-        same(sample(policy, prompts, guidance=3.0, world=world, flags={"decode_batch_size": size})[0], whole)
+    (images, latents, logprobs), _ = sample(policy, prompts, guidance=3.0)
+    assert len({image.numpy().tobytes() for image in images}) == 7  # each with noise of its own
+    for size, world in ((3, 1), (2, 3)):
+        found, _ = sample(policy, prompts, guidance=3.0, world=world, flags={"decode_batch_size": size})
+        assert torch.equal(found[0], images)
+        close(found[1], latents, 1e-11)
+        close(found[2], logprobs, 1e-11)
 
 
 def test_latents_and_guidance_are_float32_with_bfloat16_weights(policy):
@@ -328,16 +317,21 @@ def test_latents_and_guidance_are_float32_with_bfloat16_weights(policy):
 
 
 def test_images_are_clamped_and_rounded(policy):
-    """0.5 of a level and more is the next one; outside [-1, 1] is black or white."""
-    image = tensor(-3.0, -1.0, -0.2, 0.0, 0.6, 1.0, 1.5)[:, None, None, None].expand(7, 3, 8, 24)
+    """0.5 of a level and more is the next one; outside [-1, 1] is black or white. Of an image that is not finite the
+    prompt is named."""
+    image = tensor(-3.0, -1.0, -0.2, 0.0, 0.6, 1.0, 1.5)[:, None, None, None].repeat(1, 3, 8, 24)
+    prompts = [f"prompt {i}" for i in range(7)]
 
     def painted(**options):
         pipeline, schedule, embed = policy(**options)
         pipeline.vae.decode = lambda latents: SimpleNamespace(sample=image)
         return pipeline, schedule, embed
 
-    (images, _, _), _ = sample(painted, [PROMPTS[0]] * 7)
+    (images, _, _), _ = sample(painted, prompts)
     assert images[:, 2, 7, 23].tolist() == images.amin((1, 2, 3)).tolist() == [0, 0, 102, 128, 204, 255, 255]
+    image[4, 1, 2, 3] = math.nan
+    with pytest.raises(FloatingPointError, match="the image of 'prompt 4' is not finite"):
+        sample(painted, prompts)
 
 
 # ---- Minibatches -----------------------------------------------------------------------------------------------------
@@ -361,13 +355,11 @@ def test_every_pair_once_a_pass_and_process():
         assert sorted(one + other) == [*product(range(12), (0, 1, 2, 4))]
         assert len({image for image, _ in one}) == 6  # whole images in a minibatch
     assert {image for image, _ in steps[0]} not in ({*range(6)}, {image for image, _ in steps[2]})
-    assert pairs_of([0, 1, 2, 4], micro_batch_size=1, ppo_epochs=3)[:4] == steps  # neither changes anything else
     assert pairs_of([0, 1, 2, 4], epoch=2) != steps and pairs_of([0, 1, 2, 4], seed=2) != steps
-    for world in (2, 3):
-        parts = [pairs_of([0, 1, 2, 4], process=process, world=world) for process in range(world)]
-        for step, pairs in enumerate(steps):
-            assert sorted(sum((part[step] for part in parts), [])) == sorted(pairs)
-            assert {len(part[step]) for part in parts} == {24 // world}
+    parts = [pairs_of([0, 1, 2, 4], process=process, world=3) for process in range(3)]
+    for step, pairs in enumerate(steps):
+        assert sorted(sum((part[step] for part in parts), [])) == sorted(pairs)
+        assert {len(part[step]) for part in parts} == {8}
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(1e-9, 1), (0.39, 1), (0.4, 2), (0.79, 3), (1.0, 5)])
@@ -377,10 +369,11 @@ def test_timestep_fraction(fraction, count):
     drawn = []
     for epoch in (1, 2):
         for pairs in pairs_of(trained, epoch, timestep_fraction=fraction, batch_size=12):
-            assert len(pairs) == len({*pairs}) == 12 * count and {image for image, _ in pairs} == {*range(12)}
+            assert len(pairs) == len({*pairs}) == 12 * count
             drawn.append([tuple(sorted(step for i, step in pairs if i == image)) for image in range(12)])
-    assert {*map(len, itertools.chain(*drawn))} == {count}
-    assert {*itertools.chain(*itertools.chain(*drawn))} == {*trained}
+    of_images = [*itertools.chain(*drawn)]
+    assert {len(steps) for steps in of_images} == {count}
+    assert {*itertools.chain(*of_images)} == {*trained}
     if count < 5:  # images, passes and epochs draw their own
         assert len({*map(tuple, drawn)}) == 4 and len({*drawn[0]}) > 3
 
@@ -403,39 +396,36 @@ def equal(one, other):
 PARTS = ("unet", "vae", "text_encoder")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_directory_is_loaded_frozen(build_pipeline, tmp_path, dtype):
-    original = build_pipeline("v_prediction", getattr(torch, dtype))
+def test_a_directory_is_loaded_frozen(build_pipeline, tmp_path):
+    original = build_pipeline("v_prediction", torch.bfloat16)
     original.save_pretrained(tmp_path / "saved")
-    pipeline = load(str(tmp_path / "saved"), dtype=dtype)
+    pipeline = load(str(tmp_path / "saved"), dtype="bfloat16")
     for name in PARTS:
         module = getattr(pipeline, name)
         assert not module.training and not any(weight.requires_grad for weight in module.parameters())
-        assert module.dtype == getattr(torch, dtype) and equal(state(module), state(getattr(original, name)))
+        assert module.dtype == torch.bfloat16 and equal(state(module), state(getattr(original, name)))
     dropouts = [part.p for part in pipeline.unet.modules() if isinstance(part, torch.nn.Dropout)]
     assert dropouts and not any(dropouts)
     assert pipeline.safety_checker is None and not pipeline.config.requires_safety_checker
 
 
-SCHEDULERS = [
-    ("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1}, {"clip_sample": False, "steps_offset": 1}),
-    ("EulerDiscreteScheduler", {"prediction_type": "v_prediction"}, {"prediction_type": "v_prediction"}),
-    ("DPMSolverMultistepScheduler", {"timestep_spacing": "trailing"}, {"timestep_spacing": "trailing"}),
-    ("DDIMScheduler", {"set_alpha_to_one": False, "thresholding": True}, {"thresholding": False}),
-]
-
-
-@pytest.mark.parametrize(("kind", "options", "expected"), SCHEDULERS, ids=lambda x: x if isinstance(x, str) else "")
-def test_every_scheduler_becomes_ddim_of_its_own_betas(build_pipeline, kind, options, expected):
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1}, {"clip_sample": False, "steps_offset": 1}),
+        ("EulerDiscreteScheduler", {"prediction_type": "v_prediction"}, {"prediction_type": "v_prediction"}),
+        ("DPMSolverMultistepScheduler", {"timestep_spacing": "trailing"}, {"timestep_spacing": "trailing"}),
+        ("DDIMScheduler", {"set_alpha_to_one": False, "thresholding": True}, {"thresholding": False}),
+    ],
+)
+def test_every_scheduler_becomes_ddim_of_its_own_betas(kind, options, expected):
     """Without thresholding, which is for pixels."""
     betas = {"beta_start": 0.0012, "beta_end": 0.011, "beta_schedule": "scaled_linear"}
-    pipeline = build_pipeline()
-    pipeline.scheduler = getattr(diffusers, kind)(**betas | options)
-    products = pipeline.scheduler.alphas_cumprod
-    found = load(pipeline).scheduler
+    scheduler = getattr(diffusers, kind)(**betas | options)
+    found = ddpo.ddim_scheduler(scheduler, "model")
     expected = betas | expected
     assert type(found) is DDIMScheduler and {key: found.config[key] for key in expected} == expected
-    close(found.alphas_cumprod, products, 1e-6)
+    close(found.alphas_cumprod, scheduler.alphas_cumprod, 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["DDIMScheduler", "PNDMScheduler"])
@@ -451,12 +441,11 @@ def test_a_short_configuration_is_read_as_diffusers_does(build_pipeline, tmp_pat
     assert (found["clip_sample"], found["steps_offset"]) == (False, 1)
 
 
-def test_a_pipeline_of_another_kind(build_pipeline, tmp_path):
+def test_a_pipeline_of_another_kind(build_pipeline):
     components = build_pipeline().components
     components["unet"].register_to_config(sample_size=4)  # the other class knows no lists
     other = diffusers.StableDiffusionImg2ImgPipeline(**components, requires_safety_checker=False)
-    other.save_pretrained(tmp_path)
-    for model, kind in ((other, "StableDiffusionImg2Img"), (str(tmp_path), "StableDiffusionImg2Img"), ({}, "dict")):
+    for model, kind in ((other, "StableDiffusionImg2Img"), ({}, "dict")):
         with pytest.raises(InputError, match=f"is a {kind}.*, expected a StableDiffusionPipeline"):
             load(model)
 
@@ -496,8 +485,9 @@ def test_adapters_are_at_their_targets_and_change_nothing_at_first(build_pipelin
 
 
 def test_adapters_are_a_keyed_draw(build_pipeline):
-    """Of the seed, whatever torch's generator holds; no two layers alike."""
-    first, again, other = (adapters(adapted(build_pipeline, seed=seed)) for seed in (1, 1, 2))
+    """Of the seed, whatever torch's generator holds; no two layers alike. In float32 beside weights of 16 bits."""
+    first, again, other = (adapters(adapted(build_pipeline, torch.bfloat16, seed=seed)) for seed in (1, 1, 2))
+    assert {weight.dtype for weight in first.values()} == {torch.float32}
     assert equal(first, again)
     down = [name for name in first if "lora_A" in name]
     assert not any(torch.equal(first[name], other[name]) for name in down)
@@ -505,12 +495,6 @@ def test_adapters_are_a_keyed_draw(build_pipeline):
     values = torch.cat([first[name].flatten() for name in down])
     assert len(values) > 1000 and values.mean().abs() < 0.03 and values.std().item() == pytest.approx(1 / 3, rel=0.1)
     assert not any(weight.any() for name, weight in first.items() if "lora_B" in name)
-
-
-def test_adapters_of_bfloat16_weights_are_float32(build_pipeline):
-    pipeline = adapted(build_pipeline, torch.bfloat16)
-    dtypes = {(weight.requires_grad, weight.dtype) for weight in pipeline.unet.parameters()}
-    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 def test_export_of_adapters(build_pipeline, tmp_path):
@@ -534,22 +518,18 @@ def test_export_of_adapters(build_pipeline, tmp_path):
         close(found.unet(*INPUTS).sample.data, expected, 1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_export_is_used_as_its_card_says(build_pipeline, tmp_path, monkeypatch, dtype):
+def test_an_export_and_its_card(build_pipeline, tmp_path):
     """Whatever the negative prompt holds, also what str.format would read as a field."""
-    pipeline = load(build_pipeline(dtype=dtype))
+    pipeline = load(build_pipeline(dtype=torch.bfloat16))
     ddpo.export_pipeline(pipeline, tmp_path / "out")
     flags = {"num_inference_steps": 2, "guidance_scale": 2.0, "negative_prompt": "{x} 'grey'"}
     code = ddpo.sampling_code(task(**flags), pipeline.unet).format(folder="out", prompt="a {y}")
     call = """pipeline('a {y}', num_inference_steps=2, eta=1.0, guidance_scale=2.0, negative_prompt="{x} 'grey'")"""
-    assert call in code and f"dtype={dtype})" in code
-    found = StableDiffusionPipeline.from_pretrained(tmp_path / "out", dtype=dtype)
+    assert call in code and "dtype=torch.bfloat16)" in code
+    found = StableDiffusionPipeline.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert all(equal(state(getattr(found, name)), state(getattr(pipeline, name))) for name in PARTS)
     assert type(found.scheduler) is DDIMScheduler and found.safety_checker is None
     assert "negative" not in ddpo.sampling_code(task(), pipeline.unet)
-    monkeypatch.chdir(tmp_path)
-    exec(code, {})
-    assert Image.open(tmp_path / "sample.png").size == (24, 8)
 
 
 # ---- Images of a run -------------------------------------------------------------------------------------------------
@@ -586,26 +566,6 @@ def test_grid_of_large_images(tmp_path, shape, tile):
     assert not sheet[: tile[0], : 2 * tile[1]].any()
 
 
-@pytest.mark.case(61, "ddpo")
-def test_trackers_get_grids(tmp_path):
-    """Whether or not another tracker fails."""
-    images = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-    Image.fromarray(images).save(tmp_path / "grid.png")
-    shown = []
-
-    def fail(*args, **options):
-        raise OSError("no network")
-
-    def show(values, **options):
-        assert np.array_equal(values["eval/images"], images[None])
-        shown.append(options)
-
-    names = {"wandb": show, "other": fail, "tensorboard": show}
-    trackers = [SimpleNamespace(name=name, log_images=function) for name, function in names.items()]
-    ddpo.mirror_grids(SimpleNamespace(trackers=trackers), 7, {"eval/images": tmp_path / "grid.png"})
-    assert shown == [{"step": 7}, {"step": 7, "dataformats": "NHWC"}]
-
-
 def test_diversity():
     images = torch.zeros(4, 3, 5, 7, dtype=torch.uint8)
     assert ddpo.diversity(images) == ddpo.diversity(images + 200) == ddpo.diversity(images[:1]) == 0
@@ -631,9 +591,9 @@ def test_evaluations_of_epochs_of_several_steps():
 
 
 def test_drawings_show_their_captions():
-    images, captions = shapes.drawings(480, seed=3)
-    assert images.shape == (480, 32, 32, 3) and images.dtype == np.float32
-    assert images.min() >= 0 and images.max() <= 1 and {*Counter(captions).values()} == {40}
+    images, captions = shapes.drawings(240, seed=3)
+    assert images.shape == (240, 32, 32, 3) and images.dtype == np.float32
+    assert images.min() >= 0 and images.max() <= 1 and {*Counter(captions).values()} == {20}
     found = [shapes.recognise(image.transpose(2, 0, 1)) for image in images]
     assert [f"a {colour} {shape}" for colour, shape in found] == captions
     few, again, other = (shapes.drawings(12, seed)[0] for seed in (3, 3, 4))
@@ -641,29 +601,18 @@ def test_drawings_show_their_captions():
     assert images.mean(axis=(1, 2, 3)).std() > 0.05  # rewards have room
 
 
-def painted(box, colour=(0.85, 0.12, 0.12)):
-    """A grey (3, 32, 32) with a coloured mask in it, top left corner at (3, 5)."""
+def painted(box):
+    """A grey (3, 32, 32) with a red mask in it, top left corner at (3, 5), and a red pixel, which does not widen the
+    box."""
     image = torch.full((3, 32, 32), 0.5)
-    for channel, value in enumerate(colour):
-        image[channel, 3 : 3 + len(box), 5 : 5 + len(box[0])][torch.tensor(box, dtype=torch.bool)] = value
+    red = torch.tensor([0.85, 0.12, 0.12])[:, None]
+    image[:, 3 : 3 + len(box), 5 : 5 + len(box[0])][:, torch.tensor(box, dtype=torch.bool)] = red
+    image[:, 31, 31] = torch.tensor([1.0, 0.0, 0.0])
     return image
 
 
 SQUARE = [[1] * 9] * 9
-APEX = [[abs(x - 6) <= y / 2 for x in range(13)] for y in range(13)]
-DISC = [[(x - 6) ** 2 + (y - 6) ** 2 <= 42 for x in range(13)] for y in range(13)]
 SPECK = [[1] * 3] * 9  # three pixels wide
-
-
-@pytest.mark.parametrize(("box", "shape"), [(SQUARE, "square"), (APEX, "triangle"), (DISC, "circle"), (SPECK, None)])
-def test_recognise_by_hand(box, shape):
-    for name, colour in shapes.COLOURS.items():
-        expected = (shape and name, shape)
-        assert shapes.recognise(painted(box, colour)) == expected
-        assert shapes.recognise(painted(box, np.array(colour) * 0.7).numpy()) == expected  # in the shade
-    noisy = painted(box)
-    noisy[:, 31, 31] = torch.tensor([1.0, 0.0, 0.0])  # one pixel does not widen the box
-    assert shapes.recognise(noisy) == (shape and "red", shape)
 
 
 def test_rewards_of_the_shapes(tmp_path):
@@ -673,7 +622,6 @@ def test_rewards_of_the_shapes(tmp_path):
     for pixels in pictures:
         Image.fromarray(pixels).save(tmp_path / "x.jpg", quality=95)
         sizes.append((tmp_path / "x.jpg").stat().st_size / 1000)
-    assert sizes[0] < 1 < sizes[1]
     images = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
     assert shapes.incompressibility(images, ["", ""]) == sizes
     assert shapes.compressibility(images, ["", ""], shape=["circle"] * 2) == [-size for size in sizes]
@@ -699,29 +647,21 @@ def committed():
     return StableDiffusionPipeline.from_pretrained(shapes.BASE_MODEL, dtype=torch.float32)
 
 
-def test_rows_and_words_of_the_shapes():
+def test_rows_of_the_shapes():
     rows = shapes.prompts()
     assert rows[0] == {"prompt": "a red circle", "colour": "red", "shape": "circle"}
     assert [row["prompt"] for row in rows] == list(shapes.CAPTIONS) and shapes.eval_prompts(samples=1) == rows
     assert Counter(row["prompt"] for row in shapes.eval_prompts()) == dict.fromkeys(shapes.CAPTIONS, 8)
-    words = shapes.tokenizer()
-    ids = words(list(shapes.CAPTIONS), padding="max_length").input_ids
-    assert {len(row) for row in ids} == {8} and len({*map(tuple, ids)}) == 12
-    names = {*itertools.chain(*(row[1:4] for row in ids))}
-    assert len(names) == 8 and words.unk_token_id not in names
-
-
-def sizes(pipeline):
-    return {name: [weight.shape for weight in state(getattr(pipeline, name)).values()] for name in PARTS}
 
 
 def test_the_committed_pipeline_is_that_of_the_code(committed, tmp_path):
     assert shapes.base_model() == str(shapes.BASE_MODEL)
-    assert sum(path.stat().st_size for path in shapes.BASE_MODEL.rglob("*") if path.is_file()) < 4e6
     untrained = shapes.untrained_pipeline()
     for text in (*shapes.CAPTIONS, "", "A Red circle, and a zebra"):
         assert committed.tokenizer(text).input_ids == shapes.tokenizer()(text).input_ids
-    assert sizes(committed) == sizes(untrained)
+    for name in PARTS:
+        found, expected = (state(getattr(pipeline, name)) for pipeline in (committed, untrained))
+        assert [weight.shape for weight in found.values()] == [weight.shape for weight in expected.values()]
     untrained.save_pretrained(tmp_path)
     differing = set()
     for path in shapes.BASE_MODEL.rglob("*config.json"):
@@ -729,7 +669,7 @@ def test_the_committed_pipeline_is_that_of_the_code(committed, tmp_path):
         expected = json.loads((tmp_path / path.relative_to(shapes.BASE_MODEL)).read_text())
         differing |= {key for key in found | expected if found.get(key) != expected.get(key)}
     assert differing <= {"scaling_factor", "dtype", "_diffusers_version", "transformers_version", "_name_or_path"}
-    assert committed.safety_checker is None and committed.vae.config.scaling_factor != 0.18215
+    assert committed.vae.config.scaling_factor != 0.18215
 
 
 def test_the_committed_pipeline_draws_its_captions(committed):
@@ -743,7 +683,8 @@ def test_the_committed_pipeline_draws_its_captions(committed):
     assert np.std(found["kilobytes"]) > 0.05 and np.std(found["brightness"]) > 0.03
 
 
-def test_training_of_the_pipeline(monkeypatch, tmp_path, committed):
+@pytest.mark.slow
+def test_training_of_the_pipeline(monkeypatch, tmp_path):
     """Three steps each: what is written is loaded by diffusers, and its latents have a deviation of 1."""
     few = {"images": 24, "vae": {"steps": 3, "batch": 2, "lr": 1e-3}}
     few |= {"unet": {"steps": 3, "batch": 2, "lr": 1e-3, "warmup": 2, "ema": 0.9, "dropout": 0.1}}
@@ -756,6 +697,4 @@ def test_training_of_the_pipeline(monkeypatch, tmp_path, committed):
     with torch.no_grad():
         latents = pipeline.vae.encode(images).latent_dist.mean * pipeline.vae.config.scaling_factor
     assert latents.std().item() == pytest.approx(1, rel=0.02)
-    assert sizes(pipeline) == sizes(committed)
     assert all(weight.isfinite().all() for weight in state(pipeline.unet).values())
-    assert not equal(state(pipeline.unet), state(committed.unet))

@@ -17,7 +17,6 @@ from test_ddpo import slow_advantages
 
 from algos import ddpo
 from benchmarks.tasks import shapes
-from common.cli import InputError
 from common.seeding import stream_rows
 
 ROWS = [{"prompt": caption, "target": i / 4, "note": {"id": i}} for i, caption in enumerate(shapes.CAPTIONS[:5])]
@@ -75,14 +74,13 @@ def tiny(build_pipeline, tmp_path_factory):
 
 @pytest.mark.parametrize(("guidance_scale", "lora_r"), [(1.0, 4), (5.0, 0)])
 def test_the_first_ratio_is_one(tmp_path, guidance_scale, lora_r):
-    """In batches other than those of sampling. Later ones of an epoch move. Guidance adds the rounding of two outputs,
-    times its weight and its weight less 1."""
+    """In batches other than those of sampling. Later ones move. Guidance adds the rounding of two outputs, times its
+    weight and its weight less 1."""
     bound = 20 * torch.finfo(torch.float32).eps * (2 * guidance_scale - 1)
     flags = {"micro_batch_size": 5, "decode_batch_size": 3, "guidance_scale": guidance_scale, "lora_r": lora_r}
-    first, second = log(run_ddpo(SHAPES, tmp_path / "run", **flags)[1])
-    for record in (first, second):
-        assert record["policy/ratio_deviation_first"] <= bound < record["policy/ratio_deviation"]
-        assert record["optim/grad_norm"] > 1e-3
+    [record] = log(run_ddpo(SHAPES, tmp_path / "run", num_epochs=1, **flags)[1])
+    assert record["policy/ratio_deviation_first"] <= bound < record["policy/ratio_deviation"]
+    assert record["optim/grad_norm"] > 1e-3
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
@@ -102,21 +100,15 @@ def test_the_first_ratio_in_float64(build_pipeline, tmp_path, prediction_type):
 @pytest.mark.case(64, "ddpo")
 def test_bfloat16(bf16, tmp_path, flags):
     """Rounding stays below what --cliprange lets pass, and is reported; the export has the type of the weights."""
-    _, run = run_ddpo(SHAPES, tmp_path / "run", batch_size=8, micro_batch_size=5, **flags)
-    for record in log(run):
-        assert 0 <= record["policy/ratio_deviation_first"] < 5e-4
-        assert all(math.isfinite(value) for value in record.values())
+    _, run = run_ddpo(SHAPES, tmp_path / "run", num_epochs=1, batch_size=8, micro_batch_size=5, **flags)
+    [record] = log(run)
+    assert 0 <= record["policy/ratio_deviation_first"] < 5e-4
+    assert all(math.isfinite(value) for value in record.values())
     kind = getattr(torch, flags.get("dtype", "float32"))
     exported = unet(run / "hf_model")
     assert {weight.dtype for weight in exported.values()} == {kind}
     assert not equal(exported, {name: weight.to(kind) for name, weight in unet(SHAPES).items()})
     assert "forward" not in vars(StableDiffusionPipeline.from_pretrained(run / "hf_model", dtype=kind).unet)
-
-
-def test_bfloat16_weights_of_an_object_are_not_trained(build_pipeline, tmp_path):
-    with pytest.raises(InputError, match="--dtype bfloat16: most updates of such weights would be lost to rounding"):
-        run_ddpo(build_pipeline(dtype=torch.bfloat16), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_rounding_that_moves_the_ratio_is_said(monkeypatch, tiny, tmp_path, capfd):
@@ -201,9 +193,10 @@ def test_epochs_are_the_slow_definition(monkeypatch, build_pipeline, tmp_path, p
     monkeypatch.setattr(ddpo, "optimizer_step", checked)
     flags = {"ppo_epochs": 2, "micro_batch_size": 5, "adv_clip_max": 1.2, "stat_buffer_size": 3}
     flags |= {"timestep_fraction": 0.7, "per_prompt_stats": per_prompt_stats, "guidance_scale": 3.0}
-    flags |= {"dtype": "float64", "negative_prompt": "a green square"}
+    num_epochs = 2 if per_prompt_stats else 1
+    flags |= {"dtype": "float64", "negative_prompt": "a green square", "num_epochs": num_epochs}
     _, run = run_ddpo(build_pipeline(dtype=torch.float64), tmp_path / "run", reward=reward, **flags)
-    assert len(losses) == 2 * 4 * 8 and {1.2, -1.2} < {*sum(advantages, [])}
+    assert len(losses) == num_epochs * 4 * 8 and {1.2, -1.2} < {*sum(advantages, [])}
     for epoch, record in enumerate(log(run)):
         of_epoch = ratios[32 * epoch : 32 * (epoch + 1)]
         assert record["loss/policy"] == pytest.approx(fmean(x.item() for x in losses[32 * epoch : 32 * (epoch + 1)]))
@@ -217,10 +210,9 @@ def test_epochs_are_the_slow_definition(monkeypatch, build_pipeline, tmp_path, p
     assert state(run)["rewards"] == {prompt: rewards[-3:] for prompt, rewards in history.items()}
 
 
-@pytest.mark.parametrize("flags", [{"lora_r": 2}, {"per_prompt_stats": False}], ids=str)
 @pytest.mark.case(32, "ddpo")
-def test_a_constant_reward_changes_nothing(tiny, tmp_path, capfd, flags):
-    _, run = run_ddpo(tiny, tmp_path / "run", reward=constant, weight_decay=0.0, guidance_scale=2.0, **flags)
+def test_a_constant_reward_changes_nothing(tiny, tmp_path, capfd):
+    _, run = run_ddpo(tiny, tmp_path / "run", reward=constant, weight_decay=0.0, per_prompt_stats=False)
     assert equal(unet(run / "hf_model"), unet(tiny)) and [r["optim/grad_norm"] for r in log(run)] == [0, 0]
     assert "warning: all rewards of the first epoch are 3.0, so" in capfd.readouterr().out
 
@@ -231,17 +223,6 @@ def test_weight_decay_alone_moves_matrices(tiny, tmp_path):
     for name, weight in unet(tiny).items():
         expected = weight * (1 - 1e-3 * 0.1) ** 2 if weight.ndim > 1 else weight
         assert torch.allclose(after[name], expected, rtol=1e-6, atol=0), name
-
-
-@pytest.mark.slow
-def test_it_learns_from_the_reward(tmp_path, capfd):
-    """A short run on the shapes that is rewarded with brightness."""
-    flags = {"rollout_batch_size": 48, "batch_size": 16, "num_epochs": 12, "num_inference_steps": 5, "lr": 5e-4}
-    flags |= {"stat_buffer_size": 32, "stat_min_count": 16, "eval_every": 36, "reward": shapes.brightness}
-    flags |= {"eval_dataset": shapes.eval_prompts(samples=2)}
-    metrics, run = run_ddpo(SHAPES, tmp_path / "run", shapes.prompts(), **flags)
-    assert metrics["eval/reward"] > log(run)[0]["eval/reward"] + 0.025
-    assert "all rewards" not in capfd.readouterr().out
 
 
 def test_prompts_that_differ_behind_the_text_encoders_end(tiny, tmp_path):
@@ -263,62 +244,39 @@ def test_prompts_that_differ_behind_the_text_encoders_end(tiny, tmp_path):
 
 
 @pytest.mark.case(31, "ddpo")
-def test_several_evaluation_sets(monkeypatch, tiny, tmp_path):
-    """Each has metrics, rows and a grid of its own, with the same noise at every evaluation. The reward gets the pixels
-    of the grid, and may write into them. The first set decides which model is best."""
-    mirrored = recorded(monkeypatch, ddpo, "mirror_grids")
+def test_evaluations_are_of_the_same_noise(tiny, tmp_path):
+    """The reward gets the pixels of the grid, and may write into them."""
     rewarded = []
 
     def reward(images, prompts, target, **columns):
-        rewarded.append((images.clone(), prompts, redness(images, prompts, target)))
+        rewarded.append(images.clone())
         images.zero_()
-        return rewarded[-1][2]
+        return redness(rewarded[-1], prompts, target)
 
-    def metric(images, note):
-        return {"id": [n["id"] for n in note]}
-
-    sets = {"x": ROWS, "a/y": ROWS[3:1:-1]}
-    _, run = run_ddpo(tiny, tmp_path / "run", reward=reward, metric=metric, eval_dataset=sets, eval_every=2, lr=1e-12)
-    rollouts = [call for call in rewarded if len(call[1]) == 8]
-    evaluations = [call for call in rewarded if len(call[1]) != 8]
-    assert not torch.equal(rollouts[0][0], rollouts[1][0])
-    assert all(torch.equal(evaluations[i][0], evaluations[i + 2][0]) for i in range(4))  # lr is next to nothing
-    for i, step in enumerate((0, 2, 4)):
-        grids = {f"eval/images_{x}": run / f"images/step_{step:08d}_{x}.png" for x in ("x", "a_y")}
-        assert mirrored[i][0][1:] == (step, grids)
-        record = log(run)[i]
-        for (name, rows), grid, call in zip(sets.items(), grids.values(), evaluations[2 * i :], strict=False):
-            images, prompts, rewards = call
-            found = [row for row in samples(run, step) if row["set"] == name]
-            assert [[*row.values()] for row in found] == [
-                [step, name, row["prompt"], score, row["note"]["id"]] for row, score in zip(rows, rewards, strict=True)
-            ]
-            pixels = (images * 255).round().to(torch.uint8)
-            ddpo.grid(pixels, prompts, rewards, tmp_path / "expected.png")
-            assert grid.read_bytes() == (tmp_path / "expected.png").read_bytes()
-            assert record[f"eval/{name}/reward"] == pytest.approx(fmean(rewards))
-            assert record[f"eval/{name}/reward_std"] == pytest.approx(pstdev(rewards))
-            assert record[f"eval/{name}/id"] == fmean(row["note"]["id"] for row in rows)
-            assert record[f"eval/{name}/diversity"] == ddpo.diversity(pixels)
-    assert state(run)["best_score"] == max(record["eval/x/reward"] for record in log(run)[1:])
+    _, run = run_ddpo(tiny, tmp_path / "run", reward=reward, eval_dataset=ROWS, eval_every=2, lr=1e-12)
+    start, one, middle, two, end = rewarded  # two are rollouts
+    assert not torch.equal(one, two)
+    assert torch.equal(start, middle) and torch.equal(start, end)  # lr is next to nothing
+    pixels = (start * 255).round().to(torch.uint8)
+    rewards = [row["reward"] for row in samples(run, 0)]
+    ddpo.grid(pixels, [row["prompt"] for row in ROWS], rewards, tmp_path / "expected.png")
+    for record in log(run):
+        grid = run / f"images/step_{record['step']:08d}.png"
+        assert grid.read_bytes() == (tmp_path / "expected.png").read_bytes()
+        assert record["eval/diversity"] == ddpo.diversity(pixels)
 
 
-def test_adapters_go_on(build_pipeline, tiny, tmp_path):
-    """A checkpoint holds them alone, and the rewards of prompts; it is refused with another base. The longer run is
-    the same from there as from the start."""
-    flags = {"lora_r": 2, "stat_buffer_size": 3, "eval_every": 2, "eval_dataset": ROWS[:3]}
-    _, short = run_ddpo(tiny, tmp_path / "short", **flags)
+def test_adapters_go_on(tiny, tmp_path):
+    """A checkpoint holds them alone, and the rewards of prompts. A longer run is the same from there as from the
+    start."""
+    flags = {"lora_r": 2, "stat_buffer_size": 8}
+    _, short = run_ddpo(tiny, tmp_path / "short", num_epochs=1, **flags)
     saved = weights(newest(short))
     adapters = [name for name in saved if name.startswith("model.")]
     assert adapters and all(".lora_A." in name or ".lora_B." in name for name in adapters)
-    assert {len(known) for known in state(short)["rewards"].values()} == {3} and len(state(short)["rewards"]) == 5
-    flags |= {"num_epochs": 3}
+    assert sum(map(len, state(short)["rewards"].values())) == 8
     _, straight = run_ddpo(tiny, tmp_path / "straight", **flags)
-    build_pipeline(seed=1).save_pretrained(tmp_path / "other")
-    flags |= {"resume": str(newest(short))}
-    with pytest.raises(InputError, match="holds other weights, such as frozen ones: keep its --model"):
-        run_ddpo(str(tmp_path / "other"), tmp_path / "more", **flags)
-    _, more = run_ddpo(tiny, tmp_path / "more", **flags)
+    _, more = run_ddpo(tiny, tmp_path / "more", resume=str(newest(short)), **flags)
     assert log(more) == log(straight)[-1:] and equal(unet(more / "hf_model"), unet(straight / "hf_model"))
     assert state(more)["rewards"] == state(straight)["rewards"]
 
@@ -326,62 +284,20 @@ def test_adapters_go_on(build_pipeline, tiny, tmp_path):
 # ---- Numbers that are not finite -------------------------------------------------------------------------------------
 
 
-def intact(run):
-    """The newest checkpoint is that of the first epoch, and finite, and there is no export."""
-    assert newest(run).name == "step_00000002" and not (run / "hf_model").exists()
-    assert all(weight.isfinite().all() for weight in weights(newest(run)).values())
-
-
-@pytest.mark.parametrize("spoilt", [3, 4])
 @pytest.mark.case(33, "ddpo")
-def test_weights_that_are_not_finite_are_never_saved(monkeypatch, tiny, tmp_path, spoilt):
-    """A step that spoils a weight, the first of an epoch or its last one: no checkpoint and no export holds it."""
+def test_weights_that_are_not_finite_are_never_saved(monkeypatch, tiny, tmp_path):
+    """The last step of an epoch spoils a weight: no checkpoint and no export holds it."""
     step = torch.optim.AdamW.step
     steps = []
 
     def spoil(self, *args):
         steps.append(1)
         step(self, *args)
-        if len(steps) == spoilt:
+        if len(steps) == 4:
             self.param_groups[0]["params"][0].data.view(-1)[0] = math.nan
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
-    sentence = {3: "gradient norm nan", 4: "step 4: a weight is not finite"}[spoilt]
-    with pytest.raises(FloatingPointError, match=sentence):
+    with pytest.raises(FloatingPointError, match="step 4: a weight is not finite"):
         run_ddpo(tiny, tmp_path / "run", save_every=1)
-    intact(tmp_path / "run")
-
-
-@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
-@pytest.mark.case(36, "ddpo")
-def test_weights_that_are_not_finite_are_told_by_the_first_image(build_pipeline, tmp_path, part):
-    """Before the reward sees it. The last weight of each part is used by every image."""
-    pipeline = build_pipeline()
-    *_, weight = getattr(pipeline, part).parameters()
-    weight.data[0] = math.nan
-
-    def reward(images):
-        pytest.fail("it was called")
-
-    with pytest.raises(FloatingPointError, match=f"the image of {ROWS[0]['prompt']!r} is not finite"):
-        run_ddpo(pipeline, tmp_path / "run", reward=reward, eval_every=2)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.case(35, "ddpo")
-def test_images_that_are_not_finite_stop_the_run(monkeypatch, tiny, tmp_path):
-    """Here the fifth of the second epoch."""
-    denoise = ddpo.denoise
-    calls = []
-
-    def broken(*args):
-        latents, logprobs = denoise(*args)
-        calls.append(1)
-        if len(calls) == 5:  # of three an epoch
-            latents[1, -1, 0, 0, 0] = math.nan
-        return latents, logprobs
-
-    monkeypatch.setattr(ddpo, "denoise", broken)
-    with pytest.raises(FloatingPointError, match=f"the image of {drawn(ROWS, 2)[4]!r} is not finite"):
-        run_ddpo(tiny, tmp_path / "run", save_every=1, decode_batch_size=3)
-    intact(tmp_path / "run")
+    assert newest(tmp_path / "run").name == "step_00000002" and not (tmp_path / "run/hf_model").exists()
+    assert all(weight.isfinite().all() for weight in weights(newest(tmp_path / "run")).values())

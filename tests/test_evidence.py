@@ -87,14 +87,23 @@ def test_collected_runs_take_their_place(tmp_path, monkeypatch):
 
 
 def test_other_code_than_that_of_the_table_of_faults_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(check, "FAULTS_RAN", str(tmp_path / "ran_on.json"))
+    """Scripts, common/ and the words of the cases are code; how many tests a case has is not."""
+    for name in ("algos/x.py", "common/x.py", "tests/cases.py", "benchmarks/faults/cases.csv"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("before\n")
+    monkeypatch.setattr(check, "ROOT", tmp_path)
     monkeypatch.setattr(check.planted, "older", lambda: [3, 7])
     check.faults_ran()
     [bugs] = check.older_code()
     assert "planted bugs 3 7" in bugs
-    monkeypatch.setattr(check, "code_digest", lambda: "another")
-    faults, _ = check.older_code()
-    assert "the whole table of faults" in faults
+    (tmp_path / "benchmarks/faults/cases.csv").write_text("after\n")
+    assert list(check.older_code()) == [bugs]
+    for name in ("algos/x.py", "common/x.py", "tests/cases.py"):
+        (tmp_path / name).write_text("after\n")
+        faults, _ = check.older_code()
+        assert "the whole table of faults" in faults
+        (tmp_path / name).write_text("before\n")
+    assert list(check.older_code()) == [bugs]
 
 
 def test_paired_interval_by_hand():
@@ -147,7 +156,7 @@ def test_only_changed_code_makes_a_run_dirty():
     "claim, variant, expected",
     [
         ("chain-randomwalks", "ppo", ["sft", "reward", "ppo"]),
-        ("ppo-randomwalks", "reward-model", ["classifier", "reward-model"]),
+        ("overoptimisation-randomwalks", "pairs-100-kl-0.05", ["reward-100", "pairs-100-kl-0.05"]),
         ("ppo-randomwalks", "lora", ["lora"]),
     ],
 )

@@ -159,7 +159,7 @@ def test_killed_before_each_change_of_a_file(algo, part, states, scripts, work, 
 @pytest.mark.case(2)
 @pytest.mark.parametrize("algo", ["ppo", pytest.param("sft", marks=pytest.mark.slow)])
 def test_killed_while_a_checkpoint_is_written(algo, states, scripts, work, whole, tmp_path):
-    """The sample of the default run: every third state on the way from the second checkpoint to the third; and in
+    """The sample of the default run: every sixth state on the way from the second checkpoint to the third; and in
     every state of the whole run the newest checkpoint is whole, or there was none yet."""
     steps = []
     for state in states(algo):
@@ -171,7 +171,7 @@ def test_killed_while_a_checkpoint_is_written(algo, states, scripts, work, whole
     third = sorted(set(steps))[3]
     write = [state for state in states(algo)[: steps.index(third) + 8] if any(state.rglob(f".tmp-step_*{third}-*"))]
     assert len(write) > 8
-    for state in write[::3]:
+    for state in write[::6]:
         continued(state, algo, scripts, work, whole, tmp_path / state.name)
 
 
@@ -298,7 +298,7 @@ def found(*args):
 s.stream_rows, c.newest_checkpoint = shifted, found""",
     "the lines of lost steps": "import common.logging\ncommon.logging.keep_lines = lambda path, step: None",
 }
-OWN_STATE = {"ppo": {"kl_coef": 0.05, "moments": [0, 0.0, 0.0]}, "grpo": {"prompts": 0}, "ddpo": {"rewards": {}}}
+OWN_STATE = {"ppo": {"kl_coef": 0.05, "moments": [0, 0.0, 0.0]}, "ddpo": {"rewards": {}}}
 for algo, scalars in OWN_STATE.items():
     for key, value in scalars.items():
         FORGET[f"{key} of {algo}"] = f"""

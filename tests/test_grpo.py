@@ -10,7 +10,6 @@ import math
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from helpers import NAN, close, log, random, recorded, same_run, tensor
 from test_invariants import PROMPTS, adamw, slow_step, vowels, weights
@@ -55,11 +54,6 @@ def run_grpo(model, run_dir, **flags):
     return grpo.main(grpo.Args(model=model, run_dir=str(run_dir), **settings | flags))
 
 
-def same_runs(a, b):
-    """(metrics, run_dir) of two runs."""
-    same_run(a[1], b[1])
-
-
 @pytest.fixture(scope="module")
 def ref_dir(tmp_path_factory, build_model):
     """A reference that is another model than the policy."""
@@ -75,46 +69,10 @@ def plain(tiny_dirs, tmp_path_factory):
     return run_grpo(tiny_dirs["gpt2"], tmp_path_factory.mktemp("plain") / "run")
 
 
-@pytest.fixture(scope="module")
-def plain_kl(tiny_dirs, ref_dir, tmp_path_factory):
-    """The same with a reference, three steps an iteration, twice."""
-    folder = tmp_path_factory.mktemp("plain_kl")
-    return run_grpo(tiny_dirs["gpt2"], folder / "run", ref_model=ref_dir, **MANY_STEPS)
-
-
 MANY_STEPS = {"batch_size": 7, "micro_batch_size": 7, "ppo_epochs": 2, "kl_coef": 0.3}
 
 
 # ---- Advantages ------------------------------------------------------------------------------------------------------
-
-
-def slow_advantages(scores, group_size, kind):
-    """One group and one episode after the other, from a list of numbers."""
-    advantages = []
-    for begin in range(0, len(scores), group_size):
-        group = scores[begin : begin + group_size]
-        mean = sum(group) / len(group)
-        variance = sum((score - mean) ** 2 for score in group) / (len(group) - 1)
-        for place, score in enumerate(group):
-            others = group[:place] + group[place + 1 :]
-            if len(set(group)) == 1:
-                advantages.append(0.0)
-            elif kind == "std":
-                advantages.append((score - mean) / (math.sqrt(variance) + 1e-4))
-            elif kind == "mean":
-                advantages.append(score - mean)
-            else:
-                advantages.append(score - sum(others) / len(others))
-    return advantages
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("groups", "size"), [(7, 3), (5, 11), (1, 2)])
-def test_advantages_are_the_slow_definition(groups, size, kind):
-    scores = random(groups * size) * 2 + 3
-    before = scores.clone()
-    close(grpo.group_advantages(scores, size, kind), slow_advantages(scores.tolist(), size, kind))
-    assert torch.equal(scores, before)
 
 
 def test_advantages_by_hand():
@@ -129,24 +87,21 @@ def test_advantages_by_hand():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, 3, 7])
-def test_a_group_of_equal_scores_is_exactly_zero(size, kind):
+def test_a_group_of_equal_scores_is_exactly_zero(kind):
     """Also where the mean is rounded, as that of three times 0.1 is."""
     rounded = torch.full((1, 3), 0.1, dtype=torch.float64)
     assert (rounded - rounded.mean(1, keepdim=True)).any()
-    values = [0.1, 1 / 3, -0.7, 1e8 + 0.1, 0.0]
-    scores = torch.tensor(values, dtype=torch.float64).repeat_interleave(size)
-    assert not grpo.group_advantages(scores, size, kind).any()
-    mixed = torch.cat([scores, random(size)])
-    assert grpo.group_advantages(mixed, size, kind).count_nonzero() == size
+    scores = tensor(0.1, 1 / 3, -0.7, 1e8 + 0.1, 0.0).repeat_interleave(3)
+    assert not grpo.group_advantages(scores, 3, kind).any()
+    mixed = torch.cat([scores, random(3)])
+    assert grpo.group_advantages(mixed, 3, kind).count_nonzero() == 3
 
 
-@pytest.mark.parametrize("kind", ["", "Std", "rloo"])
-def test_kinds_that_there_are_not(kind):
-    with pytest.raises(ValueError, match=f"there is no advantage {kind!r}"):
-        grpo.group_advantages(random(6), 3, kind)
-    with pytest.raises(ValueError, match=f"there is no mean {kind!r}"):
-        grpo.token_weights(torch.tensor([1, 2]), kind, 7)
+def test_kinds_that_there_are_not():
+    with pytest.raises(ValueError, match="there is no advantage 'rloo'"):
+        grpo.group_advantages(random(6), 3, "rloo")
+    with pytest.raises(ValueError, match="there is no mean ''"):
+        grpo.token_weights(torch.tensor([1, 2]), "", 7)
 
 
 # ---- Loss ------------------------------------------------------------------------------------------------------------
@@ -162,25 +117,6 @@ def test_loss_by_hand():
     close(loss, [-2.6, -2.5, -1.0, 3.0, 1.6, 1.6, -3.0, 3.0])
     loss.sum().backward()
     close(new.grad, [0.0, -2.5, -1.0, 3.0, 0.0, 0.0, -3.0, 3.0])
-
-
-def slow_loss(new, old, advantage, low, high):
-    ratio = math.exp(new - old)
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    return -min(advantage * ratio, advantage * clipped)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.4), (0.0, 0.0)])
-def test_loss_is_the_slow_definition(low, high):
-    new = random(B, R) / 2
-    old = random(B, R, seed=1) / 2
-    advantages = random(B, 1, seed=2)
-    loss = grpo.grpo_loss(new, old, advantages, low, high)
-    for b, t in itertools.product(range(B), range(R)):
-        expected = slow_loss(new[b, t].item(), old[b, t].item(), advantages[b, 0].item(), low, high)
-        assert loss[b, t].item() == pytest.approx(expected, rel=1e-12)
-    if low == high:
-        assert torch.equal(loss, ppo.policy_loss(new, old, advantages, low))
 
 
 def test_sequence_means_are_the_slow_definition():
@@ -346,6 +282,11 @@ def test_advantages_are_those_of_trl():
 # ---- A micro-batch ---------------------------------------------------------------------------------------------------
 
 
+def slow_loss(ratio, advantage, low, high):
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    return -min(advantage * ratio, advantage * clipped)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
     """Of the tokens that have an advantage; KLs, and losses, of all."""
@@ -365,7 +306,7 @@ def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
             ratio = math.exp(log_ratio)
             x = (NEW[b, t] - REF[b, t]).item()
             old_x = (OLD[b, t] - REF[b, t]).item()
-            expected["loss/policy"] += slow_loss(log_ratio, 0, a, 0.1, 0.3) / (B * length)
+            expected["loss/policy"] += slow_loss(ratio, a, 0.1, 0.3) / (B * length)
             expected["loss/kl"] += (math.exp(-x) - 1 + x) / (B * length)
             expected["objective/kl"] += old_x
             expected["objective/kl_k3"] += math.exp(-old_x) - 1 + old_x
@@ -382,14 +323,12 @@ def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
 # ---- The first step --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss_mean", ["sequence", "token", "constant"])
-def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir, tmp_path, loss_mean):
+def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir, tmp_path):
     """Exactly one, of all tokens of all iterations: the update's own log-probabilities are compared with themselves."""
     rollouts = recorded(monkeypatch, grpo, "rollout")
     scored = recorded(monkeypatch, grpo, "all_logprobs")
     micro = recorded(monkeypatch, grpo, "losses")
-    flags = {"loss_mean": loss_mean, "micro_batch_size": 5}
-    _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **flags)
+    _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", loss_mean="token", micro_batch_size=5)
     assert not scored
     assert len(micro) == 2 * 3  # 15 of 21 rows have an advantage
     for record, (_, batch) in zip(log(run_dir), rollouts, strict=True):
@@ -397,51 +336,30 @@ def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir,
         assert record["policy/clipfrac"] == record["policy/approxkl"] == 0
         assert record.keys().isdisjoint(["objective/kl", "loss/kl"])
         assert record["loss/total"] == record["loss/policy"]
-        lengths = batch.response_mask.sum(1).tolist()
-        divisors = {
-            "sequence": [21 * length for length in lengths],
-            "token": [sum(lengths)] * 21,
-            "constant": [21 * 11] * 21,
-        }
-        terms = zip(batch.advantages.tolist(), lengths, divisors[loss_mean], strict=True)
-        expected = -sum(a * length / divisor for a, length, divisor in terms)
-        assert record["loss/policy"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        assert (abs(expected) > 1e-3) == (loss_mean != "sequence")
+        lengths = batch.response_mask.sum(1)
+        expected = -(batch.advantages * lengths).sum().item() / lengths.sum().item()
+        assert record["loss/policy"] == pytest.approx(expected, rel=1e-9)
+        assert abs(expected) > 1e-3
         assert record["groups/equal"] == pytest.approx(2 / 7)
 
 
-def test_the_run_that_is_compared_has_something_to_compare(plain, plain_kl, gpt2_dir):
-    before = safetensors.torch.load_file(f"{gpt2_dir}/model.safetensors")
-    for _, run_dir in (plain, plain_kl):
-        after = weights(run_dir)
-        for name, weight in before.items():
-            if "attn.bias" not in name:
-                assert (after[f"model.{name}"] - weight).abs().max() > 1e-3, name
-    assert 0 < plain[0]["tokens/eos_rate"] < 1
-    assert plain_kl[0]["policy/clipfrac"] > 0 and plain_kl[0]["loss/kl"] > 0.01
-
-
 def test_with_more_steps_the_ratio_is_one_at_the_first_of_each_iteration(monkeypatch, gpt2_dir, tmp_path):
-    """So what was stored is what the update's function says of the policy of that iteration."""
+    """So what was stored is what the update's function says of the policy of that iteration. The KL to the reference,
+    a copy of the policy, is zero in the first."""
     micro = recorded(monkeypatch, grpo, "losses")
-    run_grpo(gpt2_dir, tmp_path / "run", batch_size=7, micro_batch_size=2, kl_coef=0.1)
-    deviations = []
-    for _, (_, terms) in micro:
-        deviations.append(terms["token", "policy/approxkl"].item())
-    assert len(deviations) == 2 * 3 * 4  # iterations, steps, micro-batches
-    first = deviations[:4] + deviations[12:16]
-    assert max(first) < 1e-20
-    assert min(deviations[4:12]) >= 0 and sorted(deviations[4:12])[2] > 1e-5
+    _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", ppo_epochs=2, micro_batch_size=6, kl_coef=0.1)
+    deviations = [terms["token", "policy/approxkl"].item() for _, (_, terms) in micro]
+    assert len(deviations) == 2 * 2 * 4  # iterations, steps, micro-batches
+    assert max(deviations[:4] + deviations[8:12]) < 1e-20
+    assert min(deviations[4:8]) > 1e-5
     for (_, episodes, *_), _ in micro:
         assert episodes.logprobs is not None
-
-
-def test_the_kl_to_the_copy_at_the_start_is_zero(gpt2_dir, tmp_path):
-    _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", kl_coef=0.1)
-    first, second = log(run_dir)
-    for name in ("objective/kl", "objective/kl_k3", "loss/kl"):
-        assert abs(first[name]) < 1e-12
-    assert second["objective/kl_k3"] > 1e-3 and second["loss/kl"] > 1e-4
+    kls = [terms["step", "loss/kl"].item() for _, (_, terms) in micro]
+    assert max(map(abs, kls[:4])) < 1e-12 and min(kls[8:]) > 1e-6
+    records = log(run_dir)
+    for name in ("objective/kl", "objective/kl_k3"):
+        assert abs(records[0][name]) < 1e-12
+    assert records[1]["objective/kl_k3"] > 1e-3
 
 
 # ---- Whole updates ---------------------------------------------------------------------------------------------------
@@ -452,6 +370,26 @@ SLOW_UPDATES = [
     ("constant", "token", "loo", 0.3),
     ("sequence", "sequence", "std", 0.3),
 ]
+
+
+def slow_advantages(scores, group_size, kind):
+    """One group and one episode after the other, from a list of numbers."""
+    advantages = []
+    for begin in range(0, len(scores), group_size):
+        group = scores[begin : begin + group_size]
+        mean = sum(group) / len(group)
+        variance = sum((score - mean) ** 2 for score in group) / (len(group) - 1)
+        for place, score in enumerate(group):
+            others = group[:place] + group[place + 1 :]
+            if len(set(group)) == 1:
+                advantages.append(0.0)
+            elif kind == "std":
+                advantages.append((score - mean) / (math.sqrt(variance) + 1e-4))
+            elif kind == "mean":
+                advantages.append(score - mean)
+            else:
+                advantages.append(score - sum(others) / len(others))
+    return advantages
 
 
 @pytest.mark.parametrize(("loss_mean", "level", "kind", "beta"), SLOW_UPDATES)
@@ -469,8 +407,8 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
     responses = kept_ids(batch.response, batch.response_mask)
     scores = batch.scores.tolist()
     advantages = slow_advantages(scores, G, kind)
-    model, _ = load_model(grpo.Args(dtype="float64", model="m", dataset="d", reward="r"), gpt2_dir)
-    ref, _ = load_model(grpo.Args(dtype="float64", model="m", dataset="d", reward="r"), ref_dir)
+    model, _ = load_model(args_of(dtype="float64"), gpt2_dir)
+    ref, _ = load_model(args_of(dtype="float64"), ref_dir)
 
     def logprobs_of(lm, row):
         """Without padding, token by token."""
@@ -524,19 +462,18 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
     assert metrics["policy/clipfrac"] > 0.05
 
 
-@pytest.mark.parametrize(("loss_mean", "batch_size"), [("sequence", 21), ("token", 7), ("constant", 7)])
-def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_path, loss_mean, batch_size):
-    flags = {"loss_mean": loss_mean, "batch_size": batch_size, "micro_batch_size": 5}
+def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_path):
+    flags = {"loss_mean": "token", "batch_size": 7, "micro_batch_size": 5}
     micro = recorded(monkeypatch, grpo, "losses")
     rollouts = recorded(monkeypatch, grpo, "rollout")
-    short = run_grpo(gpt2_dir, tmp_path / "short", **flags)
+    run_grpo(gpt2_dir, tmp_path / "short", **flags)
     rows = sum(len(episodes.query) for (_, episodes, *_), _ in micro)
     assert rows == sum(int(batch.advantages.count_nonzero()) for _, batch in rollouts) <= 2 * 15
     monkeypatch.setattr(grpo, "with_gradient", lambda rows, advantages, processes: rows)
     micro.clear()
-    whole = run_grpo(gpt2_dir, tmp_path / "whole", **flags)
+    run_grpo(gpt2_dir, tmp_path / "whole", **flags)
     assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
-    same_runs(short, whole)
+    same_run(tmp_path / "short", tmp_path / "whole")
 
 
 def test_rows_without_an_advantage_stay_where_there_is_a_kl(monkeypatch, gpt2_dir, tmp_path):
@@ -545,38 +482,18 @@ def test_rows_without_an_advantage_stay_where_there_is_a_kl(monkeypatch, gpt2_di
     assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
 
 
-def test_what_is_at_masked_positions_changes_nothing(monkeypatch, plain_kl, gpt2_dir, ref_dir, tmp_path):
-    """NaN in place of log-probabilities; other ids are in test_layout.py."""
-    score = grpo.all_logprobs
-    masked = []
-
-    def dirty_score(accelerator, model, batch, args):
-        masked.append(int((~batch.response_mask).sum()))
-        return torch.where(batch.response_mask, score(accelerator, model, batch, args), NAN)
-
-    monkeypatch.setattr(grpo, "all_logprobs", dirty_score)
-    same_runs(run_grpo(gpt2_dir, tmp_path / "kl", ref_model=ref_dir, **MANY_STEPS), plain_kl)
-    assert len(masked) == 4
-    assert min(masked) > 21
-
-
 def test_with_one_step_ratios_of_sequences_are_those_of_tokens(plain, gpt2_dir, tmp_path):
     """Both are 1, and the gradient of a mean over a response that all its tokens have is that of the tokens."""
-    found = run_grpo(gpt2_dir, tmp_path / "run", ratio_level="sequence", cliprange=3e-4, cliprange_high=4e-4)
-    same_runs(found, plain)
-
-
-# ---- The reference ---------------------------------------------------------------------------------------------------
+    run_grpo(gpt2_dir, tmp_path / "run", ratio_level="sequence", cliprange=3e-4, cliprange_high=4e-4)
+    same_run(tmp_path / "run", plain[1])
 
 
 def test_without_a_kl_there_is_no_reference(monkeypatch, plain, gpt2_dir, tmp_path):
     """Neither loaded nor copied nor asked."""
     for name in ("make_reference", "kl_k3"):
         monkeypatch.delattr(grpo, name)
-    metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run")
+    metrics, _ = run_grpo(gpt2_dir, tmp_path / "run")
     assert metrics == plain[0]
-    expected = weights(plain[1])
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(run_dir).items())
 
 
 # ---- Groups ----------------------------------------------------------------------------------------------------------
@@ -587,9 +504,9 @@ def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
     micro = recorded(monkeypatch, grpo, "losses")
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", reward=constant)
     assert [len(episodes.query) for (_, episodes, *_), _ in micro] == [1, 1]
-    before = safetensors.torch.load_file(f"{gpt2_dir}/model.safetensors")
+    before, _ = load_model(args_of(dtype="float64"), gpt2_dir)
     after = weights(run_dir)
-    assert all(torch.equal(after[f"model.{name}"], weight.double()) for name, weight in before.items())
+    assert all(torch.equal(after[f"model.{name}"], weight) for name, weight in before.named_parameters())
     assert metrics["groups/equal"] == 1 and metrics["optim/grad_norm"] == 0
     assert metrics["loss/total"] == 0 and "policy/ratio" not in metrics
     assert capsys.readouterr().out.count(grpo.ALL_EQUAL) == 1
@@ -621,46 +538,27 @@ def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
         assert len({*zip(numbers, map(tuple, responses), strict=True)}) > 5 + 3
 
 
-def test_lists_of_a_number_per_token_are_summed(monkeypatch, gpt2_dir, tmp_path):
-    def mixed(output_ids, **columns):
-        scores = []
-        for row, ids in enumerate(output_ids):
-            scores.append([i + 0.5 for i in ids] if row % 2 else 7)
-        return scores
-
-    rollouts = recorded(monkeypatch, grpo, "rollout")
-    run_grpo(gpt2_dir, tmp_path / "run", reward=mixed, total_episodes=21)
-    [(_, batch)] = rollouts
-    responses = kept_ids(batch.response, batch.response_mask)
-    assert max(map(len, responses)) > 1
-    for row, (ids, score) in enumerate(zip(responses, batch.scores.tolist(), strict=True)):
-        expected = sum(ids) + 0.5 * len(ids) if row % 2 else 7
-        assert score == pytest.approx(expected)
-
-
 def test_a_prompt_that_comes_again_gets_other_responses(monkeypatch, gpt2_dir, tmp_path):
-    """One prompt, no learning: what differs between two groups is their draws."""
+    """One prompt, no learning: what differs between two iterations is their draws."""
     rollouts = recorded(monkeypatch, grpo, "rollout")
     run_grpo(gpt2_dir, tmp_path / "run", dataset=[{"prompt": "cde"}], reward=constant)
-    texts = [kept_ids(batch.response, batch.response_mask) for _, batch in rollouts]
-    for one, two in itertools.combinations(texts, 2):
-        equal = sum(a == b for a, b in zip(one, two, strict=True))
-        assert equal < 7
+    one, two = (kept_ids(batch.response, batch.response_mask) for _, batch in rollouts)
+    assert sum(a == b for a, b in zip(one, two, strict=True)) < 7
 
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
 
 
 def test_it_learns(tmp_path):
-    """Mean optimality of walks before and after 6 steps of 256 episodes."""
+    """Mean optimality of the walks of 3 steps of 256 episodes."""
     walks = "benchmarks/tasks/randomwalks.py"
     flags = {
-        "model": f"{walks}:base_model", "dataset": f"{walks}:prompts", "eval_dataset": f"{walks}:eval_prompts",
-        "reward": f"{walks}:reward", "metric": f"{walks}:metric", "total_episodes": 1536, "batch_size": 256,
-        "rollout_batch_size": 256, "micro_batch_size": 128, "max_new_tokens": 9, "lr": 6e-4, "kl_coef": 0.0,
-        "adam_betas": (0.9, 0.95), "attn_implementation": "eager", "eval_every": 1000, "save_every": 0, "threads": 1,
+        "model": f"{walks}:base_model", "dataset": f"{walks}:prompts", "reward": f"{walks}:reward",
+        "total_episodes": 768, "batch_size": 256, "rollout_batch_size": 256, "micro_batch_size": 128,
+        "max_new_tokens": 9, "lr": 6e-4, "kl_coef": 0.0, "adam_betas": (0.9, 0.95), "attn_implementation": "eager",
+        "eval_every": 0, "save_every": 0, "threads": 1,
     }  # fmt: skip
     _, run_dir = grpo.main(grpo.Args(run_dir=str(tmp_path / "run"), **flags))
-    before, after = [record["eval/optimality"] for record in log(run_dir) if "eval/optimality" in record]
-    assert abs(before - 0.33) < 0.05  # that of the data
-    assert after > 0.8
+    scores = [record["objective/scores"] for record in log(run_dir)]
+    assert abs(scores[0] - 0.33) < 0.05  # that of the data
+    assert scores[-1] > 0.8

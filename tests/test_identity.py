@@ -4,13 +4,16 @@ What can change the result gives another hash. What cannot gives the same, in an
 """
 
 import functools
+import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -24,7 +27,7 @@ from test_adapters import run
 from algos import ppo, sft
 from benchmarks.tasks import randomwalks
 from common.cli import InputError
-from common.identity import UNKNOWN, describe, differences, files_of_flag, identity, with_imports
+from common.identity import UNKNOWN, describe, differences, files_of_flag, identity, nearly_the_same, with_imports
 
 
 def hash_of(**flags):
@@ -66,7 +69,7 @@ def tree(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text))
     yield tmp_path
-    for name in ("reward", "beside", "package"):
+    for name in ("reward", "rewards", "beside", "package"):
         for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
             del sys.modules[module]
 
@@ -75,8 +78,8 @@ def test_the_files_that_a_file_imports(tree):
     """In functions, relative, and through others and back; not Python's, installed ones, common/ or what is beside."""
     expected = {tree / name for name in USER_TREE if name not in NOT_IMPORTED}
     assert set(with_imports(tree / "reward.py")) == expected
-    embedded = [ROOT / f"benchmarks/tasks/{name}.py" for name in ("randomwalks_reward", "randomwalks")]
-    assert with_imports(embedded[0]) == embedded
+    embedded = ROOT / "benchmarks/tasks/randomwalks.py"
+    assert with_imports(embedded) == [embedded]
 
 
 def test_a_changed_import_is_another_run(tree):
@@ -100,6 +103,60 @@ def test_a_changed_import_of_a_copied_script_is_another_run(tree):
     assert before["hash"] != after["hash"] and before["files"]["script"] == after["files"]["script"]
     (tree / "other.py").write_text("W = 4\n")
     assert identity("ppo", args, script) == after
+
+
+@pytest.mark.parametrize("name", ["ppo.py", "common/seeding.py", "common/new.py"])
+def test_a_changed_byte_of_the_code_is_another_run(name, tmp_path, monkeypatch):
+    """Of the script and of any module of common/, an added one, too; the error names the file."""
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    shutil.copy(ppo.__file__, tmp_path)
+    monkeypatch.setattr("common.identity.ROOT", tmp_path)
+    args = ppo.Args(model="gpt2", dataset=[{"prompt": "a"}], reward=len)
+    before = identity("ppo", args, tmp_path / "ppo.py")
+    with open(tmp_path / name, "ab") as file:
+        file.write(b"#")
+    after = identity("ppo", args, tmp_path / "ppo.py")
+    assert differences(before, after) == [f"{'the script' if name == 'ppo.py' else name} has changed"]
+    assert after["hash"] != before["hash"]
+
+
+NAMED = [  # flag, how it names a file, the file
+    ("dataset", "user.py:text:end=b", "user.py"),
+    ("eval_dataset", "a.jsonl, b.jsonl", "b.jsonl"),
+    ("eval_dataset", "user.py:rows:n=3,b=4,a.jsonl", "user.py"),
+    ("reward", "judge", "judge/model.safetensors"),
+    ("reward", "./judge:POSITIVE", "judge/config.json"),
+    ("judge", "user.py:rows:file=b.jsonl", "b.jsonl"),  # a flag that a copy adds
+    ("judge", ("a", "b.jsonl"), "b.jsonl"),
+    ("judge", Path("b.jsonl"), "b.jsonl"),
+    ("judge", ".", "b.jsonl"),
+]
+
+
+def test_a_changed_file_that_a_flag_names_is_another_run(tmp_path, monkeypatch):
+    """Runs in a directory and hidden files are no part of it."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("judge", "runs/x"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl", "user.py", "judge/model.safetensors", "judge/config.json"):
+        (tmp_path / name).write_text("0")
+
+    def hash_now(flag, value):
+        args = ppo.Args(model="gpt2", dataset=[{"prompt": "a"}], reward=len)
+        setattr(args, flag, value)
+        return identity("ppo", args, ppo.__file__)["hash"]
+
+    for flag, value, file in NAMED:
+        before = hash_now(flag, value)
+        (tmp_path / "runs/x/model.safetensors").write_text(file)
+        (tmp_path / ".hidden.json").write_text(file)
+        assert hash_now(flag, value) == before
+        with open(tmp_path / file, "a") as opened:
+            opened.write("0")
+        assert hash_now(flag, value) != before, value
+    before = hash_now("run_dir", "b.jsonl")
+    (tmp_path / "b.jsonl").write_text("1")
+    assert hash_now("run_dir", "b.jsonl") == before
 
 
 # ---- Objects ---------------------------------------------------------------------------------------------------------
@@ -232,19 +289,19 @@ for given in {given!r}:
 """
 
 
-def test_another_process_finds_the_same(tree):
+def test_another_process_finds_the_same(tree, monkeypatch):
     """With other addresses and another order of sets."""
     (tree / "rewards.py").write_text(REWARD)
     (tree / "random.py").unlink()
     given = ["score", "of_sets", "adding(1)", "Scorer(1)", "lazy", 'pair["first"]']
     program = PROGRAM.format(root=str(ROOT), tree=str(tree), given=given)
-    outputs = set()
-    for seed in "12":
-        env = {"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"}
-        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-        outputs.add(done.stdout)
-    (output,) = outputs
-    assert "unknown" not in output and len(set(output.splitlines())) == len(given)
+    env = {"PYTHONHASHSEED": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    monkeypatch.syspath_prepend(tree)
+    module = vars(importlib.import_module("rewards"))
+    found = [describe(eval(expression, module)) for expression in given]
+    assert found == done.stdout.splitlines()
+    assert "unknown" not in done.stdout and len(set(found)) == len(given)
 
 
 def objects(x):
@@ -293,28 +350,6 @@ def test_a_run_on_objects_that_are_not_hashed_needs_a_directory(gpt2_dir, build_
     assert hash_of(reward=Locked(1)) == hash_of(reward=Locked(1)) != hash_of(reward=Locked(2))
 
 
-def test_a_flag_that_a_copy_adds(tree):
-    """The file that it names counts, alone, among others or as an option; runs in a directory do not."""
-    (tree / "runs/x").mkdir(parents=True)
-    (tree / "model").mkdir()
-
-    def hash_now(value, name="judge"):
-        args = ppo.Args(model="gpt2", dataset=[{"prompt": "a"}], reward=len)
-        setattr(args, name, value)
-        return identity("ppo", args, ppo.__file__)["hash"]
-
-    values = ["notes.txt", "reward.py:score:file=notes.txt", "other.py,notes.txt", ("a", "notes.txt"), "."]
-    values.append(tree / "notes.txt")
-    before = [hash_now(value) for value in values]
-    neutral = hash_now("notes.txt", name="run_dir")
-    (tree / "runs/x/model.safetensors").write_text("1")
-    (tree / ".hidden.json").write_text("1")
-    assert before == [hash_now(value) for value in values]
-    (tree / "notes.txt").write_text("changed")
-    assert not set(before) & {hash_now(value) for value in values}
-    assert neutral == hash_now("notes.txt", name="run_dir")
-
-
 NEUTRAL = {"run_dir": "x", "name": "x", "resume": "never", "threads": 3, "save_every": 1, "keep_checkpoints": 1}
 NEUTRAL |= {"track": "wandb", "wandb_project": "x", "push_to_hub": "a/b", "check": True}
 NEUTRAL |= {"micro_batch_size": 1, "decode_batch_size": 1, "gradient_checkpointing": True}
@@ -323,8 +358,10 @@ NEUTRAL |= {"micro_batch_size": 1, "decode_batch_size": 1, "gradient_checkpointi
 def test_flags_that_do_not_change_the_result():
     before = hash_of()
     assert [name for name, value in NEUTRAL.items() if hash_of(**{name: value}) != before] == []
-    others = {"seed": 2, "eval_every": 1, "stop": (".",), "mixed_precision": "bf16"}
+    others = {"seed": 2, "eval_every": 1, "stop": (".",), "mixed_precision": "bf16", "num_layers_unfrozen": 1}
     assert [name for name, value in others.items() if hash_of(**{name: value}) == before] == []
+    packed, apart = (sft.Args(model="gpt2", dataset=[{"text": "a"}], packing=packing) for packing in (True, False))
+    assert identity("sft", packed, sft.__file__) == identity("sft", apart, sft.__file__)
 
 
 def test_a_difference_is_said_once_and_names_the_flag():
@@ -355,27 +392,22 @@ def test_a_longer_run_names_the_shorter_one(gpt2_dir, tmp_path, capsys):
     assert "nearly" not in capsys.readouterr().out
 
 
-def test_an_unfinished_run_whose_script_has_changed_is_named(gpt2_dir, tmp_path, capsys):
-    """It differs in one or two files, or has other code in more of them."""
+CODE = ["script", "common/cli.py", "common/rows.py"]
 
-    def begin(name):
-        run(sft, gpt2_dir, tmp_path / name, total_steps=2)
-        return capsys.readouterr().out
 
-    begin("old")
-    env = json.loads((tmp_path / "old/env.json").read_text())
-    for count, changed in enumerate(["script", "common/cli.py", "common/rows.py"], start=1):
-        env["files"][changed] = "other"
-        env["hash"] = changed
-        (tmp_path / "old/env.json").write_text(json.dumps(env))
-        assert "nearly" not in begin(f"finished {count}")  # that is another experiment
-        (tmp_path / "old/README.md").rename(tmp_path / "README.md")
-        line = f"{tmp_path}/old holds almost the same run (the script has changed"
-        line += "; common/cli.py has changed" * (count - 1)
-        line += f"); to continue it: --resume {tmp_path}/old\n"
-        out = begin(f"unfinished {count}")
-        assert (line in out) == (count < 3) == ("nearly" in out)
-        (tmp_path / "README.md").rename(tmp_path / "old/README.md")
+def test_an_unfinished_run_whose_script_has_changed_is_named(tmp_path):
+    """It differs in one or two files, or has other code in more of them. A finished one is another experiment."""
+    new = identity("ppo", ppo.Args(model="gpt2", dataset=[{"prompt": "a"}], reward=len), ppo.__file__)
+    (tmp_path / "old/checkpoints/step_00000002").mkdir(parents=True)
+    for count in (1, 2, 3):
+        files = new["files"] | dict.fromkeys(CODE[:count], "other")
+        (tmp_path / "old/env.json").write_text(json.dumps(new | {"files": files, "hash": "other"}))
+        what = "; ".join(["the script has changed", "common/cli.py has changed"][:count])
+        line = f"{tmp_path}/old holds nearly this run ({what}); to continue that one: --resume {tmp_path}/old"
+        assert nearly_the_same(tmp_path / "run", new) == (line if count < 3 else None)
+        (tmp_path / "old/README.md").touch()
+        assert nearly_the_same(tmp_path / "run", new) is None
+        (tmp_path / "old/README.md").unlink()
 
 
 def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
@@ -383,12 +415,11 @@ def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
     folder = tmp_path / "run"
     run(sft, gpt2_dir, folder, total_steps=4, save_every=1, keep_checkpoints=4)
     before = files(folder)
-    for total in (1, 2):
-        with pytest.raises(InputError, match="--resume .*step_00000002: nothing is left to train"):
-            run(sft, gpt2_dir, folder, total_steps=total, resume=str(folder / "checkpoints/step_00000002"))
-        with pytest.raises(InputError, match="--resume .*run: nothing is left to train"):
-            run(sft, gpt2_dir, tmp_path / "new", total_steps=total, resume=str(folder))
-        assert files(folder) == before and not (tmp_path / "new").exists()
+    with pytest.raises(InputError, match="--resume .*step_00000002: nothing is left to train"):
+        run(sft, gpt2_dir, folder, total_steps=2, resume=str(folder / "checkpoints/step_00000002"))
+    with pytest.raises(InputError, match="--resume .*run: nothing is left to train"):
+        run(sft, gpt2_dir, tmp_path / "new", total_steps=1, resume=str(folder))
+    assert files(folder) == before and not (tmp_path / "new").exists()
     run(sft, gpt2_dir, folder, total_steps=3, resume=str(folder / "checkpoints/step_00000002"))
     assert log(folder)[-1]["step"] == 3 and not (folder / "checkpoints/step_00000004").exists()
 

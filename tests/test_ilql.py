@@ -81,7 +81,6 @@ def test_the_weight_of_awac_is_clipped_and_a_constant(advantage, weight):
 def test_polyak_update_moves_by_alpha_times_the_difference():
     online = nn.Linear(3, 5, dtype=torch.float64)
     target = nn.Linear(3, 5, dtype=torch.float64)
-    online.weight.data = random(5, 3)
     online.bias.data.fill_(1.0)
     target.bias.data.fill_(3.0)
     before = target.weight.data.clone()
@@ -91,7 +90,6 @@ def test_polyak_update_moves_by_alpha_times_the_difference():
     ilql.polyak_update(target, online, 1.0)
     for one, other in zip(target.parameters(), online.parameters(), strict=True):
         assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
-    assert torch.equal(online.weight, random(5, 3))
     with pytest.raises(ValueError):
         ilql.polyak_update(nn.Sequential(target, nn.Linear(1, 1)), online, 0.1)
 
@@ -118,8 +116,10 @@ def slow_shaped(logits, q, v, beta, top_k=0, top_p=1.0, forbidden=()):
     return shaped
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (1, 1.0), (3, 1.0), (99, 1.0), (5, 0.6), (0, 1e-9)])
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "masked"),
+    [(0, 1.0, True), (1, 1.0, False), (3, 1.0, True), (99, 1.0, True), (5, 0.6, True), (0, 1e-9, False)],
+)
 def test_shape_logits_is_the_slow_definition(top_k, top_p, masked):
     logits = random(3, 5, V) * 2
     q = random(3, 5, V, seed=1)
@@ -426,26 +426,6 @@ def test_each_loss_trains_its_own_heads(build_model, name, expected):
     assert all(weight.grad is None for weight in policy.target_q_heads.parameters())
 
 
-@pytest.mark.parametrize(("processes", "size"), [(1, 2), (4, 1)])
-def test_evaluation_is_the_mean_over_all_actions(monkeypatch, build_model, processes, size):
-    """For any micro-batch and number of processes. All have as many forward passes, also where no row is left."""
-    passes = recorded(monkeypatch, ilql, "ilql_losses")
-    policy = make_policy(build_model("gpt2", torch.float64))
-    slow = slow_terms(policy, EPISODES[:5], settings())
-    parts = []
-
-    def reduce(sums):
-        parts.append(sums)
-        return sum(parts)
-
-    for rank in range(processes):  # the last process sees the sum of all
-        place = {"num_processes": processes, "process_index": rank, "device": torch.device("cpu"), "reduce": reduce}
-        args = settings(micro_batch_size=size)
-        found = ilql.evaluate_losses(SimpleNamespace(**place), policy, EPISODES[:5], args, PAD)
-    assert found == pytest.approx({name: slow[name].mean().item() for name in ["loss", *LOSSES]}, rel=1e-9)
-    assert len(passes) == (3 if processes == 1 else 4 * 2)
-
-
 # ---- Heads -----------------------------------------------------------------------------------------------------------
 
 
@@ -463,11 +443,9 @@ def test_heads_are_keyed_by_the_seed(build_model):
     assert not torch.equal(one["q_heads.0.0.weight"], one["q_heads.1.0.weight"])
 
 
-@pytest.mark.parametrize("two_qs", [True, False])
-def test_targets_start_as_copies_without_gradient(build_model, two_qs):
+def test_targets_start_as_copies_without_gradient(build_model):
     """In float32 beside weights of 16 bits."""
-    policy = ilql.PolicyWithQ(build_model("llama", torch.bfloat16), two_qs)
-    assert len(policy.q_heads) == 1 + two_qs
+    policy = ilql.PolicyWithQ(build_model("llama", torch.bfloat16))
     for online, target in zip(policy.q_heads.parameters(), policy.target_q_heads.parameters(), strict=True):
         assert torch.equal(online, target) and online.data_ptr() != target.data_ptr()
         assert online.requires_grad and not target.requires_grad and online.dtype == torch.float32
@@ -499,15 +477,10 @@ def test_heads_of_another_model_are_refused(build_model, tmp_path):
     file = tmp_path / ilql.HEADS_FILE
     wide = ilql.PolicyWithQ(build_model("gpt2", n_embd=20)).head_weights()
     one = ilql.PolicyWithQ(lm, two_qs=False).head_weights()
-    two = ilql.PolicyWithQ(lm).head_weights()
-    for weights, two_qs, reason in (
-        (wide, True, ""),
-        (one, True, "it is of --no-two-qs$"),
-        (two, False, "it is of --two-qs$"),
-    ):
+    for weights, reason in ((wide, ""), (one, "it is of --no-two-qs$")):
         safetensors.torch.save_file(weights, file)
         with pytest.raises(InputError, match=f"^{file} does not fit the model: {reason}"):
-            ilql.PolicyWithQ(lm, two_qs).load_heads(tmp_path)
+            ilql.PolicyWithQ(lm).load_heads(tmp_path)
     file.write_bytes(b"no safetensors")
     with pytest.raises(InputError, match=f"^{file} does not fit the model: "):
         ilql.PolicyWithQ(lm).load_heads(tmp_path)
@@ -552,13 +525,10 @@ def test_a_row_of_true_forbids_nothing(build_model):
     policy = make_policy(build_model("gpt2", torch.float64))
     mask = torch.zeros(25, 25, dtype=torch.bool)
     mask[5] = True
-    mask[1, 4] = True
     with policy.guided(2.0):
         expected = policy.lm(IDS).logits
     with policy.guided(2.0, logit_mask=mask):
-        found = policy.lm(IDS).logits
-    assert torch.equal(found[IDS != 1], expected[IDS != 1]) and (found[IDS == 1][:, 4] == -INF).all()
-    assert found[IDS == 1][:, :4].isfinite().all() and mask[5].all()
+        assert torch.equal(policy.lm(IDS).logits, expected)
 
 
 def hooks(lm):
@@ -590,8 +560,7 @@ def left_padded(prompts=PROMPTS):
     return query, torch.arange(width) >= width - torch.tensor([len(ids) for ids in prompts])[:, None]
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 6, "logit_mask": BIGRAMS}], ids=["plain", "filtered"])
-@pytest.mark.parametrize("beta", [0.0, 16.0])
+@pytest.mark.parametrize(("beta", "options"), [(0.0, {}), (16.0, {"top_k": 6, "logit_mask": BIGRAMS})])
 def test_greedy_generation_of_transformers_is_ours(build_model, beta, options):
     """Also alone: a row's neighbours and its padding do not count. Forbidden bigrams are not sampled."""
     policy = make_policy(build_model("llama", torch.float64))
@@ -611,30 +580,31 @@ def test_greedy_generation_of_transformers_is_ours(build_model, beta, options):
     assert bool(forbidden) == (not options)
 
 
-@pytest.mark.parametrize("mask", [BIGRAMS, BIGRAMS.numpy(), BIGRAMS.tolist()], ids=["tensor", "array", "lists"])
-def test_a_logit_mask_becomes_a_tensor(build_model, mask):
-    assert torch.equal(ilql.check_logit_mask(mask, build_model()), BIGRAMS)
+def test_a_logit_mask_becomes_a_tensor(build_model):
+    for mask in (BIGRAMS, BIGRAMS.numpy(), BIGRAMS.tolist()):
+        assert torch.equal(ilql.check_logit_mask(mask, build_model()), BIGRAMS)
     assert ilql.check_logit_mask(None, build_model()) is None
-
-
-@pytest.mark.parametrize("mask", [BIGRAMS[:, :-1], BIGRAMS.long(), BIGRAMS[0], [[True], [True, False]], "mask.pt"])
-def test_a_logit_mask_that_does_not_fit(build_model, mask):
-    with pytest.raises(InputError, match=r"^--logit-mask must be bool of shape \[25, 25\], the size of the model's"):
-        ilql.check_logit_mask(mask, build_model())
+    for mask in (BIGRAMS[:, :-1], BIGRAMS.long(), BIGRAMS[0], [[True], [True, False]], "mask.pt"):
+        with pytest.raises(
+            InputError, match=r"^--logit-mask must be bool of shape \[25, 25\], the size of the model's"
+        ):
+            ilql.check_logit_mask(mask, build_model())
 
 
 # ---- The best beta ---------------------------------------------------------------------------------------------------
 
-HEADLINES = [
-    ({"eval/a@beta=0": 5.0, "eval/b@beta=0": 9.0, "eval/a@beta=4": 7.0, "eval/b@beta=4": 8.0}, "eval/a@beta=4"),
-    ({"eval/a@beta=0": 7.0, "eval/a@beta=4": 2.0, "eval/a@beta=8": 7.0}, "eval/a@beta=0"),
-    ({"eval/a@beta=0": 1.0, "eval/a@beta=4": INF, "eval/a@beta=8": 0.5}, "eval/a@beta=0"),
-    ({"eval/a@beta=0": NAN, "eval/x/loss": 1.0, "losses/loss": 2.0}, "eval/x/loss"),
-    ({"eval/y/loss": 1.0, "losses/loss": 2.0}, "losses/loss"),
-]
 
-
-@pytest.mark.parametrize(("metrics", "expected"), HEADLINES, ids=["first metric", "ties", "infinite", "loss", "train"])
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({"eval/a@beta=0": 5, "eval/b@beta=0": 9, "eval/a@beta=4": 7, "eval/b@beta=4": 8}, "eval/a@beta=4"),
+        ({"eval/a@beta=0": 7, "eval/a@beta=4": 2, "eval/a@beta=8": 7}, "eval/a@beta=0"),
+        ({"eval/a@beta=0": 1, "eval/a@beta=4": INF, "eval/a@beta=8": 0.5}, "eval/a@beta=0"),
+        ({"eval/a@beta=0": NAN, "eval/x/loss": 1, "losses/loss": 2}, "eval/x/loss"),
+        ({"eval/y/loss": 1, "losses/loss": 2}, "losses/loss"),
+    ],
+    ids=["first metric", "ties", "infinite", "loss", "train"],
+)
 def test_headline(metrics, expected):
     assert ilql.headline(metrics, SimpleNamespace(eval_sets={"x": [], "y": []})) == expected
 

@@ -1,9 +1,8 @@
 """What must not change a result, and what must hold from the first step: `python -m pytest tests/test_invariants.py`
 
-Ratio 1 and KL 0 at the start; the same weights (to 1e-9, float64) for any content of the masked positions and with
-pad == eos (layouts are in tests/test_layout.py); updates by the slow definition; gradients clipped at every step; the
-end token trained. Most tests run the `main` of a script in-process on a tiny model, with a library function or one of
-the script's replaced to look inside.
+Ratio 1 and KL 0 at the start; updates and metrics by the slow definition; the same weights (to 1e-9, float64) with
+pad == eos (layouts are in tests/test_layout.py); an end token of id 0. Most tests run the `main` of a script in-process
+on a tiny model, with a library function or one of the script's replaced to look inside.
 """
 
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import EOS, NAN, PAD, log, pad_is_eos, recorded, same_run
+from helpers import EOS, PAD, log, pad_is_eos, recorded, same_run
 
 from algos import ppo, sft
 from common import seeding
@@ -69,9 +68,9 @@ def assert_same_result(a, b):
 # ---- PPO: the start --------------------------------------------------------------------------------------------------
 
 
-def start(accelerator, directory, tokenizer, dtype, **flags):
+def start(accelerator, directory, tokenizer, dtype):
     """A rollout of 7 prompts of different lengths by a tiny model, as main does it, in micro-batches of 3."""
-    flags |= {"model": directory, "dataset": PROMPTS, "reward": vowels, "tokenizer": tokenizer}
+    flags = {"model": directory, "dataset": PROMPTS, "reward": vowels, "tokenizer": tokenizer}
     args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, **flags)
     lm, tokenizer = load_model(args, directory)
     ref, _ = load_model(args, directory)
@@ -81,11 +80,14 @@ def start(accelerator, directory, tokenizer, dtype, **flags):
     return model, ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, vowels, 1, args)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
-def test_first_ratio_is_one_and_kl_zero(accelerator, letters, tiny_dir, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"),
+    [("gpt2", "float32", 1e-5), ("gpt2", "float64", 1e-12), ("llama", "float32", 1e-5), ("qwen3", "float64", 1e-12)],
+)
+def test_first_ratio_is_one_and_kl_zero(accelerator, letters, tiny_dirs, family, dtype, tolerance):
     """In training mode, rows in another order and in other micro-batches, at temperature 0.7, with pad == eos; the
     checkpoint of GPT-2 asks for dropout."""
-    model, batch = start(accelerator, tiny_dir, pad_is_eos(letters), dtype)
+    model, batch = start(accelerator, tiny_dirs[family], pad_is_eos(letters), dtype)
     kl = (batch.logprobs - batch.ref_logprobs)[batch.response_mask]
     assert len(kl) > 40
     assert kl.abs().max() < tolerance
@@ -117,72 +119,20 @@ def test_all_ratios_are_one_without_learning(monkeypatch, gpt2_dir, tmp_path):
         assert abs(metrics[name]) < 1e-12
 
 
-def test_the_end_token_counts_where_it_is_the_padding(accelerator, letters, gpt2_dir):
-    """Its log-probability gets a gradient, the score arrives on it, and what follows it gets neither."""
-    model, batch = start(accelerator, gpt2_dir, pad_is_eos(letters), "float64", seed=5)
-    _, plain = start(accelerator, gpt2_dir, None, "float64", seed=5)
-    assert torch.equal(batch.response_mask, plain.response_mask)
-    lengths = batch.response_mask.sum(1).tolist()
-    ended = [row for row in range(7) if batch.response[row, lengths[row] - 1] == EOS]
-    assert 0 < len(ended) < 7
-    assert batch.truncated.tolist() == [row not in ended for row in range(7)]
-    logprobs, _, _ = model(*batch.tokens(), temperature=0.7)
-    logprobs.retain_grad()
-    kept = logprobs[batch.response_mask]
-    ppo.policy_loss(kept, kept.detach(), torch.ones_like(kept), 0.2).sum().backward()
-    rewards = ppo.token_rewards(batch.raw_scores, torch.zeros_like(logprobs), batch.response_mask, 0.1)
-    for row in ended:
-        end = batch.response[row].tolist().index(EOS)
-        assert batch.response_mask[row].tolist() == [t <= end for t in range(batch.response.shape[1])]
-        assert logprobs.grad[row, end] == -1
-        assert not logprobs.grad[row, end + 1 :].any()
-        output = letters.decode(batch.response[row, :end], skip_special_tokens=True)
-        [score] = vowels([PROMPTS[row] + output], [output])
-        assert rewards[row, end] == pytest.approx(score)
-        assert rewards[row].count_nonzero() == 1
+# ---- PPO: updates ----------------------------------------------------------------------------------------------------
 
 
-# ---- PPO: what must not change the result ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def plain_ppo(tiny_dirs, tmp_path_factory):
-    """The run with which the others are compared."""
-    return run_ppo(tiny_dirs["gpt2"], tmp_path_factory.mktemp("ppo") / "run")
-
-
-def test_the_plain_run_is_worth_comparing(plain_ppo, gpt2_dir):
+def test_the_plain_run_is_worth_comparing(gpt2_dir, tmp_path):
+    """All weights move, and the reference does not."""
+    metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run")
     before = safetensors.torch.load_file(f"{gpt2_dir}/model.safetensors")
-    after = weights(plain_ppo[1])
+    after = weights(run_dir)
     for name, weight in before.items():
         assert "attn.bias" in name or (after[f"model.{name}"] - weight).abs().max() > 1e-3
-    metrics, _ = plain_ppo
     assert 0 < metrics["tokens/eos_rate"] < 1
     assert metrics["objective/kl"] > 0.01
     assert metrics["policy/clipfrac"] > 0
     assert metrics["val/clipfrac"] > 0
-
-
-def test_ppo_ignores_nan_in_masked_positions(monkeypatch, plain_ppo, gpt2_dir, tmp_path):
-    rollout = ppo.rollout
-    shape_scores = ppo.shape_scores
-    garbage = []
-
-    def dirty(*args):
-        batch = rollout(*args)
-        garbage.append(int((~batch.response_mask).sum()))
-        for name in ("logprobs", "values", "entropies", "ref_logprobs"):
-            setattr(batch, name, torch.where(batch.response_mask, getattr(batch, name), NAN))
-        return batch
-
-    def dirty_scores(scores, mask, *args):
-        scores, moments = shape_scores(scores, mask, *args)
-        return torch.where(mask, scores, NAN), moments
-
-    monkeypatch.setattr(ppo, "rollout", dirty)
-    monkeypatch.setattr(ppo, "shape_scores", dirty_scores)
-    assert_same_result(run_ppo(gpt2_dir, tmp_path / "run"), plain_ppo)
-    assert max(garbage) > 0
 
 
 def slow_targets(batch):
@@ -279,31 +229,11 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
 # ---- PPO: the loop ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.5, 0])
-def test_gradients_are_clipped_at_every_step(monkeypatch, gpt2_dir, tmp_path, max_grad_norm):
-    """TRL kept its parameters in an iterator that was empty from the second step on. 0: they are not clipped."""
-    norms = []
-    make_optimizer = ppo.make_optimizer
-
-    def watched(model, args):
-        optimizer = make_optimizer(model, args)
-
-        def measure(*_):
-            norms.append(torch.cat([w.grad.flatten() for w in model.parameters()]).norm().item())
-
-        optimizer.register_step_pre_hook(measure)
-        return optimizer
-
-    monkeypatch.setattr(ppo, "make_optimizer", watched)
-    _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", vf_coef=1e4, max_grad_norm=max_grad_norm)
-    logged = [record["optim/grad_norm"] for record in log(run_dir)]  # before the clip
-    assert min(logged) > 1
-    assert len(norms) == 8
-    if max_grad_norm:
-        assert norms == pytest.approx([0.5] * 8, rel=1e-5)
-    else:
-        assert min(norms) > 1
-        assert logged == pytest.approx([norms[3], norms[7]])
+def test_a_largest_norm_of_zero_clips_nothing(gpt2_dir, tmp_path):
+    for norm in (0, 1e9):
+        run_ppo(gpt2_dir, tmp_path / str(norm), max_grad_norm=norm)
+    assert log(tmp_path / "0") == log(tmp_path / "1000000000.0")
+    assert log(tmp_path / "0")[0]["optim/grad_norm"] > 1
 
 
 PER_TOKEN = "response logprobs values entropies ref_logprobs returns".split()
@@ -356,25 +286,12 @@ def test_the_kl_coefficient_moves_once_an_iteration(gpt2_dir, tmp_path):
     assert [record["objective/kl_coef"] for record in log(run_dir)] == pytest.approx([0.1 * 0.98**i for i in range(4)])
 
 
-# ---- The end token with id 0 -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def zero_eos():
-    """A tokenizer as Pythia's: the end token has id 0, there is no other special token, and no padding."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: i for i, token in enumerate(["<eos>", *"abcdefghijklmnopqrstu"])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-
-
-def test_ppo_with_an_end_token_of_id_zero(monkeypatch, zero_eos, gpt2_dir, tmp_path):
+def test_ppo_with_an_end_token_of_id_zero(monkeypatch, letters, gpt2_dir, tmp_path):
+    """As Pythia's, without a padding token."""
+    letters.eos_token = "a"
+    letters.pad_token = None
     rollouts = recorded(monkeypatch, ppo, "rollout")
-    _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", tokenizer=zero_eos, total_episodes=40)
+    _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", tokenizer=letters, total_episodes=40)
     for _, batch in rollouts:
         for ids, mask in zip(batch.response.tolist(), batch.response_mask.tolist(), strict=True):
             ends = [place for place, token in enumerate(ids) if token in (0, EOS)]  # the model's own, too
@@ -417,21 +334,19 @@ def test_sft_steps_are_the_slow_definition(letters, gpt2_dir, tmp_path):
         torch.testing.assert_close(after[f"model.{name}"], weight.detach(), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("size", [1, 3, 64])
+@pytest.mark.parametrize("size", [3, 64])
 def test_evaluation_is_the_mean_over_labels_for_any_micro_batch(accelerator, letters, build_model, size):
     model = build_model(dtype=torch.float64).to(accelerator.device)
     examples, _ = sft.encode_rows(ROWS, letters, 99, True, "--dataset")
     metrics = sft.evaluate_loss(accelerator, model, examples, SimpleNamespace(micro_batch_size=size), PAD)
-    rows = []
+    nll = []
     hits = []
     with torch.no_grad():
         for ids, labels in examples:
-            logits = model(torch.tensor([ids]).to(accelerator.device)).logits[0]
-            rows.append([])
+            logits = model(torch.tensor([ids])).logits[0]
             for t, label in enumerate(labels):
                 if label >= 0:
-                    rows[-1].append(-float(logits[t - 1].log_softmax(-1)[label]))
+                    nll.append(-float(logits[t - 1].log_softmax(-1)[label]))
                     hits.append(int(logits[t - 1].argmax()) == label)
-    loss = np.mean(sum(rows, []))
+    loss = np.mean(nll)
     assert metrics == pytest.approx({"loss": loss, "perplexity": np.exp(loss), "accuracy": np.mean(hits)}, rel=1e-9)
-    assert loss != pytest.approx(np.mean([np.mean(row) for row in rows]), rel=1e-3)

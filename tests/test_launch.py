@@ -3,26 +3,22 @@
 What a run makes of the machine: precision, threads, the limit of waiting, and what is said where memory runs out.
 """
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from harness import BIN, ROOT
+from helpers import log
 
 from algos import sft
 from common import launch, logging
 from common.cli import cli
 from common.launch import autocast_type, set_threads
 from common.logging import closes_run
-
-ROOT = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +27,9 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def python(code, **env):
-    """What a new process prints."""
-    command = [sys.executable, "-c", code]
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | env
+def printed(*command):
+    """What a command prints that ends well."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -61,21 +56,8 @@ def test_autocast_type(flag, launcher, dtype, gpu_has_bfloat16, expected):
     assert autocast_type(flag, launcher, dtype, gpu_has_bfloat16) == expected
 
 
-@pytest.fixture
-def fresh_accelerator():
-    """accelerate keeps the precision of the first run of a process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def run_args(**flags):
-    flags = {"mixed_precision": None, "dtype": "float32", "batch_size": 6} | flags
-    return SimpleNamespace(**flags)
-
-
 @pytest.mark.parametrize("use_cpu", ["true", "false"])
-def test_bf16_is_the_default_of_a_gpu_that_has_it(fresh_accelerator, monkeypatch, use_cpu):
+def test_bf16_is_the_default_of_a_gpu_that_has_it(monkeypatch, use_cpu):
     """torch is made to say that there is one; accelerate's device stays the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
@@ -87,7 +69,7 @@ def test_bf16_is_the_default_of_a_gpu_that_has_it(fresh_accelerator, monkeypatch
         return SimpleNamespace(device=torch.device("cpu"), num_processes=1, mixed_precision="", distributed_type="NO")
 
     monkeypatch.setattr(accelerate, "Accelerator", accelerator)
-    launch.launch(run_args())
+    launch.launch(SimpleNamespace(mixed_precision=None, dtype="float32", batch_size=6))
     assert (asked["cpu"], asked["mixed_precision"]) == ((True, "no") if use_cpu == "true" else (False, "bf16"))
 
 
@@ -102,7 +84,7 @@ def test_medium_precision_is_for_cpus_of_amd(vendor, monkeypatch):
     assert asked == (["medium"] if vendor == "AuthenticAMD" else [])
 
 
-# ---- Threads ---------------------------------------------------------------------------------------------------------
+# ---- Threads and processes -------------------------------------------------------------------------------------------
 
 
 def test_threads(monkeypatch):
@@ -120,30 +102,35 @@ def test_threads(monkeypatch):
     assert set_threads() == 1
 
 
-LAUNCHERS = {
-    "accelerate": (["accelerate", "launch", "--cpu"], 14),
-    "torchrun": (["torchrun", "--nproc_per_node=2"], 7),
-}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_threads_under_launchers(launcher, tmp_path):
-    """Both export OMP_NUM_THREADS=1: that one does not count, --threads does."""
+def test_threads_under_accelerate(tmp_path):
+    """It exports OMP_NUM_THREADS: that one does not count, --threads does."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os; os.sched_getaffinity = lambda pid: range(14)\n"
         "from common.launch import set_threads\n"
-        "used = set_threads(), set_threads(3)\n"
-        "print('exported', os.environ['OMP_NUM_THREADS'], 'used', *used, flush=True)"
+        "print('OMP_NUM_THREADS' in os.environ, set_threads(), set_threads(3))"
     )
-    (program, *options), share = LAUNCHERS[launcher]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([BIN / program, *options, script], capture_output=True, text=True, timeout=100, env=env)
-    assert done.returncode == 0, done.stderr
-    line = done.stdout.splitlines()[0]
-    assert line.startswith("exported ") and line.endswith(f"used {share} 3"), done.stdout
-    if launcher == "torchrun":
-        assert line.startswith("exported 1 ")
+    assert printed(BIN / "accelerate", "launch", "--cpu", script) == "True 14 3\n"
+
+
+def test_two_processes_of_torchrun(tmp_path):
+    """It exports OMP_NUM_THREADS=1, too. The process group waits as long as TIMEOUT says, and longer than NCCL's 10
+    minutes."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os; os.sched_getaffinity = lambda pid: range(14)\n"
+        "from types import SimpleNamespace as S; import torch; from common.launch import launch, set_threads\n"
+        "launch(S(mixed_precision=None, dtype='float32', batch_size=2))\n"
+        "group = torch.distributed.distributed_c10d._get_default_group()\n"
+        "backend = group._get_backend(torch.device('cpu'))\n"
+        "words = backend.name(), backend.options._timeout.total_seconds()\n"
+        "words += os.environ['OMP_NUM_THREADS'], set_threads(), set_threads(3)\n"
+        f"open(f'{tmp_path}/{{torch.distributed.get_rank()}}', 'w').write(' '.join(map(str, words)))"
+    )
+    printed(BIN / "torchrun", "--nproc_per_node=2", script)
+    for rank in "01":
+        assert (tmp_path / rank).read_text() == f"gloo {launch.TIMEOUT.total_seconds()} 1 7 3"
+    assert launch.TIMEOUT.total_seconds() > 3600
 
 
 def test_threads_before_functions_of_the_user(monkeypatch):
@@ -159,29 +146,6 @@ def test_threads_before_functions_of_the_user(monkeypatch):
     assert main(SimpleNamespace(threads=None, **flags)) == 1
 
 
-# ---- Processes -------------------------------------------------------------------------------------------------------
-
-
-def test_timeout_of_two_processes(tmp_path):
-    """The process group waits as long as TIMEOUT says, and longer than NCCL's 10 minutes."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from types import SimpleNamespace as S; import torch; from common.launch import launch\n"
-        "launch(S(mixed_precision=None, dtype='float32', batch_size=2))\n"
-        "group = torch.distributed.distributed_c10d._get_default_group()\n"
-        "backend = group._get_backend(torch.device('cpu'))\n"
-        "text = f'{backend.name()} {backend.options._timeout.total_seconds()}'\n"
-        f"open(f'{tmp_path}/{{torch.distributed.get_rank()}}', 'w').write(text)"
-    )
-    env = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    command = [BIN / "torchrun", "--nproc_per_node=2", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
-    assert done.returncode == 0, done.stderr
-    for rank in "01":
-        assert (tmp_path / rank).read_text() == f"gloo {launch.TIMEOUT.total_seconds()}"
-    assert launch.TIMEOUT.total_seconds() > 3600
-
-
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -191,10 +155,7 @@ def test_peak_memory():
         "import torch; from common.launch import peak_memory_mb; x = torch.ones(800 * 2**18)\n"
         "del x; print(peak_memory_mb(torch.device('cpu')))"
     )
-    assert 900 < float(python(code)) < 9000
-
-
-FULL = "import torch; torch.empty(2**60, dtype=torch.uint8)"
+    assert 900 < float(printed(sys.executable, "-c", code)) < 9000
 
 
 def test_a_run_that_runs_out_of_memory(monkeypatch, tmp_path, capfd):
@@ -216,21 +177,21 @@ def test_a_run_that_runs_out_of_memory(monkeypatch, tmp_path, capfd):
     def full(*inputs):
         steps.append(1)
         if len(steps) == 4:
-            exec(FULL)
+            torch.empty(2**60, dtype=torch.uint8)
         return step(*inputs)
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", full)
         with pytest.raises(SystemExit) as stop:
             run("full", 3)
-    printed = capfd.readouterr().err
+    errors = capfd.readouterr().err
     assert stop.value.code == 2
-    assert "error: out of memory: lower --micro-batch-size or --decode-batch-size" in printed
+    assert "error: out of memory: lower --micro-batch-size or --decode-batch-size" in errors
     assert [path.name for path in (tmp_path / "full/checkpoints").iterdir()] == ["step_00000002"]
     assert logging._open == []
     run("full", 1)
     assert f"continuing {tmp_path}/full from step 2" in capfd.readouterr().out
     run("whole", 3)
-    last = [(tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1] for name in ("full", "whole")]
-    one, other = map(json.loads, last)
-    assert one["step"] == 5 and one == pytest.approx(other, rel=1e-4)
+    last = log(tmp_path / "full")[-1]
+    assert last["step"] == 5
+    assert last == pytest.approx(log(tmp_path / "whole")[-1], rel=1e-4)

@@ -191,10 +191,9 @@ def test_value_loss_by_hand():
     close(new.grad, [2.0, 0.0, -1.9, -1.0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_only_what_is_clipped_counts_as_clipped(dtype):
+def test_only_what_is_clipped_counts_as_clipped():
     """val/clipfrac and policy/clipfrac of 10007 tokens within the clip are 0, and those beyond it are all counted."""
-    new, old, returns = (random(10007, seed=seed).to(dtype) * 0.1 for seed in range(3))
+    new, old, returns = (random(10007, seed=seed).float() * 0.1 for seed in range(3))
     new = torch.where((new - old).abs() < 0.19, new, old)
     zero = torch.zeros_like(new)
     args = SimpleNamespace(cliprange=0.2, cliprange_value=0.2, temperature=1.0, vf_coef=1)
@@ -203,7 +202,11 @@ def test_only_what_is_clipped_counts_as_clipped(dtype):
         columns = {name: column[None] for name, column in columns.items()}
         mask = torch.ones(1, 10007, dtype=torch.bool)
         episodes = ppo.Rollout(None, None, None, response_mask=mask, **columns)
-        return ppo.losses(lambda *_, **__: (new_logprobs[None], new_values[None], None), episodes, args)[1]
+
+        def model(*_, **__):
+            return new_logprobs[None], new_values[None], None
+
+        return ppo.losses(model, episodes, args)[1]
 
     within = ((new - old).exp() - 1).abs() < 0.19
     sums = sums_of(new, new, logprobs=old, values=old, advantages=returns, returns=returns)

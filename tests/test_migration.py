@@ -6,6 +6,7 @@ fields of Args, the functions and files are there. Our halves of its worked exam
 
 import ast
 import dataclasses
+import functools
 import importlib
 import re
 import runpy
@@ -62,6 +63,7 @@ def seed_names():
     return names
 
 
+@functools.cache
 def definitions(path):
     """Functions, classes and class.method at the top of a file."""
     names = set()

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 import transformers
 from helpers import EOS, log, recorded
-from test_invariants import PROMPTS, run_ppo, weights
+from test_invariants import run_ppo, weights
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -31,7 +31,6 @@ LAYERS = 3
 SIZES = {"hidden_size": 12, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 32}
 GPT = {"n_embd": 12, "n_layer": LAYERS, "n_head": 2, "n_positions": 32}
 HEADS = SIZES | {"intermediate_size": 20, "num_key_value_heads": 1, "head_dim": 6}
-WIDE = SIZES | {"intermediate_size": 20}
 FAMILIES = {
     "GPT2": GPT,
     "OPT": SIZES | {"ffn_dim": 20},
@@ -66,28 +65,23 @@ def names_of(parameters):
     return {name for name, weight in parameters if weight.requires_grad}
 
 
-@pytest.mark.parametrize(("family", "k"), [*((family, 1) for family in FAMILIES), *(("GPT2", k) for k in (-1, 0, 3))])
+@pytest.mark.parametrize(("family", "k"), [("OPT", 1), ("Gemma3Text", 1), ("Bloom", 1), ("GPT2", -1), ("GPT2", 0)])
 def test_shared_blocks(family, k):
     """The top blocks and the norm behind them are trained. After 20 steps of what main does, the reference is still
     the initial model, bit by bit."""
     lm = build(family)
     # frozen as the reference is: torch.matmul calls another kernel where a factor may get a gradient
     initial = copy.deepcopy(lm).requires_grad_(False)
-    layers = blocks(lm)
-    assert len(layers) == LAYERS
+    assert len(blocks(lm)) == LAYERS
     freeze(lm, k)
     trained = names_of(lm.named_parameters())
     if k == -1:
         assert len(trained) == len(list(lm.parameters()))
     else:
-        assert [all(w.requires_grad for w in layer.parameters()) for layer in layers] == [
-            place >= LAYERS - k for place in range(LAYERS)
-        ]
-        in_blocks = sum(len(names_of(layer.named_parameters())) for layer in layers)
-        outside = [name for name in trained if not re.search(r"\.[0-2]\.", name)]
-        assert len(outside) == len(trained) - in_blocks
-        assert bool(outside) == (k > 0)
-        assert all("norm" in name or "ln_f" in name for name in outside)
+        top_blocks = {name for name, _ in lm.named_parameters() if re.search(rf"\.[{LAYERS - k}-9]\.", name)}
+        others = trained - top_blocks
+        assert top_blocks <= trained and bool(others) == (k > 0)
+        assert all("norm" in name or "ln_f" in name for name in others)
     frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
     ref = copy.deepcopy(lm, frozen).requires_grad_(False)
     for (name, a), b in zip(lm.named_parameters(), ref.parameters(), strict=True):
@@ -207,13 +201,12 @@ def test_shape_scores_is_numpys(scaling, clip, penalty):
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("scaling", ["running", "running-norm", "ref", "ref-norm"])
-def test_scores_without_spread_are_not_scaled(scaling, rows):
+@pytest.mark.parametrize(("scaling", "expected"), [("running", 0.1), ("ref-norm", 0.0)])
+def test_scores_without_spread_are_not_scaled(scaling, expected, rows):
     args = SimpleNamespace(score_scaling=scaling, score_clip=0.0, missing_eos_penalty=0.0)
     scores = torch.tensor([[0.0, 0.1, 0.0]], dtype=torch.float64).repeat(rows, 1)
     mask = torch.tensor([[True, True, False]]).repeat(rows, 1)
     shaped, _ = ppo.shape_scores(scores, mask, torch.zeros(rows, dtype=torch.bool), [0, 0.0, 0.0], args)
-    expected = 0.0 if "norm" in scaling else 0.1
     assert shaped.sum(1).tolist() == pytest.approx([expected] * rows, abs=1e-15)
 
 
@@ -251,30 +244,20 @@ def test_limits_of_length(monkeypatch, gpt2_dir, tmp_path):
 
 
 def test_a_run_with_stop_strings(monkeypatch, letters, gpt2_dir, tmp_path):
-    """Reward and metric see the text before the stop; the tokens through it are trained; such a row is not cut."""
+    """The reward sees the text before the stop; the tokens through it are trained; such a row is not cut."""
     pairs = itertools.product("abcdefghij", randomwalks.LETTERS)
     stops = ["".join(pair) for pair in pairs if "".join(pair) not in "<bos> <eos> <pad> <unk>"]
     calls = []
 
-    def reward(samples, prompts, outputs, output_ids, answer, tokenizer):
-        assert answer == [[prompt] for prompt in prompts]
+    def reward(samples, prompts, outputs, output_ids):
         assert samples == [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
         calls.append((outputs, output_ids))
         return [float(len(output)) for output in outputs]
 
-    def metric(**columns):
-        return {"length": reward(**columns)}
-
     rollouts = recorded(monkeypatch, ppo, "rollout")
-    rows = [{"prompt": prompt, "answer": [prompt]} for prompt in PROMPTS]
-    flags = {"stop": tuple(stops), "reward": reward, "metric": metric, "eval_every": 8, "decode_batch_size": 3}
-    run_ppo(gpt2_dir, tmp_path / "run", dataset=rows, **flags)
-    before, metrics_before, *in_training, after, metrics_after = calls
-    assert before == metrics_before
-    assert after == metrics_after
-    for (_, batch), (outputs, output_ids) in zip(rollouts, in_training, strict=True):
-        lengths = [len(ids) for ids in output_ids]
-        assert batch.response_mask.sum(1).tolist() == lengths
+    run_ppo(gpt2_dir, tmp_path / "run", stop=tuple(stops), reward=reward, decode_batch_size=3)
+    for (_, batch), (outputs, output_ids) in zip(rollouts, calls, strict=True):
+        assert batch.response_mask.sum(1).tolist() == [len(ids) for ids in output_ids]
         assert batch.raw_scores.sum(1).tolist() == [len(output) for output in outputs]
         texts = letters.batch_decode(output_ids)
         hits = [any(stop in text for stop in stops) for text in texts]
@@ -289,20 +272,20 @@ def test_a_run_with_stop_strings(monkeypatch, letters, gpt2_dir, tmp_path):
 
 
 def test_early_stop_keeps_the_schedule(gpt2_dir, tmp_path):
-    flags = {"ppo_epochs": 3, "total_episodes": 30, "lr": 1e-2, "eval_every": 6}
+    flags = {"ppo_epochs": 3, "total_episodes": 30, "lr": 1e-2}
     logs = []
     for limit in (0, 1e9, 1e-9):
         _, run_dir = run_ppo(gpt2_dir, tmp_path / str(limit), early_stop_kl=limit, **flags)
         logs.append(log(run_dir))
     plain, never, early = logs
     assert plain == never
-    assert [record["policy/epochs"] for record in plain[1:]] == [3, 3, 3]
-    assert [record["policy/epochs"] for record in early[1:]] == [1, 1, 1]
-    assert [record["step"] for record in early] == [record["step"] for record in plain] == [0, 6, 12, 18]
-    assert [record["optim/lr"] for record in early[1:]] == pytest.approx([1e-2 * (1 - s / 18) for s in (1, 7, 13)])
-    assert early[1]["policy/approxkl"] > 1e-9
-    assert abs(early[1]["policy/ratio"] - 1) < 0.3
-    assert early[1]["objective/kl"] == plain[1]["objective/kl"]
+    assert [record["policy/epochs"] for record in plain] == [3, 3, 3]
+    assert [record["policy/epochs"] for record in early] == [1, 1, 1]
+    assert [record["step"] for record in early] == [record["step"] for record in plain] == [6, 12, 18]
+    assert [record["optim/lr"] for record in early] == pytest.approx([1e-2 * (1 - s / 18) for s in (1, 7, 13)])
+    assert early[0]["policy/approxkl"] > 1e-9
+    assert abs(early[0]["policy/ratio"] - 1) < 0.3
+    assert early[0]["objective/kl"] == plain[0]["objective/kl"]
 
 
 @pytest.mark.parametrize(("rows", "skipped"), [(range(10), 4), ([4], 2)])
@@ -339,7 +322,7 @@ def test_a_detached_value_does_not_train_the_trunk(gpt2_dir, tmp_path, detach):
 
 # ---- Reward models ---------------------------------------------------------------------------------------------------
 
-CLASSIFIERS = {"GPT2": GPT, "Llama": HEADS, "Bert": WIDE}
+CLASSIFIERS = {"GPT2": GPT, "Llama": HEADS, "Bert": SIZES | {"intermediate_size": 20}}
 TEXTS = ["bcd", "a", "tsrqponml", "hij" * 5, "ka", "abcdefghijklmnopqrstu" * 2]
 ENDED = [True, False, False, True, False, True]
 
@@ -396,7 +379,7 @@ def test_a_reward_model_scores_rows_as_alone(classifier, family, pad):
         ended.pop()
     expected = [by_hand(folder, text, end, 1) for text, end in zip(texts, ended, strict=True)]
     assert len(set(expected)) == len(texts)
-    for size in (1, 3, 64):
+    for size in (3, 64):
         assert reward(texts, ended, size).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
     if family != "Bert":
         assert reward(texts, [not end for end in ended], 3)[0] != pytest.approx(expected[0], abs=1e-3)

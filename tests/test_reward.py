@@ -6,7 +6,6 @@ export, which plain transformers and ppo.py read; and the first step of main on 
 
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import ppo, reward
 from benchmarks.tasks import randomwalks
-from common import seeding
+from common import forward, seeding
 from common.classifiers import classifier_logits
 from common.cli import InputError
 from common.tokens import encode_prompts
@@ -101,8 +100,6 @@ def test_pairwise_loss_golden():
 
 SHAPES = [  # chosen, rejected, margin
     ((2, 1), (2, 1), (2,)),
-    ((2,), (2, 1)),
-    ((3,), (3,), (1,)),
     ((3,), (3,), ()),
     ((3,), (1,)),
 ]
@@ -155,10 +152,10 @@ TOGETHER = [  # chosen, rejected: equal lengths, a prefix of the other, nothing 
 TOGETHER = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in TOGETHER]
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_scores_are_those_of_texts_alone(tiny_dir, packing):
+@pytest.mark.parametrize(("family", "packing"), [("gpt2", True), ("llama", False), ("qwen3", True)])
+def test_scores_are_those_of_texts_alone(tiny_dirs, family, packing):
     """In lines and apart, one, three and all at a time: whatever stands beside a text or is called padding."""
-    lm, tokenizer, _ = load(tiny_dir)
+    lm, tokenizer, _ = load(tiny_dirs[family])
     pairs = encode(TOGETHER, tokenizer)
     assert pairs[5] == ([1, EOS, 2, 3, EOS], [1, EOS], 0.0) and len(pairs) == len(TOGETHER)
     expected = all_alone(lm, pairs)
@@ -210,20 +207,13 @@ def test_an_encoder_scores_texts_alone(bert_dir, tmp_path, capsys):
     assert (tensor(*found).T - expected).abs().max() < 1e-9
 
 
-def test_packing_is_off_where_layers_mix_rows(letters, tmp_path, capsys):
-    """A recurrence goes on from one text of a line into the next: the run says so once, and gives the plain result."""
-    sizes = SIZES | {"num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 6}
-    sizes |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
-    config = transformers.Qwen3_5TextConfig(**sizes, layer_types=["linear_attention", "full_attention"])
-    torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
-    letters.save_pretrained(tmp_path / "model")
-    flags = {"eval_dataset": PAIRS, "eval_every": 1, "micro_batch_size": 3, "total_steps": 1}
-    apart, _ = run_reward(str(tmp_path / "model"), tmp_path / "apart", packing=False, **flags)
-    assert "--packing" not in capsys.readouterr().out
-    packed, _ = run_reward(str(tmp_path / "model"), tmp_path / "packed", **flags)
-    assert capsys.readouterr().out.count("--packing is off: its layers carry over from one row into the next\n") == 1
-    assert packed == pytest.approx(apart, rel=1e-9, abs=1e-9)
+def test_packing_is_off_where_layers_mix_rows(monkeypatch, gpt2_dir, tmp_path, capsys):
+    """As the structure of the model says: test_architectures.py has many."""
+    monkeypatch.setattr(forward, "packing_problem", lambda lm: "its layers read on")
+    calls = recorded(monkeypatch, reward, "pair_scores")
+    run_reward(gpt2_dir, tmp_path / "run", eval_dataset=PAIRS, eval_every=1, total_steps=1)
+    assert "--packing is off: its layers read on\n" in capsys.readouterr().out
+    assert {packing for (_, packing, _), _ in calls} == {False}
 
 
 # ---- The export, which ppo.py reads ----------------------------------------------------------------------------------
@@ -251,27 +241,25 @@ def scores_of(run_dir, side):
     return [row[f"{side}_score"] for row in samples(run_dir, 3)]
 
 
-def ppo_scores(folder, texts, ended, dtype="float64"):
-    args = SimpleNamespace(reward=str(folder), trust_remote_code=False, dtype=dtype, load_in_4bit=False)
+def ppo_scores(folder, texts, ended):
+    args = SimpleNamespace(reward=str(folder), trust_remote_code=False, dtype="float64", load_in_4bit=False)
     return ppo.RewardModel(args, SimpleNamespace(device="cpu", named_parameters=dict().items))(texts, ended, 3).tolist()
 
 
-@pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_ppo_reads_the_scores_of_training(trained, side):
+def test_ppo_reads_the_scores_of_training(trained):
     """Lines of texts in training, padded rows of prompt and output there."""
     run_dir, _ = trained
-    expected = scores_of(run_dir, side)
-    texts = [row["prompt"] + row[side] for row in PAIRS]
-    assert len(set(expected)) == 7
-    assert ppo_scores(run_dir / "hf_model", texts, [True] * 7) == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    assert ppo_scores(run_dir / "hf_model", texts, [True] * 7, "float32") == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    assert ppo_scores(run_dir / "hf_model", texts, [False] * 7) != pytest.approx(expected, abs=1e-2)
+    for side in ("chosen", "rejected"):
+        expected = scores_of(run_dir, side)
+        texts = [row["prompt"] + row[side] for row in PAIRS]
+        assert len(set(expected)) == 7
+        assert ppo_scores(run_dir / "hf_model", texts, [True] * 7) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        assert ppo_scores(run_dir / "hf_model", texts, [False] * 7) != pytest.approx(expected, abs=1e-2)
 
 
-@pytest.mark.parametrize("special", ["$A", "<bos> $A <eos>"])
-def test_ppo_reads_the_scores_of_chats(chatty, gpt2_dir, tmp_path, special):
+def test_ppo_reads_the_scores_of_chats(chatty, gpt2_dir, tmp_path):
     """ppo samples after the prompt that the template writes, and decodes without the end token."""
-    tokenizer = add_specials(chatty, special)
+    tokenizer = add_specials(chatty, "<bos> $A <eos>")
     tokenizer.chat_template = TEMPLATE.replace("{{ eos_token }}", "{{ eos_token }}\n")
     chats = [
         {"prompt": [user(row["prompt"])], "chosen": [answer(row["chosen"])], "rejected": [answer(row["rejected"])]}
@@ -323,12 +311,12 @@ def test_the_example_of_the_card_prints_the_score(trained, capsys):
 # ---- The head --------------------------------------------------------------------------------------------------------
 
 
-def test_the_head_is_keyed_by_the_seed(tiny_dir):
+def test_the_head_is_keyed_by_the_seed(gpt2_dir):
     """N(0, 1 / (width + 1)), whatever torch's generators hold."""
     heads = []
     for seed in (1, 1, 2):
         torch.manual_seed(len(heads))
-        lm, _, new = load(tiny_dir, seed=seed)
+        lm, _, new = load(gpt2_dir, seed=seed)
         heads.append(lm.score.weight.tolist())
         expected = seeding.rng(seed, "head", 0).normal(0, (WIDTH + 1) ** -0.5, (1, WIDTH))
         assert new and heads[-1] == expected.tolist()
@@ -359,46 +347,23 @@ def test_an_exported_head_is_kept(gpt2_dir, tmp_path, capsys):
         torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-29)
 
 
-def edited(source, folder, edit):
-    """A copy of a model directory with other weights."""
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    state = safetensors.torch.load_file(Path(source) / "model.safetensors")
-    edit(state)
-    safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text((Path(source) / "config.json").read_text())
-    return str(folder)
-
-
-@pytest.mark.case(36, "reward")
-def test_missing_weights_below_the_head_are_refused(gpt2_dir, tmp_path):
-    name = "transformer.h.1.mlp.c_fc.weight"
-    folder = edited(gpt2_dir, tmp_path, lambda state: state.pop(name))
-    with pytest.raises(InputError, match=f"--model {folder}: {re.escape(name)} is missing"):
-        run_reward(folder, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_several_labels_are_refused(build_model, letters, tmp_path):
-    """Of a directory, and of a model that is given as an object."""
+    """Of a model that is given as an object; of a directory in test_inputs.py."""
     config = build_model().config
     config.num_labels = 3
     model = AutoModelForSequenceClassification.from_config(config).double()
     with pytest.raises(InputError, match="--model has 3 labels, but a reward model has one"):
         run_reward(model, tmp_path / "run", tokenizer=letters)
-    model.save_pretrained(tmp_path)
-    letters.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="--model .* cannot be loaded: score.weight has shape .3, 12., expected .1"):
-        run_reward(str(tmp_path), tmp_path / "run")
 
 
-HEADS = [  # model, --num-layers-unfrozen, what moves
-    ("gpt2", 0, r"^score\.weight$"),
-    ("gpt2", 1, r"^score\.weight$|\.h\.1\.|\.ln_f\."),
-    ("bert", 0, r"^classifier\.(weight|bias)$"),
-]
-
-
-@pytest.mark.parametrize(("kind", "unfrozen", "names"), HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "unfrozen", "names"),
+    [
+        ("gpt2", 0, r"^score\.weight$"),
+        ("gpt2", 1, r"^score\.weight$|\.h\.1\.|\.ln_f\."),
+        ("bert", 0, r"^classifier\.(weight|bias)$"),
+    ],
+)
 def test_only_the_head_and_the_top_blocks_move(gpt2_dir, bert_dir, tmp_path, kind, unfrozen, names):
     folder = bert_dir if kind == "bert" else gpt2_dir
     flags = {"num_layers_unfrozen": unfrozen, "weight_decay": 0.1, "center_coef": 0.1}
@@ -408,7 +373,6 @@ def test_only_the_head_and_the_top_blocks_move(gpt2_dir, bert_dir, tmp_path, kin
     assert before.keys() == after.keys()
     moved = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert moved == {name for name in before if re.search(names, name)}
-    assert len(moved) >= 1 + 12 * unfrozen
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -449,10 +413,10 @@ def test_the_first_loss_by_hand(gpt2_dir, tmp_path, packing, margins, center):
 @pytest.mark.case(74, "reward")
 def test_ties_in_training(gpt2_dir, tmp_path):
     _, before = run_reward(gpt2_dir, tmp_path / "before", total_steps=1)
-    (tmp_path / "zero").mkdir()
-    folder = edited(before / "hf_model", tmp_path / "zero", lambda state: state["score.weight"].zero_())
-    _, run_dir = run_reward(folder, tmp_path / "run", total_steps=1, eval_dataset=PAIRS, eval_every=1)
-    start, first = log(run_dir)
+    lm = plain(before / "hf_model")
+    lm.score.weight.data.zero_()
+    flags = {"tokenizer": str(before / "hf_model"), "total_steps": 1, "eval_dataset": PAIRS, "eval_every": 1}
+    start, first = log(run_reward(lm, tmp_path / "run", **flags)[1])
     assert start["eval/accuracy"] == first["rewards/accuracies"] == first["rewards/margins"] == 0
     assert first["train/loss"] == start["eval/loss"] == pytest.approx(math.log(2), rel=1e-12)
     assert first["optim/grad_norm"] > 0

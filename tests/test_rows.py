@@ -20,7 +20,7 @@ from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, jsonl, s
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
-from algos import dpo, ilql, ppo, reward, sft
+from algos import dpo, ilql, reward, sft
 from common.classifiers import classifier_ids
 from common.cli import InputError
 from common.functions import build, load_function
@@ -534,13 +534,11 @@ def test_a_template_without_special_tokens(letters):
 
 ENCODER = functools.partial(with_labels, encoder=True)
 ONE = "an encoder-decoder takes rows of one prompt and one output$"
-IS_TEXT = "row 1: the prompt is a text that the chats do not begin with: make it a list of messages$"
 REFUSED = [  # encode, rows of which at most 3 tokens are kept, the sentence
+    (with_labels, [{"prompt": "abc", "completion": "d"}], "no row has a label left within --max-length 3$"),
     (with_actions, [{"prompt": "abc", "completion": "d", "reward": 1}], "no row has an action left within --max-l"),
     (scored, [{"prompt": "ab", "chosen": "c", "rejected": "d"}], "no pair is left: of 1, 1 dropped as longer than"),
-    (pairs_of, [{"chosen": [AB, CD], "rejected": [AB, E, F]}], "row 1: chosen and rejected begin differently: "),
-    (pairs_of, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
-    (scored, [{"prompt": "k", "chosen": [E, CD], "rejected": [AB, CD]}], IS_TEXT),
+    (pairs_of, [{"prompt": "abc", "chosen": "c", "rejected": "d"}], "no pair is left: 1 pairs, .* 1 dropped without"),
     (ENCODER, [{"text": "ab"}], f"row 1: {ONE}"),
     (ENCODER, [{"dialogue": ["a", "b"]}, {"dialogue": FOUR}], f"row 2: {ONE}"),
 ]
@@ -578,26 +576,15 @@ TOOLS = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
-# Llama 3 writes the beginning token; like Gemma's, this template refuses turns that do not alternate.
-LLAMA = r"""
-{{- bos_token }}
-{%- for m in messages %}
-    {%- if loop.previtem and loop.previtem.role == m.role %}{{- raise_exception('Roles must alternate') }}{%- endif %}
-    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}
-    {%- if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}
-    {%- else %}{{- m.content | trim + '<|eot_id|>' }}{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
-
 # Qwen 3 drops the thoughts of earlier turns, so a longer chat does not begin with a shorter one.
 QWEN3 = CHATML.replace("{{ m.content", "{{ (m.content if loop.last else m.content.split('</think>')[-1])")
 END = r"'<|im_end|>\n' }}{% endgeneration %}"
 MARGINAL = CHATML.replace(f" + {END}", r" }}{% endgeneration %}{{ '<|im_end|>\n' }}")  # spans without the end of a turn
 TWICE = CHATML.replace("m.content + " + END, "'T:' }}{%- endgeneration -%} ok {%+ generation +%}{{ m.content + " + END)
 COUNTED = "{{ messages | length }}" + CHATML  # what is in front of the prompt changes when the answer follows
-TURN_END = {CHATML: "<|im_end|>\n", TOOLS: "<|im_end|>\n", LLAMA: "<|eot_id|>"}  # what is written behind an answer
+TURN_END = "<|im_end|>\n"  # what is written behind an answer
 HEADER, BOS_TEXT = "<|im_start|>assistant\n", "<|begin_of_text|>"
-MARKERS = "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
+MARKERS = ["<|im_start|>", "<|im_end|>"]
 
 
 def unmarked(template):
@@ -614,8 +601,8 @@ def build_tokenizer(template, bos=False):
     single = f"{BOS_TEXT} $A" if bos else "$A"
     special_tokens = [(BOS_TEXT, tokens.index(BOS_TEXT))]
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
-    names = {"bos_token": BOS_TEXT, "eos_token": "<|eot_id|>" if "eot_id" in (template or "") else "<|im_end|>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", **names)
+    names = {"bos_token": BOS_TEXT, "eos_token": "<|im_end|>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -654,14 +641,14 @@ def golden(tokenizer, chat, tools=None, **options):
     return tokenizer.apply_chat_template(chat, tools=tools, tokenize=True, return_dict=False, **options)
 
 
-@pytest.mark.parametrize("template", [CHATML, TOOLS, LLAMA], ids=["chatml", "tools", "llama"])
+@pytest.mark.parametrize("template", [CHATML, TOOLS], ids=["chatml", "tools"])
 def test_the_answers_and_their_ends_are_trained(template):
-    """With spans and without; in ilql as actions. The template alone writes the beginning token of a chat."""
+    """With spans and without; in ilql as actions. The tokenizer puts no beginning token before a chat."""
     for tokenizer, (row, count) in product(tokenizers(template), ROWS):
         ids, mask, trained = trained_parts(row, tokenizer)
-        assert trained == [SAID + TURN_END[template]] * count
+        assert trained == [SAID + TURN_END] * count
         assert ids == golden(tokenizer, messages(row), row.get("tools"))
-        assert ids.count(tokenizer.bos_token_id) == (template is LLAMA)
+        assert ids.count(tokenizer.bos_token_id) == 0
         assert ("# Tools\nadd" in tokenizer.decode(ids)) == ("tools" in row and template is TOOLS)
         (episode,), _ = ilql.encode_episodes([row | {"reward": [-1, 3][:count]}], tokenizer, 999, "--dataset")
         assert episode.ids == ids and episode.done
@@ -689,8 +676,7 @@ def test_a_template_that_drops_earlier_thoughts():
     """With spans it is trained as it is written; without, an answer a row."""
     spans = build_tokenizer(QWEN3)
     plain = build_tokenizer(unmarked(QWEN3))
-    end = "<|im_end|>\n"
-    assert trained_parts({"messages": CHAT}, spans)[2] == ["Yes" + end, SAID + end]
+    assert trained_parts({"messages": CHAT}, spans)[2] == ["Yes" + TURN_END, SAID + TURN_END]
     rows = [{"messages": chat, "reward": 1} for chat in (CHAT[:2], CHAT)]
     why = "--dataset row 2: the chat template changes earlier turns of a longer chat: .*{% generation %}.* completion$"
     for encode in (with_labels, with_actions):
@@ -699,7 +685,7 @@ def test_a_template_that_drops_earlier_thoughts():
     for place in (1, 3):
         row = {"prompt": CHAT[:place], "completion": CHAT[place : place + 1], "reward": 1}
         assert trained_parts(row, spans) == trained_parts(row, plain)
-        assert trained_parts(row, plain)[2] == [SAID + end]
+        assert trained_parts(row, plain)[2] == [SAID + TURN_END]
         assert with_actions([row], spans, 999) == with_actions([row], plain, 999)
     for encode in (pairs_of, scored):
         with refused("--dataset row 1: the chat template changes earlier turns"):
@@ -733,24 +719,21 @@ def test_a_truncated_answer_has_no_end():
 NO = answer("<think>so</think>No")
 WHOLE = {"chosen": CHAT, "rejected": [*CHAT[:3], NO]}
 PAIR = {"prompt": CHAT[:3], "chosen": CHAT[3:], "rejected": [NO]}
-CHAT_PAIRS = [PAIR, WHOLE, PAIR | {"tools": ADD}]
 
 
-@pytest.mark.parametrize("template", [TOOLS, LLAMA, QWEN3], ids=["tools", "llama", "qwen3"])
+@pytest.mark.parametrize("template", [TOOLS, QWEN3], ids=["tools", "qwen3"])
 def test_pairs_and_queries_are_the_chats_of_the_template(template):
     """The prompt ends where the assistant answers, and the end of the turn belongs to the response. reward: through the
     end token, and with the beginning token that the tokenizer adds, as ppo has its samples scored."""
     limits = SimpleNamespace(max_prompt_length=None)
-    for tokenizer, row in product(tokenizers(template), CHAT_PAIRS):
+    for tokenizer, row in product(tokenizers(template), [PAIR, WHOLE, PAIR | {"tools": ADD}]):
         tools = row.get("tools")
-        end = tokenizer.eos_token_id
         whole = [golden(tokenizer, chat, tools) for chat in WHOLE.values()]
         prompt = golden(tokenizer, CHAT[:3], tools, add_generation_prompt=True)
         (pair,), _ = dpo.encode_pairs([row], tokenizer, 999, limits, "--dataset")
         assert pair == (*whole, len(prompt)) and whole[0][: len(prompt)] == prompt
         _, (sides,), _ = reward.encode_texts([row], tokenizer, 999, "--dataset")
-        begin = tokenizer("")["input_ids"] if template is not LLAMA else []
-        assert sides == (*(begin + ids[: len(ids) - ids[::-1].index(end)] for ids in whole), 0)
+        assert sides == (*(tokenizer("")["input_ids"] + ids[:-1] for ids in whole), 0)  # less the line break
         (asked,), (query,) = encode_prompts([{"prompt": CHAT[:3], "tools": tools}], tokenizer, 5, 999, "--dataset")
         assert query == prompt and asked["prompt"] == tokenizer.decode(prompt)
 
@@ -768,11 +751,14 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
     (tmp_path / "rows.csv").write_text("text\nab\ncd\n")
     (tmp_path / "rows.txt").write_text("ab\ncd\n")
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(jsonl(LINES).encode()))
+    (tmp_path / "bom.jsonl").write_text("\ufeff" + jsonl(LINES))
+    (tmp_path / "crlf.jsonl").write_text(jsonl(LINES).replace("\n", "\r\n \r\n").strip())
     table = datasets.Dataset.from_list(LINES)
     table.to_parquet("rows.parquet")
     table.save_to_disk("saved")
-    for name in "rows.jsonl rows.json rows.csv rows.txt rows.jsonl.gz rows.parquet saved *.jsonl".split():
+    for name in "rows.jsonl rows.json rows.csv rows.txt rows.jsonl.gz rows.parquet saved bom.jsonl crlf.jsonl".split():
         assert load_rows(name, "--dataset") == LINES, name
+    assert load_rows("row*.jsonl", "--dataset") == LINES
 
 
 def some_rows(n=2):
@@ -809,11 +795,8 @@ def test_evaluation_sets(tmp_path, monkeypatch):
         found = load_sets(spec, "--eval-dataset")
         assert found == expected and list(found) == list(expected), spec
     assert load_rows(build("task.py:rows:n=2,text=b", "--dataset"), "--dataset") == TWO
-    bad = {"easy.jsonl,no.jsonl": "no no.jsonl cannot be loaded: Unable to find '.*no.jsonl'$"}
-    bad["easy.jsonl,./easy.jsonl"] = ".*: two sets have the same name"
-    for spec, why in bad.items():
-        with refused(f"--eval-dataset {why}"):
-            load_sets(spec, "--eval-dataset")
+    with refused("--eval-dataset .*: two sets have the same name"):
+        load_sets("easy.jsonl,./easy.jsonl", "--eval-dataset")
     with refused("--eval-dataset x row 2 must be a mapping .*: see text, x$"):
         load_sets({"y": EASY, "x": [*EASY, {"x": 1}]}, "--eval-dataset")
     assert [set_prefix(name) for name in ("", "x")] == ["eval/", "eval/x/"]
@@ -837,8 +820,12 @@ def test_prompts_of_lines():
     assert rows == [{"text": "a", "prompt": "a", "n": 1}]
     both = [{"prompt": "a", "text": " "}]
     assert with_prompts(both, "--dataset") == both
-    with refused("--dataset has the columns x; expected prompt$"):
-        with_prompts([{"x": 1}], "--dataset")
+    for bad, sentence in (
+        ({"x": 1}, "has the columns x; expected prompt$"),
+        ({"text": " "}, "holds blank lines only$"),
+    ):
+        with refused(f"--dataset {sentence}"):
+            with_prompts([bad], "--dataset")
 
 
 def test_rows_are_padded_on_either_side_or_aligned():
@@ -916,38 +903,12 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters):
         Prompts(rows[:1], {"x": rows[1:]}, None, None).encode(LM, letters, args)
 
 
-WRITTEN = "<bos>uab<eos>scd<eos>ue<eos>s"
-
-
-def scores(prompts, outputs, samples, **columns):
-    """A reward and metric that get the text of the chat."""
-    assert set(prompts) <= {"<bos>uab<eos>s", WRITTEN}
-    assert samples == [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
-    return [float(len(output)) for output in outputs]
-
-
-RUNS = {  # what a run of two steps needs
-    sft: {
-        "dataset": [{"messages": TURNS}, {"messages": [AB, F]}], "eval_prompts": [{"prompt": TURNS[:3]}],
-        "metric": lambda **columns: {"length": scores(**columns)}, "max_new_tokens": 4, "total_steps": 2,
-    },
-    reward: {
-        "dataset": [CHAT_PAIR] * 2, "eval_dataset": [{"chosen": TURNS, "rejected": [*TURNS[:3], CD]}], "total_steps": 2,
-    },
-    ppo: {
-        "dataset": [{"prompt": [AB]}] * 2, "eval_dataset": [{"prompt": TURNS[:3]}], "reward": scores,
-        "max_new_tokens": 4, "ppo_epochs": 1, "total_episodes": 4, "rollout_batch_size": 2,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("script", RUNS, ids=lambda x: x.__name__)
-def test_a_run_on_chats(script, chatty, gpt2_dir, tmp_path, capsys):
-    """What is sampled, and an export that is used as its card says."""
-    flags = {"batch_size": 2, "micro_batch_size": 2, "eval_every": 2, "save_every": 0, "threads": 1} | RUNS[script]
-    _, run_dir = script.main(script.Args(model=gpt2_dir, tokenizer=chatty, run_dir=str(tmp_path / "run"), **flags))
-    assert "no row trains the end token" not in capsys.readouterr().out
-    assert {(row["step"], row["prompt"]) for row in samples(run_dir)} == {(0, WRITTEN), (2, WRITTEN)}
+def test_a_reward_model_of_chats(chatty, gpt2_dir, tmp_path):
+    """What its samples show, and an export that is used as its card says. test_inputs.py has the other scripts."""
+    flags = {"dataset": [CHAT_PAIR] * 2, "eval_dataset": [{"chosen": TURNS, "rejected": [*TURNS[:3], CD]}]}
+    flags |= {"batch_size": 2, "total_steps": 2, "eval_every": 2, "save_every": 0, "threads": 1}
+    _, run_dir = reward.main(reward.Args(model=gpt2_dir, tokenizer=chatty, run_dir=str(tmp_path / "run"), **flags))
+    written = "<bos>uab<eos>scd<eos>ue<eos>s"
+    assert {(row["step"], row["prompt"]) for row in samples(run_dir)} == {(0, written), (2, written)}
     assert AutoTokenizer.from_pretrained(run_dir / "hf_model").chat_template == TEMPLATE
-    usage = re.search(r"```python\n(.*?)\n```", (run_dir / "README.md").read_text(), re.S)[1]
-    assert ("'role': 'user'" in usage) == (script is reward)
+    assert "'role': 'user'" in (run_dir / "README.md").read_text()

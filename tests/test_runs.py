@@ -10,36 +10,26 @@ import socket
 import sys
 
 import pytest
-import safetensors.torch
-import torch
 import yaml
-from harness import BIN, ROOT, command, files, flags, launch, lines, same, torchrun
+from harness import BIN, ROOT, command, files, flags, launch, lines, same
 
 # ---- The same command, another command -------------------------------------------------------------------------------
 
 
 def test_resume_never_repeats_the_run_beside_it(scripts, work, whole, tmp_path):
-    shutil.copytree(whole("ppo")[0], tmp_path / "run")
-    for n in 2, 3:
-        scripts.run(command(work, "ppo", "run", "--resume", "never"), tmp_path)
-        same(tmp_path / f"run-{n}", whole("ppo")[0])
+    for name in "run", "run-2":
+        shutil.copytree(whole("ppo")[0], tmp_path / name)
+    scripts.run(command(work, "ppo", "run", "--resume", "never"), tmp_path)
+    same(tmp_path / "run-3", whole("ppo")[0])
 
 
 def test_the_default_directory_is_a_function_of_what_decides_the_result(scripts, work, tmp_path):
-    """Neutral flags keep it; flags, the script and the files that flags name change it."""
-    tree = tmp_path / "tree"
-    shutil.copytree(ROOT / "algos", tree / "algos", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "common", tree / "common", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(work / "model", tmp_path / "model")
-    for name in "prompts.jsonl", "eval.jsonl", "user.py":
-        shutil.copy(work / name, tmp_path / name)
+    """Neutral flags keep it. What else counts: test_identity.py."""
     short = ["--total-episodes", "8", "--eval-every", "0", "--save-every", "0"]
-    argv = [tree / "algos/ppo.py", *(x.replace(f"{work}/", "") for x in flags(work, "ppo")), *short]
-    runs = tmp_path / "runs"
 
     def directories_after(*more):
-        scripts.run([*argv, *more], tmp_path)
-        return sorted(path.name for path in runs.iterdir())
+        scripts.run([ROOT / "algos/ppo.py", *flags(work, "ppo"), *short, *more], tmp_path)
+        return sorted(path.name for path in (tmp_path / "runs").iterdir())
 
     first = directories_after()
     assert re.fullmatch(r"ppo-[0-9a-f]{8}", first[0]) and len(first) == 1
@@ -47,11 +37,6 @@ def test_the_default_directory_is_a_function_of_what_decides_the_result(scripts,
     assert len(directories_after("--seed", "2")) == 2
     named = directories_after("--name", "mine")
     assert len(named) == 3 and first[0].replace("ppo-", "mine-") in named
-    assert directories_after("--name", "mine", "--save-every", "4") == named
-    for number, path in enumerate(["user.py", "prompts.jsonl", "tree/algos/ppo.py", "model/generation_config.json"], 4):
-        with open(tmp_path / path, "a") as file:
-            file.write("\n")
-        assert len(directories_after()) == number, path
 
 
 def test_resume_path_continues_under_the_present_flags(scripts, work, ended, tmp_path):
@@ -88,26 +73,13 @@ def test_resume_path_into_the_directory_of_another_run_is_refused(scripts, work,
     assert files(tmp_path / "a") == before
 
 
-@pytest.mark.parametrize("algo", ["ppo", pytest.param("grpo", marks=pytest.mark.slow), "sft"])
-def test_config_yaml_repeats_the_run(algo, scripts, work, whole, tmp_path):
-    folder = whole(algo)[0]
-    argv = [ROOT / f"algos/{algo}.py", "--config", folder / "config.yaml", "--threads", "1", "--run-dir", "again"]
-    scripts.run(argv, tmp_path)
+def test_config_yaml_repeats_the_run(scripts, work, whole, tmp_path):
+    folder = whole("ppo")[0]
+    config = folder / "config.yaml"
+    scripts.run([ROOT / "algos/ppo.py", "--config", config, "--threads", "1", "--run-dir", "again"], tmp_path)
     assert (tmp_path / "again/metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
-    assert (
-        json.loads((tmp_path / "again/env.json").read_text())["hash"]
-        == json.loads((folder / "env.json").read_text())["hash"]
-    )
-    scripts.run([*argv[:-1], "other", "--seed", "3"], tmp_path)  # the command line wins over the file
-    assert (tmp_path / "other/metrics.jsonl").read_bytes() != (folder / "metrics.jsonl").read_bytes()
-    assert yaml.safe_load((tmp_path / "other/config.yaml").read_text())["seed"] == 3
-
-
-def test_check_calls_the_reward_once_and_reports_what_is_wrong_with_it(scripts, work, tmp_path):
-    argv = command(work, "ppo", "run", "--check", "--reward", f"{work}/user.py:bad_reward")
-    process = scripts.run(argv, tmp_path, expect=2)
-    assert "user.py:bad_reward returned 4 values, expected a list of 5" in process.err
-    assert list(tmp_path.iterdir()) == []
+    hashes = [json.loads((path / "env.json").read_text())["hash"] for path in (folder, tmp_path / "again")]
+    assert hashes[0] == hashes[1]
 
 
 # ---- Trackers --------------------------------------------------------------------------------------------------------
@@ -211,12 +183,6 @@ print("all is well")
     ("algo", "step", "more"),
     [
         ("ppo", 8, "options |= dict(reward=lengths, total_episodes=8, rollout_batch_size=4)"),
-        pytest.param(
-            "grpo",
-            2,
-            "options |= dict(reward=lengths, total_episodes=8, rollout_batch_size=4, group_size=2)",
-            marks=pytest.mark.slow,
-        ),
         ("sft", 5, "options |= dict(eval_prompts=None, total_steps=5)"),
     ],
 )
@@ -237,7 +203,7 @@ def test_plain_python_from_the_root_directory(work, whole, tmp_path):
     same(tmp_path / "run", whole("ppo")[0])
 
 
-@pytest.mark.parametrize("algo", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("ppo", "grpo")), "sft"])
+@pytest.mark.parametrize("algo", [pytest.param("ppo", marks=pytest.mark.slow), "sft"])
 def test_accelerate_launch(algo, work, whole, tmp_path):
     """ppo: test_learning.py, too."""
     launcher = [BIN / "accelerate", "launch"]
@@ -258,36 +224,6 @@ def two_ranks(scripts, argv, cwd, timeout=120):
     env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [scripts.start(argv, cwd, RANK=rank, LOCAL_RANK=rank, **env) for rank in "01"]
     return ranks, [process.wait(timeout) for process in ranks]
-
-
-def close(a, b):
-    return a == b or abs(a - b) <= 1e-9 * max(abs(a), abs(b)) + 1e-12
-
-
-@pytest.mark.parametrize("algo", ["ppo", pytest.param("sft", marks=pytest.mark.slow)])
-def test_two_processes_equal_one(algo, scripts, work, tmp_path):
-    """In float64: same samples and learning rates, and to 1e-9 metrics and weights. Stopped once, under torchrun."""
-    more = ["--dtype", "float64", "--attn-implementation", "sdpa"]
-    scripts.run(command(work, algo, "one", *more), tmp_path)
-    at = "metric:2:15" if algo == "sft" else "reward:5:15"  # to one rank; both stop
-    stopped = launch(torchrun(2), command(work, algo, "two", *more), tmp_path, work, SIGNAL_AT=at)
-    assert stopped.returncode != 0 and "stopped after step" in stopped.stdout, stopped.stderr
-    (first, second), codes = two_ranks(scripts, command(work, algo, "two", *more), tmp_path)
-    assert codes == [0, 0], first.err + second.err
-    assert "2 processes" in first.out and "continuing two from step" in first.out
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
-    a, b = lines(one / "metrics.jsonl"), lines(two / "metrics.jsonl")
-    assert [line["step"] for line in a] == [line["step"] for line in b]
-    for x, y in zip(a, b, strict=True):
-        assert x.keys() == y.keys() and x.get("optim/lr") == y.get("optim/lr")
-        assert [(name, x[name], y[name]) for name in x if not close(x[name], y[name])] == []
-    for path in sorted(one.glob("hf_model*/*.safetensors")):
-        expected = safetensors.torch.load_file(path)
-        found = safetensors.torch.load_file(two / path.relative_to(one))
-        for name, tensor in expected.items():
-            assert tensor.dtype == torch.float64
-            assert (found[name] - tensor).norm() <= 1e-9 * tensor.norm(), f"{path.name} {name}"
 
 
 @pytest.mark.case(29, "ppo")

@@ -70,34 +70,18 @@ def test_a_run_with_steal_leaves_no_row(ticks, tmp_path):
     assert (row["steal"], row["fraction"], row["seconds"], row["loss"]) == ("0.0300", "0.2500", "2.5000", "3")
 
 
-def test_a_peer_keeps_freed_memory_in_the_sides_named_for_it(ticks, tmp_path, monkeypatch):
-    """Before it is measured."""
-    monkeypatch.setenv("FORCE", "1")
-    monkeypatch.setattr(measurement, "cpu_ticks", lambda: QUIET)
-    done = []
-    monkeypatch.setattr(measurement, "keep_freed_memory", lambda: done.append("kept"))
-
-    def measure(algorithm, side, model):
-        done.append(side)
-        return {"seconds": 2.5}, 50.0
-
-    for side in ("tuned", "fp32-same-flags", "fp32-same-flags-kept-memory"):
-        measurement.record(tmp_path / "results.csv", "grpo", side, 1, "model", measure)
-    assert done == ["tuned", "fp32-same-flags", "kept", "fp32-same-flags-kept-memory"]
-
-
-def test_what_is_stored_and_compared_is_measured():
+def test_every_side_has_a_file_and_the_page_compares_it():
     known = {(algorithm, side) for algorithm in run.SIDES for side in run.sides_of(algorithm)}
-    stored = {(row["algorithm"], row["mode"]) for row in report.read("results.csv")}
-    assert stored <= known
-    for _, algorithm, side, _ in report.COMPARISONS:
-        assert {(algorithm, name) for name in [side, *report.peers_of(algorithm, side)]} <= known
-    assert report.peers_of("ppo", "fp32-2-layers") == ["2-layers-same-flags-kept-memory", "2-layers-tuned"]
-    assert report.peers_of("reward", "bf16") == [f"bf16-{name}" for name in REWARD]
     assert all((FOLDER / f"{run.file_of(*side)}.py").exists() for side in known)
+    for _, algorithm, side, _ in report.COMPARISONS:
+        assert (algorithm, side) in known
+        assert report.peers_of(run.sides_of(algorithm), algorithm, side)
 
 
-REWARD = ["defaults", "same-flags-kept-memory", "same-flags"]
+def test_peers_have_the_precision_and_the_layers_of_ours():
+    assert report.peers_of(run.sides_of("ppo"), "ppo", "fp32-2-layers") == ["2-layers-same-flags", "2-layers-tuned"]
+    assert report.peers_of(run.sides_of("reward"), "reward", "bf16") == ["bf16-defaults", "bf16-same-flags"]
+    assert report.peers_of(run.sides_of("ilql"), "ilql", "gpt2-bf16") == ["gpt2-trlx-defaults", "gpt2-trlx-same-flags"]
 
 
 def test_sides_take_turns_and_results_are_no_change_of_the_code(tmp_path):
@@ -112,8 +96,8 @@ def test_sides_take_turns_and_results_are_no_change_of_the_code(tmp_path):
         done = subprocess.run(line, check=True, capture_output=True, text=True).stdout.splitlines()
         return [command.split("--one ")[1].split(" --results")[0].replace(" --repeat", "") for command in done]
 
-    round_one = "fp32 1, tuned 1, same-flags-kept-memory 1, bf16 1, bf16-same-flags 1, same-flags 1, defaults 1"
-    round_two = "fp32 2, tuned 2, same-flags-kept-memory 2, bf16 2, bf16-same-flags 2"
+    round_one = "fp32 1, tuned 1, same-flags 1, bf16 1, bf16-same-flags 1, defaults 1"
+    round_two = "fp32 2, tuned 2, same-flags 2, bf16 2, bf16-same-flags 2"
     plan = f"{round_one}, {round_two}".split(", ")
     assert commands() == plan
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
@@ -134,7 +118,7 @@ def test_the_page_by_hand(monkeypatch):
         row = {"algorithm": "ddpo", "mode": side, "repeat": repeat, "seconds": str(seconds), "fraction": "0.5"}
         row |= {"device": "AMD EPYC, AVX512", "versions": "torch 2; trl 0.8.6; diffusers 1"}
         rows.append(row | {"peak_memory_mb": "30" if side == "fp32" else "40", "loss": "1.0", "grad_norm": "2.0"})
-    monkeypatch.setattr(report, "read", lambda name: rows)
+    monkeypatch.setattr(report, "stored", lambda: rows)
     cells = "ddpo | fp32 | AMD | 2.75 (2.50 to 3.00) | TRL 0.8.6: same-flags | 1.8: reached | 4.00 (4.00 to 4.00)"
     assert report.table()[2:] == [f"| {cells} | 0.75 | 0.50 (0.50 to 0.50) | 2 |"]
     assert report.quoted() == ["- AMD EPYC, AVX512: ddpo 2.8 (4.0)."]
@@ -149,12 +133,11 @@ def test_the_peer_of_ilql_does_the_same_steps(monkeypatch):
     monkeypatch.setitem(trlx.WORKLOADS, "walks", (7, 0, 24, 2e-4, (6, 144, 25)))
     monkeypatch.setattr(measurement, "THREADS", torch.get_num_threads())
     switches = []  # of the process, which "same-flags" promises
-    for name in ("fast_cpu_matmul", "keep_freed_memory"):
-        monkeypatch.setattr(trlx, name, lambda name=name: switches.append(name))
+    monkeypatch.setattr(trlx, "fast_cpu_matmul", lambda: switches.append("fast"))
     _, losses, grad_norms = trlx.peer_steps("walks", True, None)
-    assert switches == ["fast_cpu_matmul", "keep_freed_memory"]
+    assert switches == ["fast"]
     monkeypatch.setattr(forward, "CHUNK", 25 * 50)
-    _, our_losses, our_norms = trlx.our_steps("walks", "fp32", {"micro_batch_size": 10}, None)
+    _, our_losses, our_norms = trlx.our_steps("walks", {"micro_batch_size": 10}, None)
     assert our_losses[0] == pytest.approx(losses[0], rel=1e-5)
     assert our_losses == pytest.approx(losses, rel=1e-3)
     assert our_norms[0] == pytest.approx(grad_norms[0], rel=1e-4)

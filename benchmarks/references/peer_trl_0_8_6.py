@@ -7,16 +7,14 @@
 It reads what prepare.py has written and takes the settings of our scripts; README.md says what differs.
 """
 
-import argparse
-import json
 import random
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tasks"))
 
 import diffusers
+import peer
 import randomwalks
 import shapes
 import torch
@@ -33,28 +31,6 @@ from trl import (
 )
 
 SAVED = 8  # models of a run
-
-
-class Curve:
-    """Saves models, and counts the seconds of training without those of saving."""
-
-    def __init__(self, run_dir, iterations):
-        self.run_dir = run_dir
-        self.due = [round(iterations * part / SAVED) for part in range(1, SAVED + 1)]
-        self.seconds = 0.0
-        self.begun = time.perf_counter()
-
-    def iteration_done(self, iteration, step, episode, score, model):
-        """Prints the score of an iteration. Saves the model and writes its record where it is due."""
-        self.seconds += time.perf_counter() - self.begun
-        print(f"{iteration}/{self.due[-1]} | score {score:.4f} | {self.seconds:.1f} s", flush=True)
-        if iteration in self.due:
-            name = f"models/{step}"
-            model.save_pretrained(self.run_dir / name)
-            record = {"step": step, "episode": episode, "seconds": self.seconds, "model": name}
-            with open(self.run_dir / "train.jsonl", "a") as file:
-                file.write(f"{json.dumps(record)}\n")
-        self.begun = time.perf_counter()
 
 
 def shuffled_forever(rows, seed):
@@ -88,8 +64,11 @@ def ppo_settings(flags):
     }
 
 
-def ppo(inputs, flags, settings, rows, seed, run_dir, iterations):
+def ppo(inputs, flags, rows, seed, run_dir):
     """Trains a language model with PPOTrainer."""
+    settings = ppo_settings(flags)
+    size = flags["rollout_batch_size"]
+    iterations = flags["total_episodes"] // size
     set_seed(seed)  # the value head is new
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     file = str(inputs / "model" / "tokenizer.json")
@@ -107,7 +86,6 @@ def ppo(inputs, flags, settings, rows, seed, run_dir, iterations):
     config = PPOConfig(**settings, seed=seed)
     # without a reference model it copies this one
     trainer = PPOTrainer(config, model, None, tokenizer, optimizer=optimizer, lr_scheduler=schedule)
-    size = flags["rollout_batch_size"]
     sampling = {
         "batch_size": size,
         "return_prompt": False,
@@ -119,7 +97,7 @@ def ppo(inputs, flags, settings, rows, seed, run_dir, iterations):
         "pad_token_id": tokenizer.pad_token_id,
     }
     prompts = shuffled_forever(rows, seed)
-    curve = Curve(run_dir, iterations)
+    curve = peer.Curve(run_dir, iterations, SAVED)
     for iteration in range(1, iterations + 1):
         queries = [torch.tensor(tokenizer.encode(next(prompts))) for _ in range(size)]
         responses = trainer.generate(queries, **sampling)
@@ -127,8 +105,9 @@ def ppo(inputs, flags, settings, rows, seed, run_dir, iterations):
         samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
         scores = [randomwalks.optimality(sample) for sample in samples]
         trainer.step(queries, responses, [torch.tensor(score) for score in scores])
-        step = iteration * flags["ppo_epochs"]
-        curve.iteration_done(iteration, step, iteration * size, sum(scores) / size, model.pretrained_model)
+        curve.reached(iteration, iteration * flags["ppo_epochs"], iteration * size, model.pretrained_model)
+        print(f"{iteration}/{iterations} | score {sum(scores) / size:.4f} | {curve.seconds:.1f} s", flush=True)
+    return settings
 
 
 # ---- DDPO ------------------------------------------------------------------------------------------------------------
@@ -182,66 +161,34 @@ class WithoutGuidance(DefaultDDPOStableDiffusionPipeline):
 class SavingTrainer(DDPOTrainer):
     """Tells the curve of each epoch."""
 
-    def __init__(self, curve, scores, *args):
+    def __init__(self, curve, *args):
         super().__init__(*args)
         self.curve = curve
-        self.scores = scores  # what the reward function has returned so far
 
     def step(self, epoch, global_step):
         global_step = super().step(epoch, global_step)
         images = self.config.sample_batch_size * self.config.sample_num_batches_per_epoch
-        score = sum(self.scores[-images:]) / images
-        unet = self.sd_pipeline.unet
-        self.curve.iteration_done(epoch + 1, global_step, (epoch + 1) * images, score, unet)
+        self.curve.reached(epoch + 1, global_step, (epoch + 1) * images, self.sd_pipeline.unet)
         return global_step
 
 
-def ddpo(inputs, flags, settings, rows, seed, run_dir, iterations):
+def ddpo(inputs, flags, rows, seed, run_dir):
     """Trains all weights of a UNet with DDPOTrainer. The reward is compressibility."""
     assert flags["guidance_scale"] == 1 and flags["lora_r"] == 0 and flags["lr_schedule"] == "constant"
     pipeline = WithoutGuidance(str(inputs / "model"))
     prompts = shuffled_forever(rows, seed)
-    scores = []
 
     def draw_prompt():
         return next(prompts), {}
 
     def score_images(images, prompts, metadata):
-        batch_scores = shapes.compressibility(images, prompts)
-        scores.extend(batch_scores)
-        return batch_scores, {}
+        return shapes.compressibility(images, prompts), {}
 
-    config = DDPOConfig(**settings | {"num_epochs": iterations}, seed=seed)
-    curve = Curve(run_dir, iterations)
-    SavingTrainer(curve, scores, config, score_images, draw_prompt, pipeline).train()
-
-
-# ---- Command line ----------------------------------------------------------------------------------------------------
-
-CLAIMS = {"ppo": (ppo_settings, ppo), "ddpo": (ddpo_settings, ddpo)}
-
-
-def train(claim, inputs, seed, run_dir, iterations):
-    """Trains and writes models/, train.jsonl and peer.json."""
-    torch.set_num_threads(1)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    flags = json.loads((inputs / "settings.json").read_text())
-    rows = [json.loads(line) for line in (inputs / "rows.jsonl").read_text().splitlines()]
-    make_settings, run = CLAIMS[claim]
-    settings = make_settings(flags)
-    if iterations is None:
-        iterations = flags["num_epochs"] if claim == "ddpo" else flags["total_episodes"] // flags["rollout_batch_size"]
-    run(inputs, flags, settings, rows, seed, run_dir, iterations)
-    versions = {module.__name__: module.__version__ for module in (trl, transformers, diffusers, torch)}
-    about = {"versions": versions, "threads": torch.get_num_threads(), "settings": settings}
-    (run_dir / "peer.json").write_text(json.dumps(about, indent=2))
+    settings = ddpo_settings(flags)
+    curve = peer.Curve(run_dir, flags["num_epochs"], SAVED)
+    SavingTrainer(curve, DDPOConfig(**settings, seed=seed), score_images, draw_prompt, pipeline).train()
+    return settings
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--claim", choices=CLAIMS, required=True)
-    parser.add_argument("--inputs", type=Path, required=True, help="directory that prepare.py has written")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--iterations", type=int, help="a shorter run: iterations of PPO, epochs of DDPO")
-    train(**vars(parser.parse_args()))
+    peer.main({"ppo": ppo, "ddpo": ddpo}, [trl, transformers, diffusers], __doc__)

@@ -6,8 +6,6 @@
 It reads what prepare.py has written and takes the settings of our scripts; README.md says what differs.
 """
 
-import argparse
-import json
 import math
 import sys
 import tempfile
@@ -17,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tasks"))
 
 import arithmetic
-import torch
+import peer
 import transformers
 import trl
 from datasets import Dataset
@@ -27,39 +25,39 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, Re
 SAVED = 10  # models of a run
 
 
-class Curve(TrainerCallback):
-    """Saves models, and counts the seconds of training without those of saving."""
+class Steps(TrainerCallback):
+    """Tells the curve of each step."""
 
-    def __init__(self, run_dir):
-        self.run_dir = run_dir
-        self.seconds = 0.0
+    def __init__(self, curve):
+        self.curve = curve
 
-    def save(self, step, episode, model):
-        """Saves the model and writes its record."""
-        name = f"models/{step}"
-        model.save_pretrained(self.run_dir / name)
-        record = {"step": step, "episode": episode, "seconds": self.seconds, "model": name}
-        with open(self.run_dir / "train.jsonl", "a") as file:
-            file.write(f"{json.dumps(record)}\n")
-
-    def on_train_begin(self, args, state, control, **_):
-        self.begun = time.perf_counter()
+    def on_train_begin(self, *_, **__):
+        self.curve.begun = time.perf_counter()
 
     def on_step_end(self, args, state, control, model, **_):
         step = state.global_step
-        if step not in [round(state.max_steps * part / SAVED) for part in range(1, SAVED + 1)]:
-            return
-        self.seconds += time.perf_counter() - self.begun
         episode = 0
         if isinstance(args, GRPOConfig):
             episode = step * args.generation_batch_size
-        self.save(step, episode, model)
-        self.begun = time.perf_counter()
+        self.curve.reached(step, step, episode, model)
 
 
-def read_rows(inputs):
-    """The rows that our script trains on."""
-    return [json.loads(line) for line in (inputs / "rows.jsonl").read_text().splitlines()]
+def train(trainer_class, config_class, settings, inputs, rows, run_dir, **options):
+    """Trains with a trainer of TRL, and returns the settings."""
+    curve = peer.Curve(run_dir, settings["max_steps"], SAVED)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_class(
+            str(inputs / "model"),
+            args=config_class(output_dir=folder, **settings),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(inputs / "model"),
+            callbacks=[Steps(curve)],
+            **options,
+        )
+        if trainer_class is RewardTrainer:  # whose head is new
+            curve.save(0, 0, trainer.model)
+        trainer.train()
+    return settings
 
 
 def common_settings(flags, seed):
@@ -93,30 +91,28 @@ def epoch_settings(flags, rows, seed):
     return common_settings(flags, seed) | own
 
 
-def sft(flags, rows, seed):
-    """(class of the trainer, class of its arguments, the arguments, what else the trainer takes)."""
-    return SFTTrainer, SFTConfig, epoch_settings(flags, rows, seed), {}
+def sft(inputs, flags, rows, seed, run_dir):
+    settings = epoch_settings(flags, rows, seed)
+    return train(SFTTrainer, SFTConfig, settings, inputs, rows, run_dir)
 
 
-def reward(flags, rows, seed):
-    """As `sft`."""
+def reward(inputs, flags, rows, seed, run_dir):
     settings = epoch_settings(flags, rows, seed)
     if flags["center_coef"]:
         settings["center_rewards_coefficient"] = flags["center_coef"]
-    return RewardTrainer, RewardConfig, settings, {}
+    return train(RewardTrainer, RewardConfig, settings, inputs, rows, run_dir)
 
 
-def dpo(flags, rows, seed):
-    """As `sft`."""
+def dpo(inputs, flags, rows, seed, run_dir):
     settings = epoch_settings(flags, rows, seed)
     settings["beta"] = flags["beta"]
     settings["loss_type"] = [flags["loss_type"], "sft"]
     settings["loss_weights"] = [1.0, flags["sft_coef"]]
-    return DPOTrainer, DPOConfig, settings, {}
+    return train(DPOTrainer, DPOConfig, settings, inputs, rows, run_dir)
 
 
-def grpo(flags, rows, seed):
-    """As `sft`. Each iteration is one optimizer step on all of its episodes."""
+def grpo(inputs, flags, rows, seed, run_dir):
+    """Each iteration is one optimizer step on all of its episodes."""
     assert flags["ppo_epochs"] == 1 and flags["batch_size"] == flags["rollout_batch_size"]
     assert flags["loss_mean"] == "sequence" and flags["advantage_kind"] == "std" and flags["ratio_level"] == "token"
     settings = common_settings(flags, seed) | {
@@ -136,40 +132,8 @@ def grpo(flags, rows, seed):
         samples = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         return arithmetic.reward(samples, prompts, completions)
 
-    return GRPOTrainer, GRPOConfig, settings, {"reward_funcs": is_right}
-
-
-CLAIMS = {"sft": sft, "reward": reward, "dpo": dpo, "grpo": grpo}
-
-
-def train(claim, inputs, seed, run_dir):
-    """Trains and writes models/, train.jsonl and peer.json."""
-    torch.set_num_threads(1)
-    flags = json.loads((inputs / "settings.json").read_text())
-    rows = read_rows(inputs)
-    trainer_class, config_class, settings, options = CLAIMS[claim](flags, rows, seed)
-    curve = Curve(run_dir)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_class(
-            str(inputs / "model"),
-            args=config_class(output_dir=folder, **settings),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(inputs / "model"),
-            callbacks=[curve],
-            **options,
-        )
-        if claim == "reward":  # whose head is new
-            curve.save(0, 0, trainer.model)
-        trainer.train()
-    versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
-    about = {"versions": versions, "threads": torch.get_num_threads(), "settings": settings}
-    (run_dir / "peer.json").write_text(json.dumps(about, indent=2))
+    return train(GRPOTrainer, GRPOConfig, settings, inputs, rows, run_dir, reward_funcs=is_right)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--claim", choices=CLAIMS, required=True)
-    parser.add_argument("--inputs", type=Path, required=True, help="directory that prepare.py has written")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    train(**vars(parser.parse_args()))
+    peer.main({"sft": sft, "reward": reward, "dpo": dpo, "grpo": grpo}, [trl, transformers], __doc__)

@@ -18,7 +18,7 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.check import AXES, average, curves_of, markdown, read_jsonl, write_curves
+from benchmarks import check
 
 HERE = Path(__file__).resolve().parent
 
@@ -47,7 +47,7 @@ REFERENCES = {
 
 def curves(name):
     """{system: {seed: records}} of a task."""
-    return curves_of(HERE / f"curves/{name}.csv", "system")
+    return check.curves_of(HERE / f"curves/{name}.csv", "system")
 
 
 def collect(name, system, run_dirs):
@@ -55,24 +55,33 @@ def collect(name, system, run_dirs):
     reference = REFERENCES[name]
     runs = curves(name)
     for run_dir in run_dirs:
-        records = read_jsonl(run_dir / "metrics.jsonl")
+        records = check.read_jsonl(run_dir / "metrics.jsonl")
         if "seconds" not in records[0]:
             add_seconds(records, run_dir)
         keys = ["step", "episode", "seconds", reference.score, *reference.also]
         kept = [{key: record.get(key, 0) for key in keys} for record in records if reference.score in record]
         runs.setdefault(system, {})[int(run_dir.name.rpartition("-seed")[2])] = kept
-    write_curves(HERE / f"curves/{name}.csv", "system", runs)
+    check.write_curves(HERE / f"curves/{name}.csv", "system", runs)
 
 
 def add_seconds(records, run_dir):
     """Adds the seconds of rollouts and updates so far to the records of one of our runs."""
     seconds = 0.0
     by_step = {0: 0.0}
-    for record in read_jsonl(run_dir / "perf.jsonl"):
+    for record in check.read_jsonl(run_dir / "perf.jsonl"):
         seconds += sum(value for key, value in record.items() if key.startswith("perf/seconds_"))
         by_step[record["step"]] = seconds
     for record in records:
         record["seconds"] = round(by_step[record["step"]], 2)
+
+
+def lines(name, axis):
+    """{system: {seed: points of the score}} over an axis: steps, episodes or seconds."""
+    score = REFERENCES[name].score
+    found = {}
+    for system, seeds in curves(name).items():
+        found[system] = {seed: check.points(records, score, axis) for seed, records in seeds.items()}
+    return found
 
 
 def table(name):
@@ -83,34 +92,23 @@ def table(name):
     heads += [f"{axis}s to {reference.level:g}", f"seconds to {reference.level:g}"]
     rows = []
     for system, seeds in curves(name).items():
-        scores = [[record[reference.score] for record in records] for records in seeds.values()]
+        scores = [check.history(records, reference.score) for records in seeds.values()]
+        ends = [records[-1] for records in seeds.values()]
         cells = [system, str(len(seeds))]
-        cells += [average([values[0] for values in scores]), average([values[-1] for values in scores])]
-        cells.append(average([max(values) for values in scores]))
-        last_records = [records[-1] for records in seeds.values()]
-        cells += [average([record[key] for record in last_records]) for key in reference.also]
-        cells += [f"{last_records[0][axis]:.0f}", f"{mean(record['seconds'] for record in last_records):.0f}"]
-        cells += [reached(seeds, reference, axis), reached(seeds, reference, "seconds")]
+        cells.append(check.average([values[0] for values in scores]))
+        cells.append(check.average([values[-1] for values in scores]))
+        cells.append(check.average([max(values) for values in scores]))
+        cells += [check.average(check.history(ends, key)) for key in reference.also]
+        cells += [f"{ends[0][axis]:.0f}", f"{mean(check.history(ends, 'seconds')):.0f}"]
+        cells += [reached(check.mean_curve(lines(name, x)[system]), reference.level) for x in (axis, "seconds")]
         rows.append(cells)
-    return markdown(heads, rows)
+    return check.markdown(heads, rows)
 
 
-def mean_curve(seeds, reference, axis):
-    """[(place on an axis, score)], both means over the seeds at each evaluation."""
-    count = min(len(records) for records in seeds.values())
-    points = []
-    for i in range(count):
-        records = [records[i] for records in seeds.values()]
-        points.append((mean(r[axis] for r in records), mean(r[reference.score] for r in records)))
-    return points
-
-
-def reached(seeds, reference, axis):
+def reached(line, level):
     """The place of the first evaluation at which the mean score is not below the level."""
-    for place, score in mean_curve(seeds, reference, axis):
-        if score >= reference.level:
-            return f"{place:.0f}"
-    return "not"
+    places = [place for place, score in line if score >= level]
+    return f"{places[0]:.0f}" if places else "not"
 
 
 def digest(name):
@@ -125,24 +123,14 @@ def draw(name):
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, axis in zip(panels, [reference.axis, "seconds"], strict=True):
-        for number, (system, seeds) in enumerate(curves(name).items()):
-            for records in seeds.values():
-                places = [record[axis] for record in records]
-                scores = [record[reference.score] for record in records]
-                axes.plot(places, scores, color=f"C{number}", alpha=0.3, linewidth=0.8)
-            label = f"{system}, mean of {len(seeds)} seeds"
-            axes.plot(*zip(*mean_curve(seeds, reference, axis), strict=True), f"C{number}.-", label=label)
+        systems = lines(name, axis)
+        check.draw_curves(axes, systems, list(systems))
         axes.locator_params(axis="x", nbins=6)
-        axes.set_xlabel(AXES.get(axis, "seconds of training, one thread"))
+        axes.set_xlabel(check.AXES.get(axis, "seconds of training, one thread"))
     panels[0].set_ylabel(reference.score)
     panels[0].legend(fontsize=8)
     figure.suptitle(reference.title, fontsize=10)
-    figure.savefig(HERE / f"curves/{name}.png", dpi=80, metadata={"data": digest(name)})
-
-
-def draw_all():
-    for name in REFERENCES:
-        draw(name)
+    check.save_figure(figure, HERE / f"curves/{name}.png", 80, digest(name))
 
 
 def problems():

@@ -13,7 +13,6 @@ answer, and 0.0 else. One problem in ten is held out, whatever the order of its 
 Spec strings name its functions: `benchmarks/tasks/arithmetic.py:prompts:level=countdown`; without a level it is sums.
 """
 
-import argparse
 import functools
 import hashlib
 import itertools
@@ -364,11 +363,18 @@ def draw_untrained_model(directory: str) -> None:
 
 
 def sample_right(
-    model: str, output: str, level: str, problems: int, samples: int, seed: int, threads: int | None = None
+    model: str,
+    output: str,
+    level: str = "sums",
+    problems: int = 512,
+    samples: int = 8,
+    seed: int = 1,
+    threads: int | None = None,
 ) -> None:
     """Samples solutions of training problems and writes the right ones as rows of prompt and completion: one round of
     expert iteration is this and algos/sft.py on the rows. Of equal solutions of a problem one is kept, as in rejection
-    sampling fine-tuning (Yuan et al. 2023, arXiv 2308.01825). seed: of the choice of problems and of the samples.
+    sampling fine-tuning (Yuan et al. 2023, arXiv 2308.01825). model, output: a directory, a file .jsonl. seed: of the
+    choice of problems and of the samples. threads: of the CPU; default: torch's.
     """
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import torch
@@ -406,23 +412,10 @@ def sample_right(
 
 def main():
     """The commands, see `python benchmarks/tasks/arithmetic.py --help`."""
-    parser = argparse.ArgumentParser(description="Models and samples of the arithmetic task.")
-    commands = parser.add_subparsers(required=True)
-    untrained = commands.add_parser("untrained", help="write the model with random weights")
-    untrained.add_argument("directory")
-    untrained.set_defaults(function=draw_untrained_model)
-    sample = commands.add_parser("sample", help="write right samples of a model, for SFT")
-    sample.add_argument("model", help="directory of a model")
-    sample.add_argument("output", help="file for the rows, .jsonl")
-    sample.add_argument("--level", choices=LEVELS, default="sums")
-    sample.add_argument("--problems", type=int, default=512, help="training problems")
-    sample.add_argument("--samples", type=int, default=8, help="samples of each problem")
-    sample.add_argument("--seed", type=int, default=1, help="of the choice of problems and of the samples")
-    sample.add_argument("--threads", type=int, help="CPU threads; default: torch's")
-    sample.set_defaults(function=sample_right)
-    options = vars(parser.parse_args())
-    function = options.pop("function")
-    function(**options)
+    import tyro
+
+    commands = {"untrained": draw_untrained_model, "sample": sample_right}
+    tyro.extras.subcommand_cli_from_dict(commands, config=(tyro.conf.PositionalRequiredArgs,))
 
 
 if __name__ == "__main__":

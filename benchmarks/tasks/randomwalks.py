@@ -158,11 +158,6 @@ def eval_prompts(graph_seed: int = 1000, samples: int = 50, starts: str = LETTER
     return rows
 
 
-def text(graph_seed: int = 1000) -> list[dict]:
-    """The 1000 walks as plain text."""
-    return [{"text": walk} for walk in graph(graph_seed).walks]
-
-
 def completions(graph_seed: int = 1000, split: str = "all") -> list[dict]:
     """The 1000 walks as prompt (the start) and completion (the rest; never empty: every walk has 2 nodes or more).
 
@@ -187,21 +182,6 @@ def best(graph_seed: int = 1000, fraction: float = 0.1) -> list[dict]:
     return [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
 
 
-def messages(graph_seed: int = 1000) -> list[dict]:
-    """The 1000 walks as chats of two messages."""
-    rows = []
-    for walk in graph(graph_seed).walks:
-        user = {"role": "user", "content": walk[0]}
-        assistant = {"role": "assistant", "content": walk[1:]}
-        rows.append({"messages": [user, assistant]})
-    return rows
-
-
-def dialogues(graph_seed: int = 1000) -> list[dict]:
-    """The 1000 walks as trlX samples: prompt, output."""
-    return [{"dialogue": [walk[0], walk[1:]]} for walk in graph(graph_seed).walks]
-
-
 def rewarded(graph_seed: int = 1000) -> list[dict]:
     """The 1000 walks with their optimality, for offline RL."""
     rows = []
@@ -215,9 +195,7 @@ def keyed_hash(*key) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
-def pairs(
-    graph_seed: int = 1000, split: str = "train", kind: str = "all", by: str = "pair", count: int | None = None
-) -> list[dict]:
+def pairs(graph_seed: int = 1000, split: str = "train", kind: str = "all", count: int | None = None) -> list[dict]:
     """Preference pairs from four sources in equal numbers; the chosen walk always has the higher optimality.
 
     natural  two walks of the data from one start that arrive, the rejected one later (before the 10th node)
@@ -229,22 +207,19 @@ def pairs(
     with the length, and walks that fail have 10 nodes. It is wrong on every illegal pair, so it scores 0.5 on
     kind="all"; "the longer one wins, unless it has 10 nodes" scores 0.75. So read accuracies by kind.
 
-    A hash puts each pair into train (2 of 3) or test. by="walk" does so with each walk, the illegal ones included, and
-    keeps the pairs with both walks on one side. That is harder than it looks: 28 walks arrive within four nodes (graph
-    seed 1000), and those held out are never chosen in training, while illegal walks like them are rejected.
+    A hash puts each pair into train (2 of 3) or test.
 
     count: only so many, the first in their shuffled order, so that a larger count holds the pairs of a smaller one.
     """
-    if split not in ("train", "test") or kind not in ("all", "natural", "illegal") or by not in ("pair", "walk"):
-        options = "train or test; all, natural or illegal; pair or walk"
-        raise ValueError(f"split={split!r}, kind={kind!r}, by={by!r}: must be {options}")
+    if split not in ("train", "test") or kind not in ("all", "natural", "illegal"):
+        raise ValueError(f"split={split!r}, kind={kind!r}: must be train or test; all, natural or illegal")
     if count is not None and count < 1:
         raise ValueError(f"count={count} must be at least 1")
     sources = pair_sources(graph_seed)
 
     def in_split(pair: tuple) -> bool:
-        keys = [pair[:1], pair[1:2]] if by == "walk" else [pair[:2]]
-        return all((keyed_hash("split", graph_seed, *key) % 3 == 0) == (split == "test") for key in keys)
+        is_test = keyed_hash("split", graph_seed, *pair[:2]) % 3 == 0
+        return is_test == (split == "test")
 
     def draw(pair: tuple) -> int:
         return keyed_hash("draw", graph_seed, *pair)
@@ -296,9 +271,9 @@ def pair_sources(graph_seed: int) -> list[set[tuple[str, str, str]]]:
     return [later, never, jumps, straight]
 
 
-def eval_pairs(graph_seed: int = 1000, by: str = "pair") -> dict[str, list[dict]]:
+def eval_pairs(graph_seed: int = 1000) -> dict[str, list[dict]]:
     """The held-out pairs: all, and by kind."""
-    return {kind: pairs(graph_seed, "test", kind, by) for kind in ("all", "natural", "illegal")}
+    return {kind: pairs(graph_seed, "test", kind) for kind in ("all", "natural", "illegal")}
 
 
 # ---- Models ---------------------------------------------------------------------------------------------------------
@@ -321,17 +296,6 @@ def tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, **specials, padding_side="left", model_max_length=CONTEXT, model_input_names=inputs
     )
-
-
-def logit_mask(graph_seed: int = 1000) -> np.ndarray:
-    """(V, V), True where the token of the column must not follow that of the row: steps that are no edge, and special
-    tokens other than <eos>, which may follow every letter. After a special token every letter may come."""
-    letters = tokenizer()
-    forbidden = np.ones((len(letters), len(letters)), dtype=bool)
-    forbidden[: len(LETTERS), : len(LETTERS)] = ~graph(graph_seed).adjacency
-    forbidden[len(LETTERS) :, : len(LETTERS)] = False
-    forbidden[: len(LETTERS), letters.eos_token_id] = False
-    return forbidden
 
 
 def base_model() -> str:

@@ -20,7 +20,6 @@ import itertools
 import math
 import os
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -236,32 +235,33 @@ def merge_pieces(pieces: list[str], merge: tuple[str, str]) -> list[str]:
     return merged
 
 
-def untrained_pipeline():
-    """The pipeline with weights from torch's generator: UNet 1.1 M parameters, VAE 0.65 M, text encoder 0.07 M."""
+def untrained_pipeline(vae=None, unet=None):
+    """The pipeline with weights from torch's generator: UNet 1.1 M parameters, VAE 0.65 M, text encoder 0.07 M. vae,
+    unet: other sizes."""
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
     words = tokenizer()
-    vae = AutoencoderKL(
-        sample_size=SIZE,
-        block_out_channels=(16, 32, 64),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        mid_block_add_attention=False,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=8,
-    )
-    unet = UNet2DConditionModel(
-        sample_size=SIZE // 4,
-        block_out_channels=(32, 64),
-        down_block_types=("CrossAttnDownBlock2D",) * 2,
-        up_block_types=("CrossAttnUpBlock2D",) * 2,
-        layers_per_block=1,
-        cross_attention_dim=64,
-        attention_head_dim=4,
-        norm_num_groups=16,
-    )
+    vae_config = {
+        "sample_size": SIZE,
+        "block_out_channels": (16, 32, 64),
+        "down_block_types": ("DownEncoderBlock2D",) * 3,
+        "up_block_types": ("UpDecoderBlock2D",) * 3,
+        "mid_block_add_attention": False,
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "norm_num_groups": 8,
+    }
+    unet_config = {
+        "sample_size": SIZE // 4,
+        "block_out_channels": (32, 64),
+        "down_block_types": ("CrossAttnDownBlock2D",) * 2,
+        "up_block_types": ("CrossAttnUpBlock2D",) * 2,
+        "layers_per_block": 1,
+        "cross_attention_dim": 64,
+        "attention_head_dim": 4,
+        "norm_num_groups": 16,
+    }
     text_config = CLIPTextConfig(
         vocab_size=len(words),
         hidden_size=64,
@@ -283,8 +283,8 @@ def untrained_pipeline():
         set_alpha_to_one=False,
     )
     return StableDiffusionPipeline(
-        vae=vae,
-        unet=unet,
+        vae=AutoencoderKL(**vae_config | (vae or {})),
+        unet=UNet2DConditionModel(**unet_config | (unet or {})),
         text_encoder=CLIPTextModel(text_config),
         tokenizer=words,
         scheduler=scheduler,
@@ -300,10 +300,7 @@ def train(directory: str) -> None:
     import torch
 
     torch.manual_seed(0)
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(cores)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     pipeline = untrained_pipeline()
     images, captions = drawings(SETTINGS["images"])
     images = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous() * 2 - 1
@@ -376,15 +373,12 @@ def train_unet(pipeline, latents, captions):
 
 
 def optimise(name, weights, settings, loss_function):
-    """AdamW with a cosine schedule; loss_function(step) -> scalar. A line every ten seconds."""
+    """AdamW with a cosine schedule; loss_function(step) -> scalar."""
     import torch
 
     optimizer = torch.optim.AdamW(weights, lr=settings["lr"], fused=True)
     steps = settings["steps"]
     warmup = settings.get("warmup", 0)
-    mean = None
-    begun = time.monotonic()
-    printed = begun
     for step in range(1, steps + 1):
         scale = (1 + math.cos(math.pi * step / steps)) / 2
         if warmup:
@@ -395,15 +389,8 @@ def optimise(name, weights, settings, loss_function):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        if mean is None:
-            mean = loss.item()
-        else:
-            mean = 0.99 * mean + 0.01 * loss.item()
-        now = time.monotonic()
-        if now - printed > 10 or step in (1, steps):
-            printed = now
-            left = (now - begun) / step * (steps - step)
-            print(f"shapes: {name} {step}/{steps} | loss {mean:.4f} | eta {left:.0f} s", flush=True)
+        if step % 100 == 0:
+            print(f"shapes: {name} {step}/{steps} | loss {loss.item():.4f}", flush=True)
 
 
 def base_model() -> str:

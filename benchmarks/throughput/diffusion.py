@@ -7,10 +7,9 @@ systems start from the same weights and adapters and denoise the same noise, so 
 """
 
 import json
-from statistics import median
 
 import torch
-from measurement import ITERATIONS, TINY, short_run
+from measurement import ITERATIONS, TINY, column, figures, short_run
 
 from benchmarks.tasks import shapes  # found by way of measurement
 from common.seeding import rng, stream_rows
@@ -60,40 +59,22 @@ def settings(model):
 
 def prepare(folder, algorithm):
     """Writes the random pipeline so that both systems load it, the start of the adapters, and work.json."""
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from safetensors.torch import save_file
-    from transformers import CLIPTextConfig, CLIPTextModel
 
     from algos import ddpo
 
     torch.manual_seed(SEED)
-    words = shapes.tokenizer()
-    vae = AutoencoderKL(
-        block_out_channels=(16, 32, 64), layers_per_block=1, latent_channels=LATENTS, norm_num_groups=8,
-        sample_size=4 * SIZE, down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
-    )  # fmt: skip
-    unet = UNet2DConditionModel(
-        sample_size=SIZE, block_out_channels=CHANNELS, layers_per_block=1, cross_attention_dim=64,
-        attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D",) * 2,
-        up_block_types=("CrossAttnUpBlock2D",) * 2,
-    )  # fmt: skip
-    ids = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=words.model_max_length, **ids,
-        )
-    )  # fmt: skip
-    scheduler = DDIMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, clip_sample=False,
-        set_alpha_to_one=False, prediction_type="v_prediction",
-    )  # fmt: skip
-    pipeline = StableDiffusionPipeline(
-        vae=vae, unet=unet, text_encoder=text_encoder, tokenizer=words, scheduler=scheduler, safety_checker=None,
-        feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+    pipeline = shapes.untrained_pipeline(
+        vae={"sample_size": 4 * SIZE, "mid_block_add_attention": True},
+        unet={
+            "sample_size": SIZE,
+            "block_out_channels": CHANNELS,
+            "attention_head_dim": 8,
+            "norm_num_groups": 32,
+        },
+    )
     pipeline.save_pretrained(folder)
-    old_format(folder, words)
+    old_format(folder, pipeline.tokenizer)
     args = ddpo.Args(**settings(folder), metric=None)
     pipeline = ddpo.load_pipeline(args, str(folder))
     ddpo.add_lora(pipeline.unet, args)
@@ -145,24 +126,18 @@ def useful_flops(pipeline):
     return IMAGES * (STEPS * (sampling + training) + decoding)
 
 
-# ---- Measurement -----------------------------------------------------------------------------------------------------
-
-
-def figures(model, sampling, training, scores, grad_norms):
-    """(columns, useful GFLOP/s) from the seconds, mean rewards and gradient norms of all epochs."""
+def flops(model):
+    """Useful operations of each epoch, which `prepare` has counted."""
     with open(f"{model}/work.json") as file:
-        flops = json.load(file)["flops"]
-    seconds = median([a + b for a, b in zip(sampling, training, strict=True)][1:])
-    return {"seconds": seconds, "loss": scores[0], "grad_norm": grad_norms[0]}, flops / seconds / 1e9
+        return [json.load(file)["flops"]] * ITERATIONS
 
 
 def measure(algorithm, side, model):
     """(columns, useful GFLOP/s) of a short run of algos/ddpo.py."""
     from algos import ddpo
 
-    flags = {"mixed_precision": "bf16"} if side == "bf16" else {}
-    perf, metrics = short_run(ddpo, side, **settings(model) | flags)
-    sampling = [p["perf/seconds_rollout"] for p in perf]
-    training = [p["perf/seconds_reward"] + p["perf/seconds_update"] for p in perf]
-    columns = [[m[key] for m in metrics] for key in ("objective/scores", "optim/grad_norm")]
-    return figures(model, sampling, training, *columns)
+    mixed = {"mixed_precision": "bf16"} if side == "bf16" else {}
+    steps = short_run(ddpo, **settings(model), **mixed)
+    seconds = column(steps, "perf/seconds_rollout", "perf/seconds_reward", "perf/seconds_update")
+    scores = column(steps, "objective/scores")
+    return figures(flops(model), seconds, 1, scores, column(steps, "optim/grad_norm"))

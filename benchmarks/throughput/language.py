@@ -13,13 +13,12 @@ import functools
 import importlib
 import os
 import time
-from contextlib import ExitStack
-from statistics import mean, median
+from statistics import mean
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from measurement import ITERATIONS, TINY, short_run
+from measurement import ITERATIONS, TINY, column, figures, short_run
 
 from common import seeding  # found by way of measurement
 from common.seeding import rng, stream_rows
@@ -30,7 +29,7 @@ END = 0  # id of the end token
 LR = 1e-5
 SEED = 1
 STEPS = int(os.environ.get("STEPS", 6))  # of a run of sft, reward and dpo
-SKIPPED = 2  # first steps, which are not counted
+SKIPPED = 2  # first steps, which are not counted; of ppo and grpo it is the first iteration
 BATCH = 8
 SHORTEST = 16
 LONGEST = 128
@@ -44,7 +43,6 @@ STEP_FLAGS = {
     "lr_schedule": "constant",
     "warmup_steps": 0,
     "adam_betas": (0.9, 0.999),
-    "attn_implementation": "eager",
 }
 
 
@@ -79,6 +77,13 @@ def prepare(folder, algorithm):
             part.save_pretrained(folder / "classifier")
 
 
+SIDES = {  # of plainrl: flags
+    "fp32": {"attn_implementation": "eager"},
+    "bf16": {"attn_implementation": "eager", "mixed_precision": "bf16"},
+    "fp32-2-layers": {"attn_implementation": "eager", "num_layers_unfrozen": 2},
+}
+
+
 def text(ids):
     return " ".join(f"w{i}" for i in ids)
 
@@ -91,22 +96,17 @@ def forward_flops(tokens, scored, shape=SHAPE):
     return 2 * blocks * tokens + 2 * width * vocabulary * scored + attention
 
 
-def flags_of(side):
-    """Flags that a side of ours is named for."""
-    flags = {"attn_implementation": "eager"}
-    if "bf16" in side:
-        flags["mixed_precision"] = "bf16"
-    if "2-layers" in side:
-        flags["num_layers_unfrozen"] = 2
-    return flags
-
-
 def measure(algorithm, side, model):
     """(columns, useful GFLOP/s) of a short run of our script."""
-    functions = {"ppo": measure_ppo, "sft": measure_sft, "grpo": measure_grpo}
-    if algorithm in functions:
-        return functions[algorithm](side, model)
-    return measure_pairs(algorithm, side, model)
+    script = importlib.import_module(f"algos.{algorithm}")
+    measures = {
+        "ppo": measure_ppo,
+        "sft": measure_sft,
+        "grpo": measure_grpo,
+        "reward": measure_pairs,
+        "dpo": measure_pairs,
+    }
+    return measures[algorithm](script, str(model), SIDES[side])
 
 
 # ---- ppo -------------------------------------------------------------------------------------------------------------
@@ -124,18 +124,13 @@ def even(output_ids, **_):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in output_ids]
 
 
-def ppo_figures(rollout, update):
-    """(columns, GFLOP/s) from the seconds of all iterations. The work: sampling, reference and training, the output
-    layer at response positions only, no padding, nothing computed twice."""
-    totals = [a + b for a, b in zip(rollout, update, strict=True)]
-    seconds = median(totals[1:])
-    flops = EPISODES * (2 + 3 * EPOCHS) * forward_flops(PROMPT + RESPONSE, RESPONSE)
-    return {"seconds": seconds}, flops / seconds / 1e9
+def ppo_flops():
+    """Useful operations of each iteration: sampling, reference and training, the output layer at response positions
+    only, no padding, nothing computed twice."""
+    return [EPISODES * (2 + 3 * EPOCHS) * forward_flops(PROMPT + RESPONSE, RESPONSE)] * ITERATIONS
 
 
-def measure_ppo(side, model):
-    from algos import ppo
-
+def measure_ppo(script, model, flags):
     settings = {
         "total_episodes": EPISODES * ITERATIONS,
         "rollout_batch_size": EPISODES,
@@ -146,9 +141,10 @@ def measure_ppo(side, model):
         "lr": LR,
     }
     prompts = [{"prompt": text(ids)} for ids in prompt_ids()]
-    perf, metrics = short_run(ppo, side, model=str(model), dataset=prompts, reward=even, **settings, **flags_of(side))
-    assert all((m["tokens/queries_len"], m["tokens/responses_len"]) == (PROMPT, RESPONSE) for m in metrics)
-    return ppo_figures(*([p[f"perf/seconds_{phase}"] for p in perf] for phase in ("rollout", "update")))
+    steps = short_run(script, model=model, dataset=prompts, reward=even, **settings, **flags)
+    assert set(column(steps, "tokens/queries_len")) == {PROMPT}
+    assert set(column(steps, "tokens/responses_len")) == {RESPONSE}
+    return figures(ppo_flops(), column(steps, "perf/seconds_rollout", "perf/seconds_update"), skipped=1)
 
 
 # ---- sft -------------------------------------------------------------------------------------------------------------
@@ -176,23 +172,17 @@ def step_lengths():
     return [[lengths[row] for row in drawn[i : i + BATCH]] for i in range(0, len(drawn), BATCH)]
 
 
-def sft_figures(seconds, losses, grad_norms):
-    """(columns, GFLOP/s) from the seconds, losses and gradient norms of all steps. The work: no padding, no forward of
-    a row's last token, which predicts nothing."""
-    counted = seconds[SKIPPED:]
-    flops = [sum(3 * forward_flops(n - 1, n - 1) for n in step) for step in step_lengths()[SKIPPED:]]
-    columns = {"seconds": median(counted), "loss": losses[0], "grad_norm": grad_norms[0]}
-    return columns, median(n / s for n, s in zip(flops, counted, strict=True)) / 1e9
+def sft_flops():
+    """Useful operations of each step: no padding, no forward of a row's last token, which predicts nothing."""
+    return [sum(3 * forward_flops(n - 1, n - 1) for n in step) for step in step_lengths()]
 
 
-def measure_sft(side, model):
-    from algos import sft
-
-    perf, metrics = short_run(sft, side, model=str(model), dataset=rows(), **STEP_FLAGS | flags_of(side))
-    seconds = [p["perf/seconds_update"] for p in perf]
-    tokens = [round(p["perf/tokens_per_sec"] * s) for p, s in zip(perf, seconds, strict=True)]
+def measure_sft(script, model, flags):
+    steps = short_run(script, model=model, dataset=rows(), **STEP_FLAGS, **flags)
+    seconds = column(steps, "perf/seconds_update")
+    tokens = [round(step["perf/tokens_per_sec"] * step["perf/seconds_update"]) for step in steps]
     assert tokens == list(map(sum, step_lengths()))
-    return sft_figures(seconds, *([m[key] for m in metrics] for key in ("train/loss", "optim/grad_norm")))
+    return figures(sft_flops(), seconds, SKIPPED, column(steps, "train/loss"), column(steps, "optim/grad_norm"))
 
 
 # ---- reward and dpo --------------------------------------------------------------------------------------------------
@@ -221,8 +211,9 @@ def pair_ids():
 def pair_rows():
     """The pairs as texts of whole words."""
     rows = []
-    for prompt, chosen, rejected in pair_ids():
-        rows.append({"prompt": text(prompt), "chosen": f" {text(chosen[:-1])}", "rejected": f" {text(rejected[:-1])}"})
+    for prompt, *responses in pair_ids():
+        chosen, rejected = (f" {text(response[:-1])}" for response in responses)
+        rows.append({"prompt": text(prompt), "chosen": chosen, "rejected": rejected})
     return rows
 
 
@@ -231,36 +222,31 @@ def pair_order():
     return stream_rows(SEED, "data", PAIRS, 0, PAIRS)
 
 
-def pair_flops(algorithm, pairs):
-    """Floating-point operations of a step that cannot be left out: no padding, the prompt of a pair once, nothing
-    computed twice. In dpo, the output layer at what predicts a response token, no forward of a text's last token, and
-    one forward of the reference."""
-    forward = 0
-    for prompt, *responses in pairs:
-        forward -= forward_flops(len(prompt), 0)
-        for response in responses:
-            if algorithm == "dpo":
-                forward += forward_flops(len(prompt) + len(response) - 1, len(response))
-            else:
-                forward += forward_flops(len(prompt) + len(response), 0)
-    return (4 if algorithm == "dpo" else 3) * forward
-
-
-def pair_figures(algorithm, seconds, losses, grad_norms, scoring):
-    """(columns, GFLOP/s) from the seconds, losses and gradient norms of all steps, and the seconds in which all pairs
-    were scored by the reference outside the steps: each step gets its share of these."""
+def pair_flops(algorithm):
+    """Operations of each step that cannot be left out: no padding, the prompt of a pair once, nothing computed twice.
+    In dpo, the output layer at what predicts a response token, no forward of a text's last token, and one forward of
+    the reference."""
     ids = pair_ids()
-    steps = [[ids[row] for row in pair_order()[i : i + BATCH]] for i in range(0, PAIRS, BATCH)]
-    counted = [s + scoring / STEPS for s in seconds[SKIPPED:]]
-    rates = [pair_flops(algorithm, step) / s for step, s in zip(steps[SKIPPED:], counted, strict=True)]
-    return {"seconds": median(counted), "loss": losses[0], "grad_norm": grad_norms[0]}, median(rates) / 1e9
+    forward = [0] * STEPS
+    for place, row in enumerate(pair_order()):
+        prompt, *responses = ids[row]
+        step = place // BATCH
+        forward[step] -= forward_flops(len(prompt), 0)
+        for response in responses:
+            tokens = len(prompt) + len(response)
+            if algorithm == "dpo":
+                forward[step] += forward_flops(tokens - 1, len(response))
+            else:
+                forward[step] += forward_flops(tokens, 0)
+    passes = 4 if algorithm == "dpo" else 3
+    return [passes * flops for flops in forward]
 
 
-def measure_pairs(algorithm, side, model):
-    script = importlib.import_module(f"algos.{algorithm}")
-    scoring = [0.0]
+def measure_pairs(script, model, flags):
+    scoring = []  # seconds in which dpo scores all pairs by the reference, before the steps
     packed = []
-    score_pairs, in_lines = script.score_pairs, script.in_lines
+    score_pairs = script.score_pairs
+    in_lines = script.in_lines
 
     def timed(*args):
         begun = time.perf_counter()
@@ -272,14 +258,16 @@ def measure_pairs(algorithm, side, model):
         packed.append(packing)
         return in_lines(packing, *args)
 
+    algorithm = script.__name__.rpartition(".")[2]
     if algorithm == "reward":
         model = f"{model}/classifier"
     with patch.object(script, "score_pairs", timed), patch.object(script, "in_lines", noted):
-        perf, metrics = short_run(script, side, model=str(model), dataset=pair_rows(), **STEP_FLAGS | flags_of(side))
+        steps = short_run(script, model=model, dataset=pair_rows(), **STEP_FLAGS, **flags)
     assert set(packed) == {True}  # a script says and does without where it cannot
-    assert len(scoring) - 1 == (algorithm == "dpo")
-    columns = [[m[key] for m in metrics] for key in ("train/loss", "optim/grad_norm")]
-    return pair_figures(algorithm, [p["perf/seconds_update"] for p in perf], *columns, sum(scoring))
+    assert len(scoring) == (algorithm == "dpo")
+    seconds = [second + sum(scoring) / STEPS for second in column(steps, "perf/seconds_update")]
+    losses = column(steps, "train/loss")
+    return figures(pair_flops(algorithm), seconds, SKIPPED, losses, column(steps, "optim/grad_norm"))
 
 
 # ---- grpo ------------------------------------------------------------------------------------------------------------
@@ -334,16 +322,14 @@ def mean_id(output_ids, place, **_):
     return [mean(ids) / VOCABULARY for ids in output_ids]
 
 
-def grpo_figures(rollout, update, losses, grad_norms):
-    """(columns, GFLOP/s) from the seconds of all iterations. The work: sampling, forward and backward pass, a prompt
-    once for its group, no padding, the output layer where a response token is predicted."""
-    totals = [a + b for a, b in zip(rollout, update, strict=True)]
-    seconds = median(totals[1:])
+def grpo_flops():
+    """Useful operations of each iteration: sampling, forward and backward pass, a prompt once for its group,
+    no padding, the output layer where a response token is predicted."""
     forward = 0
     for prompt, group in zip(group_prompts(), responses(), strict=True):
         forward += sum(forward_flops(len(prompt) + len(ids) - 1, len(ids)) for ids in group)
         forward -= (GROUP - 1) * forward_flops(len(prompt), 0)
-    return {"seconds": seconds, "loss": losses[0], "grad_norm": grad_norms[0]}, 4 * forward / seconds / 1e9
+    return [4 * forward] * ITERATIONS
 
 
 def given_ids(seed, stream, iteration, places, width):
@@ -365,8 +351,7 @@ def draw_given(logits, ids, temperature, *filters):
     return drawn
 
 
-def measure_grpo(side, model):
-    from algos import grpo
+def measure_grpo(script, model, flags):
     from common import sampling
 
     settings = {
@@ -381,11 +366,7 @@ def measure_grpo(side, model):
         "lr": LR,
         "seed": SEED,
     }
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(sampling, "uniforms", given_ids))
-        stack.enter_context(patch.object(sampling, "draw", draw_given))
-        perf, metrics = short_run(
-            grpo, side, model=str(model), dataset=group_rows(), reward=mean_id, **settings, **flags_of(side)
-        )
-    seconds = [[p[f"perf/seconds_{phase}"] for p in perf] for phase in ("rollout", "update")]
-    return grpo_figures(*seconds, *([m[key] for m in metrics] for key in ("loss/total", "optim/grad_norm")))
+    with patch.object(sampling, "uniforms", given_ids), patch.object(sampling, "draw", draw_given):
+        steps = short_run(script, model=model, dataset=group_rows(), reward=mean_id, **settings, **flags)
+    seconds = column(steps, "perf/seconds_rollout", "perf/seconds_update")
+    return figures(grpo_flops(), seconds, 1, column(steps, "loss/total"), column(steps, "optim/grad_norm"))

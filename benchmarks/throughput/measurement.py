@@ -5,7 +5,6 @@ processors (steal): run.py repeats it. FORCE=1 neither waits for a quiet machine
 """
 
 import csv
-import ctypes
 import importlib.metadata
 import json
 import os
@@ -14,8 +13,9 @@ import resource
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -31,6 +31,7 @@ MOST_STEAL = 0.03  # runs that give memory back and take it again have some 2 % 
 LEAST_IDLE = 0.9  # share of the processors, before a run
 PATIENCE = 120  # seconds to wait for that
 REPEAT_ME = 75  # exit code
+PACKAGES = "torch transformers accelerate tokenizers numpy trl diffusers".split()  # as far as they are installed
 
 # ---- The machine -----------------------------------------------------------------------------------------------------
 
@@ -65,10 +66,13 @@ def wait_for_quiet():
     sys.exit(f"error: the machine was not {100 * LEAST_IDLE:.0f} % idle in {PATIENCE} s: wait, or set FORCE=1")
 
 
-def machine(packages):
+def machine():
     """Columns of the CSV file that say where and with what a run is measured; the load is that before it."""
     cpu = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    versions = []
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
     return {
         "device": f"{(cpu or [platform.machine()])[0]}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": THREADS,
@@ -76,13 +80,6 @@ def machine(packages):
         "loadavg": f"{os.getloadavg()[0]:.2f}",
         "commit": os.environ.get("COMMIT", "by hand"),  # run.py sets it
     }
-
-
-def keep_freed_memory():
-    """Lets the C library keep freed memory, which no flag of a peer does and plainrl does not."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-    libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def gemm_peak(dtype):
@@ -104,15 +101,6 @@ def gemm_peak(dtype):
 # ---- A run -----------------------------------------------------------------------------------------------------------
 
 
-def append(results, row):
-    """Appends a row to the CSV file, which begins with the names of the columns."""
-    with open(results, "a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
-        writer.writerow(row)
-
-
 def record(results, algorithm, side, repeat, model, measure):
     """Calls measure(algorithm, side, model) -> (columns, useful GFLOP/s), and appends a row to the CSV file.
 
@@ -120,15 +108,8 @@ def record(results, algorithm, side, repeat, model, measure):
     sides did the same.
     """
     wait_for_quiet()
-    packages = ["torch", "transformers", "accelerate", "tokenizers", "numpy"]
-    for name in ("trl", "diffusers"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.version(name)
-            packages.append(name)
-    where = machine(packages)
+    where = machine()
     torch.set_num_threads(THREADS)
-    if side.endswith("kept-memory"):
-        keep_freed_memory()
     dtype = torch.bfloat16 if "bf16" in side else torch.float32
     ticks = cpu_ticks()
     peak = gemm_peak(dtype)
@@ -140,17 +121,21 @@ def record(results, algorithm, side, repeat, model, measure):
         print(f"not recorded: steal was {100 * steal:.1f} % of the run", flush=True)
         sys.exit(REPEAT_ME)
     row = {"algorithm": algorithm, "mode": side, "repeat": repeat, "seconds": f"{columns['seconds']:.4f}"}
-    row["peak_memory_mb"] = f"{memory:.0f}"
-    row["fraction"] = f"{gflops / peak:.4f}"
+    row |= {"peak_memory_mb": f"{memory:.0f}", "fraction": f"{gflops / peak:.4f}"}
     for name in ("loss", "grad_norm"):
         row[name] = f"{columns[name]:.7g}" if name in columns else ""
     print(row, flush=True)
-    append(results, row | {"steal": f"{steal:.4f}"} | where)
+    row |= {"steal": f"{steal:.4f}"} | where
+    with open(results, "a", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        writer.writerow(row)
 
 
-def short_run(script, side, **flags):
-    """The lines of perf.jsonl and of metrics.jsonl of a run of a script (a module of algos). The run ends where it
-    would write its only checkpoint: saving is not measured."""
+def short_run(script, **flags):
+    """{name: number} of perf.jsonl and metrics.jsonl for each step of a run of a script (a module of algos), without
+    evaluations. The run ends where it would write its only checkpoint: saving is not measured."""
     from common import checkpoint
 
     class Measured(Exception):
@@ -161,10 +146,25 @@ def short_run(script, side, **flags):
 
     off = {"eval_dataset": None, "metric": None, "eval_every": 0, "save_every": 0}
     off = {name: value for name, value in off.items() if hasattr(script.Args, name)}
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(checkpoint, "pack_state", stop))
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+    with tempfile.TemporaryDirectory() as folder, patch.object(checkpoint, "pack_state", stop):
         with suppress(Measured):
             script.main(script.Args(run_dir=f"{folder}/run", threads=THREADS, **off, **flags))
         assert not Path(folder, "run/checkpoints").exists()
-        return [[json.loads(line) for line in open(f"{folder}/run/{x}.jsonl")] for x in ("perf", "metrics")]
+        files = [Path(folder, f"run/{name}.jsonl").read_text().splitlines() for name in ("perf", "metrics")]
+    return [json.loads(perf) | json.loads(metrics) for perf, metrics in zip(*files, strict=True)]
+
+
+def column(steps, *keys):
+    """The sum of these numbers for each step of a run."""
+    return [sum(step[key] for key in keys) for step in steps]
+
+
+def figures(flops, seconds, skipped, losses=(), grad_norms=()):
+    """(columns of a row, useful GFLOP/s) from the useful operations, seconds, losses and norms of the gradient of all
+    steps; so many of the first are not counted."""
+    counted = seconds[skipped:]
+    rates = [work / time for work, time in zip(flops[skipped:], counted, strict=True)]
+    columns = {"seconds": median(counted)}
+    if losses:
+        columns |= {"loss": losses[0], "grad_norm": grad_norms[0]}
+    return columns, median(rates) / 1e9

@@ -1,13 +1,13 @@
-"""What README.md of this folder, and that of the repository, say of results.csv and profile.csv. `check.py --write`
-writes it there, and check.py fails where it does not follow."""
+"""What README.md of this folder, and that of the repository, say of results.csv. `check.py --write` writes it
+there, and `check.py` fails where it does not follow."""
 
-import csv
 import sys
 import textwrap
 from pathlib import Path
 from statistics import median
 
-from benchmarks.throughput.run import OURS, sides_of
+from benchmarks.check import markdown, read_csv
+from benchmarks.throughput.run import OURS
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-3
@@ -32,19 +32,18 @@ COMPARISONS = [  # name, algorithm, our side, goal
 ]
 
 
-def peers_of(algorithm, side):
+def peers_of(runs, algorithm, side):
     """The sides of the peer that ours is compared with: of its precision and layers; ilql's peer is in float32."""
     if algorithm == "ilql":
-        workload, _, _ = side.partition("-")
-        return [f"{workload}-trlx-defaults", f"{workload}-trlx-same-flags"]
-    peers = [name for name in sides_of(algorithm) if name not in OURS and precision(name) == precision(side)]
+        workload = side.partition("-")[0]
+        return [name for name in runs if name.startswith(f"{workload}-trlx")]
+    peers = [name for name in runs if name not in OURS and precision(name) == precision(side)]
     return [name for name in peers if ("2-layers" in name) == ("2-layers" in side)]
 
 
-def read(name):
-    """The rows of a CSV file of this folder, a mapping each."""
-    with open(HERE / name) as file:
-        return list(csv.DictReader(file))
+def stored():
+    """The rows of results.csv, a mapping each."""
+    return read_csv(HERE / "results.csv")
 
 
 def devices(rows):
@@ -79,14 +78,14 @@ def ratios(runs, side, other):
 
 def fastest(runs, algorithm, side):
     """(seconds of a peer's side over those of ours for each repeat, the peer's side): of the peer's fastest one."""
-    found = [(ratios(runs, side, peer), peer) for peer in peers_of(algorithm, side)]
+    found = [(ratios(runs, side, peer), peer) for peer in peers_of(runs, algorithm, side)]
     return min((pair for pair in found if pair[0]), key=lambda pair: median(pair[0]), default=([], ""))
 
 
 def beside_defaults(runs, algorithm, side):
     """Seconds of the peer's defaults over those of our side for each repeat, if they were measured."""
-    for peer in peers_of(algorithm, side):
-        if peer.endswith("defaults") and peer in runs:
+    for peer in peers_of(runs, algorithm, side):
+        if peer.endswith("defaults"):
             return ratios(runs, side, peer)
     return []
 
@@ -106,33 +105,38 @@ def verdict(goal, times):
     return f"{goal:g}: reached" if median(times) >= goal else f"{goal:g}: missed"
 
 
-def table():
-    """The table at the top of the page: a row a comparison and CPU."""
-    rows = read("results.csv")
-    heads = ["script", "precision", "CPU", "times", "fastest peer", "goal", "times its defaults", "memory"]
-    heads += ["fraction of GEMM peak", "runs"]
-    lines = [heads, ["---"] * len(heads)]
+def compared():
+    """(name, side, goal, CPU, its runs, the peer's fastest side, ratios to it, ratios to its defaults) of each
+    comparison that was measured."""
+    rows = stored()
     for title, algorithm, side, goal in COMPARISONS:
         for device in devices(rows):
             runs = runs_of(rows, device, algorithm)
             times, peer = fastest(runs, algorithm, side)
-            if not times:
-                continue
-            own = list(runs[side].values())
-            other = list(runs[peer].values())
-            memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
-            of_defaults = beside_defaults(runs, algorithm, side)
-            cells = [title, precision(side), device.partition(" ")[0].removesuffix("(R)"), spread(times)]
-            cells += [f"{system(other[0])}: {peer}", verdict(goal, times), spread(of_defaults) if of_defaults else ""]
-            cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
-            lines.append([*cells, f"{len(times)}"])
-    return ["| " + " | ".join(cells) + " |" for cells in lines]
+            if times:
+                yield title, side, goal, device, runs, peer, times, beside_defaults(runs, algorithm, side)
+
+
+def table():
+    """The table at the top of the page: a row a comparison and CPU."""
+    heads = ["script", "precision", "CPU", "times", "fastest peer", "goal", "times its defaults", "memory"]
+    heads += ["fraction of GEMM peak", "runs"]
+    lines = []
+    for title, side, goal, device, runs, peer, times, of_defaults in compared():
+        own = list(runs[side].values())
+        other = list(runs[peer].values())
+        memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
+        cells = [title, precision(side), device.partition(" ")[0].removesuffix("(R)"), spread(times)]
+        cells += [f"{system(other[0])}: {peer}", verdict(goal, times), spread(of_defaults) if of_defaults else ""]
+        cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
+        lines.append([*cells, f"{len(times)}"])
+    return markdown(heads, lines)
 
 
 def same_work():
     """How far the losses and gradient norms of the first step of all sides in float32 agree, a line an algorithm."""
     groups = {}
-    for row in read("results.csv"):
+    for row in stored():
         if row["loss"] and precision(row["mode"]) == "fp32":
             workload = row["mode"].partition("-")[0] if row["algorithm"] == "ilql" else ""
             groups.setdefault((row["algorithm"], row["device"], workload), []).append(row)
@@ -148,40 +152,14 @@ def same_work():
     return [f"- {algorithm}: {gap:.0e}" for algorithm, gap in gaps.items()]
 
 
-def profile():
-    """Where the seconds of our sides go: the kinds of operations that have a tenth of them on some CPU."""
-    rows = read("profile.csv")
-    names = [name for name in rows[0] if " " in name or name in ("attention", "optimizer", "copies", "loss")]
-    sides = {}
-    for row in rows:
-        sides.setdefault((row["algorithm"], row["mode"]), []).append(row)
-    lines = []
-    for (algorithm, side), found in sides.items():
-        if "fp32" not in side or "same" in side or "padding" in side or "trlx" in side:
-            continue
-        parts = []
-        for name in names:
-            shares = [100 * float(row[name]) for row in found]
-            if max(shares) >= 10:
-                parts.append(f"{name} {' and '.join(f'{share:.0f}' for share in shares)} %")
-        lines.append(f"- {algorithm}, {side}: {', '.join(parts)}")
-    return lines
-
-
 def quoted():
     """What README.md of the repository says of each CPU: the medians of `times`, and those of its defaults."""
-    rows = read("results.csv")
-    lines = []
-    for device in devices(rows):
-        found = []
-        for title, algorithm, side, _ in COMPARISONS:
-            runs = runs_of(rows, device, algorithm)
-            times, _ = fastest(runs, algorithm, side)
-            if not times or precision(side) != "fp32":
-                continue
-            of_defaults = beside_defaults(runs, algorithm, side)
+    found = {}
+    for title, side, _, device, _, _, times, of_defaults in compared():
+        if precision(side) == "fp32":
             brackets = f" ({median(of_defaults):.1f})" if of_defaults else ""
-            found.append(f"{title} {median(times):.1f}{brackets}")
-        line = f"- {device}: {'; '.join(found)}."
-        lines += textwrap.wrap(line, 120, subsequent_indent="  ", break_on_hyphens=False)
+            found.setdefault(device, []).append(f"{title} {median(times):.1f}{brackets}")
+    lines = []
+    for device, texts in found.items():
+        lines += textwrap.wrap(f"- {device}: {'; '.join(texts)}.", 120, subsequent_indent="  ", break_on_hyphens=False)
     return lines

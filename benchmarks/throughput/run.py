@@ -1,6 +1,6 @@
 """Measures our scripts and their peers in turn, one process a run, on a quiet CPU.
 
-    bash benchmarks/throughput/make_peer_env.sh 1.16        # once: an environment of TRL; and 1.12, 0.8.6
+    bash benchmarks/throughput/make_peer_env.sh 1.16        # once: an environment of TRL; and 0.8.6
     python benchmarks/throughput/run.py sft dpo             # these algorithms; without names: all
     python benchmarks/throughput/run.py ppo --sides fp32    # these sides alone
     python benchmarks/throughput/run.py sft --dry           # prints the commands
@@ -23,20 +23,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OURS = ("fp32", "bf16", "fp32-2-layers")  # the sides of plainrl
 SIDES = {  # sides in the order of a round, and slower settings of the peer, which are measured in the first round alone
-    "ppo": (
-        "fp32 same-flags-kept-memory 1.12-fp32-same-flags fp32-2-layers 2-layers-same-flags-kept-memory "
-        "bf16 bf16-same-flags 1.12-bf16-same-flags tuned",
-        "same-flags defaults 1.12-fp32-defaults 2-layers-tuned",
-    ),
-    "sft": ("X X-padding-free-kept-memory", "X-padding-free X-same-flags X-defaults"),
-    "reward": ("X X-defaults X-same-flags-kept-memory", "X-same-flags"),
-    "dpo": (
-        "X X-defaults X-same-flags-kept-memory X-precompute-kept-memory",
-        "X-same-flags X-precompute",
-    ),
-    "grpo": ("X X-same-flags-kept-memory", "X-same-flags X-defaults X-micro-32"),
+    "ppo": ("fp32 same-flags fp32-2-layers 2-layers-same-flags bf16 bf16-same-flags tuned", "defaults 2-layers-tuned"),
+    "sft": ("X X-padding-free", "X-same-flags X-defaults"),
+    "reward": ("X X-defaults X-same-flags", ""),
+    "dpo": ("X X-defaults X-same-flags X-precompute", ""),
+    "grpo": ("X X-same-flags", "X-defaults X-micro-32"),
     "ilql": ("W-fp32 W-trlx-defaults W-bf16 W-trlx-same-flags", ""),
-    "ddpo": ("fp32 tuned same-flags-kept-memory bf16 bf16-same-flags", "same-flags defaults"),
+    "ddpo": ("fp32 tuned same-flags bf16 bf16-same-flags", "defaults"),
 }
 VALUES = {"X": ("fp32", "bf16"), "W": ("walks", "gpt2")}
 REPEAT_ME = 75  # exit code of measurement.py where the hypervisor took too much
@@ -58,8 +51,6 @@ def file_of(algorithm, side):
         return "trlx"
     if side in OURS:
         return "diffusion" if algorithm == "ddpo" else "language"
-    if side.startswith("1.12"):
-        return "trl_1_12"
     return "trl_0_8_6" if algorithm in ("ppo", "ddpo") else "trl_1_16"
 
 

@@ -16,7 +16,7 @@ import time
 import diffusion
 import language
 import torch
-from measurement import ITERATIONS
+from measurement import ITERATIONS, figures
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, set_seed
 from trl import (
@@ -59,23 +59,17 @@ def measure_ppo(side, model_path):
     trainer = PPOTrainer(PPOConfig(**settings), model, None, tokenizer, num_shared_layers=frozen)
     sampling = {"max_new_tokens": language.RESPONSE, "do_sample": True, "top_k": 0, "top_p": 1.0, "batch_size": rows}
     queries = [torch.tensor(ids) for ids in language.prompt_ids()]
-    rollout = []
-    update = []
+    seconds = []
     for _ in range(ITERATIONS):
-        clock = [time.perf_counter()]
+        begun = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in side):
             responses = trainer.generate(queries, return_prompt=False, **sampling, pad_token_id=tokenizer.pad_token_id)
             tokenizer.batch_decode(responses)  # plainrl decodes as well
             scores = [torch.tensor(x) for x in language.even([ids.tolist() for ids in responses])]
-            clock.append(time.perf_counter())
             trainer.step(queries, responses, scores)
-        clock.append(time.perf_counter())
-        assert all(
-            (len(q), len(r)) == (language.PROMPT, language.RESPONSE) for q, r in zip(queries, responses, strict=True)
-        )
-        rollout.append(clock[1] - clock[0])
-        update.append(clock[2] - clock[1])
-    return language.ppo_figures(rollout, update)
+        seconds.append(time.perf_counter() - begun)
+        assert {len(ids) for ids in responses} == {language.RESPONSE}
+    return figures(language.ppo_flops(), seconds, 1)
 
 
 # ---- DDPO ------------------------------------------------------------------------------------------------------------
@@ -106,29 +100,24 @@ class GivenNoise(DefaultDDPOStableDiffusionPipeline):
 
 
 class TimedTrainer(DDPOTrainer):
-    """Keeps the seconds of sampling and of whole epochs, and the norms of the gradients."""
+    """Keeps the seconds of epochs, and the norms of the gradients."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.sampling, self.totals, self.grad_norms = [], [], []
+        self.seconds = []
+        self.grad_norms = []
         clip = self.accelerator.clip_grad_norm_
 
-        def kept(*args):
+        def clip_and_keep(*args):
             self.grad_norms.append(clip(*args).item())
 
-        self.accelerator.clip_grad_norm_ = kept
-
-    def _generate_samples(self, **sizes):
-        begun = time.perf_counter()
-        found = super()._generate_samples(**sizes)
-        self.sampling.append(time.perf_counter() - begun)
-        return found
+        self.accelerator.clip_grad_norm_ = clip_and_keep
 
     def step(self, *args):
         begun = time.perf_counter()
-        found = super().step(*args)
-        self.totals.append(time.perf_counter() - begun)
-        return found
+        result = super().step(*args)
+        self.seconds.append(time.perf_counter() - begun)
+        return result
 
 
 def measure_ddpo(side, model):
@@ -159,5 +148,4 @@ def measure_ddpo(side, model):
         trainer.train()
     assert len(scores) == len(prompts) and len(trainer.grad_norms) == ITERATIONS  # an optimizer step an epoch
     means = [sum(scores[i : i + diffusion.IMAGES]) / diffusion.IMAGES for i in range(0, len(scores), diffusion.IMAGES)]
-    rest = [whole - part for whole, part in zip(trainer.totals, trainer.sampling, strict=True)]
-    return diffusion.figures(model, trainer.sampling, rest, means, trainer.grad_norms)
+    return figures(diffusion.flops(model), trainer.seconds, 1, means, trainer.grad_norms)

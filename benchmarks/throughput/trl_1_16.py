@@ -13,8 +13,8 @@ import time
 import language
 import torch
 from datasets import Dataset
-from language import BATCH, LONGEST, LR, SEED, STEPS
-from measurement import ITERATIONS
+from language import BATCH, LONGEST, LR, SEED, SKIPPED, STEPS
+from measurement import ITERATIONS, figures
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import (
@@ -55,7 +55,7 @@ class Clock(TrainerCallback):
 
 def measure(algorithm, side, model):
     """(columns, useful GFLOP/s) of a short run. side: a precision and one of SETTINGS."""
-    precision, _, setting = side.removesuffix("-kept-memory").partition("-")
+    precision, _, setting = side.partition("-")
     if setting != "defaults":
         fast_cpu_matmul()
     settings = {
@@ -76,9 +76,21 @@ def measure(algorithm, side, model):
             "max_length": LONGEST,
             "train_sampling_strategy": "sequential",
         }
-    run = {"sft": measure_sft, "grpo": measure_grpo}.get(algorithm, functools.partial(measure_pairs, algorithm))
+    run = {"sft": measure_sft, "reward": measure_reward, "dpo": measure_dpo, "grpo": measure_grpo}[algorithm]
     with tempfile.TemporaryDirectory() as folder:
-        return run(model, settings | {"output_dir": folder}, SETTINGS[setting])
+        return run(str(model), settings | {"output_dir": folder} | SETTINGS[setting])
+
+
+def common_options(model, rows, padding=None):
+    """(arguments that all trainers take, their clock)."""
+    clock = Clock()
+    padding = {"pad_token": padding} if padding else {}
+    options = {
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": AutoTokenizer.from_pretrained(model, **padding),
+        "callbacks": [clock],
+    }
+    return options, clock
 
 
 def logged(trainer):
@@ -87,23 +99,17 @@ def logged(trainer):
     return [entry["loss"] for entry in entries], [entry["grad_norm"] for entry in entries]
 
 
-def measure_sft(model, settings, flags):
+def measure_sft(model, settings):
     texts = language.rows()
-    clock = Clock()
-    trainer = SFTTrainer(
-        str(model),
-        SFTConfig(**settings | flags),
-        train_dataset=Dataset.from_list([texts[row] for row in language.order()]),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        callbacks=[clock],
-    )
+    options, clock = common_options(model, [texts[row] for row in language.order()])
+    trainer = SFTTrainer(model, SFTConfig(**settings), **options)
     # transformers 5.23 decides by the name of the model's class, so for GPT2LMHeadModel it would count the first tokens
     # as labels, too, and divide by 2 % more
     trainer._loss_shifts_labels = True
     lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
     assert lengths == [length for step in language.step_lengths() for length in step]
     trainer.train()
-    return language.sft_figures(clock.seconds, *logged(trainer))
+    return figures(language.sft_flops(), clock.seconds, SKIPPED, *logged(trainer))
 
 
 class TimedDPOTrainer(DPOTrainer):
@@ -118,32 +124,35 @@ class TimedDPOTrainer(DPOTrainer):
         return scores
 
 
-def measure_pairs(algorithm, model, settings, flags):
+def pair_options(model):
     texts = language.pair_rows()
-    ids = [language.pair_ids()[row] for row in language.pair_order()]
-    clock = Clock()
-    tokenizer = AutoTokenizer.from_pretrained(model, pad_token=f"w{language.PADDING}")
-    if algorithm == "dpo":
-        trainer_class, config_class = TimedDPOTrainer, DPOConfig
-        names = ("prompt_ids", "chosen_ids", "rejected_ids")
-        expected = [(prompt, chosen, rejected) for prompt, chosen, rejected in ids]
-    else:
-        trainer_class, config_class = RewardTrainer, RewardConfig
-        model = f"{model}/classifier"
-        names = ("chosen_ids", "rejected_ids")
-        expected = [(prompt + chosen, prompt + rejected) for prompt, chosen, rejected in ids]
-    trainer = trainer_class(
-        str(model),
-        args=config_class(**settings | flags),
-        train_dataset=Dataset.from_list([texts[row] for row in language.pair_order()]),
-        processing_class=tokenizer,
-        callbacks=[clock],
-    )
-    assert list(zip(*(trainer.train_dataset[name] for name in names), strict=True)) == expected
+    return common_options(model, [texts[row] for row in language.pair_order()], f"w{language.PADDING}")
+
+
+def ordered_pairs():
+    """[(prompt, chosen, rejected)] of all steps."""
+    ids = language.pair_ids()
+    return [ids[row] for row in language.pair_order()]
+
+
+def measure_reward(model, settings):
+    options, clock = pair_options(model)
+    trainer = RewardTrainer(f"{model}/classifier", args=RewardConfig(**settings), **options)
+    rows = zip(trainer.train_dataset["chosen_ids"], trainer.train_dataset["rejected_ids"], strict=True)
+    assert list(rows) == [(prompt + chosen, prompt + rejected) for prompt, chosen, rejected in ordered_pairs()]
     trainer.train()
-    scoring = getattr(trainer, "scoring", 0.0)
-    assert (scoring > 0) == flags.get("precompute_ref_log_probs", False)
-    return language.pair_figures(algorithm, clock.seconds, *logged(trainer), scoring)
+    return figures(language.pair_flops("reward"), clock.seconds, SKIPPED, *logged(trainer))
+
+
+def measure_dpo(model, settings):
+    options, clock = pair_options(model)
+    trainer = TimedDPOTrainer(model, args=DPOConfig(**settings), **options)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    assert list(map(list, zip(*(trainer.train_dataset[name] for name in names), strict=True))) == ordered_pairs()
+    trainer.train()
+    assert (trainer.scoring > 0) == settings.get("precompute_ref_log_probs", False)
+    seconds = [step + trainer.scoring / STEPS for step in clock.seconds]
+    return figures(language.pair_flops("dpo"), seconds, SKIPPED, *logged(trainer))
 
 
 # ---- GRPO ------------------------------------------------------------------------------------------------------------
@@ -164,20 +173,6 @@ class GivenIds(LogitsProcessor):
         return scores
 
 
-class TimedTrainer(GRPOTrainer):
-    """Keeps the seconds of each rollout."""
-
-    def __init__(self, *args, **options):
-        self.rollout_seconds = []
-        super().__init__(*args, **options)
-
-    def _generate_and_score_completions(self, inputs):
-        begun = time.perf_counter()
-        episodes = super()._generate_and_score_completions(inputs)
-        self.rollout_seconds.append(time.perf_counter() - begun)
-        return episodes
-
-
 def with_positions(model, args, inputs):
     """Forward hook before the blocks: positions by the attention mask. TRL gives none where it scores, and without them
     GPT-2 counts the padding to the left of a prompt; `generate` does not."""
@@ -191,9 +186,8 @@ def rewards(completion_ids, place, **_):
     return language.mean_id(completion_ids, place)
 
 
-def measure_grpo(model, settings, flags):
-    clock = Clock()
-    settings |= {
+def measure_grpo(model, settings):
+    fixed = {
         "beta": 0.0,
         "num_iterations": 1,
         "max_steps": ITERATIONS,
@@ -204,18 +198,10 @@ def measure_grpo(model, settings, flags):
         "shuffle_dataset": False,
         "use_bias_correction_kl": False,
     }
-    trainer = TimedTrainer(
-        str(model),
-        rewards,
-        args=GRPOConfig(**settings | flags),
-        train_dataset=Dataset.from_list(language.group_rows()),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        callbacks=[clock],
-    )
+    options, clock = common_options(model, language.group_rows())
+    trainer = GRPOTrainer(model, rewards, args=GRPOConfig(**fixed | settings), **options)
     trainer.model.base_model.register_forward_pre_hook(with_positions, with_kwargs=True)
     processors = LogitsProcessorList([GivenIds()])
     trainer.model.generate = functools.partial(trainer.model.generate, logits_processor=processors)
     trainer.train()
-    assert len(trainer.rollout_seconds) == ITERATIONS
-    update_seconds = [step - rollout for step, rollout in zip(clock.seconds, trainer.rollout_seconds, strict=True)]
-    return language.grpo_figures(trainer.rollout_seconds, update_seconds, *logged(trainer))
+    return figures(language.grpo_flops(), clock.seconds, 1, *logged(trainer))

@@ -9,11 +9,10 @@ import copy
 import os
 import time
 from functools import reduce
-from statistics import median
 
 import torch
 from language import END, LR, SHAPE, VOCABULARY, forward_flops, text
-from measurement import keep_freed_memory, short_run
+from measurement import column, figures, short_run
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -64,13 +63,10 @@ def settings(workload, flags, model):
     fixed = {"max_grad_norm": 0.0, "lr_schedule": "constant", "warmup_steps": 0, "adam_betas": (0.9, 0.95)}
     fixed |= {"gamma": 0.99, "tau": 0.8, "cql_scale": 0.1, "awac_scale": 1.0, "awac_beta": 0.0, "two_qs": True}
     fixed |= {"polyak_alpha": 0.1, "steps_for_target_q_sync": 5, "attn_implementation": "eager"}
-    fixed |= {"model": model_of(workload, model), "dataset": rows(workload), "max_length": LONGEST, "seed": SEED}
+    fixed |= {"model": str(model), "dataset": rows(workload), "max_length": LONGEST, "seed": SEED}
+    if workload == "walks":
+        fixed["model"] = randomwalks.untrained_model()
     return fixed | {"lr": lr, "batch_size": batch, "total_steps": steps, "micro_batch_size": batch} | flags
-
-
-def model_of(workload, model):
-    """Path of the model of a workload."""
-    return randomwalks.untrained_model() if workload == "walks" else str(model)
 
 
 def load(workload, model):
@@ -108,9 +104,9 @@ def collate(episodes):
         before = [place - 1 for place in episode.actions]
         states, alive = [*before, len(episode.ids) - 1], [1] * len(before) + [0]
         found = (episode.ids, [1] * len(episode.ids), before, states, episode.rewards, alive)
-        for column, value in zip(columns, found, strict=True):
-            column.append(torch.tensor(value))
-    return {name: pad_sequence(column, batch_first=True) for name, column in zip(names, columns, strict=True)}
+        for values, value in zip(columns, found, strict=True):
+            values.append(torch.tensor(value))
+    return {name: pad_sequence(values, batch_first=True) for name, values in zip(names, columns, strict=True)}
 
 
 def select(x, places):
@@ -191,7 +187,6 @@ def build_peer(lm, args, same_flags):
     """The peer with the weights with which algos/ilql.py starts, and its optimizer."""
     if same_flags:
         fast_cpu_matmul()
-        keep_freed_memory()
     else:
         lm.set_attn_implementation("sdpa")
     peer = TrlxStructure(lm, ilql.PolicyWithQ(lm, True, SEED).head_weights())
@@ -231,24 +226,21 @@ def peer_steps(workload, same_flags, model):
 # ---- Measurement -----------------------------------------------------------------------------------------------------
 
 
-def our_steps(workload, side, flags, model):
+def our_steps(workload, flags, model):
     """The same of a short run of algos/ilql.py."""
-    perf, metrics = short_run(ilql, side, **settings(workload, flags, model))
-    columns = [[line[key] for line in metrics] for key in ("losses/loss", "optim/grad_norm")]
-    return [line["perf/seconds_update"] for line in perf], *columns
+    steps = short_run(ilql, **settings(workload, flags, model))
+    return [column(steps, key) for key in ("perf/seconds_update", "losses/loss", "optim/grad_norm")]
 
 
 def measure(algorithm, side, model):
     """(columns, useful GFLOP/s) of a run of either system."""
     workload = side.partition("-")[0]
-    _, skipped, _, _, shape = WORKLOADS[workload]
+    _, skipped, *_, shape = WORKLOADS[workload]
     if "trlx" in side:
         seconds, losses, grad_norms = peer_steps(workload, side.endswith("same-flags"), model)
     else:
         flags = {"mixed_precision": "bf16"} if side.endswith("bf16") else {}
-        seconds, losses, grad_norms = our_steps(workload, side, flags, model)
+        seconds, losses, grad_norms = our_steps(workload, flags, model)
     _, episodes, _ = load(workload, model)
     flops = [useful_flops([episodes[row] for row in step], shape) for step in order(workload)]
-    rates = [n / s for n, s in zip(flops[skipped:], seconds[skipped:], strict=True)]
-    columns = {"seconds": median(seconds[skipped:]), "loss": losses[0], "grad_norm": grad_norms[0]}
-    return columns, median(rates) / 1e9
+    return figures(flops, seconds, skipped, losses, grad_norms)

@@ -418,7 +418,7 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
         for name, pairs in data.eval_sets.items():
             policy = score_pairs(accelerator, score, pairs, args.micro_batch_size)
             terms = pair_terms(policy, *losses_of(policy, pairs))
-            if step == 0 and not args.ref_model:  # all pairs are ties, to rounding
+            if step == 0 and not (args.ref_model or args.reference_free):  # all pairs are ties, to rounding
                 terms["rewards/accuracies"] = torch.full_like(terms["rewards/accuracies"], 0.5)
             metrics |= {f"{set_prefix(name)}{term}": values.mean().item() for term, values in terms.items()}
     return metrics

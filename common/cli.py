@@ -38,7 +38,8 @@ def flag_of(name):
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no such method
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     try:
         if {"-h", "--help"} & set(sys.argv):
             print(help_text(args_class, everything="all" in sys.argv), end="")

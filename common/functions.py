@@ -113,7 +113,10 @@ def call_function(function, name, rows, given):
         values = {column: values[column] for column in parameters if column in values}
     try:
         return function(**values)
-    except SystemExit as error:  # it would end the run as if it had succeeded
+    except SystemExit as error:
+        if isinstance(error.code, int) and error.code > 128:  # a signal came: Run._on_signal
+            raise
+        # it would end the run as if it had succeeded
         raise RuntimeError(f"{name} called sys.exit") from error
 
 

@@ -244,7 +244,7 @@ def test_targets_rank_and_alpha(build_model):
 
 
 def test_a_target_that_the_model_does_not_have(build_model):
-    with pytest.raises(InputError, match="--lora-targets: no module of --model has the name q_prjo"):
+    with pytest.raises(InputError, match="--lora-targets: no module of --model is named q_prjo"):
         adapted(build_model(), lora_r=3, lora_targets=("c_fc", "q_prjo"))
 
 
@@ -366,14 +366,16 @@ def test_objects_of_peft_and_objects_without_a_name(gpt2_dir, build_model, lette
     folder = sft.main(args)[1] / "hf_model"
     close(logits(AutoModelForCausalLM.from_pretrained(folder)), before, 1e-6)
     args = sft.Args(model=build_model(), tokenizer=letters, run_dir=str(tmp_path / "two"), lora_r=3, **settings)
-    with pytest.raises(InputError, match="--model is an object without name_or_path, by which adapters find it"):
+    with pytest.raises(
+        InputError, match="--model is an object without name_or_path, by which adapters find their base: set it"
+    ):
         sft.main(args)
 
 
 @pytest.mark.parametrize("flags", [{"lora_r": 3}, {"num_layers_unfrozen": 1}], ids=str)
 @pytest.mark.parametrize("script", [sft, reward], ids=["sft", "reward"])
 def test_adapters_come_with_their_own_rank(lora, script, flags, tmp_path):
-    with pytest.raises(InputError, match="--model is a LoRA adapter, trained as it is: leave out --lora-r and"):
+    with pytest.raises(InputError, match="--model is already a LoRA adapter: leave out --lora-r and"):
         run(script, lora(script) / "hf_model", tmp_path / "run", **flags)
 
 
@@ -381,11 +383,11 @@ def test_an_adapter_of_one_kind_of_model_is_not_one_of_another(lora, gpt2_dir, t
     """Else the score head would be random, or the text model that of a judge."""
     judge = lora(reward) / "hf_model"
     policy = lora(sft) / "hf_model"
-    with pytest.raises(InputError, match="--model .*: it is a classifier: name a language model"):
+    with pytest.raises(InputError, match="--model .* cannot be loaded: it is a classifier: give a language model"):
         run(sft, judge, tmp_path / "run")
     with pytest.raises(InputError, match="--model .*: a LoRA adapter without score.*weight"):
         run(reward, policy, tmp_path / "run")
-    with pytest.raises(InputError, match="--reward .* is no sequence classifier, it has no score"):
+    with pytest.raises(InputError, match="--reward .* is no sequence classifier: it has no score"):
         run(ppo, gpt2_dir, tmp_path / "run", reward=str(policy))
 
 
@@ -461,10 +463,10 @@ def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, lora, script, tm
 
 
 OTHER_WEIGHTS = {  # flags, what is said
-    "rank": ({"lora_r": 5}, "is of other weights, among them .*lora_A.default.weight"),
-    "base": ({"lora_r": 3}, "is of other weights, among them frozen ones"),
-    "all weights": ({}, "is of other weights, among them .*"),
-    "fewer targets": ({"lora_r": 3, "lora_targets": ("c_attn",)}, "is of other weights, .*c_proj.*"),
+    "rank": ({"lora_r": 5}, "holds other weights, such as .*lora_A.default.weight"),
+    "base": ({"lora_r": 3}, "holds other weights, such as frozen ones"),
+    "all weights": ({}, "holds other weights, such as .*"),
+    "fewer targets": ({"lora_r": 3, "lora_targets": ("c_attn",)}, "holds other weights, .*c_proj.*"),
 }
 
 
@@ -477,7 +479,7 @@ def test_checkpoints_of_other_weights(build_model, letters, gpt2_dir, lora, chan
         model = tmp_path / "model"
         build_model(seed=5).save_pretrained(model)
         letters.save_pretrained(model)
-    with pytest.raises(InputError, match=f"--resume .* {sentence}: keep its --model and --lora-r, or name"):
+    with pytest.raises(InputError, match=f"--resume .* {sentence}: keep its --model and --lora-r, or give its"):
         run(sft, model, tmp_path / "run", resume=str(checkpoint), **flags)
 
 

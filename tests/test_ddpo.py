@@ -578,6 +578,7 @@ def test_evaluations_of_epochs_of_several_steps():
     run = logging.Run.__new__(logging.Run)
     run.begun = 0
     run.stride = 3
+    run.kept = SimpleNamespace(pending={})
     run.total_steps = 18
     steps = [0, 3, 6, 9, 12, 15, 18]
     for every, expected in ((0, []), (2, steps), (3, steps), (7, [0, 9, 15, 18])):

@@ -428,7 +428,7 @@ def test_at_the_start_the_loss_is_ln_2_and_rewards_are_0(gpt2_dir, tmp_path, pre
     for name in ("chosen", "rejected", "margins"):
         assert start[f"eval/rewards/{name}"] == 0
         assert abs(first[f"rewards/{name}"]) <= (1e-12 if precompute else 0)
-    assert start["eval/rewards/accuracies"] == 0  # a tie is not right
+    assert start["eval/rewards/accuracies"] == 0.5  # a tie counts as half
 
 
 @pytest.mark.parametrize(("precompute", "exact"), [(True, 0.05), (False, 1e-30)])

@@ -294,7 +294,7 @@ def test_an_upload_holds_the_export_alone(short, heads, gpt2_dir, client, tmp_pa
     assert client.files.keys() == EXPORT | heads
     assert client.files == {path.name: path.read_bytes() for path in folder.iterdir()}
     beside = {path.name for path in run_dir.iterdir()}
-    assert {"checkpoints", "config.yaml", "env.json", "hf_model_best", "metrics.jsonl", "README.md"} < beside
+    assert {"checkpoints", "config.yaml", "env.json", "metrics.jsonl", "README.md"} < beside
 
 
 @pytest.mark.case(62, "sft")

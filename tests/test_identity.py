@@ -403,7 +403,7 @@ def test_an_unfinished_run_whose_script_has_changed_is_named(tmp_path):
         files = new["files"] | dict.fromkeys(CODE[:count], "other")
         (tmp_path / "old/env.json").write_text(json.dumps(new | {"files": files, "hash": "other"}))
         what = "; ".join(["the script has changed", "common/cli.py has changed"][:count])
-        line = f"{tmp_path}/old holds nearly this run ({what}); to continue that one: --resume {tmp_path}/old"
+        line = f"{tmp_path}/old holds almost the same run ({what}); to continue it: --resume {tmp_path}/old"
         assert nearly_the_same(tmp_path / "run", new) == (line if count < 3 else None)
         (tmp_path / "old/README.md").touch()
         assert nearly_the_same(tmp_path / "run", new) is None

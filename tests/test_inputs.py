@@ -542,7 +542,7 @@ def test_metrics_that_are_refused():
     def columns_of(values):
         return call_metric(lambda: values, "m.py:f", PROMPTS, {})
 
-    expected = "m.py:f must return {name: list of 4 finite numbers}, no name one of reward; "
+    expected = "m.py:f must return {name: list of 4 finite numbers}, with no name from step, set, prompt, output, reference, beta, reward, reward_std, diversity; "
     for values in NO_COLUMN:
         with refused(f"{expected}'bad' is not one"):
             columns_of({"good": [1.0] * 4, "bad": values})
@@ -561,12 +561,12 @@ def test_names_of_functions_that_are_refused(here):
     for spec in ("user.py", "nope.py:reward"):
         with refused(f"--reward {spec}: expected path/to/file.py:function of a file that exists"):
             load_function(spec, "--reward")
-    with refused("rename the column 'outputs' of the rows: r.py:f gets something else by this name"):
+    with refused("rename the rows' column 'outputs': r.py:f gets something else under this name"):
         call_function(len, "r.py:f", [{"prompt": "b", "outputs": 1}], {"outputs": ["c"]})
 
 
 NO_FILES = {  # name: content, what is said
-    "blank.jsonl": (b"\n  \n", " holds no rows"),
+    "blank.jsonl": (b"\n  \n", " has no rows"),
     "torn.jsonl": (b'{"a": 1}\n\n{"a": 1\n', " cannot be loaded: line 3 is not valid JSON: "),
     "latin.jsonl": (b'{"prompt": "caf\xe9"}\n', " cannot be loaded: line 1 is not valid JSON: 'utf-8' codec"),
     "a.jsonl.gz": (b"no gzip", " cannot be loaded: "),
@@ -604,7 +604,7 @@ NO_CHATS = [  # a second chat, what is said
     (["b", "c"], f"{FOUND}'b'"),
     ([], f"{FOUND}None"),
     (None, f"{FOUND}None"),
-    ([turn("tool", "b"), ANSWER], "the chat template cannot write the messages: tool is unknown"),
+    ([turn("tool", "b"), ANSWER], "the chat template cannot render the messages: tool is unknown"),
 ]
 NO_ROWS = [  # what reads the rows, a good row, what makes it a bad second one, what is said
     (segments, {"messages": TALK}, {"messages": [USER]}, LAST),
@@ -631,10 +631,10 @@ NO_COLUMNS = [  # what reads the row, the row, what is said
 
 def test_rows_that_are_refused(chatty):
     for text in NO_TEXTS:
-        sentence = f"--dataset row 2: 'rejected' must be valid text, it is {text!r}"
+        sentence = f"--dataset row 2: 'rejected' must be valid text, not {text!r}"
         with refused(sentence):
             pairs(second(PAIR[0], rejected=text), chatty)
-    with refused("--dataset row 2, part of row 2: 'dialogue' must be valid text, it is 5"):
+    with refused("--dataset row 2, part of row 2: 'dialogue' must be valid text, not 5"):
         segments(second(DIALOGUE, dialogue=["b", 5]), chatty)
     for read, row, changes, sentence in NO_ROWS:
         with refused(f"--dataset row 2: {sentence}"):
@@ -642,8 +642,12 @@ def test_rows_that_are_refused(chatty):
     for read, row, sentence in NO_COLUMNS:
         with refused(f"{COLUMNS}{sentence}"):
             read([row], chatty)
-    for rows, seen in (([{"a": 1}, 5], "5"), ([{"a": 1}, {"a": 1, "b": 1}], "b"), ([5], "5")):
-        with refused(f"--dataset row {len(rows)} must be a mapping with the columns of row 1: see {seen}"):
+    for rows, seen in (
+        ([{"a": 1}, 5], "is 5: expected a"),
+        ([{"a": 1}, {"a": 1, "b": 1}], "has the column 'b', "),
+        ([5], "is 5"),
+    ):
+        with refused(f"--dataset row {len(rows)} {seen}"):
             load_rows(rows, "--dataset")
 
 
@@ -667,14 +671,14 @@ NO_REWARDS = [  # a row of ilql.py, its reward, outputs
 def test_rewards_and_margins_that_are_refused(letters):
     for row, value, count in NO_REWARDS:
         form = f"a finite number, or a list of {count}, one for each output"
-        with refused(f"--dataset row 2: 'reward' must be {form}, it is {value!r}"):
+        with refused(f"--dataset row 2: 'reward' must be {form}, not {value!r}"):
             ilql.encode_episodes(second(row, reward=value), letters, 32, "--dataset")
     with refused("--dataset row 2: an output without tokens has a reward"):
         ilql.encode_episodes(second(DIALOGUE, dialogue=["b", "", "d", "e"]), letters, 32, "--dataset")
-    with refused("--dataset row 2: 'truncated' must be true or false, it is 2"):
+    with refused("--dataset row 2: 'truncated' must be true or false, not 2"):
         ilql.encode_episodes(second(ROWS["ilql"][0], truncated=2), letters, 32, "--dataset")
     for value in (NAN, INF, "1"):
-        with refused(f"--dataset row 2: 'margin' must be a finite number, it is {value!r}"):
+        with refused(f"--dataset row 2: 'margin' must be a finite number, not {value!r}"):
             reward.encode_texts(second(MARGIN, margin=value), letters, 32, "--dataset")
 
 
@@ -692,7 +696,7 @@ def result(case, value, *says):
 
 def measured(case, value):
     """A metric that returns the value of an expression."""
-    says = ["user.py:result must return {name: list of 4 finite numbers}, no name one of ", "; 'bad' is not one"]
+    says = ["user.py:result must return {name: list of 4 finite numbers}, with no name from ", "; 'bad' is not one"]
     return common(case, MEASURED, says, f"{CHECK} --metric user.py:result", user_py=returning(value))
 
 
@@ -711,27 +715,27 @@ CHAT_REST = {"ilql": {"reward": 1}, "reward": {"rejected": [USER, OTHER]}, "dpo"
 ROBOT = chats(TALK, [turn("robot", "b"), ANSWER])
 LONG_PROMPTS = [{"prompt": "b"}, {"prompt": "b" * 29}]  # of 32 positions
 LONG = "a prompt of 29 tokens and --max-new-tokens 4 exceed the model's 32 positions: lower --max-new-tokens"
-NO_PROMPTS = "--metric needs rows with a prompt to sample from: name --eval-prompts"
+NO_PROMPTS = "--metric needs rows with a prompt to sample from: give --eval-prompts"
 NO_DIRECTORY = "./nope: there is no such directory"
 NO_TOKENIZER = "cannot be loaded: it has no tokenizer: give one"
-NO_ANSWER = "missing 1 required positional argument: 'answer'"
+NO_ANSWER = "user.py:no_such_column needs 'answer'; rows of --dataset or --eval-dataset have only prompt"
 LOADED, WRITTEN = "--model model cannot be loaded: ", "cannot be written: "
-BAD_TEXT = "row 3: 'TEXT' must be valid text, it is"
-ANOTHER = "--ref-model reference is of another kind or has another vocabulary than --model"
+BAD_TEXT = "row 3: 'TEXT' must be valid text, not"
+ANOTHER = "--ref-model reference differs from --model in kind or vocabulary"
 RAISING = returning("[prompt.index('?') for prompt in prompts]")
 RAISED = ["prompt.index", "ValueError: substring"]
 NO_EVAL_PROMPTS = "--eval-prompts None --eval-dataset a.jsonl"
 THIRD = third(TEXT=5)
-SPLITS = "--dataset splits cannot be loaded: it holds several splits (train, test)"
+SPLITS = "--dataset splits cannot be loaded: it has several splits (train, test)"
 MASK = "--logit-mask must be bool of shape [25, 25], the size of the model's vocabulary"
 REFUSED = [
     # 25, 26, 27, 28: what functions return, rewards of rows, margins
     result(25, "[1.0, nan, 1.0, 1.0]", "nan for row 2, prompt ", FINITE),
     measured(25, "{'bad': [1.0, 1.0, 1.0, nan]}"),
-    entry(25, "reward", "row 2: 'margin' must be a finite number, it is nan", rows=second(MARGIN, margin=NAN)),
+    entry(25, "reward", "row 2: 'margin' must be a finite number, not nan", rows=second(MARGIN, margin=NAN)),
     result(26, "[1.0, 1.0, 1.0, -inf]", "-inf for row 4, prompt ", FINITE),
     measured(26, "{'bad': [inf] * n}"),
-    entry(26, "reward", "row 2: 'margin' must be a finite number, it is inf", rows=second(MARGIN, margin=INF)),
+    entry(26, "reward", "row 2: 'margin' must be a finite number, not inf", rows=second(MARGIN, margin=INF)),
     result(27, "[1.0] * (n - 1)", f"3 values, {SEVERAL}"),
     entry(
         27, ROLLED, ["user.py:result returned ", " for row 1, ", f"{FINITE}, or one for each of the "],
@@ -740,11 +744,11 @@ REFUSED = [
     measured(27, "{'good': [1.0] * n, 'bad': [1.0] * (n - 1)}"),
     result(28, "None", f"NoneType, {SEVERAL}"),
     measured(28, "{'bad': [None] * n}"),
-    entry(28, "reward", "row 2: 'margin' must be a finite number, it is '1'", rows=second(MARGIN, margin="1")),
+    entry(28, "reward", "row 2: 'margin' must be a finite number, not '1'", rows=second(MARGIN, margin="1")),
     # 29: functions that fail
     common(29, SCORED, RAISED, f"{CHECK} --reward user.py:result", user_code=True, user_py=RAISING),
     common(29, MEASURED, RAISED, f"{CHECK} --metric user.py:result", user_code=True, user_py=RAISING),
-    entry(29, "ppo", NO_ANSWER, "--reward user.py:no_such_column --eval-every 1", user_code=True),
+    entry(29, "ppo", NO_ANSWER, "--reward user.py:no_such_column --eval-every 1"),
     common(29, SCORED, ["a.py", "ZeroDivisionError"], "--reward a.py:b", a_py="1 / 0", user_code=True),
     common(29, MEASURED, "--metric user.py:nope: user.py has no function 'nope'", "--metric user.py:nope"),
     common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
@@ -753,7 +757,7 @@ REFUSED = [
     entry(30, "reward", ["Unrecognized", "--reward-timeout"], "--reward-timeout 5", longer=True),
     # 34: no fp16, so no loss scale
     common(34, "sft", ["--mixed-precision", "fp16", "bf16"], "--mixed-precision fp16", longer=True),
-    entry(34, EVERY, "--dtype bfloat16: most updates of such weights would round to nothing", "--dtype bfloat16"),
+    entry(34, EVERY, "--dtype bfloat16: most updates of such weights would be lost to rounding", "--dtype bfloat16"),
     # 36: files of models
     common(36, TEXT, f"{LOADED}{WEIGHT} is not finite", model="nan"),
     common(36, TEXT, ["--model model", f"{WEIGHT} is missing"], model="lacking"),
@@ -768,7 +772,7 @@ REFUSED = [
     # 43, 45: no texts
     common(45, EVERY, f"{BAD_TEXT} 'b\\udc00c'", rows=third(TEXT="b\udc00c"), also=[43]),
     # 46: names of columns
-    common(46, EVERY, "row 3 must be a mapping with the columns of row 1: see extra", rows=third(extra=1)),
+    common(46, EVERY, "row 3 has the column 'extra', unlike row 1: all rows need the same", rows=third(extra=1)),
     entry(46, SCORED, "rename the rows' column 'prompts': ", CHECK, rows=every_row(prompts="b")),
     entry(46, "sft dpo", "--eval-prompts has the columns a; expected", "--metric None", prompts_jsonl=[{"a": 5}]),
     entry(46, PROMPTED, NO_PROMPTS, "--eval-prompts None --eval-dataset None", shared=PROMPTED),
@@ -791,8 +795,8 @@ REFUSED = [
     common(51, REFERRED, f"--ref-model silent {NO_TOKENIZER}", "--ref-model silent"),
     common(51, ROLLED, f"--reward silent_judge {NO_TOKENIZER}", "--reward silent_judge"),
     # 52: files, evaluation sets
-    common(52, EVERY, "--dataset rows.jsonl holds no rows", rows="\n  \n"),
-    entry(52, "ddpo", "--dataset holds blank lines only", rows=[{"text": " "}]),
+    common(52, EVERY, "--dataset rows.jsonl has no rows", rows="\n  \n"),
+    entry(52, "ddpo", "--dataset has only blank lines", rows=[{"text": " "}]),
     entry(52, "reward ddpo", f"--eval-dataset a {BAD_TEXT} 5", "--eval-dataset rows.jsonl,a.jsonl", a_jsonl=THIRD),
     common(52, EVERY, "--eval-dataset none none.jsonl cannot be", "--eval-dataset rows.jsonl,none.jsonl"),
     # 54, 55, 56: names of data sets and models
@@ -1009,7 +1013,7 @@ def test_what_a_rude_function_a_tracker_and_an_upload_do(algo, command, monkeypa
         flags += f" --{FUNCTION[algo]} user.py:rude_{FUNCTION[algo]}"
     code, out, err = command(algo, flags)
     assert out.count("warning: --track wandb is off from here on: no network") == 1 and len(logged) == 2
-    expected = "--push-to-hub org/name failed (401 Unauthorized); the model is whole in run/hf_model"
+    expected = "--push-to-hub org/name failed (401 Unauthorized); the full model is in run/hf_model"
     assert code == 2 and err == f"error: {expected}\n"
     exported = [path.suffix for path in Path("run/hf_model").rglob("*")]
     assert ".safetensors" in exported and not Path("run/README.md").exists()
@@ -1041,7 +1045,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, monkeypa
 def test_fp16_of_the_launcher(command, here, monkeypatch, bf16):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     code, _, err = command("sft")
-    assert code == 2 and err == "error: use --mixed-precision bf16 or no: fp16 is not offered\n"
+    assert code == 2 and err == "error: use --mixed-precision bf16 or no: fp16 is not supported\n"
     assert times(here) == command.before
 
 

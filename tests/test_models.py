@@ -224,7 +224,9 @@ def test_short_run(short_run):
         name = name.removeprefix("lm.")
         assert name.startswith("value_head") or torch.equal(weight, back.state_dict()[name])
     assert ("eval/loss" if short_run.script == "sft" else "eval/reward") in short_run.metrics
-    reload(run_dir / "hf_model_best")
+    best = run_dir / "hf_model_best"
+    if best.exists():  # else hf_model is the best one
+        reload(best)
 
 
 def test_tied_weights_stay_tied(short_run, tiny_dirs):
@@ -308,7 +310,7 @@ def test_a_text_that_has_an_end_gets_no_second_one(letters):
 def test_weights_of_16_bits_are_not_trained(build_model, letters, tmp_path, num_layers_unfrozen):
     """An object of this type is refused as the flag is."""
     flags = {"num_layers_unfrozen": num_layers_unfrozen, "tokenizer": letters}
-    with pytest.raises(InputError, match="--dtype bfloat16: most updates of such weights would round to nothing"):
+    with pytest.raises(InputError, match="--dtype bfloat16: most updates of such weights would be lost to rounding"):
         short_sft(build_model(dtype=torch.bfloat16), tmp_path / "run", **flags)
     assert not (tmp_path / "run").exists()
 

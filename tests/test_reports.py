@@ -75,7 +75,7 @@ SHOWN = {  # on the card and in the status line, the headline first
     "ilql": "eval/vowels@beta=0 losses/loss losses/loss_q losses/loss_v",
     "sft": "eval/loss train/loss optim/grad_norm",
     "reward": "eval/accuracy train/loss rewards/accuracies rewards/margins",
-    "dpo": "eval/rewards/accuracies train/loss rewards/accuracies rewards/margins",
+    "dpo": "eval/vowels eval/rewards/accuracies train/loss rewards/accuracies rewards/margins",
     "ddpo": "eval/reward objective/scores objective/scores_std policy/approxkl policy/clipfrac",
 }
 SUMMARY = {
@@ -92,28 +92,28 @@ data: 23 rows, 0 cut, 0 dropped with no action left, 23 ended; actions per row: 
 return 0.2754 +- 0.3122, scaled to 0 +- 1
 tokens: median 10, longest 11
 first row, [not actions]: [s]da<eos>; its return, as used: 1.253
-lr 0.01 cosine, beta 0 4, at most 32 tokens per row, 6 new tokens, 4.17 epochs; targets move 94% of the way to Q
-12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass""",
+lr 0.01 cosine, beta 0 4, at most 32 tokens per row, 6 new tokens; targets move 94% of the way to Q
+4.17 epochs, 12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass""",
     "sft": """4,476 parameters, 4,476 trained; TYPES
 data: 23 rows, 0 cut at the end, 0 dropped with no label left; labels on 88.5% of 200 tokens, per row 3 \
 to 10, median 9; tokens per row: median 10, longest 11
 first row, [without loss]: [s]da<eos>
-lr 0.03 cosine, at most 32 tokens per row, 6 new tokens, 4.17 epochs
-12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass; evaluations sample 5 prompts""",
+lr 0.03 cosine, at most 32 tokens per row, 6 new tokens
+4.17 epochs, 12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass; evaluations sample 5 prompts""",
     "reward": """4,488 parameters, 4,488 trained; TYPES; head: new
 data: 22 pairs, 0 dropped as longer than 32, 0 as equal
 --eval-dataset: 7 pairs, 0 dropped as longer than 32, 0 as equal
 tokens of the longer text: median 11, longest 11
 first pair: s | chosen: da | rejected: busuidtkb
-lr 0.01 cosine, at most 32 tokens per text, 4.36 epochs
-12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass""",
+lr 0.01 cosine, at most 32 tokens per text
+4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass""",
     "dpo": """4,476 parameters, 4,476 trained; TYPES
 data: 22 pairs, 0 prompts and the responses of 0 cut, 0 dropped for lack of room for a response, 0 dropped as equal
 eval: 7 pairs, 0 prompts and the responses of 0 cut, 0 dropped for lack of room for a response, 0 dropped as equal
 tokens of the longer text: median 11, longest 11
 first pair: [s] | chosen: da<eos> | rejected: busuidtkb<eos>
-lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens per text, 6 new tokens, 4.36 epochs
-12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass; evaluations sample 5 prompts""",
+lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens per text, 6 new tokens
+4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass; evaluations sample 5 prompts""",
     "ddpo": """46,481 parameters, 46,481 trained; TYPES
 data: 3 prompts, 3 to evaluate; first: a red circle
 lr 0.001 cosine, cliprange 0.001, guidance 1, eta 1
@@ -243,6 +243,9 @@ def test_best_and_last_model(algo, whole):
     state = json.loads((folder / f"checkpoints/step_{last:08d}/state.json").read_text())
     assert (state["best_step"], state["best_score"]) == (best, scores[best])
     for name, step in (("hf_model_best", best), ("hf_model", last)):
+        assert (folder / name).exists() == (name == "hf_model" or best < last)  # hf_model may be the best
+        if not (folder / name).exists():
+            continue
         saved = weights(folder / f"checkpoints/step_{step:08d}")
         exported = weights(folder / name / "unet") if algo == "ddpo" else weights(folder / name)
         assert len(exported) > 20
@@ -255,9 +258,9 @@ def test_best_and_last_model(algo, whole):
 @each_script
 def test_what_a_run_leaves_and_prints(algo, whole):
     folder, process = whole(algo)
-    names = "README.md checkpoints config.yaml curve.png env.json hf_model hf_model_best metrics.jsonl perf.jsonl"
-    expected = {".lock", *names.split(), "samples.jsonl"} | ({"images"} if algo == "ddpo" else set())
-    assert {path.name for path in folder.iterdir()} == expected
+    names = "README.md checkpoints config.yaml curve.png env.json hf_model metrics.jsonl perf.jsonl samples.jsonl"
+    expected = {".lock", *names.split()} | ({"images"} if algo == "ddpo" else set())
+    assert {path.name for path in folder.iterdir()} - {"hf_model_best"} == expected
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     env = json.loads((folder / "env.json").read_text())
     records = lines(folder / "metrics.jsonl")
@@ -270,12 +273,14 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     assert card == report.model_card(env, names, records, samples(folder), usage)
     values = [record[names[0]] for record in records if names[0] in record]
     curve = f"{names[0]} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
+    if not report.is_change(samples(folder), names[0]):
+        curve += " (no change: within twice the standard error of the evaluation)"
     places = f"card: {folder}/README.md\npicture: {folder}/curve.png\nmodel: {folder}/hf_model\n"
     assert process.out.endswith(f"\n\n{curve}\n\n{usage}\n\n{places}") and process.err == ""
 
     # the first lines, and the status
     assert process.out.startswith(f"{algo}: {SUMMARY[algo].replace('TYPES', TYPES)}\nsamples at step 0 ")
-    status = [f"{name.partition('/')[2]} {records[-1][name]:.3g}" for name in names[algo == "ilql" :]]
+    status = [f"{name.partition('/')[2]} {records[-1][name]:.3g}" for name in names[algo in ("ilql", "dpo") :]]
     step = records[-1]["step"]
     assert f"\n{step}/{step} | {' | '.join(status)} | " in process.out
 
@@ -356,7 +361,8 @@ def test_two_evaluation_sets(algo, typed, work):
     scores = [quality(algo, record, f"eval/{first}/") for record in records[1:]]
     last = max((folder / "checkpoints").iterdir())
     assert json.loads((last / "state.json").read_text())["best_score"] == max(scores)
-    headline = SHOWN[algo].split()[0].replace("eval/", f"eval/{first}/")
+    place = algo == "dpo"  # here without --metric
+    headline = SHOWN[algo].split()[place].replace("eval/", f"eval/{first}/")
     assert algo == "ilql" or json.loads((folder / "env.json").read_text())["headline"] == headline
 
     if algo == "dpo":
@@ -424,8 +430,8 @@ SAID = [  # flags, what the summary says of the reference or the head
     ("grpo", "--kl-coef 0", "; reference: none\n"),
     ("dpo", "--ref-model MODEL", "reference: a model of its own, "),
     ("dpo", "--reference-free", "reference: none, "),
-    ("sft", "--stop a b --max-length 9", "at most 9 tokens a row, 6 new tokens, 4.17 epochs\n12 steps x 8 rows"),
-    ("sft", "--stop a b", "; evaluations sample 5 prompts; stops: ['a', 'b']\n"),
+    ("sft", "--stop a b --max-length 9", "at most 9 tokens per row, 6 new tokens\n4.17 epochs, 12 steps x 8 rows; "),
+    ("sft", "--stop a b", "; stops: ['a', 'b']; evaluations sample 5 prompts\n"),
 ]
 
 

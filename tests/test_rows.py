@@ -538,7 +538,11 @@ REFUSED = [  # encode, rows of which at most 3 tokens are kept, the sentence
     (with_labels, [{"prompt": "abc", "completion": "d"}], "no row has a label left within --max-length 3$"),
     (with_actions, [{"prompt": "abc", "completion": "d", "reward": 1}], "no row has an action left within --max-l"),
     (scored, [{"prompt": "ab", "chosen": "c", "rejected": "d"}], "no pair is left: of 1, 1 dropped as longer than"),
-    (pairs_of, [{"prompt": "abc", "chosen": "c", "rejected": "d"}], "no pair is left: 1 pairs, .* 1 dropped without"),
+    (
+        pairs_of,
+        [{"prompt": "abc", "chosen": "c", "rejected": "d"}],
+        "no pair is left: 1 pairs, .* 1 dropped for lack of room",
+    ),
     (ENCODER, [{"text": "ab"}], f"row 1: {ONE}"),
     (ENCODER, [{"dialogue": ["a", "b"]}, {"dialogue": FOUR}], f"row 2: {ONE}"),
 ]
@@ -797,7 +801,7 @@ def test_evaluation_sets(tmp_path, monkeypatch):
     assert load_rows(build("task.py:rows:n=2,text=b", "--dataset"), "--dataset") == TWO
     with refused("--eval-dataset .*: two sets have the same name"):
         load_sets("easy.jsonl,./easy.jsonl", "--eval-dataset")
-    with refused("--eval-dataset x row 2 must be a mapping .*: see text, x$"):
+    with refused("--eval-dataset x row 2 lacks the column .text., unlike row 1: all rows need the same$"):
         load_sets({"y": EASY, "x": [*EASY, {"x": 1}]}, "--eval-dataset")
     assert [set_prefix(name) for name in ("", "x")] == ["eval/", "eval/x/"]
     assert [set_flag(name) for name in ("", "x")] == ["--eval-dataset", "--eval-dataset x"]
@@ -822,7 +826,7 @@ def test_prompts_of_lines():
     assert with_prompts(both, "--dataset") == both
     for bad, sentence in (
         ({"x": 1}, "has the columns x; expected prompt$"),
-        ({"text": " "}, "holds blank lines only$"),
+        ({"text": " "}, "has only blank lines$"),
     ):
         with refused(f"--dataset {sentence}"):
             with_prompts([bad], "--dataset")

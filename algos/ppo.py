@@ -64,15 +64,7 @@ from common.forward import Episodes, response_logprobs, score_all, spread
 from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import (
-    as_decoder,
-    draw_layers,
-    end_tokens,
-    lm_class,
-    load_lm,
-    make_reference,
-    unsharded,
-)
+from common.models import as_decoder, draw_layers, end_tokens, lm_class, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
 from common.sampling import (

@@ -54,11 +54,9 @@ from common.args import (
     RunArgs,
     Share,
     WeightArgs,
-    fit_sizes,
-    problems_of,
 )
 from common.checkpoint import replacing
-from common.cli import InputError, cli, stop_if
+from common.cli import InputError, cli
 from common.functions import build, call_metric, call_reward, load_function, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run, on_main
@@ -150,16 +148,11 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     eval_every: Natural = 40
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
 
-    def __post_init__(self):
-        fit_sizes(self)
-        problems = problems_of(self)
+    def problems(self):
         if self.stat_min_count > self.stat_buffer_size:
-            problems.append(
-                f"--stat-min-count {self.stat_min_count} must be at most --stat-buffer-size {self.stat_buffer_size}"
-            )
+            yield f"--stat-min-count {self.stat_min_count} must be at most --stat-buffer-size {self.stat_buffer_size}"
         if self.negative_prompt and self.guidance_scale == 1:
-            problems.append("--negative-prompt needs a --guidance-scale above 1")
-        stop_if(problems)
+            yield "--negative-prompt needs a --guidance-scale above 1"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------

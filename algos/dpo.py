@@ -51,9 +51,8 @@ from common.args import (
     Positive,
     RunArgs,
     SamplingArgs,
-    problems_of,
 )
-from common.cli import InputError, cli, stop_if
+from common.cli import InputError, cli
 from common.forward import can_pack, line_logprobs, packing_problem
 from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
@@ -132,19 +131,17 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"
     """Which end of a prompt longer than --max-prompt-length is kept. A beginning token is always kept."""
 
-    def __post_init__(self):
-        problems = problems_of(self)
+    def problems(self):
         if self.num_layers_unfrozen == 0:
-            problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
+            yield "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
         if self.label_smoothing >= 0.5:
-            problems.append(f"--label-smoothing {self.label_smoothing} must be below 0.5, or no preference is left")
+            yield f"--label-smoothing {self.label_smoothing} must be below 0.5, or no preference is left"
         if self.label_smoothing and self.loss_type not in SMOOTHED:
-            problems.append(f"--label-smoothing {self.label_smoothing} does not work with --loss-type {self.loss_type}")
+            yield f"--label-smoothing {self.label_smoothing} does not work with --loss-type {self.loss_type}"
         if self.loss_type == "exo_pair" and not self.label_smoothing:
-            problems.append("--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)")
+            yield "--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)"
         if self.reference_free and self.ref_model is not None:
-            problems.append("--reference-free does not work with --ref-model")
-        stop_if(problems)
+            yield "--reference-free does not work with --ref-model"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------

@@ -52,20 +52,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.args import (
-    Count,
-    ModelArgs,
-    Natural,
-    NonNegative,
-    OptimizerArgs,
-    Positive,
-    RolloutArgs,
-    RunArgs,
-    fit_sizes,
-    problems_of,
-)
+from common.args import Count, ModelArgs, Natural, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs
 from common.classifiers import RewardModel
-from common.cli import cli, stop_if
+from common.cli import cli
 from common.forward import Episodes, response_logprobs, score_all
 from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
@@ -140,20 +129,15 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     eval_every: Natural = 20
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
 
-    def __post_init__(self):
-        fit_sizes(self)
-        problems = problems_of(self)
+    def problems(self):
         if self.group_size == 1:
-            problems.append("--group-size 1 must be at least 2: a response is compared with the others in its group")
+            yield "--group-size 1 must be at least 2: a response is compared with the others in its group"
         if self.rollout_batch_size % max(1, self.group_size):
-            problems.append(
-                f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --group-size {self.group_size}"
-            )
+            yield f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --group-size {self.group_size}"
         if self.num_layers_unfrozen == 0:
-            problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
+            yield "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
         if self.ref_model is not None and self.kl_coef == 0:
-            problems.append("--ref-model needs a --kl-coef above 0")
-        stop_if(problems)
+            yield "--ref-model needs a --kl-coef above 0"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------

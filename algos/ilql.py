@@ -68,9 +68,8 @@ from common.args import (
     RunArgs,
     SamplingArgs,
     Share,
-    problems_of,
 )
-from common.cli import InputError, cli, stop_if
+from common.cli import InputError, cli
 from common.forward import in_chunks, token_logprobs
 from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
@@ -152,15 +151,13 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     normalize_rewards: bool = True
     """Scale rewards so that the training rows' returns have standard deviation 1, and mean 0 if all rows end."""
 
-    def __post_init__(self):
-        problems = problems_of(self)
+    def problems(self):
         if self.tau in (0, 1):
-            problems.append(f"--tau {self.tau} must be above 0 and below 1, or V is unbounded")
+            yield f"--tau {self.tau} must be above 0 and below 1, or V is unbounded"
         if not self.betas:
-            problems.append("--betas is empty: give at least one number")
+            yield "--betas is empty: give at least one number"
         if self.eval_prompts is not None and self.metric is None:
-            problems.append("--eval-prompts needs --metric, which scores the samples")
-        stop_if(problems)
+            yield "--eval-prompts needs --metric, which scores the samples"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------

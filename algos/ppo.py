@@ -46,20 +46,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from common.args import (
-    Count,
-    Fraction,
-    ModelArgs,
-    NonNegative,
-    OptimizerArgs,
-    Positive,
-    RolloutArgs,
-    RunArgs,
-    fit_sizes,
-    problems_of,
-)
+from common.args import Count, Fraction, ModelArgs, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs
 from common.classifiers import RewardModel
-from common.cli import InputError, cli, stop_if
+from common.cli import InputError, cli
 from common.forward import Episodes, response_logprobs, score_all, spread
 from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
@@ -148,23 +137,18 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     batch_size: Count = 512
     """Rows per optimizer step, over all processes (code of Ziegler et al.: all episodes of an iteration)."""
 
-    def __post_init__(self):
-        fit_sizes(self)
-        problems = problems_of(self)
+    def problems(self):
         if self.min_length_limit is not None and self.min_length_limit > self.max_new_tokens:
-            problems.append(
-                f"--min-length-limit {self.min_length_limit} must be at most --max-new-tokens {self.max_new_tokens}"
-            )
+            yield f"--min-length-limit {self.min_length_limit} must be at most --max-new-tokens {self.max_new_tokens}"
         if self.kl_target is not None and self.kl_coef == 0:
-            problems.append("--kl-target needs a --kl-coef above 0, which it adapts")
+            yield "--kl-target needs a --kl-coef above 0, which it adapts"
         if self.kl_target is not None and self.kl_horizon < self.rollout_batch_size:
-            problems.append(
+            yield (
                 f"--kl-horizon {self.kl_horizon} must be at least --rollout-batch-size {self.rollout_batch_size}, "
                 "or --kl-coef may become negative"
             )
         if 0 < self.ratio_threshold <= 1:
-            problems.append(f"--ratio-threshold {self.ratio_threshold} must be 0 or more than 1")
-        stop_if(problems)
+            yield f"--ratio-threshold {self.ratio_threshold} must be 0 or more than 1"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ import torch
 from torch.nn import functional as F
 
 from common.adapters import train_adapters
-from common.args import Count, DataArgs, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, problems_of
+from common.args import Count, DataArgs, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs
 from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
 from common.cli import InputError, cli, stop_if
 from common.forward import can_pack
@@ -87,10 +87,6 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs):
     """Training pairs: a .jsonl/.json/.csv/.parquet file, a hub id:split, or file.py:function; from Python, a list."""
     max_length: Count = 1024
     """Maximum tokens per text, prompt included. Pairs with a longer text are dropped and counted."""
-
-    def __post_init__(self):
-        problems = problems_of(self)
-        stop_if(problems)
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, RunArgs, SamplingArgs, problems_of
-from common.cli import InputError, cli, stop_if
+from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, RunArgs, SamplingArgs
+from common.cli import InputError, cli
 from common.forward import can_pack, line_logprobs
 from common.forward import token_nll as token_nll  # for those who import it from here
 from common.functions import build
@@ -87,11 +87,9 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     """Maximum tokens per row; in an encoder-decoder, per prompt and per output. Longer rows are counted and cut at the
     end."""
 
-    def __post_init__(self):
-        problems = problems_of(self)
+    def problems(self):
         if self.num_layers_unfrozen == 0:
-            problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
-        stop_if(problems)
+            yield "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------

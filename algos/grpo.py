@@ -59,20 +59,10 @@ from common.forward import Episodes, response_logprobs, score_all
 from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import end_tokens, load_lm, make_reference, unsharded
+from common.models import load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
-from common.sampling import (
-    decode,
-    evaluate_sets,
-    generate_all,
-    has_ended,
-    kept_ids,
-    read_prompts,
-    sample,
-    score_outputs,
-    total,
-)
+from common.sampling import decode, evaluate_sets, generate_all, kept_ids, read_prompts, sample, score_outputs, total
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
@@ -233,8 +223,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
     # 3. the reward of the texts
     output_ids = kept_ids(batch.response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
-    ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
-    scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended)
+    scores, ended = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
     if isinstance(reward, RewardModel):  # rounding would give equal responses different scores
         score_of = {}
         for row, query_and_response in enumerate(zip(map(tuple, queries), map(tuple, output_ids), strict=True)):
@@ -377,13 +366,8 @@ def update(run, model, optimizer, batch, rows, args):
 
 def evaluate(run, step, model, tokenizer, data, args):
     """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
-    accelerator = run.accelerator
-    lm = accelerator.unwrap_model(model)
-    model.eval()
-    with unsharded(model):
-        metrics, samples = evaluate_sets(accelerator, lm, tokenizer, data.eval_sets, data.metric, data.reward, args)
-    run.samples(step, samples)
-    return metrics
+    lm = run.accelerator.unwrap_model(model)
+    return evaluate_sets(run, step, model, lm, tokenizer, data, args)
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------

@@ -53,19 +53,10 @@ from common.forward import Episodes, response_logprobs, score_all, spread
 from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import as_decoder, draw_layers, end_tokens, lm_class, load_lm, make_reference, unsharded
+from common.models import as_decoder, draw_layers, lm_class, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
-from common.sampling import (
-    decode,
-    evaluate_sets,
-    generate_all,
-    has_ended,
-    kept_ids,
-    read_prompts,
-    sample,
-    score_outputs,
-)
+from common.sampling import decode, evaluate_sets, generate_all, kept_ids, read_prompts, sample, score_outputs
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --dataset and --config
@@ -374,8 +365,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
     # 3. the reward of the texts
     output_ids = kept_ids(batch.response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
-    ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
-    scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended)
+    scores, ended = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
     batch.raw_scores = place_scores(scores, mask).to(batch.logprobs.dtype)
     batch.truncated = ~torch.tensor(ended, device=device)
     return batch
@@ -524,13 +514,8 @@ def update(run, model, optimizer, batch, rows, args):
 
 def evaluate(run, step, model, tokenizer, data, args):
     """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
-    accelerator = run.accelerator
-    lm = accelerator.unwrap_model(model).lm
-    model.eval()
-    with unsharded(model):
-        metrics, samples = evaluate_sets(accelerator, lm, tokenizer, data.eval_sets, data.metric, data.reward, args)
-    run.samples(step, samples)
-    return metrics
+    lm = run.accelerator.unwrap_model(model).lm
+    return evaluate_sets(run, step, model, lm, tokenizer, data, args)
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------

@@ -301,23 +301,17 @@ def response_lengths(pairs):
 def pair_logprobs(model, packing, pairs):
     """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32. packing: a
     line may hold several texts."""
-    examples = examples_of(pairs)
-    lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
-    logprobs, _ = line_logprobs(model, lines, pad=0)  # (N,)
-    responses = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
-    sums = torch.stack([tokens.sum() for tokens in responses])  # index_add would not be deterministic
-    return sums[places.to(sums.device)].view(2, -1)
-
-
-def examples_of(pairs):
-    """Examples (ids, labels) of all chosen, then of all rejected. Labels are on the response."""
-    examples = []
+    examples = []  # (ids, labels) of all chosen, then of all rejected; labels are on the response
     for side in (0, 1):
         for pair in pairs:
             ids = pair[side]
             prompt_length = pair[2]
             examples.append((ids, [-100] * prompt_length + ids[prompt_length:]))
-    return examples
+    lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
+    logprobs, _ = line_logprobs(model, lines, pad=0)  # (N,)
+    responses = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
+    sums = torch.stack([tokens.sum() for tokens in responses])  # index_add would not be deterministic
+    return sums[places.to(sums.device)].view(2, -1)
 
 
 # ---- Reference -------------------------------------------------------------------------------------------------------
@@ -437,20 +431,12 @@ class Data:
     report: str = ""
 
 
-def load(args, path, device):
-    """The language model, a decoder, and its tokenizer, with weights frozen or adapters added as the flags say."""
-    lm, tokenizer = load_lm(args, path, device)
-    if lm.config.is_encoder_decoder:
-        raise InputError(
-            f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; "
-            "sft.py, ppo.py, grpo.py and ilql.py take both"
-        )
-    return lm, tokenizer
-
-
 def encode(data, lm, tokenizer, args):
     """Tokenises all rows. Returns the maximum text length in tokens that --max-length and the model allow. Drops
     evaluation data if the run never evaluates."""
+    if lm.config.is_encoder_decoder:
+        takers = "sft.py, ppo.py, grpo.py and ilql.py take both"
+        raise InputError(f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; {takers}")
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
     data.pairs, data.report = encode_pairs(data.rows, tokenizer, max_length, args, "--dataset")
@@ -511,7 +497,7 @@ def main(args):
     if run.finished:
         return run.result()
     accelerator = run.accelerator
-    lm, tokenizer = load(args, path, accelerator.device)
+    lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
     packing = can_pack(run, lm, args)
     reference = Reference(accelerator, lm, tokenizer, ref_path, data, packing, args)

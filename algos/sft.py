@@ -223,17 +223,11 @@ class Data:
     report: str = ""
 
 
-def load(args, path, device):
-    """The language model and its tokenizer, with weights frozen or adapters added as the flags say."""
-    lm, tokenizer = load_lm(args, path, device)
-    if lm.config.is_encoder_decoder and not args.completion_only_loss:
-        raise InputError("--no-completion-only-loss does not work with encoder-decoders")
-    return lm, tokenizer
-
-
 def encode(data, lm, tokenizer, args):
     """Tokenises all rows. Returns the maximum row length in tokens that --max-length and the model allow."""
     encoder = lm.config.is_encoder_decoder
+    if encoder and not args.completion_only_loss:
+        raise InputError("--no-completion-only-loss does not work with encoder-decoders")
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
 
@@ -282,7 +276,7 @@ def main(args):
     if run.finished:
         return run.result()
     accelerator = run.accelerator
-    lm, tokenizer = load(args, path, accelerator.device)
+    lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
     packing = can_pack(run, lm, args)
     optimizer = make_optimizer(lm, args)

@@ -525,7 +525,7 @@ def main(args):
         count = sum(len(data.pairs[row][0]) - data.pairs[row][2] for row in rows)  # tokens of the chosen responses
         # 2. loss = 1/B sum pair_losses + sft_coef nll, and its gradient
         sums = defaultdict(float)
-        micro_batches = split_rows(accelerator, rows, data.pairs, packing, args.micro_batch_size)
+        micro_batches = split_rows(accelerator, rows, lengths, packing, args.micro_batch_size)
         for places in accumulate(accelerator, model, micro_batches):
             pairs = [data.pairs[place] for place in places]
             policy = score(pairs)

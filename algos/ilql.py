@@ -78,7 +78,7 @@ from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positi
 from common.report import wrapped
 from common.rows import set_flag, set_prefix, texts
 from common.sampling import evaluate_samples, read_data
-from common.tokens import encode_prompts, encode_segments, marked, pad_rows, row_ends
+from common.tokens import encode_prompts, encode_segments, marked, pad_rows, row_ends, split_rows
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config
@@ -429,13 +429,6 @@ class Batch:
         )
 
 
-def split_episodes(batch, accelerator, args):
-    """The micro-batches of this process: lists of episodes, short ones first."""
-    local = batch[accelerator.process_index :: accelerator.num_processes]
-    local.sort(key=lambda episode: len(episode.ids))
-    return [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
-
-
 # ---- Losses of a batch -----------------------------------------------------------------------------------------------
 
 LOSSES = ("loss", "loss_q", "loss_v", "loss_cql", "loss_awac")
@@ -546,8 +539,9 @@ def evaluate_losses(accelerator, model, episodes, args, pad):
     padded = episodes + [empty] * (-len(episodes) % accelerator.num_processes)
     encoder = getattr(model, "module", model).lm.config.is_encoder_decoder
     sums = dict.fromkeys([*LOSSES, "actions"], 0)
-    for part in split_episodes(padded, accelerator, args):
-        batch = Batch.of(part, pad, accelerator.device, encoder)
+    lengths = [len(episode.ids) for episode in padded]
+    for places in split_rows(accelerator, range(len(padded)), lengths, False, args.micro_batch_size):
+        batch = Batch.of([padded[place] for place in places], pad, accelerator.device, encoder)
         terms = model(batch, args)
         for name in LOSSES:
             sums[name] += terms[name].double().sum()
@@ -754,11 +748,12 @@ def main(args):
         model.train()
         # 1. a batch of rows, in keyed random order
         rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
-        batch = [data.episodes[row] for row in rows]
-        count = sum(len(episode.actions) for episode in batch)  # of all processes
+        count = sum(len(data.episodes[row].actions) for row in rows)  # of all processes
         # 2. losses of Q, V, CQL and imitation, means over the actions, and the gradient of their weighted sum
         sums = defaultdict(float)
-        for episodes in accumulate(accelerator, model, split_episodes(batch, accelerator, args)):
+        micro_batches = split_rows(accelerator, rows, lengths, False, args.micro_batch_size)
+        for places in accumulate(accelerator, model, micro_batches):
+            episodes = [data.episodes[place] for place in places]
             inputs = Batch.of(episodes, tokenizer.pad_token_id, device, lm.config.is_encoder_decoder)
             terms = model(inputs, args)
             # data-parallel training averages gradients over the processes, hence the factor

@@ -352,7 +352,7 @@ def main(args):
         rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
         # 2. loss = -1/B sum log sigmoid(r_chosen - r_rejected - margin), and its gradient
         sums = defaultdict(float)
-        micro_batches = split_rows(accelerator, rows, data.pairs, packing, args.micro_batch_size)
+        micro_batches = split_rows(accelerator, rows, lengths, packing, args.micro_batch_size)
         for places in accumulate(accelerator, model, micro_batches):
             pairs = [data.pairs[place] for place in places]
             chosen, rejected = score(pairs)

@@ -8,10 +8,8 @@ pairs, evaluation sets included, once before training, so no second model stays 
 
 How this differs from other implementations:
 - Prompt and response are split at the same token on both sides of a pair. A response is never cut to nothing. The end
-  token is appended exactly once; in a chat the template ends the turns. Log-probabilities are sums over the response,
-  at least in float32.
-- Texts are packed into lines (`in_lines`); the result equals one forward pass per text, to rounding. Logits are
-  computed only where a response token is predicted, a chunk at a time (`line_logprobs`).
+  token is appended exactly once.
+- Logits are computed only where a response token is predicted, a chunk at a time (`line_logprobs`).
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats; "prompt" may be missing if both texts include it.
 

@@ -29,7 +29,6 @@ How this differs from TRL's GRPO:
 - The defaults are the paper's. TRL's are the mean over tokens and no KL; TRL multiplies a KL term by the ratio.
 - Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
   what the optimizer step holds in all processes. Each epoch draws new minibatches.
-- Groups of equal scores have no gradient: without a KL they are left out of the update.
 
     accelerate launch algos/grpo.py                                # sums with written steps, on a CPU under a minute
     accelerate launch algos/grpo.py --model my_model/ --dataset problems.jsonl --reward my_reward.py:score \

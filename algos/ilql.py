@@ -18,9 +18,6 @@ How this differs from trlX's ILQL and the authors' code:
 - --top-k and --top-p filter pi before Q is added, as in the authors' code: whatever beta is, only tokens that pi finds
   likely are sampled, unless both are off.
 - Rows that are cut or `truncated` bootstrap from V of their last state, as in the authors' code; in trlX all rows end.
-- The targets are updated every --steps-for-target-q-sync optimizer steps, counted over the whole run.
-- Rewards are scaled by default so that returns have standard deviation 1, as in trlX; --no-normalize-rewards uses them
-  as given.
 - Losses are means over the actions of the global batch, so neither micro-batches, processes nor padding change them.
 
 Rows: {"prompt", "completion", "reward"} as texts or chats, {"dialogue": [prompt, output, ...], "reward"},
@@ -43,7 +40,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -559,9 +556,7 @@ def evaluate(run, step, model, tokenizer, data, args):
     metrics = {}
     samples = []
 
-    unfiltered = copy.copy(args)  # `guided` cuts to top-k and top-p
-    unfiltered.top_k = 0
-    unfiltered.top_p = 1.0
+    unfiltered = replace(args, top_k=0, top_p=1.0)  # `guided` cuts to top-k and top-p
     betas = args.betas if data.metric else ()
     with unsharded(model):
         for beta in betas:

@@ -19,8 +19,6 @@ How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
   included, so the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
-- With LoRA the reference is the policy without its adapters. If --model is itself an adapter, the reference is that
-  adapter as loaded. With `--num-layers-unfrozen k` it shares the memory of the frozen blocks.
 
     accelerate launch algos/ppo.py                                 # random walks, on a CPU under two minutes
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \

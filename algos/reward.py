@@ -10,7 +10,6 @@ How this differs from other implementations:
 - The head is float32 and outside autocast: bfloat16 would give many texts the same score.
 - Pairs that are too long are dropped and counted: a cut text has no end to read the score from.
 - A tie counts as wrong: a constant model has accuracy 0. The accuracy of the rule "the shorter wins" is logged, too.
-- Texts are packed into lines (`in_lines`); the result equals one forward pass per text, to rounding.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats; "prompt" may be missing if both hold it; optional "margin".
 

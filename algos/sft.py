@@ -6,9 +6,7 @@ How this differs from other implementations:
 - The sum of token losses is divided by the number of labelled tokens of the whole batch, over micro-batches and
   processes, so neither changes the result. A mean of micro-batch means would weigh short rows more.
 - The end token is appended, trained and scored, even where it doubles as padding: masks come from lengths.
-- Several rows are packed into one line (`in_lines`) if the model keeps them apart. Logits are computed only where a
-  token is trained, a chunk at a time (`line_logprobs`).
-- Data order, schedule and evaluation samples are functions of (seed, step, row): a killed run continues exactly.
+- Logits are computed only where a token is trained, a chunk at a time (`line_logprobs`).
 
 Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats (loss on the completion), {"messages"}
 (on the assistant's turns) or {"dialogue": [prompt, output, prompt, output, ...]} (on the outputs).

@@ -58,7 +58,7 @@ from common.forward import Episodes, response_logprobs, score_all
 from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import load_lm, make_reference, unsharded
+from common.models import describe_reference, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
 from common.sampling import decode, evaluate_sets, generate_all, kept_ids, read_prompts, sample, score_outputs, total
@@ -375,13 +375,7 @@ def evaluate(run, step, model, tokenizer, data, args):
 def summary(run, lm, data):
     """A few lines that say what is trained, on what."""
     args = run.args
-    reference = "a frozen copy"
-    if args.kl_coef == 0:
-        reference = "none"
-    elif args.ref_model:
-        reference = "a model of its own"
-    elif not all(weight.requires_grad for weight in lm.parameters()):
-        reference = "shares the frozen weights"
+    reference = describe_reference(args, lm) if args.kl_coef else "none"
     lines = [
         f"{run.describe(lm)}; reference: {reference}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",

@@ -51,7 +51,7 @@ from common.forward import Episodes, response_logprobs, score_all, spread
 from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import as_decoder, draw_layers, lm_class, load_lm, make_reference, unsharded
+from common.models import as_decoder, describe_reference, draw_layers, lm_class, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
 from common.sampling import decode, evaluate_sets, generate_all, kept_ids, read_prompts, sample, score_outputs
@@ -531,13 +531,8 @@ def make_policy(args, path, lm):
 def summary(run, policy, data):
     """A few lines that say what is trained, on what."""
     args = run.args
-    reference = "a frozen copy"
-    if args.ref_model:
-        reference = "a model of its own"
-    elif not all(weight.requires_grad for weight in policy.lm.parameters()):
-        reference = "shares the frozen weights"
     lines = [
-        f"{run.describe(policy)}; reference: {reference}",
+        f"{run.describe(policy)}; reference: {describe_reference(args, policy.lm)}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",

@@ -54,11 +54,9 @@ from common.args import (
     RunArgs,
     Share,
     WeightArgs,
-    fit_sizes,
-    problems_of,
 )
 from common.checkpoint import replacing
-from common.cli import InputError, cli, stop_if
+from common.cli import InputError, cli
 from common.functions import build, call_metric, call_reward, load_function, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run, on_main
@@ -150,16 +148,11 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     eval_every: Natural = 40
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
 
-    def __post_init__(self):
-        fit_sizes(self)
-        problems = problems_of(self)
+    def problems(self):
         if self.stat_min_count > self.stat_buffer_size:
-            problems.append(
-                f"--stat-min-count {self.stat_min_count} must be at most --stat-buffer-size {self.stat_buffer_size}"
-            )
+            yield f"--stat-min-count {self.stat_min_count} must be at most --stat-buffer-size {self.stat_buffer_size}"
         if self.negative_prompt and self.guidance_scale == 1:
-            problems.append("--negative-prompt needs a --guidance-scale above 1")
-        stop_if(problems)
+            yield "--negative-prompt needs a --guidance-scale above 1"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -387,11 +380,6 @@ def steps_per_image(args, trained):
     return max(1, int(len(trained) * args.timestep_fraction))
 
 
-def updates_per_epoch(args):
-    """Optimizer steps of an epoch."""
-    return args.ppo_epochs * (args.rollout_batch_size // args.batch_size)
-
-
 def pair_minibatches(args, epoch, trained, process, world):
     """(image, step) pairs of each optimizer step of an epoch, for this process: a list of micro-batches, each a tensor
     (b, 2). Images are permuted in each pass; each image draws its steps from `trained`, positions in the schedule."""
@@ -469,12 +457,10 @@ def update(run, policy, optimizer, batch, args):
     if not all(weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad):
         raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
     totals = reduce_sums(accelerator, sums)
-    metrics = {name: total / (num_pairs * updates_per_epoch(args)) for name, total in totals.items()}
+    metrics = {name: total / (num_pairs * run.stride) for name, total in totals.items()}
     metrics["policy/ratio_deviation"] = accelerator.gather(largest).max().item()
     metrics["policy/ratio_deviation_first"] = at_first
-    metrics["optim/lr"] = lr
-    metrics["optim/grad_norm"] = grad_norm
-    return metrics
+    return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -587,7 +573,12 @@ def load(args, path, device):
     """The pipeline, whose UNet's weights or adapters are trainable as the flags say, and its denoising steps."""
     screen.show("loading the pipeline")
     pipeline = load_pipeline(args, path)
-    schedule = checked_schedule(args, pipeline.scheduler, device)
+    try:
+        schedule = ddim_schedule(pipeline.scheduler, args.num_inference_steps, args.eta, device)
+        if not trained_steps(schedule):
+            raise ValueError("no step of this scheduler has noise")
+    except (ValueError, IndexError) as error:  # of a scheduler that has fewer steps
+        raise InputError(f"--num-inference-steps {args.num_inference_steps}: {error}") from None
     pipeline.to(device)
     if args.lora_r:
         add_lora(pipeline.unet, args)
@@ -607,7 +598,7 @@ def load_pipeline(args, path):
     """The Stable Diffusion pipeline, frozen, with a DDIM scheduler of its own noise schedule. An object is changed in
     place, and keeps its type of weights."""
     quiet_libraries()
-    from diffusers import StableDiffusionPipeline
+    from diffusers import DiffusionPipeline, StableDiffusionPipeline
     from diffusers.utils import logging as diffusers_logging
 
     diffusers_logging.set_verbosity_error()
@@ -616,7 +607,14 @@ def load_pipeline(args, path):
     name = type(path).__name__
     if isinstance(path, str):
         name = str(spec_path(path) or path)
-        pipeline = read_pipeline(args, name)
+        with loading("--model", name):
+            pipeline = DiffusionPipeline.from_pretrained(
+                name,
+                dtype=getattr(torch, args.dtype),
+                revision=args.revision,
+                trust_remote_code=args.trust_remote_code,
+                safety_checker=None,
+            )
     if not isinstance(pipeline, StableDiffusionPipeline):
         class_name = type(pipeline).__name__
         raise InputError(f"--model {name} is a {class_name}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
@@ -639,20 +637,6 @@ def load_pipeline(args, path):
     return pipeline
 
 
-def read_pipeline(args, path):
-    """The pipeline in a directory or on the hub."""
-    from diffusers import DiffusionPipeline
-
-    with loading("--model", path):
-        return DiffusionPipeline.from_pretrained(
-            path,
-            dtype=getattr(torch, args.dtype),
-            revision=args.revision,
-            trust_remote_code=args.trust_remote_code,
-            safety_checker=None,
-        )
-
-
 def ddim_scheduler(scheduler, path):
     """A DDIM scheduler of the noise schedule of another one, without thresholding, which is for pixels."""
     from diffusers import DDIMScheduler
@@ -665,17 +649,6 @@ def ddim_scheduler(scheduler, path):
     config.setdefault("clip_sample", False)
     config["thresholding"] = False
     return DDIMScheduler.from_config(config)
-
-
-def checked_schedule(args, scheduler, device):
-    """The denoising steps. InputError if the scheduler cannot give that many, or if none of them has noise."""
-    try:
-        schedule = ddim_schedule(scheduler, args.num_inference_steps, args.eta, device)
-        if not trained_steps(schedule):
-            raise ValueError("no step of this scheduler has noise")
-    except (ValueError, IndexError) as error:
-        raise InputError(f"--num-inference-steps {args.num_inference_steps}: {error}") from None
-    return schedule
 
 
 def add_lora(unet, args):
@@ -715,7 +688,7 @@ def summary(run, policy, data):
         f"lr {args.lr:g} {args.lr_schedule}, cliprange {args.cliprange:g}, guidance {args.guidance_scale:g}, "
         f"eta {args.eta:g}",
         f"{args.num_epochs} epochs x ({args.rollout_batch_size} images of {args.num_inference_steps} steps, "
-        f"{len(with_noise)} of them with noise; then {updates_per_epoch(args)} optimizer steps of {args.batch_size} "
+        f"{len(with_noise)} of them with noise; then {run.stride} optimizer steps of {args.batch_size} "
         f"images x {steps} steps: {pairs} pairs per process, {args.micro_batch_size} per forward pass)",
     ]
     return wrapped(lines)
@@ -781,7 +754,7 @@ def main(args):
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    stride = updates_per_epoch(args)
+    stride = args.ppo_epochs * (args.rollout_batch_size // args.batch_size)  # optimizer steps of an epoch
     shown = [headline, *IN_STATUS]
     # values that checkpoints keep: state.rewards
     state = run.begin(unet, optimizer, pipeline.unet, args.num_epochs, shown, stride=stride, rewards={})

@@ -8,10 +8,8 @@ pairs, evaluation sets included, once before training, so no second model stays 
 
 How this differs from other implementations:
 - Prompt and response are split at the same token on both sides of a pair. A response is never cut to nothing. The end
-  token is appended exactly once; in a chat the template ends the turns. Log-probabilities are sums over the response,
-  at least in float32.
-- Texts are packed into lines (`in_lines`); the result equals one forward pass per text, to rounding. Logits are
-  computed only where a response token is predicted, a chunk at a time (`line_logprobs`).
+  token is appended exactly once.
+- Logits are computed only where a response token is predicted, a chunk at a time (`line_logprobs`).
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats; "prompt" may be missing if both texts include it.
 
@@ -51,9 +49,8 @@ from common.args import (
     Positive,
     RunArgs,
     SamplingArgs,
-    problems_of,
 )
-from common.cli import InputError, cli, stop_if
+from common.cli import InputError, cli
 from common.forward import can_pack, line_logprobs, packing_problem
 from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
@@ -132,19 +129,17 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"
     """Which end of a prompt longer than --max-prompt-length is kept. A beginning token is always kept."""
 
-    def __post_init__(self):
-        problems = problems_of(self)
+    def problems(self):
         if self.num_layers_unfrozen == 0:
-            problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
+            yield "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
         if self.label_smoothing >= 0.5:
-            problems.append(f"--label-smoothing {self.label_smoothing} must be below 0.5, or no preference is left")
+            yield f"--label-smoothing {self.label_smoothing} must be below 0.5, or no preference is left"
         if self.label_smoothing and self.loss_type not in SMOOTHED:
-            problems.append(f"--label-smoothing {self.label_smoothing} does not work with --loss-type {self.loss_type}")
+            yield f"--label-smoothing {self.label_smoothing} does not work with --loss-type {self.loss_type}"
         if self.loss_type == "exo_pair" and not self.label_smoothing:
-            problems.append("--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)")
+            yield "--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)"
         if self.reference_free and self.ref_model is not None:
-            problems.append("--reference-free does not work with --ref-model")
-        stop_if(problems)
+            yield "--reference-free does not work with --ref-model"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -304,23 +299,17 @@ def response_lengths(pairs):
 def pair_logprobs(model, packing, pairs):
     """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32. packing: a
     line may hold several texts."""
-    examples = examples_of(pairs)
-    lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
-    logprobs, _ = line_logprobs(model, lines, pad=0)  # (N,)
-    responses = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
-    sums = torch.stack([tokens.sum() for tokens in responses])  # index_add would not be deterministic
-    return sums[places.to(sums.device)].view(2, -1)
-
-
-def examples_of(pairs):
-    """Examples (ids, labels) of all chosen, then of all rejected. Labels are on the response."""
-    examples = []
+    examples = []  # (ids, labels) of all chosen, then of all rejected; labels are on the response
     for side in (0, 1):
         for pair in pairs:
             ids = pair[side]
             prompt_length = pair[2]
             examples.append((ids, [-100] * prompt_length + ids[prompt_length:]))
-    return examples
+    lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
+    logprobs, _ = line_logprobs(model, lines, pad=0)  # (N,)
+    responses = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
+    sums = torch.stack([tokens.sum() for tokens in responses])  # index_add would not be deterministic
+    return sums[places.to(sums.device)].view(2, -1)
 
 
 # ---- Reference -------------------------------------------------------------------------------------------------------
@@ -440,20 +429,12 @@ class Data:
     report: str = ""
 
 
-def load(args, path, device):
-    """The language model, a decoder, and its tokenizer, with weights frozen or adapters added as the flags say."""
-    lm, tokenizer = load_lm(args, path, device)
-    if lm.config.is_encoder_decoder:
-        raise InputError(
-            f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; "
-            "sft.py, ppo.py, grpo.py and ilql.py take both"
-        )
-    return lm, tokenizer
-
-
 def encode(data, lm, tokenizer, args):
     """Tokenises all rows. Returns the maximum text length in tokens that --max-length and the model allow. Drops
     evaluation data if the run never evaluates."""
+    if lm.config.is_encoder_decoder:
+        takers = "sft.py, ppo.py, grpo.py and ilql.py take both"
+        raise InputError(f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; {takers}")
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
     data.pairs, data.report = encode_pairs(data.rows, tokenizer, max_length, args, "--dataset")
@@ -514,7 +495,7 @@ def main(args):
     if run.finished:
         return run.result()
     accelerator = run.accelerator
-    lm, tokenizer = load(args, path, accelerator.device)
+    lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
     packing = can_pack(run, lm, args)
     reference = Reference(accelerator, lm, tokenizer, ref_path, data, packing, args)
@@ -542,7 +523,7 @@ def main(args):
         count = sum(len(data.pairs[row][0]) - data.pairs[row][2] for row in rows)  # tokens of the chosen responses
         # 2. loss = 1/B sum pair_losses + sft_coef nll, and its gradient
         sums = defaultdict(float)
-        micro_batches = split_rows(accelerator, rows, data.pairs, packing, args.micro_batch_size)
+        micro_batches = split_rows(accelerator, rows, lengths, packing, args.micro_batch_size)
         for places in accumulate(accelerator, model, micro_batches):
             pairs = [data.pairs[place] for place in places]
             policy = score(pairs)

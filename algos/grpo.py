@@ -29,7 +29,6 @@ How this differs from TRL's GRPO:
 - The defaults are the paper's. TRL's are the mean over tokens and no KL; TRL multiplies a KL term by the ratio.
 - Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
   what the optimizer step holds in all processes. Each epoch draws new minibatches.
-- Groups of equal scores have no gradient: without a KL they are left out of the update.
 
     accelerate launch algos/grpo.py                                # sums with written steps, on a CPU under a minute
     accelerate launch algos/grpo.py --model my_model/ --dataset problems.jsonl --reward my_reward.py:score \
@@ -52,38 +51,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.args import (
-    Count,
-    ModelArgs,
-    Natural,
-    NonNegative,
-    OptimizerArgs,
-    Positive,
-    RolloutArgs,
-    RunArgs,
-    fit_sizes,
-    problems_of,
-)
+from common.args import Count, ModelArgs, Natural, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs
 from common.classifiers import RewardModel
-from common.cli import cli, stop_if
+from common.cli import cli
 from common.forward import Episodes, response_logprobs, score_all
 from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import end_tokens, load_lm, make_reference, unsharded
+from common.models import describe_reference, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
-from common.sampling import (
-    decode,
-    evaluate_sets,
-    generate_all,
-    has_ended,
-    kept_ids,
-    read_prompts,
-    sample,
-    score_outputs,
-    total,
-)
+from common.sampling import decode, evaluate_sets, generate_all, kept_ids, read_prompts, sample, score_outputs, total
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
@@ -140,20 +118,15 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     eval_every: Natural = 20
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
 
-    def __post_init__(self):
-        fit_sizes(self)
-        problems = problems_of(self)
+    def problems(self):
         if self.group_size == 1:
-            problems.append("--group-size 1 must be at least 2: a response is compared with the others in its group")
+            yield "--group-size 1 must be at least 2: a response is compared with the others in its group"
         if self.rollout_batch_size % max(1, self.group_size):
-            problems.append(
-                f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --group-size {self.group_size}"
-            )
+            yield f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --group-size {self.group_size}"
         if self.num_layers_unfrozen == 0:
-            problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
+            yield "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
         if self.ref_model is not None and self.kl_coef == 0:
-            problems.append("--ref-model needs a --kl-coef above 0")
-        stop_if(problems)
+            yield "--ref-model needs a --kl-coef above 0"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -249,8 +222,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
     # 3. the reward of the texts
     output_ids = kept_ids(batch.response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
-    ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
-    scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended)
+    scores, ended = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
     if isinstance(reward, RewardModel):  # rounding would give equal responses different scores
         score_of = {}
         for row, query_and_response in enumerate(zip(map(tuple, queries), map(tuple, output_ids), strict=True)):
@@ -393,13 +365,8 @@ def update(run, model, optimizer, batch, rows, args):
 
 def evaluate(run, step, model, tokenizer, data, args):
     """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
-    accelerator = run.accelerator
-    lm = accelerator.unwrap_model(model)
-    model.eval()
-    with unsharded(model):
-        metrics, samples = evaluate_sets(accelerator, lm, tokenizer, data.eval_sets, data.metric, data.reward, args)
-    run.samples(step, samples)
-    return metrics
+    lm = run.accelerator.unwrap_model(model)
+    return evaluate_sets(run, step, model, lm, tokenizer, data, args)
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -408,13 +375,7 @@ def evaluate(run, step, model, tokenizer, data, args):
 def summary(run, lm, data):
     """A few lines that say what is trained, on what."""
     args = run.args
-    reference = "a frozen copy"
-    if args.kl_coef == 0:
-        reference = "none"
-    elif args.ref_model:
-        reference = "a model of its own"
-    elif not all(weight.requires_grad for weight in lm.parameters()):
-        reference = "shares the frozen weights"
+    reference = describe_reference(args, lm) if args.kl_coef else "none"
     lines = [
         f"{run.describe(lm)}; reference: {reference}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",

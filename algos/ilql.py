@@ -18,9 +18,6 @@ How this differs from trlX's ILQL and the authors' code:
 - --top-k and --top-p filter pi before Q is added, as in the authors' code: whatever beta is, only tokens that pi finds
   likely are sampled, unless both are off.
 - Rows that are cut or `truncated` bootstrap from V of their last state, as in the authors' code; in trlX all rows end.
-- The targets are updated every --steps-for-target-q-sync optimizer steps, counted over the whole run.
-- Rewards are scaled by default so that returns have standard deviation 1, as in trlX; --no-normalize-rewards uses them
-  as given.
 - Losses are means over the actions of the global batch, so neither micro-batches, processes nor padding change them.
 
 Rows: {"prompt", "completion", "reward"} as texts or chats, {"dialogue": [prompt, output, ...], "reward"},
@@ -43,7 +40,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -68,9 +65,8 @@ from common.args import (
     RunArgs,
     SamplingArgs,
     Share,
-    problems_of,
 )
-from common.cli import InputError, cli, stop_if
+from common.cli import InputError, cli
 from common.forward import in_chunks, token_logprobs
 from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
@@ -79,7 +75,7 @@ from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positi
 from common.report import wrapped
 from common.rows import set_flag, set_prefix, texts
 from common.sampling import evaluate_samples, read_data
-from common.tokens import encode_prompts, encode_segments, marked, pad_rows, row_ends
+from common.tokens import encode_prompts, encode_segments, marked, pad_rows, row_ends, split_rows
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config
@@ -152,15 +148,13 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     normalize_rewards: bool = True
     """Scale rewards so that the training rows' returns have standard deviation 1, and mean 0 if all rows end."""
 
-    def __post_init__(self):
-        problems = problems_of(self)
+    def problems(self):
         if self.tau in (0, 1):
-            problems.append(f"--tau {self.tau} must be above 0 and below 1, or V is unbounded")
+            yield f"--tau {self.tau} must be above 0 and below 1, or V is unbounded"
         if not self.betas:
-            problems.append("--betas is empty: give at least one number")
+            yield "--betas is empty: give at least one number"
         if self.eval_prompts is not None and self.metric is None:
-            problems.append("--eval-prompts needs --metric, which scores the samples")
-        stop_if(problems)
+            yield "--eval-prompts needs --metric, which scores the samples"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -432,13 +426,6 @@ class Batch:
         )
 
 
-def split_episodes(batch, accelerator, args):
-    """The micro-batches of this process: lists of episodes, short ones first."""
-    local = batch[accelerator.process_index :: accelerator.num_processes]
-    local.sort(key=lambda episode: len(episode.ids))
-    return [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
-
-
 # ---- Losses of a batch -----------------------------------------------------------------------------------------------
 
 LOSSES = ("loss", "loss_q", "loss_v", "loss_cql", "loss_awac")
@@ -549,8 +536,9 @@ def evaluate_losses(accelerator, model, episodes, args, pad):
     padded = episodes + [empty] * (-len(episodes) % accelerator.num_processes)
     encoder = getattr(model, "module", model).lm.config.is_encoder_decoder
     sums = dict.fromkeys([*LOSSES, "actions"], 0)
-    for part in split_episodes(padded, accelerator, args):
-        batch = Batch.of(part, pad, accelerator.device, encoder)
+    lengths = [len(episode.ids) for episode in padded]
+    for places in split_rows(accelerator, range(len(padded)), lengths, False, args.micro_batch_size):
+        batch = Batch.of([padded[place] for place in places], pad, accelerator.device, encoder)
         terms = model(batch, args)
         for name in LOSSES:
             sums[name] += terms[name].double().sum()
@@ -568,9 +556,7 @@ def evaluate(run, step, model, tokenizer, data, args):
     metrics = {}
     samples = []
 
-    unfiltered = copy.copy(args)  # `guided` cuts to top-k and top-p
-    unfiltered.top_k = 0
-    unfiltered.top_p = 1.0
+    unfiltered = replace(args, top_k=0, top_p=1.0)  # `guided` cuts to top-k and top-p
     betas = args.betas if data.metric else ()
     with unsharded(model):
         for beta in betas:
@@ -757,11 +743,12 @@ def main(args):
         model.train()
         # 1. a batch of rows, in keyed random order
         rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
-        batch = [data.episodes[row] for row in rows]
-        count = sum(len(episode.actions) for episode in batch)  # of all processes
+        count = sum(len(data.episodes[row].actions) for row in rows)  # of all processes
         # 2. losses of Q, V, CQL and imitation, means over the actions, and the gradient of their weighted sum
         sums = defaultdict(float)
-        for episodes in accumulate(accelerator, model, split_episodes(batch, accelerator, args)):
+        micro_batches = split_rows(accelerator, rows, lengths, False, args.micro_batch_size)
+        for places in accumulate(accelerator, model, micro_batches):
+            episodes = [data.episodes[place] for place in places]
             inputs = Batch.of(episodes, tokenizer.pad_token_id, device, lm.config.is_encoder_decoder)
             terms = model(inputs, args)
             # data-parallel training averages gradients over the processes, hence the factor

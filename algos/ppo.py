@@ -19,8 +19,6 @@ How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
   included, so the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
-- With LoRA the reference is the policy without its adapters. If --model is itself an adapter, the reference is that
-  adapter as loaded. With `--num-layers-unfrozen k` it shares the memory of the frozen blocks.
 
     accelerate launch algos/ppo.py                                 # random walks, on a CPU under two minutes
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \
@@ -46,45 +44,17 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from common.args import (
-    Count,
-    Fraction,
-    ModelArgs,
-    NonNegative,
-    OptimizerArgs,
-    Positive,
-    RolloutArgs,
-    RunArgs,
-    fit_sizes,
-    problems_of,
-)
+from common.args import Count, Fraction, ModelArgs, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs
 from common.classifiers import RewardModel
-from common.cli import InputError, cli, stop_if
+from common.cli import InputError, cli
 from common.forward import Episodes, response_logprobs, score_all, spread
 from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.models import (
-    as_decoder,
-    draw_layers,
-    end_tokens,
-    lm_class,
-    load_lm,
-    make_reference,
-    unsharded,
-)
+from common.models import as_decoder, describe_reference, draw_layers, lm_class, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
-from common.sampling import (
-    decode,
-    evaluate_sets,
-    generate_all,
-    has_ended,
-    kept_ids,
-    read_prompts,
-    sample,
-    score_outputs,
-)
+from common.sampling import decode, evaluate_sets, generate_all, kept_ids, read_prompts, sample, score_outputs
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --dataset and --config
@@ -156,23 +126,18 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     batch_size: Count = 512
     """Rows per optimizer step, over all processes (code of Ziegler et al.: all episodes of an iteration)."""
 
-    def __post_init__(self):
-        fit_sizes(self)
-        problems = problems_of(self)
+    def problems(self):
         if self.min_length_limit is not None and self.min_length_limit > self.max_new_tokens:
-            problems.append(
-                f"--min-length-limit {self.min_length_limit} must be at most --max-new-tokens {self.max_new_tokens}"
-            )
+            yield f"--min-length-limit {self.min_length_limit} must be at most --max-new-tokens {self.max_new_tokens}"
         if self.kl_target is not None and self.kl_coef == 0:
-            problems.append("--kl-target needs a --kl-coef above 0, which it adapts")
+            yield "--kl-target needs a --kl-coef above 0, which it adapts"
         if self.kl_target is not None and self.kl_horizon < self.rollout_batch_size:
-            problems.append(
+            yield (
                 f"--kl-horizon {self.kl_horizon} must be at least --rollout-batch-size {self.rollout_batch_size}, "
                 "or --kl-coef may become negative"
             )
         if 0 < self.ratio_threshold <= 1:
-            problems.append(f"--ratio-threshold {self.ratio_threshold} must be 0 or more than 1")
-        stop_if(problems)
+            yield f"--ratio-threshold {self.ratio_threshold} must be 0 or more than 1"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -398,8 +363,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
     # 3. the reward of the texts
     output_ids = kept_ids(batch.response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
-    ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
-    scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended)
+    scores, ended = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
     batch.raw_scores = place_scores(scores, mask).to(batch.logprobs.dtype)
     batch.truncated = ~torch.tensor(ended, device=device)
     return batch
@@ -548,13 +512,8 @@ def update(run, model, optimizer, batch, rows, args):
 
 def evaluate(run, step, model, tokenizer, data, args):
     """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
-    accelerator = run.accelerator
-    lm = accelerator.unwrap_model(model).lm
-    model.eval()
-    with unsharded(model):
-        metrics, samples = evaluate_sets(accelerator, lm, tokenizer, data.eval_sets, data.metric, data.reward, args)
-    run.samples(step, samples)
-    return metrics
+    lm = run.accelerator.unwrap_model(model).lm
+    return evaluate_sets(run, step, model, lm, tokenizer, data, args)
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -572,13 +531,8 @@ def make_policy(args, path, lm):
 def summary(run, policy, data):
     """A few lines that say what is trained, on what."""
     args = run.args
-    reference = "a frozen copy"
-    if args.ref_model:
-        reference = "a model of its own"
-    elif not all(weight.requires_grad for weight in policy.lm.parameters()):
-        reference = "shares the frozen weights"
     lines = [
-        f"{run.describe(policy)}; reference: {reference}",
+        f"{run.describe(policy)}; reference: {describe_reference(args, policy.lm)}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",

@@ -10,7 +10,6 @@ How this differs from other implementations:
 - The head is float32 and outside autocast: bfloat16 would give many texts the same score.
 - Pairs that are too long are dropped and counted: a cut text has no end to read the score from.
 - A tie counts as half: a constant model has accuracy 0.5. The accuracy of the rule "the shorter wins" is logged, too.
-- Texts are packed into lines (`in_lines`); the result equals one forward pass per text, to rounding.
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats; "prompt" may be missing if both hold it; optional "margin".
 
@@ -37,7 +36,7 @@ import torch
 from torch.nn import functional as F
 
 from common.adapters import train_adapters
-from common.args import Count, DataArgs, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, problems_of
+from common.args import Count, DataArgs, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs
 from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
 from common.cli import InputError, cli, stop_if
 from common.forward import can_pack
@@ -87,10 +86,6 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs):
     """Training pairs: a .jsonl/.json/.csv/.parquet file, a hub id:split, or file.py:function; from Python, a list."""
     max_length: Count = 1024
     """Maximum tokens per text, prompt included. Pairs with a longer text are dropped and counted."""
-
-    def __post_init__(self):
-        problems = problems_of(self)
-        stop_if(problems)
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -356,7 +351,7 @@ def main(args):
         rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
         # 2. loss = -1/B sum log sigmoid(r_chosen - r_rejected - margin), and its gradient
         sums = defaultdict(float)
-        micro_batches = split_rows(accelerator, rows, data.pairs, packing, args.micro_batch_size)
+        micro_batches = split_rows(accelerator, rows, lengths, packing, args.micro_batch_size)
         for places in accumulate(accelerator, model, micro_batches):
             pairs = [data.pairs[place] for place in places]
             chosen, rejected = score(pairs)

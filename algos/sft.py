@@ -6,9 +6,7 @@ How this differs from other implementations:
 - The sum of token losses is divided by the number of labelled tokens of the whole batch, over micro-batches and
   processes, so neither changes the result. A mean of micro-batch means would weigh short rows more.
 - The end token is appended, trained and scored, even where it doubles as padding: masks come from lengths.
-- Several rows are packed into one line (`in_lines`) if the model keeps them apart. Logits are computed only where a
-  token is trained, a chunk at a time (`line_logprobs`).
-- Data order, schedule and evaluation samples are functions of (seed, step, row): a killed run continues exactly.
+- Logits are computed only where a token is trained, a chunk at a time (`line_logprobs`).
 
 Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats (loss on the completion), {"messages"}
 (on the assistant's turns) or {"dialogue": [prompt, output, prompt, output, ...]} (on the outputs).
@@ -32,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, RunArgs, SamplingArgs, problems_of
-from common.cli import InputError, cli, stop_if
+from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, RunArgs, SamplingArgs
+from common.cli import InputError, cli
 from common.forward import can_pack, line_logprobs
 from common.forward import token_nll as token_nll  # for those who import it from here
 from common.functions import build
@@ -87,11 +85,9 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     """Maximum tokens per row; in an encoder-decoder, per prompt and per output. Longer rows are counted and cut at the
     end."""
 
-    def __post_init__(self):
-        problems = problems_of(self)
+    def problems(self):
         if self.num_layers_unfrozen == 0:
-            problems.append("--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1")
-        stop_if(problems)
+            yield "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -225,17 +221,11 @@ class Data:
     report: str = ""
 
 
-def load(args, path, device):
-    """The language model and its tokenizer, with weights frozen or adapters added as the flags say."""
-    lm, tokenizer = load_lm(args, path, device)
-    if lm.config.is_encoder_decoder and not args.completion_only_loss:
-        raise InputError("--no-completion-only-loss does not work with encoder-decoders")
-    return lm, tokenizer
-
-
 def encode(data, lm, tokenizer, args):
     """Tokenises all rows. Returns the maximum row length in tokens that --max-length and the model allow."""
     encoder = lm.config.is_encoder_decoder
+    if encoder and not args.completion_only_loss:
+        raise InputError("--no-completion-only-loss does not work with encoder-decoders")
     limit = max_positions(lm)
     max_length = min(args.max_length, limit or args.max_length)
 
@@ -284,7 +274,7 @@ def main(args):
     if run.finished:
         return run.result()
     accelerator = run.accelerator
-    lm, tokenizer = load(args, path, accelerator.device)
+    lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
     packing = can_pack(run, lm, args)
     optimizer = make_optimizer(lm, args)

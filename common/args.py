@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from common.cli import flag_of
+from common.cli import flag_of, stop_if
 
 # ---- Ranges ----------------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ def divisor(number, most):
 
 
 def problems_of(args):
-    """A sentence for each broken rule of the shared flags; a script adds its own."""
+    """A sentence for each broken rule of the shared flags."""
     missing = [name for name in args.required if getattr(args, name) is None]
     problems = [f"{flag_of(name)} is missing: --help says what it takes" for name in missing]
     problems += out_of_range(args)
@@ -236,6 +236,15 @@ class RunArgs:
     """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools."""
     check: bool = False
     """Run the first iteration on the longest rows, print its time and the peak memory, and exit. Writes nothing."""
+
+    def __post_init__(self):
+        if hasattr(self, "rollout_batch_size"):
+            fit_sizes(self)
+        stop_if([*problems_of(self), *self.problems()])
+
+    def problems(self):
+        """A sentence for each broken rule of a script's own flags."""
+        return []
 
 
 @dataclass

@@ -241,6 +241,15 @@ def make_reference(args, path, lm, tokenizer):
     return ref
 
 
+def describe_reference(args, lm):
+    """What `make_reference` made for lm, in words."""
+    if args.ref_model:
+        return "a model of its own"
+    if all(weight.requires_grad for weight in lm.parameters()):
+        return "a frozen copy"
+    return "shares the frozen weights"
+
+
 def max_positions(lm):
     """The longest row that the model's configuration allows, in tokens; None where it sets no limit."""
     config = lm.config.get_text_config()

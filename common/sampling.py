@@ -16,7 +16,7 @@ from common.classifiers import RewardModel
 from common.cli import InputError
 from common.functions import build, call_metric, call_reward, load_function, load_reward
 from common.logging import on_main
-from common.models import Seq2Seq, end_tokens, max_positions
+from common.models import Seq2Seq, end_tokens, max_positions, unsharded
 from common.report import screen
 from common.rows import is_chat, load_rows, load_sets, set_flag, set_prefix
 from common.seeding import draw, uniforms
@@ -326,8 +326,7 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, re
         given = text_arguments(tokenizer, rows, outputs, output_ids)
         values |= on_main(accelerator, call_metric, metric, args.metric, rows, given)
     if reward is not None:
-        ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
-        scores = score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended)
+        scores, _ = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
         values["reward"] = list(map(total, scores))
     means = {name: sum(column) / len(column) for name, column in values.items()}
     columns = {"prompt": [row["prompt"] for row in rows], "output": outputs, **values}
@@ -335,17 +334,23 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, re
     return means, samples
 
 
-def evaluate_sets(accelerator, lm, tokenizer, sets, metric, reward, args):
-    """(metrics, samples) as `evaluate_samples` gives them, of evaluation sets {name: (rows, queries)}."""
+def evaluate_sets(run, step, model, lm, tokenizer, data, args):
+    """Metrics of responses to the evaluation sets of `Prompts`: means of the reward and of --metric. Logs the samples.
+    lm: the language model in `model`, without wrappers and heads."""
     metrics = {}
     samples = []
-    for name, (rows, queries) in sets.items():
-        means, set_samples = evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, reward=reward)
-        metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
-        if len(sets) > 1:
-            set_samples = [{"set": name} | row for row in set_samples]
-        samples += set_samples
-    return metrics, samples
+    model.eval()
+    with unsharded(model):
+        for name, (rows, queries) in data.eval_sets.items():
+            means, set_samples = evaluate_samples(
+                run.accelerator, lm, tokenizer, rows, queries, data.metric, args, reward=data.reward
+            )
+            metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
+            if len(data.eval_sets) > 1:
+                set_samples = [{"set": name} | row for row in set_samples]
+            samples += set_samples
+    run.samples(step, samples)
+    return metrics
 
 
 def total(score):
@@ -353,10 +358,11 @@ def total(score):
     return sum(score) if isinstance(score, list) else score
 
 
-def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_ids, ended):
-    """Scores of the global batch, on every process. A reward function runs once; a classifier scores a share of the
-    rows on each process. ended: from `has_ended`; a classifier sees an end token there."""
+def score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids):
+    """(scores, ended) of the global batch, on every process. A reward function runs once; a classifier scores a share
+    of the rows on each process, and sees an end token where a response has ended (`has_ended`)."""
     screen.show("scoring")
+    ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
     given = text_arguments(tokenizer, rows, outputs, output_ids)
     if isinstance(reward, RewardModel):
         local = local_rows(accelerator, len(rows))
@@ -372,4 +378,4 @@ def score_outputs(accelerator, reward, args, tokenizer, rows, outputs, output_id
         lengths = [len(ids) for ids in output_ids]
         scores = on_main(accelerator, call_reward, reward, args.reward, rows, given, lengths)
     screen.show("training")
-    return scores
+    return scores, ended

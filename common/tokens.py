@@ -252,11 +252,12 @@ def pair_length(pair):
     return len(pair[0]) + len(pair[1])
 
 
-def split_rows(accelerator, rows, pairs, packing, batch_size):
-    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows."""
+def split_rows(accelerator, rows, lengths, packing, batch_size):
+    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows.
+    lengths: of all rows, in tokens."""
     local = rows[accelerator.process_index :: accelerator.num_processes]
     if not packing:  # in rows of similar length there is little padding
-        local = sorted(local, key=lambda row: pair_length(pairs[row]))
+        local = sorted(local, key=lambda row: lengths[row])
     return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
 
 

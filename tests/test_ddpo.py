@@ -585,7 +585,10 @@ def test_evaluations_of_epochs_of_several_steps():
         run.eval_every = every
         assert [step for step in steps if run.evaluation_due(step)] == expected
     run.begun = 3
-    assert not run.evaluation_due(0)
+    run.eval_every = 3
+    assert not run.evaluation_due(3)  # a continued run has that evaluation
+    run.kept.pending = {"train/loss": 1.0}
+    assert run.evaluation_due(3)  # but where it failed
 
 
 # ---- Shapes ----------------------------------------------------------------------------------------------------------

@@ -79,8 +79,7 @@ def closes_run(main):
         except Exception as error:
             for run in _open:
                 run.rescue(error)
-            # of CUDA, cuBLAS, CPUs
-            words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")
+            words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
             if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
                 raise InputError(OUT_OF_MEMORY) from error
             raise
@@ -144,7 +143,11 @@ class Run:
             shutil.rmtree(half_written, ignore_errors=True)
         old = None
         if any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):  # else it failed
-            old = read_json(folder / "env.json")
+            try:
+                old = json.loads((folder / "env.json").read_text())
+            except ValueError as error:
+                advice = "choose another --run-dir, or --resume a checkpoint"
+                raise InputError(f"{folder / 'env.json'} is damaged ({error}): {advice}") from None
         same = old is not None and old["hash"] == new["hash"]
         own = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
         if old and old["algo"] != new["algo"]:
@@ -216,7 +219,6 @@ class Run:
         self.eval_every = self.args.eval_every if evaluates else 0
         kept = {"best_score": None, "best_step": None, "pending": {}} | quantities
         self.kept = SimpleNamespace(**{name: self.state.get(name, value) for name, value in kept.items()})
-        self.seconds = {}
         self.saved = time.monotonic()
         self.frozen = ckpt.frozen_weights(pretrained)
         self.settings = ckpt.settings_of(optimizer)
@@ -226,7 +228,6 @@ class Run:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train; give more steps")
         # after a step that torch takes to fill the moments
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._on_step)
         self._is_whole(self.begun)
         if self.dir:
             on_main(self.accelerator, self._begin)
@@ -306,11 +307,10 @@ class Run:
 
     def set_headline(self, name):
         """Makes another metric the headline, as in `begin`; benchmarks/compare.py reads it from env.json."""
-        is_new = name != self.headline
-        self.headline = name
-        if is_new and self.main and self.dir:
+        if name != self.headline and self.main and self.dir:
             env = json.loads((self.dir / "env.json").read_text())
             ckpt.write_text(self.dir / "env.json", json.dumps(env | {"headline": name}, indent=1))
+        self.headline = name
 
     def evaluation_due(self, step, metrics=None):
         """True at the start, every --eval-every steps, at the end, and if a continued run stopped in an evaluation.
@@ -393,12 +393,8 @@ class Run:
     # -- signals
 
     def _before_step(self, *_):
-        self.whole = None
-
-    def _on_step(self, *_):
-        """Called after every optimizer step."""
         self.stepped = True
-        screen.advance(1)
+        self.whole = None
 
     def _on_signal(self, number, frame):
         """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
@@ -552,10 +548,11 @@ class Run:
     def _finish(self, prompt, usage):
         self._draw()
         records = self._records("metrics.jsonl")
+        samples = self._records("samples.jsonl")
         values = [value for _, value in report.points(records, self.headline)]
         if values:
             line = f"{self.headline} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
-            if not report.is_change(self._records("samples.jsonl"), self.headline):
+            if not report.is_change(samples, self.headline):
                 line += " (no change: within twice the standard error of the evaluation)"
             self.say(f"\n{line}")
         folder = f"{self.dir}/hf_model"
@@ -565,16 +562,8 @@ class Run:
         if self.args.push_to_hub:
             ckpt.push(folder, self.args.push_to_hub)
         env = json.loads((self.dir / "env.json").read_text())
-        samples = self._records("samples.jsonl")
         card = report.model_card(env, [self.headline, *self.shown], records, samples, usage)
         ckpt.write_text(self.dir / "README.md", card)
-
-
-def read_json(path):
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}): choose another --run-dir, or --resume a checkpoint") from None
 
 
 def keep_lines(path, step):

@@ -530,7 +530,10 @@ class Run:
 
     def result(self):
         """The newest value of every metric, and the run directory."""
-        return on_main(self.accelerator, lambda: report.newest_values(self._records("metrics.jsonl"))), self.dir
+        newest = {}
+        for record in on_main(self.accelerator, self._records, "metrics.jsonl"):
+            newest |= record
+        return newest, self.dir
 
     def _records(self, name):
         path = self.dir / name

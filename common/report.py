@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import shutil
@@ -140,14 +141,6 @@ def table_of(rows, title=None, width=None):
 # ---- Metrics ---------------------------------------------------------------------------------------------------------
 
 
-def newest_values(records):
-    """The newest value of every metric."""
-    metrics = {}
-    for record in records:
-        metrics |= record
-    return metrics
-
-
 def points(records, name):
     """[(step, value)] of a metric, without values that are not finite."""
     return [(record["step"], record[name]) for record in records if record.get(name) is not None]
@@ -188,7 +181,7 @@ def draw_curves(records, names, title, path):
     import matplotlib
     from matplotlib.figure import Figure
 
-    evaluated = [name for name in newest_values(records) if name.startswith("eval/")]
+    evaluated = [name for name in itertools.chain(*records) if name.startswith("eval/")]
     panels = {}
     for name in dict.fromkeys([*names, *evaluated]):
         if points(records, name):

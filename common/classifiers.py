@@ -83,9 +83,7 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     """The tokens of texts as a classifier reads them, cut to max_length on the tokenizer's truncation_side. Texts in
     `ended` have one end: that of a turn (`turn_end`) if the text has one, otherwise the end token."""
     eos = tokenizer.eos_token_id
-    end_token = []
-    if eos is not None:
-        end_token = [eos]
+    end_token = [] if eos is None else [eos]
     end_of_turn = turn_end(tokenizer) or end_token
     room = max_length and max_length - len(end_of_turn)
     encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
@@ -128,14 +126,9 @@ def classifier_logits(model, lines):
     texts, like the rows of sft.py. Other models take one text per line and find its end themselves, some by padding.
     """
     lm = getattr(model, "module", model)
-
-    def with_end(ids):
-        """The text, with labels that mark its last token."""
-        is_end = [False] * len(ids)
-        is_end[-1] = True
-        return ids, is_end
-
-    examples = [[with_end(ids) for ids in line] for line in lines]
+    examples = []  # (ids, which of them is the last) of each text
+    for line in lines:
+        examples.append([(ids, [False] * (len(ids) - 1) + [True]) for ids in line])
     pad = 0
     if not scores_tokens(lm):
         used = set().union(*itertools.chain(*lines))

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from common.adapters import train_adapters
 from common.cli import InputError
 from common.forward import has_plain_output, one_token, padding_problem, routers
-from common.functions import refuse_mistyped, spec_path
+from common.functions import spec_path
 from common.report import screen
 from common.seeding import rng
 
@@ -59,7 +59,9 @@ def loading(flag, name):
     """Inside, an exception becomes an InputError with the library's message. Refuses a path that does not exist, and a
     run directory given instead of its model."""
     if isinstance(name, str):
-        refuse_mistyped(name, flag)
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if is_path and not spec_path(name):  # the library's message would be about hub names
+            raise InputError(f"{flag} {name}: there is no such directory")
         if Path(name, "hf_model").is_dir():
             raise InputError(f"{flag} {name} is a run directory: give {name}/hf_model")
     try:

@@ -65,9 +65,7 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     for place, ids in enumerate(queries):
         where = f"{flag} row {place + 1}"
         if not ids:
-            if tokenizer.bos_token_id is None:
-                raise InputError(f"{where}: the prompt is empty and the tokenizer has no beginning token")
-            ids.append(tokenizer.bos_token_id)
+            ids.append(beginning(tokenizer, where))
         if max_length is not None and len(ids) > max_length:
             continue
         positions = len(ids) + max_new_tokens
@@ -81,6 +79,13 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     if not kept:
         raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
     return [rows[place] for place in kept], [queries[place] for place in kept]
+
+
+def beginning(tokenizer, where):
+    """The id of the beginning token, which stands for an empty prompt."""
+    if tokenizer.bos_token_id is None:
+        raise InputError(f"{where}: the prompt is empty and the tokenizer has no beginning token")
+    return tokenizer.bos_token_id
 
 
 def encode_segments(rows, tokenizer, flag, encoder=False):

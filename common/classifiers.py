@@ -114,9 +114,7 @@ def turn_end(tokenizer):
     _, _, behind = text.rpartition("answer")
     ids = tokenizer(behind.rstrip(), add_special_tokens=False)["input_ids"]
     special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
-    if not special:
-        return []
-    return ids[special[0] : special[-1] + 1]
+    return ids[special[0] : special[-1] + 1] if special else []
 
 
 def classifier_logits(model, lines):
@@ -133,10 +131,7 @@ def classifier_logits(model, lines):
     if not scores_tokens(lm):
         used = set().union(*itertools.chain(*lines))
         pad = next(number for number in itertools.count() if number not in used)
-    ids, positions, is_end = collate(examples, pad, no_label=False)
-    ids = ids.to(lm.device)
-    positions = positions.to(lm.device)
-    is_end = is_end.to(lm.device)
+    ids, positions, is_end = (x.to(lm.device) for x in collate(examples, pad, no_label=False))
     lm.config.get_text_config().pad_token_id = pad  # without one, transformers refuses several rows
     if scores_tokens(lm):
 

@@ -366,8 +366,7 @@ def as_decoder(lm):
     """The model as the scripts call it: an encoder-decoder wrapped in Seq2Seq, a decoder unchanged. plain_output: see
     `token_logprobs`. InputError for a decoder whose result changes with padding on the left."""
     if not lm.config.is_encoder_decoder:
-        problem = padding_problem(lm)
-        if problem:
+        if problem := padding_problem(lm):
             raise InputError(f"--model {lm.name_or_path}: {problem}, so rows of different lengths cannot be sampled")
     elif not isinstance(lm, Seq2Seq):
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})

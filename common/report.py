@@ -79,9 +79,7 @@ class Screen:
 
     def line(self):
         """The line for rich: the most important part first, cut at the terminal's width."""
-        count = ""
-        if self.total:
-            count = f" {self.done:,}/{self.total:,}"
+        count = f" {self.done:,}/{self.total:,}" if self.total else ""
         activity = f"{self.activity}{count}, {time.monotonic() - self.begin:.0f} s"
         text = " | ".join(filter(None, [self.headline, activity, self.metrics]))
         # the cursor goes back, so that warnings replace the line
@@ -125,7 +123,7 @@ def wrapped(lines):
     """Lines as one text, broken between words if they are wider than the terminal."""
     width = shutil.get_terminal_size().columns if os.isatty(1) else WIDEST
     options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(textwrap.fill(line, width, **options) for text in lines for line in text.splitlines())
+    return "\n".join(textwrap.fill(line, width, **options) for line in "\n".join(lines).splitlines())
 
 
 def table_of(rows, title=None, width=None):

@@ -17,9 +17,6 @@ from common.cli import InputError
 FORMAT = 3  # of checkpoints
 
 
-# ---- Checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def tied_weights(model):
     """{name: first name} of the parameters that the model has under several names."""
     first_names = {}

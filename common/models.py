@@ -21,8 +21,6 @@ from common.functions import spec_path
 from common.report import screen
 from common.seeding import rng
 
-# ---- In --------------------------------------------------------------------------------------------------------------
-
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
     """(model, tokenizer, names of weights missing from the files), loaded by the transformers class named auto_class.

@@ -72,12 +72,10 @@ def add_adapters(lm, args, heads):
 
 @contextlib.contextmanager
 def for_sampling(lm, dtype=None):
-    """Inside, what every sampled token would recompute is kept: adapters are added to float32 weights, and autocast
-    keeps the casts of frozen weights. Afterwards weights and flags are bitwise what they were.
-
-    Adapters of 4-bit or 16-bit weights stay separate, since a sum would be rounded to that type. Others are added to a
-    copy of the base weight, so that a tied layer does not change. dtype: the autocast type, in which sums are kept.
-    """
+    """Inside, adapters are added to a copy of their base weight, so that a tied layer does not change, and autocast
+    keeps the casts of frozen weights; both would be computed for every token. Afterwards weights and flags are bitwise
+    what they were. Adapters of 4-bit or 16-bit weights stay separate, since a sum would be rounded to that type. dtype:
+    the autocast type, in which sums are kept."""
     bases = []
     frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
     try:

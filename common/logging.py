@@ -92,12 +92,9 @@ def closes_run(main):
 
 
 class Run:
-    """One run directory, and what every loop needs from it.
-
-    accelerator: the processes. dir: its path (None with --check). checkpoint, state: what to continue from, or None and
-    {}. begun: optimizer steps done before. finished: the run is complete, so there is nothing to do. same: the
-    directory already has part of this run.
-    """
+    """One run directory, and what every loop needs from it. accelerator: the processes. dir: its path (None with
+    --check). checkpoint, state: what to continue from, or None and {}. begun: optimizer steps done before. finished:
+    the run is complete, so there is nothing to do. same: the directory already has part of this run."""
 
     def __init__(self, args, script, fsdp=True):
         self.args = args

@@ -94,11 +94,9 @@ def load_tokenizer(args, path, base, revision):
 
 
 def load_weights(auto_class, path, base, revision, keywords):
-    """(model, sorted names of weights missing from the files); an object is returned unchanged.
-
-    An adapter is put on its base here, not by from_pretrained, which would ask the base's repository for the adapter's
-    revision and does not report weights missing from the base.
-    """
+    """(model, sorted names of weights missing from the files); an object is returned unchanged. An adapter is put on
+    its base here, not by from_pretrained, which would ask the base's repository for the adapter's revision and does not
+    report weights missing from the base."""
     if not isinstance(path, str):
         if keywords["attn_implementation"]:
             path.set_attn_implementation(keywords["attn_implementation"])

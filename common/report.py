@@ -171,11 +171,8 @@ def is_change(samples, name):
 
 
 def draw_curves(records, names, title, path):
-    """Draws the metrics of a run.
-
-    records: the lines of metrics.jsonl. names: the metrics to draw, in order; those of evaluations follow. All sets and
-    betas of a metric share a panel, also with a training metric of that name.
-    """
+    """Draws metrics from records, the lines of metrics.jsonl. names: those to draw, in order; those of evaluations
+    follow. All sets and betas of a metric share a panel, also with a training metric of that name."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -210,11 +207,8 @@ def draw_curves(records, names, title, path):
 
 
 def model_card(env, names, records, samples, usage):
-    """README.md of a run.
-
-    env: the contents of env.json. names: the most important metrics, the headline first. records, samples: the lines of
-    metrics.jsonl and samples.jsonl.
-    """
+    """README.md of a run. env: the contents of env.json. names: the most important metrics, the headline first.
+    records, samples: the lines of metrics.jsonl and samples.jsonl."""
     flags = env["flags"]
     title = f"{flags['model']} trained by {env['algo']}.py on {flags.get('reward') or flags['dataset']}"
     numbers = []

@@ -15,7 +15,7 @@ import torch
 
 
 def rng(seed, stream, *ids):
-    """A numpy generator that depends only on its arguments: Philox keyed by a 128-bit hash of all of them, since streams
+    """A numpy generator that depends only on its arguments: Philox keyed by a 128-bit hash of all of them, as streams
     of seed + step collide across seeds. stream names the use ("rollout", ...); ids are integers (step, row, ...)."""
     text = json.dumps([int(seed), stream, *map(int, ids)])
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()

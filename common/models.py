@@ -337,7 +337,7 @@ class Seq2Seq:
         if "logits_to_keep" not in options:
             return super().forward(*inputs, **options)
         ids = options["input_ids"]
-        cache = options.get("cache")
+        cache = options.get("past_key_values")
         width = ids.shape[1] + 1 - options["logits_to_keep"] if cache is None else cache.query_width
         mask = options.get("attention_mask", torch.ones_like(ids))[:, :width]
         to_left = (mask == 0).byte().argsort(dim=1, stable=True)
@@ -351,10 +351,10 @@ class Seq2Seq:
         from transformers.modeling_outputs import BaseModelOutput
 
         inputs = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask, "decoder_input_ids": ids}
-        output = super().forward(**inputs, cache=cache, use_cache=options["use_cache"])
+        output = super().forward(**inputs, past_key_values=cache, use_cache=options["use_cache"])
         if cache is None and options["use_cache"]:
-            output.cache.query_width = width
-            output.cache.encoded = states[:1]
+            output.past_key_values.query_width = width
+            output.past_key_values.encoded = states[:1]
         return output
 
 

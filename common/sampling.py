@@ -167,9 +167,9 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
     for t in range(width):
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         inputs = {"input_ids": tokens[:, -unread:], "attention_mask": attention, "position_ids": positions[:, -unread:]}
-        output = model(**inputs, cache=cache, use_cache=True, logits_to_keep=t + 1 if is_seq2seq else 1)
+        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=t + 1 if is_seq2seq else 1)
         if t == 0:
-            cache = with_room(getattr(output, "cache", None), width)
+            cache = with_room(getattr(output, "past_key_values", None), width)
         logits = output.logits[:, -1]
         broken = alive & ~logits.amax(-1).isfinite()
         if broken.any():

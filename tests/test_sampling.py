@@ -240,7 +240,7 @@ def test_tokens_are_those_of_the_slow_loop(build_model, options):
 @pytest.mark.parametrize("kind", ["mamba", "minimax"])
 def test_caches_that_rows_cannot_leave(build_model, kind):
     output = build_any(kind, build_model)(prompts(3, 5)[0], use_cache=True)
-    assert with_room(getattr(output, "cache", None), 1) is None
+    assert with_room(getattr(output, "past_key_values", None), 1) is None
 
 
 @pytest.mark.parametrize("pad_is_eos", [False, True])

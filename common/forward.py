@@ -56,8 +56,11 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
         terms = model(**inputs, logits_to_keep=labels.shape[1], use_cache=False).logits
     if not is_plain:
         terms = in_chunks(terms_of, nn.Identity(), vocabulary, terms[places], labels[places])
-    others = None if also is None else terms[1]
-    return terms[0], read[0], others
+    logprobs = terms[0]
+    others = None
+    if also is not None:
+        others = terms[1]
+    return logprobs, read[0], others
 
 
 def response_logprobs(model, query, query_mask, response, response_mask, temperature=1.0, also=None):

@@ -66,7 +66,9 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
             ids.append(beginning(tokenizer, where))
         if max_length is not None and len(ids) > max_length:
             continue
-        positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
+        positions = len(ids) + max_new_tokens
+        if encoder:
+            positions = max(len(ids), max_new_tokens)
         if limit and positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
             how = "lower --max-new-tokens, shorten the prompt, or in ppo.py and grpo.py set --max-prompt-length"

@@ -366,8 +366,7 @@ class Run:
             step, self.iteration, kept = self.whole
             self.kept = SimpleNamespace(**kept)
             self._save(step)
-        newest = max(self.dir.glob("checkpoints/step_????????"), default=None)
-        if newest:
+        if newest := max(self.dir.glob("checkpoints/step_????????"), default=None):
             after = f"or with --resume {self.dir} if you edit its files"
             self.say(f"the last complete step is in {newest}; the same command continues there, {after}")
 
@@ -549,8 +548,7 @@ class Run:
         self._draw()
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        values = [value for _, value in report.points(records, self.headline)]
-        if values:
+        if values := [value for _, value in report.points(records, self.headline)]:
             line = f"{self.headline} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
             if not report.is_change(samples, self.headline):
                 line += " (no change: within twice the standard error of the evaluation)"

@@ -88,8 +88,7 @@ def load_tokenizer(args, path, base, revision):
         if source != path or not base:  # transformers would make one up
             raise ValueError("it has no tokenizer: give one with --tokenizer")
         source = base
-    if source != path:
-        revision = None
+    revision = revision if source == path else None
     return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=args.trust_remote_code)
 
 

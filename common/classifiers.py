@@ -119,10 +119,8 @@ def turn_end(tokenizer):
 
 def classifier_logits(model, lines):
     """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text one of ids.
-
-    A decoder is read at the last token of every text, whatever its configuration calls padding. A line may hold several
-    texts, like the rows of sft.py. Other models take one text per line and find its end themselves, some by padding.
-    """
+    A decoder takes several texts per line and is read at the last token of each, whatever its configuration calls
+    padding. Other models take one text per line and find its end themselves, some by padding."""
     lm = getattr(model, "module", model)
     examples = []  # (ids, which of them is the last) of each text
     for line in lines:

@@ -196,8 +196,7 @@ class Run:
 
     def begin(self, model, optimizer, pretrained, iterations, shown, stride=1, evaluates=True, **quantities):
         """Loads model and optimizer from the checkpoint, if there is one, and makes the directory this run's. Returns
-        the algorithm's running quantities as attributes, as given or from the checkpoint; every checkpoint keeps them.
-        Collective.
+        the running quantities, which every checkpoint keeps, as attributes: as given or loaded. Collective.
 
         pretrained: the model of --model, whose frozen weights are left out of checkpoints. iterations: of the whole
         run, each of `stride` optimizer steps. shown: the metrics of status line, picture and card, the headline first.

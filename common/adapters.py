@@ -70,30 +70,23 @@ def add_adapters(lm, args, heads):
         raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
 
 
-def can_be_added(layer):
-    """Whether a module is a layer with adapters that can be added to its weight without losing precision."""
-    if not hasattr(layer, "get_base_layer"):
-        return False
-    weight = getattr(layer.get_base_layer(), "weight", None)
-    return weight is not None and weight.dtype in (torch.float32, torch.float64)
-
-
 @contextlib.contextmanager
 def for_sampling(lm, dtype=None):
-    """Inside, what every sampled token would recompute is kept: adapters are added to float32 weights, and autocast
-    keeps the casts of frozen weights. Afterwards weights and flags are bitwise what they were.
-
-    Adapters of 4-bit or 16-bit weights stay separate, since a sum would be rounded to that type. Others are added to a
-    copy of the base weight, so that a tied layer does not change. dtype: the autocast type, in which sums are kept.
-    """
+    """Inside, adapters are added to a copy of their base weight, so that a tied layer does not change, and autocast
+    keeps the casts of frozen weights; both would be computed for every token. Afterwards weights and flags are bitwise
+    what they were. Adapters of 4-bit or 16-bit weights stay separate, since a sum would be rounded to that type. dtype:
+    the autocast type, in which sums are kept."""
     bases = []
     frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
     try:
         for weight in frozen:
             weight.requires_grad_(True)  # autocast keeps only the casts of such weights
-        for layer in filter(can_be_added, lm.modules()):
-            base = layer.get_base_layer()
-            bases.append((layer, base, base.weight))
+        for layer in lm.modules():
+            base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
+            weight = getattr(base, "weight", None)
+            if weight is None or weight.dtype not in (torch.float32, torch.float64):
+                continue
+            bases.append((layer, base, weight))
             base.weight = torch.nn.Parameter(base.weight.data)
             with torch.no_grad():
                 layer.merge(safe_merge=True)  # into new memory

@@ -17,9 +17,6 @@ from common.cli import InputError
 FORMAT = 3  # of checkpoints
 
 
-# ---- Checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def tied_weights(model):
     """{name: first name} of the parameters that the model has under several names."""
     first_names = {}
@@ -52,8 +49,7 @@ def settings_of(optimizer):
 
 
 def pack_state(model, optimizer, frozen, settings, **state):
-    """(files, state) of a checkpoint. Collective: every rank calls it, rank 0 gets the tensors. Tied weights are stored
-    once.
+    """(files, state) of a checkpoint, with tied weights once. Collective: rank 0 gets the tensors.
 
     frozen: the `frozen_weights` of --model, which are left out; other weights without gradient (target networks) are
     not. settings: `settings_of` the optimizer before its first step. What the optimizer has changed there, such as a

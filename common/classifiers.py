@@ -83,9 +83,7 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     """The tokens of texts as a classifier reads them, cut to max_length on the tokenizer's truncation_side. Texts in
     `ended` have one end: that of a turn (`turn_end`) if the text has one, otherwise the end token."""
     eos = tokenizer.eos_token_id
-    end_token = []
-    if eos is not None:
-        end_token = [eos]
+    end_token = [] if eos is None else [eos]
     end_of_turn = turn_end(tokenizer) or end_token
     room = max_length and max_length - len(end_of_turn)
     encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
@@ -116,34 +114,22 @@ def turn_end(tokenizer):
     _, _, behind = text.rpartition("answer")
     ids = tokenizer(behind.rstrip(), add_special_tokens=False)["input_ids"]
     special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
-    if not special:
-        return []
-    return ids[special[0] : special[-1] + 1]
+    return ids[special[0] : special[-1] + 1] if special else []
 
 
 def classifier_logits(model, lines):
     """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text one of ids.
-
-    A decoder is read at the last token of every text, whatever its configuration calls padding. A line may hold several
-    texts, like the rows of sft.py. Other models take one text per line and find its end themselves, some by padding.
-    """
+    A decoder takes several texts per line and is read at the last token of each, whatever its configuration calls
+    padding. Other models take one text per line and find its end themselves, some by padding."""
     lm = getattr(model, "module", model)
-
-    def with_end(ids):
-        """The text, with labels that mark its last token."""
-        is_end = [False] * len(ids)
-        is_end[-1] = True
-        return ids, is_end
-
-    examples = [[with_end(ids) for ids in line] for line in lines]
+    examples = []  # (ids, which of them is the last) of each text
+    for line in lines:
+        examples.append([(ids, [False] * (len(ids) - 1) + [True]) for ids in line])
     pad = 0
     if not scores_tokens(lm):
         used = set().union(*itertools.chain(*lines))
         pad = next(number for number in itertools.count() if number not in used)
-    ids, positions, is_end = collate(examples, pad, no_label=False)
-    ids = ids.to(lm.device)
-    positions = positions.to(lm.device)
-    is_end = is_end.to(lm.device)
+    ids, positions, is_end = (x.to(lm.device) for x in collate(examples, pad, no_label=False))
     lm.config.get_text_config().pad_token_id = pad  # without one, transformers refuses several rows
     if scores_tokens(lm):
 

@@ -54,9 +54,7 @@ def cli(args_class, main, task=None):
 
 def parse(argv, args_class, task=None):
     """args_class, filled from the words of a command line (tyro), which override the YAML files named by --config.
-
-    task: the YAML file of an embedded task, used if none of --model, --dataset and --config is given.
-    """
+    task: the YAML file of an embedded task, used if none of --model, --dataset and --config is given."""
     import tyro
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -89,10 +87,8 @@ def from_task(args_class, task, **fields):
 
 
 def read_config(path):
-    """{field: text, or list of texts} of a YAML file. A path that is not found is tried in the repository.
-
-    Texts stay as they are, because tyro knows the types: PyYAML reads `1e-3` as a text and `off` as False.
-    """
+    """{field: text, or list of texts} of a YAML file. A path that is not found is tried in the repository. Texts stay
+    as they are, because tyro knows the types: PyYAML reads `1e-3` as a text and `off` as False."""
     file = Path(path) if Path(path).exists() else ROOT / path
     try:
         text = file.read_text()

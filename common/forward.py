@@ -18,9 +18,7 @@ CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight, which c
 
 def token_nll(logits, labels):
     """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
-
-    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t].
-    """
+    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
 
@@ -66,10 +64,8 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
 
 
 def response_logprobs(model, query, query_mask, response, response_mask, temperature=1.0, also=None):
-    """(logprobs (B, R), states (B, R, H), others (B, R) or None) of responses, as `token_logprobs` computes them.
-
-    query (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts, other tokens get 0.
-    """
+    """(logprobs (B, R), states (B, R, H), others (B, R) or None) of responses, as `token_logprobs` computes them. query
+    (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts, other tokens get 0."""
     tokens = torch.cat([query, response], 1)[:, :-1]
     up_to_last = response_mask.flip(1).cumsum(1).flip(1) > 0  # holes included
     attention = torch.cat([query_mask, up_to_last], 1)[:, :-1].long()
@@ -82,11 +78,9 @@ def response_logprobs(model, query, query_mask, response, response_mask, tempera
 
 
 def line_logprobs(model, lines, pad, also=None):
-    """(logprobs (N,), others (N,) or None) of the tokens with a label in lines of examples (ids, labels), in order.
-
-    No mask is passed to a decoder: padding is on the right, and without a cache transformers keeps apart what begins at
-    position 0 (its masking_utils.py). An encoder-decoder has one example in a line, padded as in sampling.
-    """
+    """(logprobs (N,), others (N,) or None) of the tokens with a label in lines of examples (ids, labels), in order. No
+    mask is passed to a decoder: padding is on the right, and without a cache transformers keeps apart what begins at
+    position 0 (its masking_utils.py). An encoder-decoder has one example in a line, padded as in sampling."""
     lm = getattr(model, "module", model)
     if lm.config.is_encoder_decoder:
         rows = [line[0][0] for line in lines]
@@ -148,10 +142,8 @@ class Episodes:
 
 
 def score_all(accelerator, episodes, micro_batch_size, score):
-    """{name: (B, R)} of all episodes, on every process; score(episodes) gives {name: (b, r)} of a micro-batch.
-
-    Each process scores its share of the rows, similar lengths together; all run the same number of forward passes.
-    """
+    """{name: (B, R)} of all episodes, on every process; score(episodes) gives {name: (b, r)} of a micro-batch. Each
+    process scores its share of the rows, similar lengths together; all run the same number of forward passes."""
     count, width = episodes.response.shape
     local = torch.tensor(local_rows(accelerator, count), device=accelerator.device)
     columns = {}

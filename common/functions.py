@@ -78,21 +78,6 @@ def build(spec, flag):
     return value
 
 
-def refuse_mistyped(name, flag):
-    """InputError for a path that does not exist, for which the library's message would be about hub names."""
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if is_path and not spec_path(name):
-        raise InputError(f"{flag} {name}: there is no such directory")
-
-
-def load_reward(spec):
-    """The function that --reward names, or None if it names a model."""
-    if not isinstance(spec, str) or re.search(r"\.py(:|$)", spec):
-        return load_function(spec, "--reward")
-    refuse_mistyped(spec.partition(":")[0], "--reward")
-    return None
-
-
 # ---- Functions of the user -------------------------------------------------------------------------------------------
 
 

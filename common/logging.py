@@ -79,8 +79,7 @@ def closes_run(main):
         except Exception as error:
             for run in _open:
                 run.rescue(error)
-            # of CUDA, cuBLAS, CPUs
-            words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")
+            words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
             if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
                 raise InputError(OUT_OF_MEMORY) from error
             raise
@@ -93,12 +92,9 @@ def closes_run(main):
 
 
 class Run:
-    """One run directory, and what every loop needs from it.
-
-    accelerator: the processes. dir: its path (None with --check). checkpoint, state: what to continue from, or None and
-    {}. begun: optimizer steps done before. finished: the run is complete, so there is nothing to do. same: the
-    directory already has part of this run.
-    """
+    """One run directory, and what every loop needs from it. accelerator: the processes. dir: its path (None with
+    --check). checkpoint, state: what to continue from, or None and {}. begun: optimizer steps done before. finished:
+    the run is complete, so there is nothing to do. same: the directory already has part of this run."""
 
     def __init__(self, args, script, fsdp=True):
         self.args = args
@@ -144,7 +140,11 @@ class Run:
             shutil.rmtree(half_written, ignore_errors=True)
         old = None
         if any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):  # else it failed
-            old = read_json(folder / "env.json")
+            try:
+                old = json.loads((folder / "env.json").read_text())
+            except ValueError as error:
+                advice = "choose another --run-dir, or --resume a checkpoint"
+                raise InputError(f"{folder / 'env.json'} is damaged ({error}): {advice}") from None
         same = old is not None and old["hash"] == new["hash"]
         own = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
         if old and old["algo"] != new["algo"]:
@@ -196,8 +196,7 @@ class Run:
 
     def begin(self, model, optimizer, pretrained, iterations, shown, stride=1, evaluates=True, **quantities):
         """Loads model and optimizer from the checkpoint, if there is one, and makes the directory this run's. Returns
-        the algorithm's running quantities as attributes, as given or from the checkpoint; every checkpoint keeps them.
-        Collective.
+        the running quantities, which every checkpoint keeps, as attributes: as given or loaded. Collective.
 
         pretrained: the model of --model, whose frozen weights are left out of checkpoints. iterations: of the whole
         run, each of `stride` optimizer steps. shown: the metrics of status line, picture and card, the headline first.
@@ -216,7 +215,6 @@ class Run:
         self.eval_every = self.args.eval_every if evaluates else 0
         kept = {"best_score": None, "best_step": None, "pending": {}} | quantities
         self.kept = SimpleNamespace(**{name: self.state.get(name, value) for name, value in kept.items()})
-        self.seconds = {}
         self.saved = time.monotonic()
         self.frozen = ckpt.frozen_weights(pretrained)
         self.settings = ckpt.settings_of(optimizer)
@@ -226,7 +224,6 @@ class Run:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train; give more steps")
         # after a step that torch takes to fill the moments
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._on_step)
         self._is_whole(self.begun)
         if self.dir:
             on_main(self.accelerator, self._begin)
@@ -306,11 +303,10 @@ class Run:
 
     def set_headline(self, name):
         """Makes another metric the headline, as in `begin`; benchmarks/compare.py reads it from env.json."""
-        is_new = name != self.headline
-        self.headline = name
-        if is_new and self.main and self.dir:
+        if name != self.headline and self.main and self.dir:
             env = json.loads((self.dir / "env.json").read_text())
             ckpt.write_text(self.dir / "env.json", json.dumps(env | {"headline": name}, indent=1))
+        self.headline = name
 
     def evaluation_due(self, step, metrics=None):
         """True at the start, every --eval-every steps, at the end, and if a continued run stopped in an evaluation.
@@ -369,8 +365,7 @@ class Run:
             step, self.iteration, kept = self.whole
             self.kept = SimpleNamespace(**kept)
             self._save(step)
-        newest = max(self.dir.glob("checkpoints/step_????????"), default=None)
-        if newest:
+        if newest := max(self.dir.glob("checkpoints/step_????????"), default=None):
             after = f"or with --resume {self.dir} if you edit its files"
             self.say(f"the last complete step is in {newest}; the same command continues there, {after}")
 
@@ -393,12 +388,8 @@ class Run:
     # -- signals
 
     def _before_step(self, *_):
-        self.whole = None
-
-    def _on_step(self, *_):
-        """Called after every optimizer step."""
         self.stepped = True
-        screen.advance(1)
+        self.whole = None
 
     def _on_signal(self, number, frame):
         """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
@@ -534,7 +525,10 @@ class Run:
 
     def result(self):
         """The newest value of every metric, and the run directory."""
-        return on_main(self.accelerator, lambda: report.newest_values(self._records("metrics.jsonl"))), self.dir
+        newest = {}
+        for record in on_main(self.accelerator, self._records, "metrics.jsonl"):
+            newest |= record
+        return newest, self.dir
 
     def _records(self, name):
         path = self.dir / name
@@ -552,10 +546,10 @@ class Run:
     def _finish(self, prompt, usage):
         self._draw()
         records = self._records("metrics.jsonl")
-        values = [value for _, value in report.points(records, self.headline)]
-        if values:
+        samples = self._records("samples.jsonl")
+        if values := [value for _, value in report.points(records, self.headline)]:
             line = f"{self.headline} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
-            if not report.is_change(self._records("samples.jsonl"), self.headline):
+            if not report.is_change(samples, self.headline):
                 line += " (no change: within twice the standard error of the evaluation)"
             self.say(f"\n{line}")
         folder = f"{self.dir}/hf_model"
@@ -565,16 +559,8 @@ class Run:
         if self.args.push_to_hub:
             ckpt.push(folder, self.args.push_to_hub)
         env = json.loads((self.dir / "env.json").read_text())
-        samples = self._records("samples.jsonl")
         card = report.model_card(env, [self.headline, *self.shown], records, samples, usage)
         ckpt.write_text(self.dir / "README.md", card)
-
-
-def read_json(path):
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}): choose another --run-dir, or --resume a checkpoint") from None
 
 
 def keep_lines(path, step):

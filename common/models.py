@@ -17,11 +17,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from common.adapters import train_adapters
 from common.cli import InputError
 from common.forward import has_plain_output, one_token, padding_problem, routers
-from common.functions import refuse_mistyped, spec_path
+from common.functions import spec_path
 from common.report import screen
 from common.seeding import rng
-
-# ---- In --------------------------------------------------------------------------------------------------------------
 
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
@@ -59,7 +57,9 @@ def loading(flag, name):
     """Inside, an exception becomes an InputError with the library's message. Refuses a path that does not exist, and a
     run directory given instead of its model."""
     if isinstance(name, str):
-        refuse_mistyped(name, flag)
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if is_path and not spec_path(name):  # the library's message would be about hub names
+            raise InputError(f"{flag} {name}: there is no such directory")
         if Path(name, "hf_model").is_dir():
             raise InputError(f"{flag} {name} is a run directory: give {name}/hf_model")
     try:
@@ -88,17 +88,14 @@ def load_tokenizer(args, path, base, revision):
         if source != path or not base:  # transformers would make one up
             raise ValueError("it has no tokenizer: give one with --tokenizer")
         source = base
-    if source != path:
-        revision = None
+    revision = revision if source == path else None
     return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
 def load_weights(auto_class, path, base, revision, keywords):
-    """(model, sorted names of weights missing from the files); an object is returned unchanged.
-
-    An adapter is put on its base here, not by from_pretrained, which would ask the base's repository for the adapter's
-    revision and does not report weights missing from the base.
-    """
+    """(model, sorted names of weights missing from the files); an object is returned unchanged. An adapter is put on
+    its base here, not by from_pretrained, which would ask the base's repository for the adapter's revision and does not
+    report weights missing from the base."""
     if not isinstance(path, str):
         if keywords["attn_implementation"]:
             path.set_attn_implementation(keywords["attn_implementation"])
@@ -373,8 +370,7 @@ def as_decoder(lm):
     """The model as the scripts call it: an encoder-decoder wrapped in Seq2Seq, a decoder unchanged. plain_output: see
     `token_logprobs`. InputError for a decoder whose result changes with padding on the left."""
     if not lm.config.is_encoder_decoder:
-        problem = padding_problem(lm)
-        if problem:
+        if problem := padding_problem(lm):
             raise InputError(f"--model {lm.name_or_path}: {problem}, so rows of different lengths cannot be sampled")
     elif not isinstance(lm, Seq2Seq):
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import shutil
@@ -78,9 +79,7 @@ class Screen:
 
     def line(self):
         """The line for rich: the most important part first, cut at the terminal's width."""
-        count = ""
-        if self.total:
-            count = f" {self.done:,}/{self.total:,}"
+        count = f" {self.done:,}/{self.total:,}" if self.total else ""
         activity = f"{self.activity}{count}, {time.monotonic() - self.begin:.0f} s"
         text = " | ".join(filter(None, [self.headline, activity, self.metrics]))
         # the cursor goes back, so that warnings replace the line
@@ -124,7 +123,7 @@ def wrapped(lines):
     """Lines as one text, broken between words if they are wider than the terminal."""
     width = shutil.get_terminal_size().columns if os.isatty(1) else WIDEST
     options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(textwrap.fill(line, width, **options) for text in lines for line in text.splitlines())
+    return "\n".join(textwrap.fill(line, width, **options) for line in "\n".join(lines).splitlines())
 
 
 def table_of(rows, title=None, width=None):
@@ -138,14 +137,6 @@ def table_of(rows, title=None, width=None):
 
 
 # ---- Metrics ---------------------------------------------------------------------------------------------------------
-
-
-def newest_values(records):
-    """The newest value of every metric."""
-    metrics = {}
-    for record in records:
-        metrics |= record
-    return metrics
 
 
 def points(records, name):
@@ -180,15 +171,12 @@ def is_change(samples, name):
 
 
 def draw_curves(records, names, title, path):
-    """Draws the metrics of a run.
-
-    records: the lines of metrics.jsonl. names: the metrics to draw, in order; those of evaluations follow. All sets and
-    betas of a metric share a panel, also with a training metric of that name.
-    """
+    """Draws metrics from records, the lines of metrics.jsonl. names: those to draw, in order; those of evaluations
+    follow. All sets and betas of a metric share a panel, also with a training metric of that name."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    evaluated = [name for name in newest_values(records) if name.startswith("eval/")]
+    evaluated = [name for name in itertools.chain(*records) if name.startswith("eval/")]
     panels = {}
     for name in dict.fromkeys([*names, *evaluated]):
         if points(records, name):
@@ -219,11 +207,8 @@ def draw_curves(records, names, title, path):
 
 
 def model_card(env, names, records, samples, usage):
-    """README.md of a run.
-
-    env: the contents of env.json. names: the most important metrics, the headline first. records, samples: the lines of
-    metrics.jsonl and samples.jsonl.
-    """
+    """README.md of a run. env: the contents of env.json. names: the most important metrics, the headline first.
+    records, samples: the lines of metrics.jsonl and samples.jsonl."""
     flags = env["flags"]
     title = f"{flags['model']} trained by {env['algo']}.py on {flags.get('reward') or flags['dataset']}"
     numbers = []

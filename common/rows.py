@@ -24,9 +24,6 @@ MARK = "\ufdd0"  # marks the edges of what a template calls generated; occurs in
 ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
 
 
-# ---- Rows ------------------------------------------------------------------------------------------------------------
-
-
 def load_rows(data, flag):
     """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
     screen.show(f"reading {flag}")

@@ -5,6 +5,7 @@ queries, not on other rows, batch sizes or the number of processes.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from common.adapters import for_sampling
 from common.classifiers import RewardModel
 from common.cli import InputError
-from common.functions import build, call_metric, call_reward, load_function, load_reward
+from common.functions import build, call_metric, call_reward, load_function
 from common.logging import on_main
 from common.models import Seq2Seq, end_tokens, max_positions, unsharded
 from common.report import screen
@@ -62,7 +63,9 @@ class Prompts:
 def read_prompts(args):
     """The rows and functions named by the flags."""
     metric = load_function(args.metric, "--metric")
-    reward = load_reward(args.reward)
+    reward = None
+    if not isinstance(args.reward, str) or re.search(r"\.py(:|$)", args.reward):
+        reward = load_function(args.reward, "--reward")
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     return Prompts(rows, eval_sets, reward, metric)

@@ -15,11 +15,8 @@ import torch
 
 
 def rng(seed, stream, *ids):
-    """A numpy generator that depends only on its arguments: Philox keyed by a 128-bit hash of all of them.
-
-    stream names the use ("rollout", "minibatches", ...); ids are integers (step, global row, ...). A hash is used
-    because streams of seed + step collide across seeds.
-    """
+    """A numpy generator that depends only on its arguments: Philox keyed by a 128-bit hash of all of them, as streams
+    of seed + step collide across seeds. stream names the use ("rollout", ...); ids are integers (step, row, ...)."""
     text = json.dumps([int(seed), stream, *map(int, ids)])
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     key = int.from_bytes(digest, "little")
@@ -36,10 +33,8 @@ def uniforms(seed, stream, step, rows, n):
 
 def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
     """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64; uniforms (B,).
-
-    temperature 0 is the argmax. The uniform is scaled by the last cumulative value and the search is to the right, so
-    that a token of probability zero is never drawn.
-    """
+    Temperature 0 is the argmax. The uniform is scaled by the last cumulative value and the search is to the right, so
+    that a token of probability zero is never drawn."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.double() / temperature
@@ -64,18 +59,15 @@ def stream_rows(seed, stream, size, start, count):
     per epoch, joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
     first_epoch = start // size
     last_epoch = (start + count - 1) // size
-    permutations = []
-    for epoch in range(first_epoch, last_epoch + 1):
-        permutations.append(rng(seed, stream, epoch).permutation(size))
-    begin = start - first_epoch * size
-    return np.concatenate(permutations)[begin : begin + count].tolist()
+    epochs = range(first_epoch, last_epoch + 1)
+    rows = np.concatenate([rng(seed, stream, epoch).permutation(size) for epoch in epochs])
+    begin = start % size
+    return rows[begin : begin + count].tolist()
 
 
 def seed_libraries(seed, deterministic=False):
     """Seeds the global generators for code that is not ours (a user's reward, an adapter's initialisation).
-
-    deterministic also asks torch for deterministic kernels; call it before the first CUDA operation.
-    """
+    deterministic also asks torch for deterministic kernels; call it before the first CUDA operation."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**64)

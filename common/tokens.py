@@ -19,11 +19,9 @@ def have_bos(tokenizer, texts):
 
 
 def tokenize(tokenizer, texts, special_tokens, end, target=False):
-    """Ids of each text. end says what happens to the end token, which some tokenizers append to every text.
-
-    end: "once": appended if it is missing, one of two removed; "never": removed, unless the text itself ends with it;
-    "template": ids as they are. special_tokens: the tokenizer adds its own. target: what an encoder-decoder writes.
-    """
+    """Ids of each text. end says what happens to the end token, which some tokenizers append to every text: "once":
+    appended if it is missing, one of two removed; "never": removed, unless the text itself ends with it; "template":
+    ids as they are. special_tokens: the tokenizer adds its own. target: what an encoder-decoder writes."""
     column = "text_target" if target else "text"
     encoded = tokenizer(**{column: texts}, add_special_tokens=special_tokens)["input_ids"]
     eos = tokenizer.eos_token_id

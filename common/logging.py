@@ -490,13 +490,17 @@ class Run:
             self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
 
     def samples(self, step, rows):
-        """Logs samples, dicts with equal keys: all to samples.jsonl, the first three as a table on the terminal."""
+        """Logs samples, dicts with equal keys: all to samples.jsonl, three of different prompts (or betas) as a table on
+        the terminal."""
         if not self.main or not rows:
             return
         if self.dir:
             self.append("samples.jsonl", *({"step": step, **row} for row in rows))
             self._mirror(report.log_samples, self.accelerator, rows, step=step)
-        self.say(report.table_of(rows[:3], f"samples at step {step}"))
+        different = {}
+        for row in rows:
+            different.setdefault((row["prompt"], row.get("beta")), row)
+        self.say(report.table_of([*different.values()][:3], f"samples at step {step}"))
 
     # -- the end
 

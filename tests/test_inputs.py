@@ -542,7 +542,8 @@ def test_metrics_that_are_refused():
     def columns_of(values):
         return call_metric(lambda: values, "m.py:f", PROMPTS, {})
 
-    expected = "m.py:f must return {name: list of 4 finite numbers}, with no name from step, set, prompt, output, reference, beta, reward, reward_std, diversity; "
+    expected = "m.py:f must return {name: list of 4 finite numbers}, with no name from "
+    expected += "step, set, prompt, output, reference, beta, reward, reward_std, diversity; "
     for values in NO_COLUMN:
         with refused(f"{expected}'bad' is not one"):
             columns_of({"good": [1.0] * 4, "bad": values})

@@ -99,7 +99,8 @@ data: 23 rows, 0 cut at the end, 0 dropped with no label left; labels on 88.5% o
 to 10, median 9; tokens per row: median 10, longest 11
 first row, [without loss]: [s]da<eos>
 lr 0.03 cosine, at most 32 tokens per row, 6 new tokens
-4.17 epochs, 12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass; evaluations sample 5 prompts""",
+4.17 epochs, 12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass; \
+evaluations sample 5 prompts""",
     "reward": """4,488 parameters, 4,488 trained; TYPES; head: new
 data: 22 pairs, 0 dropped as longer than 32, 0 as equal
 --eval-dataset: 7 pairs, 0 dropped as longer than 32, 0 as equal
@@ -113,7 +114,8 @@ eval: 7 pairs, 0 prompts and the responses of 0 cut, 0 dropped for lack of room 
 tokens of the longer text: median 11, longest 11
 first pair: [s] | chosen: da<eos> | rejected: busuidtkb<eos>
 lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens per text, 6 new tokens
-4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass; evaluations sample 5 prompts""",
+4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass; \
+evaluations sample 5 prompts""",
     "ddpo": """46,481 parameters, 46,481 trained; TYPES
 data: 3 prompts, 3 to evaluate; first: a red circle
 lr 0.001 cosine, cliprange 0.001, guidance 1, eta 1

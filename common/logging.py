@@ -490,7 +490,7 @@ class Run:
             self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
 
     def samples(self, step, rows):
-        """Logs samples, dicts with equal keys: all to samples.jsonl, three of different prompts (or betas) as a table on
+        """Logs samples, dicts with equal keys: all to samples.jsonl, three of different prompts or betas as a table on
         the terminal."""
         if not self.main or not rows:
             return

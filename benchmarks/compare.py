@@ -1,6 +1,6 @@
-"""Compares runs: a table of what they have reached and of the flags that differ, and a picture of their curves.
+"""Compares runs: a table of what they have reached and of the flags that differ; with --out a picture of the curves.
 
-    python benchmarks/compare.py runs/ppo-1a2b3c4d runs/slow-5e6f7a8b         # the table, and compare.png
+    python benchmarks/compare.py runs/ppo-1a2b3c4d runs/slow-5e6f7a8b         # the table
     python benchmarks/compare.py runs --metric eval/optimality --out all.png  # all runs of a folder
     python benchmarks/compare.py --list                                       # what lies in runs/
 
@@ -284,7 +284,7 @@ def main(paths, lists, metric, out):
         print(f"group {number}: {visible(texts[group[0].folder]) or 'as all others'}")
     if other_files := differing([run.files for run in runs]):
         print(f"files that differ: {', '.join(other_files)}")
-    if metric:
+    if metric and out:
         try:
             draw(groups, metric, texts, out)
         except (OSError, ValueError) as error:  # ValueError: an ending that is no format of pictures
@@ -297,5 +297,5 @@ if __name__ == "__main__":
     parser.add_argument("paths", nargs="*", default=["runs"], metavar="RUN", help="a run, or a folder of runs [runs]")
     parser.add_argument("--list", action="store_true", dest="lists", help="only say what lies there")
     parser.add_argument("--metric", help="a metric that the runs share")
-    parser.add_argument("--out", default="compare.png", help="the picture [compare.png]")
+    parser.add_argument("--out", help="draw the curves into this picture, such as all.png")
     main(**vars(parser.parse_args()))

@@ -233,7 +233,8 @@ class RunArgs:
     wandb_project: str = "plainrl"
     """Project name for --track."""
     push_to_hub: Repository | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools."""
+    """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools. A run that
+    is already finished uploads nothing."""
     check: bool = False
     """Run the first iteration on the longest rows, print its time and the peak memory, and exit. Writes nothing."""
 

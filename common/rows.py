@@ -41,7 +41,7 @@ def load_rows(data, flag):
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise InputError(f"{flag} row {number} is {row!r:.60}: expected a mapping such as {{'prompt': ...}}")
-        for column in row.keys() ^ rows[0].keys():
+        for column in sorted(row.keys() ^ rows[0].keys(), key=str):
             other = "lacks" if column in rows[0] else "has"
             raise InputError(f"{flag} row {number} {other} the column {column!r}, unlike row 1: all rows need the same")
     return rows

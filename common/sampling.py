@@ -251,9 +251,17 @@ def generate_all(
         for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
             chunk = local[places]
             columns = slice(query.shape[1] - int(lengths[places].max()), None)
-            ended = end_of_rows(tokenizer, stop, None if limits is None else limits[chunk])
-            inputs = query[chunk, columns], query_mask[chunk, columns], draws[places], end_tokens(lm), pad_id
-            response[places], response_mask[places] = sample(lm, *inputs, ended=ended, **options)
+            chunk_limits = None if limits is None else limits[chunk]
+            response[places], response_mask[places] = sample(
+                lm,
+                query[chunk, columns],
+                query_mask[chunk, columns],
+                draws[places],
+                end_tokens(lm),
+                pad_id,
+                ended=end_of_rows(tokenizer, stop, chunk_limits),
+                **options,
+            )
     screen.show("scoring")
     response = accelerator.gather(response)[: len(queries)]
     response_mask = accelerator.gather(response_mask)[: len(queries)]

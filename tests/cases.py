@@ -35,7 +35,7 @@ CASES = {
     26: ("a reward is infinite", "error that names function and row"),
     27: ("a reward function returns another number or shape of values", "error: got and expected"),
     28: ("a reward function returns None, texts, bools, arrays, tensors", "None and texts: error; numbers: works"),
-    29: ("a function raises; a forward pass fails on one process", "error with its line; all processes end"),
+    29: ("a function raises; a forward pass fails on one process", "error with its line; the last iteration is kept"),
     30: ("a reward function hangs", "it is waited for (there is no timeout); Ctrl-C twice ends it"),
     31: ("a function changes its inputs", "it got copies; exact"),
     32: ("all rewards are equal", "finite metrics"),

@@ -529,7 +529,7 @@ def test_an_error_between_updates_loses_nothing(algo, what, scripts, work, whole
     assert "LookupError: no server" in process.err
     path, state = newest_checkpoint(tmp_path / "run", lambda text: pytest.fail(text))
     last = lines(tmp_path / "run/metrics.jsonl")[-1]["step"]
-    assert f"the last whole step is in run/checkpoints/{path.name}; the same command continues there" in process.out
+    assert f"the last complete step is in run/checkpoints/{path.name}; the same command continues there" in process.out
     assert state["step"] == last if what == "reward" else state["step"] > last
     assert bool(state["pending"]) == (what == "evaluation")
     scripts.run(argv, tmp_path)
@@ -540,7 +540,7 @@ def test_an_error_between_updates_loses_nothing(algo, what, scripts, work, whole
 def test_an_error_within_an_update_names_the_last_checkpoint(scripts, work, whole, tmp_path):
     patch = at("torch.optim", "AdamW.step", 7, signal=FAIL)
     process = scripts.run(command(work, "ppo", "run"), tmp_path, expect=1, patch=patch)
-    assert "the last whole step is in run/checkpoints/step_00000004; the same command continues there" in process.out
+    assert "the last complete step is in run/checkpoints/step_00000004; the same command continues there" in process.out
     scripts.run(command(work, "ppo", "run"), tmp_path)
     same(tmp_path / "run", whole("ppo")[0])
 

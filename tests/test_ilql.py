@@ -477,7 +477,7 @@ def test_heads_of_another_model_are_refused(build_model, tmp_path):
     file = tmp_path / ilql.HEADS_FILE
     wide = ilql.PolicyWithQ(build_model("gpt2", n_embd=20)).head_weights()
     one = ilql.PolicyWithQ(lm, two_qs=False).head_weights()
-    for weights, reason in ((wide, ""), (one, "it is of --no-two-qs$")):
+    for weights, reason in ((wide, ""), (one, "it was written with --no-two-qs$")):
         safetensors.torch.save_file(weights, file)
         with pytest.raises(InputError, match=f"^{file} does not fit the model: {reason}"):
             ilql.PolicyWithQ(lm).load_heads(tmp_path)

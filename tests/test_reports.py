@@ -287,6 +287,23 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     assert f"\n{step}/{step} | {' | '.join(status)} | " in process.out
 
 
+def test_a_change_is_one_beyond_the_noise_of_the_evaluation():
+    """Rows are compared with themselves: changes 1, 1, 0, 0, 0 have the mean 0.4 and the standard error 0.245."""
+
+    def is_change(*changes, name="eval/reward", **more):
+        rows = []
+        for step, share in ((0, 0), (3, 99), (9, 1)):
+            for value, change in zip((0.0, 3.0, -1.0, 0.5, 7.0), changes, strict=True):
+                rows.append({"step": step, "reward": value + share * change, **more})
+        return report.is_change(rows, name)
+
+    assert not is_change(1, 1, 0, 0, 0) and not is_change(0, 0, 0, 0, 0)
+    assert is_change(1, 1, 1, 0, 0) and is_change(-1, -1, -1, 0, 0)
+    assert not is_change(1, 1, 0, 0, 0, name="eval/x/reward", set="x")
+    assert is_change(1, 1, 0, 0, 0, name="eval/y/reward", set="x")  # of this set there are no rows
+    assert is_change(1, 1, 0, 0, 0, name="train/loss")
+
+
 USED = {  # what the lines of use print; ppo.py, grpo.py and dpo.py write those of sft.py
     "sft": r"\[\{'generated_text': '[bs]",
     "reward": r"\[\{'label': 'LABEL_0', 'score': -?\d",

@@ -31,7 +31,7 @@ class RewardModel:
         auto_class = "AutoModelForSequenceClassification"
         model, self.tokenizer, missing = load_pretrained(auto_class, own_args, path, "--reward", **options)
         if missing:
-            raise InputError(f"--reward {args.reward} is no sequence classifier: it has no {missing[0]}")
+            raise InputError(f"--reward {args.reward} is not a sequence classifier: it has no {missing[0]}")
         labels = [model.config.id2label[number] for number in range(model.config.num_labels)]
         if len(labels) == 1 and not label:
             label = labels[0]

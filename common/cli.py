@@ -48,7 +48,9 @@ def cli(args_class, main, task=None):
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        from common.report import wrapped
+
+        print(wrapped([f"error: {error}"]), file=sys.stderr)
         sys.exit(2)
 
 
@@ -140,7 +142,7 @@ def refuse_other_names(words, args_class, script=""):
                 row = f"{title} has {row}"
             if (is_here or title not in near) and (named or title in near):
                 for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
-                    advice.setdefault(flag_of(name), f"see algos/MIGRATION.md: {row}")
+                    advice.setdefault(flag_of(name), f"algos/MIGRATION.md says: {row}")
 
     for title in near:
         read_section(title)
@@ -150,7 +152,7 @@ def refuse_other_names(words, args_class, script=""):
     for title in sections:
         read_section(title)
     foreign = sorted(flags & advice.keys() - fields)
-    stop_if([f"there is no {flag} here, {advice[flag]}" for flag in foreign])
+    stop_if([f"there is no {flag} here; {advice[flag]}" for flag in foreign])
 
 
 # ---- Help ------------------------------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def help_text(args_class, everything):
             default = getattr(args_class, name, None)
             if default is True:
                 flag = flag_of(f"no_{name}")
-                text = f"On by default; this flag turns it off. {text}"
+                text = f"{text} This is on by default; the flag turns it off."
             if hints[name] is not bool and default not in (None, (), ""):
                 text += f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
             group.add_argument(flag, metavar=values_of(hints[name]), help=text)

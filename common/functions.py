@@ -92,8 +92,8 @@ def call_function(function, name, rows, given):
     for parameter in parameters.values():
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if is_named and parameter.default is parameter.empty and parameter.name not in values:
-            has = ", ".join(rows[0])
-            raise InputError(f"{name} needs {parameter.name!r}; rows of --dataset or --eval-dataset have only {has}")
+            known = f"neither what a function gets ({', '.join(given)}) nor a column of the rows ({', '.join(rows[0])})"
+            raise InputError(f"{name} needs {parameter.name!r}, which is {known}: see --dataset and --eval-dataset")
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         values = {column: values[column] for column in parameters if column in values}
     try:
@@ -102,7 +102,7 @@ def call_function(function, name, rows, given):
         if isinstance(error.code, int) and error.code > 128:  # a signal came: Run._on_signal
             raise
         # it would end the run as if it had succeeded
-        raise RuntimeError(f"{name} called sys.exit") from error
+        raise RuntimeError(f"{name} called sys.exit: {error}") from error
 
 
 def call_reward(function, name, rows, given, lengths=None):
@@ -131,13 +131,15 @@ TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "rewa
 def call_metric(function, name, rows, given):
     """{column: values per row} of a metric function."""
     columns = call_function(function, name, rows, given)
-    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}, with no name from {', '.join(TAKEN)}"
+    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
     if not isinstance(columns, dict) or not columns:
         raise InputError(f"{expected}; it returned {columns!r:.60}")
     checked = {column: floats(values, len(rows)) for column, values in columns.items()}
     for column, values in checked.items():
-        if not isinstance(values, list) or not isinstance(column, str) or column in TAKEN:
-            raise InputError(f"{expected}; {column!r} is not one")
+        if not isinstance(values, list) or not isinstance(column, str):
+            raise InputError(f"{expected}; {column!r}: {columns[column]!r:.60} is not that")
+        if column in TAKEN:
+            raise InputError(f"{name} returned a metric with the name {column!r}, which is taken: choose another name")
     return checked
 
 

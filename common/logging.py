@@ -150,7 +150,7 @@ class Run:
         if old and old["algo"] != new["algo"]:
             raise InputError(f"{folder} holds a run of {old['algo']}.py: choose another --run-dir")
         if old and not same and not own:
-            hint = f"choose another --run-dir, or continue it under the new one with --resume {folder}"
+            hint = f"choose another --run-dir, or continue that run with the new settings by --resume {folder}"
             lines = "\n  ".join(differences(old, new))
             raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists() and (folder / "hf_model").exists():
@@ -221,7 +221,9 @@ class Run:
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
             if self.iteration >= iterations and not self.same:
-                raise InputError(f"--resume {self.args.resume}: nothing is left to train; give more steps")
+                raise InputError(
+                    f"--resume {self.args.resume}: nothing is left to train: give it more steps or episodes"
+                )
         # after a step that torch takes to fill the moments
         optimizer.register_step_pre_hook(self._before_step)
         self._is_whole(self.begun)
@@ -554,7 +556,7 @@ class Run:
         if values := [value for _, value in report.points(records, self.headline)]:
             line = f"{self.headline} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
             if not report.is_change(samples, self.headline):
-                line += " (no change: within twice the standard error of the evaluation)"
+                line += " (no change: within twice its standard error)"
             self.say(f"\n{line}")
         folder = f"{self.dir}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)

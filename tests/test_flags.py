@@ -398,7 +398,7 @@ def test_a_copy_without_a_flag_of_the_task():
     fields = [(field.name, field.type, field) for field in fields_of("sft") if field.name not in ("epochs", "lr")]
     copy = dataclasses.make_dataclass("Args", fields)
     assert parse([], copy, sft.TASK).batch_size == 192
-    with pytest.raises(InputError, match="2 problems:\n  - there is no --epochs here, it is a flag of dpo.py\n"):
+    with pytest.raises(InputError, match="2 problems:\n  - there is no --epochs here; it is a flag of dpo.py\n"):
         parse(["--config", sft.TASK], copy)
 
 
@@ -509,15 +509,15 @@ def test_a_name_from_elsewhere_is_told(algo, words, sentence):
     flag = words[0].partition("=")[0].replace("_", "-")
     with pytest.raises(InputError) as error:
         parse(words, SCRIPTS[algo].Args, SCRIPTS[algo].TASK)
-    assert str(error.value).startswith(f"there is no {flag} here, see algos/MIGRATION.md: {sentence}")
+    assert str(error.value).startswith(f"there is no {flag} here; algos/MIGRATION.md says: {sentence}")
 
 
 def test_a_name_of_another_script_is_told():
     with pytest.raises(InputError) as error:
         refuse_other_names(["--init-kl-coef", "--lr", "--anything", "--beta=0.1"], sft.Args, "sft")
     assert str(error.value).split("\n  - ")[1:] == [
-        "there is no --beta here, it is a flag of dpo.py",
-        "there is no --init-kl-coef here, see algos/MIGRATION.md: ppo.py has --kl-coef",
+        "there is no --beta here; it is a flag of dpo.py",
+        "there is no --init-kl-coef here; algos/MIGRATION.md says: ppo.py has --kl-coef",
     ]
 
 
@@ -548,9 +548,11 @@ def test_names_from_elsewhere_lead_to_flags():
         with pytest.raises(InputError) as error:
             refuse_other_names([f"--{word}" for word in words], script.Args, algo)
         for sentence in str(error.value).split("\n  - ")[1:]:
-            flag, advice = re.fullmatch("there is no (.*?) here, (.*)", sentence).groups()
-            page, _, row = advice.partition("algos/MIGRATION.md: ")
-            if page == "see " and not re.match(r"\w+\.py has ", row):  # the others are flags of another script
+            flag, advice = re.fullmatch("there is no (.*?) here; (.*)", sentence).groups()
+            page, _, row = advice.partition(" says: ")
+            if page == "algos/MIGRATION.md" and not re.match(
+                r"\w+\.py has ", row
+            ):  # the others are flags of another script
                 assert ours.issuperset(flags_in(row.partition(". ")[0])), sentence
                 told.append((flag, flags_in(row)))
     assert len({flag for flag, _ in told}) > 140

@@ -276,7 +276,7 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     values = [record[names[0]] for record in records if names[0] in record]
     curve = f"{names[0]} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
     if not report.is_change(samples(folder), names[0]):
-        curve += " (no change: within twice the standard error of the evaluation)"
+        curve += " (no change: within twice its standard error)"
     places = f"card: {folder}/README.md\npicture: {folder}/curve.png\nmodel: {folder}/hf_model\n"
     assert process.out.endswith(f"\n\n{curve}\n\n{usage}\n\n{places}") and process.err == ""
 

@@ -75,7 +75,7 @@ def parse(argv, args_class, task=None):
     prog = " --config ".join([Path(sys.argv[0]).name, *paths])  # so that tyro's errors name the files
     args = tyro.cli(args_class, prog=prog, args=words)
     if takes_task and os.environ.get("RANK", "0") == "0":
-        print("no --model, --dataset or --config: running the embedded task with the settings of")
+        print("no --model, --dataset or --config: running the embedded task, as set in")
         print(f"{task}; flags override them", flush=True)
     return args
 

@@ -154,7 +154,8 @@ class Run:
             lines = "\n  ".join(differences(old, new))
             raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists() and (folder / "hf_model").exists():
-            self.say(f"{folder} is finished; its model is in {folder}/hf_model. To repeat the run give --resume never")
+            self.say(f"{folder} is finished; its model is in {folder}/hf_model")
+            self.say("to repeat the run, give --resume never")
             return folder, None, {}, True, True
         same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
         if same:

@@ -13,7 +13,7 @@ How this differs from other implementations:
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats; "prompt" may be missing if both texts include it.
 
-    python algos/dpo.py                                            # random walks, one CPU, under a minute
+    python algos/dpo.py                                            # random walks, on one CPU
     python algos/dpo.py --model runs/sft/hf_model --dataset pairs.jsonl --eval-dataset test.jsonl
     accelerate launch algos/dpo.py --model runs/sft/hf_model --dataset Anthropic/hh-rlhf:train
     torchrun --nproc_per_node 8 algos/dpo.py --model Qwen/Qwen3-0.6B --max-length 2048 \

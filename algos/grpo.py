@@ -30,7 +30,7 @@ How this differs from TRL's GRPO:
 - Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
   what the optimizer step holds in all processes. Each epoch draws new minibatches.
 
-    accelerate launch algos/grpo.py                                # sums with written steps, on a CPU under a minute
+    accelerate launch algos/grpo.py                                # sums with written steps, on one CPU
     accelerate launch algos/grpo.py --model my_model/ --dataset problems.jsonl --reward my_reward.py:score \
         --max-new-tokens 256 --kl-coef 0
     torchrun --nproc_per_node 8 algos/grpo.py --model Qwen/Qwen3-0.6B --dataset org/problems:train \

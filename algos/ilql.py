@@ -24,7 +24,7 @@ Rows: {"prompt", "completion", "reward"} as texts or chats, {"dialogue": [prompt
 {"messages", "reward"} or {"text", "reward"}, all of which is output. The reward is a number, received with the last
 token, or a list with one for each output. {"truncated": true} means that the episode did not end there.
 
-    accelerate launch algos/ilql.py                                # random walks on a CPU, in about a minute
+    accelerate launch algos/ilql.py                                # random walks, on one CPU
     accelerate launch algos/ilql.py --model gpt2 --dataset rewarded.jsonl --metric my_metric.py:metric \
         --eval-prompts prompts.jsonl
     torchrun --nproc_per_node 8 algos/ilql.py --model Qwen/Qwen3-0.6B --dataset org/rewarded:train

@@ -20,7 +20,7 @@ How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
 
-    accelerate launch algos/ppo.py                                 # random walks, on a CPU under two minutes
+    accelerate launch algos/ppo.py                                 # random walks, on one CPU
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \
         --max-new-tokens 32 --num-layers-unfrozen 2
     accelerate launch algos/ppo.py --lora-r 8 --lr 5e-3 --lora-targets c_attn c_proj c_fc lm_head     # with adapters

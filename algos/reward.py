@@ -13,7 +13,7 @@ How this differs from other implementations:
 
 Rows: {"prompt", "chosen", "rejected"} as texts or chats; "prompt" may be missing if both hold it; optional "margin".
 
-    python algos/reward.py                                         # random walks, one CPU, six minutes
+    python algos/reward.py                                         # random walks, on one CPU
     python algos/reward.py --model gpt2 --dataset pairs.jsonl --eval-dataset test.jsonl
     accelerate launch algos/reward.py --model runs/sft/hf_model --dataset Anthropic/hh-rlhf:train
     torchrun --nproc_per_node 8 algos/reward.py --model Qwen/Qwen3-0.6B --max-length 2048 \

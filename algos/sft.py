@@ -11,7 +11,7 @@ How this differs from other implementations:
 Rows: {"text"} (loss on every token), {"prompt", "completion"} as texts or chats (loss on the completion), {"messages"}
 (on the assistant's turns) or {"dialogue": [prompt, output, prompt, output, ...]} (on the outputs).
 
-    python algos/sft.py                                            # random walks, one CPU, under a minute
+    python algos/sft.py                                            # random walks, on one CPU
     accelerate launch algos/sft.py --model gpt2 --dataset my.jsonl --eval-dataset held_out.jsonl
     python algos/sft.py --model google-t5/t5-small --dataset translations.jsonl --lora-r 16 --lr 2e-4 # T5
     torchrun --nproc_per_node 8 algos/sft.py --model Qwen/Qwen3-0.6B --dataset org/chats:train --max-length 2048

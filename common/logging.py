@@ -27,7 +27,7 @@ from common.launch import OUT_OF_MEMORY, launch, peak_memory_mb, set_threads
 from common.report import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
 
-SAVE_SECONDS = 600  # save again this long after the last save, whatever --save-every says
+SAVE_SECONDS = 600  # save again this long after the last save, unless --save-every is 0
 
 _open = []  # open runs of this process
 

@@ -124,7 +124,7 @@ class WrittenLayer:
 
 
 def with_room(cache, room):
-    """The cache of a first forward pass, with room for `more` tokens added to its plain layers. Other layers (windows,
+    """The cache of a first forward pass, with room for `room` tokens added to its plain layers. Other layers (windows,
     convolutions, recurrent states, encoder outputs) stay unchanged. None if it is not one of the library's own kinds,
     because rows may then be unable to leave it."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache

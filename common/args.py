@@ -223,7 +223,7 @@ class RunArgs:
     """Autocast of the forward pass. Default: bf16 if the launcher says so, and for float32 weights on a GPU that has
     it. Weights and optimizer keep --dtype."""
     save_every: Natural = 100
-    """Optimizer steps between checkpoints, which are at most ten minutes apart; 0: only at the end and at the best
+    """Optimizer steps between checkpoints, or fewer once ten minutes have passed; 0: only at the end and at the best
     evaluation."""
     keep_checkpoints: Count = 2
     """Number of newest checkpoints to keep; the best by evaluation is also kept."""

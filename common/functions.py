@@ -96,9 +96,12 @@ def call_function(function, name, rows, given):
             raise InputError(f"{name} needs {parameter.name!r}, which is {known}: see --dataset and --eval-dataset")
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         values = {column: values[column] for column in parameters if column in values}
+    process = os.getpid()
     try:
         return function(**values)
     except SystemExit as error:
+        if os.getpid() != process:  # a child that the function forked: Python's own exit can hang in it
+            os._exit(error.code if isinstance(error.code, int) else bool(error.code))
         if isinstance(error.code, int) and error.code > 128:  # a signal came: Run._on_signal
             raise
         # it would end the run as if it had succeeded

@@ -564,8 +564,8 @@ def count(text):
 def reward(samples, **columns):
     child = os.fork()
     if child == 0:
-        sys.exit(0)
-    os.waitpid(child, 0)
+        sys.exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends its processes by SIGTERM
         return pool.map(count, samples)
 """
@@ -575,8 +575,9 @@ def reward(samples, **columns):
 def test_a_reward_that_forks(scripts, work, tmp_path):
     """Its children end without the run's directory, signals and lock."""
     (tmp_path / "forks.py").write_text(FORKS)
-    scripts.run(command(work, "ppo", "run", "--reward", "forks.py:reward"), tmp_path)
+    process = scripts.run(command(work, "ppo", "run", "--reward", "forks.py:reward"), tmp_path)
     assert (tmp_path / "run/README.md").exists()
+    assert "Traceback" not in process.err
 
 
 @pytest.mark.case(29, "ppo")

@@ -393,6 +393,7 @@ class Batch:
     actions: torch.Tensor  # (B, A): ids
     rewards: torch.Tensor  # (B, A), float64
     mask: torch.Tensor  # (B, A): True where there is an action
+    at: tuple  # (N,) rows and (N,) columns of the actions in (B, A)
     not_done: torch.Tensor  # (B, A): False at the last action of an episode that ended
 
     @classmethod
@@ -412,6 +413,7 @@ class Batch:
             not_done.append(going_on)
         actions = [[episode.ids[place] for place in episode.actions] for episode in episodes]
         mask = [[True] * len(episode.actions) for episode in episodes]
+        mask = pad_rows(mask, False)
         query_mask = None
         if encoder:
             query_mask = pad_rows([[True] * begin for begin in begins], False, begins, device=device)
@@ -421,7 +423,8 @@ class Batch:
             states=pad_rows(states, 0, device=device),
             actions=pad_rows(actions, pad, device=device),
             rewards=pad_rows([episode.rewards for episode in episodes], 0.0, dtype=torch.float64, device=device),
-            mask=pad_rows(mask, False, device=device),
+            mask=mask.to(device),
+            at=tuple(mask.nonzero().to(device).T),  # of the CPU's mask: a GPU would wait
             not_done=pad_rows(not_done, False, device=device),
         )
 
@@ -444,10 +447,10 @@ def action_logprobs(lm, batch):
     if batch.query_mask is not None:
         width += 1 - batch.query_mask.shape[1]
         inputs["attention_mask"] = F.pad(batch.query_mask.long(), (0, width - 1), value=1)
-    at = batch.mask.nonzero(as_tuple=True)
+    places = batch.at[0] * width + batch.states[batch.at]
     labels = batch.ids.new_full((count, width), -100)
-    labels[at[0], batch.states[at]] = batch.actions[at]
-    logprobs, hidden, _ = token_logprobs(lm, labels, labels != -100, **inputs)
+    labels.view(-1)[places] = batch.actions[batch.at]
+    logprobs, hidden, _ = token_logprobs(lm, labels, places, **inputs)
     rows = torch.arange(count, device=batch.ids.device)[:, None]
     return logprobs, hidden[rows, batch.states]
 
@@ -466,7 +469,7 @@ def ilql_losses(policy, batch, args):
     """{name: (N,)} of losses and statistics, with one number per action of the batch. Those of Q are summed over the
     heads, as in trlX and the authors' code."""
     logprobs, hidden = action_logprobs(policy.lm, batch)
-    at = batch.mask.nonzero(as_tuple=True)  # (B, A) -> (N,)
+    at = batch.at  # (B, A) -> (N,)
     actions = batch.actions[at]
     not_done = batch.not_done[at]
     with torch.autocast(hidden.device.type, enabled=False):  # the heads keep float32, but for CQL

@@ -238,7 +238,7 @@ def all_logprobs(accelerator, model, batch, args):
 
     def score(episodes):
         with accelerator.autocast():
-            logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature)
+            logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature, places=episodes.places)
         return {"logprobs": logprobs}
 
     return score_all(accelerator, batch, args.micro_batch_size, score)["logprobs"]
@@ -294,7 +294,7 @@ def losses(model, episodes, weights, args):
     mask = episodes.response_mask
     advantages = episodes.advantages[:, None]
     weights = weights[:, None]
-    new_logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature)
+    new_logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature, places=episodes.places)
     logprobs = episodes.logprobs
     if logprobs is None:  # the policy is still the one that sampled
         logprobs = new_logprobs.detach()

@@ -371,10 +371,10 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
 
 def score_episodes(accelerator, model, ref, args, episodes):
     """{field of Rollout: (B, R)} of a micro-batch, by policy and reference; zero where no token counts."""
-    inputs = *episodes.tokens(), args.temperature
-    logprobs, values, entropies = model(*inputs, also=token_entropies)
+    options = {"temperature": args.temperature, "places": episodes.places}
+    logprobs, values, entropies = model(*episodes.tokens(), also=token_entropies, **options)
     with accelerator.autocast():  # the prepared model brings its own
-        ref_logprobs, _, _ = response_logprobs(ref, *inputs)
+        ref_logprobs, _, _ = response_logprobs(ref, *episodes.tokens(), **options)
     values = torch.where(episodes.response_mask, values, 0.0)
     return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
 
@@ -442,7 +442,7 @@ def losses(model, episodes, args):
     values = episodes.of_tokens(episodes.values)
     advantages = episodes.of_tokens(episodes.advantages)
     returns = episodes.of_tokens(episodes.returns)
-    new_logprobs, new_values, _ = model(*episodes.tokens(), temperature=args.temperature)
+    new_logprobs, new_values, _ = model(*episodes.tokens(), temperature=args.temperature, places=episodes.places)
     new_logprobs = episodes.of_tokens(new_logprobs)
     new_values = episodes.of_tokens(new_values)
     pg = policy_loss(new_logprobs, logprobs, advantages, args.cliprange)

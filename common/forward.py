@@ -65,10 +65,12 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     return logprobs, read[0], others
 
 
-def response_logprobs(model, query, query_mask, response, response_mask, places, temperature=1.0, also=None):
+def response_logprobs(model, query, query_mask, response, response_mask, temperature=1.0, also=None, places=None):
     """(logprobs (B, R), states (B, R, H), others (B, R) or None) of responses, as `token_logprobs` computes them. query
     (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts, other tokens get 0.
-    places: see `true_places`."""
+    places: those of the mask (`true_places`), if they are known."""
+    if places is None:
+        places = true_places(response_mask)
     tokens = torch.cat([query, response], 1)[:, :-1]
     up_to_last = response_mask.flip(1).cumsum(1).flip(1) > 0  # holes included
     attention = torch.cat([query_mask, up_to_last], 1)[:, :-1].long()
@@ -158,7 +160,7 @@ class Episodes:
 
     def tokens(self):
         """The arguments of response_logprobs."""
-        return self.query, self.query_mask, self.response, self.response_mask, self.places
+        return self.query, self.query_mask, self.response, self.response_mask
 
     def of_tokens(self, rows):
         """(N,) values of rows (B, R) at the response tokens, row by row."""

@@ -63,7 +63,7 @@ def interval(weights, uniforms):
     total = cdf[:, -1:]
     below_total = total.nextafter(torch.zeros_like(total))
     target = torch.minimum(uniforms[:, None] * total, below_total)
-    place = torch.searchsorted(cdf, target, right=True)
+    place = torch.searchsorted(cdf, target, right=True).clamp(max=weights.shape[1] - 1)  # of nan: see `sample`
     weight = weights.gather(1, place)
     rest = (target - cdf.gather(1, place) + weight) / weight
     return place[:, 0], rest[:, 0].clamp(0, 1)

@@ -2,8 +2,10 @@ import pytest
 from harness import ALGOS, ROOT, command, lines
 import json
 
+
 def on_device(path):
     return f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\nimport device\ndevice.start({str(path)!r})"
+
 
 @pytest.mark.parametrize("algo", ALGOS)
 def test_runs(algo, scripts, work, tmp_path):

@@ -268,6 +268,7 @@ def test_a_batch_as_explicit_lists():
     one = ilql.Episode([7, 8, EOS], [1, 2], [0.0, 4.0], False)
     batch = vars(ilql.Batch.of([two, one], PAD, "cpu"))
     assert batch.pop("query_mask") is None
+    assert [x.tolist() for x in batch.pop("at")] == [[0] * 5 + [1] * 2, [0, 1, 2, 3, 4, 0, 1]]
     assert batch["rewards"].dtype == torch.float64
     assert {name: value.tolist() for name, value in batch.items()} == {
         "ids": [[0, 1, 2, 3, 4, 5, 6, EOS], [7, 8, EOS, *[PAD] * 5]],

@@ -201,7 +201,7 @@ def test_only_what_is_clipped_counts_as_clipped():
     def sums_of(new_logprobs, new_values, **columns):
         columns = {name: column[None] for name, column in columns.items()}
         mask = torch.ones(1, 10007, dtype=torch.bool)
-        episodes = ppo.Rollout(None, None, None, response_mask=mask, **columns)
+        episodes = ppo.Rollout(mask, mask, mask, mask, **columns)
 
         def model(*_, **__):
             return new_logprobs[None], new_values[None], None

@@ -56,7 +56,7 @@ from common.classifiers import RewardModel
 from common.cli import cli
 from common.forward import Episodes, response_logprobs, score_all
 from common.functions import build
-from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, reduce_sums
+from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.models import describe_reference, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
@@ -414,9 +414,12 @@ def main(args):
     lm, tokenizer = load_lm(args, path, accelerator.device)
     data.encode(lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
-    data.reward = data.reward or RewardModel(args, lm)
+    reward_model = None
+    if data.reward is None:
+        data.reward = RewardModel(args, lm)
+        reward_model = data.reward.model
     optimizer = make_optimizer(lm, args)
-    model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
+    model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)
     lengths = [len(query) for query in data.queries]
     headline = "objective/scores"

@@ -67,9 +67,9 @@ from common.args import (
     Share,
 )
 from common.cli import InputError, cli
-from common.forward import in_chunks, token_logprobs
+from common.forward import in_chunks, in_float32, token_logprobs
 from common.functions import build, spec_path
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positions, unsharded
 from common.report import wrapped
@@ -249,7 +249,7 @@ class PolicyWithQ(nn.Module):
             hidden.append(inputs[0])
 
         def shape(module, inputs, keywords, output):
-            with torch.autocast(output.logits.device.type, enabled=False):  # the heads keep float32
+            with in_float32(self.v_head, self.target_q_heads):
                 states = hidden.pop().to(self.v_head[0].weight.dtype)
                 q = torch.stack([head(states) for head in self.target_q_heads]).amin(0)
                 v = self.v_head(states)[..., 0]
@@ -472,7 +472,7 @@ def ilql_losses(policy, batch, args):
     at = batch.at  # (B, A) -> (N,)
     actions = batch.actions[at]
     not_done = batch.not_done[at]
-    with torch.autocast(hidden.device.type, enabled=False):  # the heads keep float32, but for CQL
+    with in_float32(policy.v_head, policy.q_heads, policy.target_q_heads):  # but for CQL
         states = hidden.to(policy.v_head[0].weight.dtype)
         values = policy.v_head(states)[..., 0]  # (B, A + 1)
         states = states[at]  # (N, H)
@@ -731,7 +731,7 @@ def main(args):
     encode(data, lm, tokenizer, args)
     normalize_rewards(data, args)
     optimizer = make_optimizer(policy, args)
-    model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
+    model = prepare(accelerator, policy, optimizer)
     export = partial(run.export, lm, tokenizer, heads={HEADS_FILE: policy.head_weights()})
     lengths = [len(episode.ids) for episode in data.episodes]
     total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)

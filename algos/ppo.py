@@ -47,9 +47,9 @@ from torch import nn
 from common.args import Count, Fraction, ModelArgs, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs
 from common.classifiers import RewardModel
 from common.cli import InputError, cli
-from common.forward import Episodes, response_logprobs, score_all, spread, true_places
+from common.forward import Episodes, in_float32, response_logprobs, score_all, spread, true_places
 from common.functions import build, spec_path
-from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, reduce_sums
+from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.models import as_decoder, describe_reference, draw_layers, lm_class, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
@@ -297,7 +297,7 @@ class PolicyWithValue(nn.Module):
         logprobs, states, entropies = response_logprobs(self.lm, *inputs, **options)
         if self.detach_value_trunk:
             states = states.detach()
-        with torch.autocast(states.device.type, enabled=False):  # the head keeps float32 under mixed precision
+        with in_float32(self.value_head):
             values = self.value_head(states.to(next(self.value_head.parameters()).dtype))[..., 0]
         return logprobs, values, entropies
 
@@ -563,10 +563,13 @@ def main(args):
     lm, tokenizer = load_lm(args, path, accelerator.device)
     data.encode(lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer)
-    data.reward = data.reward or RewardModel(args, lm)
+    reward_model = None
+    if data.reward is None:
+        data.reward = RewardModel(args, lm)
+        reward_model = data.reward.model
     policy = make_policy(args, path, lm)
     optimizer = make_optimizer(policy, args)
-    model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
+    model = prepare(accelerator, policy, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer, heads={"value_head.safetensors": policy.value_head.state_dict()})
     lengths = [len(query) for query in data.queries]
     headline = "objective/scores"

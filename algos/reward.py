@@ -41,7 +41,7 @@ from common.classifiers import classifier_ids, classifier_logits, raise_heads, s
 from common.cli import InputError, cli, stop_if
 from common.forward import can_pack
 from common.functions import build
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.models import freeze, load_pretrained, max_positions, unsharded
 from common.report import visible, wrapped
@@ -331,7 +331,7 @@ def main(args):
     encode(data, tokenizer, max_length)
     packing = scores_tokens(lm) and can_pack(run, lm, args)
     optimizer = make_optimizer(lm, args)
-    model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
+    model = prepare(accelerator, lm, optimizer)
     score = functools.partial(pair_scores, model, packing)
     export = functools.partial(export_classifier, run, lm, tokenizer)
     lengths = [pair_length(pair) for pair in data.pairs]

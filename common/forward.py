@@ -1,6 +1,7 @@
 """Log-probabilities of tokens without all logits in memory at once, and what rows may share in an architecture."""
 
 import copy
+import itertools
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -206,6 +207,23 @@ def in_chunks(function, layer, vocabulary, states, *columns):
         for chunk in zip(*(column.split(size) for column in (states, *columns)), strict=True):
             parts.append(checkpoint(of_rows, *chunk, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts, -1)
+
+
+@contextmanager
+def in_float32(*modules):
+    """Inside, autocast is off and the weights of modules, which are heads, are at least float32. FSDP2 gathers them in
+    bfloat16, in which 1000 texts would have fewer than 600 different scores."""
+    kept = []
+    for module in itertools.chain(*(each.modules() for each in modules)):
+        for name, weight in module.named_parameters(recurse=False):
+            kept.append((module, name, weight))
+            module._parameters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    try:
+        with torch.autocast(weight.device.type, enabled=False):
+            yield
+    finally:
+        for module, name, weight in kept:
+            module._parameters[name] = weight
 
 
 @contextmanager

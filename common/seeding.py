@@ -56,7 +56,7 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
 
 
 def interval(weights, uniforms):
-    """(place, rest) (B,): of weights (B, N) laid end to end, the one into which a uniform falls, and how far, in [0, 1].
+    """(place, rest) (B,): of weights (B, N) laid end to end, the one in which a uniform falls, and how far, in [0, 1].
     The uniform is scaled by the last cumulative value and the search is to the right, so that a weight of zero is never
     drawn."""
     cdf = weights.cumsum(-1, dtype=torch.float64)
@@ -70,7 +70,7 @@ def interval(weights, uniforms):
 
 
 def in_blocks(weights, uniforms, size=128):
-    """The place of `interval`, where the sums of blocks of weights are added up first, then the weights of one block."""
+    """The place of `interval`, found in the sums of blocks of weights first, then among the weights of one block."""
     length = weights.shape[1]
     whole = length - length % size
     sums = [weights[:, :whole].unflatten(1, (-1, size)).sum(-1), weights[:, whole:].sum(-1, keepdim=True)]

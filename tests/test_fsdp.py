@@ -18,7 +18,9 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.utils._pytree import tree_flatten
 from harness import ROOT, launch, torchrun
 from helpers import log, samples
 from helpers import weights as weights_of
@@ -81,6 +83,7 @@ def ranks(path):
             self.state.distributed_type = DistributedType.FSDP
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+            self.state.fsdp_plugin.set_mixed_precision(self.mixed_precision)
 
     def watched(self, model, optimizer):
         model, optimizer = prepare(self, model, optimizer)
@@ -88,7 +91,13 @@ def ranks(path):
             model.register_comm_hook(None, count("reduced", allreduce_hook))
         states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
         seen["groups"] = sum(bool(list(state._fsdp_param_groups)) for state in states.values())
+        model.register_forward_hook(typed)
         return model, optimizer
+
+    def typed(module, inputs, output):
+        for x in tree_flatten(output)[0]:
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                seen["types"].append(str(x.dtype))
 
     def stepped(self, *args, **kwargs):
         seen["reduces"].append(seen["reduced"])
@@ -114,8 +123,10 @@ def ranks(path):
     for script in NAMED.values():
         script.unsharded = lambda model, unsharded=script.unsharded: within(model, unsharded)
     for name, model, run_dir, flags in spec["jobs"]:
-        seen |= {"gathered": 0, "reduced": 0, "gathers": [], "reduces": []}
+        seen |= {"gathered": 0, "reduced": 0, "gathers": [], "reduces": [], "types": []}
         go(name, model, run_dir, **flags)
+        seen["types"] = sorted(set(seen["types"]))
+        AcceleratorState._reset_state()  # the precision
         if os.environ["RANK"] == "0":
             Path(f"{run_dir}.json").write_text(json.dumps(seen))
 

@@ -38,9 +38,10 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
     if temperature == 0:
         return logits.argmax(-1)
     on_cpu = logits.device.type == "cpu"
-    logits = logits.to(torch.float64 if on_cpu else torch.float32)
-    if temperature != 1:
-        logits = logits / temperature
+    if on_cpu:
+        logits = logits.double() / temperature
+    else:  # by a tensor of float32, which raises bfloat16 in the same pass
+        logits = logits / torch.full((1,), temperature, device=logits.device)
     if 0 < top_k < logits.shape[-1]:
         lowest_kept = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < lowest_kept, -math.inf)

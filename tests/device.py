@@ -1,5 +1,5 @@
 """A device that is none. Its tensors say gpu:0 and hold CPU tensors. Operations between it and the CPU that CUDA would
-refuse raise; kernels, waits of the host for the device, and copies to the device are counted by place.
+refuse raise. Kernels, the bytes that they move, waits of the host and copies to the device are counted by place.
 
 It is torch's PrivateUse1 key as a Python backend, so autograd's device threads run as well. It does not show autocast,
 streams, NCCL, memory, or how a GPU rounds. `start` must come before a model is made, and nothing undoes it.
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,9 +23,6 @@ CPU = torch.device("cpu")
 class Backend(_DummyBackendModule):
     def get_amp_supported_dtype(self):
         return [torch.bfloat16]
-
-    def synchronize(self, device=None):
-        pass
 
 
 _setup_privateuseone_for_python_backend("gpu", backend_module=Backend())
@@ -61,9 +58,6 @@ class OnDevice(torch.Tensor):
 
     __array__ = numpy
 
-    def __repr__(self, **options):
-        return f"gpu({self.held!r})"
-
     @classmethod
     def __torch_function__(cls, function, types, args=(), options=None):
         with torch._C.DisableTorchFunctionSubclass():
@@ -86,7 +80,7 @@ class Watch(TorchDispatchMode):
 
 # ---- Counts ----------------------------------------------------------------------------------------------------------
 
-counts = {kind: collections.Counter() for kind in ("kernels", "waits", "copies")}
+counts = {kind: collections.Counter() for kind in ("kernels", "bytes", "waits", "copies")}
 
 
 def place():
@@ -100,8 +94,8 @@ def place():
     return "backward"
 
 
-def count(kind):
-    counts[kind][place()] += 1
+def count(kind, number=1):
+    counts[kind][place()] += number
 
 
 # ---- Operations ------------------------------------------------------------------------------------------------------
@@ -117,68 +111,66 @@ WAITS = set(
     """_local_scalar_dense nonzero masked_select _unique2 unique_consecutive unique_dim equal is_nonzero _assert_async
     repeat_interleave""".split()
 )
+LOOKUPS = "gather", "searchsorted", "index", "embedding"  # which read no more than they return
 INDEXED = "index", "index_put", "index_put_", "_index_put_impl_"
 # Besides pointwise ones, these take numbers of the CPU.
 WITH_NUMBERS = "where", "masked_fill", "masked_fill_", "fill_", "lerp", "lerp_", "index_fill", "index_fill_"
 COPIES = "_to_copy", "copy_", "copy", "_copy_from", "set_"
 
 
-def is_here(x):
-    return isinstance(x, OnDevice)
-
-
 def run(function, args, options):
     """Checks, counts and computes an operation of torch."""
     name = function._schema.name.removeprefix("aten::")
     flat, tree = tree_flatten((args, options))
-    here = [x for x in flat if is_here(x)]
-    there = [x for x in flat if isinstance(x, torch.Tensor) and not is_here(x) and x.device == CPU]
+    here = [x for x in flat if isinstance(x, OnDevice)]
+    there = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, OnDevice) and x.device == CPU]
     wanted = options.get("device")
     result_is_here = bool(here) if wanted is None else torch.device(wanted).type == "gpu"
     if name == "copy_":
-        result_is_here = is_here(args[0])
-        copy(source_is_here=is_here(args[1]), result_is_here=result_is_here)
+        result_is_here = isinstance(args[0], OnDevice)
+        count_copy(source_is_here=isinstance(args[1], OnDevice), result_is_here=result_is_here)
     elif name == "_to_copy":
-        copy(source_is_here=bool(here), result_is_here=result_is_here)
+        count_copy(source_is_here=bool(here), result_is_here=result_is_here)
     elif here or result_is_here:
         if here and there and name not in COPIES:
             check(function, name, args, here, there)
         masks = name in INDEXED and any(x is not None and x.dtype == torch.bool for x in args[1])
         if name in WAITS or masks:
             count("waits")
-        if name not in VIEWS:
-            count("kernels")
+    is_kernel = result_is_here and name not in VIEWS
     if name == "_local_scalar_dense":
         result_is_here = False
-    flat = [x.held if is_here(x) else x for x in flat]
+    flat = [x.held if isinstance(x, OnDevice) else x for x in flat]
     args, options = tree_unflatten(flat, tree)
     if result_is_here and "device" in options:
         options["device"] = CPU
     options.pop("pin_memory", None)
     result = function(*args, **options)
+    if is_kernel:
+        count("kernels")
+        written = sum(x.nbytes for x in tree_leaves(result) if isinstance(x, torch.Tensor))
+        count("bytes", written + (written if name in LOOKUPS else sum(x.nbytes for x in here)))
     if not result_is_here:
         return result
     wrapped = {id(x.held): x for x in here}  # what works in place returns the tensor that it got
     return tree_map_only(torch.Tensor, lambda x: wrapped[id(x)] if id(x) in wrapped else OnDevice(x), result)
 
 
-def copy(source_is_here, result_is_here):
-    if source_is_here and result_is_here:
-        count("kernels")
-    elif source_is_here:
+def count_copy(source_is_here, result_is_here):
+    if source_is_here and not result_is_here:
         count("waits")
-    elif result_is_here:
+    elif result_is_here and not source_is_here:
         count("copies")
 
 
 def check(function, name, args, here, there):
     """MixedDevices, unless CUDA allows it: indices of the CPU, and numbers of the CPU in pointwise operations."""
-    if name in INDEXED and is_here(args[0]):
+    if name in INDEXED and isinstance(args[0], OnDevice):
         indices = {id(x) for x in args[1] if x is not None}
         there = [x for x in there if id(x) not in indices]
         count("copies")
     takes_numbers = name in (*INDEXED, *WITH_NUMBERS) or torch.Tag.pointwise in function.tags
-    is_written = function._schema.is_mutable and not is_here(args[0])
+    is_written = function._schema.is_mutable and not isinstance(args[0], OnDevice)
     if is_written or not (takes_numbers and all(x.ndim == 0 for x in there)):
         shapes = ", ".join(f"{x.device.type} {[*x.shape]}" for x in [*here, *there])
         raise MixedDevices(f"{function} in {place()}: {shapes}")
@@ -205,12 +197,13 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
 libraries = []  # torch forgets kernels whose library is gone
 
 
-def start(written=None):
-    """From now on, scripts of this process run on the device. written: a file that gets the counts at the end."""
+def start(written=None, exact=True):
+    """From now on, scripts of this process run on the device. written: a file that gets the counts at the end. exact:
+    draws are those of a CPU, and not counted."""
     import safetensors.torch
     from accelerate import PartialState
 
-    from common import launch, logging
+    from common import launch, logging, sampling
 
     kernels = torch.library.Library("aten", "IMPL")
     kernels.impl("empty_strided", lambda size, stride, **o: empty(torch.empty_strided, size, stride, o), "PrivateUse1")
@@ -229,6 +222,9 @@ def start(written=None):
     safetensors.torch.save_file = lambda tensors, *args, **options: save_file(
         {name: x.cpu().clone() for name, x in tensors.items()}, *args, **options
     )
+    draw = sampling.draw
+    if exact:
+        sampling.draw = lambda logits, u, *options: OnDevice(draw(logits.held, u.held, *options))
     on_cpu = launch.launch
 
     def on_device(*args, **options):

@@ -28,7 +28,7 @@ from PIL import Image
 from transformers import GenerationMixin
 
 from algos import dpo, sft
-from benchmarks.recording import in_terminal, transcript
+from benchmarks.recording import in_terminal
 from common import report
 from common.cli import parse
 from common.logging import Run
@@ -264,11 +264,9 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     usage = re.search("```python\n(.*?)\n```", card, re.S)[1]
     assert card == report.model_card(env, names, records, samples(folder), usage)
     values = [record[names[0]] for record in records if names[0] in record]
-    curve = f"{names[0]} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
-    if not report.is_change(samples(folder), names[0]):
-        curve += " (no change: within twice its standard error)"
+    curve = f"\n\n{names[0]} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
     places = f"card: {folder}/README.md\npicture: {folder}/curve.png\nmodel: {folder}/hf_model\n"
-    assert process.out.endswith(f"\n\n{curve}\n\n{usage}\n\n{places}") and process.err == ""
+    assert curve in process.out and process.out.endswith(f"\n\n{usage}\n\n{places}") and process.err == ""
 
     # the first lines, and the status
     assert process.out.startswith(f"{algo}: {SUMMARY[algo].replace('TYPES', TYPES)}\nsamples at step 0 ")
@@ -375,8 +373,7 @@ def test_evaluations_change_nothing_of_the_training(algo, typed, whole):
     assert (folder / model).read_bytes() == (whole(algo)[0] / model).read_bytes()
     assert not (folder / "hf_model_best").exists() and not (folder / "samples.jsonl").exists()
     headline = "rewards/accuracies" if algo in ("reward", "dpo") else SHOWN[algo].split()[1]
-    first = json.loads((folder / "env.json").read_text())["headline"]
-    assert first == headline and f"\n\n- `{headline}`: " in (folder / "README.md").read_text()
+    assert f"\n\n- `{headline}`: " in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("algo", ["sft", "dpo"])
@@ -428,12 +425,12 @@ def test_other_summaries(algo, words, said, typed, work, capsys):
 
 
 class Recorder(GeneralTracker):
-    """A tracker that keeps what it gets."""
+    """Stands for wandb, and keeps what it gets."""
 
+    name = "wandb"
     requires_logging_directory = False
 
-    def __init__(self, name):
-        self.name = name
+    def __init__(self):
         self.metrics = {}
         self.images = {}
         self.tables = {}
@@ -450,47 +447,32 @@ class Recorder(GeneralTracker):
         self.metrics[step] = values
 
     def log_table(self, name, columns, data, step):
-        assert self.name == "wandb" and name == "eval/samples"
         self.tables[step] = (columns, data)
 
     def log_images(self, values, step=None, **options):
-        assert options == ({"dataformats": "NHWC"} if self.name == "tensorboard" else {})
         self.images.setdefault(step, {}).update(values)
 
 
-@pytest.mark.parametrize("track", ["wandb", "tensorboard"])
-def test_trackers_get_metrics_samples_and_images(track, typed, work, monkeypatch):
+def test_a_tracker_gets_metrics_samples_and_images(typed, work, monkeypatch):
     """The images of an evaluation are the files of the run, one for each set."""
-    recorder = Recorder(track)
+    recorder = Recorder()
     monkeypatch.setattr(tracking, "filter_trackers", lambda names, folder: [recorder])
     sets = f"{work}/captions.jsonl,{work}/eval.jsonl"
-    words = f"--metric None --run-dir run --num-epochs 3 --track {track} --eval-dataset {sets}"
+    words = f"--metric None --run-dir run --num-epochs 3 --track wandb --eval-dataset {sets}"
     _, folder = typed("ddpo", words)
-    assert [*recorder.metrics] == [0, 2, 4, 6] and [*recorder.images] == [0, 4, 6]
+    assert [*recorder.metrics] == [0, 2, 4, 6] and [*recorder.images] == [*recorder.tables] == [0, 4, 6]
     for record in lines(folder / "metrics.jsonl"):
         assert record.items() - {("step", record["step"])} <= recorder.metrics[record["step"]].items()
     assert "perf/images_per_sec" in recorder.metrics[2]
-    assert [*recorder.tables] == ([0, 4, 6] if track == "wandb" else [])
     for step, table in recorder.tables.items():
         rows = [[row["set"], row["prompt"], row["reward"]] for row in samples(folder, step)]
         assert table == (["set", "prompt", "reward"], rows)
-    for step, name in product((0, 4, 6), ("captions", "eval")):
-        sheet = np.asarray(Image.open(folder / f"images/step_{step:08d}_{name}.png"))
-        assert np.array_equal(recorder.images[step][f"eval/images_{name}"], sheet[None])
+        for name in ("captions", "eval"):
+            sheet = np.asarray(Image.open(folder / f"images/step_{step:08d}_{name}.png"))
+            assert np.array_equal(recorder.images[step][f"eval/images_{name}"], sheet[None])
 
 
 # ---- Terminal --------------------------------------------------------------------------------------------------------
-
-
-def test_transcript():
-    pieces = [
-        (0.1, "\x1b[?25lfirst\r\n\r\x1b[2Kloading, 0 s\r"),
-        (0.3, "\r\x1b[2Kreading, 0 s\r"),
-        (2.4, "\r\x1b[2Kreading, 2 s\r\r\x1b[2Ksec"),
-        (2.5, "ond\r\nreading, 2 s\r\r\n\x1b[?25h\r\x1b[1A\x1b[2Kthird\r\n"),
-    ]
-    lines = ["   5.1   first", "   5.1 > loading, 0 s", "   7.4 > reading, 2 s", "   7.5   second", "   7.5   third"]
-    assert transcript(pieces, 5.0) == lines
 
 
 DRAWN = """import sys
@@ -507,22 +489,20 @@ print("end")
 """
 
 
-@pytest.mark.parametrize(("shell", "is_live"), [("{}", True), ("{} | cat", False)])
-def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(shell, is_live, tmp_path):
+def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(tmp_path):
     """Else not a byte more is written. Texts stand above it as they are."""
     (tmp_path / "shown.py").write_text(DRAWN.format(root=str(ROOT)))
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
-    pieces, code = in_terminal(["sh", "-c", shell.format(f"{sys.executable} shown.py")], 50, tmp_path, env)
-    text = "".join(piece for _, piece in pieces)
+    piped, drawn = (
+        "".join(piece for _, piece in in_terminal(["sh", "-c", shell], 50, tmp_path, env)[0])
+        for shell in (f"{sys.executable} shown.py | cat", f"{sys.executable} shown.py")
+    )
     said = "words " * 20 + "[red]\x1b[\r\n"
-    assert code == 0
-    if not is_live:  # `| tee log` would print into the line
-        assert text == f"{said}of a reward\r\nend\r\n"
-        return
-    assert f"\r\x1b[2K{said}" in text and "\r\x1b[2Kof a reward\r\n" in text
-    assert "\r\x1b[2Ksaving, 0 s | " + ("metric " * 20)[:35] + "…\r" in text
-    assert text.endswith("\x1b[1A\x1b[2Kend\r\n")
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is there
+    assert piped == f"{said}of a reward\r\nend\r\n"  # `| tee log` would print into the line
+    assert f"\r\x1b[2K{said}" in drawn and "\r\x1b[2Kof a reward\r\n" in drawn
+    assert "\r\x1b[2Ksaving, 0 s | " + ("metric " * 20)[:35] + "…\r" in drawn
+    assert drawn.endswith("\x1b[1A\x1b[2Kend\r\n")
+    assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is there
 
 
 def test_a_table_breaks_between_words(monkeypatch):
@@ -566,17 +546,13 @@ def drawn(monkeypatch, tmp_path):
     return draw
 
 
-def points(line):
-    return [(int(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
-
-
 def test_panels_of_a_run(drawn):
     """The headline, the metrics of the status line, then those of --metric; what is not finite is left out."""
     title, found = drawn(PPO, ["eval/reward", *IN_STATUS], "ppo-0123abcd: $x_" + "a/" * 99)
     assert [*found] == ["reward", "scores", "kl", "policy", "vowels"]
     assert title == ("ppo-0123abcd: $x_" + "a/" * 99)[:100]
-    assert points(found["reward"]["eval/reward"]) == [(0, 0.25), (8, 0.5), (12, 0.75)]
-    assert points(found["scores"]["objective/scores"]) == [(4, 0.3), (12, 0.6)]
+    assert found["reward"]["eval/reward"].get_xydata().tolist() == [[0, 0.25], [8, 0.5], [12, 0.75]]
+    assert found["scores"]["objective/scores"].get_xydata().tolist() == [[4, 0.3], [12, 0.6]]
 
 
 NAMES = {  # metrics that a script logs, of which four are asked for: panels of those with others of their last name
@@ -595,14 +571,6 @@ def test_panels_share_names(drawn):
         records = [{"step": step, **dict.fromkeys(names, step + 0.5)} for step in range(3)]
         _, found = drawn(records, names[:4])
         assert [" ".join(lines) for lines in found.values()] == expected
-
-
-def test_the_file_is_a_picture(tmp_path):
-    path = tmp_path / "curve.png"
-    draw_curves([{"step": 0, "eval/reward": None}], ["eval/reward"], "x", path)
-    assert not path.exists()  # there is nothing to draw
-    draw_curves(PPO, ["eval/reward", *IN_STATUS], "run: $x_ \u4e2d", path)
-    assert Image.open(path).format == "PNG"
 
 
 def test_when_pictures_are_drawn(monkeypatch, gpt2_dir, tmp_path, capsys):

@@ -16,9 +16,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, jsonl, samples, turn, user, write
+from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, jsonl, turn, user, write
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from algos import dpo, ilql, reward, sft
 from common.classifiers import classifier_ids
@@ -540,7 +540,6 @@ TOOLS = r"""
 QWEN3 = CHATML.replace("{{ m.content", "{{ (m.content if loop.last else m.content.split('</think>')[-1])")
 END = r"'<|im_end|>\n' }}{% endgeneration %}"
 MARGINAL = CHATML.replace(f" + {END}", r" }}{% endgeneration %}{{ '<|im_end|>\n' }}")  # spans without the end of a turn
-COUNTED = "{{ messages | length }}" + CHATML  # what is in front of the prompt changes when the answer follows
 TURN_END = "<|im_end|>\n"  # what is written behind an answer
 HEADER, BOS_TEXT = "<|im_start|>assistant\n", "<|begin_of_text|>"
 MARKERS = ["<|im_start|>", "<|im_end|>"]
@@ -616,7 +615,7 @@ def test_the_answers_and_their_ends_are_trained(template):
         assert episode.rewards == [*others, -1, *others, 3][: sum(mask)]
 
 
-@pytest.mark.parametrize("template", [QWEN3, MARGINAL, COUNTED], ids=["qwen3", "marginal", "counted"])
+@pytest.mark.parametrize("template", [QWEN3, MARGINAL], ids=["qwen3", "marginal"])
 def test_the_mask_is_that_of_transformers(template):
     """Whatever the spans hold, less those of the prompt."""
     tokenizer = build_tokenizer(template)
@@ -646,33 +645,6 @@ def test_a_template_that_drops_earlier_thoughts():
         assert trained_parts(row, spans) == trained_parts(row, plain)
         assert trained_parts(row, plain)[2] == [SAID + TURN_END]
         assert with_actions([row], spans, 999) == with_actions([row], plain, 999)
-    for encode in (pairs_of, scored):
-        with refused("--dataset row 1: the chat template changes earlier turns"):
-            encode([WHOLE], build_tokenizer(COUNTED), 999)
-
-
-def test_calls_of_tools():
-    """The calls are trained and the results are not; fields that a table fills with None count as absent."""
-    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
-    chat = [user("2+2?"), answer(None) | {"tool_calls": [call]}, turn("tool", "4"), answer("Four")]
-    chat = [{"tool_calls": None, "reasoning_content": None} | message for message in chat]
-    begun = "<|im_start|>system\nBe good.\n# Tools\nadd<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
-    for tokenizer in tokenizers(TOOLS):
-        ids, _, trained = trained_parts({"messages": chat, "tools": ADD}, tokenizer)
-        assert trained == ["call add<|im_end|>\n", "Four<|im_end|>\n"]
-        assert tokenizer.decode(ids).startswith(begun + HEADER)
-        assert trained_parts({"prompt": chat[:3], "completion": chat[3:]}, tokenizer)[2] == trained[1:]
-
-
-def test_a_truncated_answer_has_no_end():
-    """The last end token goes, wherever the spans are; with it what the template writes behind."""
-    row = {"messages": CHAT, "reward": [1, 2], "truncated": True}
-    for tokenizer in tokenizers(MARGINAL):
-        (episode,), _ = ilql.encode_episodes([row], tokenizer, 999, "--dataset")
-        size = len(episode.ids)
-        assert episode.ids == golden(tokenizer, CHAT)[:size] and tokenizer.decode(episode.ids).endswith(SAID)
-        assert episode.actions[-len(SAID) :] == list(range(size - len(SAID), size))
-        assert [value for value in episode.rewards if value] == [1, 2] and episode.rewards[-1] == 2
 
 
 NO = answer("<think>so</think>No")
@@ -702,6 +674,8 @@ def test_pairs_and_queries_are_the_chats_of_the_template(template):
 LINES = [{"text": "ab"}, {"text": "cd"}]
 
 
+@pytest.mark.case(54, "sft ppo grpo reward dpo ilql ddpo")
+@pytest.mark.case(56, "sft ppo grpo reward dpo ilql ddpo")
 def test_files_of_every_kind(tmp_path, monkeypatch):
     """Those that cannot be read are in test_inputs.py."""
     monkeypatch.chdir(tmp_path)
@@ -718,6 +692,9 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
     for name in "rows.jsonl rows.json rows.csv rows.txt rows.jsonl.gz rows.parquet saved bom.jsonl crlf.jsonl".split():
         assert load_rows(name, "--dataset") == LINES, name
     assert load_rows("row*.jsonl", "--dataset") == LINES
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk("splits")
+    with refused(r"--dataset splits cannot be loaded: it has several splits \(train, test\)"):
+        load_rows("splits", "--dataset")
 
 
 EASY = [{"text": "easy"}]
@@ -846,14 +823,3 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters):
     args.max_prompt_length = None
     with refused("--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"):
         Prompts(rows[:1], {"x": rows[1:]}, None, None).encode(LM, letters, args)
-
-
-def test_a_reward_model_of_chats(chatty, gpt2_dir, tmp_path):
-    """What its samples show, and an export that is used as its card says. test_inputs.py has the other scripts."""
-    flags = {"dataset": [CHAT_PAIR] * 2, "eval_dataset": [{"chosen": TURNS, "rejected": [*TURNS[:3], CD]}]}
-    flags |= {"batch_size": 2, "total_steps": 2, "eval_every": 2, "save_every": 0, "threads": 1}
-    _, run_dir = reward.main(reward.Args(model=gpt2_dir, tokenizer=chatty, run_dir=str(tmp_path / "run"), **flags))
-    written = "<bos>uab<eos>scd<eos>ue<eos>s"
-    assert {(row["step"], row["prompt"]) for row in samples(run_dir)} == {(0, written), (2, written)}
-    assert AutoTokenizer.from_pretrained(run_dir / "hf_model").chat_template == TEMPLATE
-    assert "'role': 'user'" in (run_dir / "README.md").read_text()

@@ -93,18 +93,6 @@ def test_the_first_ratio_in_float64(build_pipeline, tmp_path, prediction_type):
         assert record["policy/ratio"] == pytest.approx(1, abs=1e-11) and record["policy/clipfrac"] == 0
 
 
-@pytest.mark.case(64, "ddpo")
-def test_bfloat16(bf16, tmp_path):
-    """Rounding stays below what --cliprange lets pass; the export has the type of the weights."""
-    flags = {"mixed_precision": "bf16", "batch_size": 8, "micro_batch_size": 5}
-    _, run = run_ddpo(SHAPES, tmp_path / "run", num_epochs=1, **flags)
-    [record] = log(run)
-    assert 0 <= record["policy/ratio_deviation_first"] < 5e-4
-    exported = unet(run / "hf_model")
-    assert {weight.dtype for weight in exported.values()} == {torch.float32}
-    assert not equal(exported, unet(SHAPES))
-
-
 def test_rounding_that_moves_the_ratio_is_said(monkeypatch, tiny, tmp_path, capfd):
     """Here the log-probabilities of sampling are 1e-3 off."""
     denoise = ddpo.denoise

@@ -309,12 +309,8 @@ def test_all_problems_are_told_at_once():
 
 def test_values_that_are_as_good():
     """Numbers of numpy, lists for tuples, objects for texts."""
-    args = ppo.Args(
-        model=object(), dataset=[], reward=len, batch_size=np.int64(8), lr=np.float32(0.5), stop=["a"], lora_alpha=None
-    )
+    args = ppo.Args(model=object(), dataset=[], reward=len, batch_size=np.int64(8), lr=np.float32(0.5), stop=["a"])
     assert args.batch_size == 8 and args.lr == 0.5
-    with pytest.raises(TypeError, match="learning_rate"):
-        ppo.Args(learning_rate=1.0)
 
 
 # ---- The embedded tasks ----------------------------------------------------------------------------------------------
@@ -468,22 +464,16 @@ def test_a_name_of_another_script_is_told():
 
 @each_script
 def test_help_has_every_flag_in_its_group(algo, monkeypatch):
-    columns = {"ppo": 140}.get(algo, 80)
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("COLUMNS", "80")
     args_class = SCRIPTS[algo].Args
     text = help_text(args_class, everything=True)
-    wide = [line for line in text.splitlines() if len(line) >= columns]
-    assert all(line.startswith("  --loss-type {") for line in wide)
     groups = re.findall(r"^(\w.{,45}):$", text, re.M)
     assert groups[:2] == ["required, except for the embedded task", "algorithm"] and groups[-1] == "run"
-    first = text[text.index(groups[0]) : text.index("\nalgorithm:")]
-    assert re.findall(r"^  --(\w+)", first, re.M) == list(args_class.required)
     for field in fields_of(algo):
         flag = flag_of(f"no_{field.name}" if field.name in SWITCHED_ON else field.name)
         assert len(re.findall(rf"^  {flag}(?= |$)", text, re.M)) == 1, flag
     assert text.index("\nrun:") < text.index("\n  --seed INT") < text.index("Seed of every random draw. [1]")
-    short = help_text(args_class, everything=False)
-    own, _, last = short.rstrip().rpartition("\n\n")
+    own, _, last = help_text(args_class, everything=False).rstrip().rpartition("\n\n")
     assert " ".join(text.split()).startswith(" ".join(own.split()))
     listed = " ".join(last.split()).removeprefix("--help all also lists the flags that scripts share: ")
     assert listed == ", ".join(groups[2:]) + "."

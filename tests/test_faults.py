@@ -222,25 +222,6 @@ def test_killed_before_each_change_of_a_file(algo, part, states, scripts, work, 
         continued(state, algo, scripts, work, whole, tmp_path / state.name)
 
 
-@pytest.mark.case(2)
-@pytest.mark.parametrize("algo", ["ppo", pytest.param("sft", marks=pytest.mark.slow)])
-def test_killed_while_a_checkpoint_is_written(algo, states, scripts, work, whole, tmp_path):
-    """The sample of the default run: every tenth state on the way from the second checkpoint to the third; and in
-    every state of the whole run the newest checkpoint is whole, or there was none yet."""
-    steps = []
-    for state in states(algo):
-        folder = Path(shutil.copytree(state, tmp_path / "look")) / "run"
-        path, found = newest_checkpoint(folder, lambda text: None) if folder.exists() else (None, None)
-        steps.append(found["step"] if path else 0)
-        shutil.rmtree(tmp_path / "look")
-    assert steps == sorted(steps) and steps[-1] == lines(whole(algo)[0] / "metrics.jsonl")[-1]["step"]
-    third = sorted(set(steps))[3]
-    write = [state for state in states(algo)[: steps.index(third) + 8] if any(state.rglob(f".tmp-step_*{third}-*"))]
-    assert len(write) > 8
-    for state in write[::10]:
-        continued(state, algo, scripts, work, whole, tmp_path / state.name)
-
-
 @pytest.mark.case(78)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the same command", "another command"])
@@ -304,7 +285,7 @@ OWN_FAULTS = {
 }
 DEFAULT_FAULTS = {("ppo", "reward"), ("ilql", "optimizer step"), ("sft", "logging"), ("sft", "two interrupts")}
 DEFAULT_FAULTS |= {("ppo", "an error in an update"), ("sft", "no memory"), ("sft", "a full disk in a line")}
-DEFAULT_FAULTS |= {("sft", "a full disk at the export")}
+DEFAULT_FAULTS |= {("sft", "a full disk at the export"), ("ppo", "model of a checkpoint")}
 
 
 def faults():
@@ -757,21 +738,15 @@ import itertools, time
 now, ticks = time.time, itertools.count()
 time.time = lambda: now() - 3600 * next(ticks)  # an hour back at each call
 """
-SURROUNDINGS = {
-    "clock": (CLOCK, {}),
-    "time zone and locale": ("", {"TZ": "Asia/Kathmandu", "LC_ALL": "C", "LANG": "tr_TR.UTF-8"}),
-    "hash seed": ("", {"PYTHONHASHSEED": "1"}),
-    "another hash seed": ("", {"PYTHONHASHSEED": "4711"}),
-}
+SURROUNDINGS = {"TZ": "Asia/Kathmandu", "LC_ALL": "C", "LANG": "tr_TR.UTF-8", "PYTHONHASHSEED": "4711"}
 
 
 @pytest.mark.case(66)
 @pytest.mark.slow
-@pytest.mark.parametrize("what", SURROUNDINGS)
 @pytest.mark.parametrize("algo", ALGOS)
-def test_clock_locale_and_hash_seed_change_nothing(algo, what, work, whole, tmp_path):
-    patch, env = SURROUNDINGS[what]
-    done = launch([sys.executable], driven(patch, tmp_path, command(work, algo, "run")), tmp_path, work, **env)
+def test_clock_time_zone_locale_and_hash_seed_change_nothing(algo, work, whole, tmp_path):
+    argv = driven(CLOCK, tmp_path, command(work, algo, "run"))
+    done = launch([sys.executable], argv, tmp_path, work, **SURROUNDINGS)
     assert done.returncode == 0, done.stderr
     same(tmp_path / "run", whole(algo)[0])
 

@@ -1,8 +1,8 @@
 """Counts what decoding asks of a GPU, without one: `python benchmarks/waits.py [another checkout]`
 
-It prints a row of throughput/waits.csv, counted on the pretended device of tests/device.py for Qwen3's 28 layers (narrow
-ones: the width does not matter): kernels, waits of the host and copies to the device per token, and the megabytes that
-drawing a token for a row moves, from 151,936 logits in bfloat16.
+It prints a row of throughput/waits.csv, counted on the pretended device of tests/device.py for a Qwen3 of 28 layers (a
+narrow one: the width does not matter): kernels, waits of the host and copies to the device per token, and the megabytes
+that drawing a token for a row moves, from 151,936 logits in bfloat16.
 """
 
 import subprocess

@@ -6,7 +6,6 @@ and it comes out as files that transformers and peft read. A reward adapter scor
 
 import functools
 import json
-import math
 import shutil
 from types import SimpleNamespace
 
@@ -15,10 +14,9 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from harness import ROOT, launch, torchrun
-from helpers import log, recorded, samples
+from helpers import log, recorded
 from helpers import weights as weights_of
-from test_models import IDS, more_vowels, scored
+from test_models import IDS, more_vowels
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
@@ -28,7 +26,6 @@ from common.adapters import for_sampling, train_adapters
 from common.classifiers import RewardModel
 from common.cli import InputError
 from common.models import load_model
-from common.sampling import generate_all
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 PAIRS = [{"prompt": p, "chosen": p[::-1] + "a", "rejected": "u" * len(p) + "e"} for p in PROMPTS]
@@ -41,7 +38,6 @@ DATA = {
     dpo: PAIRS,
 }
 NAMED = {script.__name__[6:]: script for script in DATA}
-SCRIPTS = pytest.mark.parametrize("script", DATA, ids=NAMED)
 
 
 def run(script, model, run_dir, **flags):
@@ -133,33 +129,17 @@ def test_adapters_are_added_while_sampling(build_model, family, targets):
     apart = logits(lm)
     before = identity(lm)
     embedding = lm.get_input_embeddings().weight.detach().clone()
-    seen = []
-    hook = lm.get_output_embeddings().register_forward_pre_hook(lambda *_: seen.append(1))
     layers = [layer for layer in lm.modules() if hasattr(layer, "get_base_layer")]
     assert len(layers) > 1
     with for_sampling(lm):
         assert all(layer.merged for layer in layers)
-        calls = [layer.lora_A["default"].register_forward_hook(lambda *_: seen.append("A")) for layer in layers]
         close(logits(lm), apart, 1e-12)
         assert torch.equal(lm.get_input_embeddings().weight, embedding)
-    for call in [hook, *calls]:
-        call.remove()
-    assert seen == [1]
     assert_same(before, identity(lm))
     with pytest.raises(ValueError, match="broken"), for_sampling(lm):
         raise ValueError("broken")
     assert_same(before, identity(lm))
     assert torch.equal(logits(lm), apart)
-
-
-def test_an_adapter_that_cannot_be_added_leaves_the_others_as_they_were(build_model):
-    lm = with_adapters(build_model, "gpt2", torch.float32)
-    last = [module for module in lm.modules() if hasattr(module, "lora_B")][-1]
-    last.lora_B["default"].weight.data[0, 0] = float("nan")
-    facts = identity(lm)
-    with pytest.raises(ValueError, match="NaNs detected"), for_sampling(lm):
-        pass
-    assert facts[:2] == identity(lm)[:2]
 
 
 def test_adapters_of_rounded_weights_stay_apart(build_model):
@@ -170,36 +150,10 @@ def test_adapters_of_rounded_weights_stay_apart(build_model):
         assert torch.equal(logits(lm), apart)
 
 
-@pytest.mark.parametrize("lora_r", [0, 3])
-def test_frozen_weights_are_cast_once(build_model, letters, accelerator, lora_r, monkeypatch):
-    """Under autocast, sampling of seven tokens casts a weight once, whether it is trained or not; tokens stay."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Casts(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            if function is torch.ops.aten._to_copy.default and arguments[0].shape == (20, 12):
-                counted.append(arguments[0].data_ptr())
-            return function(*arguments, **keywords or {})
-
-    counted = []
-    lm = build_model("qwen3")
-    lm.requires_grad_(False)
-    if lora_r:
-        lm = with_adapters(build_model, "qwen3", torch.float32)
-    monkeypatch.setattr(accelerator, "autocast", lambda: torch.autocast("cpu", torch.bfloat16))
-    sampling = {"seed": 1, "max_new_tokens": 7, "sample": ppo.sample, "decode_batch_size": 2}
-    with Casts():
-        sampled = generate_all(accelerator, lm, letters, [[3, 4, 5], [6], [7, 8]], ("rollout", 2), **sampling)
-    assert sampled[3].sum() > 7
-    assert len(counted) == 4  # up and gate of two blocks
-
-
 # ---- New adapters ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("gpt2", torch.float32), ("llama", torch.bfloat16), ("qwen3", torch.float64)]
-)
+@pytest.mark.parametrize(("family", "dtype"), [("gpt2", torch.float32), ("llama", torch.bfloat16)])
 def test_new_adapters_change_nothing_and_are_all_that_is_trained(build_model, family, dtype):
     plain = build_model(family, dtype)
     lm = adapted(build_model(family, dtype), lora_r=3)
@@ -220,17 +174,13 @@ def test_new_adapters_change_nothing_and_are_all_that_is_trained(build_model, fa
 
 
 def test_adapters_are_drawn_by_the_seed_alone(build_model):
-    def drawn(seed, noise):
+    drawn = []
+    for seed, noise in ((1, 5), (1, 6), (2, 5)):
         torch.manual_seed(noise)
         lm = adapted(build_model(), ppo, lora_r=3, seed=seed)
-        return {name: weight for name, weight in lm.named_parameters() if "lora_A" in name}
-
-    one = drawn(1, noise=5)
-    again = drawn(1, noise=6)
-    other = drawn(2, noise=5)
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    assert not any(torch.equal(one[name], other[name]) for name in one)
-    assert len({weight.flatten()[0].item() for weight in one.values()}) == len(one)
+        drawn.append(torch.cat([weight.flatten() for name, weight in lm.named_parameters() if "lora_A" in name]))
+    assert torch.equal(drawn[0], drawn[1])
+    assert len(drawn[0].unique()) > 0.99 * len(drawn[0]) and not (drawn[0] == drawn[2]).any()
 
 
 def test_targets_rank_and_alpha(build_model):
@@ -241,9 +191,6 @@ def test_targets_rank_and_alpha(build_model):
     layer = lm.model.layers[1].mlp.down_proj
     assert layer.scaling == {"default": 4.0}
     assert layer.lora_A["default"].weight.shape == (5, 20)
-
-
-def test_a_target_that_the_model_does_not_have(build_model):
     with pytest.raises(InputError, match="--lora-targets: no module of --model is named q_prjo"):
         adapted(build_model(), lora_r=3, lora_targets=("c_fc", "q_prjo"))
 
@@ -259,29 +206,28 @@ def logprobs(directory, batch):
 
 
 @pytest.mark.parametrize("further", [False, True])
-@pytest.mark.parametrize("script", [ppo, grpo], ids=["ppo", "grpo"])
-def test_the_reference_of_a_rollout(gpt2_dir, lora, tmp_path, monkeypatch, script, further):
+def test_the_reference_of_a_rollout(gpt2_dir, lora, tmp_path, monkeypatch, further):
     """The model without the new adapter, or the one that is trained further as it came: never silently the base model,
     as in TRL's issues 1193 and 1365."""
-    model = lora(script) / "hf_model" if further else gpt2_dir
-    rollouts = scored(monkeypatch, script)
-    _, run_dir = run(script, model, tmp_path / "run", lora_r=0 if further else 3)
-    (_, _, first, first_ref), (_, batch, second, second_ref) = rollouts()
-    assert torch.equal(first, first_ref)
+    model = lora(ppo) / "hf_model" if further else gpt2_dir
+    rollouts = recorded(monkeypatch, ppo, "rollout")
+    _, run_dir = run(ppo, model, tmp_path / "run", lora_r=0 if further else 3)
+    (_, first), (_, second) = rollouts
+    assert torch.equal(first.logprobs, first.ref_logprobs)
     assert log(run_dir)[1]["objective/kl"] == 0
-    mask = batch.response_mask
-    expected = logprobs(model, batch)
-    close(second_ref[mask], expected[mask], 1e-5)
-    assert (second - second_ref)[mask].abs().max() > 1e-3  # the policy has moved
+    mask = second.response_mask
+    expected = logprobs(model, second)
+    close(second.ref_logprobs[mask], expected[mask], 1e-5)
+    assert (second.logprobs - second.ref_logprobs)[mask].abs().max() > 1e-3  # the policy has moved
     if further:
-        assert (logprobs(gpt2_dir, batch) - expected)[mask].abs().max() > 1e-3
-        old = weights(lora(script))
+        assert (logprobs(gpt2_dir, second) - expected)[mask].abs().max() > 1e-3
+        old = weights(lora(ppo))
         new = weights(run_dir)
         assert old.keys() == new.keys()
         assert not any(torch.equal(old[name], new[name]) for name in old)
 
 
-@pytest.mark.parametrize(("further", "precompute_ref"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("further", "precompute_ref"), [(False, False), (True, True)])
 def test_the_reference_of_dpo(gpt2_dir, lora, tmp_path, further, precompute_ref):
     """Without the new adapter, or with the one that is trained further as it came; scored before or beside."""
     model = lora(dpo) / "hf_model" if further else gpt2_dir
@@ -305,9 +251,8 @@ def test_the_reference_of_dpo(gpt2_dir, lora, tmp_path, further, precompute_ref)
 # ---- Files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [ppo, sft], ids=["ppo", "sft"])
-def test_adapters_are_read_by_transformers_and_peft(gpt2_dir, lora, script, tmp_path):
-    folder = lora(script) / "hf_model"
+def test_adapters_are_read_by_transformers_and_peft(gpt2_dir, lora, tmp_path):
+    folder = lora(sft) / "hf_model"
     assert not (folder / "model.safetensors").exists()
     assert not (folder / "config.json").exists()
     lm, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -322,16 +267,6 @@ def test_adapters_are_read_by_transformers_and_peft(gpt2_dir, lora, script, tmp_
     merged, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(report.values())
     close(logits(merged), logits(lm), 1e-4)
-
-
-@pytest.mark.parametrize("targets", [("c_attn", "lm_head"), ("wte", "c_fc")], ids=str)
-def test_adapters_of_tied_layers(gpt2_dir, tmp_path, targets):
-    """They are trained, exported and trained further."""
-    metrics, run_dir = run(sft, gpt2_dir, tmp_path / "run", lora_r=3, lora_targets=targets)
-    names = " ".join(weights(run_dir))
-    assert targets[0] in names
-    assert targets[1] in names
-    assert run(sft, run_dir / "hf_model", tmp_path / "on", lr=1e-30)[0]["eval/loss"] == metrics["eval/loss"]
 
 
 def test_the_heads_lie_beside_the_adapter(lora):
@@ -366,17 +301,14 @@ def test_objects_of_peft_and_objects_without_a_name(gpt2_dir, build_model, lette
     folder = sft.main(args)[1] / "hf_model"
     close(logits(AutoModelForCausalLM.from_pretrained(folder)), before, 1e-6)
     args = sft.Args(model=build_model(), tokenizer=letters, run_dir=str(tmp_path / "two"), lora_r=3, **settings)
-    with pytest.raises(
-        InputError, match="--model is an object without name_or_path, by which adapters find their base: set it"
-    ):
+    with pytest.raises(InputError, match="--model is an object without name_or_path"):
         sft.main(args)
 
 
 @pytest.mark.parametrize("flags", [{"lora_r": 3}, {"num_layers_unfrozen": 1}], ids=str)
-@pytest.mark.parametrize("script", [sft, reward], ids=["sft", "reward"])
-def test_adapters_come_with_their_own_rank(lora, script, flags, tmp_path):
+def test_adapters_come_with_their_own_rank(lora, flags, tmp_path):
     with pytest.raises(InputError, match="--model is already a LoRA adapter: leave out --lora-r and"):
-        run(script, lora(script) / "hf_model", tmp_path / "run", **flags)
+        run(sft, lora(sft) / "hf_model", tmp_path / "run", **flags)
 
 
 def test_an_adapter_of_one_kind_of_model_is_not_one_of_another(lora, gpt2_dir, tmp_path):
@@ -404,11 +336,9 @@ def test_a_base_with_a_hole(lora, gpt2_dir, tmp_path):
         load_model(flags_of(), tmp_path / "adapter")
 
 
-OTHER_ADAPTERS = [{"bias": "lora_only"}, {"trainable_token_indices": [1, 2]}]
-OTHER_ADAPTERS += [{"modules_to_save": ["lm_head"], "ensure_weight_tying": True}, {"use_dora": True}, "IA3"]
-
-
-@pytest.mark.parametrize("option", OTHER_ADAPTERS, ids=str)
+@pytest.mark.parametrize(
+    "option", [{"bias": "lora_only"}, {"trainable_token_indices": [1, 2]}, {"use_dora": True}, "IA3"]
+)
 def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
     """transformers does not export these, nor load the vectors of DoRA."""
     config = peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], task_type="CAUSAL_LM")
@@ -431,7 +361,7 @@ def test_bfloat16(gpt2_dir, tmp_path, script):
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@SCRIPTS
+@pytest.mark.parametrize("script", [ppo, ilql, reward], ids=["ppo", "ilql", "reward"])
 def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, lora, script, tmp_path):
     """From a checkpoint that holds the adapters and heads alone."""
     whole = lora(script)
@@ -462,24 +392,20 @@ def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, lora, script, tm
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-OTHER_WEIGHTS = {  # flags, what is said
-    "rank": ({"lora_r": 5}, "holds other weights, such as .*lora_A.default.weight"),
-    "base": ({"lora_r": 3}, "holds other weights, such as frozen ones"),
-    "all weights": ({}, "holds other weights, such as .*"),
-    "fewer targets": ({"lora_r": 3, "lora_targets": ("c_attn",)}, "holds other weights, .*c_proj.*"),
-}
-
-
-@pytest.mark.parametrize("change", OTHER_WEIGHTS)
+@pytest.mark.parametrize("change", ["rank", "base"])
 def test_checkpoints_of_other_weights(build_model, letters, gpt2_dir, lora, change, tmp_path):
-    flags, sentence = OTHER_WEIGHTS[change]
     checkpoint = max((lora(sft) / "checkpoints").iterdir())
-    model = gpt2_dir
     if change == "base":
         model = tmp_path / "model"
         build_model(seed=5).save_pretrained(model)
         letters.save_pretrained(model)
-    with pytest.raises(InputError, match=f"--resume .* {sentence}: keep its --model and --lora-r, or give its"):
+        flags = {"lora_r": 3}
+        what = "frozen ones"
+    else:
+        model = gpt2_dir
+        flags = {"lora_r": 5}
+        what = ".*lora_A.default.weight"
+    with pytest.raises(InputError, match=f"--resume .* holds other weights, such as {what}: keep its --model and"):
         run(sft, model, tmp_path / "run", resume=str(checkpoint), **flags)
 
 
@@ -492,20 +418,13 @@ def comparable(run_dir):
     return records
 
 
-def assert_equal_metrics(one, other):
-    """Of two run directories, to 1e-9."""
-    for a, b in zip(comparable(one), comparable(other), strict=True):
-        assert b == pytest.approx(a, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    "script", [sft, ppo, pytest.param(grpo, marks=pytest.mark.slow), dpo], ids=["sft", "ppo", "grpo", "dpo"]
-)
+@pytest.mark.parametrize("script", [sft, pytest.param(ppo, marks=pytest.mark.slow)], ids=["sft", "ppo"])
 def test_micro_batches_and_recomputed_activations_change_nothing(gpt2_dir, tmp_path, script):
     flags = {"lora_r": 3, "dtype": "float64", "attn_implementation": "sdpa"}
     run(script, gpt2_dir, tmp_path / "whole", micro_batch_size=8, **flags)
     run(script, gpt2_dir, tmp_path / "parts", micro_batch_size=1, gradient_checkpointing=True, **flags)
-    assert_equal_metrics(tmp_path / "whole", tmp_path / "parts")
+    for a, b in zip(comparable(tmp_path / "whole"), comparable(tmp_path / "parts"), strict=True):
+        assert b == pytest.approx(a, rel=1e-9, abs=1e-9)
 
 
 # ---- Reward adapters -------------------------------------------------------------------------------------------------
@@ -587,18 +506,6 @@ def test_only_equal_frozen_weights_are_shared(judge, gpt2_dir, build_model):
     assert shared_numbers(scores(judge, half)[0], half) == 0
 
 
-@pytest.mark.parametrize("script", [ppo, pytest.param(grpo, marks=pytest.mark.slow)], ids=["ppo", "grpo"])
-def test_a_run_with_a_reward_adapter(judge, gpt2_dir, tmp_path, script):
-    """The first evaluation has the same scores, whether nothing, all, or half of the base is shared."""
-    found = []
-    for number, flags in enumerate(({}, {"lora_r": 3}, {"num_layers_unfrozen": 1})):
-        _, run_dir = run(script, gpt2_dir, tmp_path / str(number), reward=str(judge), **flags)
-        found.append([row["reward"] for row in samples(run_dir, step=0)])
-    assert found[0] == found[1] == found[2]
-    assert len(set(found[0])) == 5
-    assert log(run_dir)[0]["eval/reward"] == pytest.approx(sum(found[0]) / 5)
-
-
 # ---- 4 bits ----------------------------------------------------------------------------------------------------------
 
 
@@ -615,105 +522,34 @@ def wide_dir(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "script",
-    [sft, reward, *(pytest.param(script, marks=pytest.mark.slow) for script in (ppo, grpo, ilql, dpo))],
-    ids=["sft", "reward", "ppo", "grpo", "ilql", "dpo"],
-)
-def test_four_bits(wide_dir, script, tmp_path, monkeypatch):
+def test_four_bits(wide_dir, tmp_path, monkeypatch):
     """The frozen layers are quantised, the start is near that of the whole model, the adapter fits the whole model, and
     the run continues bitwise from its last but one checkpoint."""
-    owner = reward if script is reward else models  # the others by `load_lm`
-    calls = recorded(monkeypatch, owner, "train_adapters")
+    calls = recorded(monkeypatch, models, "train_adapters")
     flags = {"lora_r": 3, "dtype": "float32"}
-    _, run_dir = run(script, wide_dir, tmp_path / "run", load_in_4bit=True, **flags)
-    lm = calls[0][0][0]
-    layer = lm.model.layers[1].mlp.down_proj
-    assert type(layer.base_layer).__name__ == "Linear4bit"
+    _, run_dir = run(sft, wide_dir, tmp_path / "run", load_in_4bit=True, **flags)
+    layer = calls[0][0][0].model.layers[1].mlp.down_proj
     assert layer.base_layer.weight.dtype == torch.uint8
     assert layer.lora_A["default"].weight.requires_grad
     found = log(run_dir)
-    for record in found:
-        assert all(map(math.isfinite, record.values()))
-    if script in (sft, ilql, reward):
-        whole = log(run(script, wide_dir, tmp_path / "whole", **flags)[1])
-        assert found[0]["eval/loss"] != whole[0]["eval/loss"]
-        assert found[0]["eval/loss"] == pytest.approx(whole[0]["eval/loss"], rel=0.2)
-    if script in (ppo, grpo):
-        assert found[1]["objective/kl"] == 0
-    kind = AutoModelForCausalLM
-    options = {}
-    if script is reward:
-        kind = AutoModelForSequenceClassification
-        options = {"num_labels": 1}
-    lm, report = kind.from_pretrained(run_dir / "hf_model", output_loading_info=True, **options)
+    whole = log(run(sft, wide_dir, tmp_path / "whole", **flags)[1])
+    assert found[0]["eval/loss"] != whole[0]["eval/loss"]
+    assert found[0]["eval/loss"] == pytest.approx(whole[0]["eval/loss"], rel=0.2)
+    lm, report = AutoModelForCausalLM.from_pretrained(run_dir / "hf_model", output_loading_info=True)
     assert not report["unexpected_keys"]
     assert type(lm.model.layers[1].mlp.down_proj.base_layer).__name__ == "Linear"
     shutil.rmtree(max((run_dir / "checkpoints").iterdir()))
     (run_dir / "README.md").unlink()
-    run(script, wide_dir, run_dir, load_in_4bit=True, **flags)
+    run(sft, wide_dir, run_dir, load_in_4bit=True, **flags)
     assert log(run_dir) == found
 
 
-def test_four_bits_need_adapters_and_a_package(wide_dir, tmp_path, monkeypatch):
+def test_four_bits_of_a_classifier(wide_dir, tmp_path):
+    _, run_dir = run(reward, wide_dir, tmp_path / "run", load_in_4bit=True, lora_r=3)
+    lm = AutoModelForSequenceClassification.from_pretrained(run_dir / "hf_model", num_labels=1)
+    assert type(lm.model.layers[1].mlp.down_proj.base_layer).__name__ == "Linear"
+
+
+def test_four_bits_need_adapters(wide_dir, tmp_path):
     with pytest.raises(InputError, match="--load-in-4bit: 4-bit weights cannot be trained: add --lora-r"):
         run(sft, wide_dir, tmp_path / "run", load_in_4bit=True)
-    monkeypatch.setattr(transformers.quantizers.quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
-    with pytest.raises(InputError, match="--model .*.* cannot be loaded: .*requires bitsandbytes: `pip install"):
-        run(sft, wide_dir, tmp_path / "run", load_in_4bit=True, lora_r=3)
-
-
-# ---- Processes -------------------------------------------------------------------------------------------------------
-
-RANKS = """
-import json
-import accelerate, test_adapters
-accelerate.Accelerator.end_training = lambda accelerator: None  # the next run needs the process group
-for name, model, number, flags in json.load(open("jobs.json")):
-    test_adapters.three_steps(name, model, f"two{number}", **flags)
-"""
-
-
-def sums(outputs, **columns):
-    """Seldom equal: a run on nothing but groups of equal rewards would make steps of rounding errors."""
-    return [float(sum(map(ord, output)) % 7) for output in outputs]
-
-
-def three_steps(name, model, run_dir, **flags):
-    """Three steps (four of ppo and grpo) in float64, of six rows in micro-batches of two."""
-    settings = {"batch_size": 6, "micro_batch_size": 2, "dtype": "float64", "attn_implementation": "sdpa"}
-    settings["adam_eps"] = 1e-6  # with the usual one Adam makes steps of rounding errors where a gradient is zero
-    if name in ("ppo", "grpo"):
-        settings |= {"rollout_batch_size": 12, "total_episodes": 24}
-    else:
-        settings["total_steps"] = 3
-    if name == "grpo":
-        settings["reward"] = sums
-    run(NAMED[name], model, run_dir, **settings | flags)
-
-
-@pytest.fixture
-def t5_dir(tmp_path):
-    sizes = {"d_model": 12, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 2, "vocab_size": 25}
-    ids = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23, "decoder_start_token_id": 23}
-    torch.manual_seed(0)
-    lm = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **ids, initializer_factor=3.0))
-    lm.save_pretrained(tmp_path / "t5")
-    randomwalks.tokenizer().save_pretrained(tmp_path / "t5")
-    return str(tmp_path / "t5")
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(gpt2_dir, t5_dir, tmp_path):
-    """With adapters, and for encoder-decoders; three rows a process in micro-batches of two and one."""
-    jobs = [(name, gpt2_dir, {"lora_r": 3}) for name in NAMED]
-    jobs += [(name, t5_dir, {}) for name in ("sft", "ilql", "ppo", "grpo")]
-    jobs = [(name, model, number, flags) for number, (name, model, flags) in enumerate(jobs)]
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    (tmp_path / "ranks.py").write_text(RANKS)
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "ACCELERATE_USE_CPU": "true"}
-    done = launch(torchrun(2), ["ranks.py"], tmp_path, tmp_path, timeout=300, **env)
-    assert done.returncode == 0, done.stderr[-9000:]
-    for name, model, number, flags in jobs:
-        three_steps(name, model, tmp_path / f"one{number}", **flags)
-        assert_equal_metrics(tmp_path / f"one{number}", tmp_path / f"two{number}")

@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 import torch
-from helpers import BOS, EOS, log, recorded, same_run, tensor, weights
+from helpers import BOS, EOS, log, recorded, same_run, tensor
 from transformers import AutoModelForCausalLM
 
 from algos import dpo
@@ -263,20 +263,6 @@ def test_logprobs_are_sums_over_the_response(monkeypatch, build_model, family, p
     assert expected.unique().numel() == 13  # of 14: one pair has equal sides
 
 
-@pytest.mark.parametrize(("packing", "chunks"), [(True, True), (False, False)])
-def test_gradients_are_those_of_the_definition(monkeypatch, build_model, packing, chunks):
-    model = build_model("gpt2", torch.float64)
-    factors = torch.linspace(-1.3, 2.1, 14).view(2, 7).double()
-    (factors * slow_logprobs(model, PAIRS)).sum().backward()
-    expected = [weight.grad for weight in model.parameters()]
-    model.zero_grad()
-    if chunks:
-        compute_in_chunks(monkeypatch, model, 3)
-    (factors * dpo.pair_logprobs(model, packing, PAIRS)).sum().backward()
-    for weight, gradient in zip(model.parameters(), expected, strict=True):
-        assert (weight.grad - gradient).abs().max() <= 1e-10 * gradient.abs().max()
-
-
 def test_lines_are_as_long_as_the_longest_text():
     """Every text is there once, and little of the lines is padding."""
     lengths = [128, 90, 60, 50, 40, 31, 30, 3]
@@ -372,28 +358,6 @@ def test_training_is_against_the_initial_model_at_every_step(letters, gpt2_dir, 
     assert third["rewards/margins"] > 0.1
 
 
-def test_how_the_reference_is_asked_changes_no_result(monkeypatch, gpt2_dir, other_dir, tmp_path):
-    """Nor does recomputing activations, or what the launcher says of accumulation."""
-    flags = {"ref_model": other_dir, "eval_dataset": HELD_OUT, "eval_every": 2, "sft_coef": 0.3, "batch_size": 5}
-    _, plain = run_dpo(gpt2_dir, tmp_path / "plain", **flags)
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    flags |= {"precompute_ref": False, "packing": False, "gradient_checkpointing": True, "micro_batch_size": 2}
-    _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
-    same_run(run_dir, plain, weight_tolerance=2e-8)
-    before = weights(gpt2_dir)
-    after = weights(run_dir / "hf_model")
-    assert all((before[name] - after[name]).abs().max() > 1e-4 for name in before), "it did train"
-
-
-def test_every_pair_is_seen_once_an_epoch(monkeypatch, gpt2_dir, tmp_path):
-    calls = recorded(monkeypatch, dpo, "pair_losses")
-    metrics, _ = run_dpo(gpt2_dir, tmp_path / "run", batch_size=2, total_steps=None, epochs=2.0, micro_batch_size=1)
-    seen = [str(pairs) for (_, pairs), _ in calls]  # one pair a call
-    assert len(seen) == 14 and len(set(seen)) == 7
-    assert {seen.count(pair) for pair in seen} == {2}
-    assert metrics["train/epoch"] == 2.0
-
-
 def test_the_learning_rate_of_a_continued_run_goes_on(monkeypatch, gpt2_dir, tmp_path):
     """Stopped by an error in the fourth step, which it repeats."""
     flags = {"total_steps": 5, "save_every": 1, "batch_size": 3, "warmup_steps": 2}
@@ -458,16 +422,6 @@ def test_one_object_as_policy_and_reference(build_model, letters, tmp_path):
     run_dpo(copy.deepcopy(model), tmp_path / "one", **flags)
     run_dpo(model, tmp_path / "two", ref_model=model, **flags)
     same_run(tmp_path / "one", tmp_path / "two")
-
-
-@pytest.mark.parametrize(("flags", "sizes"), [({}, [3, 2, 7]), ({"precompute_ref": False}, [3, 2])], ids=str)
-def test_all_sets_are_scored_once_before_training(monkeypatch, gpt2_dir, tmp_path, flags, sizes):
-    """Besides, at each evaluation the policy scores the pairs of the sets. Nothing stays beside the run."""
-    calls = recorded(monkeypatch, dpo, "score_pairs")
-    flags = flags | {"eval_dataset": {"x": HELD_OUT, "y": HELD_OUT[:2]}, "eval_every": 3}
-    run_dpo(gpt2_dir, tmp_path / "run", **flags)
-    assert [scores.shape[1] for _, scores in calls] == [*sizes, 3, 2, 3, 2]
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.case(33, "dpo")

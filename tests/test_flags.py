@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
-from common import cli
 from common.cli import ROOT, InputError, from_task, help_text, parse, refuse_other_names
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
@@ -100,12 +99,7 @@ CHOICES = {
     "value_head_init": "zeros normal default",
 }
 TEXTS = [  # flag, rule, values inside, values outside
-    (
-        "name",
-        "letters and digits, after the first also . _ -",
-        [None, "1e-3", "r.2_ß"],
-        ["", "a b", "_", "a/b", "a\n"],
-    ),
+    ("name", "letters and digits, after the first also . _ -", [None, "1e-3", "r.2_ß"], ["", "a b", "_", "a/b", "a\n"]),
     ("push_to_hub", "org/name", [None, "org/name"], ["name"]),
     ("stop", "a text that is not empty", [(), ("a", "b")], [("a", ""), ("",)]),
 ]
@@ -188,10 +182,10 @@ def test_every_choice(algo):
 
 @pytest.mark.parametrize(("name", "rule", "inside", "outside"), TEXTS)
 def test_texts_with_a_range(name, rule, inside, outside):
-    assert [told("sft", **{name: value}) for value in inside] == [[]] * len(inside)
-    assert [told("sft", **{name: value}) for value in outside] == [
-        [f"{flag_of(name)} {value} must be {rule}"] for value in outside
-    ]
+    for value in inside:
+        assert told("sft", **{name: value}) == []
+    for value in outside:
+        assert told("sft", **{name: value}) == [f"{flag_of(name)} {value} must be {rule}"]
 
 
 @each_script
@@ -219,8 +213,6 @@ GREY = {"negative_prompt": "grey"}
 EIGHTY = "--rollout-batch-size 80"
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
     ("sft", {"lora_alpha": 2.0}, LORA),
-    ("sft", {"lora_targets": ("c_attn",)}, LORA),
-    ("ddpo", {"lora_alpha": 4.0}, LORA),
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
     ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),
     ("ppo", {"lora_r": 4, "num_layers_unfrozen": 0}, NO_LAYERS),
@@ -228,21 +220,13 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("sft", {"num_layers_unfrozen": 0}, NOTHING),
     ("dpo", {"num_layers_unfrozen": 0}, NOTHING),
     ("grpo", {"num_layers_unfrozen": 0}, NOTHING),
-    (
-        "ppo",
-        {"rollout_batch_size": 11, "batch_size": 7},
-        "--rollout-batch-size 11 must be a multiple of --batch-size 7",
-    ),
     ("ddpo", {"rollout_batch_size": 80, "batch_size": 5 * 32}, f"{EIGHTY} must be a multiple of --batch-size 160"),
     ("ppo", {"batch_size": 0}, "--batch-size 0 must be at least 1"),
-    ("ppo", {"rollout_batch_size": 0}, "--rollout-batch-size 0 must be at least 1"),
     ("ppo", {"total_episodes": 513, "rollout_batch_size": 80}, f"--total-episodes 513 must be a multiple of {EIGHTY}"),
-    ("grpo", {"total_episodes": 511, "rollout_batch_size": 80}, f"--total-episodes 511 must be a multiple of {EIGHTY}"),
     ("ppo", {"min_length_limit": 54}, "--min-length-limit 54 must be at most --max-new-tokens 53"),
     ("ppo", {"kl_target": 6.0, "kl_coef": 0.0}, "--kl-target needs a --kl-coef above 0, which it adapts"),
     ("ppo", {"kl_target": 6.0, "kl_horizon": 511}, HORIZON),
     ("ppo", {"ratio_threshold": 1.0}, "--ratio-threshold 1.0 must be 0 or more than 1"),
-    ("ppo", {"ratio_threshold": 1e-9}, "--ratio-threshold 1e-09 must be 0 or more than 1"),
     ("grpo", {"group_size": 1}, ALONE),
     ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1"),
     ("grpo", {"group_size": 3}, "--rollout-batch-size 512 must be a multiple of --group-size 3"),
@@ -253,7 +237,6 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ilql", {"eval_prompts": "x"}, "--eval-prompts needs --metric, which scores the samples"),
     ("dpo", {"loss_type": "exo_pair"}, "--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)"),
     ("dpo", {"loss_type": "sigmoid", "label_smoothing": 0.5}, HALF),
-    ("dpo", {"loss_type": "robust", "label_smoothing": 0.5}, HALF),
     ("dpo", {"reference_free": True, "ref_model": "other"}, "--reference-free does not work with --ref-model"),
     ("ddpo", {"stat_min_count": 33}, "--stat-min-count 33 must be at most --stat-buffer-size 32"),
     ("ddpo", GREY | {"guidance_scale": 1.0}, "--negative-prompt needs a --guidance-scale above 1"),
@@ -266,11 +249,8 @@ KEPT = [  # flags that go together, on the other side of the boundaries
     ("ppo", {"kl_target": 6.0, "kl_coef": 1e-9, "kl_horizon": 512}),
     ("ppo", {"batch_size": 256, "rollout_batch_size": 768, "total_episodes": 1536, "kl_horizon": 1}),
     ("grpo", {"num_layers_unfrozen": 1, "group_size": 2, "ref_model": "other", "kl_coef": 1e-9}),
-    ("grpo", {"total_episodes": 512, "kl_coef": 0.0}),
     ("ilql", {"num_layers_unfrozen": 0, "tau": 0.001, "betas": (3.0,), "eval_prompts": "x", "metric": "y"}),
     ("ilql", {"tau": 0.999, "load_in_4bit": True, "dtype": "bfloat16"}),
-    ("ilql", {"load_in_4bit": False, "dtype": "float64"}),
-    ("dpo", {"num_layers_unfrozen": 1, "ref_model": "other", "eval_prompts": "x"}),
     ("dpo", {"reference_free": True}),
     ("ddpo", {"lora_targets": ["to_q", "to_k", "to_v", "to_out.0"], "stat_min_count": 32, "guidance_scale": 1.0}),
     ("ddpo", GREY | {"guidance_scale": 1.0001, "rollout_batch_size": 64}),
@@ -301,10 +281,8 @@ SIZES = [  # script, flags, sizes that follow: of a rollout, of a step, of the r
     ("ppo", {"batch_size": 7}, (518, 7, 65268)),
     ("grpo", {"batch_size": 1024}, (1024, 1024, 65536)),
     ("ppo", {"total_episodes": 513}, (171, 171, 513)),
-    ("grpo", {"total_episodes": 24}, (24, 24, 24)),
     ("ppo", {"rollout_batch_size": 1000}, (1000, 500, 65000)),
     ("ddpo", {"rollout_batch_size": 80}, (80, 40, None)),
-    ("ddpo", {"batch_size": 96}, (288, 96, None)),
 ]
 
 
@@ -327,20 +305,12 @@ def test_all_problems_are_told_at_once():
         "  - --batch-size 0 must be at least 1",
         "  - --lora-alpha and --lora-targets need --lora-r",
     ]
-    with pytest.raises(
-        InputError, match=r"^2 problems:\n  - --label-smoothing 0.5 must .*\n  - --label-smoothing 0.5 do"
-    ):
-        dpo.Args(**required("dpo"), loss_type="ipo", label_smoothing=0.5)
 
 
 def test_values_that_are_as_good():
     """Numbers of numpy, lists for tuples, objects for texts."""
-    args = ppo.Args(
-        model=object(), dataset=[], reward=len, batch_size=np.int64(8), lr=np.float32(0.5), stop=["a"], lora_alpha=None
-    )
+    args = ppo.Args(model=object(), dataset=[], reward=len, batch_size=np.int64(8), lr=np.float32(0.5), stop=["a"])
     assert args.batch_size == 8 and args.lr == 0.5
-    with pytest.raises(TypeError, match="learning_rate"):
-        ppo.Args(learning_rate=1.0)
 
 
 # ---- The embedded tasks ----------------------------------------------------------------------------------------------
@@ -377,21 +347,9 @@ def test_own_data_take_nothing_from_the_embedded_task(algo):
     assert parse(words, script.Args, script.TASK) == script.Args(**required(algo))
 
 
-@pytest.mark.parametrize("given", [["--model", "mine.py:made"], ["--dataset=mine.py:made"]])
-def test_a_part_of_ones_own_takes_nothing_either(given):
-    with pytest.raises(InputError) as error:
-        parse(given, ppo.Args, ppo.TASK)
-    for name in ppo.Args.required:
-        missing = f"--{name} is missing: --help says what it takes"
-        assert (missing in str(error.value)) == (f"--{name}" not in given[0])
-
-
-def test_a_mistake_comes_before_the_word_of_the_embedded_task(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["some.py", "--lr", "-1"])
-    with pytest.raises(SystemExit) as stop:
-        cli.cli(sft.Args, lambda args: pytest.fail("it ran"), sft.TASK)
-    printed = capsys.readouterr()
-    assert stop.value.code == 2 and printed.err == "error: --lr -1.0 must be a positive number\n" and not printed.out
+def test_a_part_of_ones_own_takes_nothing_either():
+    with pytest.raises(InputError, match="^2 problems:\n  - --model is missing.*\n  - --reward is missing"):
+        parse(["--dataset=mine.py:made"], ppo.Args, ppo.TASK)
 
 
 def test_a_copy_without_a_flag_of_the_task():
@@ -405,24 +363,6 @@ def test_a_copy_without_a_flag_of_the_task():
 # ---- Command lines and YAML ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.case(57)
-@pytest.mark.parametrize(
-    ("algo", "words", "fragments"),
-    [
-        ("ppo", "--batch-sise 4", ["Unrecognized", "--batch-sise", "--batch-size INT"]),
-        ("sft", "--deterministic True", ["Unrecognized", "True"]),
-        ("ppo", "--kl-kind k9", ["'k9'", "--kl-kind", "'k3'"]),
-        ("ppo", "--adam-betas 0.9", ["--adam-betas", "2"]),
-        ("ddpo", "--config", ["--config"]),
-    ],
-)
-def test_flags_of_another_type_or_name(algo, words, fragments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse(words.split(), SCRIPTS[algo].Args, SCRIPTS[algo].TASK)
-    told = capsys.readouterr().err
-    assert stop.value.code == 2 and [fragment for fragment in fragments if fragment not in told] == []
-
-
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """The working directory; here(text, name) writes a file of flags."""
@@ -430,41 +370,42 @@ def here(tmp_path, monkeypatch):
     return lambda text, name="a.yaml": (tmp_path / name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("path", "text", "sentence"),
-    [
-        ("none.yaml", "", "--config none.yaml cannot be read .*No such file"),
-        ("a.yaml", "lr: [1", "--config a.yaml cannot be read .*line 1"),
-        ("a.yaml", "? [a, b]\n: 3", "--config a.yaml cannot be read .*unhashable"),
-        ("a.yaml", "- lr", "--config a.yaml cannot be read as lines like `lr: 1e-5`"),
-        ("a.yaml", "lr: 1\nseed: 1\nlr: 2", "--config a.yaml: lr is given twice"),
-        ("a.yaml", "batch-size: 1\nbatch_size: 2", "--config a.yaml: batch_size is given twice"),
-        ("a.yaml", "model: m\ndataset: d\nlr: -1e-3", "--lr -0.001 must be a positive number"),
-        ("a.yaml", "learning_rate: 1\noutput_dir: x", "2 problems:\n  - there is no --learning-rate "),
-    ],
-)
-def test_bad_files_of_flags(path, text, sentence, here):
-    here(text)
-    with pytest.raises(InputError, match=f"^{sentence}"):
-        parse(["--config", path], sft.Args)
+BAD_YAML = [  # the file, what is said of it
+    ("lr: [1", "--config a.yaml cannot be read .*line 1"),
+    ("- lr", "--config a.yaml cannot be read as lines like `lr: 1e-5`"),
+    ("lr: 1\nseed: 1\nlr: 2", "--config a.yaml: lr is given twice"),
+    ("batch-size: 1\nbatch_size: 2", "--config a.yaml: batch_size is given twice"),
+    ("model: m\ndataset: d\nlr: -1e-3", "--lr -0.001 must be a positive number"),
+    ("learning_rate: 1\noutput_dir: x", "2 problems:\n  - there is no --learning-rate "),
+]
+
+
+def test_bad_files_of_flags(here):
+    for text, sentence in BAD_YAML:
+        here(text)
+        with pytest.raises(InputError, match=f"^{sentence}"):
+            parse(["--config", "a.yaml"], sft.Args)
+    with pytest.raises(InputError, match="^--config none.yaml cannot be read .*No such file"):
+        parse(["--config", "none.yaml"], sft.Args)
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("words", "text", "fragments"),
     [
-        ("lr: {a: 1}", "--lr"),
-        ("lrr: 1", "--lr FLOAT"),
-        ("check: [true, false]", "false"),
-        ("check: ''", "Unrecognized"),
+        ("--batch-sise 4", "", ["Unrecognized", "--batch-sise", "--batch-size INT"]),
+        ("--deterministic True", "", ["Unrecognized", "True"]),
+        ("--config a.yaml", "lr: {a: 1}", ["--lr", "--config a.yaml"]),
+        ("--config a.yaml", "lrr: 1", ["--lr FLOAT", "--config a.yaml"]),
+        ("--config a.yaml", "check: ''", ["Unrecognized", "--config a.yaml"]),
     ],
 )
-def test_yaml_that_tyro_refuses(text, named, here, capsys):
-    """Values of another type and names that do not exist: the file is named beside them."""
+def test_what_tyro_refuses(words, text, fragments, here, capsys):
+    """Values of another type and names that do not exist: a file is named beside them."""
     here(text)
     with pytest.raises(SystemExit) as stop:
-        parse(["--config", "a.yaml"], sft.Args)
+        parse(words.split(), sft.Args)
     told = capsys.readouterr().err
-    assert stop.value.code == 2 and named in told and "--config a.yaml" in told
+    assert stop.value.code == 2 and [fragment for fragment in fragments if fragment not in told] == []
 
 
 def test_values_in_yaml(here):
@@ -498,11 +439,8 @@ def test_a_file_of_the_repository_is_found_from_anywhere(here):
     ("algo", "words", "sentence"),
     [
         ("sft", ["--learning_rate=3"], "--lr"),
-        ("ppo", ["--per_device_train_batch_size", "3"], "--micro-batch-size"),
         ("grpo", ["--per_device_train_batch_size", "3"], "--batch-size, --micro-batch-size"),
-        ("sft", ["--formatting", "x"], "--dataset. Let `file.py:function` return the rows, formatted as you like"),
         ("sft", ["--optim", "x"], "gone. AdamW; for another optimizer change one line in a copy"),
-        ("grpo", ["--num-train-epochs", "1"], "--total-episodes"),
     ],
 )
 def test_a_name_from_elsewhere_is_told(algo, words, sentence):
@@ -521,72 +459,21 @@ def test_a_name_of_another_script_is_told():
     ]
 
 
-def test_a_name_that_is_nowhere_is_left_to_tyro():
-    refuse_other_names(["--lr", "--anything"], sft.Args, "sft")
-
-
-OTHER_NAMES = """
-adam_beta1=adam_betas adap_kl_ctrl=kl_target advantage_clip alpha=polyak_alpha assistant_only_loss=completion_only_loss
-beta=kl_coef bf16=mixed_precision chunk_size=decode_batch_size clip_range=cliprange dataset_name=dataset deepspeed
-epochs=total_episodes epsilon_high=cliprange_high eval_steps=eval_every fp16=mixed_precision
-gradient_accumulation_steps=batch_size hub_model_id=push_to_hub inner_epochs=ppo_epochs learning_rate=lr logging_steps
-lora_dropout lora_rank=lora_r loss_type=loss_mean lr_scheduler_type=lr_schedule max_completion_length=max_new_tokens
-max_steps=total_steps model_name_or_path=model num_epochs=epochs num_generations=group_size num_iterations=ppo_epochs
-output_dir=run_dir per_device_train_batch_size=micro_batch_size report_to=track resume_from_checkpoint=resume
-reward_funcs=reward rpo_alpha=sft_coef save_steps=save_every scale_rewards=advantage_kind target_kl=early_stop_kl
-torch_dtype=dtype train_num_inner_epochs=ppo_epochs use_peft=lora_r use_vllm warmup_ratio=warmup_steps
-"""  # of TRL, trlX and transformers, that people type as flags; and ours in one of the scripts
-
-
-def test_names_from_elsewhere_lead_to_flags():
-    """Each word of the page that is told leads to flags that the script has."""
-    expected = dict(pair.partition("=")[::2] for pair in OTHER_NAMES.split())
-    words = sorted(set(re.findall(r"\w+", (ROOT / "algos/MIGRATION.md").read_text())))
-    told = []
-    for algo, script in SCRIPTS.items():
-        ours = {flag_of(field.name) for field in fields_of(algo)}
-        with pytest.raises(InputError) as error:
-            refuse_other_names([f"--{word}" for word in words], script.Args, algo)
-        for sentence in str(error.value).split("\n  - ")[1:]:
-            flag, advice = re.fullmatch("there is no (.*?) here; (.*)", sentence).groups()
-            page, _, row = advice.partition(" says: ")
-            if page == "algos/MIGRATION.md" and not re.match(
-                r"\w+\.py has ", row
-            ):  # the others are flags of another script
-                assert ours.issuperset(flags_in(row.partition(". ")[0])), sentence
-                told.append((flag, flags_in(row)))
-    assert len({flag for flag, _ in told}) > 140
-    for name, here in expected.items():
-        advice = [flags for flag, flags in told if flag == flag_of(name)]
-        assert advice and (not here or any(flag_of(here) in flags for flags in advice)), name
-
-
-def flags_in(text):
-    return re.findall("--[a-z0-9-]+", text)
-
-
 # ---- Help ------------------------------------------------------------------------------------------------------------
 
 
 @each_script
 def test_help_has_every_flag_in_its_group(algo, monkeypatch):
-    columns = {"ppo": 140}.get(algo, 80)
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("COLUMNS", "80")
     args_class = SCRIPTS[algo].Args
     text = help_text(args_class, everything=True)
-    wide = [line for line in text.splitlines() if len(line) >= columns]
-    assert all(line.startswith("  --loss-type {") for line in wide)
     groups = re.findall(r"^(\w.{,45}):$", text, re.M)
     assert groups[:2] == ["required, except for the embedded task", "algorithm"] and groups[-1] == "run"
-    first = text[text.index(groups[0]) : text.index("\nalgorithm:")]
-    assert re.findall(r"^  --(\w+)", first, re.M) == list(args_class.required)
     for field in fields_of(algo):
         flag = flag_of(f"no_{field.name}" if field.name in SWITCHED_ON else field.name)
         assert len(re.findall(rf"^  {flag}(?= |$)", text, re.M)) == 1, flag
-    assert re.search(r"^  --lr FLOAT", text, re.M)
     assert text.index("\nrun:") < text.index("\n  --seed INT") < text.index("Seed of every random draw. [1]")
-    short = help_text(args_class, everything=False)
-    own, _, last = short.rstrip().rpartition("\n\n")
+    own, _, last = help_text(args_class, everything=False).rstrip().rpartition("\n\n")
     assert " ".join(text.split()).startswith(" ".join(own.split()))
     listed = " ".join(last.split()).removeprefix("--help all also lists the flags that scripts share: ")
     assert listed == ", ".join(groups[2:]) + "."

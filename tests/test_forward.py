@@ -1,11 +1,8 @@
 """The output layer in chunks is the output layer: `python -m pytest tests/test_forward.py`
 
 Values and gradients against whole logits in float64, for models whose logits are a plain product and for those that
-change them; and what is in memory meanwhile, counted in tensors.
+change them.
 """
-
-import weakref
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -13,8 +10,6 @@ import torch
 from helpers import close, random
 from torch import nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from common import forward
@@ -91,75 +86,6 @@ def test_gradients_are_added_up_in_float32(monkeypatch):
         errors.append(((gradient - exact).norm() / exact.norm()).item())
     whole, chunked = errors
     assert chunked < 1.2 * whole < 0.01
-
-
-def test_no_rows_and_no_gradients(monkeypatch):
-    """No row gives no term, of which gradients are zero; under no_grad nothing is kept for a backward pass."""
-    monkeypatch.setattr(forward, "CHUNK", 2 * V)
-    layer = nn.Linear(H, V).double()
-    ids = torch.zeros(N, dtype=torch.long)
-
-    empty = in_chunks(nll_and_entropy, layer, V, random(0, H).requires_grad_(), ids[:0])
-    assert empty.shape == (2, 0)
-    empty.sum().backward()
-    assert layer.weight.grad is not None and not layer.weight.grad.any()
-    with torch.no_grad():
-        chunked = in_chunks(nll_and_entropy, layer, V, random(N, H), ids)
-    assert not chunked.requires_grad
-    close(chunked, nll_and_entropy(layer(random(N, H)), ids).data)
-
-
-class Memory(TorchDispatchMode):
-    """Counts the elements of all tensors that are made within it and still alive: the most at a time, and the largest
-    tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = {}
-        self.most = 0
-        self.largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.add((args, kwargs), made_here=False)  # the result may be a view of them
-        result = function(*args, **(kwargs or {}))
-        self.add(result, made_here=True)
-        self.most = max(self.most, sum(self.sizes.values()))
-        return result
-
-    def add(self, tensors, made_here):
-        for tensor in tree_leaves(tensors):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes() // tensor.element_size() if made_here else 0
-                self.largest = max(self.largest, self.sizes[storage._cdata])
-                weakref.finalize(storage, self.sizes.pop, storage._cdata)
-
-
-def test_memory_of_a_loss(monkeypatch):
-    """With 101 words and 153 rows of width 31 of which 5 are computed at a time: no tensor but the gradient of the
-    weight is larger than 5 x 101, forward and backward; of such there are never more than four, and one gradient."""
-    words, rows, width = 101, 153, 31
-    chunk = 5 * words
-    layer = nn.Linear(width, words, bias=False)
-    states = torch.randn(rows, width, requires_grad=True)
-    ids = torch.arange(rows) % words
-
-    def memory(limit):
-        monkeypatch.setattr(forward, "CHUNK", limit)
-        with Memory() as seen:
-            in_chunks(token_nll, layer, words, states, ids).sum().backward()
-        layer.weight.grad = None
-        states.grad = None
-        return seen
-
-    whole = memory(rows * words)
-    assert whole.largest == rows * words and whole.most > 3 * rows * words
-    seen = memory(chunk)
-    others = layer.weight.numel() + 2 * states.numel() + 8 * rows  # gradients, terms and their weights
-    assert seen.largest == max(layer.weight.numel(), states.numel())
-    assert seen.most <= 4 * chunk + others < whole.most / 2
 
 
 # ---- In place of the output layer ------------------------------------------------------------------------------------
@@ -268,51 +194,4 @@ def test_wrapper_of_several_processes_is_called(monkeypatch, build_model):
     assert wrapper.calls == 1
 
 
-def test_output_layer_is_back_after_an_error(monkeypatch, build_model):
-    lm = build_model("gpt2", torch.float64)
-    logits = lm(IDS).logits
-    lm.plain_output = has_plain_output(lm)
-
-    def broken(logits, labels):
-        raise KeyError("in the loss")
-
-    with pytest.raises(KeyError, match="in the loss"):
-        token_logprobs(lm, IDS, true_places(IDS > 3), also=broken, input_ids=IDS)
-    assert torch.equal(lm(IDS).logits, logits)
-
-
 # ---- Episodes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("size", "processes", "process"), [(2, 1, 0), (1, 2, 1), (99, 3, 2), (2, 4, 3)])
-def test_rows_are_scored_by_length_and_come_back_in_order(size, processes, process):
-    """Of queries of 1 to 5 tokens and responses of 2 to 7, some with holes; 5 rows among up to 4 processes."""
-    query_mask = torch.arange(5) >= torch.tensor([[4], [2], [0], [3], [1]])
-    mask = torch.arange(7) < torch.tensor([[2], [7], [4], [5], [3]])
-    mask[1, 2] = False
-    episodes = forward.Episodes(random(5, 5), query_mask, random(5, 7), mask)
-    share = -(-5 // processes)
-    gathered = []
-    scored = []
-
-    def gather(column):
-        gathered.append(column)
-        return torch.cat([torch.zeros(process * share, 7), column, torch.zeros(9, 7)])
-
-    def score(part):
-        assert len(part.query) <= size
-        scored.append(part.lengths().tolist())
-        return {"twice": torch.where(part.response_mask, 2 * part.response, 0.0)}
-
-    device = torch.device("cpu")
-    accelerator = SimpleNamespace(num_processes=processes, process_index=process, device=device, gather=gather)
-    found = forward.score_all(accelerator, episodes, size, score)["twice"]
-    assert found.shape == (5, 7)
-    local = [min(row, 4) for row in range(process * share, process * share + share)]
-    expected = torch.where(mask, 2 * episodes.response, 0.0)
-    [column] = gathered
-    assert torch.equal(column.double(), expected[local])
-    assert len(scored) == -(-share // size)
-    assert sum(scored, []) == sorted(episodes.lengths()[local].tolist())
-    here = [row for row in range(5) if row // share == process]
-    assert torch.equal(found[here].double(), expected[here])

@@ -1,7 +1,7 @@
 """What grpo.py computes: `python -m pytest tests/test_grpo.py`
 
 Advantages, losses and weights against slow definitions, hand numbers, and golden numbers of TRL; updates of `main` on
-tiny models against the definition and against each other; runs that learn, and one that cannot.
+tiny models against the definition and against each other; a run that cannot learn.
 What all scripts share (flags, layouts, kills, rows) is in the tests of all scripts.
 """
 
@@ -97,13 +97,6 @@ def test_a_group_of_equal_scores_is_exactly_zero(kind):
     assert grpo.group_advantages(mixed, 3, kind).count_nonzero() == 3
 
 
-def test_kinds_that_there_are_not():
-    with pytest.raises(ValueError, match="there is no advantage 'rloo'"):
-        grpo.group_advantages(random(6), 3, "rloo")
-    with pytest.raises(ValueError, match="there is no mean ''"):
-        grpo.token_weights(torch.tensor([1, 2]), "", 7)
-
-
 # ---- Loss ------------------------------------------------------------------------------------------------------------
 
 
@@ -157,12 +150,8 @@ def test_weights_by_hand():
 # but the attributes it reads: `_get_per_token_logps_and_entropies` returns the table below, float64, one process, one
 # micro-batch, training mode, no entropy bonus, max_completion_length 11, num_items_in_batch all 17 tokens. Columns:
 # loss_type, importance_sampling_level, epsilon, epsilon_high, beta; our --loss-mean; loss; its gradient with respect to
-# the log-probabilities of the 17 tokens. bnpo gave the numbers of dapo, as it must with one micro-batch.
-#
-# With beta, use_bias_correction_kl was off: TRL's default, on, multiplies the KL of a token by its ratio, so that it is
-# the KL of the policy of now and not of that which sampled. Algorithm 1 of GRPO, and grpo.py, have no such factor. With
-# it the second loss is -0.378795713837514. Where the policy is the one that sampled, both have the same values; the
-# gradient differs.
+# the log-probabilities of the 17 tokens. With beta, use_bias_correction_kl was off: TRL's default multiplies the KL of
+# a token by its ratio, a factor that Algorithm 1 of GRPO does not have.
 GOLDEN = [
     ("grpo", "token", 0.2, 0.2, 0.0, "sequence", -0.3476186936090015, [
         0.0, 0.124230265942, 0.0, -0.0296215011985, -0.0228549580379, 0.0, -0.0219718301191, 0.0, 0.0501375711905,
@@ -174,30 +163,15 @@ GOLDEN = [
         -0.0215764261887, -0.000650780915603, 0.0505065811704, 0.0290623249138, 0.048076076666, 0.028246983635,
         0.0462574076477, 0.0312170681539, -0.0841673693134, -0.0015409327619, -0.0883384475754,
     ]),
-    ("dapo", "token", 0.2, 0.28, 0.0, "token", 0.11190503063874611, [
-        0.0, 0.0730766270249, 0.0, -0.0348488249394, -0.026888185927, -0.0362682947061, -0.0258492119048, 0.0,
-        0.103224411275, 0.0588902139972, 0.0996851000969, 0.0610366493662, 0.0960979675498, 0.0633647456626,
-        -0.0750179551365, 0.0, -0.0751864470138,
-    ]),
     ("dapo", "token", 0.1, 0.4, 0.1, "token", 0.1273940470270123, [
         -0.00158862101866, 0.0722659725936, 0.0025428052026, -0.0343125648883, -0.0327959598684, -0.0412562473175,
         -0.0246862591685, -0.00334960765384, 0.105123727347, 0.00235996088703, 0.097922744459, -0.00720273705872,
         0.0939426468623, 0.00226422192978, -0.0731363819572, -0.00339911638654, -0.0820845520721,
     ]),
-    ("dr_grpo", "token", 0.2, 0.2, 0.0, "constant", 0.03998084601569409, [
-        0.0, 0.0225873210804, 0.0, -0.0107714549813, -0.00831089383197, 0.0, -0.00798975640694, 0.0, 0.0319057271212,
-        0.0182024297809, 0.0308117582118, 0.0188658734404, 0.0297030081517, 0.0195854668412, -0.0231873679513, 0.0,
-        -0.0232394472588,
-    ]),
     ("dr_grpo", "token", 0.1, 0.28, 0.04, "constant", 0.04456611673153416, [
         -0.000196411325943, 0.0224870947144, 0.000314383188685, -0.0107051537386, -0.00904130951927, -0.0118268925048,
         -0.00784597315954, -0.000414133309929, 0.0321405516539, 0.000291776982397, 0.0305938669693, -0.000890520218169,
         0.0294365321395, 0.000279940165863, -0.0229547370855, -0.000420254389608, -0.0240923038842,
-    ]),
-    ("grpo", "sequence", 0.03, 0.04, 0.0, "sequence", -0.36156512825226467, [
-        0.0, 0.0785204263846, 0.0785204263846, 0.0, 0.0, 0.0, 0.0, 0.036219379988, 0.036219379988, 0.036219379988,
-        0.036219379988, 0.036219379988, 0.036219379988, 0.036219379988, -0.118713880312, -0.118713880312,
-        -0.118713880312,
     ]),
     ("grpo", "sequence", 0.05, 0.3, 0.04, "sequence", -0.4350938825002233, [
         -0.00216052458538, 0.0779691813713, 0.0802495339224, -0.02584022728, -0.0280311988374, -0.0277184595852,
@@ -282,44 +256,6 @@ def test_advantages_are_those_of_trl():
 # ---- A micro-batch ---------------------------------------------------------------------------------------------------
 
 
-def slow_loss(ratio, advantage, low, high):
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    return -min(advantage * ratio, advantage * clipped)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_metrics_of_a_micro_batch_are_the_slow_definition(monkeypatch, level):
-    """Of the tokens that have an advantage; KLs, and losses, of all."""
-    advantages = ADVANTAGES.clone()
-    advantages[1] = 0
-    args = args_of(ratio_level=level, cliprange=0.1, cliprange_high=0.3, kl_coef=0.1, max_new_tokens=11)
-    _, terms = losses_of(monkeypatch, NEW, args, advantages)
-    names = ["approxkl", "clipfrac", "ratio", "nll"]
-    expected = dict.fromkeys([f"policy/{name}" for name in names], 0.0)
-    expected |= {"loss/policy": 0.0, "loss/kl": 0.0, "objective/kl": 0.0, "objective/kl_k3": 0.0}
-    for b, length in enumerate(LENGTHS):
-        log_ratios = [(NEW[b, t] - OLD[b, t]).item() for t in range(length)]
-        if level == "sequence":
-            log_ratios = [sum(log_ratios) / length] * length
-        for t, log_ratio in enumerate(log_ratios):
-            a = advantages[b].item()
-            ratio = math.exp(log_ratio)
-            x = (NEW[b, t] - REF[b, t]).item()
-            old_x = (OLD[b, t] - REF[b, t]).item()
-            expected["loss/policy"] += slow_loss(ratio, a, 0.1, 0.3) / (B * length)
-            expected["loss/kl"] += (math.exp(-x) - 1 + x) / (B * length)
-            expected["objective/kl"] += old_x
-            expected["objective/kl_k3"] += math.exp(-old_x) - 1 + old_x
-            if a == 0:
-                continue
-            expected["policy/approxkl"] += log_ratio**2 / 2
-            expected["policy/clipfrac"] += (a > 0 and ratio > 1.3) or (a < 0 and ratio < 0.9)
-            expected["policy/ratio"] += ratio
-            expected["policy/nll"] -= OLD[b, t].item()
-    assert expected["policy/clipfrac"] > 0
-    assert {name: term.item() for name, term in terms.items()} == pytest.approx(expected, rel=1e-9)
-
-
 # ---- The first step --------------------------------------------------------------------------------------------------
 
 
@@ -343,32 +279,12 @@ def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir,
         assert record["groups/equal"] == pytest.approx(2 / 7)
 
 
-def test_with_more_steps_the_ratio_is_one_at_the_first_of_each_iteration(monkeypatch, gpt2_dir, tmp_path):
-    """So what was stored is what the update's function says of the policy of that iteration. The KL to the reference,
-    a copy of the policy, is zero in the first."""
-    micro = recorded(monkeypatch, grpo, "losses")
-    _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", ppo_epochs=2, micro_batch_size=6, kl_coef=0.1)
-    deviations = [terms["token", "policy/approxkl"].item() for _, (_, terms) in micro]
-    assert len(deviations) == 2 * 2 * 4  # iterations, steps, micro-batches
-    assert max(deviations[:4] + deviations[8:12]) < 1e-20
-    assert min(deviations[4:8]) > 1e-5
-    for (_, episodes, *_), _ in micro:
-        assert episodes.logprobs is not None
-    kls = [terms["step", "loss/kl"].item() for _, (_, terms) in micro]
-    assert max(map(abs, kls[:4])) < 1e-12 and min(kls[8:]) > 1e-6
-    records = log(run_dir)
-    for name in ("objective/kl", "objective/kl_k3"):
-        assert abs(records[0][name]) < 1e-12
-    assert records[1]["objective/kl_k3"] > 1e-3
-
-
 # ---- Whole updates ---------------------------------------------------------------------------------------------------
 
 SLOW_UPDATES = [
     ("sequence", "token", "std", 0.0),
     ("token", "sequence", "mean", 0.3),
     ("constant", "token", "loo", 0.3),
-    ("sequence", "sequence", "std", 0.3),
 ]
 
 
@@ -482,12 +398,6 @@ def test_rows_without_an_advantage_stay_where_there_is_a_kl(monkeypatch, gpt2_di
     assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
 
 
-def test_with_one_step_ratios_of_sequences_are_those_of_tokens(plain, gpt2_dir, tmp_path):
-    """Both are 1, and the gradient of a mean over a response that all its tokens have is that of the tokens."""
-    run_grpo(gpt2_dir, tmp_path / "run", ratio_level="sequence", cliprange=3e-4, cliprange_high=4e-4)
-    same_run(tmp_path / "run", plain[1])
-
-
 def test_without_a_kl_there_is_no_reference(monkeypatch, plain, gpt2_dir, tmp_path):
     """Neither loaded nor copied nor asked."""
     for name in ("make_reference", "kl_k3"):
@@ -544,21 +454,3 @@ def test_a_prompt_that_comes_again_gets_other_responses(monkeypatch, gpt2_dir, t
     run_grpo(gpt2_dir, tmp_path / "run", dataset=[{"prompt": "cde"}], reward=constant)
     one, two = (kept_ids(batch.response, batch.response_mask) for _, batch in rollouts)
     assert sum(a == b for a, b in zip(one, two, strict=True)) < 7
-
-
-# ---- Learning --------------------------------------------------------------------------------------------------------
-
-
-def test_it_learns(tmp_path):
-    """Mean optimality of the walks of 3 steps of 256 episodes."""
-    walks = "benchmarks/tasks/randomwalks.py"
-    flags = {
-        "model": f"{walks}:base_model", "dataset": f"{walks}:prompts", "reward": f"{walks}:reward",
-        "total_episodes": 768, "batch_size": 256, "rollout_batch_size": 256, "micro_batch_size": 128,
-        "max_new_tokens": 9, "lr": 6e-4, "kl_coef": 0.0, "adam_betas": (0.9, 0.95), "attn_implementation": "eager",
-        "eval_every": 0, "save_every": 0, "threads": 1,
-    }  # fmt: skip
-    _, run_dir = grpo.main(grpo.Args(run_dir=str(tmp_path / "run"), **flags))
-    scores = [record["objective/scores"] for record in log(run_dir)]
-    assert abs(scores[0] - 0.33) < 0.05  # that of the data
-    assert scores[-1] > 0.8

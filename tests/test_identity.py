@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -30,9 +29,9 @@ from common.cli import InputError
 from common.identity import UNKNOWN, describe, differences, files_of_flag, identity, nearly_the_same, with_imports
 
 
-def hash_of(**flags):
+def hash_of(script=ppo.__file__, **flags):
     flags = {"model": "gpt2", "dataset": [{"prompt": "a"}], "reward": len} | flags
-    return identity("ppo", ppo.Args(**flags), ppo.__file__)["hash"]
+    return identity("ppo", ppo.Args(**flags), script)["hash"]
 
 
 # ---- Files -----------------------------------------------------------------------------------------------------------
@@ -96,13 +95,9 @@ def test_a_changed_import_is_another_run(tree):
 def test_a_changed_import_of_a_copied_script_is_another_run(tree):
     script = tree / "my_ppo.py"
     script.write_text((ROOT / "algos/ppo.py").read_text() + "\nfrom beside import count\n")
-    args = ppo.Args(model="gpt2", dataset=[{"prompt": "a"}], reward=len)
-    before = identity("ppo", args, script)
+    before = hash_of(script)
     (tree / "package/middle.py").write_text("W = 4\n")
-    after = identity("ppo", args, script)
-    assert before["hash"] != after["hash"] and before["files"]["script"] == after["files"]["script"]
-    (tree / "other.py").write_text("W = 4\n")
-    assert identity("ppo", args, script) == after
+    assert hash_of(script) != before
 
 
 @pytest.mark.parametrize("name", ["ppo.py", "common/seeding.py", "common/new.py"])
@@ -123,12 +118,9 @@ def test_a_changed_byte_of_the_code_is_another_run(name, tmp_path, monkeypatch):
 NAMED = [  # flag, how it names a file, the file
     ("dataset", "user.py:text:end=b", "user.py"),
     ("eval_dataset", "a.jsonl, b.jsonl", "b.jsonl"),
-    ("eval_dataset", "user.py:rows:n=3,b=4,a.jsonl", "user.py"),
     ("reward", "judge", "judge/model.safetensors"),
     ("reward", "./judge:POSITIVE", "judge/config.json"),
     ("judge", "user.py:rows:file=b.jsonl", "b.jsonl"),  # a flag that a copy adds
-    ("judge", ("a", "b.jsonl"), "b.jsonl"),
-    ("judge", Path("b.jsonl"), "b.jsonl"),
     ("judge", ".", "b.jsonl"),
 ]
 
@@ -154,22 +146,15 @@ def test_a_changed_file_that_a_flag_names_is_another_run(tmp_path, monkeypatch):
         with open(tmp_path / file, "a") as opened:
             opened.write("0")
         assert hash_now(flag, value) != before, value
-    before = hash_now("run_dir", "b.jsonl")
-    (tmp_path / "b.jsonl").write_text("1")
-    assert hash_now("run_dir", "b.jsonl") == before
 
 
 # ---- Objects ---------------------------------------------------------------------------------------------------------
 
 REWARD = """
-import enum
 import functools
 import beside
 
-WORDS = {"good", "fine", "nice"}
-KINDS = enum.Enum("Kinds", "A B C D")
-GOOD = {KINDS.A, KINDS.B, KINDS.C}  # whose order depends on the process
-UNUSED = 1
+WORDS = {"good", "fine", "nice"}  # whose order depends on the process
 
 
 def inner(text):
@@ -188,12 +173,11 @@ class Scorer:
         self.weight = weight
 
     def __call__(self, outputs, **columns):
-        return [min(self.weight * helper(output), 5) for output in outputs]
+        return [self.weight * helper(output) for output in outputs]
 
 
 def adding(bonus):
     def add(outputs, **columns):
-        # a comment
         return [bonus + len(output) for output in outputs]
 
     return add
@@ -209,10 +193,6 @@ def lazy(outputs, **columns):
     return [count(output) for output in outputs]
 
 
-def of_sets(outputs, **columns):
-    return [output in GOOD for output in outputs]
-
-
 def by_module(outputs, **columns):
     return [beside.count(output) for output in outputs]
 
@@ -221,20 +201,13 @@ pair = {"first": lambda outputs: [1.0], "second": lambda outputs: [2.0]}
 """
 
 CHANGES = [  # what is given, what is changed in the file, whether that is another run
-    ("score", "UNUSED = 1", "UNUSED = 2", False),
     ("score", '"good", "fine", "nice"', '"nice", "good", "fine"', False),
-    ("score", "self.weight * helper", "2 * helper", False),  # of a class that it does not read
-    ("score", '"fine"', '"poor"', True),
     ("score", "len(text) + 1", "len(text) + 2", True),  # a helper's helper, behind functools.cache
     ("score", '"x", "y"', '"x", "z"', True),
     ("score", "factor=1", "factor=2", True),
-    ("adding(1)", "# a comment", "# another", False),
     ("adding(1)", "bonus + len", "bonus - len", True),
     ("Scorer(1)", "scale = 2", "scale = 3", True),
-    ("Scorer(1)", "len(text) + 1", "len(text) + 2", True),
-    ("Scorer(1).__call__", ", 5)", ", 6)", True),
     ('pair["second"]', "[1.0]", "[3.0]", False),
-    ("lazy", "len(text) + 1", "len(text) + 2", False),
 ]
 
 
@@ -293,7 +266,7 @@ def test_another_process_finds_the_same(tree, monkeypatch):
     """With other addresses and another order of sets."""
     (tree / "rewards.py").write_text(REWARD)
     (tree / "random.py").unlink()
-    given = ["score", "of_sets", "adding(1)", "Scorer(1)", "lazy", 'pair["first"]']
+    given = ["score", "adding(1)", "Scorer(1)", "lazy", 'pair["first"]']
     program = PROGRAM.format(root=str(ROOT), tree=str(tree), given=given)
     env = {"PYTHONHASHSEED": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
@@ -375,21 +348,17 @@ def test_a_difference_is_said_once_and_names_the_flag():
 
 
 def test_a_longer_run_names_the_shorter_one(gpt2_dir, tmp_path, capsys):
-    """And a run directory is taken as its newest checkpoint, by --check, too."""
+    """And a run directory is taken as its newest checkpoint."""
     run(sft, gpt2_dir, tmp_path / "short", total_steps=2)
     capsys.readouterr()
     run(sft, gpt2_dir, tmp_path / "long", total_steps=3)
     line = f"{tmp_path}/short holds almost the same run (--total-steps: was 2, is 3); to continue it: --resume "
     assert line in capsys.readouterr().out
-    run(sft, gpt2_dir, tmp_path / "checked", total_steps=3, resume=str(tmp_path / "short"), check=True)
-    assert not (tmp_path / "checked").exists()
     run(sft, gpt2_dir, tmp_path / "more", total_steps=3, resume=str(tmp_path / "short"))
     out = capsys.readouterr().out
     assert f"continuing from {tmp_path}/short/checkpoints/step_00000002 (step 2); what differs:\n" in out
-    assert "--total-steps: was 2, is 3" in out and "nearly" not in out
+    assert "--total-steps: was 2, is 3" in out
     assert [record["step"] for record in log(tmp_path / "more")] == [3]
-    run(sft, gpt2_dir, tmp_path / "other", total_steps=3, seed=2)
-    assert "nearly" not in capsys.readouterr().out
 
 
 CODE = ["script", "common/cli.py", "common/rows.py"]
@@ -411,48 +380,29 @@ def test_an_unfinished_run_whose_script_has_changed_is_named(tmp_path):
 
 
 def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
-    """Nothing is left to train: an error, and what the directory holds of later steps is still there."""
+    """An error, by --check, too, as with other weights; what the directory holds of later steps is still there."""
     folder = tmp_path / "run"
     run(sft, gpt2_dir, folder, total_steps=4, save_every=1, keep_checkpoints=4)
     before = files(folder)
     with pytest.raises(InputError, match="--resume .*step_00000002: nothing is left to train"):
         run(sft, gpt2_dir, folder, total_steps=2, resume=str(folder / "checkpoints/step_00000002"))
-    with pytest.raises(InputError, match="--resume .*run: nothing is left to train"):
-        run(sft, gpt2_dir, tmp_path / "new", total_steps=1, resume=str(folder))
+    for flags, sentence in ({"total_steps": 1}, "nothing is left to train"), ({"lora_r": 2}, "holds other weights"):
+        with pytest.raises(InputError, match=f"--resume .*{sentence}"):
+            run(sft, gpt2_dir, tmp_path / "new", check=True, resume=str(folder), **flags)
     assert files(folder) == before and not (tmp_path / "new").exists()
     run(sft, gpt2_dir, folder, total_steps=3, resume=str(folder / "checkpoints/step_00000002"))
     assert log(folder)[-1]["step"] == 3 and not (folder / "checkpoints/step_00000004").exists()
 
 
-CHECKED = [  # flags, the sentence
-    ({"resume": "{}/ppo"}, "--resume .* holds other weights"),
-    ({"resume": "{}/sft", "lora_r": 2}, "--resume .* holds other weights"),
-    ({"resume": "{}/sft", "total_steps": 1}, "nothing is left to train"),
-]
-
-
-def test_check_looks_at_the_checkpoint(gpt2_dir, tmp_path):
-    """Of another script, with other shapes, of a run that is long enough."""
-    run(ppo, gpt2_dir, tmp_path / "ppo")
-    run(sft, gpt2_dir, tmp_path / "sft")
-    before = files(tmp_path)
-    for flags, sentence in CHECKED:
-        flags = flags | {"resume": flags["resume"].format(tmp_path)}
-        with pytest.raises(InputError, match=sentence):
-            run(sft, gpt2_dir, tmp_path / "new", check=True, **flags)
-        assert files(tmp_path) == before and not (tmp_path / "new").exists()
-
-
 # ---- Directories -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("there", [[], ["env.json", "notes.txt"]], ids=str)
-def test_a_directory_that_was_there_is_never_removed(gpt2_dir, tmp_path, there):
+def test_a_directory_that_was_there_is_never_removed(gpt2_dir, tmp_path):
     """A signal before the first step removes what the run has made, and no file of the user. env.json is that of a run
     that failed before its first step, which begins again."""
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in there:
+    for name in ("env.json", "notes.txt"):
         (folder / name).write_text("the user's")
 
     def metric(outputs, **columns):
@@ -460,9 +410,7 @@ def test_a_directory_that_was_there_is_never_removed(gpt2_dir, tmp_path, there):
 
     with pytest.raises(SystemExit, match="143"):
         run(sft, gpt2_dir, folder, metric=metric, eval_prompts=[{"prompt": "a"}], max_new_tokens=3)
-    assert folder.exists()
-    for name in there[1:]:
-        assert (folder / name).read_text() == "the user's"
+    assert (folder / "notes.txt").read_text() == "the user's"
 
 
 def test_a_text_that_cannot_be_a_path_names_no_file():

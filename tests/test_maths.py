@@ -70,19 +70,6 @@ def test_gae_is_the_slow_sum(holes, gamma, lam):
     close(returns, torch.where(mask, expected + values, 0.0))
 
 
-def test_garbage_in_masked_positions_changes_nothing():
-    mask = ragged_mask(holes=True)
-    rewards = random(B, R)
-    values = random(B, R, seed=1)
-    dirty_rewards = torch.where(mask, rewards, NAN)
-    dirty_values = torch.where(mask, values, NAN)
-    clean = ppo.gae(rewards, values, mask, 0.9, 0.8)
-    assert all(map(torch.equal, clean, ppo.gae(dirty_rewards, dirty_values, mask, 0.9, 0.8)))
-    assert torch.equal(ppo.masked_whiten(rewards, mask), ppo.masked_whiten(dirty_rewards, mask))
-    clean = ppo.token_rewards(rewards, values, mask, 0.3)
-    assert torch.equal(clean, ppo.token_rewards(dirty_rewards, dirty_values, mask, 0.3))
-
-
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_masked_whiten_is_numpys(shift_mean):
     x = random(B, R) * 3 + 2
@@ -189,32 +176,6 @@ def test_value_loss_by_hand():
     new.requires_grad_()
     ppo.value_loss(new, old, returns, 0.2).sum().backward()
     close(new.grad, [2.0, 0.0, -1.9, -1.0])
-
-
-def test_only_what_is_clipped_counts_as_clipped():
-    """val/clipfrac and policy/clipfrac of 10007 tokens within the clip are 0, and those beyond it are all counted."""
-    new, old, returns = (random(10007, seed=seed).float() * 0.1 for seed in range(3))
-    new = torch.where((new - old).abs() < 0.19, new, old)
-    zero = torch.zeros_like(new)
-    args = SimpleNamespace(cliprange=0.2, cliprange_value=0.2, temperature=1.0, vf_coef=1)
-
-    def sums_of(new_logprobs, new_values, **columns):
-        columns = {name: column[None] for name, column in columns.items()}
-        mask = torch.ones(1, 10007, dtype=torch.bool)
-        episodes = ppo.Rollout(mask, mask, mask, mask, **columns)
-
-        def model(*_, **__):
-            return new_logprobs[None], new_values[None], None
-
-        return ppo.losses(model, episodes, args)[1]
-
-    within = ((new - old).exp() - 1).abs() < 0.19
-    sums = sums_of(new, new, logprobs=old, values=old, advantages=returns, returns=returns)
-    assert sums["policy/clipfrac"] <= (~within).sum()
-    assert sums["val/clipfrac"] == 0
-    far = {"logprobs": zero, "values": old, "advantages": zero}
-    assert sums_of(zero, old + 0.3, returns=old - 1, **far)["val/clipfrac"] == 0  # the unclipped error is larger
-    assert sums_of(zero, old + 0.3, returns=old + 1, **far)["val/clipfrac"] == 10007
 
 
 def test_token_nll_is_the_slow_definition():

@@ -10,19 +10,14 @@ import functools
 import importlib
 import re
 import runpy
-import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-import torch
-import tyro
 import yaml
 from harness import ALGOS, ROOT
 from helpers import log, write
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from algos import dpo, grpo, ppo, sft
 from benchmarks.tasks import arithmetic
 
 PAGE = ROOT / "algos/MIGRATION.md"
@@ -115,87 +110,20 @@ def test_rows_are_true_of_the_scripts():
 
 
 def example(title):
-    """(their script, {name: text} of our files, our command or None) of the example under a heading."""
+    """(their script, {name: text} of our files) of the example under a heading."""
     [text] = re.findall(rf"^### {re.escape(title)}\n(.*?)(?=^##)", PAGE.read_text(), re.M | re.S)
     [theirs] = re.findall(r"```python\n# theirs\n(.*?)```", text, re.S)
     files = dict(re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", text, re.S))
-    commands = re.findall(r"```\n(python algos/.*?)```", text, re.S)
-    return theirs, files, commands[0].replace("\\\n", " ") if commands else None
+    return theirs, files
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty working directory with prompts and a tiny model under the names of the examples."""
-    tokenizer = arithmetic.tokenizer()
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    config = GPT2Config(vocab_size=len(tokenizer), n_layer=3, n_embd=12, n_head=2, n_positions=300, **special)
-    torch.manual_seed(0)
-    for name in ("gpt2", "Qwen/Qwen3-0.6B"):
-        GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    write(tmp_path / "prompts.jsonl", [{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(9)])
-    write(tmp_path / "answers.jsonl", [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(9)])
-    write(tmp_path / "pairs.jsonl", [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "0"} for n in range(9)])
-    _, files, _ = example(GRPO)
-    (tmp_path / "my_reward.py").write_text(files["my_reward.py"])
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-SFT = "SFTTrainer (TRL 1.16)"
-DPO = "DPOTrainer (TRL 1.16)"
 GRPO = "GRPOTrainer (TRL 1.16)"
-PPO = "A loop around PPOTrainer.step (TRL 0.7)"
 TRLX = "A config and trlx.train"
 
 
-def finished(run_dir, episodes):
-    """The flags of a run that sampled so many episodes and exported a model."""
-    last = log(run_dir)[-1]
-    assert last["episode"] == episodes and last["objective/scores"] > 0
-    AutoModelForCausalLM.from_pretrained(run_dir / "hf_model")
-    return yaml.safe_load((run_dir / "config.yaml").read_text())
-
-
-@pytest.mark.parametrize(("title", "script", "episodes"), [(PPO, ppo, 128), (GRPO, grpo, 64)])
-def test_our_command_of_an_example_runs(title, script, episodes, folder):
-    """One iteration of it, and the numbers of their script."""
-    theirs, _, command = example(title)
-    ast.parse(theirs)
-    words = shlex.split(command)[2:]
-    args = tyro.cli(script.Args, args=words)
-    assert args.total_episodes == 12800
-    _, run_dir = script.main(dataclasses.replace(args, total_episodes=episodes, threads=1))
-    flags = finished(run_dir, episodes)
-    if script is ppo:
-        assert {"learning_rate=1.41e-5", "batch_size=128", "mini_batch_size=16"} <= set(
-            re.findall(r"\w+=[^,\s]+", theirs)
-        )
-        assert (flags["lr"], flags["rollout_batch_size"], flags["batch_size"]) == (1.41e-5, 128, 16)
-    else:
-        assert {"num_generations=8", "max_steps=200", "beta=0.0"} <= set(re.findall(r"\w+=[^,\s]+", theirs))
-        assert (flags["group_size"], flags["kl_coef"], run_dir) == (8, 0.0, Path("runs/my_grpo"))
-
-
-@pytest.mark.parametrize(("title", "script"), [(SFT, sft), (DPO, dpo)])
-def test_our_command_for_rows_runs(title, script, folder):
-    """Two steps of it, with the numbers of their script."""
-    theirs, _, command = example(title)
-    ast.parse(theirs)
-    numbers = dict(re.findall(r"(\w+)=([^,\s]+),", theirs))
-    args = tyro.cli(script.Args, args=shlex.split(command)[2:])
-    assert args.micro_batch_size == int(numbers["per_device_train_batch_size"])
-    assert args.batch_size == args.micro_batch_size * int(numbers["gradient_accumulation_steps"])
-    assert (args.epochs, args.lr) == (float(numbers["num_train_epochs"]), float(numbers["learning_rate"]))
-    assert f'"{args.lr_schedule}"' == numbers["lr_scheduler_type"] and f'"{args.run_dir}"' == numbers["output_dir"]
-    _, run_dir = script.main(dataclasses.replace(args, total_steps=2, threads=1))
-    assert log(run_dir)[-1]["step"] == 2
-    AutoModelForCausalLM.from_pretrained(run_dir / "hf_model")
-
-
-def test_our_score_compares_numbers(folder):
+def test_our_score_compares_numbers():
     """The last one, as a whole; their function of the page and README's say the same."""
-    theirs, files, _ = example(GRPO)
+    theirs, files = example(GRPO)
     readme = re.findall(r"```python\n# my_reward.py\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0]
     expected = {"6": 1, "46": 0, "so 5 + 1 = 6.": 1, "6.5": 0, "-6": 0, "6, no, 7": 0, "": 0}
     for source in (theirs.partition("\n\nconfig")[0].replace("from trl", "# "), files["my_reward.py"], readme):
@@ -205,13 +133,19 @@ def test_our_score_compares_numbers(folder):
         assert names["score"](**columns, answer=["6"] * len(expected)) == list(expected.values())
 
 
-def test_our_script_of_an_example_runs(folder):
-    theirs, files, _ = example(TRLX)
-    ast.parse(theirs)
-    (folder / "my_ppo.py").write_text(
-        files["my_ppo.py"].replace("total_episodes=12800", "total_episodes=128, threads=1")
-    )
+def test_our_script_of_an_example_runs(tmp_path, monkeypatch):
+    """One iteration of it. test_docs.py parses our commands, the scripts of the other examples."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = arithmetic.tokenizer()
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = GPT2Config(vocab_size=len(tokenizer), n_layer=3, n_embd=12, n_head=2, n_positions=300, **special)
+    GPT2LMHeadModel(config).save_pretrained("gpt2")
+    tokenizer.save_pretrained("gpt2")
+    write("prompts.jsonl", [{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(9)])
+    _, files = example(TRLX)
+    Path("my_reward.py").write_text(example(GRPO)[1]["my_reward.py"])
+    Path("my_ppo.py").write_text(files["my_ppo.py"].replace("episodes=12800", "episodes=128, threads=1"))
     names = runpy.run_path("my_ppo.py")
-    flags = finished(names["run_dir"], 128)
+    flags = yaml.safe_load((names["run_dir"] / "config.yaml").read_text())
+    assert log(names["run_dir"])[-1]["episode"] == 128
     assert (flags["num_layers_unfrozen"], flags["batch_size"], flags["vf_coef"]) == (2, 32, 1.0)
-    assert dataclasses.replace(names["args"], lr=1e-5) == ppo.Args(**vars(names["args"]) | {"lr": 1e-5})

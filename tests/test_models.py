@@ -1,17 +1,16 @@
 """Models go in and come out whole: `python -m pytest tests/test_models.py`
 
-For GPT-2, Llama and Qwen3: exports load in plain transformers with every key and the same logits, value heads survive,
-tied weights stay tied, and short runs train every parameter. Left padding is in test_sampling.py.
+For GPT-2, Llama and Qwen3: exports load in plain transformers with every key, value heads survive, tied weights stay
+tied. Left padding is in test_sampling.py.
 """
 
 import copy
 import os
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
-from helpers import EOS, log, recorded
+from helpers import EOS, recorded
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,20 +50,6 @@ def short_sft(model, run_dir, **flags):
     return sft.main(sft.Args(model=model, run_dir=str(run_dir), **settings | flags))
 
 
-def scored(monkeypatch, script):
-    """A function that says, after a run of ppo or grpo, of each rollout: (reference, batch, log-probabilities of the
-    policy, of the reference)."""
-    calls = recorded(monkeypatch, script, "rollout" if script is ppo else "all_logprobs")
-
-    def found():
-        if script is ppo:
-            return [(args[2], batch, batch.logprobs, batch.ref_logprobs) for args, batch in calls]
-        turns = zip(calls[::2], calls[1::2], strict=True)  # by the policy and the reference in turn
-        return [(args[1], args[2], logprobs, ref_logprobs) for (_, logprobs), (args, ref_logprobs) in turns]
-
-    return found
-
-
 def reload(directory):
     """The model by plain transformers, which found every key, expected every key, and missed none."""
     model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
@@ -77,31 +62,30 @@ def logits(model, ids=IDS):
         return model(ids.to(model.device)).logits.cpu()
 
 
-def assert_same_model(a, b):
-    """Equal weights, and logits equal up to the rounding of another memory alignment."""
-    torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
-    torch.testing.assert_close(logits(a), logits(b), rtol=1e-6, atol=1e-6)
-
-
 # ---- Export and heads ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("gpt2", torch.bfloat16), ("llama", torch.float64), ("qwen3", torch.float32)]
+    ("family", "dtype", "tied"),
+    [("gpt2", torch.bfloat16, True), ("llama", torch.float64, False), ("qwen3", torch.float32, True)],
 )
-def test_export_is_read_back_by_plain_transformers(build_model, letters, family, dtype, tmp_path):
+def test_export_is_read_back_by_plain_transformers(build_model, letters, family, dtype, tied, tmp_path):
+    """Tied weights stay tied, in the file and after it."""
     model = build_model(family, dtype)
     export_model(model, full_weights(model), letters, tmp_path / "model", {})
     back = reload(tmp_path / "model")
     assert back.dtype == dtype
-    assert_same_model(back, model)
+    torch.testing.assert_close(back.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert (back.get_input_embeddings().weight is back.get_output_embeddings().weight) == tied
+    with safe_open(tmp_path / "model/model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) == (not tied)
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("ba")["input_ids"] == [1, 0]
 
 
 INPUTS = IDS[:, :3], torch.ones(2, 3, dtype=torch.bool), IDS[:, 3:], torch.ones(2, 4, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("linear", "float32"), ("mlp", "float64"), ("mlp", "bfloat16")])
+@pytest.mark.parametrize(("kind", "dtype"), [("linear", "float32"), ("mlp", "bfloat16")])
 def test_policy_with_value_is_read_back(monkeypatch, gpt2_dir, tmp_path, kind, dtype):
     """A run's hf_model gives the same values by PolicyWithValue.load, and as the --model of another run."""
     lm, tokenizer = load_model(from_task(ppo.Args, ppo.TASK, dtype=dtype), gpt2_dir)
@@ -135,31 +119,25 @@ def test_a_value_head_is_not_made_up(gpt2_dir):
         ppo.PolicyWithValue.load(gpt2_dir)
 
 
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
-def test_value_head_inits(build_model, kind):
+@pytest.mark.parametrize(
+    ("kind", "init", "drawn"),
+    [
+        ("linear", "zeros", set()),
+        ("linear", "normal", {"0.weight"}),
+        ("mlp", "zeros", {"0.weight", "0.bias"}),
+        ("mlp", "default", {"0.weight", "0.bias", "2.weight", "2.bias"}),
+    ],
+)
+def test_value_heads_are_a_keyed_draw(build_model, kind, init, drawn):
     lm = build_model()
-    last = 2 if kind == "mlp" else 0
-
-    def head(init, seed=1):
-        torch.manual_seed(seed + 99)  # the global generator has no say
-        return dict(ppo.PolicyWithValue(lm, kind, init, seed).value_head.named_parameters())
-
-    for init in ("zeros", "normal", "default"):
-        one = head(init)
-        again = head(init)
-        other = head(init, seed=2)
-        assert all(torch.equal(one[name], again[name]) for name in one)
-        drawn = {"zeros": [], "normal": [f"{last}.weight"], "default": [f"{last}.weight", f"{last}.bias"]}[init]
-        if kind == "mlp":
-            drawn += ["0.weight", "0.bias"]
-        for name in one:
-            if name in drawn:
-                assert not torch.equal(one[name], other[name]), name
-                assert one[name].ndim < 2 or one[name].std() > 0.05, name
-            else:
-                assert not one[name].any(), name
-        assert len({weight.flatten()[0].item() for weight in one.values() if weight.any()}) == len(drawn)
-    assert not ppo.PolicyWithValue(lm, kind, "zeros")(*INPUTS)[1].any()
+    heads = []
+    for seed, noise in ((1, 5), (1, 6), (2, 5)):
+        torch.manual_seed(noise)  # the global generator has no say
+        heads.append(dict(ppo.PolicyWithValue(lm, kind, init, seed).value_head.named_parameters()))
+    one, again, other = heads
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert {name for name in one if not torch.equal(one[name], other[name])} == drawn
+    assert all(name in drawn or not weight.any() for name, weight in one.items())
 
 
 def test_value_head_init_scales(build_model):
@@ -170,12 +148,9 @@ def test_value_head_init_scales(build_model):
         heads = [ppo.PolicyWithValue(lm, "linear", init, seed).value_head for seed in range(40)]
         return torch.cat([head[0].weight[0] for head in heads])
 
-    normal = drawn("normal")
-    default = drawn("default")
-    assert normal.std().item() == pytest.approx(0.2, rel=0.1) and abs(normal.mean()) < 0.03
+    assert drawn("normal").std().item() == pytest.approx(0.2, rel=0.1)
     bound = 12**-0.5
-    assert 0.95 * bound < default.abs().max() <= bound
-    assert default.std().item() == pytest.approx(bound / 3**0.5, rel=0.1)
+    assert 0.95 * bound < drawn("default").abs().max() <= bound
 
 
 def test_the_value_head_keeps_float32_under_bf16(build_model):
@@ -185,60 +160,6 @@ def test_the_value_head_keeps_float32_under_bf16(build_model):
         logprobs, values, _ = model(*INPUTS)
     assert logprobs.dtype == values.dtype == torch.float32
     assert (values.bfloat16() != values).any()  # not rounded to bfloat16
-
-
-# ---- Short runs ------------------------------------------------------------------------------------------------------
-
-
-SHORT_RUNS = {"ppo": (short_ppo, "gpt2"), "sft": (short_sft, "llama"), "grpo": (short_grpo, "qwen3")}
-
-
-@pytest.fixture(scope="module", params=["ppo", "sft", pytest.param("grpo", marks=pytest.mark.slow)])
-def short_run(request, tiny_dirs, tmp_path_factory):
-    """A run from an object: the script, the family, the weights before, the model, the metrics, the run directory."""
-    name = request.param
-    short, family = SHORT_RUNS[name]
-    lm, tokenizer = load_model(from_task(sft.Args, sft.TASK), tiny_dirs[family])
-    before = {name: weight.clone() for name, weight in lm.named_parameters()}
-    metrics, run_dir = short(lm, tmp_path_factory.mktemp(family) / "run", tokenizer=tokenizer)
-    return SimpleNamespace(script=name, family=family, before=before, lm=lm, metrics=metrics, run_dir=run_dir)
-
-
-def test_short_run(short_run):
-    """Trains every parameter; what is exported is what was trained, and the checkpoint holds the same."""
-    run_dir = short_run.run_dir
-    before = short_run.before
-    back = reload(run_dir / "hf_model")
-    short_run.lm.set_attn_implementation("sdpa")
-    assert_same_model(back, short_run.lm.eval())
-    after = dict(back.named_parameters())
-    assert after.keys() == before.keys()
-    assert all((after[name] - before[name]).abs().max() > 1e-5 for name in before)
-    steps = 3 if short_run.script == "sft" else 4
-    records = log(run_dir)
-    assert records[0]["step"] == 0
-    assert records[-1]["step"] == short_run.metrics["step"] == steps
-    assert not any(None in record.values() for record in records)
-    saved = safetensors.torch.load_file(run_dir / f"checkpoints/step_{steps:08d}/model.safetensors")
-    for name, weight in saved.items():
-        name = name.removeprefix("lm.")
-        assert name.startswith("value_head") or torch.equal(weight, back.state_dict()[name])
-    assert ("eval/loss" if short_run.script == "sft" else "eval/reward") in short_run.metrics
-    best = run_dir / "hf_model_best"
-    if best.exists():  # else hf_model is the best one
-        reload(best)
-
-
-def test_tied_weights_stay_tied(short_run, tiny_dirs):
-    is_tied = short_run.family != "llama"
-    for path in (short_run.run_dir / "hf_model", tiny_dirs[short_run.family]):
-        model = reload(path)
-        assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == is_tied
-    with safe_open(short_run.run_dir / "hf_model/model.safetensors", "pt") as file:
-        assert ("lm_head.weight" in file.keys()) == (not is_tied)
-    for step in (short_run.run_dir / "checkpoints").iterdir():
-        with safe_open(step / "model.safetensors", "pt") as file:
-            assert any("lm_head" in name for name in file.keys()) == (not is_tied)
 
 
 def test_the_files_of_an_export_follow_the_umask(build_model, letters, tmp_path):
@@ -254,7 +175,7 @@ def test_the_files_of_an_export_follow_the_umask(build_model, letters, tmp_path)
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
-ENDS = [(None, [EOS]), (EOS, [EOS]), (7, [7, EOS]), ([5, 7], [5, 7, EOS]), ([7, EOS], [7, EOS])]
+ENDS = [(None, [EOS]), (7, [7, EOS]), ([5, 7], [5, 7, EOS]), ([7, EOS], [7, EOS])]
 
 
 @pytest.mark.parametrize(("own", "union"), ENDS, ids=lambda x: str(x))
@@ -306,12 +227,10 @@ def test_a_text_that_has_an_end_gets_no_second_one(letters):
     assert truncated[0].ids == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("num_layers_unfrozen", [-1, 1])
-def test_weights_of_16_bits_are_not_trained(build_model, letters, tmp_path, num_layers_unfrozen):
+def test_weights_of_16_bits_are_not_trained(build_model, letters, tmp_path):
     """An object of this type is refused as the flag is."""
-    flags = {"num_layers_unfrozen": num_layers_unfrozen, "tokenizer": letters}
     with pytest.raises(InputError, match="--dtype bfloat16: most updates of such weights would be lost to rounding"):
-        short_sft(build_model(dtype=torch.bfloat16), tmp_path / "run", **flags)
+        short_sft(build_model(dtype=torch.bfloat16), tmp_path / "run", tokenizer=letters)
     assert not (tmp_path / "run").exists()
 
 
@@ -336,22 +255,3 @@ def test_the_padding_token_is_trained(build_model, letters, tmp_path):
     loaded, _ = load_model(from_task(sft.Args, sft.TASK), str(tmp_path))
     loaded(torch.tensor([[3, end, 5]])).logits.square().sum().backward()
     assert loaded.get_input_embeddings().weight.grad[end].any()
-
-
-@pytest.mark.parametrize("script", [ppo, grpo], ids=["ppo", "grpo"])
-def test_the_reference_is_another_model(monkeypatch, gpt2_dir, build_model, letters, tmp_path, script):
-    """--ref-model: the KL is against it, and it is not trained."""
-    build_model(seed=7).save_pretrained(tmp_path / "ref")
-    letters.save_pretrained(tmp_path / "ref")
-    rollouts = scored(monkeypatch, script)
-    short = short_ppo if script is ppo else short_grpo
-    short(gpt2_dir, tmp_path / "run", ref_model=str(tmp_path / "ref"), temperature=0.7)
-    expected_model = reload(tmp_path / "ref")
-    assert len(rollouts()) == 2
-    for reference, batch, logprobs, ref_logprobs in rollouts():
-        with torch.no_grad():
-            expected, _, _ = ppo.response_logprobs(expected_model, *batch.tokens(), temperature=0.7)
-        keep = batch.response_mask
-        torch.testing.assert_close(ref_logprobs[keep], expected[keep], rtol=1e-4, atol=1e-4)
-        assert (logprobs - expected)[keep].abs().max() > 0.5
-        torch.testing.assert_close(reference.state_dict(), expected_model.state_dict(), rtol=0, atol=0)

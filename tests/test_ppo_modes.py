@@ -1,10 +1,9 @@
 """What ppo.py does on request: `python -m pytest tests/test_ppo_modes.py`
 
-Blocks shared with the reference, reward models, shaped scores, stops, limits, early ends and skipped steps; each
+Frozen blocks, reward models, shaped scores, stops, limits, early ends and skipped steps; each
 against the slow definition or another layout of the same work.
 """
 
-import copy
 import itertools
 import json
 import re
@@ -58,62 +57,28 @@ def score(model):
     return ppo.response_logprobs(model, *inputs())[0][inputs()[3]]
 
 
-# ---- Shared blocks ---------------------------------------------------------------------------------------------------
-
-
-def names_of(parameters):
-    return {name for name, weight in parameters if weight.requires_grad}
+# ---- Frozen blocks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "k"), [("OPT", 1), ("Gemma3Text", 1), ("Bloom", 1), ("GPT2", -1), ("GPT2", 0)])
-def test_shared_blocks(family, k):
-    """The top blocks and the norm behind them are trained. After 20 steps of what main does, the reference is still
-    the initial model, bit by bit."""
+def test_frozen_blocks(family, k):
+    """The top blocks and the norm behind them are trained."""
     lm = build(family)
-    # frozen as the reference is: torch.matmul calls another kernel where a factor may get a gradient
-    initial = copy.deepcopy(lm).requires_grad_(False)
     assert len(blocks(lm)) == LAYERS
     freeze(lm, k)
-    trained = names_of(lm.named_parameters())
+    trained = {name for name, weight in lm.named_parameters() if weight.requires_grad}
     if k == -1:
         assert len(trained) == len(list(lm.parameters()))
-    else:
-        top_blocks = {name for name, _ in lm.named_parameters() if re.search(rf"\.[{LAYERS - k}-9]\.", name)}
-        others = trained - top_blocks
-        assert top_blocks <= trained and bool(others) == (k > 0)
-        assert all("norm" in name or "ln_f" in name for name in others)
-    frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
-    ref = copy.deepcopy(lm, frozen).requires_grad_(False)
-    for (name, a), b in zip(lm.named_parameters(), ref.parameters(), strict=True):
-        assert (a.data_ptr() == b.data_ptr()) == (name not in trained)
-    policy = ppo.PolicyWithValue(lm, "linear", "normal")
-    first = score(lm)
-    optimizer = torch.optim.AdamW([w for w in policy.parameters() if w.requires_grad], lr=1e-2, weight_decay=0.1)
-    for _ in range(20):
-        logprobs, values, _ = policy(*inputs())
-        (logprobs[inputs()[3]].mean() + values.square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(score(ref), score(initial))
-    assert ((score(lm) - first).abs().max() > 1e-2) == (k != 0)
-    for name, weight in initial.named_parameters():
-        assert name in trained or torch.equal(weight, lm.get_parameter(name))
+        return
+    top_blocks = {name for name, _ in lm.named_parameters() if re.search(rf"\.[{LAYERS - k}-9]\.", name)}
+    others = trained - top_blocks
+    assert top_blocks <= trained and bool(others) == (k > 0)
+    assert all("norm" in name or "ln_f" in name for name in others)
 
 
 def test_more_unfrozen_layers_than_there_are():
     with pytest.raises(InputError, match="--num-layers-unfrozen 4: the model has 3 layers"):
         freeze(build("GPT2"), 4)
-
-
-def test_an_output_layer_inside_a_head_keeps_the_embedding_frozen():
-    """Of BERT it is tied to the embedding and stands in a module with the norm that is trained."""
-    sizes = {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 7}
-    lm = transformers.BertLMHeadModel(transformers.BertConfig(vocab_size=29, is_decoder=True, **sizes))
-    freeze(lm, 1)
-    trained = names_of(lm.named_parameters())
-    assert "bert.embeddings.word_embeddings.weight" not in trained
-    assert "cls.predictions.transform.dense.weight" in trained
-    assert all(".layer.2." in name or name.startswith("cls.") for name in trained)
 
 
 def test_blocks_are_not_the_experts_of_a_block():
@@ -327,33 +292,21 @@ TEXTS = ["bcd", "a", "tsrqponml", "hij" * 5, "ka", "abcdefghijklmnopqrstu" * 2]
 ENDED = [True, False, False, True, False, True]
 
 
-@pytest.fixture
-def classifier(tmp_path):
-    """classifier(family, labels, pad, edit) -> a directory."""
-
-    def make(family="GPT2", labels=None, pad="<pad>", edit=None):
-        tokenizer = randomwalks.tokenizer()
-        tokenizer.pad_token = pad
-        if family == "Bert":
-            tokenizer.eos_token = None
-        torch.manual_seed(1)
-        names = {"num_labels": 1}
-        if labels:
-            names = {"id2label": dict(enumerate(labels))}
-        config = getattr(transformers, f"{family}Config")(**CLASSIFIERS[family], **TOKENS, **names)
-        config.pad_token_id = tokenizer.pad_token_id
-        model = AutoModelForSequenceClassification.from_config(config)
-        if edit:
-            edit(model)
-        model.save_pretrained(tmp_path / "classifier")
-        tokenizer.save_pretrained(tmp_path / "classifier")
-        return str(tmp_path / "classifier")
-
-    return make
+def save_classifier(folder, family, pad):
+    """A random one with three labels and its tokenizer."""
+    tokenizer = randomwalks.tokenizer()
+    tokenizer.pad_token = pad
+    if family == "Bert":
+        tokenizer.eos_token = None
+    torch.manual_seed(1)
+    names = {"id2label": {0: "bad", 1: "good", 2: "odd"}, "pad_token_id": tokenizer.pad_token_id}
+    config = getattr(transformers, f"{family}Config")(**CLASSIFIERS[family], **TOKENS | names)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()
-def by_hand(folder, text, ended, label=0):
+def by_hand(folder, text, ended):
     """The score of one row without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
     ids = randomwalks.tokenizer()(text)["input_ids"]
@@ -364,20 +317,20 @@ def by_hand(folder, text, ended, label=0):
         if ended:
             ids = [*ids, EOS]
     model.config.pad_token_id = None
-    return float(model(input_ids=torch.tensor([ids])).logits[0, label])
+    return float(model(input_ids=torch.tensor([ids])).logits[0, 1])
 
 
 @pytest.mark.parametrize(("family", "pad"), [("GPT2", "<eos>"), ("Llama", "<pad>"), ("Bert", "<pad>")])
-def test_a_reward_model_scores_rows_as_alone(classifier, family, pad):
-    folder = classifier(family, labels=["bad", "good", "odd"], pad=pad)
-    args = SimpleNamespace(reward=f"{folder}:good", trust_remote_code=False, dtype="float64", load_in_4bit=False)
+def test_a_reward_model_scores_rows_as_alone(tmp_path, family, pad):
+    save_classifier(tmp_path, family, pad)
+    args = SimpleNamespace(reward=f"{tmp_path}:good", trust_remote_code=False, dtype="float64", load_in_4bit=False)
     reward = RewardModel(args, SimpleNamespace(device="cpu", named_parameters={}.items))
     texts = [*TEXTS, ""]
     ended = [*ENDED, True]
     if family == "Bert":
         texts.pop()
         ended.pop()
-    expected = [by_hand(folder, text, end, 1) for text, end in zip(texts, ended, strict=True)]
+    expected = [by_hand(tmp_path, text, end) for text, end in zip(texts, ended, strict=True)]
     assert len(set(expected)) == len(texts)
     for size in (3, 64):
         assert reward(texts, ended, size).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -385,25 +338,11 @@ def test_a_reward_model_scores_rows_as_alone(classifier, family, pad):
         assert reward(texts, [not end for end in ended], 3)[0] != pytest.approx(expected[0], abs=1e-3)
 
 
-def test_a_score_that_is_not_finite_names_the_row(classifier, gpt2_dir, tmp_path):
-    folder = classifier(edit=lambda model: model.score.weight.data.fill_(3e38))
+def test_a_score_that_is_not_finite_names_the_row(gpt2_dir, tmp_path):
+    judge = tmp_path / "judge"
+    save_classifier(judge, "GPT2", "<pad>")
+    model = AutoModelForSequenceClassification.from_pretrained(judge)
+    model.score.weight.data.fill_(3e38)
+    model.save_pretrained(judge)
     with pytest.raises(FloatingPointError, match="(inf|nan) for '[a-u]+' and '"):
-        run_ppo(gpt2_dir, tmp_path / "run", reward=folder, dtype="float32")
-
-
-def test_a_run_with_a_reward_model(monkeypatch, classifier, letters, gpt2_dir, tmp_path):
-    rollouts = recorded(monkeypatch, ppo, "rollout")
-    folder = classifier("Llama")
-    metrics, _ = run_ppo(gpt2_dir, tmp_path / "run", reward=folder, micro_batch_size=3, eval_every=8)
-    assert np.isfinite(metrics["eval/reward"])
-    ends = set()
-    for _, batch in rollouts:
-        whole = torch.cat([batch.query, batch.response], 1)
-        masks = torch.cat([batch.query_mask, batch.response_mask], 1)
-        expected = []
-        for row, keep in zip(whole, masks, strict=True):
-            ended = row[keep][-1].item() == EOS
-            ends.add(ended)
-            expected.append(by_hand(folder, letters.decode(row[keep], skip_special_tokens=True), ended))
-        assert batch.raw_scores.sum(1).tolist() == pytest.approx(expected, rel=1e-9)
-    assert ends == {True, False}
+        run_ppo(gpt2_dir, tmp_path / "run", reward=f"{judge}:good", dtype="float32")

@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from itertools import product
@@ -21,15 +20,15 @@ import pytest
 import torch
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
-from harness import ALGOS, ROOT, command, environment, flags, lines
+from harness import ALGOS, ROOT, flags, lines
 from helpers import TEMPLATE, add_specials, recorded, samples, user, weights
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
 from transformers import GenerationMixin
 
-from algos import ddpo, dpo, sft
-from benchmarks.recording import in_terminal, transcript
+from algos import dpo, sft
+from benchmarks.recording import in_terminal
 from common import report
 from common.cli import parse
 from common.logging import Run
@@ -136,11 +135,6 @@ TWO_SETS = {  # files of evaluation rows, other flags
 }
 
 
-def trained_names(algo):
-    """Metrics of an iteration: those of the stored traces."""
-    return lines(ROOT / f"tests/golden/{algo}.jsonl")[0].keys()
-
-
 def quality(algo, record, prefix="eval/"):
     """Of what the best model has most."""
     if algo == "ilql":
@@ -195,7 +189,7 @@ def test_names_of_metrics(algo, whole):
     steps = [stride * i for i in range(iterations + 1)]
     assert [record["step"] for record in records] == steps
     evaluated = {f"eval/{name}" for name in EVALUATED[algo].split()}
-    trained = trained_names(algo)
+    trained = lines(ROOT / f"tests/golden/{algo}.jsonl")[0].keys()  # those of the stored traces
     for record in records:
         expected = {"step"} | (trained if record["step"] else set())
         if record["step"] % every == 0:
@@ -207,9 +201,6 @@ def test_names_of_metrics(algo, whole):
     names = {f"perf/{name}" for name in (PERF[algo] + " seconds_update peak_memory_mb").split()}
     for record in perf:
         assert record.keys() == {"step", "time", *names} and all(record[name] > 0 for name in names)
-    for name, size in (("episode", 8), ("epoch", 1)):
-        if name in trained:
-            assert [record[name] for record in records[1:]] == [size * i for i in range(1, 7)]
 
 
 @each_script
@@ -267,18 +258,15 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     env = json.loads((folder / "env.json").read_text())
     records = lines(folder / "metrics.jsonl")
     names = shown(algo, records[-1])
-    assert env["headline"] == names[0] or algo == "ilql"
 
     # the card, whose lines of use the last lines are
     card = (folder / "README.md").read_text()
     usage = re.search("```python\n(.*?)\n```", card, re.S)[1]
     assert card == report.model_card(env, names, records, samples(folder), usage)
     values = [record[names[0]] for record in records if names[0] in record]
-    curve = f"{names[0]} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
-    if not report.is_change(samples(folder), names[0]):
-        curve += " (no change: within twice its standard error)"
+    curve = f"\n\n{names[0]} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
     places = f"card: {folder}/README.md\npicture: {folder}/curve.png\nmodel: {folder}/hf_model\n"
-    assert process.out.endswith(f"\n\n{curve}\n\n{usage}\n\n{places}") and process.err == ""
+    assert curve in process.out and process.out.endswith(f"\n\n{usage}\n\n{places}") and process.err == ""
 
     # the first lines, and the status
     assert process.out.startswith(f"{algo}: {SUMMARY[algo].replace('TYPES', TYPES)}\nsamples at step 0 ")
@@ -301,7 +289,6 @@ def test_a_change_is_one_beyond_the_noise_of_the_evaluation():
     assert is_change(1, 1, 1, 0, 0) and is_change(-1, -1, -1, 0, 0)
     assert not is_change(1, 1, 0, 0, 0, name="eval/x/reward", set="x")
     assert is_change(1, 1, 0, 0, 0, name="eval/y/reward", set="x")  # of this set there are no rows
-    assert is_change(1, 1, 0, 0, 0, name="train/loss")
 
 
 USED = {  # what the lines of use print; ppo.py, grpo.py and dpo.py write those of sft.py
@@ -338,32 +325,21 @@ def test_check_is_the_summary_and_one_iteration_and_writes_nothing(algo, typed, 
     assert list(Path.cwd().iterdir()) == []
 
 
-@pytest.mark.parametrize("precompute", ["--precompute-ref", "--no-precompute-ref"])
-def test_check_of_dpo_compares_with_the_model_as_it_was(monkeypatch, typed, precompute):
+def test_check_of_dpo_compares_with_the_model_as_it_was(monkeypatch, typed):
     """In both steps, of which the second one finds a changed model; both have the longest pairs."""
     run = SimpleNamespace(args=SimpleNamespace(check=True, seed=1))
     assert Run.draw_rows(run, [3, 9, 5], 0, 4) == [1, 2, 0, 1]
     calls = recorded(monkeypatch, dpo, "pair_losses")
     asked = recorded(monkeypatch, dpo.Reference, "__call__")
-    typed("dpo", f"--check --batch-size 2 {precompute} --eval-dataset None --metric None --eval-prompts None")
+    typed("dpo", "--check --batch-size 2 --eval-dataset None --metric None --eval-prompts None")
     (first, *_), (second, *_) = [args for args, _ in calls]
     assert (second - first).abs().min() > 1e-6 and len(asked) == 2
     assert all((found - first).abs().max() < 1e-5 for _, found in asked)
 
 
-def test_check_of_ddpo_is_an_evaluation_and_the_first_epoch(monkeypatch, typed, work):
-    sampled = recorded(monkeypatch, ddpo, "sample_images")
-    typed("ddpo", "--check --metric None --eval-dataset", f"{work}/eval.jsonl,{work}/captions.jsonl")
-    captions = ["a red circle", "a blue square", "a green circle"]
-    prompts = [args[2] for args, _ in sampled]
-    assert prompts[:2] == [["b", "cd", "efg", "h", "ij"], captions]
-    assert len(prompts) == 3 and len(prompts[2]) == 4 and {*prompts[2]} == {*captions}
-
-
 @each_script
 def test_two_evaluation_sets(algo, typed, work):
-    """Metrics and samples name the set; the first one gives headline and best model. Without --eval-prompts what is
-    sampled is the first set; dpo.py here samples nothing that nobody asked for."""
+    """Metrics and samples name the set; the first one chooses the best model."""
     names, words = TWO_SETS[algo]
     first, second = names.split()
     files = f"{work}/{first}.jsonl,{work}/{second}.jsonl"
@@ -380,21 +356,10 @@ def test_two_evaluation_sets(algo, typed, work):
     scores = [quality(algo, record, f"eval/{first}/") for record in records[1:]]
     last = max((folder / "checkpoints").iterdir())
     assert json.loads((last / "state.json").read_text())["best_score"] == max(scores)
-    place = algo == "dpo"  # here without --metric
-    headline = SHOWN[algo].split()[place].replace("eval/", f"eval/{first}/")
-    assert algo == "ilql" or json.loads((folder / "env.json").read_text())["headline"] == headline
-
-    if algo == "dpo":
-        assert not (folder / "samples.jsonl").exists()
-        return
-    first_samples = samples(folder, step=0)
-    prompts = {name: [row["prompt"] for row in lines(work / f"{name}.jsonl")] for name in (first, second)}
-    if algo in ("ilql", "sft"):
-        assert [row["prompt"] for row in first_samples if row.get("beta", 0) == 0] == prompts[first]
-    else:
-        assert [*first_samples[0]] == ["step", "set", *COLUMNS[algo].split()]
-        expected = [*product([first], prompts[first]), *product([second], prompts[second])]
-        assert [(row["set"], row["prompt"]) for row in first_samples] == expected
+    if "prompt" in COLUMNS[algo] and algo not in ("ilql", "sft", "dpo"):
+        found = [(row["set"], row["prompt"]) for row in samples(folder, step=0)]
+        prompts = {name: [row["prompt"] for row in lines(work / f"{name}.jsonl")] for name in (first, second)}
+        assert found == [*product([first], prompts[first]), *product([second], prompts[second])]
 
 
 @each_script
@@ -407,10 +372,8 @@ def test_evaluations_change_nothing_of_the_training(algo, typed, whole):
     model = "hf_model/unet/diffusion_pytorch_model.safetensors" if algo == "ddpo" else "hf_model/model.safetensors"
     assert (folder / model).read_bytes() == (whole(algo)[0] / model).read_bytes()
     assert not (folder / "hf_model_best").exists() and not (folder / "samples.jsonl").exists()
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{metrics['step']:08d}"]
     headline = "rewards/accuracies" if algo in ("reward", "dpo") else SHOWN[algo].split()[1]
-    first = json.loads((folder / "env.json").read_text())["headline"]
-    assert first == headline and f"\n\n- `{headline}`: " in (folder / "README.md").read_text()
+    assert f"\n\n- `{headline}`: " in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("algo", ["sft", "dpo"])
@@ -447,8 +410,6 @@ SAID = [  # flags, what the summary says of the reference or the head
     ("ppo", "--ref-model MODEL", "; reference: a model of its own\n"),
     ("ppo", "--num-layers-unfrozen 1", "; reference: shares the frozen weights\n"),
     ("grpo", "--kl-coef 0", "; reference: none\n"),
-    ("dpo", "--ref-model MODEL", "reference: a model of its own, "),
-    ("dpo", "--reference-free", "reference: none, "),
     ("sft", "--stop a b --max-length 9", "at most 9 tokens per row, 6 new tokens\n4.17 epochs, 12 steps x 8 rows; "),
     ("sft", "--stop a b", "; stops: ['a', 'b']; evaluations sample 5 prompts\n"),
 ]
@@ -464,12 +425,12 @@ def test_other_summaries(algo, words, said, typed, work, capsys):
 
 
 class Recorder(GeneralTracker):
-    """A tracker that keeps what it gets."""
+    """Stands for wandb, and keeps what it gets."""
 
+    name = "wandb"
     requires_logging_directory = False
 
-    def __init__(self, name):
-        self.name = name
+    def __init__(self):
         self.metrics = {}
         self.images = {}
         self.tables = {}
@@ -486,95 +447,32 @@ class Recorder(GeneralTracker):
         self.metrics[step] = values
 
     def log_table(self, name, columns, data, step):
-        assert self.name == "wandb" and name == "eval/samples"
         self.tables[step] = (columns, data)
 
     def log_images(self, values, step=None, **options):
-        assert options == ({"dataformats": "NHWC"} if self.name == "tensorboard" else {})
         self.images.setdefault(step, {}).update(values)
 
 
-@pytest.fixture
-def tracked(monkeypatch, typed, work):
-    """tracked(recorder) -> the directory of a run of ddpo.py in six steps with two evaluation sets."""
-
-    def run(recorder):
-        monkeypatch.setattr(tracking, "filter_trackers", lambda names, folder: [recorder])
-        sets = f"{work}/captions.jsonl,{work}/eval.jsonl"
-        words = f"--metric None --run-dir run --num-epochs 3 --track {recorder.name} --eval-dataset {sets}"
-        return typed("ddpo", words)[1]
-
-    return run
-
-
-@pytest.mark.parametrize("track", ["wandb", "tensorboard"])
-def test_trackers_get_metrics_samples_and_images(track, tracked, monkeypatch):
-    """The images of an evaluation are those that the reward has seen, in a grid of each set."""
-    calls = recorded(monkeypatch, ddpo, "image_arguments")
-    recorder = Recorder(track)
-    folder = tracked(recorder)
-    assert [*recorder.metrics] == [0, 2, 4, 6] and [*recorder.images] == [0, 4, 6]
+def test_a_tracker_gets_metrics_samples_and_images(typed, work, monkeypatch):
+    """The images of an evaluation are the files of the run, one for each set."""
+    recorder = Recorder()
+    monkeypatch.setattr(tracking, "filter_trackers", lambda names, folder: [recorder])
+    sets = f"{work}/captions.jsonl,{work}/eval.jsonl"
+    words = f"--metric None --run-dir run --num-epochs 3 --track wandb --eval-dataset {sets}"
+    _, folder = typed("ddpo", words)
+    assert [*recorder.metrics] == [0, 2, 4, 6] and [*recorder.images] == [*recorder.tables] == [0, 4, 6]
     for record in lines(folder / "metrics.jsonl"):
         assert record.items() - {("step", record["step"])} <= recorder.metrics[record["step"]].items()
     assert "perf/images_per_sec" in recorder.metrics[2]
-    assert [*recorder.tables] == ([0, 4, 6] if track == "wandb" else [])
     for step, table in recorder.tables.items():
         rows = [[row["set"], row["prompt"], row["reward"]] for row in samples(folder, step)]
         assert table == (["set", "prompt", "reward"], rows)
-    seen = [given["images"] for (rows, _), given in calls if len(rows) != 4]  # 4 are a rollout
-    places = product((0, 4, 6), ("captions", "eval"))
-    for (step, name), images in zip(places, seen, strict=True):
-        sheet = np.asarray(Image.open(folder / f"images/step_{step:08d}_{name}.png"))
-        assert np.array_equal(recorder.images[step][f"eval/images_{name}"], sheet[None])
-        assert len(images) == (3 if name == "captions" else 5)
-        for place, image in enumerate(images):  # of 8 x 24 pixels, each pixel a square of 5 x 5
-            cell = sheet[:40:5, place * 120 : (place + 1) * 120 : 5]
-            assert np.array_equal(cell, (image * 255).round().byte().permute(1, 2, 0))
-
-
-@pytest.mark.case(61, "ddpo")
-def test_a_tracker_that_takes_no_images_stops_nothing(tracked, capsys):
-    """Others that fail are in test_inputs.py and test_runs.py."""
-    recorder = Recorder("wandb")
-    recorder.log_images = None
-    folder = tracked(recorder)
-    assert "warning: --track wandb is off" not in capsys.readouterr().out
-    assert [*recorder.metrics] == [0, 2, 4, 6] and (folder / "README.md").exists()
+        for name in ("captions", "eval"):
+            sheet = np.asarray(Image.open(folder / f"images/step_{step:08d}_{name}.png"))
+            assert np.array_equal(recorder.images[step][f"eval/images_{name}"], sheet[None])
 
 
 # ---- Terminal --------------------------------------------------------------------------------------------------------
-
-
-def test_the_live_line_says_what_happens(work, tmp_path):
-    columns = 80
-    env = environment(work)
-    env.pop("COLUMNS")
-    argv = [sys.executable, *map(str, command(work, "ppo", "run", "--total-episodes", "16"))]
-    pieces, code = in_terminal(argv, columns, tmp_path, env)
-    text = "".join(piece for _, piece in pieces)
-    assert code == 0 and "Traceback" not in text
-    pictures = re.findall(r"(?:\r\x1b\[2K|\n|\x1b\[\?25h)([^\r\n]*)\r(?!\n)", text)
-    assert max(map(len, pictures)) <= columns
-    assert text.index("loading libraries") < text.index("parameters")
-    activities = re.findall(r"(?:^| \| )([a-z][a-z_ -]*[a-z])", "\n".join(pictures), re.MULTILINE)
-    order = [activities.index(name) for name in ("loading libraries", "evaluating", "sampling", "saving")]
-    assert order == sorted(order)
-    assert {"reading --dataset", "scoring", "writing hf_model"} <= {*activities}
-    while_sampling = [picture for picture in pictures if re.match(r"4/8, eta \d:\d\d:\d\d \| sampling 0/8", picture)]
-    assert while_sampling and "scores 0." in while_sampling[0]  # the metrics of the iteration before
-    assert re.search(r"\nmodel: \S+hf_model\r\n", text)
-    assert text.endswith("\x1b[1A\x1b[2K")  # nothing of the line is left
-
-
-def test_transcript():
-    pieces = [
-        (0.1, "\x1b[?25lfirst\r\n\r\x1b[2Kloading, 0 s\r"),
-        (0.3, "\r\x1b[2Kreading, 0 s\r"),
-        (2.4, "\r\x1b[2Kreading, 2 s\r\r\x1b[2Ksec"),
-        (2.5, "ond\r\nreading, 2 s\r\r\n\x1b[?25h\r\x1b[1A\x1b[2Kthird\r\n"),
-    ]
-    lines = ["   5.1   first", "   5.1 > loading, 0 s", "   7.4 > reading, 2 s", "   7.5   second", "   7.5   third"]
-    assert transcript(pieces, 5.0) == lines
 
 
 DRAWN = """import sys
@@ -591,28 +489,20 @@ print("end")
 """
 
 
-@pytest.mark.parametrize(("shell", "is_live"), [("{}", True), ("{} | cat", False), ("{} 2> /dev/null", False)])
-def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(shell, is_live, tmp_path):
+def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(tmp_path):
     """Else not a byte more is written. Texts stand above it as they are."""
     (tmp_path / "shown.py").write_text(DRAWN.format(root=str(ROOT)))
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
-    pieces, code = in_terminal(["sh", "-c", shell.format(f"{sys.executable} shown.py")], 50, tmp_path, env)
-    text = "".join(piece for _, piece in pieces)
+    piped, drawn = (
+        "".join(piece for _, piece in in_terminal(["sh", "-c", shell], 50, tmp_path, env)[0])
+        for shell in (f"{sys.executable} shown.py | cat", f"{sys.executable} shown.py")
+    )
     said = "words " * 20 + "[red]\x1b[\r\n"
-    assert code == 0
-    if not is_live:  # `| tee log` would print into the line
-        assert text == f"{said}of a reward\r\nend\r\n"
-        return
-    assert f"\r\x1b[2K{said}" in text and "\r\x1b[2Kof a reward\r\n" in text
-    assert "\r\x1b[2Ksaving, 0 s | " + ("metric " * 20)[:35] + "…\r" in text
-    assert text.endswith("\x1b[1A\x1b[2Kend\r\n")
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is there
-
-
-def test_without_an_output_for_errors(tmp_path):
-    (tmp_path / "shown.py").write_text(DRAWN.format(root=str(ROOT)))
-    done = subprocess.run(f"{sys.executable} {tmp_path}/shown.py 2>&-", shell=True, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("of a reward\nend\n")
+    assert piped == f"{said}of a reward\r\nend\r\n"  # `| tee log` would print into the line
+    assert f"\r\x1b[2K{said}" in drawn and "\r\x1b[2Kof a reward\r\n" in drawn
+    assert "\r\x1b[2Ksaving, 0 s | " + ("metric " * 20)[:35] + "…\r" in drawn
+    assert drawn.endswith("\x1b[1A\x1b[2Kend\r\n")
+    assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is there
 
 
 def test_a_table_breaks_between_words(monkeypatch):
@@ -656,52 +546,31 @@ def drawn(monkeypatch, tmp_path):
     return draw
 
 
-def points(line):
-    return [(int(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
-
-
 def test_panels_of_a_run(drawn):
     """The headline, the metrics of the status line, then those of --metric; what is not finite is left out."""
     title, found = drawn(PPO, ["eval/reward", *IN_STATUS], "ppo-0123abcd: $x_" + "a/" * 99)
     assert [*found] == ["reward", "scores", "kl", "policy", "vowels"]
     assert title == ("ppo-0123abcd: $x_" + "a/" * 99)[:100]
-    assert points(found["reward"]["eval/reward"]) == [(0, 0.25), (8, 0.5), (12, 0.75)]
-    assert points(found["scores"]["objective/scores"]) == [(4, 0.3), (12, 0.6)]
+    assert found["reward"]["eval/reward"].get_xydata().tolist() == [[0, 0.25], [8, 0.5], [12, 0.75]]
+    assert found["scores"]["objective/scores"].get_xydata().tolist() == [[4, 0.3], [12, 0.6]]
 
 
-NAMES = [  # the metrics that a script logs; the panels of the first four of them with their metrics
-    (
-        "eval/x/accuracy train/loss optim/lr optim/grad_norm eval/x/margin eval/y/accuracy eval/y/margin",
-        ["eval/x/accuracy eval/y/accuracy", "train/loss", "optim/lr", "optim/grad_norm", "eval/x/margin eval/y/margin"],
-    ),
-    (
-        "eval/x@beta=4 losses/loss rewards/loss losses/loss_v eval/x@beta=0 eval/y@beta=0 eval/z/loss",
-        ["eval/x@beta=4 eval/x@beta=0", "losses/loss rewards/loss eval/z/loss", "losses/loss_v", "eval/y@beta=0"],
-    ),
-]
+NAMES = {  # metrics that a script logs, of which four are asked for: panels of those with others of their last name
+    "eval/x/accuracy train/loss optim/lr optim/grad_norm eval/x/margin eval/y/accuracy eval/y/margin": [
+        "eval/x/accuracy eval/y/accuracy", "train/loss", "optim/lr", "optim/grad_norm", "eval/x/margin eval/y/margin",
+    ],
+    "eval/x@beta=4 losses/loss rewards/loss losses/loss_v eval/x@beta=0 eval/y@beta=0 eval/z/loss": [
+        "eval/x@beta=4 eval/x@beta=0", "losses/loss rewards/loss eval/z/loss", "losses/loss_v", "eval/y@beta=0",
+    ],
+}  # fmt: skip
 
 
 def test_panels_share_names(drawn):
-    for logged, expected in NAMES:
+    for logged, expected in NAMES.items():
         names = logged.split()
         records = [{"step": step, **dict.fromkeys(names, step + 0.5)} for step in range(3)]
         _, found = drawn(records, names[:4])
         assert [" ".join(lines) for lines in found.values()] == expected
-
-
-def test_the_file_is_a_picture(tmp_path):
-    path = tmp_path / "curve.png"
-    draw_curves([{"step": 0, "eval/reward": None}], ["eval/reward"], "x", path)
-    assert not path.exists()  # there is nothing to draw
-    draw_curves(PPO, ["eval/reward", *IN_STATUS], "run: $x_ \u4e2d", path)
-    assert Image.open(path).format == "PNG"
-
-
-def train(tiny_dir, run_dir, **flags):
-    rows = [{"prompt": letter, "completion": letter * 3} for letter in "abcdefg"]
-    options = {"total_steps": 6, "batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 3, "threads": 1}
-    options |= {"model": tiny_dir, "dataset": rows, "eval_dataset": rows[:2], "run_dir": str(run_dir)}
-    return sft.main(sft.Args(**options | flags))
 
 
 def test_when_pictures_are_drawn(monkeypatch, gpt2_dir, tmp_path, capsys):
@@ -714,13 +583,13 @@ def test_when_pictures_are_drawn(monkeypatch, gpt2_dir, tmp_path, capsys):
             raise OSError("No space\nleft")
 
     monkeypatch.setattr(report, "draw_curves", draw)
-    train(gpt2_dir, tmp_path / "run")
+    rows = [{"prompt": letter, "completion": letter * 3} for letter in "abcdefg"]
+    flags = {"total_steps": 6, "batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 3, "threads": 1}
+    flags |= {"model": gpt2_dir, "dataset": rows, "eval_dataset": rows[:2]}
+    sft.main(sft.Args(run_dir=str(tmp_path / "run"), **flags))
     assert calls == [(step, "eval/loss", f"run: {gpt2_dir}") for step in (2, 4, 6)]
-    calls.clear()
-    train(gpt2_dir, tmp_path / "quiet", eval_every=0)
-    assert calls == [(6, "train/loss", f"quiet: {gpt2_dir}")]
     capsys.readouterr()
-    train(gpt2_dir, tmp_path / "fails")
+    sft.main(sft.Args(run_dir=str(tmp_path / "fails"), **flags))
     assert capsys.readouterr().out.count("warning: curve.png could not be drawn: No space left\n") == 3
     assert (tmp_path / "fails/metrics.jsonl").read_bytes() == (tmp_path / "run/metrics.jsonl").read_bytes()
 
@@ -777,7 +646,7 @@ def test_a_card():
     report.model_card(ENV, names, [], [], usage="print(1)")
 
 
-NASTY = ["a|b", "``` x ```", "![](http://x/y.png)", "two\nlines\r\n", "\\|", " a ", "\x1b[31m\ud800", "&amp;", "[red]"]
+NASTY = ["a|b", "``` x ```", "![](http://x/y.png)", "two\nlines\r\n", " a ", "\x1b[31m\ud800", "&amp;"]
 
 
 def test_samples_are_no_markup():
@@ -796,25 +665,19 @@ def test_long_and_empty_samples():
     assert cells == ["p" * 200, "p" * 200 + "...", " \\n", "not finite", ""]
 
 
-BARE_TEMPLATE = TEMPLATE.replace("{{ eos_token }}", "")  # which a prompt for the pipeline would lose
-
-
-@pytest.mark.parametrize(("chat", "adds_bos"), [(False, True), (True, False), (True, True)])
-def test_lines_of_use_make_the_ids_of_training(chat, adds_bos, letters, build_model, tmp_path, monkeypatch):
-    """Also of a chat whose template writes the beginning token: it stands there once."""
-    rows = [{"prompt": "abc"}]
-    if chat:
-        letters.chat_template = BARE_TEMPLATE
-        rows = [{"prompt": [user("bc")]}]
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_lines_of_use_make_the_ids_of_training(adds_bos, letters, build_model, tmp_path, monkeypatch):
+    """Of a chat whose template writes the beginning token: it stands there once."""
+    letters.chat_template = TEMPLATE.replace("{{ eos_token }}", "")  # which a prompt for the pipeline would lose
     if adds_bos:
         add_specials(letters, "<bos> $A")
     lm = build_model("llama")
     for part in (letters, lm):
         part.save_pretrained(tmp_path)
-    _, (ids,) = encode_prompts(rows, letters, 3, 32, "--dataset")
-    assert ids == letters.convert_tokens_to_ids(["<bos>", *("ubcs" if chat else "abc")])
+    _, (ids,) = encode_prompts([{"prompt": [user("bc")]}], letters, 3, 32, "--dataset")
+    assert ids == letters.convert_tokens_to_ids(["<bos>", *"ubcs"])
     prompt, usage = report.lines_of_use(lm, letters, ids)
-    assert ("add_special_tokens=False" in usage) == (chat and not adds_bos)  # else the tokenizer writes it
+    assert ("add_special_tokens=False" in usage) == (not adds_bos)  # else the tokenizer writes it
     seen = []
     generate = GenerationMixin.generate
 

@@ -3,7 +3,6 @@
 A pickle that leaves a marker when it is loaded, in the place of weights, adapters and checkpoints.
 """
 
-import itertools
 import json
 import pickle
 import shutil
@@ -40,21 +39,13 @@ def marker(tmp_path):
     return path
 
 
-def plant(path, marker, zipped=True):
-    """As torch.save writes it now, or as it once did: a bare pickle."""
-    torch.save(Bomb(marker), path, _use_new_zipfile_serialization=zipped)
-
-
-# torch.save writes an archive now, and once wrote a bare pickle
-PICKLES = [*itertools.product([True], DATA), (False, sft)]
-
-
 @pytest.mark.case(59)
-@pytest.mark.parametrize(("zipped", "script"), PICKLES)
-def test_a_model_of_pickles(script, zipped, gpt2_dir, marker, tmp_path):
+@pytest.mark.parametrize("script", DATA)
+def test_a_model_of_pickles(script, gpt2_dir, marker, tmp_path):
     shutil.copytree(gpt2_dir, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
-    plant(tmp_path / "model" / "pytorch_model.bin", marker, zipped)
+    is_archive = script is not sft  # torch.save once wrote a bare pickle
+    torch.save(Bomb(marker), tmp_path / "model/pytorch_model.bin", _use_new_zipfile_serialization=is_archive)
     with pytest.raises(InputError, match="--model .*model cannot be loaded"):
         run(script, tmp_path / "model", tmp_path / "run")
     assert not marker.exists() and not (tmp_path / "run").exists()
@@ -72,7 +63,7 @@ def test_an_adapter_of_pickles(script, lora, gpt2_dir, marker, tmp_path):
     """As --model and as --reward."""
     adapter = shutil.copytree(lora, tmp_path / "adapter")
     (adapter / "adapter_model.safetensors").unlink()
-    plant(adapter / "adapter_model.bin", marker)
+    torch.save(Bomb(marker), adapter / "adapter_model.bin")
     with pytest.raises(InputError, match="--model .*cannot be loaded"):
         run(script, adapter, tmp_path / "run")
     if script is ppo:
@@ -86,7 +77,7 @@ def test_a_pipeline_of_pickles(build_pipeline, marker, tmp_path):
     build_pipeline().save_pretrained(tmp_path / "pipeline")
     for path in (tmp_path / "pipeline").rglob("*.safetensors"):
         path.unlink()
-        plant(path.with_suffix(".bin"), marker)
+        torch.save(Bomb(marker), path.with_suffix(".bin"))
     args = ddpo.Args(model=str(tmp_path / "pipeline"), dataset=[{"prompt": "a"}], reward=lambda images, prompts: [0.0])
     with pytest.raises(InputError, match="--model .*pipeline cannot be loaded"):
         ddpo.main(args)
@@ -100,10 +91,10 @@ def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
     _, run_dir = run(sft, gpt2_dir, tmp_path / "run")
     newest = max((run_dir / "checkpoints").iterdir())
     for name in ("optimizer.pt", "scheduler.bin", "rng_state.pth", "extra.pkl"):
-        plant(newest / name, marker)
+        torch.save(Bomb(marker), newest / name)
     metrics, _ = run(sft, gpt2_dir, tmp_path / "more", resume=str(newest), total_steps=5)
     assert metrics["eval/loss"] > 0
-    plant(newest / "optim.safetensors", marker)
+    torch.save(Bomb(marker), newest / "optim.safetensors")
     with pytest.raises(InputError, match="optim.safetensors does not match its checksum"):
         run(sft, gpt2_dir, tmp_path / "next", resume=str(newest), total_steps=5)
     manifest = json.loads((newest / "MANIFEST.json").read_text())
@@ -115,9 +106,9 @@ def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
 
 
 @pytest.mark.case(59, "sft")
-@pytest.mark.parametrize("suffix", [".pkl", ".pt", ".jsonl", ".json", ".csv", ".parquet", ".txt"])
+@pytest.mark.parametrize("suffix", [".pkl", ".jsonl", ".parquet"])
 def test_a_dataset_of_pickles(suffix, gpt2_dir, marker, tmp_path):
-    plant(tmp_path / f"rows{suffix}", marker)
+    torch.save(Bomb(marker), tmp_path / f"rows{suffix}")
     with pytest.raises(InputError, match="--dataset "):
         run(sft, gpt2_dir, tmp_path / "run", dataset=str(tmp_path / f"rows{suffix}"), eval_dataset=DATA[sft])
     assert not marker.exists() and not (tmp_path / "run").exists()

@@ -1,12 +1,11 @@
 """What sft.py alone has: `python -m pytest tests/test_sft_modes.py`
 
-Packing, frozen layers, data that go on after a stop, and that a change of code makes another run; each against hand
-numbers or another layout of the same work. Rows, flags and reports are in the tests of all scripts.
+Packing, frozen layers, and data that go on after a stop; each against hand numbers or another layout of the same work.
+Rows, flags and reports are in the tests of all scripts.
 """
 
 import itertools
 import re
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,7 @@ from helpers import PAD, log, samples
 from test_invariants import ROWS, assert_same_result, run_sft, weights
 
 from algos import sft
-from common import forward, identity, logging
+from common import forward, logging
 from common.tokens import collate, pack
 
 LONG = [{"prompt": p, "completion": c} for p, c in (("abc", "defghijk"), ("l", "mnop"), ("qr", "s"), ("tu", ""))]
@@ -35,7 +34,6 @@ def encode(rows, tokenizer, completion_only_loss=True):
     ("lengths", "max_length", "lines"),
     [
         ([4, 2, 3, 1], 4, [[0], [2, 3], [1]]),  # TRL's example for best-fit decreasing
-        ([5, 5, 5], 9, [[0], [1], [2]]),
         ([2, 7, 3, 5, 3], 10, [[1, 2], [3, 4, 0]]),
         ([7, 5, 4, 1], 10, [[0], [1, 2, 3]]),  # the fullest line that fits, not the first
         ([3] * 7, 9, [[0, 1, 2], [3, 4, 5], [6]]),
@@ -55,9 +53,6 @@ def test_pack_keeps_every_row_once():
         sums = sorted(sum(lengths[i] for i in line) for line in lines)
         assert sums[-1] <= max_length
         assert len(sums) < 2 or sums[0] + sums[1] > max_length  # else the two lines would be one
-        # at least as many are needed: by the tokens, and by rows of which no two fit together
-        fewest = max(-(-sum(lengths) // max_length), sum(2 * length > max_length for length in lengths))
-        assert len(lines) <= 11 / 9 * fewest + 1
 
 
 def test_collate_counts_positions_in_each_row():
@@ -97,18 +92,13 @@ def losses_and_gradients(model, lines):
     return logprobs.detach(), [w.grad.clone() for w in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("family", "attention", "plain"), [("gpt2", "eager", False), ("llama", "sdpa", True), ("qwen3", "eager", True)]
-)
+@pytest.mark.parametrize(("family", "attention", "plain"), [("gpt2", "eager", False), ("llama", "sdpa", True)])
 def test_packed_rows_are_rows_alone(letters, build_model, family, attention, plain):
     """Losses and gradients, for lines of three, two and one rows with padding after them. plain: logits of labelled
     tokens alone."""
     model = build_model(family, torch.float64)
     model.plain_output = plain
     model.set_attn_implementation(attention)
-    tolerance = 1e-9
-    if attention == "eager" and family != "gpt2":
-        tolerance = 1e-5  # transformers computes their softmax in float32
     rows = [*LONG, *ROWS, {"prompt": "a", "completion": "bcdefghijklmnopqr"}]
     examples = encode(rows, letters, completion_only_loss=False)
     lines = [[examples[i] for i in line] for line in pack([len(ids) for ids, _ in examples], 20)]
@@ -117,10 +107,10 @@ def test_packed_rows_are_rows_alone(letters, build_model, family, attention, pla
     assert max(sizes) >= 3
     losses, gradients = losses_and_gradients(model, lines)
     alone = [losses_and_gradients(model, [[example]]) for example in itertools.chain(*lines)]
-    assert (losses - torch.cat([loss for loss, _ in alone])).abs().max() < tolerance
+    assert (losses - torch.cat([loss for loss, _ in alone])).abs().max() < 1e-9
     for place, gradient in enumerate(gradients):
         expected = sum(parts[place] for _, parts in alone)
-        assert (gradient - expected).abs().max() <= tolerance * expected.abs().max()
+        assert (gradient - expected).abs().max() <= 1e-9 * expected.abs().max()
 
 
 PACKED = {"max_length": 16, "eval_dataset": LONG, "eval_every": 2, "lr": 5e-3}
@@ -147,7 +137,6 @@ def test_packing_changes_no_metric(monkeypatch, unpacked, gpt2_dir, tmp_path):
     monkeypatch.setattr(sft, "line_logprobs", watched)
     packed = run_sft(gpt2_dir, tmp_path / "run", ROWS + LONG, micro_batch_size=2, packing=True, **PACKED)
     assert max(itertools.chain(*trained)) >= 2
-    assert max(map(len, trained)) == 2
     assert {*itertools.chain(*evaluated)} == {1}
     assert_same_result(packed, unpacked)
 
@@ -190,27 +179,6 @@ def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, tmp_path):
     found = weights(run_dir)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-
-
-# ---- The identity of a run -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["sft.py", "common/seeding.py", "common/new.py"])
-def test_a_changed_byte_of_the_code_is_another_run(monkeypatch, tmp_path, name):
-    """Of the script and of any module of common/, an added one, too; the error names the file. --packing changes no
-    result."""
-    shutil.copytree(identity.ROOT / "common", tmp_path / "common")
-    shutil.copy(sft.__file__, tmp_path)
-    monkeypatch.setattr(identity, "ROOT", tmp_path)
-    before = identity.identity("sft", sft.Args(model="gpt2", dataset=ROWS), tmp_path / "sft.py")
-    args = sft.Args(model="gpt2", dataset=ROWS, packing=True)
-    assert identity.identity("sft", args, tmp_path / "sft.py") == before
-    with open(tmp_path / name, "ab") as file:
-        file.write(b"#")
-    after = identity.identity("sft", args, tmp_path / "sft.py")
-    file = "the script" if name == "sft.py" else name
-    assert identity.differences(before, after) == [f"{file} has changed"]
-    assert after["hash"] != before["hash"]
 
 
 # ---- Frozen layers ---------------------------------------------------------------------------------------------------

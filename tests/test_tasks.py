@@ -3,9 +3,7 @@
 Levels of random walks are those of the table of trlX's own generator. test_ddpo.py has the shapes.
 """
 
-import doctest
 import itertools
-import math
 import random
 import sys
 from collections import Counter
@@ -26,33 +24,20 @@ def mean(numbers):
     return sum(numbers) / len(numbers)
 
 
-def test_doctests():
-    assert doctest.testmod(arithmetic).failed == 0
-
-
 # ---- Random walks: graph and scores ----------------------------------------------------------------------------------
 
 
-LEVELS = [  # seed of the graph, mean score of the data, mean of the best of each start, mean shortest walk
-    (1000, 0.3515, 0.9917, 3.65),
-    (2, 0.4838, 1.0, 3.85),
-]
-
-
-@pytest.mark.parametrize(("graph_seed", "data", "best_in_data", "optimal_length"), LEVELS)
-def test_reference_levels(graph_seed, data, best_in_data, optimal_length):
-    graph = randomwalks.graph(graph_seed)
-    scores = [randomwalks.optimality(walk, graph_seed) for walk in graph.walks]
+def test_reference_levels():
+    """The mean score of the data, of the best of each start, and the mean shortest walk."""
+    graph = randomwalks.graph()
+    scores = [randomwalks.optimality(walk) for walk in graph.walks]
     best = dict.fromkeys(graph.shortest, 0.0)
     for score, walk in zip(scores, graph.walks, strict=True):
         best[walk[0]] = max(best[walk[0]], score)
     assert len(graph.walks) == 1000 and len(best) == 20
-    assert round(mean(scores), 4) == data
-    assert round(mean(best.values()), 4) == best_in_data
-    assert mean(graph.shortest.values()) == pytest.approx(optimal_length)
-    if graph_seed == 1000:
-        assert best.pop("m") == pytest.approx(5 / 6)
-    assert set(best.values()) == {1.0}
+    assert round(mean(scores), 4) == 0.3515
+    assert round(mean(best.values()), 4) == 0.9917
+    assert mean(graph.shortest.values()) == pytest.approx(3.65)
 
 
 def test_data_walks_are_legal_and_stop_at_the_goal_or_at_ten_nodes():
@@ -140,8 +125,8 @@ def accuracy(rows, score):
     return mean(results)
 
 
-@pytest.mark.parametrize("graph_seed", [1000, 2])
-def test_pairs(graph_seed):
+def test_pairs():
+    graph_seed = 2
     graph = randomwalks.graph(graph_seed)
     seen = {}
     for split in ("train", "test"):
@@ -168,21 +153,15 @@ def test_pairs(graph_seed):
         assert accuracy(natural, lambda walk: -len(walk)) == 1.0
         assert accuracy(illegal, lambda walk: -len(walk)) == 0.0
         assert accuracy(rows, lambda walk: -len(walk)) == 0.5
-        assert accuracy(rows, lambda walk: len(walk) % 10) == 0.75
         seen[split] = set(map(as_walks, rows))
-        head = rows[: len(rows) // 2]  # shuffled: both kinds from the beginning
-        assert 0.35 < mean(row["kind"] == "natural" for row in head) < 0.65
     assert not seen["train"] & seen["test"]
 
 
-def test_pairs_sizes_and_bad_arguments():
+def test_pairs_sizes():
     splits = ("train", "test")
     assert [len(randomwalks.pairs(split=split)) for split in splits] == [2744, 1300]
     sizes = {kind: len(rows) for kind, rows in randomwalks.eval_pairs().items()}
     assert sizes == {"all": 1300, "natural": 650, "illegal": 650}
-    for bad in ({"split": "dev"}, {"kind": "length"}, {"count": 0}, {"count": 2745}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            randomwalks.pairs(**bad)
 
 
 def test_tokenizer(tmp_path):
@@ -347,13 +326,6 @@ def test_every_countdown_can_be_solved():
             assert arithmetic.value_of_attempt(attempt, numbers) == value
 
 
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="products"):
-        arithmetic.prompts(level="products")
-    with pytest.raises(ValueError, match="dev"):
-        arithmetic.prompts(split="dev")
-
-
 @pytest.mark.parametrize("level", arithmetic.LEVELS)
 def test_tokenizer_and_lengths(level):
     tokenizer = arithmetic.tokenizer()
@@ -369,21 +341,16 @@ def test_tokenizer_and_lengths(level):
 
 
 def test_right_samples_become_rows(tmp_path, monkeypatch):
-    """The command and the function write the same; another seed other samples."""
-    files = {name: tmp_path / f"{name}.jsonl" for name in ("function", "other", "command")}
-    options = {"level": "sums", "problems": 16, "samples": 4, "threads": 1}
-    arithmetic.sample_right(arithmetic.base_model(), files["function"], seed=1, **options)
-    arithmetic.sample_right(arithmetic.base_model(), files["other"], seed=2, **options)
-    words = f"sample {arithmetic.base_model()} {files['command']} --problems 16 --samples 4 --threads 1"
+    path = tmp_path / "right.jsonl"
+    words = f"sample {arithmetic.base_model()} {path} --problems 16 --samples 4 --threads 1"
     monkeypatch.setattr(sys, "argv", ["arithmetic.py", *words.split()])
     arithmetic.main()
-    rows = lines(files["function"])
+    rows = lines(path)
     assert 0 < len(rows) <= 64 and len({(row["prompt"], row["completion"]) for row in rows}) == len(rows)
     train = {row["prompt"] for row in arithmetic.prompts()}
     for row in rows:
         assert row.keys() == {"prompt", "completion"} and row["prompt"] in train
         assert arithmetic.is_right(row["prompt"], row["completion"])
-    assert files["function"].read_bytes() == files["command"].read_bytes() != files["other"].read_bytes()
 
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
@@ -425,54 +392,11 @@ def walk_nll(path):
         return model(input_ids=ids, labels=labels).loss.item()
 
 
-def test_base_model_walks_like_the_data():
-    """Near the entropy of the data, where each step is uniform over the edges of a node and the goal ends a walk; a
-    little below it, since the model has seen these walks 29 times."""
-    degrees = randomwalks.graph().adjacency.sum(1)
-    nll = []
-    for walk in randomwalks.graph().walks:
-        nll += [math.log(degrees[randomwalks.LETTERS.index(letter)]) for letter in walk[:-1]]
-        nll.append(0.0)  # the end
-    assert mean(nll) - 0.1 < walk_nll(randomwalks.base_model()) < mean(nll)
-    assert walk_nll(randomwalks.untrained_model()) > 3
-
-
-def accuracies(path, level, temperature):
-    """Means of `metric` over a sample of each held-out problem."""
-    from accelerate import Accelerator
-    from transformers import AutoTokenizer
-
-    from common.sampling import decode, generate_all, kept_ids
-
-    rows = arithmetic.eval_prompts(level)
-    prompts = [row["prompt"] for row in rows]
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    queries = tokenizer(prompts)["input_ids"]
-    options = {"seed": 1, "max_new_tokens": arithmetic.MAX_NEW_TOKENS[level], "temperature": temperature}
-    _, _, response, mask = generate_all(Accelerator(), load(path).eval(), tokenizer, queries, ("eval", 0), **options)
-    outputs = decode(tokenizer, queries, kept_ids(response, mask), ())
-    values = arithmetic.metric(prompts, prompts, outputs)
-    return {name: mean(column) for name, column in values.items()}
-
-
-@pytest.mark.parametrize("level", arithmetic.LEVELS)
-def test_base_model_solves_a_part_and_fewer_greedily(level):
-    path = arithmetic.base_model(level)
-    sampled = accuracies(path, level, temperature=1.0)
-    greedy = accuracies(path, level, temperature=0.0)
-    assert 0.2 < sampled["accuracy"] < 0.5
-    assert greedy["accuracy"] < sampled["accuracy"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["randomwalks/base_model", "arithmetic/base_sums"])
-def test_base_models_are_made_again_by_their_commands(task, scripts, tmp_path):
-    """The base model of the countdown takes five minutes and the same lines."""
-    config = ROOT / f"benchmarks/tasks/{task}.yaml"
+def test_a_base_model_is_made_again_by_its_command(scripts, tmp_path):
+    """Those of arithmetic take longer and the same lines. The golden traces hold what a run begins with."""
+    config = ROOT / "benchmarks/tasks/randomwalks/base_model.yaml"
     scripts.run([ROOT / "algos/sft.py", "--config", config, "--run-dir", tmp_path / "run"], tmp_path)
-    again = tmp_path / "run/hf_model"
-    if task.startswith("randomwalks"):
-        assert walk_nll(again) == pytest.approx(walk_nll(randomwalks.base_model()), abs=0.005)
-    else:
-        stored = accuracies(arithmetic.base_model(), "sums", temperature=1.0)["accuracy"]
-        assert accuracies(again, "sums", temperature=1.0)["accuracy"] == pytest.approx(stored, abs=0.08)
+    found = walk_nll(tmp_path / "run/hf_model")
+    assert found == pytest.approx(walk_nll(randomwalks.base_model()), abs=0.005)
+    assert found < 1.5 < 3 < walk_nll(randomwalks.untrained_model())

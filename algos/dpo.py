@@ -64,6 +64,7 @@ from common.tokens import (
     encode_prompts,
     have_bos,
     in_lines,
+    int32,
     num_labels,
     pair_length,
     score_pairs,
@@ -265,7 +266,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
         elif chosen == rejected:
             equal += 1
         else:
-            pairs.append((chosen, rejected, len(prompt)))
+            pairs.append((int32(chosen), int32(rejected), len(prompt)))
     report = (
         f"{len(rows)} pairs, {prompts_cut} prompts and the responses of {responses_cut} cut, "
         f"{without_room} dropped for lack of room for a response, {equal} dropped as equal"
@@ -304,7 +305,7 @@ def pair_logprobs(model, packing, pairs):
         for pair in pairs:
             ids = pair[side]
             prompt_length = pair[2]
-            examples.append((ids, [-100] * prompt_length + ids[prompt_length:]))
+            examples.append((ids, [-100] * prompt_length + list(ids[prompt_length:])))
     lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
     logprobs, _ = line_logprobs(model, lines, pad=0)  # (N,)
     responses = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])

@@ -75,7 +75,7 @@ from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positi
 from common.report import wrapped
 from common.rows import set_flag, set_prefix, texts
 from common.sampling import evaluate_samples, read_data
-from common.tokens import encode_prompts, encode_segments, marked, pad_rows, row_ends, split_rows
+from common.tokens import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, split_rows
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config
@@ -363,7 +363,7 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
         ids = ids[:last_state]
         actions = [place for place in actions if place < last_state]
     rewards = [received.get(place, 0.0) for place in actions]
-    episode = Episode(ids, actions, rewards, done=not (truncated or is_long))
+    episode = Episode(int32(ids), int32(actions), rewards, done=not (truncated or is_long))
     return episode, is_long or num_over > 0
 
 

@@ -47,7 +47,7 @@ from common.models import freeze, load_pretrained, max_positions, unsharded
 from common.report import visible, wrapped
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
 from common.seeding import rng
-from common.tokens import in_lines, pair_length, score_pairs, split_rows
+from common.tokens import in_lines, int32, pair_length, score_pairs, split_rows
 
 # Last lines of a run and of its card: how to load and use the model.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
@@ -171,7 +171,7 @@ def encode_texts(rows, tokenizer, max_length, flag):
             equal += 1
         else:
             kept.append(triple)
-            pairs.append((chosen, rejected, float(margin)))
+            pairs.append((int32(chosen), int32(rejected), float(margin)))
     dropped = f"{too_long} dropped as longer than {max_length}, {equal} as equal"
     if not pairs:
         raise InputError(f"{flag}: no pair is left: of {len(rows)}, {dropped} (--max-length, the model's positions)")

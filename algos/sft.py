@@ -46,6 +46,7 @@ from common.tokens import (
     encode_segments,
     first_label,
     in_lines,
+    int32,
     line_length,
     marked,
     num_labels,
@@ -130,7 +131,7 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
         ids = ids[:room]
         labels = [-100, *labels[1:room]]
         if any(label != -100 for label in labels):
-            examples.append((ids, labels))
+            examples.append((int32(ids), int32(labels)))
     if not examples:
         raise InputError(f"{flag}: no row has a label left within --max-length {max_length}")
     counts = sorted(num_labels(labels) for _, labels in examples)

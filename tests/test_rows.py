@@ -609,8 +609,8 @@ def test_the_answers_and_their_ends_are_trained(template):
         assert ids.count(tokenizer.bos_token_id) == 0
         assert ("# Tools\nadd" in tokenizer.decode(ids)) == ("tools" in row and template is TOOLS)
         (episode,), _ = ilql.encode_episodes([row | {"reward": [-1, 3][:count]}], tokenizer, 999, "--dataset")
-        assert episode.ids == ids and episode.done
-        assert episode.actions == [place for place, is_trained in enumerate(mask) if is_trained]
+        assert list(episode.ids) == list(ids) and episode.done
+        assert list(episode.actions) == [place for place, is_trained in enumerate(mask) if is_trained]
         others = [0] * (sum(mask) // count - 1)
         assert episode.rewards == [*others, -1, *others, 3][: sum(mask)]
 

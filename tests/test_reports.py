@@ -4,13 +4,19 @@ What is expected stands in tables, a row a script. The live line is read from a 
 figure that matplotlib gets, markdown by a parser of it.
 """
 
+import codecs
+import fcntl
 import importlib
 import json
 import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
+import time
 from itertools import product
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -29,7 +35,6 @@ from PIL import Image
 from transformers import GenerationMixin
 
 from algos import ddpo, dpo, sft
-from benchmarks.recording import in_terminal, transcript
 from common import report
 from common.cli import parse
 from common.logging import Run
@@ -545,6 +550,29 @@ def test_a_tracker_that_takes_no_images_stops_nothing(tracked, capsys):
 # ---- Terminal --------------------------------------------------------------------------------------------------------
 
 
+def in_terminal(argv, columns, cwd, env, seconds=600):
+    """([(seconds since the start, text)] that a command writes to a terminal of so many columns, its exit code)."""
+    begin = time.monotonic()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execvpe(argv[0], argv, env)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    pieces = []
+    while time.monotonic() - begin < seconds:
+        try:
+            piece = os.read(terminal, 65536)
+        except OSError:  # the other side is closed
+            break
+        if not piece:
+            break
+        pieces.append((time.monotonic() - begin, decoder.decode(piece)))
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    return pieces, os.waitstatus_to_exitcode(status)
+
+
 def test_the_live_line_says_what_happens(work, tmp_path):
     columns = 80
     env = environment(work)
@@ -564,17 +592,6 @@ def test_the_live_line_says_what_happens(work, tmp_path):
     assert while_sampling and "scores 0." in while_sampling[0]  # the metrics of the iteration before
     assert re.search(r"\nmodel: \S+hf_model\r\n", text)
     assert text.endswith("\x1b[1A\x1b[2K")  # nothing of the line is left
-
-
-def test_transcript():
-    pieces = [
-        (0.1, "\x1b[?25lfirst\r\n\r\x1b[2Kloading, 0 s\r"),
-        (0.3, "\r\x1b[2Kreading, 0 s\r"),
-        (2.4, "\r\x1b[2Kreading, 2 s\r\r\x1b[2Ksec"),
-        (2.5, "ond\r\nreading, 2 s\r\r\n\x1b[?25h\r\x1b[1A\x1b[2Kthird\r\n"),
-    ]
-    lines = ["   5.1   first", "   5.1 > loading, 0 s", "   7.4 > reading, 2 s", "   7.5   second", "   7.5   third"]
-    assert transcript(pieces, 5.0) == lines
 
 
 DRAWN = """import sys

@@ -26,8 +26,8 @@ def tokenizer(characters: str, context: int):
 
 
 def untrained_gpt2(characters: str, context: int, layers: int, width: int, heads: int) -> str:
-    """Path of a GPT-2 with random weights of seed 0 and its tokenizer. It is drawn where it is not there yet; another
-    CPU may round its weights otherwise. Processes that draw it at the same time do not disturb each other."""
+    """Path of a GPT-2 with random weights of seed 0 and its tokenizer. It is drawn where it is not there yet; a CPU
+    without AVX2 rounds its weights otherwise. Processes that draw it at the same time do not disturb each other."""
     sizes = {"n_positions": context, "n_layer": layers, "n_embd": width, "n_head": heads}
     source = f"{Path(__file__).read_text()}{characters}{sizes}"
     directory = DRAWN / hashlib.sha256(source.encode()).hexdigest()[:8]

@@ -37,7 +37,7 @@ def main(rounds, problems, seed, run_dir):
         part = folder / f"round_{number}"
         right = folder / f"right_{number}.jsonl"
         draws = seed * 1000 + number  # other problems and samples in each round
-        run(TASK, "sample", model, right, "--problems", problems, "--samples", SAMPLES, "--seed", draws)
+        run(TASK, model, right, "--problems", problems, "--samples", SAMPLES, "--seed", draws)
         files = ["--model", model, "--dataset", right, "--run-dir", part]
         run("algos/sft.py", "--config", SETTINGS, "--seed", seed, *files)
         evaluations = [record for record in read_jsonl(part / "metrics.jsonl") if "eval/accuracy" in record]

@@ -4,12 +4,22 @@ What is expected stands in tables, a row a script. The live line is read from a 
 figure that matplotlib gets, markdown by a parser of it.
 """
 
+import codecs
+import fcntl
 import importlib
 import json
 import os
+import pty
 import re
+<<<<<<< HEAD
+=======
+import struct
+import subprocess
+>>>>>>> w-bm
 import sys
+import termios
 import textwrap
+import time
 from itertools import product
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -27,8 +37,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 from transformers import GenerationMixin
 
+<<<<<<< HEAD
 from algos import dpo, sft
 from benchmarks.recording import in_terminal
+=======
+from algos import ddpo, dpo, sft
+>>>>>>> w-bm
 from common import report
 from common.cli import parse
 from common.logging import Run
@@ -475,6 +489,53 @@ def test_a_tracker_gets_metrics_samples_and_images(typed, work, monkeypatch):
 # ---- Terminal --------------------------------------------------------------------------------------------------------
 
 
+<<<<<<< HEAD
+=======
+def in_terminal(argv, columns, cwd, env, seconds=600):
+    """([(seconds since the start, text)] that a command writes to a terminal of so many columns, its exit code)."""
+    begin = time.monotonic()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execvpe(argv[0], argv, env)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    pieces = []
+    while time.monotonic() - begin < seconds:
+        try:
+            piece = os.read(terminal, 65536)
+        except OSError:  # the other side is closed
+            break
+        if not piece:
+            break
+        pieces.append((time.monotonic() - begin, decoder.decode(piece)))
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    return pieces, os.waitstatus_to_exitcode(status)
+
+
+def test_the_live_line_says_what_happens(work, tmp_path):
+    columns = 80
+    env = environment(work)
+    env.pop("COLUMNS")
+    argv = [sys.executable, *map(str, command(work, "ppo", "run", "--total-episodes", "16"))]
+    pieces, code = in_terminal(argv, columns, tmp_path, env)
+    text = "".join(piece for _, piece in pieces)
+    assert code == 0 and "Traceback" not in text
+    pictures = re.findall(r"(?:\r\x1b\[2K|\n|\x1b\[\?25h)([^\r\n]*)\r(?!\n)", text)
+    assert max(map(len, pictures)) <= columns
+    assert text.index("loading libraries") < text.index("parameters")
+    activities = re.findall(r"(?:^| \| )([a-z][a-z_ -]*[a-z])", "\n".join(pictures), re.MULTILINE)
+    order = [activities.index(name) for name in ("loading libraries", "evaluating", "sampling", "saving")]
+    assert order == sorted(order)
+    assert {"reading --dataset", "scoring", "writing hf_model"} <= {*activities}
+    while_sampling = [picture for picture in pictures if re.match(r"4/8, eta \d:\d\d:\d\d \| sampling 0/8", picture)]
+    assert while_sampling and "scores 0." in while_sampling[0]  # the metrics of the iteration before
+    assert re.search(r"\nmodel: \S+hf_model\r\n", text)
+    assert text.endswith("\x1b[1A\x1b[2K")  # nothing of the line is left
+
+
+>>>>>>> w-bm
 DRAWN = """import sys
 sys.path.insert(0, {root!r})
 from common.report import screen

@@ -7,6 +7,7 @@ import itertools
 import random
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -342,7 +343,7 @@ def test_tokenizer_and_lengths(level):
 
 def test_right_samples_become_rows(tmp_path, monkeypatch):
     path = tmp_path / "right.jsonl"
-    words = f"sample {arithmetic.base_model()} {path} --problems 16 --samples 4 --threads 1"
+    words = f"{arithmetic.base_model()} {path} --problems 16 --samples 4 --threads 1"
     monkeypatch.setattr(sys, "argv", ["arithmetic.py", *words.split()])
     arithmetic.main()
     rows = lines(path)
@@ -365,18 +366,24 @@ def load(path):
 
 
 @pytest.mark.parametrize(("task", "parameters"), [(randomwalks, 1_512_720), (arithmetic, 238_272)])
-def test_untrained_model_is_what_the_command_draws(task, parameters, tmp_path):
-    """Weights from seed 0; another CPU may round them otherwise."""
+def test_untrained_model_is_drawn_once(task, parameters, tmp_path, monkeypatch):
+    """Where it is not there yet, without a trace in torch's generator; equal weights each time."""
+    first = load(task.untrained_model())
+    assert sum(weight.numel() for weight in first.parameters()) == parameters
+    import characters
+
+    monkeypatch.setattr(characters, "DRAWN", tmp_path / "drawn")
     state = torch.get_rng_state()
-    task.draw_untrained_model(str(tmp_path / "model"))
-    torch.set_rng_state(state)
-    drawn = load(tmp_path / "model")
-    stored = load(task.untrained_model())
-    assert drawn.config.to_dict() | {"_name_or_path": ""} == stored.config.to_dict() | {"_name_or_path": ""}
-    assert sum(weight.numel() for weight in stored.parameters()) == parameters
-    for (name, weight), (other_name, other) in zip(stored.named_parameters(), drawn.named_parameters(), strict=True):
+    path = task.untrained_model()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list((tmp_path / "drawn").iterdir()) == [Path(path)]
+    for (name, weight), (other_name, other) in zip(
+        load(path).named_parameters(), first.named_parameters(), strict=True
+    ):
         assert name == other_name
-        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
+        assert torch.equal(weight, other)
+    monkeypatch.setattr(characters, "draw_gpt2", None)  # it is not drawn again
+    assert task.untrained_model() == path
 
 
 def walk_nll(path):

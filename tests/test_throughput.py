@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from harness import ROOT
 from torch.profiler import profile
 
@@ -18,7 +17,6 @@ sys.path.insert(0, str(ROOT / "benchmarks/throughput"))
 import measurement
 import report
 import run
-import trlx
 
 FOLDER = ROOT / "benchmarks/throughput"
 QUIET = {"user": 10, "nice": 0, "system": 10, "idle": 980, "iowait": 0, "irq": 0, "softirq": 0, "steal": 0}
@@ -74,6 +72,8 @@ def test_every_side_has_a_file_and_the_page_compares_it():
     known = {(algorithm, side) for algorithm in run.SIDES for side in run.sides_of(algorithm)}
     assert all((FOLDER / f"{run.file_of(*side)}.py").exists() for side in known)
     for _, algorithm, side, _ in report.COMPARISONS:
+        if algorithm == "ilql":  # measured by an older runner
+            continue
         assert (algorithm, side) in known
         assert report.peers_of(run.sides_of(algorithm), algorithm, side)
 
@@ -81,7 +81,8 @@ def test_every_side_has_a_file_and_the_page_compares_it():
 def test_peers_have_the_precision_and_the_layers_of_ours():
     assert report.peers_of(run.sides_of("ppo"), "ppo", "fp32-2-layers") == ["2-layers-same-flags", "2-layers-tuned"]
     assert report.peers_of(run.sides_of("reward"), "reward", "bf16") == ["bf16-defaults", "bf16-same-flags"]
-    assert report.peers_of(run.sides_of("ilql"), "ilql", "gpt2-bf16") == ["gpt2-trlx-defaults", "gpt2-trlx-same-flags"]
+    stored = ["gpt2-bf16", "gpt2-trlx-defaults", "walks-trlx-defaults", "gpt2-trlx-same-flags"]
+    assert report.peers_of(stored, "ilql", "gpt2-bf16") == ["gpt2-trlx-defaults", "gpt2-trlx-same-flags"]
 
 
 def test_sides_take_turns_and_results_are_no_change_of_the_code(tmp_path):
@@ -126,22 +127,6 @@ def test_the_page_by_hand(monkeypatch):
     rows[2]["grad_norm"] = "2.1"
     with pytest.raises(SystemExit, match="not the same work in ddpo"):
         report.same_work()
-
-
-def test_the_peer_of_ilql_does_the_same_steps(monkeypatch):
-    """Seven steps, over one synchronisation of the targets; ours with small chunks and micro-batches."""
-    monkeypatch.setitem(trlx.WORKLOADS, "walks", (7, 0, 24, 2e-4, (6, 144, 25)))
-    monkeypatch.setattr(measurement, "THREADS", torch.get_num_threads())
-    switches = []  # of the process, which "same-flags" promises
-    monkeypatch.setattr(trlx, "fast_cpu_matmul", lambda: switches.append("fast"))
-    _, losses, grad_norms = trlx.peer_steps("walks", True, None)
-    assert switches == ["fast"]
-    monkeypatch.setattr(forward, "CHUNK", 25 * 50)
-    _, our_losses, our_norms = trlx.our_steps("walks", {"micro_batch_size": 10}, None)
-    assert our_losses[0] == pytest.approx(losses[0], rel=1e-5)
-    assert our_losses == pytest.approx(losses, rel=1e-3)
-    assert our_norms[0] == pytest.approx(grad_norms[0], rel=1e-4)
-    assert len(losses) == 7
 
 
 def test_ilql_copies_no_gradient_of_a_head(monkeypatch):

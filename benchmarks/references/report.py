@@ -1,14 +1,8 @@
-"""Our scripts and the trainers that people come from, on the same task: curves, tables and figures.
+"""Our scripts and the trainers that people come from, on the same task: tables and figures of the stored curves.
 
-    bash benchmarks/references/run.sh                                              # trains and measures the peers
-    python benchmarks/references/report.py --collect sft trl RUN_DIR ...           # takes the curves of its runs
-    python benchmarks/references/report.py --collect sft plainrl RUN_DIR ...       # and those of our script
-    python benchmarks/check.py --write                                             # rebuilds tables and figures
-
-A run directory's name ends with -seed<N>. check.py fails where README.md or a figure does not follow from the curves.
+`check.py --write` rebuilds them, and `check.py` fails where README.md or a figure does not follow from the curves.
 """
 
-import argparse
 import hashlib
 import json
 import sys
@@ -48,31 +42,6 @@ REFERENCES = {
 def curves(name):
     """{system: {seed: records}} of a task."""
     return check.curves_of(HERE / f"curves/{name}.csv", "system")
-
-
-def collect(name, system, run_dirs):
-    """Stores the evaluations of runs with the seconds of training before each."""
-    reference = REFERENCES[name]
-    runs = curves(name)
-    for run_dir in run_dirs:
-        records = check.read_jsonl(run_dir / "metrics.jsonl")
-        if "seconds" not in records[0]:
-            add_seconds(records, run_dir)
-        keys = ["step", "episode", "seconds", reference.score, *reference.also]
-        kept = [{key: record.get(key, 0) for key in keys} for record in records if reference.score in record]
-        runs.setdefault(system, {})[int(run_dir.name.rpartition("-seed")[2])] = kept
-    check.write_curves(HERE / f"curves/{name}.csv", "system", runs)
-
-
-def add_seconds(records, run_dir):
-    """Adds the seconds of rollouts and updates so far to the records of one of our runs."""
-    seconds = 0.0
-    by_step = {0: 0.0}
-    for record in check.read_jsonl(run_dir / "perf.jsonl"):
-        seconds += sum(value for key, value in record.items() if key.startswith("perf/seconds_"))
-        by_step[record["step"]] = seconds
-    for record in records:
-        record["seconds"] = round(by_step[record["step"]], 2)
 
 
 def lines(name, axis):
@@ -140,12 +109,3 @@ def problems():
     for name in REFERENCES:
         if Image.open(HERE / f"curves/{name}.png").text.get("data") != digest(name):
             yield f"benchmarks/references: the figure of {name} does not show its curves"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--collect", nargs="+", metavar="TASK SYSTEM RUN_DIR", required=True, help="store curves of runs"
-    )
-    task, system_name, *folders = parser.parse_args().collect
-    collect(task, system_name, [Path(folder) for folder in folders])

@@ -306,6 +306,7 @@ def solutions(
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
 MODELS = Path(__file__).with_suffix("")  # the folder of this name
+sys.path.append(str(MODELS.parent))  # for characters.py
 CHARACTERS = "0123456789+-*=,:;#"
 CONTEXT = 128  # positions of the model; a countdown with its solution and its end has at most 115 tokens
 MAX_NEW_TOKENS = {"sums": 36, "countdown": 112}  # solutions and their ends have at most 30 and 106
@@ -313,18 +314,9 @@ MAX_NEW_TOKENS = {"sums": 36, "countdown": 112}  # solutions and their ends have
 
 def tokenizer():
     """One token per character, id = index in CHARACTERS, then <bos> <eos> <pad> <unk>; no bos or eos is added."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    import characters
 
-    specials = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    vocabulary = {token: i for i, token in enumerate([*CHARACTERS, *specials.values()])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would leave newlines in one piece
-    backend.decoder = decoders.Fuse()  # no spaces between characters
-    inputs = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, **specials, padding_side="left", model_max_length=CONTEXT, model_input_names=inputs
-    )
+    return characters.tokenizer(CHARACTERS, CONTEXT)
 
 
 def base_model(level: str = "sums") -> str:
@@ -338,28 +330,14 @@ def base_model(level: str = "sums") -> str:
 
 
 def untrained_model() -> str:
-    """Path of that model with random weights; `python benchmarks/tasks/arithmetic.py untrained DIRECTORY` draws them
-    again."""
-    return str(MODELS / "untrained_model")
+    """Path of that model with random weights (2 layers, width 96, 0.24 M parameters), drawn where it is not there yet:
+    see characters.py."""
+    import characters
+
+    return characters.untrained_gpt2(CHARACTERS, CONTEXT, layers=2, width=96, heads=4)
 
 
-def draw_untrained_model(directory: str) -> None:
-    """Writes a randomly initialised model (2 layers, width 96, 0.24 M parameters) and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    characters = tokenizer()
-    special_ids = {f"{name}_token_id": getattr(characters, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    config = GPT2Config(
-        vocab_size=len(characters), n_layer=2, n_embd=96, n_head=4, n_positions=CONTEXT, **special_ids,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    characters.save_pretrained(directory)
-
-
-# ---- Commands -------------------------------------------------------------------------------------------------------
+# ---- Command --------------------------------------------------------------------------------------------------------
 
 
 def sample_right(
@@ -411,11 +389,10 @@ def sample_right(
 
 
 def main():
-    """The commands, see `python benchmarks/tasks/arithmetic.py --help`."""
+    """The command, see `python benchmarks/tasks/arithmetic.py --help`."""
     import tyro
 
-    commands = {"untrained": draw_untrained_model, "sample": sample_right}
-    tyro.extras.subcommand_cli_from_dict(commands, config=(tyro.conf.PositionalRequiredArgs,))
+    tyro.cli(sample_right, config=(tyro.conf.PositionalRequiredArgs,))
 
 
 if __name__ == "__main__":

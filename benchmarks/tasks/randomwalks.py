@@ -279,23 +279,15 @@ def eval_pairs(graph_seed: int = 1000) -> dict[str, list[dict]]:
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
 MODELS = Path(__file__).with_suffix("")  # the folder of this name
+sys.path.append(str(MODELS.parent))  # for characters.py
 CONTEXT = 32  # positions of the model; a walk with bos and eos needs 12
 
 
 def tokenizer():
     """One token per letter, id = index in LETTERS, then <bos> <eos> <pad> <unk>; no bos or eos is added to a text."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    import characters
 
-    specials = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    vocabulary = {token: i for i, token in enumerate([*LETTERS, *specials.values()])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would leave newlines in one piece
-    backend.decoder = decoders.Fuse()  # no spaces between letters
-    inputs = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, **specials, padding_side="left", model_max_length=CONTEXT, model_input_names=inputs
-    )
+    return characters.tokenizer(LETTERS, CONTEXT)
 
 
 def base_model() -> str:
@@ -309,25 +301,7 @@ def base_model() -> str:
 
 
 def untrained_model() -> str:
-    """Path of that model with random weights; `python benchmarks/tasks/randomwalks.py DIRECTORY` draws them again."""
-    return str(MODELS / "untrained_model")
+    """Path of that model with random weights, drawn where it is not there yet: see characters.py."""
+    import characters
 
-
-def draw_untrained_model(directory: str) -> None:
-    """Writes a randomly initialised model and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    letters = tokenizer()
-    special_ids = {f"{name}_token_id": getattr(letters, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    config = GPT2Config(
-        vocab_size=len(letters), n_layer=6, n_embd=144, n_head=6, n_positions=CONTEXT, **special_ids,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    letters.save_pretrained(directory)
-
-
-if __name__ == "__main__":
-    draw_untrained_model(*sys.argv[1:])
+    return characters.untrained_gpt2(LETTERS, CONTEXT, layers=6, width=144, heads=6)

@@ -17,8 +17,15 @@ from common.seeding import rng, stream_rows
 SIZE, CHANNELS = (8, (32, 64)) if TINY else (16, (64, 128))  # of the latents; of the UNet's two resolutions
 LATENTS = 4  # channels
 IMAGES, STEPS = (4, 3) if TINY else (16, 20)  # images of an epoch and of its one optimizer step; denoising steps
-SEED, GUIDANCE, RANK, LR, CLIP = 1, 5.0, 4, 3e-4, 1e-4
-BETAS, EPS, DECAY, NORM = (0.9, 0.999), 1e-8, 1e-4, 1.0
+SEED = 1
+GUIDANCE = 5.0
+RANK = 4
+LR = 3e-4
+CLIP = 1e-4
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+DECAY = 1e-4
+NORM = 1.0
 MICRO = 16  # pairs of a forward pass
 PEER_BATCH = IMAGES // 4  # images of a forward pass of TRL, tuned
 
@@ -91,7 +98,11 @@ def old_format(folder, words):
     weights = {f"text_model.{name.removeprefix('text_model.')}": weight for name, weight in load_file(file).items()}
     save_file(weights, file, {"format": "pt"})
     merges = json.loads(words.backend_tokenizer.to_str())["model"]["merges"]
-    lines = ["#version: 0.2", *(merge if isinstance(merge, str) else " ".join(merge) for merge in merges)]
+    lines = ["#version: 0.2"]
+    for merge in merges:
+        if not isinstance(merge, str):
+            merge = " ".join(merge)
+        lines.append(merge)
     special = {f"{name}_token": getattr(words, f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
     config = special | {"tokenizer_class": "CLIPTokenizer", "model_max_length": words.model_max_length}
     folder = folder / "tokenizer"
@@ -110,20 +121,18 @@ def useful_flops(pipeline):
     from torch.utils.flop_counter import FlopCounterMode
 
     pipeline.unet.set_attn_processor(AttnProcessor())  # the counter knows no fused attention of CPUs
-    latents, step = torch.zeros(2, LATENTS, SIZE, SIZE), torch.zeros(2)
+    latents = torch.zeros(2, LATENTS, SIZE, SIZE)
+    step = torch.zeros(2)
     embeds = torch.zeros(2, pipeline.tokenizer.model_max_length, pipeline.unet.config.cross_attention_dim)
-    parts = []
-    for run in (
-        lambda: pipeline.unet(latents, step, embeds).sample.detach(),
-        lambda: pipeline.unet(latents, step, embeds).sample.sum().backward(),
-        lambda: pipeline.vae.decode(latents[:1]),
-    ):
-        with FlopCounterMode(display=False) as counter:
-            run()
-        parts.append(counter.get_total_flops())
+    with FlopCounterMode(display=False) as sampling:
+        pipeline.unet(latents, step, embeds)
+    with FlopCounterMode(display=False) as training:
+        pipeline.unet(latents, step, embeds).sample.sum().backward()
+    with FlopCounterMode(display=False) as decoding:
+        pipeline.vae.decode(latents[:1])
     pipeline.unet.zero_grad()
-    sampling, training, decoding = parts
-    return IMAGES * (STEPS * (sampling + training) + decoding)
+    of_a_step = sampling.get_total_flops() + training.get_total_flops()
+    return IMAGES * (STEPS * of_a_step + decoding.get_total_flops())
 
 
 def flops(model):

@@ -24,7 +24,6 @@ from common import seeding  # found by way of measurement
 from common.seeding import rng, stream_rows
 
 LAYERS, WIDTH, HEADS, VOCABULARY = (2, 48, 4, 1000) if TINY else (12, 768, 12, 50257)
-SHAPE = (LAYERS, WIDTH, VOCABULARY)
 END = 0  # id of the end token
 LR = 1e-5
 SEED = 1
@@ -88,12 +87,11 @@ def text(ids):
     return " ".join(f"w{i}" for i in ids)
 
 
-def forward_flops(tokens, scored, shape=SHAPE):
+def forward_flops(tokens, scored):
     """Floating-point operations of a forward pass of a row without padding, the output layer at `scored` positions."""
-    layers, width, vocabulary = shape
-    blocks = 12 * layers * width**2  # weights in matrix products
-    attention = 2 * layers * width * tokens**2  # the causal half
-    return 2 * blocks * tokens + 2 * width * vocabulary * scored + attention
+    blocks = 12 * LAYERS * WIDTH**2  # weights in matrix products
+    attention = 2 * LAYERS * WIDTH * tokens**2  # the causal half
+    return 2 * blocks * tokens + 2 * WIDTH * VOCABULARY * scored + attention
 
 
 def measure(algorithm, side, model):

@@ -11,7 +11,7 @@ from benchmarks.throughput.run import OURS
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-3
-COMPARISONS = [  # name, algorithm, our side, goal
+COMPARISONS = [  # name, algorithm, our side, goal; the runner no longer has the sides of ilql
     ("ppo", "ppo", "fp32", 3.5),
     ("ppo", "ppo", "bf16", None),
     ("ppo, 2 of 12 layers", "ppo", "fp32-2-layers", 8.0),

@@ -22,16 +22,16 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OURS = ("fp32", "bf16", "fp32-2-layers")  # the sides of plainrl
-SIDES = {  # sides in the order of a round, and slower settings of the peer, which are measured in the first round alone
+# Sides in the order of a round, and slower settings of the peer, which are measured in the first round alone. With an X
+# there are all of them in float32, then all in bfloat16.
+SIDES = {
     "ppo": ("fp32 same-flags fp32-2-layers 2-layers-same-flags bf16 bf16-same-flags tuned", "defaults 2-layers-tuned"),
     "sft": ("X X-padding-free", "X-same-flags X-defaults"),
     "reward": ("X X-defaults X-same-flags", ""),
     "dpo": ("X X-defaults X-same-flags X-precompute", ""),
     "grpo": ("X X-same-flags", "X-defaults X-micro-32"),
-    "ilql": ("W-fp32 W-trlx-defaults W-bf16 W-trlx-same-flags", ""),
     "ddpo": ("fp32 tuned same-flags bf16 bf16-same-flags", "defaults"),
 }
-VALUES = {"X": ("fp32", "bf16"), "W": ("walks", "gpt2")}
 REPEAT_ME = 75  # exit code of measurement.py where the hypervisor took too much
 
 
@@ -39,16 +39,13 @@ def sides_of(algorithm, first=True):
     """The sides of a round; first: with those that it alone has."""
     always, once = SIDES[algorithm]
     names = f"{always} {once}".split() if first else always.split()
-    for letter, values in VALUES.items():
-        if names[0].startswith(letter):
-            return [name.replace(letter, value, 1) for value in values for name in names]
-    return names
+    if names[0] != "X":
+        return names
+    return [name.replace("X", "fp32") for name in names] + [name.replace("X", "bf16") for name in names]
 
 
 def file_of(algorithm, side):
     """The file that runs a side."""
-    if algorithm == "ilql":
-        return "trlx"
     if side in OURS:
         return "diffusion" if algorithm == "ddpo" else "language"
     return "trl_0_8_6" if algorithm in ("ppo", "ddpo") else "trl_1_16"
@@ -85,7 +82,9 @@ def measure_all(algorithm, chosen, repeats, results, dry):
     environment = {"OMP_NUM_THREADS": "2", "COMMIT": code} | os.environ
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment |= {"PYTHONWARNINGS": "ignore", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    plan = [(side, repeat) for repeat in range(1, repeats + 1) for side in sides_of(algorithm, repeat == 1)]
+    plan = []
+    for repeat in range(1, repeats + 1):
+        plan += [(side, repeat) for side in sides_of(algorithm, repeat == 1)]
     with tempfile.TemporaryDirectory() as model:
         if not dry:
             prepare = [sys.executable, __file__, algorithm, "--prepare", model]

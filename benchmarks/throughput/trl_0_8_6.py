@@ -80,7 +80,9 @@ class GivenNoise(DefaultDDPOStableDiffusionPipeline):
 
     def __init__(self, folder, noise):
         super().__init__(folder)
-        self.start, self.noise, self.done = load_file(f"{folder}/adapters.safetensors"), noise, 0
+        self.start = load_file(f"{folder}/adapters.safetensors")
+        self.noise = noise
+        self.done = 0
 
     def __call__(self, *args, **kwargs):
         size = len(kwargs["prompt_embeds"])
@@ -122,7 +124,7 @@ class TimedTrainer(DDPOTrainer):
 
 def measure_ddpo(side, model):
     sampled, trained = (1, 1) if side == "defaults" else (diffusion.IMAGES, diffusion.PEER_BATCH)
-    prompts = [prompt for epoch in range(ITERATIONS) for prompt in diffusion.prompts(epoch + 1)]
+    prompts = sum((diffusion.prompts(epoch + 1) for epoch in range(ITERATIONS)), [])
     noise = torch.cat([diffusion.noise(epoch + 1) for epoch in range(ITERATIONS)])
     config = DDPOConfig(
         num_epochs=ITERATIONS, save_freq=10**9, mixed_precision="no", allow_tf32=False, log_with=None,

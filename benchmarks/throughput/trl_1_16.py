@@ -107,7 +107,7 @@ def measure_sft(model, settings):
     # as labels, too, and divide by 2 % more
     trainer._loss_shifts_labels = True
     lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
-    assert lengths == [length for step in language.step_lengths() for length in step]
+    assert lengths == sum(language.step_lengths(), [])
     trainer.train()
     return figures(language.sft_flops(), clock.seconds, SKIPPED, *logged(trainer))
 

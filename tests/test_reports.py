@@ -11,11 +11,8 @@ import json
 import os
 import pty
 import re
-<<<<<<< HEAD
-=======
 import struct
 import subprocess
->>>>>>> w-bm
 import sys
 import termios
 import textwrap
@@ -37,12 +34,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from transformers import GenerationMixin
 
-<<<<<<< HEAD
 from algos import dpo, sft
-from benchmarks.recording import in_terminal
-=======
-from algos import ddpo, dpo, sft
->>>>>>> w-bm
 from common import report
 from common.cli import parse
 from common.logging import Run

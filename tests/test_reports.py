@@ -12,7 +12,6 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 import textwrap
@@ -481,8 +480,6 @@ def test_a_tracker_gets_metrics_samples_and_images(typed, work, monkeypatch):
 # ---- Terminal --------------------------------------------------------------------------------------------------------
 
 
-<<<<<<< HEAD
-=======
 def in_terminal(argv, columns, cwd, env, seconds=600):
     """([(seconds since the start, text)] that a command writes to a terminal of so many columns, its exit code)."""
     begin = time.monotonic()
@@ -506,28 +503,6 @@ def in_terminal(argv, columns, cwd, env, seconds=600):
     return pieces, os.waitstatus_to_exitcode(status)
 
 
-def test_the_live_line_says_what_happens(work, tmp_path):
-    columns = 80
-    env = environment(work)
-    env.pop("COLUMNS")
-    argv = [sys.executable, *map(str, command(work, "ppo", "run", "--total-episodes", "16"))]
-    pieces, code = in_terminal(argv, columns, tmp_path, env)
-    text = "".join(piece for _, piece in pieces)
-    assert code == 0 and "Traceback" not in text
-    pictures = re.findall(r"(?:\r\x1b\[2K|\n|\x1b\[\?25h)([^\r\n]*)\r(?!\n)", text)
-    assert max(map(len, pictures)) <= columns
-    assert text.index("loading libraries") < text.index("parameters")
-    activities = re.findall(r"(?:^| \| )([a-z][a-z_ -]*[a-z])", "\n".join(pictures), re.MULTILINE)
-    order = [activities.index(name) for name in ("loading libraries", "evaluating", "sampling", "saving")]
-    assert order == sorted(order)
-    assert {"reading --dataset", "scoring", "writing hf_model"} <= {*activities}
-    while_sampling = [picture for picture in pictures if re.match(r"4/8, eta \d:\d\d:\d\d \| sampling 0/8", picture)]
-    assert while_sampling and "scores 0." in while_sampling[0]  # the metrics of the iteration before
-    assert re.search(r"\nmodel: \S+hf_model\r\n", text)
-    assert text.endswith("\x1b[1A\x1b[2K")  # nothing of the line is left
-
-
->>>>>>> w-bm
 DRAWN = """import sys
 sys.path.insert(0, {root!r})
 from common.report import screen

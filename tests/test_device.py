@@ -5,6 +5,8 @@ device no more often than it must.
 """
 
 import json
+import subprocess
+import sys
 
 import pytest
 from harness import ROOT, at, command
@@ -120,3 +122,14 @@ def test_waits_of_decoding(scripts, work, tmp_path):
     counts = json.loads(process.out.splitlines()[-1])
     assert counts["waits"] <= 2 + 2
     assert counts["copies"] <= 8
+
+
+@pytest.mark.parametrize("parts", ["decode", pytest.param("traces steps", marks=pytest.mark.slow)])
+def test_the_page_of_a_gpu(parts, tmp_path):
+    """benchmarks/gpu.py with small sizes; without a GPU it says so."""
+    argv = [sys.executable, ROOT / "benchmarks/gpu.py", "--tiny", "--algos", "sft", "--parts", *parts.split()]
+    done = subprocess.run([*argv, "--out", "page.md"], cwd=tmp_path, capture_output=True, text=True)
+    page = (tmp_path / "page.md").read_text()
+    assert done.returncode == 0 and page.startswith("# no GPU\n") and "Error" not in page
+    assert page.count("\n| ") == {"decode": 2 + 2, "traces steps": 2 + 2 + 2 + 4}[parts]
+    assert "**no**" not in page

@@ -133,14 +133,14 @@ class Episodes:
     response: torch.Tensor  # (B, R) ids as sampled, right-padded
     response_mask: torch.Tensor  # (B, R) bool, the end token counts
 
-    def __post_init__(self):
-        self.keep_masks(self.query_mask.cpu(), self.response_mask.cpu())
-
-    def keep_masks(self, query_mask, response_mask):
-        """Keeps the masks on the CPU too, so that a GPU does not wait for what follows from them."""
-        self.query_mask_cpu = query_mask
-        self.response_mask_cpu = response_mask
-        self.places = true_places(response_mask).to(self.query.device)  # (N,) of the response tokens
+    def __setattr__(self, name, value):
+        """Of masks also keeps what a GPU would have to wait for. Assign a new mask: a change in place is not seen."""
+        super().__setattr__(name, value)
+        if name == "query_mask":
+            self.query_mask_cpu = value.cpu()
+        if name == "response_mask":
+            self.response_mask_cpu = value.cpu()
+            self.places = true_places(self.response_mask_cpu).to(value.device)  # (N,) of the response tokens
 
     def take(self, rows):
         """The given rows (indices on the CPU), without columns in which none of them has a token."""
@@ -148,15 +148,18 @@ class Episodes:
         response_mask = self.response_mask_cpu[rows]
         begin = int(query_mask.any(0).int().argmax())
         end = int(response_mask.any(0).nonzero().max()) + 1
-        rows = rows.to(self.query.device)
+        on_device = rows.to(self.query.device)
         taken = copy.copy(self)
+        kept = vars(taken)
         for name in [field.name for field in fields(self)]:
-            values = getattr(self, name)
+            values = kept[name]
             if name in ("query", "query_mask"):
-                setattr(taken, name, values[rows, begin:])
+                kept[name] = values[on_device, begin:]
             elif values is not None:
-                setattr(taken, name, values[rows, :end] if values.ndim > 1 else values[rows])
-        taken.keep_masks(query_mask[:, begin:], response_mask[:, :end])
+                kept[name] = values[on_device, :end] if values.ndim > 1 else values[on_device]
+        kept["query_mask_cpu"] = query_mask[:, begin:]
+        kept["response_mask_cpu"] = response_mask[:, :end]
+        kept["places"] = true_places(response_mask[:, :end]).to(on_device.device)
         return taken
 
     def tokens(self):

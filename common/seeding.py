@@ -77,7 +77,7 @@ def in_blocks(weights, uniforms, size=128):
     sums = [weights[:, :whole].unflatten(1, (-1, size)).sum(-1), weights[:, whole:].sum(-1, keepdim=True)]
     block, rest = interval(torch.cat(sums, 1), uniforms)
     places = block[:, None] * size + torch.arange(size, device=weights.device)
-    inside = weights.gather(1, places.clamp(max=length - 1)) * (places < length)
+    inside = weights.gather(1, places.clamp(max=length - 1)).masked_fill(places >= length, 0.0)
     return block * size + interval(inside, rest)[0]
 
 

@@ -454,7 +454,8 @@ def update(run, policy, optimizer, batch, args):
         lr = learning_rate(args, step, run.total_steps)
         step += 1
         grad_norm = optimizer_step(accelerator, unet, optimizer, lr, args, step, where)
-    if not all(weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad):
+    are_finite = [weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad]
+    if not torch.stack(are_finite).all():
         raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
     totals = reduce_sums(accelerator, sums)
     metrics = {name: total / (num_pairs * run.stride) for name, total in totals.items()}

@@ -53,7 +53,7 @@ from common.args import (
 from common.cli import InputError, cli
 from common.forward import can_pack, line_logprobs, packing_problem
 from common.functions import build
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.models import end_tokens, load_lm, make_reference, max_positions, unsharded
 from common.report import lines_of_use, visible, wrapped
@@ -64,6 +64,7 @@ from common.tokens import (
     encode_prompts,
     have_bos,
     in_lines,
+    int32,
     num_labels,
     pair_length,
     score_pairs,
@@ -265,7 +266,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
         elif chosen == rejected:
             equal += 1
         else:
-            pairs.append((chosen, rejected, len(prompt)))
+            pairs.append((int32(chosen), int32(rejected), len(prompt)))
     report = (
         f"{len(rows)} pairs, {prompts_cut} prompts and the responses of {responses_cut} cut, "
         f"{without_room} dropped for lack of room for a response, {equal} dropped as equal"
@@ -304,7 +305,7 @@ def pair_logprobs(model, packing, pairs):
         for pair in pairs:
             ids = pair[side]
             prompt_length = pair[2]
-            examples.append((ids, [-100] * prompt_length + ids[prompt_length:]))
+            examples.append((ids, [-100] * prompt_length + list(ids[prompt_length:])))
     lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
     logprobs, _ = line_logprobs(model, lines, pad=0)  # (N,)
     responses = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
@@ -324,13 +325,11 @@ class Reference:
     bits.
     """
 
-    def __init__(self, accelerator, lm, tokenizer, ref_path, data, packing, args):
+    def __init__(self, accelerator, model, tokenizer, data, packing, args):
         self.accelerator = accelerator
         self.args = args
-        self.model = lm.eval()
-        if args.ref_model is not None or not (args.precompute_ref or args.reference_free):
-            self.model = make_reference(args, ref_path, lm, tokenizer)
-        self.packing = packing and packing_problem(self.model) is None
+        self.model = model.eval()
+        self.packing = packing
         if not args.reference_free:
             for name, pairs in data.eval_sets.items():
                 data.eval_sets[name] = self.scored(pairs)
@@ -341,7 +340,8 @@ class Reference:
             if args.precompute_ref:
                 data.pairs[:count] = self.scored(data.pairs[:count])
         if data.prompts:
-            _, samples = evaluate_samples(accelerator, self.model, tokenizer, data.prompts, data.queries, None, args)
+            with unsharded(model):
+                _, samples = evaluate_samples(accelerator, model, tokenizer, data.prompts, data.queries, None, args)
             outputs = [sample["output"] for sample in samples]
             data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
         if args.precompute_ref:
@@ -498,10 +498,14 @@ def main(args):
     lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
     packing = can_pack(run, lm, args)
-    reference = Reference(accelerator, lm, tokenizer, ref_path, data, packing, args)
-    losses_of = functools.partial(pair_losses, reference=reference, args=args)
+    ref = None
+    if args.ref_model is not None or not (args.precompute_ref or args.reference_free):
+        ref = make_reference(args, ref_path, lm, tokenizer)
+    ref_packing = packing and (ref is None or packing_problem(ref) is None)
     optimizer = make_optimizer(lm, args)
-    model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
+    model = prepare(accelerator, lm, optimizer, ref)
+    reference = Reference(accelerator, ref or lm, tokenizer, data, ref_packing, args)
+    losses_of = functools.partial(pair_losses, reference=reference, args=args)
     score = functools.partial(pair_logprobs, model, packing)
     export = functools.partial(run.export, lm, tokenizer)
     lengths = [pair_length(pair) for pair in data.pairs]

@@ -56,7 +56,7 @@ from common.classifiers import RewardModel
 from common.cli import cli
 from common.forward import Episodes, response_logprobs, score_all
 from common.functions import build
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
+from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.models import describe_reference, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
@@ -238,7 +238,7 @@ def all_logprobs(accelerator, model, batch, args):
 
     def score(episodes):
         with accelerator.autocast():
-            logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature)
+            logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature, places=episodes.places)
         return {"logprobs": logprobs}
 
     return score_all(accelerator, batch, args.micro_batch_size, score)["logprobs"]
@@ -258,7 +258,7 @@ def rollout_metrics(batch, args):
         "tokens/eos_rate": 1 - batch.truncated.double().mean(),  # stop strings included
         "tokens/truncated_rate": batch.truncated.double().mean(),
     }
-    return {name: float(value) for name, value in metrics.items()}
+    return numbers(metrics)
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------------
@@ -269,18 +269,19 @@ def minibatches(accelerator, batch, args, iteration, epoch):
     episodes, and this process's share of them in pieces of micro_batch_size, by their lengths."""
     order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
     lengths = batch.lengths()
-    for rows in order.to(accelerator.device).split(args.batch_size):
+    has_advantage = (batch.advantages != 0).cpu()
+    for rows in order.split(args.batch_size):
         trained = rows
         if args.kl_coef == 0:
-            trained = with_gradient(rows, batch.advantages, accelerator.num_processes)
+            trained = with_gradient(rows, has_advantage, accelerator.num_processes)
         local = trained[accelerator.process_index :: accelerator.num_processes]
         yield rows, local[lengths[local].argsort(stable=True)].split(args.micro_batch_size)
 
 
-def with_gradient(rows, advantages, processes):
+def with_gradient(rows, has_advantage, processes):
     """The rows with an advantage, padded with others so that every process runs the same number of forward passes.
     Without a KL, a row without an advantage has no gradient."""
-    is_idle = advantages[rows] == 0
+    is_idle = ~has_advantage[rows]
     num_busy = len(rows) - int(is_idle.sum())
     share = max(1, math.ceil(num_busy / processes))
     return rows[is_idle.argsort(stable=True)][: share * processes]
@@ -293,7 +294,7 @@ def losses(model, episodes, weights, args):
     mask = episodes.response_mask
     advantages = episodes.advantages[:, None]
     weights = weights[:, None]
-    new_logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature)
+    new_logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature, places=episodes.places)
     logprobs = episodes.logprobs
     if logprobs is None:  # the policy is still the one that sampled
         logprobs = new_logprobs.detach()
@@ -304,15 +305,15 @@ def losses(model, episodes, weights, args):
         compared = sequence_means(logprobs, mask)
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     pg = grpo_loss(new_compared, compared, advantages, args.cliprange, cliprange_high)
-    loss = (weights * pg)[mask].sum()
+    loss = episodes.of_tokens(weights * pg).sum()
     sums = {("step", "loss/policy"): loss.detach()}
     if args.kl_coef:
         kl = kl_k3(new_logprobs, episodes.ref_logprobs)
-        kl_loss = (weights * kl)[mask].sum()
+        kl_loss = episodes.of_tokens(weights * kl).sum()
         loss = loss + args.kl_coef * kl_loss
         sums["step", "loss/kl"] = kl_loss.detach()
-        sums["sequence", "objective/kl"] = (logprobs - episodes.ref_logprobs)[mask].double().sum()
-        sums["sequence", "objective/kl_k3"] = kl_k3(logprobs, episodes.ref_logprobs)[mask].double().sum()
+        for name, kl in ("kl", logprobs - episodes.ref_logprobs), ("kl_k3", kl_k3(logprobs, episodes.ref_logprobs)):
+            sums["sequence", f"objective/{name}"] = episodes.of_tokens(kl).double().sum()
     with torch.no_grad():
         log_ratio = new_compared - compared
         ratio = log_ratio.exp()
@@ -324,7 +325,7 @@ def losses(model, episodes, weights, args):
         }
     trained = mask & (advantages != 0)
     for name, term in terms.items():
-        sums["token", name] = term[trained].sum(dtype=torch.float64)
+        sums["token", name] = torch.where(trained, term, 0.0).sum(dtype=torch.float64)
     return loss, sums
 
 
@@ -413,9 +414,12 @@ def main(args):
     lm, tokenizer = load_lm(args, path, accelerator.device)
     data.encode(lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
-    data.reward = data.reward or RewardModel(args, lm)
+    reward_model = None
+    if data.reward is None:
+        data.reward = RewardModel(args, lm)
+        reward_model = data.reward.model
     optimizer = make_optimizer(lm, args)
-    model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
+    model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)
     lengths = [len(query) for query in data.queries]
     headline = "objective/scores"

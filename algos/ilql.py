@@ -67,15 +67,15 @@ from common.args import (
     Share,
 )
 from common.cli import InputError, cli
-from common.forward import in_chunks, token_logprobs
+from common.forward import in_chunks, in_float32, token_logprobs
 from common.functions import build, spec_path
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positions, unsharded
 from common.report import wrapped
 from common.rows import set_flag, set_prefix, texts
 from common.sampling import evaluate_samples, read_data
-from common.tokens import encode_prompts, encode_segments, marked, pad_rows, row_ends, split_rows
+from common.tokens import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, split_rows
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config
@@ -249,7 +249,7 @@ class PolicyWithQ(nn.Module):
             hidden.append(inputs[0])
 
         def shape(module, inputs, keywords, output):
-            with torch.autocast(output.logits.device.type, enabled=False):  # the heads keep float32
+            with in_float32(self.v_head, self.target_q_heads):
                 states = hidden.pop().to(self.v_head[0].weight.dtype)
                 q = torch.stack([head(states) for head in self.target_q_heads]).amin(0)
                 v = self.v_head(states)[..., 0]
@@ -363,7 +363,7 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
         ids = ids[:last_state]
         actions = [place for place in actions if place < last_state]
     rewards = [received.get(place, 0.0) for place in actions]
-    episode = Episode(ids, actions, rewards, done=not (truncated or is_long))
+    episode = Episode(int32(ids), int32(actions), rewards, done=not (truncated or is_long))
     return episode, is_long or num_over > 0
 
 
@@ -393,6 +393,7 @@ class Batch:
     actions: torch.Tensor  # (B, A): ids
     rewards: torch.Tensor  # (B, A), float64
     mask: torch.Tensor  # (B, A): True where there is an action
+    at: tuple  # (N,) rows and (N,) columns of the actions in (B, A)
     not_done: torch.Tensor  # (B, A): False at the last action of an episode that ended
 
     @classmethod
@@ -412,6 +413,7 @@ class Batch:
             not_done.append(going_on)
         actions = [[episode.ids[place] for place in episode.actions] for episode in episodes]
         mask = [[True] * len(episode.actions) for episode in episodes]
+        mask = pad_rows(mask, False)
         query_mask = None
         if encoder:
             query_mask = pad_rows([[True] * begin for begin in begins], False, begins, device=device)
@@ -421,7 +423,8 @@ class Batch:
             states=pad_rows(states, 0, device=device),
             actions=pad_rows(actions, pad, device=device),
             rewards=pad_rows([episode.rewards for episode in episodes], 0.0, dtype=torch.float64, device=device),
-            mask=pad_rows(mask, False, device=device),
+            mask=mask.to(device),
+            at=tuple(mask.nonzero().to(device).T),  # of the CPU's mask: a GPU would wait
             not_done=pad_rows(not_done, False, device=device),
         )
 
@@ -444,10 +447,10 @@ def action_logprobs(lm, batch):
     if batch.query_mask is not None:
         width += 1 - batch.query_mask.shape[1]
         inputs["attention_mask"] = F.pad(batch.query_mask.long(), (0, width - 1), value=1)
-    at = batch.mask.nonzero(as_tuple=True)
+    places = batch.at[0] * width + batch.states[batch.at]
     labels = batch.ids.new_full((count, width), -100)
-    labels[at[0], batch.states[at]] = batch.actions[at]
-    logprobs, hidden, _ = token_logprobs(lm, labels, labels != -100, **inputs)
+    labels.view(-1)[places] = batch.actions[batch.at]
+    logprobs, hidden, _ = token_logprobs(lm, labels, places, **inputs)
     rows = torch.arange(count, device=batch.ids.device)[:, None]
     return logprobs, hidden[rows, batch.states]
 
@@ -466,10 +469,10 @@ def ilql_losses(policy, batch, args):
     """{name: (N,)} of losses and statistics, with one number per action of the batch. Those of Q are summed over the
     heads, as in trlX and the authors' code."""
     logprobs, hidden = action_logprobs(policy.lm, batch)
-    at = batch.mask.nonzero(as_tuple=True)  # (B, A) -> (N,)
+    at = batch.at  # (B, A) -> (N,)
     actions = batch.actions[at]
     not_done = batch.not_done[at]
-    with torch.autocast(hidden.device.type, enabled=False):  # the heads keep float32, but for CQL
+    with in_float32(policy.v_head, policy.q_heads, policy.target_q_heads):  # but for CQL
         states = hidden.to(policy.v_head[0].weight.dtype)
         values = policy.v_head(states)[..., 0]  # (B, A + 1)
         states = states[at]  # (N, H)
@@ -728,7 +731,7 @@ def main(args):
     encode(data, lm, tokenizer, args)
     normalize_rewards(data, args)
     optimizer = make_optimizer(policy, args)
-    model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
+    model = prepare(accelerator, policy, optimizer)
     export = partial(run.export, lm, tokenizer, heads={HEADS_FILE: policy.head_weights()})
     lengths = [len(episode.ids) for episode in data.episodes]
     total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)

@@ -47,9 +47,9 @@ from torch import nn
 from common.args import Count, Fraction, ModelArgs, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs
 from common.classifiers import RewardModel
 from common.cli import InputError, cli
-from common.forward import Episodes, response_logprobs, score_all, spread
+from common.forward import Episodes, in_float32, response_logprobs, score_all, spread, true_places
 from common.functions import build, spec_path
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
+from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.models import as_decoder, describe_reference, draw_layers, lm_class, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
@@ -297,7 +297,7 @@ class PolicyWithValue(nn.Module):
         logprobs, states, entropies = response_logprobs(self.lm, *inputs, **options)
         if self.detach_value_trunk:
             states = states.detach()
-        with torch.autocast(states.device.type, enabled=False):  # the head keeps float32 under mixed precision
+        with in_float32(self.value_head):
             values = self.value_head(states.to(next(self.value_head.parameters()).dtype))[..., 0]
         return logprobs, values, entropies
 
@@ -371,10 +371,10 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
 
 def score_episodes(accelerator, model, ref, args, episodes):
     """{field of Rollout: (B, R)} of a micro-batch, by policy and reference; zero where no token counts."""
-    inputs = *episodes.tokens(), args.temperature
-    logprobs, values, entropies = model(*inputs, also=token_entropies)
+    options = {"temperature": args.temperature, "places": episodes.places}
+    logprobs, values, entropies = model(*episodes.tokens(), also=token_entropies, **options)
     with accelerator.autocast():  # the prepared model brings its own
-        ref_logprobs, _, _ = response_logprobs(ref, *inputs)
+        ref_logprobs, _, _ = response_logprobs(ref, *episodes.tokens(), **options)
     values = torch.where(episodes.response_mask, values, 0.0)
     return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
 
@@ -389,7 +389,8 @@ def place_scores(scores, mask):
         if not isinstance(score, list):
             score = [0.0] * (length - 1) + [score]
         values += score[:length]
-    return spread(torch.tensor(values, dtype=torch.float64, device=mask.device), mask)
+    places = true_places(mask)
+    return spread(torch.tensor(values, dtype=torch.float64, device=mask.device), places, mask.shape)
 
 
 def rollout_metrics(batch, kl_coef):
@@ -417,7 +418,7 @@ def rollout_metrics(batch, kl_coef):
         "tokens/eos_rate": 1 - batch.truncated.double().mean(),  # stop strings included
         "tokens/truncated_rate": batch.truncated.double().mean(),
     }
-    return {name: float(value) for name, value in metrics.items()} | {"objective/kl_coef": kl_coef}
+    return numbers(metrics) | {"objective/kl_coef": kl_coef}
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------------
@@ -428,7 +429,7 @@ def minibatches(accelerator, batch, args, iteration, epoch):
     episodes, and this process's share of them in pieces of micro_batch_size, by their lengths."""
     order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
     lengths = batch.lengths()
-    for rows in order.to(accelerator.device).split(args.batch_size):
+    for rows in order.split(args.batch_size):
         local = rows[accelerator.process_index :: accelerator.num_processes]
         yield rows, local[lengths[local].argsort(stable=True)].split(args.micro_batch_size)
 
@@ -437,14 +438,13 @@ def losses(model, episodes, args):
     """(loss, sums): policy and value losses summed over the response tokens of a micro-batch, and {metric: sum}.
     policy/clipfrac counts tokens whose gradient the clip removes, val/clipfrac values whose clipped error is the larger
     one."""
-    mask = episodes.response_mask
-    logprobs = episodes.logprobs[mask]
-    values = episodes.values[mask]
-    advantages = episodes.advantages[mask]
-    returns = episodes.returns[mask]
-    new_logprobs, new_values, _ = model(*episodes.tokens(), temperature=args.temperature)
-    new_logprobs = new_logprobs[mask]
-    new_values = new_values[mask]
+    logprobs = episodes.of_tokens(episodes.logprobs)
+    values = episodes.of_tokens(episodes.values)
+    advantages = episodes.of_tokens(episodes.advantages)
+    returns = episodes.of_tokens(episodes.returns)
+    new_logprobs, new_values, _ = model(*episodes.tokens(), temperature=args.temperature, places=episodes.places)
+    new_logprobs = episodes.of_tokens(new_logprobs)
+    new_values = episodes.of_tokens(new_values)
     pg = policy_loss(new_logprobs, logprobs, advantages, args.cliprange)
     vf = value_loss(new_values, values, returns, args.cliprange_value)
     loss = pg.sum() + args.vf_coef * vf.sum()
@@ -478,7 +478,7 @@ def update(run, model, optimizer, batch, rows, args):
     for epoch in range(args.ppo_epochs):
         approxkl = 0.0
         for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
-            count = batch.response_mask[minibatch].sum()  # response tokens of all processes
+            count = int(batch.response_mask_cpu[minibatch].sum())  # response tokens of all processes
             ratios = 0.0
             for places in accumulate(accelerator, model, micro_batches):
                 episodes = batch.take(places)
@@ -563,10 +563,13 @@ def main(args):
     lm, tokenizer = load_lm(args, path, accelerator.device)
     data.encode(lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer)
-    data.reward = data.reward or RewardModel(args, lm)
+    reward_model = None
+    if data.reward is None:
+        data.reward = RewardModel(args, lm)
+        reward_model = data.reward.model
     policy = make_policy(args, path, lm)
     optimizer = make_optimizer(policy, args)
-    model = accelerator.prepare(policy, optimizer)[0]  # FSDP2 gives shards to both
+    model = prepare(accelerator, policy, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer, heads={"value_head.safetensors": policy.value_head.state_dict()})
     lengths = [len(query) for query in data.queries]
     headline = "objective/scores"

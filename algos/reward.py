@@ -41,13 +41,13 @@ from common.classifiers import classifier_ids, classifier_logits, raise_heads, s
 from common.cli import InputError, cli, stop_if
 from common.forward import can_pack
 from common.functions import build
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.models import freeze, load_pretrained, max_positions, unsharded
 from common.report import visible, wrapped
 from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
 from common.seeding import rng
-from common.tokens import in_lines, pair_length, score_pairs, split_rows
+from common.tokens import in_lines, int32, pair_length, score_pairs, split_rows
 
 # Last lines of a run and of its card: how to load and use the model.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
@@ -171,7 +171,7 @@ def encode_texts(rows, tokenizer, max_length, flag):
             equal += 1
         else:
             kept.append(triple)
-            pairs.append((chosen, rejected, float(margin)))
+            pairs.append((int32(chosen), int32(rejected), float(margin)))
     dropped = f"{too_long} dropped as longer than {max_length}, {equal} as equal"
     if not pairs:
         raise InputError(f"{flag}: no pair is left: of {len(rows)}, {dropped} (--max-length, the model's positions)")
@@ -331,7 +331,7 @@ def main(args):
     encode(data, tokenizer, max_length)
     packing = scores_tokens(lm) and can_pack(run, lm, args)
     optimizer = make_optimizer(lm, args)
-    model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
+    model = prepare(accelerator, lm, optimizer)
     score = functools.partial(pair_scores, model, packing)
     export = functools.partial(export_classifier, run, lm, tokenizer)
     lengths = [pair_length(pair) for pair in data.pairs]

@@ -35,7 +35,7 @@ from common.cli import InputError, cli
 from common.forward import can_pack, line_logprobs
 from common.forward import token_nll as token_nll  # for those who import it from here
 from common.functions import build
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare
 from common.logging import Run, closes_run
 from common.models import end_tokens, load_lm, max_positions, unsharded
 from common.report import lines_of_use, wrapped
@@ -46,6 +46,7 @@ from common.tokens import (
     encode_segments,
     first_label,
     in_lines,
+    int32,
     line_length,
     marked,
     num_labels,
@@ -130,7 +131,7 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
         ids = ids[:room]
         labels = [-100, *labels[1:room]]
         if any(label != -100 for label in labels):
-            examples.append((ids, labels))
+            examples.append((int32(ids), int32(labels)))
     if not examples:
         raise InputError(f"{flag}: no row has a label left within --max-length {max_length}")
     counts = sorted(num_labels(labels) for _, labels in examples)
@@ -278,7 +279,7 @@ def main(args):
     max_length = encode(data, lm, tokenizer, args)
     packing = can_pack(run, lm, args)
     optimizer = make_optimizer(lm, args)
-    model = accelerator.prepare(lm, optimizer)[0]  # FSDP2 gives shards to both
+    model = prepare(accelerator, lm, optimizer)
     export = partial(run.export, lm, tokenizer)
     lengths = [len(ids) for ids, _ in data.examples]
     total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)

@@ -415,6 +415,12 @@ def tried_cases():
     return [f"{len(rows)} faults and bad inputs, {tried}: {passed} rows pass."]
 
 
+def waits():
+    """The table of what decoding asks of a GPU, by commit."""
+    rows = read_csv(ROOT / "benchmarks/throughput/waits.csv")
+    return markdown(list(rows[0]), [[row["commit"][:12], *list(row.values())[1:]] for row in rows])
+
+
 def blocks():
     """[(document, name in its marks, function -> lines between them)]"""
     from benchmarks.references import report as references
@@ -428,6 +434,7 @@ def blocks():
         ("benchmarks/planted/README.md", "bugs", planted.table),
         ("benchmarks/throughput/README.md", "speed table", throughput.table),
         ("benchmarks/throughput/README.md", "same work", throughput.same_work),
+        ("benchmarks/throughput/README.md", "waits", waits),
     ]
     for name in CLAIMS:
         listed.append((f"benchmarks/curves/{name}/README.md", "results", functools.partial(results, name)))

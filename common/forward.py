@@ -1,7 +1,9 @@
 """Log-probabilities of tokens without all logits in memory at once, and what rows may share in an architecture."""
 
+import copy
+import itertools
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -27,9 +29,9 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     """(logprobs (N,), states (B, K, H), others (N,) or None): the one scoring function of all scripts.
 
     labels (B, K) are predicted from the last K positions of inputs, the arguments of the model's forward pass. places
-    (B, K) bool: the N labels to score, row by row. logprobs are log softmax(logits / temperature), at least in float32.
-    states[:, t] is what the output layer, and a head, reads for labels[:, t]. also(logits (n, V), labels (n,)) -> (n,),
-    if given, computes others.
+    (N,): the labels to score, as positions in the flattened labels, since a GPU would wait at a mask. logprobs are log
+    softmax(logits / temperature), at least in float32. states[:, t] is what the output layer, and a head, reads for
+    labels[:, t]. also(logits (n, V), labels (n,)) -> (n,), if given, computes others.
     """
     lm = getattr(model, "module", model)
     vocabulary = lm.get_output_embeddings().weight.shape[0]
@@ -49,13 +51,14 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
         read.append(states)
         if not is_plain:
             return layer(states)
-        return in_chunks(terms_of, layer, vocabulary, states[places], labels[places])
+        return in_chunks(terms_of, layer, vocabulary, states.flatten(0, 1)[places], labels.flatten()[places])
 
     # within the forward pass, where wrappers have gathered the weights
     with forward_replaced(lm.get_output_embeddings(), output_layer):
         terms = model(**inputs, logits_to_keep=labels.shape[1], use_cache=False).logits
     if not is_plain:
-        terms = in_chunks(terms_of, nn.Identity(), vocabulary, terms[places], labels[places])
+        logits = terms.flatten(0, 1)[places]
+        terms = in_chunks(terms_of, nn.Identity(), vocabulary, logits, labels.flatten()[places])
     logprobs = terms[0]
     others = None
     if also is not None:
@@ -63,18 +66,21 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     return logprobs, read[0], others
 
 
-def response_logprobs(model, query, query_mask, response, response_mask, temperature=1.0, also=None):
+def response_logprobs(model, query, query_mask, response, response_mask, temperature=1.0, also=None, places=None):
     """(logprobs (B, R), states (B, R, H), others (B, R) or None) of responses, as `token_logprobs` computes them. query
-    (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts, other tokens get 0."""
+    (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts, other tokens get 0.
+    places: those of the mask (`true_places`), if they are known."""
+    if places is None:
+        places = true_places(response_mask)
     tokens = torch.cat([query, response], 1)[:, :-1]
     up_to_last = response_mask.flip(1).cumsum(1).flip(1) > 0  # holes included
     attention = torch.cat([query_mask, up_to_last], 1)[:, :-1].long()
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
-    logprobs, states, others = token_logprobs(model, response, response_mask, temperature, also, **inputs)
+    logprobs, states, others = token_logprobs(model, response, places, temperature, also, **inputs)
     if others is not None:
-        others = spread(others, response_mask)
-    return spread(logprobs, response_mask), states, others
+        others = spread(others, places, response.shape)
+    return spread(logprobs, places, response.shape), states, others
 
 
 def line_logprobs(model, lines, pad, also=None):
@@ -94,17 +100,24 @@ def line_logprobs(model, lines, pad, also=None):
         ids, positions, labels = collate(lines, pad)
         inputs = {"input_ids": ids, "position_ids": positions}
     first = int((labels != -100).any(0).int().argmax()) or ids.shape[1] - 1  # no label at all: one position
-    labels = labels[:, first:].to(lm.device)
+    labels = labels[:, first:]
+    places = true_places(labels != -100).to(lm.device)
     inputs = {name: x[:, :-1].to(lm.device) for name, x in inputs.items()}
-    logprobs, _, others = token_logprobs(model, labels, labels != -100, also=also, **inputs)
+    logprobs, _, others = token_logprobs(model, labels.to(lm.device), places, also=also, **inputs)
     return logprobs, others
 
 
-def spread(tokens, mask):
-    """(B, R) with tokens (N,) where mask (B, R) is True, row by row, and zero elsewhere."""
-    rows = tokens.new_zeros(mask.shape)
-    rows[mask] = tokens
-    return rows
+def true_places(mask):
+    """(N,) where a mask (B, R) is True, as positions in the flattened mask. On a GPU this waits: make it of a mask on
+    the CPU."""
+    return mask.flatten().nonzero()[:, 0]
+
+
+def spread(tokens, places, shape):
+    """A tensor of that shape (B, R) with tokens (N,) at places (N,) of the flattened rows, and zero elsewhere."""
+    rows = tokens.new_zeros(shape).flatten()
+    rows[places] = tokens
+    return rows.view(shape)
 
 
 # ---- Episodes --------------------------------------------------------------------------------------------------------
@@ -120,38 +133,59 @@ class Episodes:
     response: torch.Tensor  # (B, R) ids as sampled, right-padded
     response_mask: torch.Tensor  # (B, R) bool, the end token counts
 
+    def __setattr__(self, name, value):
+        """Of masks also keeps what a GPU would have to wait for. Assign a new mask: a change in place is not seen."""
+        super().__setattr__(name, value)
+        if name == "query_mask":
+            self.query_mask_cpu = value.cpu()
+        if name == "response_mask":
+            self.response_mask_cpu = value.cpu()
+            self.places = true_places(self.response_mask_cpu).to(value.device)  # (N,) of the response tokens
+
     def take(self, rows):
-        """The given rows, without columns in which none of them has a token."""
-        begin = int(self.query_mask[rows].any(0).int().argmax())
-        end = int(self.response_mask[rows].any(0).nonzero().max()) + 1
-        taken = {}
-        for name, field in vars(self).items():
+        """The given rows (indices on the CPU), without columns in which none of them has a token."""
+        query_mask = self.query_mask_cpu[rows]
+        response_mask = self.response_mask_cpu[rows]
+        begin = int(query_mask.any(0).int().argmax())
+        end = int(response_mask.any(0).nonzero().max()) + 1
+        on_device = rows.to(self.query.device)
+        taken = copy.copy(self)
+        kept = vars(taken)
+        for name in [field.name for field in fields(self)]:
+            values = kept[name]
             if name in ("query", "query_mask"):
-                taken[name] = field[rows, begin:]
-            elif field is not None:
-                taken[name] = field[rows, :end] if field.ndim > 1 else field[rows]
-        return type(self)(**taken)
+                kept[name] = values[on_device, begin:]
+            elif values is not None:
+                kept[name] = values[on_device, :end] if values.ndim > 1 else values[on_device]
+        kept["query_mask_cpu"] = query_mask[:, begin:]
+        kept["response_mask_cpu"] = response_mask[:, :end]
+        kept["places"] = true_places(response_mask[:, :end]).to(on_device.device)
+        return taken
 
     def tokens(self):
         """The arguments of response_logprobs."""
         return self.query, self.query_mask, self.response, self.response_mask
 
+    def of_tokens(self, rows):
+        """(N,) values of rows (B, R) at the response tokens, row by row."""
+        return rows.flatten()[self.places]
+
     def lengths(self):
-        """(B,) tokens of query and response."""
-        return self.query_mask.sum(1) + self.response_mask.sum(1)
+        """(B,) tokens of query and response, on the CPU."""
+        return self.query_mask_cpu.sum(1) + self.response_mask_cpu.sum(1)
 
 
 def score_all(accelerator, episodes, micro_batch_size, score):
     """{name: (B, R)} of all episodes, on every process; score(episodes) gives {name: (b, r)} of a micro-batch. Each
     process scores its share of the rows, similar lengths together; all run the same number of forward passes."""
     count, width = episodes.response.shape
-    local = torch.tensor(local_rows(accelerator, count), device=accelerator.device)
+    local = torch.tensor(local_rows(accelerator, count))
     columns = {}
     for places in episodes.lengths()[local].argsort(stable=True).split(micro_batch_size):
         for name, values in score(episodes.take(local[places])).items():
             if name not in columns:
                 columns[name] = values.new_zeros(len(local), width)
-            columns[name][places, : values.shape[1]] = values[:, :width]
+            columns[name][places.to(values.device), : values.shape[1]] = values[:, :width]
     return {name: accelerator.gather(column)[:count] for name, column in columns.items()}
 
 
@@ -176,6 +210,23 @@ def in_chunks(function, layer, vocabulary, states, *columns):
         for chunk in zip(*(column.split(size) for column in (states, *columns)), strict=True):
             parts.append(checkpoint(of_rows, *chunk, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts, -1)
+
+
+@contextmanager
+def in_float32(*modules):
+    """Inside, autocast is off and the weights of modules, which are heads, are at least float32. FSDP2 gathers them in
+    bfloat16, in which 1000 texts would have fewer than 600 different scores."""
+    kept = []
+    for module in itertools.chain(*(each.modules() for each in modules)):
+        for name, weight in module.named_parameters(recurse=False):
+            kept.append((module, name, weight))
+            module._parameters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    try:
+        with torch.autocast(weight.device.type, enabled=False):
+            yield
+    finally:
+        for module, name, weight in kept:
+            module._parameters[name] = weight
 
 
 @contextmanager

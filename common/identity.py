@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
+import os
 import platform
 import re
 import shlex
@@ -252,6 +253,7 @@ def environment(accelerator):
         "commit": commit,
         "device": device,
         "processes": accelerator.num_processes,
+        "machines": accelerator.num_processes // int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
         "threads": torch.get_num_threads(),
         "versions": versions,
     }

@@ -23,16 +23,19 @@ def launch(args, fsdp=True):
     """The Accelerator of a run. InputError if the launcher asks for what no script does. fsdp: whether this script can
     shard its model."""
     from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, parse_flag_from_env
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
     gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     gpu_has_bfloat16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions, though not for matrix products
+    one_copy = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # of the gradients
     accelerator = Accelerator(
         cpu=not gpu,
         mixed_precision=autocast_type(args.mixed_precision, launcher, args.dtype, gpu_has_bfloat16),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT), one_copy],
     )
     args.mixed_precision = accelerator.mixed_precision  # what was chosen is part of the run's identity
     if accelerator.device.type == "cpu":
@@ -43,9 +46,48 @@ def launch(args, fsdp=True):
         raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {processes} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not supported")
-    if accelerator.distributed_type == "FSDP" and not (fsdp and accelerator.is_fsdp2):
-        raise InputError("FSDP: set fsdp_version to 2; ddpo.py needs whole weights, so launch it without FSDP")
+    if is_sharded(accelerator):
+        if not (fsdp and accelerator.is_fsdp2):
+            raise InputError("FSDP: set fsdp_version to 2; ddpo.py needs whole weights, so launch it without FSDP")
+        # accelerate's own policy would add up gradients in bfloat16, and round log-probabilities and values to it
+        policy = MixedPrecisionPolicy()
+        if accelerator.mixed_precision == "bf16":
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return accelerator
+
+
+def is_sharded(accelerator):
+    """Whether FSDP shards the weights over the processes."""
+    return accelerator.distributed_type == "FSDP"
+
+
+def prepare(accelerator, model, optimizer, *frozen):
+    """The model as the processes train it together: wrapped by DDP, or sharded in place by FSDP2, with the weights of
+    the optimizer. frozen: models without gradients, or None, which FSDP2 shards in the same way; what they share with
+    the model stays shared."""
+    if not is_sharded(accelerator):
+        return accelerator.prepare(model, optimizer)[0]
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    places = {weight.data_ptr(): place for *place, weight in named_weights(model) if not weight.requires_grad}
+    model = accelerator.prepare(model, optimizer)[0]
+    for other in filter(None, frozen):
+        shared = [(place, places.get(weight.data_ptr())) for *place, weight in named_weights(other)]
+        fsdp2_prepare_model(accelerator, other)
+        for (module, name), twin in shared:
+            if twin:
+                setattr(module, name, getattr(*twin))
+    for each in filter(None, (model, *frozen)):
+        each.forward = accelerator.autocast()(each.forward)  # accelerate does so without FSDP2
+    return model
+
+
+def named_weights(model):
+    """Yields (module, name, weight), as often as the model has a weight."""
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            yield module, name, weight
 
 
 def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
@@ -133,9 +175,11 @@ def make_optimizer(model, args):
 
 
 def accumulate(accelerator, model, micro_batches):
-    """Yields the micro-batches of an optimizer step; processes exchange gradients only in the last one."""
+    """Yields the micro-batches of an optimizer step; processes exchange gradients only in the last one, but under FSDP2
+    in each of them, or every process would keep whole gradients in between."""
     for micro_batch in micro_batches:
-        with nullcontext() if micro_batch is micro_batches[-1] else accelerator.no_sync(model):
+        exchanges = micro_batch is micro_batches[-1] or is_sharded(accelerator)
+        with nullcontext() if exchanges else accelerator.no_sync(model):
             yield micro_batch
 
 
@@ -157,5 +201,11 @@ def optimizer_step(accelerator, model, optimizer, lr, args, step, where, loss=No
 
 def reduce_sums(accelerator, sums):
     """{name: sum over all processes} as numbers, of a dict of sums."""
-    totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
-    return dict(zip(sums, totals, strict=True))
+    totals = accelerator.reduce(torch.stack([*sums.values()]))
+    return numbers(dict(zip(sums, totals, strict=True)))
+
+
+def numbers(tensors):
+    """{name: number} of a dict of tensors of one number each; a GPU is waited for once."""
+    values = torch.stack([value.double() for value in tensors.values()]).tolist()
+    return dict(zip(tensors, values, strict=True))

@@ -40,7 +40,8 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     keywords |= {"dtype": dtype, "attn_implementation": args.attn_implementation}
     keywords["trust_remote_code"] = args.trust_remote_code
     if args.load_in_4bit:  # NF4, arXiv 2305.14314
-        options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        compute = torch.bfloat16 if args.mixed_precision == "bf16" else dtype
+        options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
         keywords["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
     base = adapter_base(path, revision)
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):

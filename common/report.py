@@ -229,6 +229,10 @@ def model_card(env, names, records, samples, usage):
 
 def launch_line(env):
     """The command that repeats a run. env: what `environment` returns."""
+    machines = env.get("machines", 1)
+    if machines > 1:
+        place = "--rdzv_backend c10d --rdzv_endpoint HOST:PORT"
+        return f"torchrun --nnodes {machines} --nproc_per_node {env['processes'] // machines} {place} {env['command']}"
     if env["processes"] > 1:
         return f"torchrun --nproc_per_node {env['processes']} {env['command']}"
     return f"python {env['command']}"

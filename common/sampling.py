@@ -90,18 +90,26 @@ def read_data(args):
 # ---- The key-value cache ---------------------------------------------------------------------------------------------
 
 
+BLOCK = 128  # tokens by which the cache grows: all that a response may need would be far more than most need
+
+
 class WrittenLayer:
     """Mixin of a DynamicLayer that takes the place of another one: keys and values of a new token are written behind
     those that are there, where the library copies all of them. keys, values (B, heads, T, size) are the used part of
-    buffers with room for so many more tokens."""
+    buffers, which grow by BLOCK tokens."""
 
-    def __init__(self, layer, room):
+    def __init__(self, layer):
         vars(self).update(vars(layer))
-        rows, _, length, _ = self.keys.shape
-        dtype = self.keys.dtype
+        self.is_compileable = self.device.type != "cpu"  # else transformers waits to see whether a mask has padding
         if torch.is_autocast_enabled(self.device.type):
             dtype = torch.get_autocast_dtype(self.device.type)  # the type that attention casts them to
-        self.buffers = [F.pad(states.to(dtype), (0, 0, 0, room)) for states in (self.keys, self.values)]
+            self.keys = self.keys.to(dtype)
+            self.values = self.values.to(dtype)
+        self.grow()
+
+    def grow(self):
+        rows, _, length, _ = self.keys.shape
+        self.buffers = [F.pad(states, (0, 0, 0, BLOCK)) for states in (self.keys, self.values)]
         self.use(rows, length)
 
     def use(self, rows, length):
@@ -112,6 +120,8 @@ class WrittenLayer:
 
     def update(self, key_states, value_states, *args, **options):
         rows, _, begin, _ = self.keys.shape
+        if begin + key_states.shape[2] > self.buffers[0].shape[2]:
+            self.grow()
         self.use(rows, begin + key_states.shape[2])
         self.keys[:, :, begin:] = key_states
         self.values[:, :, begin:] = value_states
@@ -123,8 +133,8 @@ class WrittenLayer:
         self.use(len(rows), self.keys.shape[2])
 
 
-def with_room(cache, room):
-    """The cache of a first forward pass, with room for `room` tokens added to its plain layers. Other layers (windows,
+def with_room(cache):
+    """The cache of a first forward pass, with room for new tokens in its plain layers. Other layers (windows,
     convolutions, recurrent states, encoder outputs) stay unchanged. None if it is not one of the library's own kinds,
     because rows may then be unable to leave it."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
@@ -135,13 +145,14 @@ def with_room(cache, room):
     layers = getattr(cache, "self_attention_cache", cache).layers
     for place, layer in enumerate(layers):
         if type(layer) is DynamicLayer:
-            layers[place] = written_layer(layer, room)
+            layers[place] = written_layer(layer)
     return cache
 
 
 # ---- Ids -------------------------------------------------------------------------------------------------------------
 
 LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
+LOOK = 16  # a GPU is asked every so many tokens which rows go on, since the host must wait for the answer
 
 
 @torch.no_grad()
@@ -159,6 +170,8 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
     ends = torch.tensor(ends, dtype=torch.long, device=query.device)
     rows = torch.arange(num_rows, device=query.device)  # those in the batch
     alive = torch.ones_like(rows, dtype=torch.bool)  # of these, those that go on
+    sound = torch.ones_like(mask)  # whether the logits were finite
+    look = 1 if query.device.type == "cpu" else LOOK
     tokens = query
     attention = query_mask.long()
     unread = query.shape[1]
@@ -169,11 +182,9 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
         inputs = {"input_ids": tokens[:, -unread:], "attention_mask": attention, "position_ids": positions[:, -unread:]}
         output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=t + 1 if is_seq2seq else 1)
         if t == 0:
-            cache = with_room(getattr(output, "past_key_values", None), width)
+            cache = with_room(getattr(output, "past_key_values", None))
         logits = output.logits[:, -1]
-        broken = alive & ~logits.amax(-1).isfinite()
-        if broken.any():
-            raise FloatingPointError(f"row {int(rows[broken][0])}: logits are not finite at response token {t + 1}")
+        sound[rows, t] = logits.amax(-1).isfinite() | ~alive
         newest = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
         newest = torch.where(alive, newest, pad_id)
         ids[rows, t] = newest
@@ -181,9 +192,16 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
         alive = alive & ~torch.isin(newest, ends)
         if ended is not None:
             alive = alive & ~ended(rows, ids[rows, : t + 1])
-        going = alive.nonzero()[:, 0]
-        if len(going) == 0:
-            break
+        going = rows
+        if (t + 1) % look == 0 or t + 1 == width:
+            goes_on, is_sound = torch.stack([alive, sound[rows].all(1)]).cpu()
+            if not is_sound.all():
+                row = int(rows[int(is_sound.int().argmin())])
+                token = int(sound[row].int().argmin()) + 1
+                raise FloatingPointError(f"row {row}: logits are not finite at response token {token}")
+            going = goes_on.nonzero()[:, 0].to(rows.device)
+            if len(going) == 0:
+                break
         tokens = torch.cat([tokens, newest[:, None]], 1)
         attention = F.pad(attention, (0, 1), value=1)
         unread = tokens.shape[1] if cache is None else 1

@@ -15,7 +15,7 @@ from test_recipes import changed
 SCRIPTS = {"entropy_bonus": "ppo", "kto": "dpo", "two_rewards": "grpo"}
 MISTAKES = {  # edit: what is right, what is wrong, the checks that find it
     "entropy_bonus": (
-        "entropies[mask].sum()",
+        "episodes.of_tokens(entropies).sum()",
         "entropies.mean() * len(new_logprobs)",
         {"test_micro_batches_change_nothing", "test_two_processes_change_nothing"},
     ),

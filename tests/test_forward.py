@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from common import forward
-from common.forward import has_plain_output, in_chunks, token_logprobs, token_nll
+from common.forward import has_plain_output, in_chunks, token_logprobs, token_nll, true_places
 
 V, H, N = 25, 12, 7  # words as of build_model, width, rows
 SIZES = {"vocab_size": V, "hidden_size": H, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -106,7 +106,7 @@ def check(monkeypatch, model, lm, plain, tolerance=1e-12):
     monkeypatch.setattr(forward, "in_chunks", watched)
     read = []
     hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
-    logprobs, states, others = token_logprobs(model, targets, places, 0.7, entropies, input_ids=IDS)
+    logprobs, states, others = token_logprobs(model, targets, true_places(places), 0.7, entropies, input_ids=IDS)
     hook.remove()
     assert widths == [H if plain else V]
     assert torch.equal(states, read[0]) and states.shape == (*IDS.shape, H)
@@ -169,7 +169,7 @@ def test_autocast(monkeypatch, build_model):
     with torch.autocast("cpu", torch.bfloat16):
         check(monkeypatch, lm, lm, plain=True, tolerance=0.02)
         in_chunks(logits_type, lm.get_output_embeddings(), V, random(3, H).float(), IDS[0, :3])
-        logprobs, _, _ = token_logprobs(lm, IDS, IDS > 3, input_ids=IDS)
+        logprobs, _, _ = token_logprobs(lm, IDS, true_places(IDS > 3), input_ids=IDS)
     assert types == [torch.bfloat16] and logprobs.dtype == torch.float32
 
 

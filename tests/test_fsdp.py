@@ -1,14 +1,14 @@
 """Two processes with sharded (FSDP2) and with whole weights (DDP): `python -m pytest tests/test_fsdp.py`
 
 accelerate uses its FSDP plugin on GPUs alone. Here two CPU processes are told that they are of that kind, so that
-accelerate's own preparation, `no_sync` and clipping run, over gloo. What a CPU does not show: NCCL and its streams, the
-plugin's mixed precision and offloading, and peak memory.
+accelerate's own preparation and clipping run, over gloo. A CPU does not show NCCL, its streams, offloading, memory.
 """
 
 import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -18,13 +18,16 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from harness import ROOT, launch, torchrun
 from helpers import log, samples
 from helpers import weights as weights_of
 from test_adapters import NAMED, comparable, run
+from torch.utils._pytree import tree_flatten
 
 from algos import ddpo
+from common import sampling
 from common.cli import InputError, from_task
 
 ROLLED = "ppo", "grpo"
@@ -81,6 +84,8 @@ def ranks(path):
             self.state.distributed_type = DistributedType.FSDP
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+            if self.mixed_precision == "bf16":
+                self.state.fsdp_plugin.set_mixed_precision("bf16")
 
     def watched(self, model, optimizer):
         model, optimizer = prepare(self, model, optimizer)
@@ -88,7 +93,23 @@ def ranks(path):
             model.register_comm_hook(None, count("reduced", allreduce_hook))
         states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
         seen["groups"] = sum(bool(list(state._fsdp_param_groups)) for state in states.values())
+        model.register_forward_hook(typed)
         return model, optimizer
+
+    def typed(module, inputs, output):
+        if module.training:
+            floating = [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor) and x.is_floating_point()]
+            seen["types"] += [str(x.dtype) for x in floating]
+
+    def prepared(accelerator, model, optimizer, *frozen, function):
+        result = function(accelerator, model, optimizer, *frozen)
+        if spec["sharded"]:
+            own = {weight._local_tensor.data_ptr() for weight in model.parameters()}
+            others = [
+                weight._local_tensor.data_ptr() for other in filter(None, frozen) for weight in other.parameters()
+            ]
+            seen["shared"] = sum(address in own for address in others)
+        return result
 
     def stepped(self, *args, **kwargs):
         seen["reduces"].append(seen["reduced"])
@@ -111,11 +132,16 @@ def ranks(path):
     torch.optim.AdamW.step = stepped
     fsdp.foreach_all_gather = count("gathered", fsdp.foreach_all_gather)
     fsdp.foreach_reduce = count("reduced", fsdp.foreach_reduce)
+    for module in (sampling, *NAMED.values()):
+        if hasattr(module, "unsharded"):
+            module.unsharded = functools.partial(within, unsharded=module.unsharded)
     for script in NAMED.values():
-        script.unsharded = lambda model, unsharded=script.unsharded: within(model, unsharded)
+        script.prepare = functools.partial(prepared, function=script.prepare)
     for name, model, run_dir, flags in spec["jobs"]:
-        seen |= {"gathered": 0, "reduced": 0, "gathers": [], "reduces": []}
+        seen |= {"gathered": 0, "reduced": 0, "gathers": [], "reduces": [], "types": []}
         go(name, model, run_dir, **flags)
+        seen["types"] = sorted(set(seen["types"]))
+        AcceleratorState._reset_state()  # the precision
         if os.environ["RANK"] == "0":
             Path(f"{run_dir}.json").write_text(json.dumps(seen))
 
@@ -181,7 +207,8 @@ def test_shards_equal_one_process(gpt2_dir, tmp_path, names):
         # two blocks and the rest; where the language model is the whole, what is tied and the positions; the score head
         groups = {"ppo": 3, "ilql": 3, "grpo": 4, "sft": 4, "dpo": 4, "reward": 5}[name]
         assert seen["groups"] == groups, name
-        assert seen["reduces"] == [groups] * (8 if name in ROLLED else 5), name  # once a step, not a micro-batch
+        micro_batches = 1 if name == "sft" else 2  # its rows are one line
+        assert seen["reduces"] == [groups * micro_batches] * (8 if name in ROLLED else 5), name
 
 
 @pytest.mark.slow
@@ -191,7 +218,24 @@ def test_shards_with_frozen_weights(gpt2_dir, tmp_path, flags):
     seen = compare(tmp_path, gpt2_dir, [(name, flags) for name in NAMED])
     for found in seen:
         assert 0 < min(found["reduces"])
-        assert max(found["reduces"]) <= found["groups"]
+        assert max(found["reduces"]) <= 2 * found["groups"]
+
+
+@pytest.mark.case(91, "ppo dpo")
+def test_shards_in_bfloat16(gpt2_dir, tmp_path):
+    """Weights are gathered in bfloat16; what the loss is made of is float32. Policy and reference are equal at first:
+    the KL is 0, no pair is preferred. They share the frozen block, the embeddings and the positions."""
+    flags = {"mixed_precision": "bf16", "dtype": "float32", "num_layers_unfrozen": 1}
+    jobs = [("ppo", gpt2_dir, tmp_path / "ppo", flags)]
+    jobs += [("dpo", gpt2_dir, tmp_path / "dpo", flags | {"precompute_ref": False})]
+    for (name, *_), seen in zip(jobs, two(tmp_path, jobs)[0], strict=True):
+        assert seen["types"] == ["torch.float32"], name
+        assert seen["shared"] == 14, name
+    first = next(record for record in log(tmp_path / "ppo") if record["step"] == 4)
+    assert first["objective/kl"] == 0 and 0.5 < first["objective/entropy"]
+    first = next(record for record in log(tmp_path / "dpo") if record["step"] == 1)
+    assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-7)
+    assert first["rewards/accuracies"] == 0.5 and first["logps/chosen"] * 64 % 1
 
 
 @pytest.mark.slow
@@ -244,7 +288,9 @@ def test_checkpoints_across_layouts(gpt2_dir, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.case(93, "ppo grpo sft dpo ilql")
 def test_sampling_gathers_once(gpt2_dir, tmp_path):
-    """As many gathers as groups, for every evaluation and rollout, however long the responses are."""
+    """As many gathers as groups, for every evaluation and rollout, however long the responses are. Rollouts also gather
+    the reference, in three forward passes; that of dpo has scored pairs before, which leaves two groups gathered."""
+    expected = {"ppo": [3, 11, 3], "grpo": [4, 12, 4], "sft": [4, 4], "dpo": [2, 4, 4], "ilql": [3, 3]}
     cases = list(itertools.product(("ppo", "grpo", "sft", "dpo", "ilql"), (2, 7)))
     jobs = []
     for name, length in cases:
@@ -256,8 +302,7 @@ def test_sampling_gathers_once(gpt2_dir, tmp_path):
         jobs.append((name, gpt2_dir, tmp_path / f"{name}{length}", flags))
     for (name, length), seen in zip(cases, two(tmp_path, jobs)[0], strict=True):
         assert max(len(sample["output"]) for sample in samples(tmp_path / f"{name}{length}")) == length
-        # evaluations before and after, and a rollout
-        assert seen["gathers"] == [seen["groups"]] * (3 if name in ROLLED else 2), (name, length)
+        assert seen["gathers"] == expected[name], (name, length)
 
 
 def test_shards_are_refused_where_they_cannot_be(gpt2_dir, tmp_path, monkeypatch):

@@ -204,7 +204,7 @@ ADVANTAGES = tensor(1.5, -0.75, 0.5, -1.25, 2.0)
 
 def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
     """What grpo.losses says of log-probabilities (B, R), as of a model that gives them."""
-    monkeypatch.setattr(grpo, "response_logprobs", lambda *_: (new, None, None))
+    monkeypatch.setattr(grpo, "response_logprobs", lambda *_, **__: (new, None, None))
     ids = torch.zeros(B, R, dtype=torch.long)
     token_weights = grpo.token_weights(MASK.sum(1), args.loss_mean, args.max_new_tokens)
     columns = {"logprobs": OLD, "ref_logprobs": REF}

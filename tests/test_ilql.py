@@ -20,6 +20,7 @@ from torch import nn
 from algos import ilql
 from common import forward
 from common.cli import InputError
+from common.tokens import int32
 
 INF = math.inf
 V = 11  # of the pure functions; that of the models is 25
@@ -158,7 +159,7 @@ def episode(text, rewards, done=True):
             if number % 2:
                 actions.append(len(ids))
             ids.append({"^": BOS, ".": EOS}.get(letter, ord(letter) - ord("a")))
-    return ilql.Episode(ids, actions, [0.0] * (len(actions) - len(rewards)) + rewards, done)
+    return ilql.Episode(int32(ids), int32(actions), [0.0] * (len(actions) - len(rewards)) + rewards, done)
 
 
 DIALOGUES = [

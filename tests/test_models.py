@@ -222,9 +222,9 @@ def test_a_text_that_has_an_end_gets_no_second_one(letters):
     encoded = [ids for ids, _ in sft.encode_segments(rows, tokenizer, "--dataset")]
     assert encoded == [[0, 1, 2, 3, 5], [0, 1, 2, 3, 7], [0, 1, 2, 3, EOS], [0, 1, 5, 2, 3, EOS]]
     episodes, _ = ilql.encode_episodes(rows, tokenizer, 32, "--dataset")
-    assert [episode.actions for episode in episodes] == [[2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 3, 4, 5]]
+    assert [list(episode.actions) for episode in episodes] == [[2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 3, 4, 5]]
     truncated, _ = ilql.encode_episodes([row | {"truncated": True} for row in rows[:1]], tokenizer, 32, "--dataset")
-    assert truncated[0].ids == [0, 1, 2, 3]
+    assert list(truncated[0].ids) == [0, 1, 2, 3]
 
 
 def test_weights_of_16_bits_are_not_trained(build_model, letters, tmp_path):

@@ -21,7 +21,7 @@ from benchmarks.tasks import randomwalks
 from common import forward, seeding
 from common.classifiers import classifier_logits
 from common.cli import InputError
-from common.tokens import encode_prompts
+from common.tokens import encode_prompts, int32
 
 WIDTH = 12
 PAIRS = [
@@ -142,7 +142,7 @@ def test_scores_are_those_of_texts_alone(tiny_dirs, family, packing):
     """In lines and apart, one, three and all at a time: whatever stands beside a text or is called padding."""
     lm, tokenizer, _ = load(tiny_dirs[family])
     pairs = encode(TOGETHER, tokenizer)
-    assert pairs[5] == ([1, EOS, 2, 3, EOS], [1, EOS], 0.0) and len(pairs) == len(TOGETHER)
+    assert pairs[5] == (int32([1, EOS, 2, 3, EOS]), int32([1, EOS]), 0.0) and len(pairs) == len(TOGETHER)
     expected = all_alone(lm, pairs)
     assert len(set(expected.flatten().tolist())) > 15
     for size in (1, 3, 99):
@@ -169,7 +169,7 @@ def test_an_encoder_scores_texts_alone(bert_dir, tmp_path, capsys):
     """It reads its first token, and is never packed."""
     lm, tokenizer, new = load(bert_dir)
     pairs = encode(PAIRS, tokenizer)
-    assert not new and pairs[1][:2] == ([2, 3, 4, 5], [2, 3, 4])
+    assert not new and pairs[1][:2] == (int32([2, 3, 4, 5]), int32([2, 3, 4]))
     with torch.no_grad():
         assert (reward.pair_scores(lm, False, pairs) - all_alone(lm, pairs)).abs().max() < 1e-9
     flags = {"eval_dataset": PAIRS, "eval_every": 3, "micro_batch_size": 2}

@@ -26,7 +26,7 @@ from common.cli import InputError
 from common.functions import build, load_function
 from common.rows import load_rows, load_sets, pair_texts, set_flag, set_prefix, with_prompts
 from common.sampling import Prompts
-from common.tokens import encode_prompts, pad_rows
+from common.tokens import encode_prompts, int32, pad_rows
 
 BOTH = ["$A", "<bos> $A <eos>"]  # what a tokenizer adds to every text
 AB = user("ab")
@@ -476,8 +476,8 @@ def test_a_turn_that_is_scored_has_one_end(letters, ending):
     sample = f"<bos>uab{ending[:5]}\nscd"
     tokenizer = add_specials(letters, "<bos> $A <eos>")
     _, ((chosen, _, _),), _ = reward.encode_texts([CHAT_PAIR], tokenizer, 99, "")
-    assert chosen == asked + end
-    assert classifier_ids(tokenizer, [sample] * 2, [True, False]) == [chosen, asked]
+    assert list(chosen) == asked + end
+    assert classifier_ids(tokenizer, [sample] * 2, [True, False]) == [asked + end, asked]
     assert classifier_ids(tokenizer, ["ab"], [True]) == [[BOS, 0, 1, EOS]]
     tokenizer.truncation_side = "left"
     (cut,) = classifier_ids(tokenizer, [sample], [True], max_length=8)
@@ -605,12 +605,12 @@ def test_the_answers_and_their_ends_are_trained(template):
     for tokenizer, (row, count) in product(tokenizers(template), ROWS):
         ids, mask, trained = trained_parts(row, tokenizer)
         assert trained == [SAID + TURN_END] * count
-        assert ids == golden(tokenizer, messages(row), row.get("tools"))
+        assert list(ids) == golden(tokenizer, messages(row), row.get("tools"))
         assert ids.count(tokenizer.bos_token_id) == 0
         assert ("# Tools\nadd" in tokenizer.decode(ids)) == ("tools" in row and template is TOOLS)
         (episode,), _ = ilql.encode_episodes([row | {"reward": [-1, 3][:count]}], tokenizer, 999, "--dataset")
-        assert episode.ids == ids and episode.done
-        assert episode.actions == [place for place, is_trained in enumerate(mask) if is_trained]
+        assert list(episode.ids) == list(ids) and episode.done
+        assert list(episode.actions) == [place for place, is_trained in enumerate(mask) if is_trained]
         others = [0] * (sum(mask) // count - 1)
         assert episode.rewards == [*others, -1, *others, 3][: sum(mask)]
 
@@ -626,7 +626,7 @@ def test_the_mask_is_that_of_transformers(template):
         begin = len(golden(tokenizer, row["prompt"], tools)) if "prompt" in row else 0
         mask = [bool(inside) and place >= begin for place, inside in enumerate(expected["assistant_masks"])]
         ids, found, trained = trained_parts(row, tokenizer)
-        assert ids == expected["input_ids"] and found == mask
+        assert list(ids) == expected["input_ids"] and found == mask
         assert len(trained) == count
 
 
@@ -662,9 +662,9 @@ def test_pairs_and_queries_are_the_chats_of_the_template(template):
         whole = [golden(tokenizer, chat, tools) for chat in WHOLE.values()]
         prompt = golden(tokenizer, CHAT[:3], tools, add_generation_prompt=True)
         (pair,), _ = dpo.encode_pairs([row], tokenizer, 999, limits, "--dataset")
-        assert pair == (*whole, len(prompt)) and whole[0][: len(prompt)] == prompt
+        assert pair == (*map(int32, whole), len(prompt)) and whole[0][: len(prompt)] == prompt
         _, (sides,), _ = reward.encode_texts([row], tokenizer, 999, "--dataset")
-        assert sides == (*(tokenizer("")["input_ids"] + ids[:-1] for ids in whole), 0)  # less the line break
+        assert sides == (*(int32(tokenizer("")["input_ids"] + ids[:-1]) for ids in whole), 0)  # less the line break
         (asked,), (query,) = encode_prompts([{"prompt": CHAT[:3], "tools": tools}], tokenizer, 5, 999, "--dataset")
         assert query == prompt and asked["prompt"] == tokenizer.decode(prompt)
 
@@ -782,7 +782,7 @@ def test_training_rows_sets_and_prompts_of_a_script(letters, script):
         data = encode(max_length)
         (found,) = getattr(data, READ[script])
         ids = found.ids if script is ilql else found[0]
-        assert ids == [0, 1] + [2] * (longest - 2)
+        assert list(ids) == [0, 1] + [2] * (longest - 2)
         assert data.eval_sets == {"": [found], "x": [found, found]}
         assert data.queries == [[0, 1]]
     with refused("--eval-prompts row 1: a prompt of 2 tokens and --max-new-tokens 31 exceed"):
@@ -797,7 +797,7 @@ def test_training_rows_sets_and_prompts_of_a_script(letters, script):
 def test_sets_of_reward(letters):
     data = reward.Data([LONG], {"": [LONG], "x": [LONG, LONG | {"rejected": LONG["chosen"]}]})
     reward.encode(data, letters, 43)
-    pair = ([0, 1, *[2] * 40, EOS], [0, 1, 3, EOS], 0.0)
+    pair = (int32([0, 1, *[2] * 40, EOS]), int32([0, 1, 3, EOS]), 0.0)
     assert data.pairs == [pair] and data.eval_sets == {"": [pair], "x": [pair]}
     assert data.texts == [("ab", "c" * 40, "d")] and data.eval_texts == {"": data.texts, "x": data.texts}
     sizes = "dropped as longer than 43, {} as equal"

@@ -12,13 +12,14 @@ import pytest
 import torch
 import transformers as tf
 from helpers import BOS, EOS, PAD
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from algos import ppo
 from common import sampling
 from common.cli import from_task
 from common.models import as_decoder, load_model
-from common.sampling import decode, end_of_rows, generate_all, has_ended, sample, stopped, text_arguments
-from common.seeding import draw
+from common.sampling import decode, end_of_rows, generate_all, has_ended, sample, stopped, text_arguments, with_room
+from common.seeding import draw, in_blocks, interval
 from common.seeding import uniforms as keyed_uniforms
 
 GRID = 4001
@@ -130,6 +131,21 @@ def test_the_last_cumulative_value_is_the_scale():
     for n in (3, 7, 300, 1001):
         ids, _ = drawn(torch.zeros(n), 1.0, uniforms=torch.tensor([np.nextafter(1.0, 0.0)] * 3))
         assert ids.tolist() == [n - 1] * 3
+
+
+def test_draws_of_blocks_are_those_of_all_tokens():
+    """What GPUs do: sums of blocks first, here of 5 tokens, the last one of 1. Equal in float64, and in float32 except
+    where a uniform lies within rounding of an edge. No token of probability zero."""
+    weights = torch.from_numpy(np.random.default_rng(0).exponential(size=(1, 11)))
+    weights[0, [0, 4, 5, 10]] = 0
+    for dtype, allowed in ((torch.float64, 0), (torch.float32, 2)):
+        rows = weights.to(dtype).expand(GRID, -1)
+        found = in_blocks(rows, grid(), 5)
+        assert (found != interval(weights.expand(GRID, -1), grid())[0]).sum() <= allowed
+    edges = torch.tensor([0.0, 5e-324, np.nextafter(1.0, 0.0)], dtype=torch.float64)
+    for kept in ([3], [10], [4, 10], [0, 5]):
+        weights = torch.zeros(3, 11).index_fill(1, torch.tensor(kept), 0.25)
+        assert in_blocks(weights, edges, 5).tolist() == [kept[0], kept[0], kept[-1]]
 
 
 def test_top_k_comes_before_top_p():
@@ -298,6 +314,33 @@ def test_chunks_are_of_similar_length_and_without_empty_columns(build_model, let
 
 
 # ---- The cache -------------------------------------------------------------------------------------------------------
+
+
+def test_a_written_layer_is_the_librarys(monkeypatch):
+    """Tokens are written, room is added, and rows leave; the numbers are those of the layer that copies."""
+    states = torch.randn(13, 2, 7, 3, 5, generator=torch.Generator().manual_seed(0))
+    plain = DynamicLayer()
+    plain.update(states[0], states[0] + 1)
+    cache = DynamicCache()
+    cache.layers = [plain]
+    monkeypatch.setattr(sampling, "BLOCK", 5)
+    (written,) = with_room(cache).layers
+    assert type(written).__name__ == "WrittenLayer"
+    states = states[:, :, :, :1]
+    sizes = []
+    for t in range(1, 13):
+        found = written.update(states[t], -states[t])
+        expected = plain.update(states[t], -states[t])
+        assert all(map(torch.equal, found, expected)) and written.get_seq_length() == plain.get_seq_length()
+        assert written.get_mask_sizes(1) == plain.get_mask_sizes(1)
+        sizes.append(written.buffers[0].shape[2])
+    assert sizes == [8] * 5 + [13] * 5 + [18] * 2
+    memory = [buffer.data_ptr() for buffer in written.buffers]
+    staying = torch.tensor([1])
+    for layer in (written, plain):
+        layer.reorder_cache(staying)
+    assert torch.equal(written.keys, plain.keys) and torch.equal(written.values, plain.values)
+    assert [buffer.data_ptr() for buffer in written.buffers] == memory
 
 
 # ---- Stop strings ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,200 @@
+"""The first hour on a GPU: what this project could not try on one. Writes a page to send to us.
+
+    python benchmarks/gpu.py                  # all of it, to gpu.md
+    python benchmarks/gpu.py --parts decode   # one of: traces tasks steps decode
+
+traces: the golden traces of tests/golden, on the device with the CPU's random draws. tasks: the embedded task of every
+script. steps: one iteration of sft, dpo, grpo and ppo for a model of 0.6 B random weights, and its peak memory
+beside what benchmarks/scaling predicts. decode: tokens per second of our sampler beside `generate` of transformers.
+--tiny: small sizes for steps and decode, which show only that they run.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+SHAPE = {  # Qwen/Qwen3-0.6B
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 2048,
+}  # fmt: skip
+TINY = {"vocab_size": 101, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
+PREDICTED = {"sft": 39.9, "dpo": 48.7, "grpo": 42.3, "ppo": 42.3}  # GB, of 0.6B: benchmarks/scaling/README.md
+TOLERANCES = {"float64": 1e-5, "float32": 1e-2}  # relative; float32 only in the first line, as rounding grows
+CPU_DRAW = """
+import runpy, sys
+sys.path.insert(0, {root!r})
+from common import sampling, seeding
+sampling.draw = lambda logits, u, *o: seeding.draw(logits.cpu(), u.cpu(), *o).to(logits.device)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(words, patch=()):
+    """Seconds of a script; RuntimeError with the last lines that it printed if it fails."""
+    begin = time.monotonic()
+    command = [sys.executable, *patch, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-12:]))
+    return time.monotonic() - begin
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def differences(found, expected):
+    """Yields (relative difference, name) of the numbers of two records."""
+    for name, value in expected.items():
+        if isinstance(value, float) and name != "rewards/accuracies":  # of dpo: rounding decides the first one
+            yield abs(found[name] - value) / max(abs(value), 1e-3), name
+
+
+# ---- Parts: each yields the rows of a table, the titles first --------------------------------------------------------
+
+
+def traces(args, folder):
+    from test_golden import GOLDEN, command
+
+    yield "script", "type", "largest relative difference", "of", "within"
+    for dtype, tolerance in TOLERANCES.items():
+        for algo in args.algos:
+            run_dir = folder / f"{algo}-{dtype}"
+            words = [*command(algo, run_dir), "--dtype", dtype, "--mixed-precision", "no"]
+            run(words, ["-c", CPU_DRAW.format(root=str(ROOT))])
+            pairs = list(zip(records(run_dir / "metrics.jsonl"), records(GOLDEN / f"{algo}.jsonl"), strict=True))
+            if dtype == "float32":
+                pairs = pairs[:1]
+            difference, name = max(found for pair in pairs for found in differences(*pair))
+            yield algo, dtype, f"{difference:.1e}", name, "yes" if difference < tolerance else "**no**"
+
+
+def tasks(args, folder):
+    yield "script", "headline", "at first", "at last", "seconds"
+    for algo in args.algos:
+        seconds = run([f"algos/{algo}.py", "--run-dir", folder / f"task-{algo}"])
+        headline = json.loads((folder / f"task-{algo}/env.json").read_text())["headline"]
+        values = [line[headline] for line in records(folder / f"task-{algo}/metrics.jsonl") if headline in line]
+        yield algo, headline, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{seconds:.0f}"
+
+
+def save_model(args, folder):
+    """A directory with a model of the shape and random weights, and the tokenizer of random walks."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from benchmarks.tasks import randomwalks
+
+    tokenizer = randomwalks.tokenizer()
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = Qwen3Config(**SHAPE | (TINY if args.tiny else {}), **special, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def steps(args, folder):
+    model = save_model(args, folder / "model")
+    length = 32 if args.tiny else 512  # of a prompt, and of a response
+    texts = ["abcdefghijklmnopqrstu"[i:] * length for i in range(16)]
+    rows = [{"prompt": text[: length - 1], "completion": text[length : 2 * length]} for text in texts]
+    pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": r["completion"][::-1]} for r in rows]
+    for name, table in (("rows", rows), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    (folder / "score.py").write_text("def score(outputs, **columns):\n    return [float(len(o)) for o in outputs]\n")
+    yield "script", "seconds, with the start", "peak memory, GB", "predicted, GB"
+    for algo in PREDICTED:
+        flags = (
+            f"--model {model} --dataset {folder}/{'pairs' if algo == 'dpo' else 'rows'}.jsonl --max-length {2 * length}"
+        )
+        if algo in ("ppo", "grpo"):
+            flags = (
+                f"--model {model} --dataset {folder}/rows.jsonl --reward {folder}/score.py:score --total-episodes 64 "
+            )
+            flags += f"--rollout-batch-size 64 --batch-size 32 --max-new-tokens {length}"
+        else:
+            flags += " --total-steps 2 --batch-size 16"
+        run_dir = folder / f"steps-{algo}"
+        seconds = run([f"algos/{algo}.py", *flags.split(), "--eval-every", 0, "--save-every", 0, "--run-dir", run_dir])
+        peak = records(run_dir / "perf.jsonl")[-1]["perf/peak_memory_mb"] / 1024
+        yield algo, f"{seconds:.0f}", f"{peak:.1f}", "" if args.tiny else PREDICTED[algo]
+
+
+@torch.no_grad()
+def decode(args, folder):
+    from transformers import AutoModelForCausalLM
+
+    from common.sampling import sample
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lm = AutoModelForCausalLM.from_pretrained(save_model(args, folder / "model")).to(device).eval()
+    width = 8 if args.tiny else 256
+    yield "rows", "ours, tokens/s", "generate, tokens/s", "ratio"
+    for count in (2, 3) if args.tiny else (1, 16, 64, 256):
+        query = torch.randint(0, 21, (count, width), device=device)
+        mask = torch.ones_like(query)
+        uniforms = torch.rand(count, width, dtype=torch.float64, device=device)
+        best = [float("inf")] * 2
+        for _ in range(3):  # interleaved; the first one warms up
+            for side in (0, 1):
+                begin = time.monotonic()
+                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                    if side == 0:
+                        ids, _ = sample(lm, query, mask > 0, uniforms, [-1], 23)
+                    else:
+                        options = {"do_sample": True, "top_k": 0, "min_new_tokens": width, "max_new_tokens": width}
+                        ids = lm.generate(query, attention_mask=mask, **options)
+                ids.cpu()  # waits
+                best[side] = min(best[side], time.monotonic() - begin)
+        ours, theirs = (count * width / seconds for seconds in best)
+        yield count, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"
+
+
+# ---- Page ------------------------------------------------------------------------------------------------------------
+
+PARTS = {"traces": traces, "tasks": tasks, "steps": steps, "decode": decode}
+
+
+def heading():
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "accelerate")]
+    return f"# {name}\n\nCommit {commit.strip()}; {', '.join(versions)}."
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--algos", nargs="+", default="sft reward dpo ilql ppo grpo ddpo".split())
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("gpu.md"))
+    args = parser.parse_args()
+    page = [heading()]
+    for part in args.parts:
+        page.append(f"\n## {part}\n")
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                for number, row in enumerate(PARTS[part](args, Path(folder))):
+                    page.append("| " + " | ".join(map(str, row)) + " |")
+                    if number == 0:
+                        page.append("|" + " --- |" * len(row))
+                    args.out.write_text("\n".join(page) + "\n")  # what there is, if it is stopped
+            except Exception as error:
+                page.append(f"\n```\n{type(error).__name__}: {error}\n```")
+        args.out.write_text("\n".join(page) + "\n")
+    print(args.out.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Counts what decoding asks of a GPU, without one: `python benchmarks/waits.py [another checkout]`
+
+It prints a row of throughput/waits.csv, counted on the pretended device of tests/device.py for a Qwen3 of 28 layers (a
+narrow one: the width does not matter): kernels, waits of the host and copies to the device per token, and the megabytes
+that drawing a token for a row moves, from 151,936 logits in bfloat16.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(sys.argv[1] if sys.argv[1:] else ROOT).resolve()
+sys.path[:0] = [str(CHECKOUT), str(ROOT / "tests")]
+
+import device  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
+
+from common import sampling  # noqa: E402
+
+ROWS, WORDS = 3, 151936
+TOKENS = 64
+
+
+def counted(function, *args, **options):
+    """{kind: number} of what a call of the function needs."""
+    for places in device.counts.values():
+        places.clear()
+    function(*args, **options)
+    return {kind: sum(places.values()) for kind, places in device.counts.items()}
+
+
+@torch.no_grad()
+def main():
+    device.start(exact=False)
+    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(**sizes, head_dim=6, num_hidden_layers=28, vocab_size=101)
+    lm = AutoModelForCausalLM.from_config(config).to(device.DEVICE).eval()
+    query = torch.randint(1, 101, (ROWS, 7)).to(device.DEVICE)
+    uniforms = torch.rand(ROWS, TOKENS, dtype=torch.float64).to(device.DEVICE)
+    total = counted(sampling.sample, lm, query, query > 0, uniforms, [], 0)
+    row = [f"{total[kind] / TOKENS:.2f}" for kind in ("kernels", "waits", "copies")]
+    logits = torch.randn(ROWS, WORDS, dtype=torch.bfloat16).to(device.DEVICE)
+    moved = counted(sampling.draw, logits, uniforms[:, 0], 0.7)["bytes"]
+    row.append(f"{moved / ROWS / 1e6:.2f}")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True).stdout.strip()
+    print(",".join([commit, *row]))
+
+
+if __name__ == "__main__":
+    main()

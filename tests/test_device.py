@@ -1,0 +1,135 @@
+"""Every script on a device that is none (tests/device.py): `python -m pytest tests/test_device.py`
+
+No tensor is left on the CPU where a GPU would refuse it, the numbers are those of the CPU, and the host waits for the
+device no more often than it must.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT, at, command
+from helpers import log
+
+START = f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\nimport device\ndevice.start("
+
+
+def on_device(scripts, argv, folder, patch="", expect=0):
+    """Runs a script on the device; returns what was counted: {kind: {place: how often}}."""
+    written = folder / "counts.json"
+    process = scripts.run(argv, folder, expect, patch=f"{START}{str(written)!r})\n{patch}")
+    assert "gpu:0" in process.out
+    return json.loads(written.read_text())
+
+
+def test_the_numbers_of_ppo_are_those_of_a_cpu(scripts, work, whole, tmp_path):
+    """With evaluations, checkpoints, the export of the best, and a continuation."""
+    argv = command(work, "ppo", tmp_path / "run")
+    stop = at("common.logging", "Run.stop_requested", 4, signal=15)
+    on_device(scripts, argv, tmp_path, stop, expect=143)
+    on_device(scripts, argv, tmp_path)
+    expected = log(whole("ppo")[0])
+    for found, record in zip(log(tmp_path / "run"), expected, strict=True):
+        assert found == pytest.approx(record, rel=1e-4, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def judge(work):
+    """A classifier with the tokens of the model, as a reward."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(work / "model", num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(work / "judge")
+    AutoTokenizer.from_pretrained(work / "model").save_pretrained(work / "judge")
+    return work / "judge"
+
+
+SHORT = {
+    "ppo": "--total-episodes 8 --stop a --num-layers-unfrozen 1 --gradient-checkpointing --reward judge",
+    "grpo": "--total-episodes 8 --lora-r 3 --top-k 5 --top-p 0.9 --ratio-level sequence",
+    "sft": "--total-steps 2 --packing --lora-r 3",
+    "reward": "--total-steps 2 --num-layers-unfrozen 1",
+    "dpo": "--total-steps 2 --no-precompute-ref --no-packing",
+    "ilql": "--total-steps 2 --num-layers-unfrozen 1 --check",
+    "ddpo": "--num-epochs 1 --lora-r 3 --guidance-scale 3",
+}
+
+
+@pytest.mark.parametrize("algo", SHORT)
+def test_every_script_runs(algo, scripts, work, tmp_path, judge):
+    words = [judge if word == "judge" else word for word in SHORT[algo].split()]
+    on_device(scripts, command(work, algo, tmp_path / "run", *words), tmp_path)
+
+
+# How many micro-batches are scored or trained on besides, and the waits and copies to the device of each. The waits are
+# transformers', which looks whether a mask has padding or positions begin again.
+BUDGETS = {
+    "ppo": (6, 2, 4),
+    "grpo": (8, 2, 3),
+    "sft": (4, 2, 5),
+    "reward": (4, 2, 6),
+    "dpo": (9, 2, 9),
+    "ilql": (4, 2, 8),
+    "ddpo": (2, 0, 1),
+}
+
+
+QUICK = "ppo", "grpo", "sft"
+
+
+@pytest.mark.parametrize(
+    "algo", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in BUDGETS if x not in QUICK)]
+)
+def test_waits_and_copies_of_a_micro_batch(algo, scripts, work, tmp_path):
+    """The difference between two runs, one of which has more micro-batches."""
+    if algo in ("ppo", "grpo"):
+        flags = "--total-episodes 8"
+    else:
+        flags = "--num-epochs 1" if algo == "ddpo" else "--total-steps 2"
+    flags += " --eval-every 0 --save-every 0 --micro-batch-size"
+    found = []
+    for size in (4, 2):
+        argv = command(work, algo, tmp_path / f"run{size}", *flags.split(), size)
+        found.append(on_device(scripts, argv, tmp_path))
+    number, *budgets = BUDGETS[algo]
+    for kind, budget in zip(("waits", "copies"), budgets, strict=True):
+        fewer, more = (counts[kind] for counts in found)
+        added = {place: more[place] - fewer.get(place, 0) for place in more}
+        assert sum(added.values()) <= budget * number, {place: value for place, value in added.items() if value}
+
+
+DECODE = """
+import json, sys, torch
+import device
+from transformers import AutoModelForCausalLM
+from common.sampling import sample
+
+lm = AutoModelForCausalLM.from_pretrained(sys.argv[1]).to(device.DEVICE).eval()
+query = torch.tensor([[23, 3, 9], [4, 17, 5]]).to(device.DEVICE)
+uniforms = torch.rand(2, 29, dtype=torch.float64).to(device.DEVICE)
+for places in device.counts.values():
+    places.clear()
+sample(lm, query, query != 23, uniforms, [22], 23)
+print(json.dumps({kind: sum(places.values()) for kind, places in device.counts.items()}))
+"""
+
+
+def test_waits_of_decoding(scripts, work, tmp_path):
+    """One look at which rows go on in 16 tokens, and two of transformers at the first mask."""
+    (tmp_path / "decode.py").write_text(DECODE)
+    process = scripts.run([tmp_path / "decode.py", work / "model"], tmp_path, patch=f"{START})")
+    counts = json.loads(process.out.splitlines()[-1])
+    assert counts["waits"] <= 2 + 2
+    assert counts["copies"] <= 8
+
+
+@pytest.mark.parametrize("parts", ["decode", pytest.param("traces steps", marks=pytest.mark.slow)])
+def test_the_page_of_a_gpu(parts, tmp_path):
+    """benchmarks/gpu.py with small sizes; without a GPU it says so."""
+    argv = [sys.executable, ROOT / "benchmarks/gpu.py", "--tiny", "--algos", "sft", "--parts", *parts.split()]
+    done = subprocess.run([*argv, "--out", "page.md"], cwd=tmp_path, capture_output=True, text=True)
+    page = (tmp_path / "page.md").read_text()
+    assert done.returncode == 0 and page.startswith("# no GPU\n") and "Error" not in page
+    assert page.count("\n| ") == {"decode": 2 + 2, "traces steps": 2 + 2 + 2 + 4}[parts]
+    assert "**no**" not in page

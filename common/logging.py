@@ -42,7 +42,17 @@ def leave_runs():
             run.lock.close()
 
 
+def hold_signals(how):
+    """A signal to a child must not come before `leave_runs`: it would be lost, and who sent it would wait forever."""
+    signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
+
+
 os.register_at_fork(after_in_child=leave_runs)
+os.register_at_fork(
+    before=functools.partial(hold_signals, signal.SIG_BLOCK),
+    after_in_parent=functools.partial(hold_signals, signal.SIG_UNBLOCK),
+    after_in_child=functools.partial(hold_signals, signal.SIG_UNBLOCK),
+)
 
 
 def on_main(accelerator, function, *args):

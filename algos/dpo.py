@@ -321,8 +321,8 @@ class Reference:
 
     It is --ref-model, or the model before training. The constructor scores the evaluation pairs. With --precompute-ref
     it also scores the training pairs, and then releases the model. The reference's responses to the prompts become
-    their column ref_output. A resumed run repeats this with the same number of threads (`Run`), so it gets the same
-    bits.
+    their column ref_output. A resumed run repeats this with the same number of threads (`Run`): on a CPU it gets the
+    same bits.
     """
 
     def __init__(self, accelerator, model, tokenizer, data, packing, args):
@@ -330,22 +330,26 @@ class Reference:
         self.args = args
         self.model = model.eval()
         self.packing = packing
-        if not args.reference_free:
-            for name, pairs in data.eval_sets.items():
-                data.eval_sets[name] = self.scored(pairs)
-            count = len(data.pairs)
-            if args.check:  # which trains only on the longest pairs
-                data.pairs.sort(key=pair_length, reverse=True)
-                count = args.batch_size
-            if args.precompute_ref:
-                data.pairs[:count] = self.scored(data.pairs[:count])
-        if data.prompts:
-            with unsharded(model):
+        with unsharded(model):
+            if not args.reference_free:
+                self.score_all(data)
+            if data.prompts:
                 _, samples = evaluate_samples(accelerator, model, tokenizer, data.prompts, data.queries, None, args)
-            outputs = [sample["output"] for sample in samples]
-            data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
+                outputs = [sample["output"] for sample in samples]
+                data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
         if args.precompute_ref:
             self.model = None
+
+    def score_all(self, data):
+        """Scores the evaluation pairs, and the training pairs with --precompute-ref."""
+        for name, pairs in data.eval_sets.items():
+            data.eval_sets[name] = self.scored(pairs)
+        count = len(data.pairs)
+        if self.args.check:  # which trains only on the longest pairs
+            data.pairs.sort(key=pair_length, reverse=True)
+            count = self.args.batch_size
+        if self.args.precompute_ref:
+            data.pairs[:count] = self.scored(data.pairs[:count])
 
     def scored(self, pairs):
         """The pairs, each followed by the two log-probabilities of its responses."""

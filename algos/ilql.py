@@ -249,7 +249,7 @@ class PolicyWithQ(nn.Module):
             hidden.append(inputs[0])
 
         def shape(module, inputs, keywords, output):
-            with in_float32(self.v_head, self.target_q_heads):
+            with torch.autocast(self.lm.device.type, enabled=False):
                 states = hidden.pop().to(self.v_head[0].weight.dtype)
                 q = torch.stack([head(states) for head in self.target_q_heads]).amin(0)
                 v = self.v_head(states)[..., 0]
@@ -263,7 +263,8 @@ class PolicyWithQ(nn.Module):
         recording = self.lm.get_output_embeddings().register_forward_pre_hook(record)
         shaping = self.lm.register_forward_hook(shape, with_kwargs=True)
         try:
-            yield self
+            with in_float32(self.v_head, self.target_q_heads):
+                yield self
         finally:
             recording.remove()
             shaping.remove()
@@ -472,7 +473,8 @@ def ilql_losses(policy, batch, args):
     at = batch.at  # (B, A) -> (N,)
     actions = batch.actions[at]
     not_done = batch.not_done[at]
-    with in_float32(policy.v_head, policy.q_heads, policy.target_q_heads):  # but for CQL
+    hidden_layers = [head[:-1] for head in (*policy.q_heads, *policy.target_q_heads)]
+    with in_float32(policy.v_head, *hidden_layers), torch.autocast(hidden.device.type, enabled=False):
         states = hidden.to(policy.v_head[0].weight.dtype)
         values = policy.v_head(states)[..., 0]  # (B, A + 1)
         states = states[at]  # (N, H)

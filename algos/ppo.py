@@ -297,7 +297,7 @@ class PolicyWithValue(nn.Module):
         logprobs, states, entropies = response_logprobs(self.lm, *inputs, **options)
         if self.detach_value_trunk:
             states = states.detach()
-        with in_float32(self.value_head):
+        with in_float32(self.value_head), torch.autocast(states.device.type, enabled=False):
             values = self.value_head(states.to(next(self.value_head.parameters()).dtype))[..., 0]
         return logprobs, values, entropies
 

@@ -74,8 +74,8 @@ def add_adapters(lm, args, heads):
 def for_sampling(lm, dtype=None):
     """Inside, adapters are added to a copy of their base weight, so that a tied layer does not change, and autocast
     keeps the casts of frozen weights; both would be computed for every token. Afterwards weights and flags are bitwise
-    what they were. Adapters of 4-bit or 16-bit weights stay separate, since a sum would be rounded to that type. dtype:
-    the autocast type, in which sums are kept."""
+    what they were. Adapters of 4-bit or 16-bit weights, which FSDP2 may gather, stay separate, since a sum would be
+    rounded to that type. dtype: the autocast type, in which sums are kept."""
     bases = []
     frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
     try:

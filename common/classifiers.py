@@ -57,10 +57,10 @@ class RewardModel:
 
 
 class FloatHead:
-    """The head of a classifier, at least in float32 and outside autocast."""
+    """The head of a classifier, at least in float32: in bfloat16, 1000 texts had fewer than 600 different scores."""
 
     def forward(self, states, **options):
-        with in_float32(self):
+        with in_float32(self), torch.autocast(states.device.type, enabled=False):
             return super().forward(states.to(next(self.parameters()).dtype), **options)
 
 

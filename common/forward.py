@@ -214,16 +214,15 @@ def in_chunks(function, layer, vocabulary, states, *columns):
 
 @contextmanager
 def in_float32(*modules):
-    """Inside, autocast is off and the weights of modules, which are heads, are at least float32. FSDP2 gathers them in
-    bfloat16, in which 1000 texts would have fewer than 600 different scores."""
+    """Inside, the weights of modules, which are heads, are at least float32: FSDP2 gathers them in bfloat16. What they
+    compute is float32 only without autocast."""
     kept = []
     for module in itertools.chain(*(each.modules() for each in modules)):
         for name, weight in module.named_parameters(recurse=False):
             kept.append((module, name, weight))
             module._parameters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
     try:
-        with torch.autocast(weight.device.type, enabled=False):
-            yield
+        yield
     finally:
         for module, name, weight in kept:
             module._parameters[name] = weight

@@ -24,7 +24,7 @@ import torch
 from common.checkpoint import sha256
 from common.cli import ROOT, InputError, flag_of
 from common.functions import spec_path
-from common.launch import cpuinfo
+from common.launch import cpuinfo, is_sharded
 
 # Flags that change memory, and so stand in config.yaml, but not the result (to rounding).
 SIZES = """micro_batch_size decode_batch_size packing gradient_checkpointing""".split()
@@ -254,6 +254,7 @@ def environment(accelerator):
         "device": device,
         "processes": accelerator.num_processes,
         "machines": accelerator.num_processes // int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
+        "sharded": is_sharded(accelerator),
         "threads": torch.get_num_threads(),
         "versions": versions,
     }

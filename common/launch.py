@@ -30,7 +30,7 @@ def launch(args, fsdp=True):
     gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     gpu_has_bfloat16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions, though not for matrix products
+    torch.backends.cudnn.allow_tf32 = False  # which torch allows for convolutions, though not for matrix products
     one_copy = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # of the gradients
     accelerator = Accelerator(
         cpu=not gpu,
@@ -65,7 +65,7 @@ def is_sharded(accelerator):
 def prepare(accelerator, model, optimizer, *frozen):
     """The model as the processes train it together: wrapped by DDP, or sharded in place by FSDP2, with the weights of
     the optimizer. frozen: models without gradients, or None, which FSDP2 shards in the same way; what they share with
-    the model stays shared."""
+    the model stays shared. As nothing follows their forward pass, no part of them stays gathered."""
     if not is_sharded(accelerator):
         return accelerator.prepare(model, optimizer)[0]
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -74,12 +74,15 @@ def prepare(accelerator, model, optimizer, *frozen):
     model = accelerator.prepare(model, optimizer)[0]
     for other in filter(None, frozen):
         shared = [(place, places.get(weight.data_ptr())) for *place, weight in named_weights(other)]
+        # else the plugin looks for the model's blocks
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(other._no_split_modules or [])
         fsdp2_prepare_model(accelerator, other)
+        other.set_reshard_after_forward(True)
         for (module, name), twin in shared:
             if twin:
                 setattr(module, name, getattr(*twin))
     for each in filter(None, (model, *frozen)):
-        each.forward = accelerator.autocast()(each.forward)  # accelerate does so without FSDP2
+        each.forward = accelerator.autocast()(each.forward)  # accelerate wraps it without FSDP2
     return model
 
 

@@ -318,12 +318,17 @@ def share_frozen(model, lm):
 @contextlib.contextmanager
 def unsharded(model):
     """Inside, weights sharded by FSDP2 are gathered once and not for every token. Afterwards all of them are shards
-    again, while forward passes alone would leave some gathered."""
+    again, while forward passes alone would leave some gathered, and in bfloat16."""
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    kept = []
     for module in sharded:  # the whole model first
-        module._get_fsdp_state()._lazy_init()  # else the block that is called first would take itself for the whole
+        state = module._get_fsdp_state()
+        state._lazy_init()  # else the block that is called first would take itself for the whole
+        if group := state._fsdp_param_group:
+            kept.append((group, group.post_forward_mesh_info))
+    for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:
@@ -331,7 +336,8 @@ def unsharded(model):
     finally:
         for module in sharded:
             module.reshard()
-            module.set_reshard_after_forward(module is not model, recurse=False)  # as torch does by default
+        for group, after_forward in kept:
+            group.post_forward_mesh_info = after_forward
 
 
 # ---- Encoder-decoders ------------------------------------------------------------------------------------------------

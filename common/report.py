@@ -230,6 +230,8 @@ def model_card(env, names, records, samples, usage):
 def launch_line(env):
     """The command that repeats a run. env: what `environment` returns."""
     machines = env.get("machines", 1)
+    if env.get("sharded"):
+        return f"accelerate launch --config_file FSDP2.yaml {env['command']}"
     if machines > 1:
         place = "--rdzv_backend c10d --rdzv_endpoint HOST:PORT"
         return f"torchrun --nnodes {machines} --nproc_per_node {env['processes'] // machines} {place} {env['command']}"

@@ -64,7 +64,7 @@ def interval(weights, uniforms):
     total = cdf[:, -1:]
     below_total = total.nextafter(torch.zeros_like(total))
     target = torch.minimum(uniforms[:, None] * total, below_total)
-    place = torch.searchsorted(cdf, target, right=True).clamp(max=weights.shape[1] - 1)  # of nan: see `sample`
+    place = torch.searchsorted(cdf, target, right=True).clamp(max=weights.shape[1] - 1)  # where weights are nan
     weight = weights.gather(1, place)
     rest = (target - cdf.gather(1, place) + weight) / weight
     return place[:, 0], rest[:, 0].clamp(0, 1)
@@ -78,7 +78,7 @@ def in_blocks(weights, uniforms, size=128):
     block, rest = interval(torch.cat(sums, 1), uniforms)
     places = block[:, None] * size + torch.arange(size, device=weights.device)
     inside = weights.gather(1, places.clamp(max=length - 1)).masked_fill(places >= length, 0.0)
-    return block * size + interval(inside, rest)[0]
+    return (block * size + interval(inside, rest)[0]).clamp(max=length - 1)  # of nan: see `sample`
 
 
 def stream_rows(seed, stream, size, start, count):

@@ -221,16 +221,28 @@ def test_shards_with_frozen_weights(gpt2_dir, tmp_path, flags):
         assert max(found["reduces"]) <= 2 * found["groups"]
 
 
+@pytest.mark.slow
+def test_a_reference_of_another_architecture(tiny_dirs, tmp_path):
+    """Its blocks are sharded, too."""
+    compare(tmp_path, tiny_dirs["gpt2"], [("ppo", {"ref_model": tiny_dirs["llama"], "lr": 0.01})])
+
+
 @pytest.mark.case(91, "ppo dpo")
 def test_shards_in_bfloat16(gpt2_dir, tmp_path):
     """Weights are gathered in bfloat16; what the loss is made of is float32. Policy and reference are equal at first:
-    the KL is 0, no pair is preferred. They share the frozen block, the embeddings and the positions."""
+    the KL is 0, no pair is preferred. They share the frozen block, the embeddings and the positions. Checkpoints hold
+    what is trained and know the rest as it was in float32, also if the reference has scored the pairs before."""
     flags = {"mixed_precision": "bf16", "dtype": "float32", "num_layers_unfrozen": 1}
     jobs = [("ppo", gpt2_dir, tmp_path / "ppo", flags)]
     jobs += [("dpo", gpt2_dir, tmp_path / "dpo", flags | {"precompute_ref": False})]
-    for (name, *_), seen in zip(jobs, two(tmp_path, jobs)[0], strict=True):
+    jobs += [("dpo", gpt2_dir, tmp_path / "scored", flags | {"metric": None})]
+    for (name, _, path, _), seen in zip(jobs, two(tmp_path, jobs)[0], strict=True):
         assert seen["types"] == ["torch.float32"], name
-        assert seen["shared"] == 14, name
+        assert seen["shared"] == (0 if path.name == "scored" else 14), name
+    live, scored = (tmp_path / name / "checkpoints/step_00000005" for name in ("dpo", "scored"))
+    sums = [json.loads((path / "state.json").read_text())["frozen"] for path in (live, scored)]
+    assert sums[0] == sums[1] != 0
+    assert len({frozenset(safetensors.torch.load_file(path / "model.safetensors")) for path in (live, scored)}) == 1
     first = next(record for record in log(tmp_path / "ppo") if record["step"] == 4)
     assert first["objective/kl"] == 0 and 0.5 < first["objective/entropy"]
     first = next(record for record in log(tmp_path / "dpo") if record["step"] == 1)
@@ -257,7 +269,8 @@ def test_whole_weights_reduce_once_a_step(gpt2_dir, tmp_path, flags):
 def test_checkpoints_across_layouts(gpt2_dir, tmp_path, capsys):
     """Written by two processes that shard and continued by one, and the other way round."""
     cases = [("ppo", {"num_layers_unfrozen": 1}), ("ppo", {}), ("sft", {"lora_r": 3}), ("sft", {}), ("reward", {})]
-    cases += [("dpo", {}), ("ilql", {}), ("ilql", {"num_layers_unfrozen": 1}), ("grpo", {})]
+    cases += [("dpo", {}), ("dpo", {"num_layers_unfrozen": 1}), ("ilql", {}), ("ilql", {"num_layers_unfrozen": 1})]
+    cases += [("grpo", {})]
 
     def cut(kind, i):
         """A copy of a run directory as it was after four steps of ppo and grpo, else three."""
@@ -276,7 +289,7 @@ def test_checkpoints_across_layouts(gpt2_dir, tmp_path, capsys):
         one, other = map(safetensors.torch.load_file, files)
         assert one.keys() == other.keys(), (name, flags)
     _, output = two(tmp_path, [(name, gpt2_dir, cut("one", i), flags) for i, (name, flags) in enumerate(cases)])
-    assert output.count("from step 3") == 6 and output.count("from step 4") == 3
+    assert output.count("from step 3") == 7 and output.count("from step 4") == 3
     for i, (name, flags) in enumerate(cases):
         assert_equal_runs(tmp_path / f"one-{i}", tmp_path / f"after-one-{i}", (name, flags))
         capsys.readouterr()
@@ -289,8 +302,8 @@ def test_checkpoints_across_layouts(gpt2_dir, tmp_path, capsys):
 @pytest.mark.case(93, "ppo grpo sft dpo ilql")
 def test_sampling_gathers_once(gpt2_dir, tmp_path):
     """As many gathers as groups, for every evaluation and rollout, however long the responses are. Rollouts also gather
-    the reference, in three forward passes; that of dpo has scored pairs before, which leaves two groups gathered."""
-    expected = {"ppo": [3, 11, 3], "grpo": [4, 12, 4], "sft": [4, 4], "dpo": [2, 4, 4], "ilql": [3, 3]}
+    the reference's four groups in each of three forward passes."""
+    expected = {"ppo": [3, 15, 3], "grpo": [4, 16, 4], "sft": [4, 4], "dpo": [4, 4, 4], "ilql": [3, 3]}
     cases = list(itertools.product(("ppo", "grpo", "sft", "dpo", "ilql"), (2, 7)))
     jobs = []
     for name, length in cases:

@@ -670,6 +670,8 @@ def test_a_card():
     assert report.model_card(ENV, names, PPO, SAMPLES, usage="print(1)") == CARD.replace("TABLE", table)
     two = report.model_card(ENV | {"processes": 2}, names, PPO[1:2], [], usage="print(1)")
     assert "\ntorchrun --nproc_per_node 2 algos/ppo.py --lr 1e-5\n" in two
+    sharded = report.launch_line(ENV | {"processes": 8, "sharded": True})
+    assert sharded == "accelerate launch --config_file FSDP2.yaml algos/ppo.py --lr 1e-5"
     assert "## Samples" not in two and "eval/reward" not in two  # which were not evaluated
     report.model_card(ENV, names, [], [], usage="print(1)")
 

@@ -61,7 +61,7 @@ from common.logging import Run, closes_run
 from common.models import describe_reference, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
-from common.sampling import decode, evaluate_sets, generate_all, kept_ids, read_prompts, sample, score_outputs, total
+from common.sampling import decode, evaluate_sets, generate_all, read_prompts, sample, score_outputs, total
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
@@ -202,28 +202,26 @@ class Rollout(Episodes):
 
 
 @torch.no_grad()
-def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration, args):
+def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args):
     """Samples a response to each query and scores it with policy, reference and reward."""
     device = accelerator.device
     lm = accelerator.unwrap_model(model)
     # 1. y ~ pi(. | x)
-    sampled = generate_all(
+    tokens, output_ids, rows = generate_all(
         accelerator, lm, tokenizer, queries, ("rollout", iteration), seed=args.seed, stop=args.stop,
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
-        sample=sample,
+        rows=rows, rollout=data.rollout, sample=sample,
     )  # fmt: skip
-    batch = Rollout(*sampled)
-    mask = batch.response_mask
+    batch = Rollout(*tokens)
     # 2. log-probabilities of the policy, log-probabilities of the reference
     if args.steps_per_iteration > 1:  # with a single step the policy is still the one that sampled
         batch.logprobs = all_logprobs(accelerator, model, batch, args)
     if ref is not None:
         batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)
     # 3. the reward of the texts
-    output_ids = kept_ids(batch.response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
-    scores, ended = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
-    if isinstance(reward, RewardModel):  # rounding would give equal responses different scores
+    scores, ended = score_outputs(accelerator, data.reward, args, tokenizer, lm, rows, outputs, output_ids)
+    if isinstance(data.reward, RewardModel):  # rounding would give equal responses different scores
         score_of = {}
         for row, query_and_response in enumerate(zip(map(tuple, queries), map(tuple, output_ids), strict=True)):
             scores[row] = score_of.setdefault(query_and_response, scores[row])
@@ -442,7 +440,7 @@ def main(args):
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):
-            batch = rollout(accelerator, model, ref, tokenizer, rows, queries, data.reward, iteration, args)
+            batch = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. A_i: what a score has over those of its group
         batch.advantages = group_advantages(batch.scores, args.group_size, args.advantage_kind)
         run.lap("rollout")

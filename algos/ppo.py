@@ -47,14 +47,14 @@ from torch import nn
 from common.args import Count, Fraction, ModelArgs, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs
 from common.classifiers import RewardModel
 from common.cli import InputError, cli
-from common.forward import Episodes, in_float32, response_logprobs, score_all, spread, true_places
+from common.forward import Episodes, in_float32, response_logprobs, score_all
 from common.functions import build, spec_path
 from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.models import as_decoder, describe_reference, draw_layers, lm_class, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
-from common.sampling import decode, evaluate_sets, generate_all, kept_ids, read_prompts, sample, score_outputs
+from common.sampling import decode, evaluate_sets, generate_all, read_prompts, sample, score_outputs
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --dataset and --config
@@ -138,6 +138,8 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
             )
         if 0 < self.ratio_threshold <= 1:
             yield f"--ratio-threshold {self.ratio_threshold} must be 0 or more than 1"
+        if self.rollout and self.min_length_limit:
+            yield "--min-length-limit is not used with --rollout, which ends its responses itself"
 
 
 # ---- Maths -----------------------------------------------------------------------------------------------------------
@@ -340,7 +342,7 @@ class Rollout(Episodes):
 
 
 @torch.no_grad()
-def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration, args):
+def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args):
     """Samples a response to each query and scores it with policy, reference and reward."""
     device = accelerator.device
     lm = accelerator.unwrap_model(model).lm
@@ -348,23 +350,20 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, reward, iteration
     limits = None
     if args.min_length_limit:
         limits = rng(args.seed, "limits", iteration).integers(args.min_length_limit, args.max_new_tokens + 1, len(rows))
-        limits = torch.from_numpy(limits).to(device)
-    sampled = generate_all(
+    tokens, output_ids, rows = generate_all(
         accelerator, lm, tokenizer, queries, ("rollout", iteration), seed=args.seed, stop=args.stop, limits=limits,
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
-        sample=sample,
+        rows=rows, rollout=data.rollout, sample=sample,
     )  # fmt: skip
-    batch = Rollout(*sampled)
-    mask = batch.response_mask
+    batch = Rollout(*tokens)
     # 2. log-probabilities and values of the policy, log-probabilities of the reference
     score = partial(score_episodes, accelerator, model, ref, args)
     for name, column in score_all(accelerator, batch, args.micro_batch_size, score).items():
         setattr(batch, name, column)
     # 3. the reward of the texts
-    output_ids = kept_ids(batch.response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
-    scores, ended = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
-    batch.raw_scores = place_scores(scores, mask).to(batch.logprobs.dtype)
+    scores, ended = score_outputs(accelerator, data.reward, args, tokenizer, lm, rows, outputs, output_ids)
+    batch.raw_scores = place_scores(scores, batch.response_mask).to(batch.logprobs.dtype)
     batch.truncated = ~torch.tensor(ended, device=device)
     return batch
 
@@ -382,15 +381,18 @@ def score_episodes(accelerator, model, ref, args, episodes):
 def place_scores(scores, mask):
     """(B, R) in float64: a single number is placed on the last token of its row; a list has one number per token.
 
-    mask: (B, R) True at the tokens that count. A row without tokens gets no score.
+    mask: (B, R) True at the tokens that count. What another token got goes to the one before it that counts, or to the
+    first one. A row without tokens gets no score.
     """
+    width = mask.shape[1]
     values = []
-    for score, length in zip(scores, mask.sum(1).tolist(), strict=True):
-        if not isinstance(score, list):
-            score = [0.0] * (length - 1) + [score]
-        values += score[:length]
-    places = true_places(mask)
-    return spread(torch.tensor(values, dtype=torch.float64, device=mask.device), places, mask.shape)
+    for score in scores:
+        row = score if isinstance(score, list) else [0.0] * (width - 1) + [score]
+        values.append(row + [0.0] * (width - len(row)))
+    values = torch.tensor(values, dtype=torch.float64, device=mask.device)
+    places = torch.where(mask, torch.arange(width, device=mask.device), 0).cummax(1).values
+    places = places.maximum(mask.int().argmax(1, keepdim=True))
+    return torch.where(mask, torch.zeros_like(values).scatter_add(1, places, values), 0.0)
 
 
 def rollout_metrics(batch, kl_coef):
@@ -593,7 +595,7 @@ def main(args):
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):
-            batch = rollout(accelerator, model, ref, tokenizer, rows, queries, data.reward, iteration, args)
+            batch = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
         mask = batch.response_mask
         batch.scores, state.moments = shape_scores(batch.raw_scores, mask, batch.truncated, state.moments, args)

@@ -92,6 +92,8 @@ def problems_of(args):
     if hasattr(args, "rollout_batch_size") and args.rollout_batch_size % max(1, args.batch_size):
         size = f"--rollout-batch-size {args.rollout_batch_size}"
         problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
+    if getattr(args, "rollout", None) and args.stop:
+        problems.append("--stop is not used with --rollout: give stop strings to `sample`")
     if isinstance(args, RolloutArgs) and args.total_episodes % max(1, args.rollout_batch_size):
         size = f"--rollout-batch-size {args.rollout_batch_size}"
         problems.append(f"--total-episodes {args.total_episodes} must be a multiple of {size}")
@@ -260,6 +262,9 @@ class RolloutArgs(DataArgs, SamplingArgs):
     reward: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token. Or
     the directory or hub id of a sequence classifier (with :label if it has several) or of a LoRA adapter for one."""
+    rollout: str | None = None
+    """file.py:function(sample, prompt_ids, **columns) -> a list of (ids, trained) per row: responses with tools, of
+    several turns or of another engine (algos/README.md, "Rollouts of your own"). Default: one sample per prompt."""
     ref_model: str | None = None
     """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
     total_episodes: Count = 65536

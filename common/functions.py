@@ -1,10 +1,12 @@
 """Spec strings, which name the user's files, models and functions; calls functions and checks what they return."""
 
+import asyncio
 import copy
 import functools
 import hashlib
 import importlib.util
 import inspect
+import operator
 import os
 import re
 import sys
@@ -82,12 +84,13 @@ def build(spec, flag):
 
 
 def call_function(function, name, rows, given):
-    """Calls a reward or metric function with keyword arguments: copies of `given` and of the rows' other columns, as
-    lists. Without **columns it gets only those that it names. name: its name in errors."""
+    """Calls a function of the user with keyword arguments: what is `given` and the rows' other columns, as lists, all
+    lists copied. Without **columns it gets only what it names. A coroutine is run. name: its name in errors."""
     columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
     taken = columns.keys() & given.keys()
     stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
-    values = copy.deepcopy(columns | given)
+    values = columns | given
+    values |= {name: copy.deepcopy(value) for name, value in values.items() if isinstance(value, list)}
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -98,7 +101,8 @@ def call_function(function, name, rows, given):
         values = {column: values[column] for column in parameters if column in values}
     process = os.getpid()
     try:
-        return function(**values)
+        result = function(**values)
+        return asyncio.run(result) if inspect.iscoroutine(result) else result
     except SystemExit as error:
         if os.getpid() != process:  # a child that the function forked: Python's own exit can hang in it
             os._exit(error.code if isinstance(error.code, int) else bool(error.code))
@@ -144,6 +148,54 @@ def call_metric(function, name, rows, given):
         if column in TAKEN:
             raise InputError(f"{name} returned a metric with the name {column!r}, which is taken: choose another name")
     return checked
+
+
+def call_rollout(function, name, rows, given, sampled):
+    """(responses, {column: values per row}) of a rollout function; a response is a list of segments (ids, trained), cut
+    to max_new_tokens. sampled: per row all (context, ids) that `sample` has returned in this call. A trained segment is
+    part of one of these, at its place; a row for which nothing was sampled may come from another engine."""
+    value = call_function(function, name, rows, given)
+    responses, columns = value if isinstance(value, tuple) else (value, {})
+    expected = (
+        f"{name} must return a list of {len(rows)} lists of (ids, trained), or a pair of that and {{column: list}}"
+    )
+    if not isinstance(responses, list) or not isinstance(columns, dict) or len(responses) != len(rows):
+        raise InputError(f"{expected}; it returned {value!r:.60}")
+    if bad := [column for column, values in columns.items() if len(values) != len(rows)]:
+        raise InputError(f"{expected}; the column {bad[0]!r} has not one value per row")
+    vocabulary = len(given["model"].get_input_embeddings().weight)
+    checked = []
+    for row, segments, known, before in zip(rows, responses, sampled, given["prompt_ids"], strict=True):
+        where = f"{name}, prompt {row['prompt']!r:.60}"
+        room = given["max_new_tokens"]
+        checked.append([])
+        try:
+            segments = [([*map(operator.index, ids)], bool(trained)) for ids, trained in segments]
+        except (TypeError, ValueError):
+            raise InputError(f"{expected}; for prompt {row['prompt']!r:.60}: {segments!r:.60}") from None
+        for ids, trained in segments:
+            before, after = [*before], [*before, *ids]
+            if any(not 0 <= token < vocabulary for token in ids):
+                raise InputError(f"{where}: an id is not one of the model's {vocabulary}")
+            if trained and known and sampled_part(before, after, known) != after:
+                raise InputError(
+                    f"{where}: trained ids that `sample` did not return behind exactly the ids before them"
+                )
+            checked[-1].append((ids[:room], trained))
+            room -= len(checked[-1][-1][0])
+            before = after
+        if not any(ids and trained for ids, trained in checked[-1]):
+            raise InputError(f"{where}: no trained ids within --max-new-tokens")
+    return checked, columns
+
+
+def sampled_part(before, after, sampled):
+    """`before`, and as much more of `after` as was sampled behind it. sampled: all (context, ids)."""
+    for context, ids in sampled:
+        whole = [*context, *ids]
+        if len(context) <= len(before) and whole[: len(before)] == before:
+            before = os.path.commonprefix([whole, after])
+    return before
 
 
 def floats(value, count=None):

@@ -74,6 +74,24 @@ def on_main(accelerator, function, *args):
     return sent[0]
 
 
+def on_each(accelerator, function, *args):
+    """Runs function(*args) on every rank. The error of one is an error of all, so that none waits for it."""
+    from accelerate.utils import gather_object
+
+    result = None
+    error = None
+    try:
+        result = function(*args)
+    except Exception as raised:
+        error = raised
+    found = gather_object([error and (isinstance(error, FloatingPointError), str(error) or repr(error))])
+    for is_number, text in filter(None, found):
+        error = error or (FloatingPointError if is_number else InputError)(text)
+        error.on_all = True  # see Run.rescue
+        raise error
+    return result
+
+
 def closes_run(main):
     """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends. Out of
     memory becomes an InputError that names the flags that reduce it."""

@@ -8,20 +8,22 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from accelerate.utils import gather_object
 from torch.nn import functional as F
 
 from common.adapters import for_sampling
 from common.classifiers import RewardModel
 from common.cli import InputError
-from common.functions import build, call_metric, call_reward, load_function
-from common.logging import on_main
+from common.functions import build, call_metric, call_reward, call_rollout, load_function
+from common.logging import on_each, on_main
 from common.models import Seq2Seq, end_tokens, max_positions, unsharded
 from common.report import screen
 from common.rows import is_chat, load_rows, load_sets, set_flag, set_prefix
-from common.seeding import draw, uniforms
-from common.tokens import encode_prompts, local_rows, pad_rows
+from common.seeding import draw, rng, uniforms
+from common.tokens import encode_prompts, local_rows, marked, pad_rows
 
 # ---- Prompts ---------------------------------------------------------------------------------------------------------
 
@@ -34,12 +36,15 @@ class Prompts:
     eval_sets: dict  # {name: rows}, then {name: (rows, queries)}
     reward: Callable | None  # None: a model, which needs that of the policy to be loaded
     metric: Callable | None
+    rollout: Callable | None  # that of `generate_all`
     queries: list | None = None  # ids of the prompts
     report: str = ""
 
     def encode(self, lm, tokenizer, args):
         """Tokenises all prompts. Without evaluation rows, the first training rows are used for evaluation."""
         encoder = lm.config.is_encoder_decoder
+        if encoder and self.rollout:
+            raise InputError("--rollout does not work with an encoder-decoder, which answers once")
         limit = max_positions(lm)
 
         def encode_set(rows, flag):
@@ -66,9 +71,12 @@ def read_prompts(args):
     reward = None
     if not isinstance(args.reward, str) or re.search(r"\.py(:|$)", args.reward):
         reward = load_function(args.reward, "--reward")
+    rollout = None
+    if args.rollout:
+        rollout = partial(call_rollout, load_function(args.rollout, "--rollout"), args.rollout)
     rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    return Prompts(rows, eval_sets, reward, metric)
+    return Prompts(rows, eval_sets, reward, metric, rollout)
 
 
 def read_data(args):
@@ -241,50 +249,106 @@ def end_of_rows(tokenizer, stop, limits):
     return ended
 
 
-def generate_all(
-    accelerator, lm, tokenizer, queries, stream, *, seed, max_new_tokens, stop=(), limits=None,
-    decode_batch_size=1024, sample=sample, **options,
-):  # fmt: skip
-    """Samples a response to each of a global list of queries (lists of ids); each process decodes its share. Returns
-    query, query_mask (B, Q) left-padded and response, response_mask (B, R), padded to the longest, on every process.
+def sample_behind(device, lm, tokenizer, contexts, draws, rooms, stop, sample, **options):
+    """Lists of the ids sampled behind contexts (lists of ids): at most rooms[i] ids, by draws[i], (max(rooms),)
+    uniforms. The last one may be an end token, or complete a string of stop."""
+    pad_id = tokenizer.pad_token_id
+    limits = None
+    if min(rooms) < max(rooms):
+        limits = torch.tensor(rooms, device=device)
+    query, query_mask = left_padded(contexts, pad_id, device)
+    draws = torch.stack(draws).to(device)
+    ended = end_of_rows(tokenizer, stop, limits)
+    return kept_ids(*sample(lm, query, query_mask, draws, end_tokens(lm), pad_id, ended=ended, **options))
 
-    stream: (name, step); the uniforms of row i are keyed by (seed, name, step, i). limits: (B,) longest response of a
-    row. sample: a function as the one above, which gets options (temperature, top_k, top_p).
+
+def generate_all(
+    accelerator, lm, tokenizer, queries, stream, *, seed, max_new_tokens, stop=(), limits=None, decode_batch_size=1024,
+    rows=None, rollout=None, sample=sample, **options,
+):  # fmt: skip
+    """Responses to a global list of queries (lists of ids), of which each process samples its share: once per query, or
+    as the user's function `rollout(rows, given, sampled)` does (`call_rollout`). Returns, on every process, (query,
+    query_mask (B, Q) left-padded, response, response_mask (B, R) right-padded), where the mask is True at ids that were
+    sampled; the ids of all responses; and the rows, with the columns of the user's function.
+
+    stream: (name, step). The n-th token that is sampled for row i takes the n-th uniform of (seed, name, step, i).
+    limits: longest response of each row. sample: a function as the one above, which gets options (temperature, top_k,
+    top_p).
     """
     device = accelerator.device
-    pad_id = tokenizer.pad_token_id
-    lengths = [len(ids) for ids in queries]
-    query = pad_rows(queries, pad_id, begins=lengths, device=device)
-    query_mask = pad_rows([[True] * length for length in lengths], False, begins=lengths, device=device)
-    rows = local_rows(accelerator, len(queries))
-    draws = uniforms(seed, *stream, rows, max_new_tokens).to(device)
-    local = torch.tensor(rows, device=device)
-    lengths = query_mask.sum(1)[local]
-    response = torch.full(draws.shape, pad_id, device=device)
-    response_mask = torch.zeros(draws.shape, dtype=torch.bool, device=device)
-    screen.show("sampling" if stream[0] == "rollout" else "evaluating", len(rows))
+    name, step = stream
+    local = local_rows(accelerator, len(queries))
+    prompts = [queries[row] for row in local]
+    if limits is None:
+        limits = [max_new_tokens] * len(queries)
+    sampled = [[] for _ in local]  # of each row: (context, ids) of every call
+
+    def sample_rows(contexts, places, stop=stop):
+        """Lists of the ids sampled behind contexts (lists of ids) of the rows at places, which count from 0 in this
+        process; [] where a response has reached its limit."""
+        if len({*places}) < len(places):
+            raise InputError("--rollout: a row stands twice in one call of `sample`")
+        found = {place: [] for place in places}
+        waiting = []
+        for place, context in zip(places, contexts, strict=True):
+            room = len(prompts[place]) + int(limits[local[place]]) - len(context)
+            if room > 0:
+                waiting.append((place, context, room))
+        # the longest first: where memory does not suffice, it shows at once
+        waiting.sort(key=lambda each: -len(each[1]))
+        screen.show("sampling" if name == "rollout" else "evaluating", len(waiting))
+        for begin in range(0, len(waiting), decode_batch_size):
+            own, texts, rooms = zip(*waiting[begin : begin + decode_batch_size], strict=True)
+            draws = []
+            for place in own:
+                done = sum(len(ids) for _, ids in sampled[place])
+                draws.append(uniforms(seed, name, step, [local[place]], done + max(rooms))[0, done:])
+            new = sample_behind(device, lm, tokenizer, texts, draws, rooms, stop, sample, **options)
+            found |= zip(own, new, strict=True)
+        for place, context in zip(places, contexts, strict=True):
+            sampled[place].append(([*context], [*found[place]]))
+        return [found[place] for place in places]
+
     autocast_type = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     with for_sampling(lm, autocast_type), accelerator.autocast():
-        # the longest first: where memory does not suffice, it shows at once
-        for places in lengths.argsort(descending=True, stable=True).split(decode_batch_size):
-            chunk = local[places]
-            columns = slice(query.shape[1] - int(lengths[places].max()), None)
-            chunk_limits = None if limits is None else limits[chunk]
-            response[places], response_mask[places] = sample(
-                lm,
-                query[chunk, columns],
-                query_mask[chunk, columns],
-                draws[places],
-                end_tokens(lm),
-                pad_id,
-                ended=end_of_rows(tokenizer, stop, chunk_limits),
-                **options,
-            )
+        if rollout is None:
+            responses = [[(ids, True)] for ids in sample_rows(prompts, range(len(local)))]
+        else:
+            own_rows = [rows[row] for row in local]
+            given = {
+                "sample": sample_rows,
+                "prompt_ids": prompts,
+                "prompts": [row["prompt"] for row in own_rows],
+                "tokenizer": tokenizer,
+                "seeds": [int(rng(seed, f"{name} seeds", step, row).integers(2**32)) for row in local],
+                "model": lm,
+                "temperature": options["temperature"],
+                "max_new_tokens": max_new_tokens,
+            }
+            responses, columns = on_each(accelerator, rollout, own_rows, given, sampled)
+            added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
+            rows = [row | new for row, new in zip(rows, gather_object(added), strict=False)]
     screen.show("scoring")
-    response = accelerator.gather(response)[: len(queries)]
-    response_mask = accelerator.gather(response_mask)[: len(queries)]
-    longest = int(response_mask.sum(1).max())
-    return query, query_mask, response[:, :longest], response_mask[:, :longest]
+    response = torch.full((len(local), max_new_tokens), tokenizer.pad_token_id)
+    kinds = torch.zeros_like(response)  # 1: only read, 2: sampled
+    for place, segments in enumerate(responses):
+        begin = 0
+        for ids, is_sampled in segments:
+            response[place, begin : begin + len(ids)] = torch.tensor(ids)
+            kinds[place, begin : begin + len(ids)] = 1 + is_sampled
+            begin += len(ids)
+    response, kinds = (accelerator.gather(x.to(device))[: len(queries)] for x in (response, kinds))
+    output_ids = kept_ids(response, kinds > 0)
+    longest = max(map(len, output_ids))
+    query, query_mask = left_padded(queries, tokenizer.pad_token_id, device)
+    return (query, query_mask, response[:, :longest], kinds[:, :longest] == 2), output_ids, rows
+
+
+def left_padded(queries, pad_id, device):
+    """Ids and mask (B, Q) of lists of ids."""
+    lengths = [len(ids) for ids in queries]
+    masks = [[True] * length for length in lengths]
+    return tuple(pad_rows(x, fill, lengths, device=device) for x, fill in ((queries, pad_id), (masks, False)))
 
 
 def kept_ids(response, mask):
@@ -339,16 +403,15 @@ def text_arguments(tokenizer, rows, outputs, output_ids):
     }
 
 
-def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, reward=None):
+def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, reward=None, rollout=None):
     """{name: mean} of a metric function and a reward (named in args; None: not used) on sampled responses, and the
     samples, one dict per row. The uniforms are the same at every evaluation, so a difference between two evaluations
     comes from the model."""
-    _, _, response, mask = generate_all(
-        accelerator, lm, tokenizer, queries, ("eval", 0), seed=args.seed, stop=args.stop,
+    (_, _, _, mask), output_ids, rows = generate_all(
+        accelerator, lm, tokenizer, queries, ("eval", 0), seed=args.seed, stop=args.stop, rows=rows, rollout=rollout,
         max_new_tokens=args.max_new_tokens, temperature=args.eval_temperature, decode_batch_size=args.decode_batch_size,
         top_k=args.top_k, top_p=args.top_p,
     )  # fmt: skip
-    output_ids = kept_ids(response, mask)
     outputs = decode(tokenizer, queries, output_ids, args.stop)
     values = {}
     if metric is not None:
@@ -357,6 +420,10 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, re
     if reward is not None:
         scores, _ = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
         values["reward"] = list(map(total, scores))
+    if rollout is not None:  # to be read: what was not sampled is in brackets
+        outputs = [
+            marked(tokenizer, ids, kept[: len(ids)]) for ids, kept in zip(output_ids, mask.tolist(), strict=True)
+        ]
     means = {name: sum(column) / len(column) for name, column in values.items()}
     columns = {"prompt": [row["prompt"] for row in rows], "output": outputs, **values}
     samples = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
@@ -372,7 +439,7 @@ def evaluate_sets(run, step, model, lm, tokenizer, data, args):
     with unsharded(model):
         for name, (rows, queries) in data.eval_sets.items():
             means, set_samples = evaluate_samples(
-                run.accelerator, lm, tokenizer, rows, queries, data.metric, args, reward=data.reward
+                run.accelerator, lm, tokenizer, rows, queries, data.metric, args, data.reward, data.rollout
             )
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
             if len(data.eval_sets) > 1:
@@ -389,9 +456,12 @@ def total(score):
 
 def score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids):
     """(scores, ended) of the global batch, on every process. A reward function runs once; a classifier scores a share
-    of the rows on each process, and sees an end token where a response has ended (`has_ended`)."""
+    of the rows on each process, and sees an end token where a response has ended (`has_ended`). With --rollout, whose
+    turns may end with such a token, one has ended by the last token or if there was room for more."""
     screen.show("scoring")
     ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
+    if args.rollout:
+        ended = [len(ids) < args.max_new_tokens or ids[-1] in end_tokens(lm) for ids in output_ids]
     given = text_arguments(tokenizer, rows, outputs, output_ids)
     if isinstance(reward, RewardModel):
         local = local_rows(accelerator, len(rows))

@@ -136,7 +136,9 @@ def mean_optimality(path):
     tokenizer = AutoTokenizer.from_pretrained(randomwalks.base_model())
     prompts = [row["prompt"] for row in randomwalks.eval_prompts(samples=10)]
     queries = tokenizer(prompts)["input_ids"]
-    _, _, ids, mask = generate_all(Accelerator(), model, tokenizer, queries, ("test", 0), seed=1, max_new_tokens=12)
+    (_, _, ids, mask), _, _ = generate_all(
+        Accelerator(), model, tokenizer, queries, ("test", 0), seed=1, max_new_tokens=12
+    )
     responses = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
     texts = decode(tokenizer, queries, responses, ())
     return fmean(randomwalks.optimality(prompt + text) for prompt, text in zip(prompts, texts, strict=True))

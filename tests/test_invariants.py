@@ -77,7 +77,8 @@ def start(accelerator, directory, tokenizer, dtype):
     model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
     rows = [{"prompt": p} for p in PROMPTS]
     queries = tokenizer(PROMPTS)["input_ids"]
-    return model, ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, vowels, 1, args)
+    data = SimpleNamespace(reward=vowels, rollout=None)
+    return model, ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
 
 
 @pytest.mark.parametrize(

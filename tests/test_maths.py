@@ -145,15 +145,17 @@ def test_dense_scores_are_added_token_by_token():
 
 
 def test_place_scores_by_hand():
-    """Numbers go to the last token that counts, lists to all of them, over holes; a row without tokens gets nothing."""
+    """Numbers go to the last token that counts, lists to all tokens: what stands in a hole to the one before, or to the
+    first. A row without tokens gets nothing."""
     mask = ragged_mask(holes=True)
-    placed = ppo.place_scores([1.5, [2.0, 3.0], [4.0, 5.0, 6.0], 7.0, 8.0], mask)
+    placed = ppo.place_scores([1.5, [2.0, 3.0], [4.0, 5.0, 6.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], 8.0], mask)
     expected = torch.zeros(B, R, dtype=torch.float64)
     expected[0, 0] = 1.5
-    expected[3, 6] = 7.0
     expected[1, :2] = tensor(2, 3)
-    expected[2, [0, 2, 3]] = tensor(4, 5, 6)
+    expected[2, [0, 2]] = tensor(9, 6)
+    expected[3, [1, 2, 4, 6]] = tensor(3, 12, 48, 64)
     assert torch.equal(placed, expected)
+    assert ppo.place_scores([0.0, 0.0, 0.0, 7.0, 0.0], mask).nonzero().tolist() == [[3, 6]]
     assert torch.equal(ppo.place_scores([[], 1.0], mask[[4, 4]]), torch.zeros(2, R, dtype=torch.float64))
 
 

@@ -292,7 +292,9 @@ def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, lea
     monkeypatch.setattr(sampling, "LEAVING", leaving)
     options = {"seed": 1, "max_new_tokens": 13, "temperature": 0.7, "stop": stop, "limits": limits}
     for size in (3, 7):
-        sampled = generate_all(accelerator, lm, letters, queries, ("rollout", 2), **options, decode_batch_size=size)
+        sampled, _, _ = generate_all(
+            accelerator, lm, letters, queries, ("rollout", 2), **options, decode_batch_size=size
+        )
         assert rows_of(*sampled[:2]) == queries
         assert rows_of(*sampled[2:]) == expected, size
         assert (sampled[2][~sampled[3]] == letters.pad_token_id).all()

@@ -359,7 +359,7 @@ def sample_right(
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from common.sampling import decode, generate_all, kept_ids
+    from common.sampling import decode, generate_all
     from common.seeding import stream_rows
 
     if threads:
@@ -373,10 +373,10 @@ def sample_right(
     for row in chosen:
         texts += [candidates[row]["prompt"]] * samples
     queries = characters(texts)["input_ids"]
-    _, _, response, mask = generate_all(
+    _, output_ids, _ = generate_all(
         accelerator, lm, characters, queries, ("expert iteration", 0), seed=seed, max_new_tokens=MAX_NEW_TOKENS[level]
     )
-    outputs = decode(characters, queries, kept_ids(response, mask), ())
+    outputs = decode(characters, queries, output_ids, ())
     scores = reward(texts, texts, outputs)
     right = {}  # a dict keeps the order
     for prompt, completion, score in zip(texts, outputs, scores, strict=True):

@@ -479,7 +479,8 @@ def evaluate(run, step, policy, data, args):
         prompts = [row["prompt"] for row in rows]
         images = sample_images(accelerator, policy, prompts, ["eval"], args, trajectories=False)["images"]
         given = image_arguments(rows, images)
-        columns = {"reward": on_main(accelerator, call_reward, data.reward, args.reward, rows, given)}
+        scores, others = on_main(accelerator, call_reward, data.reward, args.reward, rows, given)
+        columns = {"reward": scores, **others}
         if data.metric:
             columns |= on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
         prefix = set_prefix(name)
@@ -775,7 +776,7 @@ def main(args):
         run.lap("rollout")
         # 2. r(x_0, c), and advantages by the statistics of each prompt
         given = image_arguments(rows, sampled["images"])
-        scores = on_main(accelerator, call_reward, data.reward, args.reward, rows, given)
+        scores, _ = on_main(accelerator, call_reward, data.reward, args.reward, rows, given)
         if epoch == 1 and min(scores) == max(scores):
             run.say(f"warning: all rewards of the first epoch are {scores[0]}, so there is nothing to learn from them")
         advantages = stats.update(prompts, scores) if args.per_prompt_stats else standardized(scores)

@@ -61,7 +61,7 @@ from common.logging import Run, closes_run
 from common.models import describe_reference, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
-from common.sampling import decode, evaluate_sets, generate_all, read_prompts, sample, score_outputs, total
+from common.sampling import decode, evaluate_sets, first_rows, generate_all, read_prompts, sample, score_outputs, total
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
@@ -82,10 +82,11 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """Responses per prompt, whose scores are compared (Shao et al. 2024: 64; TRL: 8)."""
     ppo_epochs: Count = 1
     """Passes over the episodes of an iteration (mu of Algorithm 1; Shao et al. 2024: 1)."""
-    advantage_kind: Literal["std", "mean", "loo"] = "std"
-    """Advantage of a score in its group. std: minus the mean, divided by the standard deviation (GRPO); mean: minus the
-    mean (Dr. GRPO); loo: minus the mean of the others (RLOO), which is G / (G - 1) times `mean`. AdamW ignores this
-    factor except through --adam-eps, --max-grad-norm and the KL."""
+    advantage_kind: Literal["std", "batch", "mean", "loo"] = "std"
+    """Advantage of a score in its group. std: minus the mean, divided by the standard deviation (GRPO); batch: divided
+    by the deviation of all scores of the iteration instead (in TRL a scale_rewards); mean: minus the mean (Dr. GRPO);
+    loo: minus the mean of the others (RLOO), which is G / (G - 1) times `mean`. AdamW ignores this factor except
+    through --adam-eps, --max-grad-norm and the KL."""
     ratio_level: Literal["token", "sequence"] = "token"
     """Ratio to the policy that sampled: per token, or the geometric mean over a response (GSPO Eq. 7), which needs far
     smaller clip ranges (GSPO Sec. 5.1: 3e-4 and 4e-4)."""
@@ -96,6 +97,9 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """How far the ratio may fall below 1 before it is clipped (epsilon of GRPO Eq. 3)."""
     cliprange_high: NonNegative | None = None
     """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: --cliprange."""
+    kl_kind: Literal["k3", "unbiased"] = "k3"
+    """KL in the loss. k3: Eq. 4 of Shao et al. 2024; unbiased: times the ratio, with its gradient (DeepSeek-V3.2, arXiv
+    2512.02556; the default of TRL)."""
     kl_coef: NonNegative = 0.04
     """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04). With 0 there is no
     reference, and no KL is logged."""
@@ -136,13 +140,15 @@ def group_advantages(scores, group_size, kind):
     """(B,) advantage of each score (B,) over its group; the rows of a group are next to each other.
 
     std: (r - mean) / (std + 1e-4) (GRPO, Shao et al. 2024, Sec. 4.1.2; the constant and the unbiased deviation are
-    TRL's); mean: r - mean (Dr. GRPO, Liu et al. 2025, Sec. 3.2); loo: r - mean of the others (RLOO, Ahmadian et al.
-    2024). Zero in a group of equal scores.
+    TRL's); batch: with the deviation of all scores (arXiv 2508.08221); mean: r - mean (Dr. GRPO, Liu et al. 2025, Sec.
+    3.2); loo: r - mean of the others (RLOO, Ahmadian et al. 2024). Zero in a group of equal scores.
     """
     groups = scores.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if kind == "std":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+    elif kind == "batch":
+        advantages = advantages / (scores.std() + 1e-4)
     elif kind == "loo":
         advantages = advantages * (group_size / (group_size - 1))
     elif kind != "mean":
@@ -203,7 +209,8 @@ class Rollout(Episodes):
 
 @torch.no_grad()
 def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args):
-    """Samples a response to each query and scores it with policy, reference and reward."""
+    """Samples a response to each query and scores it with policy, reference and reward. Also returns its
+    first rows, to be read, and the other columns of the reward."""
     device = accelerator.device
     lm = accelerator.unwrap_model(model)
     # 1. y ~ pi(. | x)
@@ -220,14 +227,14 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
         batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)
     # 3. the reward of the texts
     outputs = decode(tokenizer, queries, output_ids, args.stop)
-    scores, ended = score_outputs(accelerator, data.reward, args, tokenizer, lm, rows, outputs, output_ids)
+    scores, ended, others = score_outputs(accelerator, data.reward, args, tokenizer, lm, rows, outputs, output_ids)
     if isinstance(data.reward, RewardModel):  # rounding would give equal responses different scores
         score_of = {}
         for row, query_and_response in enumerate(zip(map(tuple, queries), map(tuple, output_ids), strict=True)):
             scores[row] = score_of.setdefault(query_and_response, scores[row])
     batch.scores = torch.tensor([total(score) for score in scores], dtype=torch.float64, device=device)
     batch.truncated = ~torch.tensor(ended, device=device)
-    return batch
+    return batch, first_rows(tokenizer, rows, output_ids, batch.response_mask), others
 
 
 @torch.no_grad()
@@ -307,6 +314,8 @@ def losses(model, episodes, weights, args):
     sums = {("step", "loss/policy"): loss.detach()}
     if args.kl_coef:
         kl = kl_k3(new_logprobs, episodes.ref_logprobs)
+        if args.kl_kind == "unbiased":
+            kl = kl * (new_compared - compared).exp()
         kl_loss = episodes.of_tokens(weights * kl).sum()
         loss = loss + args.kl_coef * kl_loss
         sums["step", "loss/kl"] = kl_loss.detach()
@@ -440,12 +449,13 @@ def main(args):
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):
-            batch = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
+            batch, shown, others = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. A_i: what a score has over those of its group
         batch.advantages = group_advantages(batch.scores, args.group_size, args.advantage_kind)
+        parts = run.rollouts(shown, batch.scores, batch.advantages, others)
         run.lap("rollout")
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
-        metrics = rollout_metrics(batch, args) | update(run, model, optimizer, batch, rows, args)
+        metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, rows, args)
         run.lap("update")
         if iteration == 1 and metrics["groups/equal"] == 1:
             run.say(ALL_EQUAL)

@@ -124,6 +124,20 @@ CLAIMS = {
         axis="episode",
         panels=["eval/accuracy", "eval/format"],
     ),
+    "grpo-calculator": Claim(
+        title="GRPO with a calculator: rollouts of several segments, learned where a call pays, beside PPO",
+        score="eval/accuracy",
+        lines={"all right 1.0": 1.0},
+        bars=[
+            ("default", "eval/accuracy", "last", ">=", 0.95, 3),
+            ("two", "eval/accuracy", "last", ">=", 0.95, 3),
+            ("ppo", "eval/accuracy", "last", ">=", 0.95, 3),
+            ("no-answers", "eval/accuracy", "best", "<=", 0.01, 3),
+        ],
+        table={"eval/calls": "calls"},
+        axis="episode",
+        panels=["eval/accuracy", "eval/calls"],
+    ),
     "grpo-countdown": Claim(
         title="GRPO on the countdown: means of the loss, steps an iteration, clip ranges, ratios, groups sampled again",
         score="eval/accuracy",

@@ -29,6 +29,7 @@ Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
 NonEmpty = Annotated[str, Range("a text that is not empty", bool)]
+Option = Annotated[str, Range("key=value", re.compile(r"\w+=.+").fullmatch)]
 Name = Annotated[str, Range("letters and digits, after the first also . _ -", re.compile(r"[^\W_][\w.-]*").fullmatch)]
 Repository = Annotated[str, Range("org/name", re.compile(r"[^/]+/[^/]+").fullmatch)]
 
@@ -146,6 +147,8 @@ class ModelArgs(WeightArgs):
 
     tokenizer: str | None = None
     """Hub id or directory of the tokenizer; from Python, also the object. Default: that of --model."""
+    template_options: tuple[Option, ...] = ()
+    """Options of the tokenizer's chat template, such as enable_thinking=false."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
     """Attention kernel; default: sdpa if the model has it. On CPUs eager is slightly faster for short rows, but with
     left padding it gives NaN in float64 for several model families."""

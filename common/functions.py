@@ -113,9 +113,13 @@ def call_function(function, name, rows, given):
 
 
 def call_reward(function, name, rows, given, lengths=None):
-    """The scores of a reward function: one float per row, or, if lengths (one per row) are given, a list with one float
-    per token of the response."""
+    """(scores, others) of a reward function: one float per row, or, if lengths (one per row) are given, a list with one
+    float per token of the response. others: {column: values per row} if it returned these beside "score"."""
     scores = call_function(function, name, rows, given)
+    others = {}
+    if isinstance(scores, dict) and "score" in scores:
+        others = checked_columns(name, {column: x for column, x in scores.items() if column != "score"}, len(rows))
+        scores = scores["score"]
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     if not isinstance(scores, list | tuple) or len(scores) != len(rows):
@@ -128,20 +132,26 @@ def call_reward(function, name, rows, given, lengths=None):
             where = f"row {number + 1}, prompt {rows[number]['prompt']!r:.60}"
             dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
             raise InputError(f"{name} returned {score!r:.60} for {where}; expected a finite number{dense}")
-    return checked
+    return checked, others
 
 
 # Columns of samples.jsonl beside those of a metric function.
-TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
+TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity", "advantage")
 
 
 def call_metric(function, name, rows, given):
     """{column: values per row} of a metric function."""
     columns = call_function(function, name, rows, given)
-    expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
     if not isinstance(columns, dict) or not columns:
+        expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
         raise InputError(f"{expected}; it returned {columns!r:.60}")
-    checked = {column: floats(values, len(rows)) for column, values in columns.items()}
+    return checked_columns(name, columns, len(rows))
+
+
+def checked_columns(name, columns, count):
+    """{column: values per row} with lists of floats, or InputError. name: of the function that returned it."""
+    expected = f"{name} must return {{name: list of {count} finite numbers}}"
+    checked = {column: floats(values, count) for column, values in columns.items()}
     for column, values in checked.items():
         if not isinstance(values, list) or not isinstance(column, str):
             raise InputError(f"{expected}; {column!r}: {columns[column]!r:.60} is not that")
@@ -165,7 +175,7 @@ def call_rollout(function, name, rows, given, sampled):
         raise InputError(f"{expected}; the column {bad[0]!r} has not one value per row")
     vocabulary = len(given["model"].get_input_embeddings().weight)
     checked = []
-    for row, segments, known, before in zip(rows, responses, sampled, given["prompt_ids"], strict=True):
+    for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):
         where = f"{name}, prompt {row['prompt']!r:.60}"
         room = given["max_new_tokens"]
         checked.append([])
@@ -174,7 +184,7 @@ def call_rollout(function, name, rows, given, sampled):
         except (TypeError, ValueError):
             raise InputError(f"{expected}; for prompt {row['prompt']!r:.60}: {segments!r:.60}") from None
         for ids, trained in segments:
-            before, after = [*before], [*before, *ids]
+            after = [*before, *ids]
             if any(not 0 <= token < vocabulary for token in ids):
                 raise InputError(f"{where}: an id is not one of the model's {vocabulary}")
             if trained and known and sampled_part(before, after, known) != after:

@@ -277,6 +277,7 @@ class Run:
         last = self.state.get("step", -1) - bool(self.kept.pending)  # later steps will be repeated
         for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):
             keep_lines(self.dir / name, last)
+        keep_lines(self.dir / "rollouts.jsonl", self.state.get("step", -1))
         self._mirror(report.open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
@@ -532,6 +533,17 @@ class Run:
         for row in rows:
             different.setdefault((row["prompt"], row.get("beta")), row)
         self.say(report.table_of([*different.values()][:3], f"samples at step {step}"))
+
+    def rollouts(self, shown, scores, advantages, others):
+        """Writes the first rows of a rollout to rollouts.jsonl. shown: their prompts and outputs; scores, advantages
+        (B,); others: {column: values (B,)} of the reward, whose means are returned as metrics."""
+        columns = shown | {"score": scores.tolist(), "advantage": advantages.tolist(), **others}
+        if self.main and self.dir:
+            cells = zip(*columns.values(), strict=False)  # as many as are shown
+            self.append(
+                "rollouts.jsonl", *({"step": self.step, **dict(zip(columns, row, strict=True))} for row in cells)
+            )
+        return {f"reward/{name}": sum(values) / len(values) for name, values in others.items()}
 
     # -- the end
 

@@ -6,11 +6,13 @@ class. Adapters: common/adapters.py; classifiers: common/classifiers.py.
 
 import contextlib
 import copy
+import functools
 import json
 import re
 from pathlib import Path
 
 import torch
+import yaml
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -46,6 +48,9 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     base = adapter_base(path, revision)
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
         tokenizer = load_tokenizer(args, path, base, revision)
+    if options := getattr(args, "template_options", ()):
+        options = {name: yaml.safe_load(text) for name, _, text in (option.partition("=") for option in options)}
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
         model, missing = load_weights(auto_class, path, base, revision, keywords)
         model = repaired(model, args)

@@ -418,12 +418,10 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, re
         given = text_arguments(tokenizer, rows, outputs, output_ids)
         values |= on_main(accelerator, call_metric, metric, args.metric, rows, given)
     if reward is not None:
-        scores, _ = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
-        values["reward"] = list(map(total, scores))
-    if rollout is not None:  # to be read: what was not sampled is in brackets
-        outputs = [
-            marked(tokenizer, ids, kept[: len(ids)]) for ids, kept in zip(output_ids, mask.tolist(), strict=True)
-        ]
+        scores, _, others = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
+        values |= {"reward": list(map(total, scores)), **others}
+    if rollout is not None:
+        outputs = first_rows(tokenizer, rows, output_ids, mask, len(rows))["output"]
     means = {name: sum(column) / len(column) for name, column in values.items()}
     columns = {"prompt": [row["prompt"] for row in rows], "output": outputs, **values}
     samples = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
@@ -449,20 +447,31 @@ def evaluate_sets(run, step, model, lm, tokenizer, data, args):
     return metrics
 
 
+def first_rows(tokenizer, rows, output_ids, mask, count=4):
+    """{"prompt", "output": texts} of the first rows, to read: with special tokens, and in brackets what was not sampled
+    (mask (B, R) is False)."""
+    outputs = []
+    for ids, is_sampled in zip(output_ids[:count], mask[:count].tolist(), strict=True):
+        outputs.append(marked(tokenizer, ids, is_sampled[: len(ids)]))
+    return {"prompt": [row["prompt"] for row in rows[:count]], "output": outputs}
+
+
 def total(score):
     """A score, or the sum of a list with one score per token."""
     return sum(score) if isinstance(score, list) else score
 
 
 def score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids):
-    """(scores, ended) of the global batch, on every process. A reward function runs once; a classifier scores a share
-    of the rows on each process, and sees an end token where a response has ended (`has_ended`). With --rollout, whose
-    turns may end with such a token, one has ended by the last token or if there was room for more."""
+    """(scores, ended, other columns of the reward) of the global batch, on every process. A reward function runs once;
+    a classifier scores a share of the rows on each process, and sees an end token where a response has ended
+    (`has_ended`). With --rollout, whose turns may end with such a token, one has ended by its last token, or if there
+    was room for more."""
     screen.show("scoring")
     ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
     if args.rollout:
         ended = [len(ids) < args.max_new_tokens or ids[-1] in end_tokens(lm) for ids in output_ids]
     given = text_arguments(tokenizer, rows, outputs, output_ids)
+    others = {}
     if isinstance(reward, RewardModel):
         local = local_rows(accelerator, len(rows))
         samples = [given["samples"][row] for row in local]
@@ -475,6 +484,6 @@ def score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, outpu
                 raise FloatingPointError(f"{args.reward}: {score} for {where}")
     else:
         lengths = [len(ids) for ids in output_ids]
-        scores = on_main(accelerator, call_reward, reward, args.reward, rows, given, lengths)
+        scores, others = on_main(accelerator, call_reward, reward, args.reward, rows, given, lengths)
     screen.show("training")
-    return scores, ended
+    return scores, ended, others

@@ -146,6 +146,20 @@ def same_run(a, b, weight_tolerance=1e-9, what=""):
             assert difference < weight_tolerance, f"{what}: {folder}/{name} differs by {difference:.1e}"
 
 
+def rolled(monkeypatch, script):
+    """Like `recorded`, of a script's rollouts: (arguments, batch) of every call."""
+    calls = recorded(monkeypatch, script, "rollout")
+    function = script.rollout
+
+    def recording(*args, **options):
+        result = function(*args, **options)
+        calls[-1] = (args, result[0])
+        return result
+
+    monkeypatch.setattr(script, "rollout", recording)
+    return calls
+
+
 def recorded(monkeypatch, module, name):
     """Replaces a function by one that keeps (arguments, result) of every call in the returned list."""
     calls, function = [], getattr(module, name)

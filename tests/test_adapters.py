@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import log, recorded
+from helpers import log, recorded, rolled
 from helpers import weights as weights_of
 from test_models import IDS, more_vowels
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
@@ -210,7 +210,7 @@ def test_the_reference_of_a_rollout(gpt2_dir, lora, tmp_path, monkeypatch, furth
     """The model without the new adapter, or the one that is trained further as it came: never silently the base model,
     as in TRL's issues 1193 and 1365."""
     model = lora(ppo) / "hf_model" if further else gpt2_dir
-    rollouts = recorded(monkeypatch, ppo, "rollout")
+    rollouts = rolled(monkeypatch, ppo)
     _, run_dir = run(ppo, model, tmp_path / "run", lora_r=0 if further else 3)
     (_, first), (_, second) = rollouts
     assert torch.equal(first.logprobs, first.ref_logprobs)

@@ -212,6 +212,16 @@ def test_shards_equal_one_process(gpt2_dir, tmp_path, names):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_rollouts_of_the_user(gpt2_dir, tmp_path, sharded):
+    """Every process calls the function of its rows (test_rollouts.py has what it does)."""
+    spec = str(ROOT / "tests/test_rollouts.py:tool")
+    cases = [("ppo", {"rollout": spec}), ("grpo", {"rollout": spec, "lora_r": 3, "max_new_tokens": 9})]
+    compare(tmp_path, gpt2_dir, cases, sharded)
+    assert any("[eq]" in row["output"] for row in samples(tmp_path / "two-0"))
+
+
+@pytest.mark.slow
 @pytest.mark.case(94, "ppo grpo sft reward dpo ilql")
 @pytest.mark.parametrize("flags", [{"lora_r": 3}, {"num_layers_unfrozen": 1}], ids=["lora", "frozen"])
 def test_shards_with_frozen_weights(gpt2_dir, tmp_path, flags):

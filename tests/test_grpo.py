@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import NAN, close, log, random, recorded, same_run, tensor
+from helpers import NAN, close, log, random, recorded, rolled, same_run, tensor
 from test_invariants import PROMPTS, adamw, slow_step, vowels, weights
 
 from algos import grpo, ppo
@@ -23,7 +23,7 @@ from common.sampling import kept_ids
 B, R, G = 5, 7, 3
 LENGTHS = [1, 2, 4, 7, 3]
 MASK = torch.arange(R) < torch.tensor(LENGTHS)[:, None]
-KINDS = ["std", "mean", "loo"]
+KINDS = ["std", "batch", "mean", "loo"]
 
 
 def lazy(samples, prompts, outputs, **columns):
@@ -150,8 +150,7 @@ def test_weights_by_hand():
 # but the attributes it reads: `_get_per_token_logps_and_entropies` returns the table below, float64, one process, one
 # micro-batch, training mode, no entropy bonus, max_completion_length 11, num_items_in_batch all 17 tokens. Columns:
 # loss_type, importance_sampling_level, epsilon, epsilon_high, beta; our --loss-mean; loss; its gradient with respect to
-# the log-probabilities of the 17 tokens. With beta, use_bias_correction_kl was off: TRL's default multiplies the KL of
-# a token by its ratio, a factor that Algorithm 1 of GRPO does not have.
+# the log-probabilities of the 17 tokens. use_bias_correction_kl was off, but on in the rows of UNBIASED.
 GOLDEN = [
     ("grpo", "token", 0.2, 0.2, 0.0, "sequence", -0.3476186936090015, [
         0.0, 0.124230265942, 0.0, -0.0296215011985, -0.0228549580379, 0.0, -0.0219718301191, 0.0, 0.0501375711905,
@@ -190,6 +189,19 @@ GOLDEN = [
     ]),
 ]  # fmt: skip
 
+UNBIASED = [
+    ("grpo", "token", 0.2, 0.28, 0.04, "sequence", -0.3787957138375138, [
+        -0.00313942667752, 0.123374856325, 0.00149846368789, -0.0293949776432, -0.0241262525258, -0.0323425166302,
+        -0.0215846423079, -0.000398790720521, 0.0507631473429, 0.029073210566, 0.0480124485516, 0.0288878840323,
+        0.0462098678177, 0.0312558078612, -0.084364897425, -0.00210639227023, -0.0865337186812,
+    ]),
+    ("grpo", "sequence", 0.05, 0.3, 0.04, "sequence", -0.4350174182805636, [
+        -0.00313942667752, 0.078241787439, 0.0806291775006, -0.0255361699063, -0.0278167570817, -0.0274912260973,
+        -0.0253143791302, 0.0357109232759, 0.0367451367065, 0.0368358991329, 0.0360236649803, 0.034951727984,
+        0.0359462377298, 0.0368170353581, -0.117492150962, -0.119623580869, -0.121035867845,
+    ]),
+]  # fmt: skip
+
 
 def table(a, b, c, scale, shift):
     """(B, R) of numbers without a generator."""
@@ -213,10 +225,11 @@ def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
     return loss, {name: total for (_, name), total in sums.items()}
 
 
-@pytest.mark.parametrize("golden", GOLDEN, ids=["-".join(map(str, golden[:5])) for golden in GOLDEN])
+@pytest.mark.parametrize("golden", GOLDEN + UNBIASED, ids=lambda golden: "-".join(map(str, golden[:5])))
 def test_losses_are_those_of_trl(monkeypatch, golden):
     _, level, low, high, beta, loss_mean, value, gradient = golden
     flags = {"ratio_level": level, "cliprange": low, "cliprange_high": high, "kl_coef": beta, "loss_mean": loss_mean}
+    flags["kl_kind"] = "unbiased" if golden in UNBIASED else "k3"
     new = NEW.clone().requires_grad_()
     loss, terms = losses_of(monkeypatch, new, args_of(max_new_tokens=11, **flags))
     assert loss.item() == pytest.approx(value, rel=1e-9)
@@ -235,12 +248,16 @@ def test_the_clip_ranges_are_equal_unless_one_is_given(monkeypatch):
 
 def test_advantages_are_those_of_trl():
     """The lines of GRPOTrainer._generate_and_score_completions and of RLOOTrainer's (v1.16.0) from the rewards to
-    `nan_to_num`, in float64: scale_rewards group and none, and RLOO with normalize_advantages off. For scale_rewards
-    batch there is no flag here: Algorithm 1 has the deviation of the group."""
+    `nan_to_num`, in float64: scale_rewards group, batch and none, and RLOO with normalize_advantages off."""
     golden = {
         "std": [-1.409061876724, 0.1959344801989, 1.046075971701, 0.7415277705017, -0.5744763456777, 1.345668914859,
                 0.6779475620782, -0.1889320289268, -0.8472628411388, -0.9874216068718, -0.7390303101155,
                 -0.8999277527582, -0.3903089259392, 0.5501444730749, 1.479122515738],
+        "batch": [
+            -0.7724087689296, 0.1074058656623, 0.5734299301227, 0.4064850251091, -0.3149120519646, 1.453842411726,
+            0.7324453346525, -0.2041195969932, -0.9153712616272, -1.066796887758, -0.6955245875945, -0.8469502137257,
+            -0.3673319632937, 0.5177582062812, 1.392048558333,
+        ],
         "mean": [-0.5655729868062, 0.0786447004315, 0.4198767431823, 0.2976363798427, -0.2305848366503, 1.064532185833,
                  0.5363109693405, -0.1494604085051, -0.670252953229, -0.7811297934398, -0.5092768676722,
                  -0.6201537078829, -0.2689677331309, 0.3791128052258, 1.01928550346],
@@ -250,7 +267,8 @@ def test_advantages_are_those_of_trl():
     }  # fmt: skip
     scores = tensor(*[math.sin(2.1 * i + 0.7 * g) for i, g in itertools.product(range(3), range(5))])
     for kind in KINDS:
-        close(grpo.group_advantages(scores, 5, kind), golden[kind], 1e-11)
+        tolerance = 1e-7 if kind == "batch" else 1e-11  # TRL's factor 15 / 14 is float32
+        close(grpo.group_advantages(scores, 5, kind), golden[kind], tolerance)
 
 
 # ---- A micro-batch ---------------------------------------------------------------------------------------------------
@@ -261,7 +279,7 @@ def test_advantages_are_those_of_trl():
 
 def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir, tmp_path):
     """Exactly one, of all tokens of all iterations: the update's own log-probabilities are compared with themselves."""
-    rollouts = recorded(monkeypatch, grpo, "rollout")
+    rollouts = rolled(monkeypatch, grpo)
     scored = recorded(monkeypatch, grpo, "all_logprobs")
     micro = recorded(monkeypatch, grpo, "losses")
     _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", loss_mean="token", micro_batch_size=5)
@@ -312,7 +330,7 @@ def slow_advantages(scores, group_size, kind):
 def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_path, loss_mean, level, kind, beta):
     """All six steps of an iteration, row by row without padding, the formulas written out once more: from the sampled
     ids and the scores alone."""
-    rollouts = recorded(monkeypatch, grpo, "rollout")
+    rollouts = rolled(monkeypatch, grpo)
     flags = {"loss_mean": loss_mean, "ratio_level": level, "advantage_kind": kind, "kl_coef": beta}
     flags |= {"ref_model": ref_dir if beta else None}
     flags |= {"micro_batch_size": 2, "total_episodes": 21, "max_grad_norm": 0.5, "weight_decay": 0.1}
@@ -381,7 +399,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, ref_dir, tmp_p
 def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_path):
     flags = {"loss_mean": "token", "batch_size": 7, "micro_batch_size": 5}
     micro = recorded(monkeypatch, grpo, "losses")
-    rollouts = recorded(monkeypatch, grpo, "rollout")
+    rollouts = rolled(monkeypatch, grpo)
     run_grpo(gpt2_dir, tmp_path / "short", **flags)
     rows = sum(len(episodes.query) for (_, episodes, *_), _ in micro)
     assert rows == sum(int(batch.advantages.count_nonzero()) for _, batch in rollouts) <= 2 * 15
@@ -432,7 +450,7 @@ def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
         seen.append((prompts, number))
         return [float(n) + 0.01 * len(o) for n, o in zip(number, outputs, strict=True)]
 
-    rollouts = recorded(monkeypatch, grpo, "rollout")
+    rollouts = rolled(monkeypatch, grpo)
     flags = {"dataset": rows, "reward": reward, "rollout_batch_size": 15, "batch_size": 15, "total_episodes": 45}
     run_grpo(gpt2_dir, tmp_path / "run", **flags)
     places = np.repeat(seeding.stream_rows(1, "data", 7, 0, 15), G).reshape(3, 15).tolist()
@@ -450,7 +468,7 @@ def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
 
 def test_a_prompt_that_comes_again_gets_other_responses(monkeypatch, gpt2_dir, tmp_path):
     """One prompt, no learning: what differs between two iterations is their draws."""
-    rollouts = recorded(monkeypatch, grpo, "rollout")
+    rollouts = rolled(monkeypatch, grpo)
     run_grpo(gpt2_dir, tmp_path / "run", dataset=[{"prompt": "cde"}], reward=constant)
     one, two = (kept_ids(batch.response, batch.response_mask) for _, batch in rollouts)
     assert sum(a == b for a, b in zip(one, two, strict=True)) < 7

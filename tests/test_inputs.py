@@ -414,7 +414,9 @@ NO_COLUMN = [[1.0] * 3, 1.0, [[1.0]] * 4, ["1"] * 4, [None] * 4, [1.0, 1.0, 1.0,
 
 
 def scores_of(values, lengths=None):
-    return call_reward(lambda: values, "r.py:f", PROMPTS, {}, lengths)
+    scores, others = call_reward(lambda: values, "r.py:f", PROMPTS, {}, lengths)
+    assert others == {}
+    return scores
 
 
 def test_any_kind_of_number_is_a_float():
@@ -423,6 +425,15 @@ def test_any_kind_of_number_is_a_float():
         assert scores == [1.0, 0.0, 1.0, 1.0] and {type(score) for score in scores} == {float}
     dense = [np.array([0, 1]), 1, [True], torch.tensor([0.0, 1.0])]
     assert scores_of(dense, [2, 5, 1, 2]) == [[0.0, 1.0], 1.0, [1.0], [0.0, 1.0]]
+
+
+def test_scores_with_other_columns():
+    """ "score" is trained; the others are checked as those of a metric."""
+    scores, others = call_reward(lambda: {"good": [1, 2, 3, 4], "score": (4, 3, 2, 1)}, "r.py:f", PROMPTS, {})
+    assert scores == [4.0, 3.0, 2.0, 1.0] and others == {"good": [1.0, 2.0, 3.0, 4.0]}
+    for bad, size, sentence in (("step", 4, "the name 'step', which is taken"), ("x", 1, "'x': [1.0] is not that")):
+        with pytest.raises(InputError, match=re.escape(sentence)):
+            call_reward(lambda bad=bad, size=size: {"score": [1.0] * 4, bad: [1.0] * size}, "r.py:f", PROMPTS, {})
 
 
 @pytest.mark.case(25, SCORED)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import EOS, PAD, log, pad_is_eos, recorded, same_run
+from helpers import EOS, PAD, log, pad_is_eos, recorded, rolled, same_run
 
 from algos import ppo, sft
 from common import seeding
@@ -78,7 +78,8 @@ def start(accelerator, directory, tokenizer, dtype):
     rows = [{"prompt": p} for p in PROMPTS]
     queries = tokenizer(PROMPTS)["input_ids"]
     data = SimpleNamespace(reward=vowels, rollout=None)
-    return model, ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
+    batch, _, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
+    return model, batch
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def slow_step(model, optimizer, loss, lr, max_grad_norm):
 
 def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
     """All four steps of an iteration, the losses row by row without padding, the formulas written out once more."""
-    rollouts = recorded(monkeypatch, ppo, "rollout")
+    rollouts = rolled(monkeypatch, ppo)
     minibatches = ppo.minibatches
     before = []
 
@@ -233,7 +234,7 @@ PER_TOKEN = "response logprobs values entropies ref_logprobs returns".split()
 
 def test_metrics_are_those_of_numpy(monkeypatch, gpt2_dir, tmp_path):
     """Masked, over the whole iteration; objective/kl is the KL also where the penalty is another one."""
-    rollouts = recorded(monkeypatch, ppo, "rollout")
+    rollouts = rolled(monkeypatch, ppo)
     _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", kl_kind="mse", micro_batch_size=3)
     beta = 0.1
     for record, (_, batch) in zip(log(run_dir), rollouts, strict=True):
@@ -282,7 +283,7 @@ def test_ppo_with_an_end_token_of_id_zero(monkeypatch, letters, gpt2_dir, tmp_pa
     """As Pythia's, without a padding token."""
     letters.eos_token = "a"
     letters.pad_token = None
-    rollouts = recorded(monkeypatch, ppo, "rollout")
+    rollouts = rolled(monkeypatch, ppo)
     _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", tokenizer=letters, total_episodes=40)
     for _, batch in rollouts:
         for ids, mask in zip(batch.response.tolist(), batch.response_mask.tolist(), strict=True):

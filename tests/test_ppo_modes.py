@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import EOS, log, recorded
+from helpers import EOS, log, rolled
 from test_invariants import run_ppo, weights
 from torch import nn
 from torch.nn import functional as F
@@ -99,7 +99,7 @@ def test_a_reference_of_its_own_keeps_its_blocks(monkeypatch, build_model, lette
     """--ref-model beside frozen blocks of the policy, which are not the reference's."""
     build_model(seed=7).save_pretrained(tmp_path / "ref")
     letters.save_pretrained(tmp_path / "ref")
-    rollouts = recorded(monkeypatch, ppo, "rollout")
+    rollouts = rolled(monkeypatch, ppo)
     flags = {"ref_model": str(tmp_path / "ref"), "num_layers_unfrozen": 1, "total_episodes": 10}
     run_ppo(gpt2_dir, tmp_path / "run", **flags)
     [(_, batch)] = rollouts
@@ -116,7 +116,7 @@ def test_a_reference_of_its_own_keeps_its_blocks(monkeypatch, build_model, lette
 
 def test_rewards_are_whitened(monkeypatch, gpt2_dir, tmp_path):
     """The returns are those of the token rewards over their standard deviation, their mean as it was."""
-    calls = recorded(monkeypatch, ppo, "rollout")
+    calls = rolled(monkeypatch, ppo)
     run_ppo(gpt2_dir, tmp_path / "run", gamma=0.9, whiten_rewards=True, min_length_limit=3, micro_batch_size=3)
     assert len(calls) == 2
     for _, batch in calls:
@@ -199,7 +199,7 @@ def test_moments_survive_a_resume(monkeypatch, gpt2_dir, tmp_path):
 
 
 def test_limits_of_length(monkeypatch, gpt2_dir, tmp_path):
-    rollouts = recorded(monkeypatch, ppo, "rollout")
+    rollouts = rolled(monkeypatch, ppo)
     run_ppo(gpt2_dir, tmp_path / "run", min_length_limit=3, total_episodes=60)
     lengths = set()
     for _, batch in rollouts:
@@ -219,7 +219,7 @@ def test_a_run_with_stop_strings(monkeypatch, letters, gpt2_dir, tmp_path):
         calls.append((outputs, output_ids))
         return [float(len(output)) for output in outputs]
 
-    rollouts = recorded(monkeypatch, ppo, "rollout")
+    rollouts = rolled(monkeypatch, ppo)
     run_ppo(gpt2_dir, tmp_path / "run", stop=tuple(stops), reward=reward, decode_batch_size=3)
     for (_, batch), (outputs, output_ids) in zip(rollouts, calls, strict=True):
         assert batch.response_mask.sum(1).tolist() == [len(ids) for ids in output_ids]
@@ -259,9 +259,9 @@ def test_steps_with_a_large_ratio_are_skipped(monkeypatch, gpt2_dir, tmp_path, r
     rollout = ppo.rollout
 
     def gap(*args):
-        batch = rollout(*args)
+        batch, *more = rollout(*args)
         batch.logprobs[list(rows)] -= 200
-        return batch
+        return batch, *more
 
     monkeypatch.setattr(ppo, "rollout", gap)
     flags = {"dtype": "float32", "ratio_threshold": 10, "total_episodes": 10, "kl_target": None}

@@ -7,12 +7,14 @@ processes in test_fsdp.py. The embedded task with a calculator is in test_tasks.
 import asyncio
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import EOS, close, log, recorded, same_run, samples, write
+from harness import ROOT, launch, torchrun
+from helpers import EOS, close, log, recorded, rolled, same_run, samples, write
 from test_invariants import PROMPTS, weights
 from test_rows import TOOLS, TURN_END, build_tokenizer
 
@@ -123,7 +125,7 @@ def test_a_killed_run_ends_with_the_same_bytes(algo, gpt2_dir, tmp_path, capsys)
 @both
 def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch):
     """The mask leaves out what the tool wrote, which reward and evaluations see; the first ratio is 1."""
-    calls = recorded(monkeypatch, NAMED[algo], "rollout")
+    calls = rolled(monkeypatch, NAMED[algo])
     losses = recorded(monkeypatch, NAMED[algo], "policy_loss" if algo == "ppo" else "grpo_loss")
     seen = []
 
@@ -185,7 +187,7 @@ def test_advantages_are_those_of_the_groups(gpt2_dir, tmp_path, monkeypatch):
 
 
 def test_scores_of_what_was_read_go_to_the_sampled_token_before(gpt2_dir, tmp_path, monkeypatch):
-    calls = recorded(monkeypatch, ppo, "rollout")
+    calls = rolled(monkeypatch, ppo)
     run("ppo", gpt2_dir, tmp_path / "run", reward=by_token, total_episodes=12)
     ((_, batch),) = calls
     for scores, ids, mask in zip(batch.raw_scores, batch.response, batch.response_mask, strict=True):
@@ -282,6 +284,50 @@ def test_a_call_of_a_tool_in_a_chat(build_model, tmp_path):
     assert any("[\\n<|im_start|>user\\nresult 4<|im_end|>" in row["output"] for row in samples(run_dir))
 
 
+@both
+def test_parts_of_a_reward_and_the_first_rows(algo, gpt2_dir, tmp_path):
+    """Other columns of a reward are logged by name; the first rows of every rollout can be read, and stand there once
+    where a run goes on."""
+
+    def reward(outputs, output_ids, **columns):
+        return {"score": vowels(outputs, output_ids), "length": [len(ids) for ids in output_ids]}
+
+    flags = {"reward": reward, "eval_every": 4, "save_every": 1, "keep_checkpoints": 9}
+    run_dir = run(algo, gpt2_dir, tmp_path / "run", **flags)
+    first, second, last = log(run_dir)
+    assert 3 < first["eval/length"] < 9 and 3 < second["reward/length"] < 9 and "reward/length" in last
+    path = run_dir / "rollouts.jsonl"
+    text = path.read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["step"] for row in rows] == [4] * 4 + [8] * 4
+    assert rows[0].keys() == {"step", "prompt", "output", "score", "advantage", "length"}
+    assert any("[eq]" in row["output"] for row in rows)
+    if algo == "grpo":
+        assert sum(row["advantage"] for row in rows[:3]) == pytest.approx(0, abs=1e-9)
+    (run_dir / "README.md").unlink()
+    shutil.rmtree(run_dir / "checkpoints/step_00000008")
+    run(algo, gpt2_dir, run_dir, **flags)
+    assert path.read_text() == text
+
+
+def test_options_of_the_template_reach_every_text(build_model, tmp_path, monkeypatch):
+    tokenizer = build_tokenizer(TOOLS.replace("'Be good.'", "('Think.' if think else 'Be ' + mood)"))
+    lm = build_model(vocab_size=len(tokenizer), n_positions=256, eos_token_id=tokenizer.eos_token_id)
+    seen = []
+
+    def episode(sample, prompt_ids, prompts, tokenizer):
+        chat = [{"role": "user", "content": "b?"}]
+        assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == prompts[0]
+        seen.extend(prompts)
+        return once(sample, prompt_ids)
+
+    flags = {"tokenizer": tokenizer, "dataset": [{"prompt": [{"role": "user", "content": "b?"}]}], "rollout": episode}
+    run("grpo", lm, tmp_path / "run", template_options=("think=false", "mood=quick"), total_episodes=12, **flags)
+    assert all("system\nBe quick<|im_end|>" in prompt for prompt in seen)
+    with pytest.raises(InputError, match="--template-options .* must be key=value"):
+        run("grpo", lm, tmp_path / "run", template_options=("think",), **flags)
+
+
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +360,22 @@ WRONG = {
 def test_what_is_refused(message, gpt2_dir, tmp_path):
     with pytest.raises(InputError, match=message):
         run("grpo", gpt2_dir, tmp_path / "run", rollout=WRONG[message])
+
+
+def fails_in_one(sample, prompt_ids, seeds, tokenizer):
+    """In the second process, in the first rollout."""
+    if os.environ["RANK"] == "1":
+        raise ValueError("the game is over")
+    return tool(sample, prompt_ids, tokenizer)
+
+
+def test_an_error_in_one_process_ends_all(gpt2_dir, tmp_path):
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": p} for p in PROMPTS])
+    argv = [ROOT / "algos/grpo.py", "--model", gpt2_dir, "--dataset", rows, "--reward", f"{__file__}:vowels"]
+    argv += ["--rollout", f"{__file__}:fails_in_one", "--total-episodes", 16, "--max-new-tokens", 5, "--run-dir", "run"]
+    done = launch(torchrun(2), argv, tmp_path, tmp_path, PYTHONPATH=str(ROOT / "tests"))
+    assert done.returncode != 0 and "the game is over" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_parts_of_what_was_sampled():

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 import transformers as tf
-from helpers import BOS, EOS, PAD, add_specials, log, recorded
+from helpers import BOS, EOS, PAD, add_specials, log, recorded, rolled
 from test_models import more_vowels
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -178,7 +178,7 @@ PPO = SAMPLED | {"reward": more_vowels, "ppo_epochs": 1, "value_head_init": "nor
 def test_ppo(monkeypatch, run, folder, pairs):
     """Log-probabilities and values are those of plain forwards, ratio 1 and KL 0 before the first update, the reference
     is the initial model also after it, the first token is trained."""
-    rollouts = recorded(monkeypatch, ppo, "rollout")
+    rollouts = rolled(monkeypatch, ppo)
     initial = reload(folder)
     head = ppo.PolicyWithValue(initial, "mlp", "normal", 1).value_head
     queries = [query for query, _ in pairs]
@@ -210,7 +210,7 @@ def test_ppo(monkeypatch, run, folder, pairs):
 @pytest.mark.parametrize("family", ["t5"], indirect=True)
 def test_ppo_of_the_top_block(monkeypatch, run, folder):
     """--num-layers-unfrozen 1 trains the top decoder block and the norm behind it; all else is the reference's, too."""
-    rollouts = recorded(monkeypatch, ppo, "rollout")
+    rollouts = rolled(monkeypatch, ppo)
     before = dict(reload(folder, torch.float32).named_parameters())
     flags = PPO | {"dtype": "float32", "total_episodes": 12, "num_layers_unfrozen": 1}
     metrics, _, model, text = run(ppo, **flags)

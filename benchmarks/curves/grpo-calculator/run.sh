@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# GRPO with a calculator; one that answers "?" alone; problems of two calls; and PPO.
+. "$(dirname "$0")/../common.sh"
+tasks=benchmarks/tasks/calculator
+for seed in ${SEEDS:-1 2 3}; do
+    train default grpo --config $tasks/grpo.yaml
+    train no-answers grpo --config $tasks/grpo.yaml --rollout $tasks.py:episode:answers=false --total-episodes 15360
+    train two grpo --config $tasks/grpo_two.yaml
+    train ppo ppo --config $tasks/ppo.yaml
+done

@@ -1,18 +1,21 @@
-"""The recipes of algos/README.md ("Change these lines") apply to their scripts: `pytest tests/test_recipes.py`"""
+"""The recipes of algos/README.md apply to their scripts, and its rollouts run: `pytest tests/test_recipes.py`"""
 
 import importlib.util
+import json
 import re
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import log, recorded, samples, weights
 
+from algos import grpo
+from common.cli import parse
+
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "algos/README.md").read_text()
-ENTROPY, TOOL, TARGET, POLICY, NOISE, TRUNCATED, GROUPS = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
+ENTROPY, TARGET, POLICY, NOISE, TRUNCATED, GROUPS = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
 BLOCK = "transformer.h.0.mlp.c_fc.weight"
 
 
@@ -74,21 +77,6 @@ def test_an_entropy_bonus_changes_the_loss(load, run):
     assert gap == pytest.approx(0.01 * bonus["policy/entropy"], rel=0.5), "the bonus is 0.01 nats a nat"
 
 
-def test_tokens_of_a_tool_are_not_scored(load, run):
-    seen = []
-
-    def reward(output_ids, **columns):
-        seen.append(output_ids)
-        return lengths(output_ids)
-
-    run(load(""), reward=reward, **PPO)
-    assert any(3 in ids for ids in chain(*seen)), "the policy samples such tokens"
-    seen.clear()
-    metrics, _ = run(load(TOOL), reward=reward, **PPO)
-    assert all(3 not in ids for ids in chain(*seen))
-    assert metrics["policy/ratio"] == pytest.approx(1, abs=0.5) and metrics["tokens/responses_len"] < 5
-
-
 ILQL = {"dataset": [{"prompt": "b", "completion": "cde" * n, "reward": float(n)} for n in (1, 2, 3)], "metric": metric}
 ILQL |= {"eval_prompts": [{"prompt": "b"}, {"prompt": "cd"}], "betas": (0.0, 4.0), "max_new_tokens": 7, "top_k": 0}
 ILQL |= {"total_steps": 3, "batch_size": 3, "micro_batch_size": 2, "warmup_steps": 0}
@@ -148,9 +136,49 @@ def test_groups_of_different_scores_are_taken_first(load, run, monkeypatch):
     updates = recorded(monkeypatch, module, "update")
     sampled = recorded(monkeypatch, module, "rollout")
     run(module, **GRPO)
-    for ((_, _, _, batch, *_), _), (_, whole) in zip(updates, sampled, strict=True):
+    for ((_, _, _, batch, *_), _), (_, (whole, _, _)) in zip(updates, sampled, strict=True):
         groups = whole.scores.view(32, 2)
         is_different = groups[:, 0] != groups[:, 1]
         expected = torch.cat([groups[is_different], groups[~is_different]])
         assert torch.equal(batch.scores.view(16, 2), expected[:16])
         assert 0 < is_different.sum() < 32
+
+
+# ---- Rollouts of your own --------------------------------------------------------------------------------------------
+
+SECTION = TEXT[TEXT.index("## Rollouts of your own") : TEXT.index("## Models and adapters")]
+FILES = dict(re.findall(r"```python\n# (\w+\.py)[^\n]*\n(.*?)```", SECTION, flags=re.S))
+CALLED = {  # file: pattern of the outputs of its rollouts
+    "my_tool.py": r"<\d+\*\d+>\[\d+\]",
+    "by_row.py": r"[^\[]+\[\d\][^\[]*",
+    "slow_tool.py": r".+\[\?\].*",
+    "my_game.py": r"\D*\d(\[(\+|<unk>)\]\D*\d)*.*",
+    "my_engine.py": r"[^\[]+",
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_rollouts_of_the_guide(tmp_path, name):
+    """On the base model of the calculator."""
+    (tmp_path / name).write_text(FILES[name])
+    flags = ["--config", "benchmarks/tasks/calculator/grpo.yaml", "--rollout", f"{tmp_path / name}:episode"]
+    if "def reward" in FILES[name]:
+        flags += ["--reward", f"{tmp_path / name}:reward", "--metric", "None"]
+    flags += ["--total-episodes", "32", "--rollout-batch-size", "16", "--batch-size", "16", "--eval-every", "0"]
+    args = parse([*flags, "--run-dir", str(tmp_path / "run"), "--threads", "1"], grpo.Args)
+    metrics, run_dir = grpo.main(args)
+    rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 8 and metrics.get("policy/ratio", 1) == pytest.approx(1, abs=1e-5)
+    matched = [row for row in rows if re.match(CALLED[name], row["output"])]
+    assert len(matched) == len(rows) or (name == "my_tool.py" and matched)
+    if name == "my_tool.py":
+        a, b, product = re.search(r"<(\d+)\*(\d+)>\[(\d+)\]", matched[0]["output"]).groups()
+        assert int(a) * int(b) == int(product)
+    if name == "my_engine.py":
+        assert metrics["reward/gap"] < 1e-5
+    if name == "my_game.py":
+        assert {row["score"] for row in rows} <= {0.0, 1.0} and any("[" in row["output"] for row in rows)
+
+
+def test_the_form_for_vllm_can_be_read():
+    compile(FILES["my_vllm.py"], "my_vllm.py", "exec")

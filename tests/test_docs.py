@@ -14,7 +14,7 @@ from test_rows import TOOLS, build_tokenizer
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks import check, seeds
-from benchmarks.tasks import arithmetic, randomwalks, shapes
+from benchmarks.tasks import arithmetic, calculator, randomwalks, shapes
 from common import logging as run_logging
 from common.cli import parse
 from common.rows import pair_texts, row_segments
@@ -139,7 +139,7 @@ def test_the_table_of_faults_is_that_of_the_tests(cases):
 COUNT = 'run pytest -m "case or slow" --dist load -vv --table=benchmarks/faults/cases.csv'
 
 
-MODULES = [arithmetic, randomwalks, shapes, ddpo, dpo, grpo, ilql, ppo, reward, sft, check, run_logging]
+MODULES = [arithmetic, calculator, randomwalks, shapes, ddpo, dpo, grpo, ilql, ppo, reward, sft, check, run_logging]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

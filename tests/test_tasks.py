@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness import ROOT, lines
+from helpers import samples
 
-from benchmarks.tasks import arithmetic, randomwalks
+from algos import grpo
+from benchmarks.tasks import arithmetic, calculator, randomwalks
+from common.cli import from_task
 
 SUM = "676+236="
 SUM_STEPS = "6+6=12,7+3+1=11,6+2+1=09"
@@ -365,7 +368,9 @@ def load(path):
     return model
 
 
-@pytest.mark.parametrize(("task", "parameters"), [(randomwalks, 1_512_720), (arithmetic, 238_272)])
+@pytest.mark.parametrize(
+    ("task", "parameters"), [(randomwalks, 1_512_720), (arithmetic, 238_272), (calculator, 232_032)]
+)
 def test_untrained_model_is_drawn_once(task, parameters, tmp_path, monkeypatch):
     """Where it is not there yet, without a trace in torch's generator; equal weights each time."""
     first = load(task.untrained_model())
@@ -384,6 +389,49 @@ def test_untrained_model_is_drawn_once(task, parameters, tmp_path, monkeypatch):
         assert torch.equal(weight, other)
     monkeypatch.setattr(characters, "draw_gpt2", None)  # it is not drawn again
     assert task.untrained_model() == path
+
+
+# ---- Calculator ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", calculator.KINDS)
+def test_solutions_with_a_calculator(level):
+    """Of the kinds that there are, in their shares; right ones end with the result. Nothing held out is among them."""
+    rows = [row["dialogue"] for row in calculator.solutions(level, 4000)]
+    prompts = {row[0] for row in rows}
+    held_out = {row["prompt"] for row in calculator.eval_prompts(level)}
+    assert len(held_out) == 300 and prompts.isdisjoint(held_out)
+    right = calculator.reward([row[0] for row in rows], ["".join(row[1:]) for row in rows])
+    assert mean(right) == pytest.approx(0.25, abs=0.02)
+    guesses = [len(row) == 2 for row in rows]
+    assert mean(guesses) == pytest.approx(calculator.KINDS[level]["guess"], abs=0.03)
+    calls = 1 if level == "one" else 2
+    assert {len(row) for row, is_right in zip(rows, right, strict=True) if is_right and len(row) > 2} == {2 + 2 * calls}
+    for row in rows:
+        for call, result in zip(row[1:-1:2], row[2::2], strict=True):
+            assert result == calculator.calculate(call[1:-1]) and call[0] + call[-1] == "<>"
+        assert len("".join(row)) < calculator.CONTEXT
+    assert calculator.result_of("37*48+59=") == calculator.result_of("59+37*48=") == 1835
+    outputs = ["#1835", "<1>#1835", "1835", "#1835#", "#01835"]
+    assert calculator.reward(["37*48+59="] * 5, outputs) == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("name", "answers"), [("grpo", "true"), ("grpo_two", "true"), ("grpo", "false")])
+def test_an_episode_with_a_calculator(name, answers, tmp_path):
+    """A base model calls now and then, and reads the results; greedy it guesses. Without answers nothing is right."""
+    task = "benchmarks/tasks/calculator"
+    sizes = {"total_episodes": 64, "rollout_batch_size": 64, "batch_size": 64, "threads": 1, "lr": 1e-9}
+    accuracies = []
+    for temperature in (0.0, 1.0):
+        flags = {"run_dir": str(tmp_path / str(temperature)), "rollout": f"{task}.py:episode:answers={answers}"}
+        flags["eval_temperature"] = temperature
+        metrics, run_dir = grpo.main(from_task(grpo.Args, f"{task}/{name}.yaml", **sizes, **flags))
+        accuracies.append(metrics["eval/accuracy"])
+        for row in samples(run_dir, step=0):
+            number = calculator.result_of(row["prompt"])
+            assert row["output"].count("[") == row["calls"]
+            assert not (row["accuracy"] and row["calls"]) or f"[{number}]#{number}<eos>" in row["output"]
+    assert accuracies == [0, pytest.approx(0.24, abs=0.06) if answers == "true" else 0]
 
 
 def walk_nll(path):

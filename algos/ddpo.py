@@ -776,7 +776,7 @@ def main(args):
         run.lap("rollout")
         # 2. r(x_0, c), and advantages by the statistics of each prompt
         given = image_arguments(rows, sampled["images"])
-        scores, _ = on_main(accelerator, call_reward, data.reward, args.reward, rows, given)
+        scores, others = on_main(accelerator, call_reward, data.reward, args.reward, rows, given)
         if epoch == 1 and min(scores) == max(scores):
             run.say(f"warning: all rewards of the first epoch are {scores[0]}, so there is nothing to learn from them")
         advantages = stats.update(prompts, scores) if args.per_prompt_stats else standardized(scores)
@@ -790,6 +790,7 @@ def main(args):
             "objective/scores": np.mean(scores),
             "objective/scores_std": np.std(scores),
             "objective/diversity": diversity(sampled["images"]),
+            **{f"reward/{name}": np.mean(values) for name, values in others.items()},
             **update(run, policy, optimizer, batch, args),
         }
         run.lap("update")

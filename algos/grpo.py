@@ -26,7 +26,8 @@ How this differs from the paper: the reference and the reward model never change
 (outcome supervision, Sec. 4.1.2).
 
 How this differs from TRL's GRPO:
-- The defaults are the paper's. TRL's are the mean over tokens and no KL; TRL multiplies a KL term by the ratio.
+- The defaults are the paper's. TRL's are the mean over tokens and no KL; TRL multiplies the KL of a token by the
+  ratio, which is --kl-kind unbiased here.
 - Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
   what the optimizer step holds in all processes. Each epoch draws new minibatches.
 
@@ -98,8 +99,8 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     cliprange_high: NonNegative | None = None
     """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: --cliprange."""
     kl_kind: Literal["k3", "unbiased"] = "k3"
-    """KL in the loss. k3: Eq. 4 of Shao et al. 2024; unbiased: times the ratio, with its gradient (DeepSeek-V3.2, arXiv
-    2512.02556; the default of TRL)."""
+    """KL in the loss. k3: Eq. 4 of Shao et al. 2024; unbiased: times the ratio of --ratio-level, with its gradient
+    (DeepSeek-V3.2, arXiv 2512.02556, for ratios of tokens; the default of TRL)."""
     kl_coef: NonNegative = 0.04
     """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04). With 0 there is no
     reference, and no KL is logged."""
@@ -203,7 +204,7 @@ class Rollout(Episodes):
     logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled; None: the single step computes them
     ref_logprobs: torch.Tensor | None = None  # (B, R)
     scores: torch.Tensor | None = None  # (B,) float64
-    truncated: torch.Tensor | None = None  # (B,) bool, neither end token nor stop string
+    truncated: torch.Tensor | None = None  # (B,) bool, cut at --max-new-tokens
     advantages: torch.Tensor | None = None  # (B,) float64
 
 

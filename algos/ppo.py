@@ -101,7 +101,8 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     score_clip: NonNegative = 0.0
     """Clip scores, after scaling, to [-this, this]; 0: no clipping."""
     missing_eos_penalty: NonNegative = 0.0
-    """Subtract this from the score of a response that ends with neither an end token nor a --stop string."""
+    """Subtract this from the score of a response that ends with neither an end token nor a --stop string; with
+    --rollout, of one that was cut at --max-new-tokens."""
     whiten_rewards: bool = False
     """Divide the token rewards by their standard deviation, without subtracting the mean."""
     early_stop_kl: NonNegative = 0.0
@@ -334,7 +335,7 @@ class Rollout(Episodes):
     entropies: torch.Tensor | None = None  # (B, R) of the next-token distribution
     ref_logprobs: torch.Tensor | None = None  # (B, R)
     raw_scores: torch.Tensor | None = None  # (B, R) from the reward; a single score is on the last token
-    truncated: torch.Tensor | None = None  # (B,) bool, neither end token nor stop string
+    truncated: torch.Tensor | None = None  # (B,) bool, cut at --max-new-tokens
     scores: torch.Tensor | None = None  # (B, R) as trained on: shape_scores
     rewards: torch.Tensor | None = None  # (B, R)
     advantages: torch.Tensor | None = None  # (B, R), whitened

@@ -22,8 +22,9 @@ class RewardModel:
         if not spec_path(path):
             path, _, label = path.partition(":")
         own_args = copy.copy(args)
-        own_args.tokenizer = None  # this flag and the next are about --model
+        own_args.tokenizer = None  # this flag and the next two are about --model
         own_args.attn_implementation = None
+        own_args.template_options = ()
         options = {"num_labels": 1}
         if not adapter_base(str(spec_path(path) or path)):
             own_args.load_in_4bit = False

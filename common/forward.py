@@ -171,8 +171,9 @@ class Episodes:
         return rows.flatten()[self.places]
 
     def lengths(self):
-        """(B,) tokens of query and response, on the CPU."""
-        return self.query_mask_cpu.sum(1) + self.response_mask_cpu.sum(1)
+        """(B,) tokens of query and response, up to the last one that counts, on the CPU."""
+        up_to_last = self.response_mask_cpu.flip(1).cumsum(1) > 0
+        return self.query_mask_cpu.sum(1) + up_to_last.sum(1)
 
 
 def score_all(accelerator, episodes, micro_batch_size, score):

@@ -102,7 +102,11 @@ def call_function(function, name, rows, given):
     process = os.getpid()
     try:
         result = function(**values)
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
+        if inspect.iscoroutine(result):
+            result = event_loop(process).run_until_complete(result)
+        return result
+    except asyncio.CancelledError as error:  # no Exception, so nobody else would hear of it
+        raise RuntimeError(f"{name} was cancelled") from error
     except SystemExit as error:
         if os.getpid() != process:  # a child that the function forked: Python's own exit can hang in it
             os._exit(error.code if isinstance(error.code, int) else bool(error.code))
@@ -110,6 +114,12 @@ def call_function(function, name, rows, given):
             raise
         # it would end the run as if it had succeeded
         raise RuntimeError(f"{name} called sys.exit: {error}") from error
+
+
+@functools.cache
+def event_loop(process):
+    """That of all coroutines of a process: a client that they keep belongs to one loop."""
+    return asyncio.new_event_loop()
 
 
 def call_reward(function, name, rows, given, lengths=None):
@@ -163,16 +173,19 @@ def checked_columns(name, columns, count):
 def call_rollout(function, name, rows, given, sampled):
     """(responses, {column: values per row}) of a rollout function; a response is a list of segments (ids, trained), cut
     to max_new_tokens. sampled: per row all (context, ids) that `sample` has returned in this call. A trained segment is
-    part of one of these, at its place; a row for which nothing was sampled may come from another engine."""
+    made of parts of these, each at its place; a row for which nothing was sampled may come from another engine."""
     value = call_function(function, name, rows, given)
-    responses, columns = value if isinstance(value, tuple) else (value, {})
+    responses, columns = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     expected = (
         f"{name} must return a list of {len(rows)} lists of (ids, trained), or a pair of that and {{column: list}}"
     )
     if not isinstance(responses, list) or not isinstance(columns, dict) or len(responses) != len(rows):
         raise InputError(f"{expected}; it returned {value!r:.60}")
-    if bad := [column for column, values in columns.items() if len(values) != len(rows)]:
-        raise InputError(f"{expected}; the column {bad[0]!r} has not one value per row")
+    for column, values in columns.items():
+        if not isinstance(values, list) or len(values) != len(rows):
+            raise InputError(f"{expected}; the column {column!r} has not one value per row")
+        if column in rows[0]:
+            raise InputError(f"{name} returned a column {column!r}, which the rows already have: choose another name")
     vocabulary = len(given["model"].get_input_embeddings().weight)
     checked = []
     for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):

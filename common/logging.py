@@ -85,11 +85,12 @@ def on_each(accelerator, function, *args):
     except Exception as raised:
         error = raised
     found = gather_object([error and (isinstance(error, FloatingPointError), str(error) or repr(error))])
-    for is_number, text in filter(None, found):
-        error = error or (FloatingPointError if is_number else InputError)(text)
-        error.on_all = True  # see Run.rescue
-        raise error
-    return result
+    found = [each for each in found if each]
+    if not found:
+        return result
+    error = error or InputError(found[0][1])
+    error.on_all = not any(is_number for is_number, _ in found)  # see Run.rescue
+    raise error
 
 
 def closes_run(main):
@@ -392,7 +393,7 @@ class Run:
         continue."""
         if not self.stepped or self.dir is None:
             return
-        on_all = self.accelerator.num_processes == 1 or hasattr(error, "on_all")
+        on_all = self.accelerator.num_processes == 1 or getattr(error, "on_all", False)
         if self.whole and on_all and not isinstance(error, FloatingPointError):  # whose state is not worth saving
             step, self.iteration, kept = self.whole
             self.kept = SimpleNamespace(**kept)
@@ -537,12 +538,13 @@ class Run:
     def rollouts(self, shown, scores, advantages, others):
         """Writes the first rows of a rollout to rollouts.jsonl. shown: their prompts and outputs; scores, advantages
         (B,); others: {column: values (B,)} of the reward, whose means are returned as metrics."""
-        columns = shown | {"score": scores.tolist(), "advantage": advantages.tolist(), **others}
+        numbers = {"score": scores.tolist(), "advantage": advantages.tolist(), **others}
         if self.main and self.dir:
-            cells = zip(*columns.values(), strict=False)  # as many as are shown
-            self.append(
-                "rollouts.jsonl", *({"step": self.step, **dict(zip(columns, row, strict=True))} for row in cells)
-            )
+            for number, (prompt, output) in enumerate(zip(shown["prompt"], shown["output"], strict=True)):
+                row = {name: values[number] for name, values in numbers.items()}
+                finite = {name: value for name, value in row.items() if math.isfinite(value)}
+                record = {"step": self.step, "prompt": prompt, "output": output}
+                self.append("rollouts.jsonl", record | dict.fromkeys(row) | finite)
         return {f"reward/{name}": sum(values) / len(values) for name, values in others.items()}
 
     # -- the end

@@ -49,7 +49,10 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
         tokenizer = load_tokenizer(args, path, base, revision)
     if options := getattr(args, "template_options", ()):
-        options = {name: yaml.safe_load(text) for name, _, text in (option.partition("=") for option in options)}
+        with loading("--template-options", " ".join(options)):
+            options = dict(option.split("=", 1) for option in options)
+            options = {name: yaml.safe_load(text) for name, text in options.items()}
+        tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
         model, missing = load_weights(auto_class, path, base, revision, keywords)

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from common.adapters import for_sampling
 from common.classifiers import RewardModel
-from common.cli import InputError
+from common.cli import InputError, stop_if
 from common.functions import build, call_metric, call_reward, call_rollout, load_function
 from common.logging import on_each, on_main
 from common.models import Seq2Seq, end_tokens, max_positions, unsharded
 from common.report import screen
 from common.rows import is_chat, load_rows, load_sets, set_flag, set_prefix
-from common.seeding import draw, rng, uniforms
+from common.seeding import draw, rng, seed_libraries, uniforms
 from common.tokens import encode_prompts, local_rows, marked, pad_rows
 
 # ---- Prompts ---------------------------------------------------------------------------------------------------------
@@ -268,8 +268,8 @@ def generate_all(
 ):  # fmt: skip
     """Responses to a global list of queries (lists of ids), of which each process samples its share: once per query, or
     as the user's function `rollout(rows, given, sampled)` does (`call_rollout`). Returns, on every process, (query,
-    query_mask (B, Q) left-padded, response, response_mask (B, R) right-padded), where the mask is True at ids that were
-    sampled; the ids of all responses; and the rows, with the columns of the user's function.
+    query_mask (B, Q) left-padded, response, response_mask (B, R) right-padded), where the mask is True at ids that are
+    trained; the ids of all responses; and the rows, with the columns of the user's function.
 
     stream: (name, step). The n-th token that is sampled for row i takes the n-th uniform of (seed, name, step, i).
     limits: longest response of each row. sample: a function as the one above, which gets options (temperature, top_k,
@@ -286,6 +286,7 @@ def generate_all(
     def sample_rows(contexts, places, stop=stop):
         """Lists of the ids sampled behind contexts (lists of ids) of the rows at places, which count from 0 in this
         process; [] where a response has reached its limit."""
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if len({*places}) < len(places):
             raise InputError("--rollout: a row stands twice in one call of `sample`")
         found = {place: [] for place in places}
@@ -325,17 +326,19 @@ def generate_all(
                 "temperature": options["temperature"],
                 "max_new_tokens": max_new_tokens,
             }
+            # the same in a continued run, and different in each process
+            seed_libraries(int(rng(seed, f"{name} libraries", step, accelerator.process_index).integers(2**32)))
             responses, columns = on_each(accelerator, rollout, own_rows, given, sampled)
             added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
             rows = [row | new for row, new in zip(rows, gather_object(added), strict=False)]
     screen.show("scoring")
     response = torch.full((len(local), max_new_tokens), tokenizer.pad_token_id)
-    kinds = torch.zeros_like(response)  # 1: only read, 2: sampled
+    kinds = torch.zeros_like(response)  # 1: only read, 2: trained
     for place, segments in enumerate(responses):
         begin = 0
-        for ids, is_sampled in segments:
+        for ids, trained in segments:
             response[place, begin : begin + len(ids)] = torch.tensor(ids)
-            kinds[place, begin : begin + len(ids)] = 1 + is_sampled
+            kinds[place, begin : begin + len(ids)] = 1 + trained
             begin += len(ids)
     response, kinds = (accelerator.gather(x.to(device))[: len(queries)] for x in (response, kinds))
     output_ids = kept_ids(response, kinds > 0)
@@ -419,6 +422,7 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, re
         values |= on_main(accelerator, call_metric, metric, args.metric, rows, given)
     if reward is not None:
         scores, _, others = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
+        stop_if([f"--reward and --metric both return {key!r}: choose another name" for key in values.keys() & others])
         values |= {"reward": list(map(total, scores)), **others}
     if rollout is not None:
         outputs = first_rows(tokenizer, rows, output_ids, mask, len(rows))["output"]
@@ -448,11 +452,11 @@ def evaluate_sets(run, step, model, lm, tokenizer, data, args):
 
 
 def first_rows(tokenizer, rows, output_ids, mask, count=4):
-    """{"prompt", "output": texts} of the first rows, to read: with special tokens, and in brackets what was not sampled
+    """{"prompt", "output": texts} of the first rows, to read: with special tokens, and in brackets what is not trained
     (mask (B, R) is False)."""
     outputs = []
-    for ids, is_sampled in zip(output_ids[:count], mask[:count].tolist(), strict=True):
-        outputs.append(marked(tokenizer, ids, is_sampled[: len(ids)]))
+    for ids, trained in zip(output_ids[:count], mask[:count].tolist(), strict=True):
+        outputs.append(marked(tokenizer, ids, trained[: len(ids)]))
     return {"prompt": [row["prompt"] for row in rows[:count]], "output": outputs}
 
 
@@ -467,9 +471,11 @@ def score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, outpu
     (`has_ended`). With --rollout, whose turns may end with such a token, one has ended by its last token, or if there
     was room for more."""
     screen.show("scoring")
-    ended = has_ended(tokenizer, output_ids, end_tokens(lm), args.stop)
+    ends = end_tokens(lm)
     if args.rollout:
-        ended = [len(ids) < args.max_new_tokens or ids[-1] in end_tokens(lm) for ids in output_ids]
+        ended = [len(ids) < args.max_new_tokens or ids[-1] in ends for ids in output_ids]
+    else:
+        ended = has_ended(tokenizer, output_ids, ends, args.stop)
     given = text_arguments(tokenizer, rows, outputs, output_ids)
     others = {}
     if isinstance(reward, RewardModel):

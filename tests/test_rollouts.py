@@ -21,7 +21,7 @@ from test_rows import TOOLS, TURN_END, build_tokenizer
 from algos import grpo, ppo
 from common.cli import InputError
 from common.forward import response_logprobs
-from common.functions import sampled_part
+from common.functions import call_function, sampled_part
 
 SPEC = f"{__file__}:tool"
 WRITTEN = [25 % 21, 16]  # the tool's "eq"
@@ -209,7 +209,7 @@ def test_adapters(algo, gpt2_dir, tmp_path):
 
 @both
 def test_columns_and_seeds(algo, gpt2_dir, tmp_path):
-    """Columns of the function reach reward and metric, and replace those of the rows; seeds are of the row alone."""
+    """Columns of the function reach reward and metric, beside those of the rows; seeds are of the row alone."""
     seen = []
 
     async def game(sample, prompt_ids, seeds, goal, prompts, temperature, max_new_tokens, model, **columns):
@@ -217,11 +217,11 @@ def test_columns_and_seeds(algo, gpt2_dir, tmp_path):
         seen.append((seeds, temperature))
         assert len(goal) == len(prompts) == len(prompt_ids) and max_new_tokens == 9 and model.config.vocab_size
         goal[0] = "changed"  # a copy
-        return once(sample, prompt_ids), {"won": [seed % 2 for seed in seeds], "goal": prompts}
+        return once(sample, prompt_ids), {"won": [seed % 2 for seed in seeds], "asked": prompts}
 
-    async def reward(won, goal, prompts, **columns):
+    async def reward(won, goal, asked, prompts, **columns):
         await asyncio.sleep(0)
-        assert goal == prompts
+        assert asked == prompts and {*goal} == {"g"}
         return [float(x) for x in won]
 
     async def metric(won, **columns):
@@ -347,6 +347,10 @@ WRONG = {
     "must return a list of 12 lists of": lambda sample, prompt_ids: once(sample, prompt_ids)[1:],
     "for prompt '.*': \\[3": lambda prompt_ids: [[3, 4] for _ in prompt_ids],
     "the column 'won' has not one": lambda sample, prompt_ids: (once(sample, prompt_ids), {"won": [1]}),
+    "the column 'lost' has not one": lambda sample, prompt_ids: (once(sample, prompt_ids), {"lost": 1.0}),
+    "a column 'prompt', which the rows": lambda sample, prompt_ids: (once(sample, prompt_ids), {"prompt": [1] * 12}),
+    "for prompt '.*': \\[1": lambda prompt_ids: ([[1]] * 12, {}),
+    "of 12 lists of .* returned \\(\\[": lambda sample, prompt_ids: tuple(once(sample, prompt_ids)),
     "an id is not one of the model's 25": lambda prompt_ids: [[([25], True)] for _ in prompt_ids],
     "no trained ids within --max-new": lambda prompt_ids: [[([1] * 9, False), ([2], True)] for _ in prompt_ids],
     "did not return behind exactly": retokenised,
@@ -376,6 +380,44 @@ def test_an_error_in_one_process_ends_all(gpt2_dir, tmp_path):
     done = launch(torchrun(2), argv, tmp_path, tmp_path, PYTHONPATH=str(ROOT / "tests"))
     assert done.returncode != 0 and "the game is over" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stop_string_may_stand_alone(gpt2_dir, tmp_path):
+    """It is not taken for a list of letters."""
+    seen = []
+
+    def stops(sample, prompt_ids, tokenizer, stop="ab"):
+        new = sample(prompt_ids, range(len(prompt_ids)), stop=stop)
+        seen.extend(tokenizer.batch_decode(new))
+        return [[(ids, True)] for ids in new]
+
+    run("grpo", gpt2_dir, tmp_path / "run", rollout=stops, total_episodes=12)
+    assert any(letter in text[:-1] for text in seen for letter in "ab")
+
+
+def test_scores_that_are_not_finite_end_with_a_sentence(gpt2_dir, tmp_path):
+    """A score beyond float32 is found at the update, in all processes."""
+    flags = {"reward": lambda outputs, **_: [1e39] * len(outputs), "dtype": "float32", "rollout": once}
+    with pytest.raises(FloatingPointError, match="12 episodes|6 episodes"):
+        run("ppo", gpt2_dir, tmp_path / "run", **flags)
+
+
+def test_coroutines_share_a_loop_and_may_be_cancelled():
+    held = []
+
+    async def waits(outputs):
+        held or held.append(asyncio.Queue(1))
+        await held[0].put(1)
+        return [await held[0].get()]
+
+    async def cancelled(outputs):
+        task = asyncio.ensure_future(asyncio.sleep(9))
+        task.cancel()
+        await task
+
+    assert [call_function(waits, "f", [{"prompt": ""}], {"outputs": [""]}) for _ in range(3)] == [[1]] * 3
+    with pytest.raises(RuntimeError, match="f was cancelled"):
+        call_function(cancelled, "f", [{"prompt": ""}], {"outputs": [""]})
 
 
 def test_parts_of_what_was_sampled():

@@ -75,8 +75,8 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     # ---- algorithm
     reward: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token,
-    which is summed. Or the directory or hub id of a sequence classifier (with :label if it has several) or of a LoRA
-    adapter for one."""
+    which is summed, or {"score": these, name: further columns to log}. Or the directory or hub id of a sequence
+    classifier (with :label if it has several) or of a LoRA adapter for one."""
     rollout_batch_size: Count = 512
     """Episodes per iteration, over all processes: --group-size for each prompt."""
     group_size: Count = 8

@@ -263,8 +263,9 @@ class RolloutArgs(DataArgs, SamplingArgs):
     max_prompt_length: Count | None = None
     """Drop and count prompts with more tokens. Without this flag, a prompt that does not fit the model is an error."""
     reward: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token. Or
-    the directory or hub id of a sequence classifier (with :label if it has several) or of a LoRA adapter for one."""
+    """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
+    {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if
+    it has several) or of a LoRA adapter for one."""
     rollout: str | None = None
     """file.py:function(sample, prompt_ids, **columns) -> a list of (ids, trained) per row: responses with tools, of
     several turns or of another engine (algos/README.md, "Rollouts of your own"). Default: one sample per prompt."""

@@ -27,7 +27,7 @@ How this differs from the paper: the reference and the reward model never change
 
 How this differs from TRL's GRPO:
 - The defaults are the paper's. TRL's are the mean over tokens and no KL; TRL multiplies the KL of a token by the
-  ratio, which is --kl-kind unbiased here.
+  ratio, which is --unbiased-kl here.
 - Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
   what the optimizer step holds in all processes. Each epoch draws new minibatches.
 
@@ -98,12 +98,12 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """How far the ratio may fall below 1 before it is clipped (epsilon of GRPO Eq. 3)."""
     cliprange_high: NonNegative | None = None
     """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: --cliprange."""
-    kl_kind: Literal["k3", "unbiased"] = "k3"
-    """KL in the loss. k3: Eq. 4 of Shao et al. 2024; unbiased: times the ratio of --ratio-level, with its gradient
-    (DeepSeek-V3.2, arXiv 2512.02556, for ratios of tokens; the default of TRL)."""
     kl_coef: NonNegative = 0.04
     """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04). With 0 there is no
     reference, and no KL is logged."""
+    unbiased_kl: bool = False
+    """Multiply the KL by the ratio of --ratio-level, with its gradient (DeepSeek-V3.2, arXiv 2512.02556, for ratios of
+    tokens; the default of TRL)."""
 
     # ---- sampling
     max_new_tokens: Count = 512
@@ -315,7 +315,7 @@ def losses(model, episodes, weights, args):
     sums = {("step", "loss/policy"): loss.detach()}
     if args.kl_coef:
         kl = kl_k3(new_logprobs, episodes.ref_logprobs)
-        if args.kl_kind == "unbiased":
+        if args.unbiased_kl:
             kl = kl * (new_compared - compared).exp()
         kl_loss = episodes.of_tokens(weights * kl).sum()
         loss = loss + args.kl_coef * kl_loss

@@ -48,7 +48,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     base = adapter_base(path, revision)
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
         tokenizer = load_tokenizer(args, path, base, revision)
-    if options := getattr(args, "template_options", ()):
+    if options := args.template_options:
         with loading("--template-options", " ".join(options)):
             options = dict(option.split("=", 1) for option in options)
             options = {name: yaml.safe_load(text) for name, text in options.items()}

@@ -229,7 +229,7 @@ def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
 def test_losses_are_those_of_trl(monkeypatch, golden):
     _, level, low, high, beta, loss_mean, value, gradient = golden
     flags = {"ratio_level": level, "cliprange": low, "cliprange_high": high, "kl_coef": beta, "loss_mean": loss_mean}
-    flags["kl_kind"] = "unbiased" if golden in UNBIASED else "k3"
+    flags["unbiased_kl"] = golden in UNBIASED
     new = NEW.clone().requires_grad_()
     loss, terms = losses_of(monkeypatch, new, args_of(max_new_tokens=11, **flags))
     assert loss.item() == pytest.approx(value, rel=1e-9)

@@ -128,12 +128,20 @@ def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch)
     calls = rolled(monkeypatch, NAMED[algo])
     losses = recorded(monkeypatch, NAMED[algo], "policy_loss" if algo == "ppo" else "grpo_loss")
     seen = []
+    returned = []
 
     def reward(output_ids, **columns):
         seen.extend(output_ids)
         return vowels([""] * len(output_ids), output_ids)
 
-    run_dir = run(algo, gpt2_dir, tmp_path / "run", reward=reward, total_episodes=12, eval_every=4)
+    def noted(sample, prompt_ids, tokenizer):
+        turns = tool(sample, prompt_ids, tokenizer)
+        returned.extend(turns)
+        return turns
+
+    flags = {"rollout": noted, "reward": reward, "total_episodes": 12, "eval_every": 4}
+    run_dir = run(algo, gpt2_dir, tmp_path / "run", **flags)
+    assert seen == [[token for ids, _ in turns for token in ids][:9] for turns in returned]
     ((_, batch),) = calls
     assert sum(WRITTEN[0] in ids for ids in seen) > 6
     seen = seen[len(PROMPTS) : len(PROMPTS) + 12]  # between two evaluations

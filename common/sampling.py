@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from accelerate.utils import gather_object
 from torch.nn import functional as F
 
 from common.adapters import for_sampling
@@ -275,6 +274,8 @@ def generate_all(
     limits: longest response of each row. sample: a function as the one above, which gets options (temperature, top_k,
     top_p).
     """
+    from accelerate.utils import gather_object
+
     device = accelerator.device
     name, step = stream
     local = local_rows(accelerator, len(queries))

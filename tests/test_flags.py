@@ -83,7 +83,7 @@ for rule_of_names, names_of_rule in NUMBERS.items():
     RANGES |= dict.fromkeys(names_of_rule.split(), rule_of_names)
 LOSSES = "sigmoid robust hinge ipo ipo_sum sigmoid_norm exo_pair nca_pair bco_pair sppo_hard apo_zero apo_down discopop"
 CHOICES = {
-    "advantage_kind": "std mean loo",
+    "advantage_kind": "std batch mean loo",
     "attn_implementation": "eager sdpa flash_attention_2",
     "dtype": "float32 bfloat16 float64",
     "kl_kind": "kl abs mse k3",
@@ -102,14 +102,15 @@ TEXTS = [  # flag, rule, values inside, values outside
     ("name", "letters and digits, after the first also . _ -", [None, "1e-3", "r.2_ß"], ["", "a b", "_", "a/b", "a\n"]),
     ("push_to_hub", "org/name", [None, "org/name"], ["name"]),
     ("stop", "a text that is not empty", [(), ("a", "b")], [("a", ""), ("",)]),
+    ("template_options", "key=value", [(), ("a=b=c", "d=[1]")], [("a=1", "b"), ("=1",), ("a b=1",)]),
 ]
 SWITCHED_ON = "completion_only_loss normalize_rewards packing per_prompt_stats precompute_ref two_qs".split()
 SHARED = {
     "adam_betas": (0.9, 0.999), "adam_eps": 1e-8, "batch_size": 64, "decode_batch_size": 256, "dtype": "float32",
     "eval_every": 100, "eval_temperature": 1.0, "keep_checkpoints": 2, "lora_r": 0, "lora_targets": ("all-linear",),
     "lr_final": 0.0, "lr_schedule": "cosine", "max_grad_norm": 1.0, "max_new_tokens": 64, "micro_batch_size": 8,
-    "num_layers_unfrozen": -1, "resume": "auto", "save_every": 100, "seed": 1, "stop": (), "top_k": 0, "top_p": 1.0,
-    "track": "off", "wandb_project": "plainrl", "warmup_steps": 0, "weight_decay": 0.0,
+    "num_layers_unfrozen": -1, "resume": "auto", "save_every": 100, "seed": 1, "stop": (), "template_options": (),
+    "top_k": 0, "top_p": 1.0, "track": "off", "wandb_project": "plainrl", "warmup_steps": 0, "weight_decay": 0.0,
 }  # fmt: skip
 ROLLOUTS = {"rollout_batch_size": 512, "batch_size": 512, "total_episodes": 65536, "temperature": 1.0, "cliprange": 0.2}
 DEFAULTS = {  # of each script beside SHARED; of papers, TRL and trlX, for pretrained models

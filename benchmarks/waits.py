@@ -2,7 +2,8 @@
 
 It prints a row of throughput/waits.csv, counted on the pretended device of tests/device.py for a Qwen3 of 28 layers (a
 narrow one: the width does not matter): kernels, waits of the host and copies to the device per token, and the megabytes
-that drawing a token for a row moves, from 151,936 logits in bfloat16.
+that drawing a token for a row moves, from 151,936 logits in bfloat16; then kernels, waits and copies of a micro-batch of
+an update by GRPO, forward and backward.
 """
 
 import subprocess
@@ -13,10 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKOUT = Path(sys.argv[1] if sys.argv[1:] else ROOT).resolve()
 sys.path[:0] = [str(CHECKOUT), str(ROOT / "tests")]
 
+import inspect  # noqa: E402
+
 import device  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
+from algos import grpo  # noqa: E402
 from common import sampling  # noqa: E402
 
 ROWS, WORDS = 3, 151936
@@ -31,7 +35,24 @@ def counted(function, *args, **options):
     return {kind: sum(places.values()) for kind, places in device.counts.items()}
 
 
-@torch.no_grad()
+def update(lm, query):
+    """A micro-batch of grpo.py with a KL, as its loop has it."""
+    ids = torch.randint(1, 101, (ROWS, 29)).to(device.DEVICE)
+    columns = {name: torch.zeros(ROWS, 29).to(device.DEVICE) for name in ("logprobs", "ref_logprobs")}
+    advantages = torch.ones(ROWS, dtype=torch.float64).to(device.DEVICE)
+    batch = grpo.Rollout(query, query > 0, ids, ids > 0, advantages=advantages, **columns)
+    args = grpo.Args(model="", dataset="", reward="", max_new_tokens=29)
+    rows = torch.arange(ROWS)
+    if "places" not in inspect.signature(grpo.response_logprobs).parameters:  # older code
+        rows = rows.to(device.DEVICE)
+
+    def micro_batch():
+        loss, _ = grpo.losses(lm, batch.take(rows), advantages, args)
+        loss.backward()
+
+    return counted(micro_batch)
+
+
 def main():
     device.start(exact=False)
     sizes = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -39,11 +60,14 @@ def main():
     lm = AutoModelForCausalLM.from_config(config).to(device.DEVICE).eval()
     query = torch.randint(1, 101, (ROWS, 7)).to(device.DEVICE)
     uniforms = torch.rand(ROWS, TOKENS, dtype=torch.float64).to(device.DEVICE)
+    lm.plain_output = True
     total = counted(sampling.sample, lm, query, query > 0, uniforms, [], 0)
     row = [f"{total[kind] / TOKENS:.2f}" for kind in ("kernels", "waits", "copies")]
     logits = torch.randn(ROWS, WORDS, dtype=torch.bfloat16).to(device.DEVICE)
     moved = counted(sampling.draw, logits, uniforms[:, 0], 0.7)["bytes"]
     row.append(f"{moved / ROWS / 1e6:.2f}")
+    trained = update(lm.train(), query)
+    row += [str(trained[kind]) for kind in ("kernels", "waits", "copies")]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True).stdout.strip()
     print(",".join([commit, *row]))
 

@@ -2,8 +2,8 @@
 
 It prints a row of throughput/waits.csv, counted on the pretended device of tests/device.py for a Qwen3 of 28 layers (a
 narrow one: the width does not matter): kernels, waits of the host and copies to the device per token, and the megabytes
-that drawing a token for a row moves, from 151,936 logits in bfloat16; then kernels, waits and copies of a micro-batch of
-an update by GRPO, forward and backward.
+that drawing a token for a row moves, from 151,936 logits in bfloat16; then kernels, waits and copies of a micro-batch
+of an update by GRPO, forward and backward.
 """
 
 import subprocess

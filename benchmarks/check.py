@@ -541,8 +541,11 @@ def write():
 def collect(name, run_dirs):
     """Stores the runs, in place of those of their variant and seed: a run directory's name is <variant>-seed<N>. Runs
     without an evaluation, which others begin with, have no curve and are left out."""
-    rows = {(run["variant"], int(run["seed"])): run for run in stored_runs(name)}
-    records = curves(name)
+    rows = {}
+    records = {}
+    if (claim_path(name) / "runs.csv").exists():  # a new claim has none
+        rows = {(run["variant"], int(run["seed"])): run for run in stored_runs(name)}
+        records = curves(name)
     for run_dir in map(Path, run_dirs):
         variant, _, seed = run_dir.name.rpartition("-seed")
         kept = kept_records(name, variant, run_dir)

@@ -35,7 +35,7 @@ class Prompts:
     eval_sets: dict  # {name: rows}, then {name: (rows, queries)}
     reward: Callable | None  # None: a model, which needs that of the policy to be loaded
     metric: Callable | None
-    rollout: Callable | None  # that of `generate_all`
+    rollout: Callable | None = None  # that of `generate_all`
     queries: list | None = None  # ids of the prompts
     report: str = ""
 
@@ -352,7 +352,7 @@ def left_padded(queries, pad_id, device):
     """Ids and mask (B, Q) of lists of ids."""
     lengths = [len(ids) for ids in queries]
     masks = [[True] * length for length in lengths]
-    return tuple(pad_rows(x, fill, lengths, device=device) for x, fill in ((queries, pad_id), (masks, False)))
+    return tuple(pad_rows(x, fill, begins=lengths, device=device) for x, fill in ((queries, pad_id), (masks, False)))
 
 
 def kept_ids(response, mask):

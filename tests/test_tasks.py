@@ -431,7 +431,8 @@ def test_an_episode_with_a_calculator(name, answers, tmp_path):
             number = calculator.result_of(row["prompt"])
             assert row["output"].count("[") == row["calls"]
             assert not (row["accuracy"] and row["calls"]) or f"[{number}]#{number}<eos>" in row["output"]
-    assert accuracies == [0, pytest.approx(0.24, abs=0.06) if answers == "true" else 0]
+    assert accuracies[0] < 0.01  # four digits may be guessed
+    assert accuracies[1] == (pytest.approx(0.24, abs=0.06) if answers == "true" else 0)
 
 
 def walk_nll(path):

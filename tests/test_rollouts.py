@@ -17,6 +17,8 @@ from harness import ROOT, launch, torchrun
 from helpers import EOS, close, log, recorded, rolled, same_run, samples, write
 from test_invariants import PROMPTS, weights
 from test_rows import TOOLS, TURN_END, build_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from algos import grpo, ppo
 from common.cli import InputError
@@ -264,10 +266,25 @@ def test_another_engine(algo, gpt2_dir, tmp_path):
     assert metrics[0]["tokens/truncated_rate"] > 0.8  # the limit is reached by what is not trained, too
 
 
-def test_a_call_of_a_tool_in_a_chat(build_model, tmp_path):
-    """A tokenizer of characters and markers, a template with tools. The call is trained, its result and the header of
-    the next turn are not, and the response is what the template writes."""
-    tokenizer = build_tokenizer(TOOLS)
+def byte_pairs():
+    """The tokenizer of characters and markers with a token for some pairs, so that a text has several readings."""
+    plain = build_tokenizer(TOOLS)
+    letters = [chr(number) for number in range(97, 123)]
+    merges = [*zip(letters, letters[1:], strict=False), *zip(letters[1:], letters, strict=False)]
+    vocabulary = {token: i for i, token in enumerate([*plain.get_vocab(), *map("".join, merges)])}
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    names = {"eos_token": "<|im_end|>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    tokenizer.chat_template = TOOLS
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokenizer", [build_tokenizer(TOOLS), byte_pairs()], ids=["characters", "byte pairs"])
+def test_a_call_of_a_tool_in_a_chat(build_model, tmp_path, tokenizer):
+    """A template with tools. The call is trained, its result and the header of the next turn are not, and the response
+    is what the template writes."""
     lm = build_model(vocab_size=len(tokenizer), n_positions=256, eos_token_id=tokenizer.eos_token_id)
     question = [{"role": "user", "content": "2+2?"}]
     seen = []
@@ -290,6 +307,8 @@ def test_a_call_of_a_tool_in_a_chat(build_model, tmp_path):
         result = tokenizer(f"\n<|im_start|>user\nresult 4{TURN_END}<|im_start|>assistant\n")["input_ids"]
         assert prompt + tokenizer.decode(call + result) == text
     assert any("[\\n<|im_start|>user\\nresult 4<|im_end|>" in row["output"] for row in samples(run_dir))
+    several = [ids for _, ids, _ in seen if ids != tokenizer(tokenizer.decode(ids))["input_ids"]]
+    assert bool(several) == (len(tokenizer) > 110)  # what was sampled is kept, not tokenised again
 
 
 @both

@@ -62,7 +62,7 @@ from common.logging import Run, closes_run
 from common.models import describe_reference, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
-from common.sampling import decode, evaluate_sets, first_rows, generate_all, read_prompts, sample, score_outputs, total
+from common.sampling import decode, evaluate_sets, generate_all, read_prompts, sample, score_outputs, total
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
@@ -210,8 +210,8 @@ class Rollout(Episodes):
 
 @torch.no_grad()
 def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args):
-    """Samples a response to each query and scores it with policy, reference and reward. Also returns its
-    first rows, to be read, and the other columns of the reward."""
+    """Samples a response to each query and scores it with policy, reference and reward. Returns the batch, and {metric:
+    mean} of the other columns of the reward."""
     device = accelerator.device
     lm = accelerator.unwrap_model(model)
     # 1. y ~ pi(. | x)
@@ -235,7 +235,8 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
             scores[row] = score_of.setdefault(query_and_response, scores[row])
     batch.scores = torch.tensor([total(score) for score in scores], dtype=torch.float64, device=device)
     batch.truncated = ~torch.tensor(ended, device=device)
-    return batch, first_rows(tokenizer, rows, output_ids, batch.response_mask), others
+    parts = {f"reward/{name}": sum(values) / len(values) for name, values in others.items()}
+    return batch, parts
 
 
 @torch.no_grad()
@@ -450,10 +451,10 @@ def main(args):
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):
-            batch, shown, others = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
+            batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. A_i: what a score has over those of its group
         batch.advantages = group_advantages(batch.scores, args.group_size, args.advantage_kind)
-        parts = run.rollouts(shown, batch.scores, batch.advantages, others)
+        run.first_rows(tokenizer, rows, batch, batch.scores, batch.advantages)
         run.lap("rollout")
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, rows, args)

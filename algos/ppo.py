@@ -54,7 +54,7 @@ from common.logging import Run, closes_run
 from common.models import as_decoder, describe_reference, draw_layers, lm_class, load_lm, make_reference, unsharded
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
-from common.sampling import decode, evaluate_sets, first_rows, generate_all, read_prompts, sample, score_outputs
+from common.sampling import decode, evaluate_sets, generate_all, read_prompts, sample, score_outputs
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --dataset and --config
@@ -344,8 +344,8 @@ class Rollout(Episodes):
 
 @torch.no_grad()
 def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args):
-    """Samples a response to each query and scores it with policy, reference and reward. Also returns its
-    first rows, to be read, and the other columns of the reward."""
+    """Samples a response to each query and scores it with policy, reference and reward. Returns the batch, and {metric:
+    mean} of the other columns of the reward."""
     device = accelerator.device
     lm = accelerator.unwrap_model(model).lm
     # 1. y ~ pi(. | x)
@@ -367,7 +367,8 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     scores, ended, others = score_outputs(accelerator, data.reward, args, tokenizer, lm, rows, outputs, output_ids)
     batch.raw_scores = place_scores(scores, batch.response_mask).to(batch.logprobs.dtype)
     batch.truncated = ~torch.tensor(ended, device=device)
-    return batch, first_rows(tokenizer, rows, output_ids, batch.response_mask), others
+    parts = {f"reward/{name}": sum(values) / len(values) for name, values in others.items()}
+    return batch, parts
 
 
 def score_episodes(accelerator, model, ref, args, episodes):
@@ -597,7 +598,7 @@ def main(args):
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):
-            batch, shown, others = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
+            batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
         mask = batch.response_mask
         batch.scores, state.moments = shape_scores(batch.raw_scores, mask, batch.truncated, state.moments, args)
@@ -608,7 +609,7 @@ def main(args):
             rewards = masked_whiten(rewards, mask, shift_mean=False)
         advantages, batch.returns = gae(rewards, batch.values, mask, args.gamma, args.lam)
         batch.advantages = masked_whiten(advantages, mask)
-        parts = run.rollouts(shown, batch.raw_scores.sum(1), batch.advantages.sum(1) / mask.sum(1), others)
+        run.first_rows(tokenizer, rows, batch, batch.raw_scores.sum(1), batch.advantages.sum(1) / mask.sum(1))
         run.lap("rollout")
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
         metrics = parts | rollout_metrics(batch, state.kl_coef) | update(run, model, optimizer, batch, rows, args)

@@ -146,7 +146,7 @@ def call_reward(function, name, rows, given, lengths=None):
 
 
 # Columns of samples.jsonl beside those of a metric function.
-TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity", "advantage")
+TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
 
 
 def call_metric(function, name, rows, given):

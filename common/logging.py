@@ -26,6 +26,7 @@ from common.identity import SIZES, describe, differences, environment, identity,
 from common.launch import OUT_OF_MEMORY, launch, peak_memory_mb, set_threads
 from common.report import screen, visible
 from common.seeding import rng, seed_libraries, stream_rows
+from common.tokens import marked
 
 SAVE_SECONDS = 600  # save again this long after the last save, unless --save-every is 0
 
@@ -535,17 +536,19 @@ class Run:
             different.setdefault((row["prompt"], row.get("beta")), row)
         self.say(report.table_of([*different.values()][:3], f"samples at step {step}"))
 
-    def rollouts(self, shown, scores, advantages, others):
-        """Writes the first rows of a rollout to rollouts.jsonl. shown: their prompts and outputs; scores, advantages
-        (B,); others: {column: values (B,)} of the reward, whose means are returned as metrics."""
-        numbers = {"score": scores.tolist(), "advantage": advantages.tolist(), **others}
-        if self.main and self.dir:
-            for number, (prompt, output) in enumerate(zip(shown["prompt"], shown["output"], strict=True)):
-                row = {name: values[number] for name, values in numbers.items()}
-                finite = {name: value for name, value in row.items() if math.isfinite(value)}
-                record = {"step": self.step, "prompt": prompt, "output": output}
-                self.append("rollouts.jsonl", record | dict.fromkeys(row) | finite)
-        return {f"reward/{name}": sum(values) / len(values) for name, values in others.items()}
+    def first_rows(self, tokenizer, rows, batch, scores, advantages, count=4):
+        """Writes the first rows of a rollout to rollouts.jsonl, responses up to the last trained token, with scores and
+        advantages (B,). What is not trained is in brackets."""
+        if not (self.main and self.dir):
+            return
+        for place, mask in enumerate(batch.response_mask_cpu[:count]):
+            length = int(mask.nonzero().max()) + 1
+            output = marked(tokenizer, batch.response[place, :length].tolist(), mask[:length].tolist())
+            record = {"step": self.step, "prompt": rows[place]["prompt"], "output": output}
+            for name, values in ("score", scores), ("advantage", advantages):
+                value = values[place].item()
+                record[name] = value if math.isfinite(value) else None
+            self.append("rollouts.jsonl", record)
 
     # -- the end
 

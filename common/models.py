@@ -49,9 +49,11 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
         tokenizer = load_tokenizer(args, path, base, revision)
     if options := args.template_options:
-        with loading("--template-options", " ".join(options)):
-            options = dict(option.split("=", 1) for option in options)
+        options = dict(option.split("=", 1) for option in options)
+        try:
             options = {name: yaml.safe_load(text) for name, text in options.items()}
+        except yaml.YAMLError:
+            raise InputError(f"--template-options {options}: a value is not YAML") from None
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):

@@ -425,8 +425,9 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, args, re
         scores, _, others = score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids)
         stop_if([f"--reward and --metric both return {key!r}: choose another name" for key in values.keys() & others])
         values |= {"reward": list(map(total, scores)), **others}
-    if rollout is not None:
-        outputs = first_rows(tokenizer, rows, output_ids, mask, len(rows))["output"]
+    if rollout is not None:  # to be read: what is not trained in brackets
+        kept = [flags[: len(ids)] for flags, ids in zip(mask.tolist(), output_ids, strict=True)]
+        outputs = list(map(partial(marked, tokenizer), output_ids, kept))
     means = {name: sum(column) / len(column) for name, column in values.items()}
     columns = {"prompt": [row["prompt"] for row in rows], "output": outputs, **values}
     samples = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
@@ -450,15 +451,6 @@ def evaluate_sets(run, step, model, lm, tokenizer, data, args):
             samples += set_samples
     run.samples(step, samples)
     return metrics
-
-
-def first_rows(tokenizer, rows, output_ids, mask, count=4):
-    """{"prompt", "output": texts} of the first rows, to read: with special tokens, and in brackets what is not trained
-    (mask (B, R) is False)."""
-    outputs = []
-    for ids, trained in zip(output_ids[:count], mask[:count].tolist(), strict=True):
-        outputs.append(marked(tokenizer, ids, trained[: len(ids)]))
-    return {"prompt": [row["prompt"] for row in rows[:count]], "output": outputs}
 
 
 def total(score):

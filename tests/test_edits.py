@@ -55,6 +55,12 @@ def ask(source, folder, *more):
     return found["FAILED"], found["PASSED"], result.stdout
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_edit_follows_its_script(name):
+    """The text of the edit and of its mistake stands there once."""
+    compile(mistaken(name), name, "exec")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_right_edit_passes(name, tmp_path):

@@ -78,7 +78,7 @@ def start(accelerator, directory, tokenizer, dtype):
     rows = [{"prompt": p} for p in PROMPTS]
     queries = tokenizer(PROMPTS)["input_ids"]
     data = SimpleNamespace(reward=vowels, rollout=None)
-    batch, _, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
+    batch, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
     return model, batch
 
 

@@ -136,7 +136,7 @@ def test_groups_of_different_scores_are_taken_first(load, run, monkeypatch):
     updates = recorded(monkeypatch, module, "update")
     sampled = recorded(monkeypatch, module, "rollout")
     run(module, **GRPO)
-    for ((_, _, _, batch, *_), _), (_, (whole, _, _)) in zip(updates, sampled, strict=True):
+    for ((_, _, _, batch, *_), _), (_, (whole, _)) in zip(updates, sampled, strict=True):
         groups = whole.scores.view(32, 2)
         is_different = groups[:, 0] != groups[:, 1]
         expected = torch.cat([groups[is_different], groups[~is_different]])

@@ -327,7 +327,7 @@ def test_parts_of_a_reward_and_the_first_rows(algo, gpt2_dir, tmp_path):
     text = path.read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["step"] for row in rows] == [4] * 4 + [8] * 4
-    assert rows[0].keys() == {"step", "prompt", "output", "score", "advantage", "length"}
+    assert rows[0].keys() == {"step", "prompt", "output", "score", "advantage"}
     assert any("[eq]" in row["output"] for row in rows)
     if algo == "grpo":
         assert sum(row["advantage"] for row in rows[:3]) == pytest.approx(0, abs=1e-9)
@@ -353,6 +353,8 @@ def test_options_of_the_template_reach_every_text(build_model, tmp_path, monkeyp
     assert all("system\nBe quick<|im_end|>" in prompt for prompt in seen)
     with pytest.raises(InputError, match="--template-options .* must be key=value"):
         run("grpo", lm, tmp_path / "run", template_options=("think",), **flags)
+    with pytest.raises(InputError, match="--template-options .*: a value is not YAML"):
+        run("grpo", lm, tmp_path / "other", template_options=("think=[a/b/c",), **flags)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

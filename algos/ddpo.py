@@ -437,7 +437,7 @@ def update(run, policy, optimizer, batch, args):
     for micro_batches in pair_minibatches(args, epoch, trained, accelerator.process_index, accelerator.num_processes):
         for pairs in accumulate(accelerator, unet, micro_batches):
             losses, log_ratio = step_losses(policy, batch, pairs, args)
-            # data-parallel training averages gradients over the processes, hence their number
+            # data-parallel training averages gradients over the processes: multiply by their number
             accelerator.backward(losses.sum() * accelerator.num_processes / num_pairs)
             log_ratio = log_ratio.double()
             ratio = log_ratio.exp()
@@ -674,7 +674,7 @@ def add_lora(unet, args):
 
 
 def summary(run, policy, data):
-    """A few lines that say what is trained, on what."""
+    """A few lines on what is trained, and on which data."""
     args = run.args
     tokenizer = policy.pipeline.tokenizer
     prompts = [row["prompt"] for row in data.rows]

@@ -1,13 +1,13 @@
-"""Direct preference optimization (DPO): a policy from preferences, without a reward model.
+"""Direct preference optimisation (DPO): a policy from preferences, without a reward model.
 
 Paper: Rafailov et al. 2023, arXiv 2305.18290. Loss of a pair (Eq. 7): -log sigmoid(beta (c - r)) with the log-ratios
-c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for rejected: `dpo_loss`. The variants are in
-`log_ratio_loss`; --label-smoothing works in sigmoid, robust and exo_pair. Training usually lowers both
-log-probabilities, that of rejected more; --sft-coef or apo_zero keeps that of chosen up. The reference scores all
-pairs, evaluation sets included, once before training, so no second model stays in memory: `Reference`.
+c = log pi(chosen | prompt) - log pi_ref(chosen | prompt), r likewise for rejected (`dpo_loss`). The variants are in
+`log_ratio_loss`; --label-smoothing works with sigmoid, robust and exo_pair. Training usually lowers both
+log-probabilities, that of rejected more; --sft-coef or apo_zero keeps that of chosen from falling. The reference
+(`Reference`) scores all pairs, evaluation sets included, once before training, so no second model stays in memory.
 
 How this differs from other implementations:
-- Prompt and response are split at the same token on both sides of a pair. A response is never cut to nothing. The end
+- Prompt and response are split at the same token in both texts of a pair. No response is left empty by cutting. The end
   token is appended exactly once.
 - Logits are computed only where a response token is predicted, a chunk at a time (`line_logprobs`).
 
@@ -78,7 +78,7 @@ TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --datase
 
 @dataclass
 class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
-    """Preference optimization of a language model."""
+    """Preference optimisation of a language model."""
 
     # ---- algorithm
     epochs: Positive = 1.0
@@ -96,15 +96,15 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     label_smoothing: Fraction = 0.0
     """Assumed probability that a preference is wrong, for the losses sigmoid (cDPO), robust and exo_pair."""
     ref_model: str | None = None
-    """Reference model, given like --model; default: --model at the start. --metric gets its responses to the evaluation
-    prompts as the column ref_output."""
+    """Reference model, given like --model; default: --model before training. --metric gets the reference's responses to
+    the evaluation prompts as the column ref_output."""
     reference_free: bool = False
     """Use no reference: treat every response as equally likely under pi_ref."""
     precompute_ref: bool = True
-    """Score all pairs with the reference once, before training. When off, a frozen copy scores each batch."""
+    """Score all pairs with the reference once, before training. Otherwise a frozen copy scores each batch."""
     sft_coef: NonNegative = 0.0
     """Weight of an SFT loss added to the DPO loss: the mean of -log pi over the tokens of the chosen responses (arXiv
-    2404.19733, Eq. 1, takes a mean per response). Keeps the probability of these and of the end token from falling."""
+    2404.19733, Eq. 1, takes a mean per response). Keeps their probability and that of the end token from falling."""
     packing: bool = True
     """Pack several texts into one line, no longer than the longest text; texts do not see each other. Turned off for
     models whose layers would mix them. Changes memory and speed, never the result."""
@@ -123,10 +123,10 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
     """Rows with a prompt; all are sampled at every evaluation. Default: with --metric the first set of
     --eval-dataset."""
     max_length: Count = 1024
-    """Maximum tokens per text, prompt included. Longer texts are counted and cut at the end; a pair left without a
+    """Maximum tokens per text, prompt included. Longer texts are cut at the end and counted; a pair left without a
     response is dropped."""
     max_prompt_length: Count | None = None
-    """Cut longer prompts to this many tokens, by --truncation-mode, and count them."""
+    """Cut longer prompts to this many tokens, as --truncation-mode says, and count them."""
     truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"
     """Which end of a prompt longer than --max-prompt-length is kept. A beginning token is always kept."""
 
@@ -149,7 +149,7 @@ SMOOTHED = ("sigmoid", "robust", "exo_pair")  # losses with label smoothing
 
 
 def pair_losses(policy, pairs, reference, args):
-    """Losses (B,) of pairs and rewards (2, B) of their responses, from log-probabilities (2, B) by the policy.
+    """Losses (B,) of pairs and rewards (2, B) of their responses, from the policy's log-probabilities (2, B).
 
     The implicit reward of a response is beta log(pi / pi_ref) (Eq. 5, less a constant); it has no gradient.
     """
@@ -163,7 +163,7 @@ def dpo_loss(
     policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, loss_type="sigmoid", label_smoothing=0.0,
     lengths=None,
 ):  # fmt: skip
-    """Loss per pair, unreduced, of log-probabilities of responses (sums over tokens), all (B,).
+    """Loss (B,) per pair, unreduced, from log-probabilities (B,) of the responses (sums over tokens).
 
     lengths: tokens of the chosen and of the rejected responses, (B,) each, for ipo and sigmoid_norm, which take means.
     """
@@ -181,7 +181,7 @@ def dpo_loss(
 
 
 def log_ratio_loss(c, r, beta, loss_type, smoothing):
-    """The loss of a --loss-type, (B,), of the log-ratios c of chosen and r of rejected."""
+    """The loss (B,) of a --loss-type, from the log-ratios c of chosen and r of rejected."""
     delta = c - r
     if loss_type == "sigmoid":  # arXiv 2305.18290, Eq. 7; smoothed: Mitchell 2023, A note on DPO with noisy preferences
         return -(1 - smoothing) * F.logsigmoid(beta * delta) - smoothing * F.logsigmoid(-beta * delta)
@@ -190,7 +190,7 @@ def log_ratio_loss(c, r, beta, loss_type, smoothing):
         return noisy / (1 - 2 * smoothing)
     if loss_type == "hinge":  # arXiv 2309.06657; 2305.10425 without reference
         return (1 - beta * delta).relu()
-    if loss_type in ("ipo", "ipo_sum"):  # arXiv 2310.12036, Eq. 17: ipo of means over tokens, ipo_sum as it is printed
+    if loss_type in ("ipo", "ipo_sum"):  # arXiv 2310.12036, Eq. 17: ipo takes means over tokens, ipo_sum is as printed
         return (delta - 1 / (2 * beta)) ** 2
     if loss_type == "sigmoid_norm":  # of means over tokens
         return -F.logsigmoid(beta * delta)
@@ -268,8 +268,8 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
         else:
             pairs.append((int32(chosen), int32(rejected), len(prompt)))
     report = (
-        f"{len(rows)} pairs, {prompts_cut} prompts and the responses of {responses_cut} cut, "
-        f"{without_room} dropped for lack of room for a response, {equal} dropped as equal"
+        f"{len(rows)} pairs, {prompts_cut} with a cut prompt, {responses_cut} with a cut response, "
+        f"{without_room} dropped without room for a response, {equal} as equal"
     )
     if not pairs:
         raise InputError(f"{flag}: no pair is left: {report} (--max-length, the model's positions)")
@@ -321,7 +321,7 @@ class Reference:
 
     It is --ref-model, or the model before training. The constructor scores the evaluation pairs. With --precompute-ref
     it also scores the training pairs, and then releases the model. The reference's responses to the prompts become
-    their column ref_output. A resumed run repeats this with the same number of threads (`Run`): on a CPU it gets the
+    their column ref_output. A resumed run repeats this with the same number of threads (`Run`), so on a CPU it gets the
     same bits.
     """
 
@@ -345,7 +345,7 @@ class Reference:
         for name, pairs in data.eval_sets.items():
             data.eval_sets[name] = self.scored(pairs)
         count = len(data.pairs)
-        if self.args.check:  # which trains only on the longest pairs
+        if self.args.check:  # --check trains only on the longest pairs
             data.pairs.sort(key=pair_length, reverse=True)
             count = self.args.batch_size
         if self.args.precompute_ref:
@@ -458,7 +458,7 @@ def encode(data, lm, tokenizer, args):
 
 
 def summary(run, lm, tokenizer, data, max_length):
-    """A few lines that say what is trained, on what."""
+    """A few lines on what is trained, and on which data."""
     args = run.args
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, *_ in data.pairs)
     chosen, rejected, prompt_length, *_ = data.pairs[0]
@@ -537,7 +537,7 @@ def main(args):
             policy = score(pairs)
             losses, rewards = losses_of(policy, pairs)
             loss = losses.sum() / args.batch_size - args.sft_coef * policy[0].sum() / count
-            # data-parallel training averages gradients over the processes, hence the factor
+            # data-parallel training averages gradients over the processes: multiply by their number
             accelerator.backward(loss * accelerator.num_processes)
             for name, values in pair_terms(policy, losses, rewards).items():
                 sums[name] += values.detach().double().sum()

@@ -352,7 +352,7 @@ def update(run, model, optimizer, batch, rows, args):
             weights[minibatch] = token_weights(mask[minibatch].sum(1), args.loss_mean, args.max_new_tokens)
             for places in accumulate(accelerator, model, micro_batches):
                 loss, terms = losses(model, batch.take(places), weights[places], args)
-                # data-parallel training averages gradients over the processes, hence the factor
+                # data-parallel training averages gradients over the processes: multiply by their number
                 accelerator.backward(loss * accelerator.num_processes)
                 for unit_and_name, term in terms.items():
                     sums[unit_and_name] += term
@@ -383,7 +383,7 @@ def evaluate(run, step, model, tokenizer, data, args):
 
 
 def summary(run, lm, data):
-    """A few lines that say what is trained, on what."""
+    """A few lines on what is trained, and on which data."""
     args = run.args
     reference = describe_reference(args, lm) if args.kl_coef else "none"
     lines = [

@@ -672,7 +672,7 @@ def normalize_rewards(data, args):
 
 
 def summary(run, policy, tokenizer, data):
-    """A few lines that say what is trained, on what."""
+    """A few lines on what is trained, and on which data."""
     args = run.args
     lengths = sorted(len(episode.ids) for episode in data.episodes)
     first_row = data.episodes[0]
@@ -756,7 +756,7 @@ def main(args):
             episodes = [data.episodes[place] for place in places]
             inputs = Batch.of(episodes, tokenizer.pad_token_id, device, lm.config.is_encoder_decoder)
             terms = model(inputs, args)
-            # data-parallel training averages gradients over the processes, hence the factor
+            # data-parallel training averages gradients over the processes: multiply by their number
             accelerator.backward(terms["loss"].sum() * accelerator.num_processes / count)
             for name, values in terms.items():
                 sums[name] += values.detach().double().sum()

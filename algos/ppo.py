@@ -76,7 +76,7 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     kl_target: Positive | None = None
     """Adapt --kl-coef so that the KL per sequence (objective/kl) approaches this; default: a fixed coefficient."""
     kl_horizon: Count = 10000
-    """Number of episodes over which the adaptive coefficient moves."""
+    """Number of episodes over which the adaptive coefficient adjusts."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lam: Fraction = 0.95
@@ -488,7 +488,7 @@ def update(run, model, optimizer, batch, rows, args):
             for places in accumulate(accelerator, model, micro_batches):
                 episodes = batch.take(places)
                 loss, terms = losses(model, episodes, args)
-                # data-parallel training averages gradients over the processes, hence the factor
+                # data-parallel training averages gradients over the processes: multiply by their number
                 accelerator.backward(loss * accelerator.num_processes / count)
                 for name, term in terms.items():
                     sums[name] += term
@@ -534,7 +534,7 @@ def make_policy(args, path, lm):
 
 
 def summary(run, policy, data):
-    """A few lines that say what is trained, on what."""
+    """A few lines on what is trained, and on which data."""
     args = run.args
     lines = [
         f"{run.describe(policy)}; reference: {describe_reference(args, policy.lm)}",

@@ -65,7 +65,7 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs):
 
     # ---- algorithm
     epochs: Positive = 1.0
-    """Passes over the data (Ouyang et al. 2022: 1, because more overfit)."""
+    """Passes over the data (Ouyang et al. 2022: 1, because more of them overfit)."""
     total_steps: Count | None = None
     """Optimizer steps; default: as many as --epochs takes."""
     center_coef: NonNegative = 0.0
@@ -288,7 +288,7 @@ def export_classifier(run, lm, tokenizer, name):
 
 
 def summary(run, lm, new_head, data, max_length):
-    """A few lines that say what is trained, on what."""
+    """A few lines on what is trained, and on which data."""
     args = run.args
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in data.pairs)
     prompt, chosen, rejected = map(visible, data.texts[0])
@@ -357,7 +357,7 @@ def main(args):
             chosen, rejected = score(pairs)
             margins = chosen.new_tensor([margin for _, _, margin in pairs])
             losses = pairwise_loss(chosen, rejected, margins, args.center_coef)
-            # data-parallel training averages gradients over the processes, hence the factor
+            # data-parallel training averages gradients over the processes: multiply by their number
             accelerator.backward(losses.sum() * accelerator.num_processes / args.batch_size)
             for name, values in score_terms(losses, chosen, rejected).items():
                 sums[name] += values.detach().double().sum()

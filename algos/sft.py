@@ -244,7 +244,7 @@ def encode(data, lm, tokenizer, args):
 
 
 def summary(run, lm, tokenizer, data, max_length):
-    """A few lines that say what is trained, on what."""
+    """A few lines on what is trained, and on which data."""
     args = run.args
     lengths = sorted(len(ids) for ids, _ in data.examples)
     ids, labels = data.examples[0]
@@ -305,7 +305,7 @@ def main(args):
         for lines in accumulate(accelerator, model, micro_batches):
             logprobs, _ = line_logprobs(model, lines, tokenizer.pad_token_id)
             share = token_loss(logprobs).sum() / count
-            # data-parallel training averages gradients over the processes, hence the factor
+            # data-parallel training averages gradients over the processes: multiply by their number
             accelerator.backward(share * accelerator.num_processes)
             loss += share.detach()
         loss = accelerator.reduce(loss).item()

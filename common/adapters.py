@@ -62,7 +62,7 @@ def add_adapters(lm, args, heads):
     )
     if not lm.name_or_path:
         raise InputError("--model is an object without name_or_path, by which adapters find their base: set it")
-    if os.path.isdir(lm.name_or_path):  # found from everywhere
+    if os.path.isdir(lm.name_or_path):  # so that it is found from any directory
         lm.name_or_path = os.path.realpath(lm.name_or_path)
     try:
         lm.add_adapter(config)
@@ -73,9 +73,9 @@ def add_adapters(lm, args, heads):
 @contextlib.contextmanager
 def for_sampling(lm, dtype=None):
     """Inside, adapters are added to a copy of their base weight, so that a tied layer does not change, and autocast
-    keeps the casts of frozen weights; both would be computed for every token. Afterwards weights and flags are bitwise
-    what they were. Adapters of 4-bit or 16-bit weights, which FSDP2 may gather, stay separate, since a sum would be
-    rounded to that type. dtype: the autocast type, in which sums are kept."""
+    keeps the casts of frozen weights; otherwise both would be computed for every token. Afterwards weights and flags
+    are bitwise what they were. Adapters of 4-bit or 16-bit weights, which FSDP2 may gather, stay separate, since a sum
+    would be rounded to that type. dtype: the autocast type, in which sums are kept."""
     bases = []
     frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
     try:

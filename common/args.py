@@ -57,7 +57,7 @@ def out_of_range(args):
 
 
 def fit_sizes(args):
-    """Adjusts sizes that still have their default values to those that were given, where they do not fit together."""
+    """Changes sizes left at their defaults where they do not fit the sizes that were given."""
     usual = type(args)
     if not all(number > 0 for number in (args.rollout_batch_size, args.batch_size)):
         return
@@ -114,8 +114,8 @@ class DataArgs:
     """Rows with a prompt, which is a text or a chat (the reward gets the other columns): a
     .jsonl/.json/.csv/.parquet/.txt file, a hub id:split, or file.py:function; from Python, a list."""
     eval_dataset: str | None = None
-    """Evaluation rows, in the formats of --dataset; several sets separated by commas, or a mapping of names. Default:
-    none; in scripts with --reward, the first --rollout-batch-size rows of --dataset."""
+    """Evaluation rows, in the formats of --dataset. Several sets: separated by commas, or a mapping from names to rows.
+    Default: none; in scripts with --reward, the first --rollout-batch-size rows of --dataset."""
 
 
 @dataclass
@@ -131,14 +131,14 @@ class WeightArgs:
     trust_remote_code: bool = False
     """Run model code that comes with a hub repository."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: needs less memory, and is about a quarter slower."""
+    """Recompute activations in the backward pass. This needs less memory and is about a quarter slower."""
     lora_r: Natural = 0
     """Rank of the LoRA adapters that are trained instead of the weights; 0: train all weights. A LoRA adapter given as
-    --model is trained further without this flag."""
+    --model needs no flag to be trained further."""
     lora_alpha: Positive | None = None
     """LoRA adapters are scaled by alpha / r; default: the rank, which gives a scale of 1."""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """Last names of modules that get LoRA adapters; all-linear: all linear layers but the output layer or head."""
+    """Modules to adapt, by the last part of the name; all-linear: all linear layers except the output layer or head."""
 
 
 @dataclass
@@ -225,13 +225,13 @@ class RunArgs:
     deterministic: bool = False
     """Ask torch for deterministic kernels. Slower on GPUs; CPUs are deterministic without it."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass. Default: bf16 if the launcher says so, and for float32 weights on a GPU that has
-    it. Weights and optimizer keep --dtype."""
+    """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
+    supports it; otherwise no. Weights and optimizer keep --dtype."""
     save_every: Natural = 100
-    """Optimizer steps between checkpoints, or fewer once ten minutes have passed; 0: only at the end and at the best
-    evaluation."""
+    """Optimizer steps between checkpoints, or fewer if they take more than ten minutes; 0: only at the end and at the
+    best evaluation."""
     keep_checkpoints: Count = 2
-    """Number of newest checkpoints to keep; the best by evaluation is also kept."""
+    """How many of the newest checkpoints to keep, besides the best by evaluation."""
     eval_every: Natural = 100
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
     track: Literal["off", "wandb", "tensorboard"] = "off"
@@ -261,7 +261,8 @@ class RolloutArgs(DataArgs, SamplingArgs):
     required = (*DataArgs.required, "reward")
 
     max_prompt_length: Count | None = None
-    """Drop and count prompts with more tokens. Without this flag, a prompt that does not fit the model is an error."""
+    """Drop prompts with more tokens than this, and count them. Without this flag, a prompt that does not fit the model
+    is an error."""
     reward: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
     {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if

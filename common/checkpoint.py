@@ -34,7 +34,7 @@ def frozen_weights(model):
     weights = [weight for weight in model.parameters() if not weight.requires_grad]
     total = 0.0
     for weight in weights:
-        partial = weight.sum(dtype=torch.float64)  # under FSDP2 of a shard
+        partial = weight.sum(dtype=torch.float64)  # of a shard under FSDP2
         total += getattr(partial, "full_tensor", partial.detach)().item()
     return total, set(map(id, weights))
 

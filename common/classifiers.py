@@ -1,4 +1,4 @@
-"""Sequence classifiers: how they read a text, and as the reward of a policy."""
+"""Sequence classifiers: how they read a text, and how they reward a policy."""
 
 import copy
 import itertools
@@ -117,8 +117,8 @@ def turn_end(tokenizer):
 
 
 def classifier_logits(model, lines):
-    """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text one of ids.
-    A decoder takes several texts per line and is read at the last token of each, whatever its configuration calls
+    """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text a list of
+    ids. A decoder takes several texts per line and is read at the last token of each, whatever its configuration calls
     padding. Other models take one text per line and find its end themselves, some by padding."""
     lm = getattr(model, "module", model)
     examples = []  # (ids, which of them is the last) of each text

@@ -37,8 +37,8 @@ def flag_of(name):
 
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no such method
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     try:
         if {"-h", "--help"} & set(sys.argv):
@@ -89,8 +89,8 @@ def from_task(args_class, task, **fields):
 
 
 def read_config(path):
-    """{field: text, or list of texts} of a YAML file. A path that is not found is tried in the repository. Texts stay
-    as they are, because tyro knows the types: PyYAML reads `1e-3` as a text and `off` as False."""
+    """{field: text, or list of texts} of a YAML file. A path that is not found is tried in the repository. Values stay
+    texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False."""
     file = Path(path) if Path(path).exists() else ROOT / path
     try:
         text = file.read_text()
@@ -123,8 +123,9 @@ def words_of(settings, args_class):
 
 
 def refuse_other_names(words, args_class, script=""):
-    """InputError for each flag that the script lacks but TRL, trlX or another of our scripts has. For their names it
-    quotes the row of algos/MIGRATION.md: from the script's section, else that of all scripts, else another's."""
+    """InputError for each flag that the script lacks but TRL, trlX or another of our scripts has. For TRL's and trlX's
+    names it quotes a row of algos/MIGRATION.md: from the script's section, else from that of all scripts, else from
+    another's."""
     fields = {flag_of(field.name) for field in dataclasses.fields(args_class)}
     flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     page = ROOT / "algos/MIGRATION.md"
@@ -157,7 +158,7 @@ def refuse_other_names(words, args_class, script=""):
 
 # ---- Help ------------------------------------------------------------------------------------------------------------
 
-DEFAULTS = """The defaults are for pretrained models. Without --model, --dataset and --config, the script runs its
+DEFAULTS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
 embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
 
 
@@ -188,7 +189,7 @@ def help_text(args_class, everything):
             default = getattr(args_class, name, None)
             if default is True:
                 flag = flag_of(f"no_{name}")
-                text = f"{text} This is on by default; the flag turns it off."
+                text = f"Turns this off: {text}"
             if hints[name] is not bool and default not in (None, (), ""):
                 text += f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
             group.add_argument(flag, metavar=values_of(hints[name]), help=text)

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from common.tokens import collate, first_label, local_rows, pad_rows
 
-CHUNK = 2**24  # logits that are computed at a time, 64 MB in float32, of which a loss holds three copies
-CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight, which costs a GPU more than memory is worth
+CHUNK = 2**24  # logits computed at a time: 64 MB in float32, and a loss holds three copies
+CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight; on a GPU its time matters more than memory
 
 # ---- Log-probabilities -----------------------------------------------------------------------------------------------
 
@@ -29,8 +29,8 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     """(logprobs (N,), states (B, K, H), others (N,) or None): the one scoring function of all scripts.
 
     labels (B, K) are predicted from the last K positions of inputs, the arguments of the model's forward pass. places
-    (N,): the labels to score, as positions in the flattened labels, since a GPU would wait at a mask. logprobs are log
-    softmax(logits / temperature), at least in float32. states[:, t] is what the output layer, and a head, reads for
+    (N,): the labels to score, as positions in the flattened labels, because a GPU has to wait for a mask. logprobs are
+    log softmax(logits / temperature), at least in float32. states[:, t] is what the output layer, and a head, reads for
     labels[:, t]. also(logits (n, V), labels (n,)) -> (n,), if given, computes others.
     """
     lm = getattr(model, "module", model)
@@ -108,8 +108,8 @@ def line_logprobs(model, lines, pad, also=None):
 
 
 def true_places(mask):
-    """(N,) where a mask (B, R) is True, as positions in the flattened mask. On a GPU this waits: make it of a mask on
-    the CPU."""
+    """(N,) where a mask (B, R) is True, as positions in the flattened mask. A GPU has to wait for this, so call it with
+    a mask on the CPU."""
     return mask.flatten().nonzero()[:, 0]
 
 
@@ -134,7 +134,7 @@ class Episodes:
     response_mask: torch.Tensor  # (B, R) bool, the end token counts
 
     def __setattr__(self, name, value):
-        """Of masks also keeps what a GPU would have to wait for. Assign a new mask: a change in place is not seen."""
+        """For masks, also keeps what a GPU would have to wait for. Assign a new mask: changes in place go unnoticed."""
         super().__setattr__(name, value)
         if name == "query_mask":
             self.query_mask_cpu = value.cpu()
@@ -195,8 +195,8 @@ def score_all(accelerator, episodes, micro_batch_size, score):
 
 def in_chunks(function, layer, vocabulary, states, *columns):
     """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), in chunks of rows with CHUNK logits
-    in all. A chunk is recomputed in the backward pass, so that only one is in memory; up to two chunks are computed at
-    once, and only once."""
+    in all. A chunk is recomputed in the backward pass, so that only one is in memory; rows for at most two chunks are
+    computed at once, without recomputing."""
 
     def of_rows(states, *columns):
         return function(layer(states), *columns)
@@ -215,7 +215,7 @@ def in_chunks(function, layer, vocabulary, states, *columns):
 
 @contextmanager
 def in_float32(*modules):
-    """Inside, the weights of modules, which are heads, are at least float32: FSDP2 gathers them in bfloat16. What they
+    """Inside, the weights of modules (heads) are at least float32, although FSDP2 gathers them in bfloat16. What they
     compute is float32 only without autocast."""
     kept = []
     for module in itertools.chain(*(each.modules() for each in modules)):
@@ -262,8 +262,8 @@ def autocast_on_gpu(lm):
 
 # ---- What the architecture allows ------------------------------------------------------------------------------------
 #
-# Rows are apart where the gradient of one with respect to the embeddings of another is exactly zero: a few tokens tell,
-# without a list of architectures. `*_problem` says in words what is in the way, or None.
+# Rows do not affect each other if the gradient of one with respect to the embeddings of another is exactly zero. A few
+# tokens show this, without a list of architectures. `*_problem` says in words what is in the way, or returns None.
 
 
 def padding_problem(lm):

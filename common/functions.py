@@ -1,4 +1,4 @@
-"""Spec strings, which name the user's files, models and functions; calls functions and checks what they return."""
+"""Spec strings, which name the user's files, models and functions; calling them and checking what they return."""
 
 import asyncio
 import copy
@@ -84,8 +84,8 @@ def build(spec, flag):
 
 
 def call_function(function, name, rows, given):
-    """Calls a function of the user with keyword arguments: what is `given` and the rows' other columns, as lists, all
-    lists copied. Without **columns it gets only what it names. A coroutine is run. name: its name in errors."""
+    """Calls a user's function with keyword arguments: those in `given`, and the rows' other columns as lists. All lists
+    are copies. Without **columns it gets only what it names. A coroutine is run. name: its name in errors."""
     columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
     taken = columns.keys() & given.keys()
     stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
@@ -105,7 +105,7 @@ def call_function(function, name, rows, given):
         if inspect.iscoroutine(result):
             result = event_loop(process).run_until_complete(result)
         return result
-    except asyncio.CancelledError as error:  # no Exception, so nobody else would hear of it
+    except asyncio.CancelledError as error:  # not an Exception, so nothing else catches it
         raise RuntimeError(f"{name} was cancelled") from error
     except SystemExit as error:
         if os.getpid() != process:  # a child that the function forked: Python's own exit can hang in it
@@ -118,7 +118,7 @@ def call_function(function, name, rows, given):
 
 @functools.cache
 def event_loop(process):
-    """That of all coroutines of a process: a client that they keep belongs to one loop."""
+    """The event loop of all coroutines of a process: a client that they keep belongs to one loop."""
     return asyncio.new_event_loop()
 
 
@@ -145,7 +145,7 @@ def call_reward(function, name, rows, given, lengths=None):
     return checked, others
 
 
-# Columns of samples.jsonl beside those of a metric function.
+# Columns of samples.jsonl whose names a metric function may not use.
 TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
 
 
@@ -183,7 +183,7 @@ def call_rollout(function, name, rows, given, sampled):
         raise InputError(f"{expected}; it returned {value!r:.60}")
     for column, values in columns.items():
         if not isinstance(values, list) or len(values) != len(rows):
-            raise InputError(f"{expected}; the column {column!r} has not one value per row")
+            raise InputError(f"{expected}; the column {column!r} does not have one value per row")
         if column in rows[0]:
             raise InputError(f"{name} returned a column {column!r}, which the rows already have: choose another name")
     vocabulary = len(given["model"].get_input_embeddings().weight)
@@ -213,7 +213,7 @@ def call_rollout(function, name, rows, given, sampled):
 
 
 def sampled_part(before, after, sampled):
-    """`before`, and as much more of `after` as was sampled behind it. sampled: all (context, ids)."""
+    """`before`, and as much more of `after` as was sampled after it. sampled: all (context, ids)."""
     for context, ids in sampled:
         whole = [*context, *ids]
         if len(context) <= len(before) and whole[: len(before)] == before:

@@ -26,12 +26,12 @@ from common.cli import ROOT, InputError, flag_of
 from common.functions import spec_path
 from common.launch import cpuinfo, is_sharded
 
-# Flags that change memory, and so stand in config.yaml, but not the result (to rounding).
+# Flags that change memory, but not the result (to rounding). config.yaml has them, too.
 SIZES = """micro_batch_size decode_batch_size packing gradient_checkpointing""".split()
 # Flags that may differ when a run is continued.
 NEUTRAL = """run_dir name resume threads save_every keep_checkpoints track wandb_project push_to_hub check""".split()
 NEUTRAL += SIZES
-# Flags of how long a run is.
+# Flags that set the length of a run.
 LENGTHS = "epochs num_epochs total_steps total_episodes".split()
 PLAIN = bool | int | float | str
 UNKNOWN = " of unknown contents>"  # the end of the description of an object that is not hashed
@@ -70,7 +70,7 @@ def files_of_flag(value):
             paths |= {spec_path(spec.strip()): None for spec in specs if spec.strip()}
     files = []
     for path in filter(None, paths):
-        if path.is_dir() and not is_list:  # no text to stop at, unlike "."
+        if path.is_dir() and not is_list:  # in a list, "." is a stop string
             files += files_of_directory(path)
         elif path.is_file() and path.suffix == ".py":
             files += with_imports(path.resolve())

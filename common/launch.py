@@ -11,8 +11,8 @@ import torch
 
 from common.cli import InputError
 
-# How long a process waits for another. NCCL's own limit, 10 minutes, is less than what rank 0 may do alone: score with
-# a slow reward, or save a large model. Where a process dies, the launcher ends the others at once.
+# How long a process waits for another. NCCL's own limit, 10 minutes, is shorter than what rank 0 may need on its own to
+# score with a slow reward or save a large model. If a process dies, the launcher ends the others at once.
 TIMEOUT = timedelta(hours=12)
 
 
@@ -20,8 +20,8 @@ TIMEOUT = timedelta(hours=12)
 
 
 def launch(args, fsdp=True):
-    """The Accelerator of a run. InputError if the launcher asks for what no script does. fsdp: whether this script can
-    shard its model."""
+    """The Accelerator of a run. InputError if the launcher asks for something that no script does. fsdp: whether this
+    script can shard its model."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, parse_flag_from_env
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -65,7 +65,7 @@ def is_sharded(accelerator):
 def prepare(accelerator, model, optimizer, *frozen):
     """The model as the processes train it together: wrapped by DDP, or sharded in place by FSDP2, with the weights of
     the optimizer. frozen: models without gradients, or None, which FSDP2 shards in the same way; what they share with
-    the model stays shared. As nothing follows their forward pass, no part of them stays gathered."""
+    the model stays shared. No backward pass follows their forward pass, so no part of them stays gathered."""
     if not is_sharded(accelerator):
         return accelerator.prepare(model, optimizer)[0]
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -82,12 +82,12 @@ def prepare(accelerator, model, optimizer, *frozen):
             if twin:
                 setattr(module, name, getattr(*twin))
     for each in filter(None, (model, *frozen)):
-        each.forward = accelerator.autocast()(each.forward)  # accelerate wraps it without FSDP2
+        each.forward = accelerator.autocast()(each.forward)  # without FSDP2, accelerate does this itself
     return model
 
 
 def named_weights(model):
-    """Yields (module, name, weight), as often as the model has a weight."""
+    """Yields (module, name, weight); a shared weight comes once for each module that has it."""
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             yield module, name, weight
@@ -126,9 +126,9 @@ def cpuinfo():
 
 
 def fast_cpu_matmul():
-    """float32 matmul precision "medium" on AMD's CPUs: products go to oneDNN, with AVX-512 about twice as fast as MKL
-    there; on Intel's it is no faster. A CPU that can round to bfloat16 within a product would do so at "medium": one of
-    256 x 256 is compared with float64 first."""
+    """Sets float32 matmul precision to "medium" on AMD's CPUs. Products then go to oneDNN, which with AVX-512 is about
+    twice as fast there as MKL; on Intel's CPUs it is no faster. At "medium", a CPU may round to bfloat16 within a
+    product, so one of 256 x 256 is compared with float64 first."""
     if "AuthenticAMD" not in cpuinfo():
         return
     a = torch.linspace(-1.0, 1.0, 256 * 256).reshape(256, 256).sin()
@@ -140,10 +140,10 @@ def fast_cpu_matmul():
         torch.set_float32_matmul_precision("highest")
 
 
-# Said where memory runs out. The first three flags do not change the result.
+# Printed when memory runs out. The first three flags do not change the result.
 OUT_OF_MEMORY = (
-    "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing, then the same "
-    "command continues from the last checkpoint; --lora-r, --mixed-precision bf16 and shorter rows need a new run"
+    "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing. The same "
+    "command then continues from the last checkpoint. --lora-r, --mixed-precision bf16 and shorter rows need a new run"
 )
 
 
@@ -158,7 +158,7 @@ def peak_memory_mb(device):
 
 
 def learning_rate(args, step, total_steps):
-    """Of optimizer step `step`, counted from 0: a linear warm-up to lr, then a decay to lr_final, which it keeps."""
+    """The rate of optimizer step `step`, counted from 0: a linear warm-up to lr, a decay to lr_final, then constant."""
     if step < args.warmup_steps:
         return args.lr * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":
@@ -178,8 +178,8 @@ def make_optimizer(model, args):
 
 
 def accumulate(accelerator, model, micro_batches):
-    """Yields the micro-batches of an optimizer step; processes exchange gradients only in the last one, but under FSDP2
-    in each of them, or every process would keep whole gradients in between."""
+    """Yields the micro-batches of an optimizer step; processes exchange gradients only in the last one. Under FSDP2
+    they do so in each; otherwise every process would keep whole gradients in between."""
     for micro_batch in micro_batches:
         exchanges = micro_batch is micro_batches[-1] or is_sharded(accelerator)
         with nullcontext() if exchanges else accelerator.no_sync(model):

@@ -44,7 +44,7 @@ def leave_runs():
 
 
 def hold_signals(how):
-    """A signal to a child must not come before `leave_runs`: it would be lost, and who sent it would wait forever."""
+    """No signal may reach a child before `leave_runs`: it would be lost, and its sender would wait forever."""
     signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
 
 
@@ -95,8 +95,8 @@ def on_each(accelerator, function, *args):
 
 
 def closes_run(main):
-    """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends. Out of
-    memory becomes an InputError that names the flags that reduce it."""
+    """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends.
+    Running out of memory becomes an InputError that names the flags that help."""
 
     @functools.wraps(main)
     def wrapped(args):
@@ -138,7 +138,7 @@ class Run:
         self.dir = None
         self.lock = None
         self.handlers = {}
-        self.whole = None  # (step, iteration, kept) of the last whole iteration while the weights are those of it
+        self.whole = None  # (step, iteration, kept) of the last whole iteration, while the weights are still its own
         self.is_late = False
         self.last_line = 0.0
         self.mirrored = args.track != "off"
@@ -149,7 +149,7 @@ class Run:
         set_threads(args.threads or self.state.get("threads"))
         if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
                     self.handlers[number] = signal.signal(number, self._on_signal)
 
     # -- the directory
@@ -191,7 +191,7 @@ class Run:
         if same:
             path, state = ckpt.newest_checkpoint(folder, self.say)
             self.say(f"continuing {folder} from step {state.get('step', 0)}")
-        elif path:  # read only here: the same command again finds newer ones, where it may be pruned
+        elif path:  # read only now: if the command is given again, there are newer ones and this may be gone
             state = ckpt.read_checkpoint(path)
             origin = path.resolve().parents[1] / "env.json"
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
@@ -255,7 +255,7 @@ class Run:
                 raise InputError(
                     f"--resume {self.args.resume}: nothing is left to train: give it more steps or episodes"
                 )
-        # after a step that torch takes to fill the moments
+        # only now, because torch takes a step to fill the moments
         optimizer.register_step_pre_hook(self._before_step)
         self._is_whole(self.begun)
         if self.dir:
@@ -306,7 +306,8 @@ class Run:
 
     def iterations(self):
         """Yields the numbers of the remaining iterations, counted from 1; `step` is the optimizer step at the end of
-        each. With --check it yields one, or two if each is one optimizer step: the second has its moments in memory."""
+        each. With --check it yields one, or two if each is one optimizer step: only the second has AdamW's moments in
+        memory."""
         self.step = self.begun
         first = self.iteration + 1
         last = self.num_iterations
@@ -344,7 +345,7 @@ class Run:
 
     def evaluation_due(self, step, metrics=None):
         """True at the start, every --eval-every steps, at the end, and if a continued run stopped in an evaluation.
-        metrics: of the iteration that only lacks its evaluation. If that fails, a checkpoint keeps them."""
+        metrics: of an iteration that lacks only its evaluation; if that fails, a checkpoint keeps them."""
         if step == self.begun:
             due = bool(self.kept.pending) or (step == 0 and self.eval_every > 0)
         else:
@@ -360,7 +361,7 @@ class Run:
 
     def save(self, step, export):
         """Ends an iteration. Exports the model if an evaluation's headline is the best so far. Writes a checkpoint
-        then, every --save-every steps or ten minutes, at the end, and after a signal, on which it exits. Collective."""
+        then, every --save-every steps or ten minutes, at the end, and after a signal before it exits. Collective."""
         if self.dir is None or step == 0:
             return
         kept = self.kept
@@ -434,8 +435,8 @@ class Run:
         screen.headline = "stopping after this iteration (Ctrl-C again stops at once)"  # printing is not safe here
 
     def stop_requested(self):
-        """Whether any rank has had a signal. Sets is_late: whether rank 0 finds the last save too long ago. Collective;
-        called when the state is complete."""
+        """Whether any rank has received a signal. Sets is_late: whether, by rank 0's clock, a save is overdue.
+        Collective; called when the state is complete."""
         is_late = self.main and self.args.save_every > 0 and time.monotonic() - self.saved > SAVE_SECONDS
         asked = torch.tensor([self.signal or 0, int(is_late)], device=self.accelerator.device)
         signals, late = self.accelerator.reduce(asked).tolist()
@@ -454,7 +455,7 @@ class Run:
             shutil.rmtree(self.dir, ignore_errors=True)
         self.restore_signals()
         if self.accelerator.num_processes > 1:
-            time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast still winds up
+            time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast is still ending
         if self.lock:
             self.lock.close()
 

@@ -28,8 +28,8 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     """(model, tokenizer, names of weights missing from the files), loaded by the transformers class named auto_class.
 
     path: a directory, a hub id, a LoRA adapter in one of these, or a model. All weights are finite and dropout is off.
-    A language model lacks none. flag names the path in errors; --revision counts for --model alone, since other flags
-    name other repositories. keywords go to from_pretrained. Raises InputError.
+    A language model has no missing weights. flag names the path in errors; --revision is only for --model, since other
+    flags name other repositories. keywords go to from_pretrained. Raises InputError.
     """
     import transformers
 
@@ -223,7 +223,7 @@ def load_lm(args, path, device):
 
 
 def end_tokens(lm):
-    """Ids of the tokens that end a response. Instruction-tuned models end turns with another token than documents."""
+    """Ids of the tokens that end a response. Instruction-tuned models end turns and documents with different tokens."""
     ends = lm.generation_config.eos_token_id
     if ends is None:
         return []
@@ -238,7 +238,7 @@ def make_reference(args, path, lm, tokenizer):
         same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
         if not same_vocabulary or ref.config.is_encoder_decoder != lm.config.is_encoder_decoder:
             raise InputError(f"--ref-model {args.ref_model} differs from --model in kind or vocabulary")
-        if ref is not lm:  # one object for both flags
+        if ref is not lm:  # else it is one object for both flags
             ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
             share_frozen(ref, lm)
             return ref
@@ -335,7 +335,7 @@ def unsharded(model):
     kept = []
     for module in sharded:  # the whole model first
         state = module._get_fsdp_state()
-        state._lazy_init()  # else the block that is called first would take itself for the whole
+        state._lazy_init()  # otherwise the first block called would take itself for the whole model
         if group := state._fsdp_param_group:
             kept.append((group, group.post_forward_mesh_info))
     for module in sharded:
@@ -371,7 +371,7 @@ class Seq2Seq:
             states = self.get_encoder()(input_ids=ids[:, :width].gather(1, to_left), attention_mask=mask)[0]
             start = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
             ids = torch.cat([start, ids[:, width:]], 1)
-        else:  # the cache holds what the decoder has read of it
+        else:  # the cache holds what the decoder has read so far
             states = cache.encoded.expand(len(ids), -1, -1)
         from transformers.modeling_outputs import BaseModelOutput
 

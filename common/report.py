@@ -89,10 +89,10 @@ class Screen:
         """Prints text above the line."""
         try:
             if self.live:
-                self.live.console.print(Text(text), soft_wrap=True)  # what is copied has no line breaks of ours
+                self.live.console.print(Text(text), soft_wrap=True)  # so that copied text has no line breaks of ours
             else:
                 print(text, flush=True)  # rich would end the process at a closed pipe
-        except OSError:  # `| head` has ended, a log is full; what Python flushes at its own end would be an error, too
+        except OSError:  # `| head` has ended, or a disk is full; Python's last flush would be an error, too
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

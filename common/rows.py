@@ -3,7 +3,7 @@
 Forms of a row, where a chat is a list of messages that the tokenizer's chat template writes, with the row's `tools`:
 {"text"}; {"prompt", "completion"}, both texts or both chats; {"messages"}, a chat; {"dialogue": [prompt, output,
 prompt, output, ...]}; {"chosen", "rejected"} with or without "prompt", texts or chats; {"prompt"}, to sample from.
-Row 1 shows the form of all rows. What is wrong with one is an InputError that names the flag, the row and the column.
+Row 1 shows the form of all rows. A bad row gives an InputError that names the flag, the row and the column.
 """
 
 import itertools
@@ -115,7 +115,7 @@ def texts(rows, column, flag):
 
 
 def with_prompts(rows, flag):
-    """The rows with a string as prompt, from the column `prompt`, or `text` of a file of lines, some of them blank."""
+    """The rows with a string as prompt, from the column `prompt`, or `text` in a file of lines, without blank ones."""
     if "prompt" not in rows[0] and "text" in rows[0]:
         texts(rows, "text", flag)
         rows = [row | {"prompt": row["text"]} for row in rows if row["text"].strip()]
@@ -226,8 +226,8 @@ def dialogue(turns, where):
 
 def pair_texts(rows, tokenizer, flag):
     """[(prompt, chosen, rejected)] as texts; a chat template wrote those of `is_chat(rows, ["chosen"])`.
-    Without a prompt column, or with a text there beside chats, the prompt is what chosen and rejected have in common:
-    messages; of texts what `shared_prompt` says. Nothing in common gives ""."""
+    Without a prompt column, or with a text there and chats elsewhere, the prompt is what chosen and rejected have in
+    common: messages, or for texts what `shared_prompt` says. If they have nothing in common it is ""."""
     if is_chat(rows, ["chosen"]):
         return [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
     chosen_texts = texts(rows, "chosen", flag)
@@ -242,8 +242,9 @@ def pair_texts(rows, tokenizer, flag):
 
 
 def shared_prompt(chosen, rejected):
-    """The common beginning of two texts, up to the last "Assistant:" or "### Response:" at the start of a line (in any
-    case), so without what two answers share. Without such a marker, whole words; a space belongs to the next word."""
+    """The common beginning of two texts, up to the last "Assistant:" or "### Response:" at the start of a line (upper
+    or lower case), so words that both answers share stay out. Without a marker, up to a whole word; a space belongs to
+    the next one."""
     common = os.path.commonprefix([chosen, rejected])
     markers = list(ANSWER_MARKER.finditer(common))
     if markers:

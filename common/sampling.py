@@ -33,7 +33,7 @@ class Prompts:
 
     rows: list
     eval_sets: dict  # {name: rows}, then {name: (rows, queries)}
-    reward: Callable | None  # None: a model, which needs that of the policy to be loaded
+    reward: Callable | None  # None: a reward model, which is loaded after the policy
     metric: Callable | None
     rollout: Callable | None = None  # that of `generate_all`
     queries: list | None = None  # ids of the prompts
@@ -97,13 +97,13 @@ def read_data(args):
 # ---- The key-value cache ---------------------------------------------------------------------------------------------
 
 
-BLOCK = 128  # tokens by which the cache grows: all that a response may need would be far more than most need
+BLOCK = 128  # tokens by which the cache grows: room for the longest response is far more than most need
 
 
 class WrittenLayer:
-    """Mixin of a DynamicLayer that takes the place of another one: keys and values of a new token are written behind
-    those that are there, where the library copies all of them. keys, values (B, heads, T, size) are the used part of
-    buffers, which grow by BLOCK tokens."""
+    """Mixin of a DynamicLayer that takes the place of another one: keys and values of a new token are written after the
+    ones there, while the library would copy all of them. keys, values (B, heads, T, size) are the used part of buffers,
+    which grow by BLOCK tokens."""
 
     def __init__(self, layer):
         vars(self).update(vars(layer))
@@ -159,7 +159,7 @@ def with_room(cache):
 # ---- Ids -------------------------------------------------------------------------------------------------------------
 
 LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
-LOOK = 16  # a GPU is asked every so many tokens which rows go on, since the host must wait for the answer
+LOOK = 16  # a GPU is asked only once in so many tokens which rows go on, since the host must wait for it
 
 
 @torch.no_grad()
@@ -168,8 +168,8 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
 
     uniforms: (B, R) float64, drawn before decoding starts, so a row's tokens do not depend on the other rows. ends: ids
     of the tokens that end a row; ended(rows, ids (b, t)) -> (b,) bool ends some without one. Rows that have ended leave
-    batch and key-value cache a few at a time. A model without a cache that they can leave reads all tokens for each new
-    one. Its generation_config is not used. FloatingPointError for logits of rows going on that are not finite.
+    the batch and the key-value cache a few at a time. If they cannot leave its cache, a model reads all tokens for each
+    new one. Its generation_config is not used. FloatingPointError if logits of a row that goes on are not finite.
     """
     num_rows, width = uniforms.shape
     ids = torch.full((num_rows, width), pad_id, device=query.device)
@@ -183,7 +183,7 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
     attention = query_mask.long()
     unread = query.shape[1]
     cache = None
-    is_seq2seq = isinstance(model, Seq2Seq)  # which tells by logits_to_keep how many tokens are of the response
+    is_seq2seq = isinstance(model, Seq2Seq)  # it learns from logits_to_keep how many tokens are the response
     for t in range(width):
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         inputs = {"input_ids": tokens[:, -unread:], "attention_mask": attention, "position_ids": positions[:, -unread:]}
@@ -224,7 +224,7 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
     return ids, mask
 
 
-CONTEXT = 8  # tokens before a stop string, since tokenizers write the first ones of a text in another way
+CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first ones of a text differently
 
 
 def end_of_rows(tokenizer, stop, limits):
@@ -249,7 +249,7 @@ def end_of_rows(tokenizer, stop, limits):
 
 
 def sample_behind(device, lm, tokenizer, contexts, draws, rooms, stop, sample, **options):
-    """Lists of the ids sampled behind contexts (lists of ids): at most rooms[i] ids, by draws[i], (max(rooms),)
+    """Lists of the ids sampled after contexts (lists of ids): at most rooms[i] ids, by draws[i], (max(rooms),)
     uniforms. The last one may be an end token, or complete a string of stop."""
     pad_id = tokenizer.pad_token_id
     limits = None
@@ -285,18 +285,18 @@ def generate_all(
     sampled = [[] for _ in local]  # of each row: (context, ids) of every call
 
     def sample_rows(contexts, places, stop=stop):
-        """Lists of the ids sampled behind contexts (lists of ids) of the rows at places, which count from 0 in this
+        """Lists of the ids sampled after contexts (lists of ids) of the rows at places, which count from 0 in this
         process; [] where a response has reached its limit."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if len({*places}) < len(places):
-            raise InputError("--rollout: a row stands twice in one call of `sample`")
+            raise InputError("--rollout: a row appears twice in one call of `sample`")
         found = {place: [] for place in places}
         waiting = []
         for place, context in zip(places, contexts, strict=True):
             room = len(prompts[place]) + int(limits[local[place]]) - len(context)
             if room > 0:
                 waiting.append((place, context, room))
-        # the longest first: where memory does not suffice, it shows at once
+        # the longest first, so that a lack of memory shows at once
         waiting.sort(key=lambda each: -len(each[1]))
         screen.show("sampling" if name == "rollout" else "evaluating", len(waiting))
         for begin in range(0, len(waiting), decode_batch_size):
@@ -461,8 +461,8 @@ def total(score):
 def score_outputs(accelerator, reward, args, tokenizer, lm, rows, outputs, output_ids):
     """(scores, ended, other columns of the reward) of the global batch, on every process. A reward function runs once;
     a classifier scores a share of the rows on each process, and sees an end token where a response has ended
-    (`has_ended`). With --rollout, whose turns may end with such a token, one has ended by its last token, or if there
-    was room for more."""
+    (`has_ended`). With --rollout, where turns may also end with such a token, a response has ended if its last token is
+    one, or if there was room for more."""
     screen.show("scoring")
     ends = end_tokens(lm)
     if args.rollout:

@@ -15,8 +15,9 @@ import torch
 
 
 def rng(seed, stream, *ids):
-    """A numpy generator that depends only on its arguments: Philox keyed by a 128-bit hash of all of them, as streams
-    of seed + step collide across seeds. stream names the use ("rollout", ...); ids are integers (step, row, ...)."""
+    """A numpy generator that depends only on its arguments: Philox keyed by a 128-bit hash of all of them, since
+    streams of seed + step collide across seeds. stream names the use ("rollout", ...); ids are integers (step, row,
+    ...)."""
     text = json.dumps([int(seed), stream, *map(int, ids)])
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     key = int.from_bytes(digest, "little")
@@ -40,7 +41,7 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
     on_cpu = logits.device.type == "cpu"
     if on_cpu:
         logits = logits.double() / temperature
-    else:  # by a tensor of float32, which raises bfloat16 in the same pass
+    else:  # dividing by a float32 tensor converts bfloat16 in the same pass
         logits = logits / torch.full((1,), temperature, device=logits.device)
     if 0 < top_k < logits.shape[-1]:
         lowest_kept = logits.topk(top_k).values[:, -1:]
@@ -57,8 +58,8 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
 
 
 def interval(weights, uniforms):
-    """(place, rest) (B,): of weights (B, N) laid end to end, the one in which a uniform falls, and how far, in [0, 1].
-    The uniform is scaled by the last cumulative value and the search is to the right, so that a weight of zero is never
+    """(place, rest) (B,): which of the weights (B, N), laid end to end, a uniform falls in, and how far, in [0, 1]. The
+    uniform is scaled by the last cumulative value and the search is to the right, so that a weight of zero is never
     drawn."""
     cdf = weights.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]

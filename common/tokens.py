@@ -53,7 +53,7 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
 
     A chat prompt becomes its text up to where the assistant answers; an empty prompt becomes the beginning token.
     limit: the positions that the model has, or None; a prompt whose response would not fit is an error. encoder: the
-    model has one, which reads the prompt as the tokenizer ends it.
+    model has an encoder, which reads the prompt with the ending that the tokenizer adds.
     """
     chat = is_chat(rows, ["prompt"])
     if chat:
@@ -149,7 +149,7 @@ def encode_apart(segments, has_prompt, tokenizer, special_tokens, flag):
 
 
 def marked(tokenizer, ids, is_trained):
-    """The text of a row, [what is not trained] in brackets. is_trained: whether a token is, for each."""
+    """The text of a row, [what is not trained] in brackets. is_trained: for each token, whether it is."""
     text = ""
     for trained, pairs in itertools.groupby(zip(ids, is_trained, strict=True), lambda pair: pair[1]):
         piece = visible(tokenizer.decode([token for token, _ in pairs]))

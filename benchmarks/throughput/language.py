@@ -11,9 +11,10 @@ grpo         8 prompts of 16 to 64 tokens, four responses of 16 to 96 to each, o
 
 import functools
 import importlib
+import json
 import os
 import time
-from statistics import mean
+from statistics import mean, median
 from unittest.mock import patch
 
 import numpy as np
@@ -23,7 +24,14 @@ from measurement import ITERATIONS, TINY, column, figures, short_run
 from common import seeding  # found by way of measurement
 from common.seeding import rng, stream_rows
 
-LAYERS, WIDTH, HEADS, VOCABULARY = (2, 48, 4, 1000) if TINY else (12, 768, 12, 50257)
+SIZES = {"layers": 12, "width": 768, "vocabulary": 50257, "prompts": 8, "length": 1}  # the last two are of grpo
+if TINY:
+    SIZES |= {"layers": 2, "width": 48, "vocabulary": 1000}
+SIZES |= json.loads(os.environ.get("SIZES", "{}"))  # growth.py has others
+LAYERS = SIZES["layers"]
+WIDTH = SIZES["width"]
+VOCABULARY = SIZES["vocabulary"]
+HEADS = max(4, WIDTH // 64)
 END = 0  # id of the end token
 LR = 1e-5
 SEED = 1
@@ -52,6 +60,7 @@ def prepare(folder, algorithm):
 
     torch.manual_seed(1)
     sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "vocab_size": VOCABULARY}
+    sizes["n_positions"] = 1024 * SIZES["length"]
     drop = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(**sizes, **drop, bos_token_id=END, eos_token_id=END))
     if algorithm == "grpo":
@@ -272,20 +281,20 @@ def measure_pairs(script, model, flags):
 # The responses are given: both systems decode token by token, and their own draw has one id that it can take. So
 # sampling costs what it costs, and everything behind it sees the same tokens. The reward asserts that.
 
-PROMPTS = 8
+PROMPTS = SIZES["prompts"]
 GROUP = 4
 GROUP_EPISODES = PROMPTS * GROUP
 MICRO = 8  # rows of a forward: the default of both
-LONGEST_RESPONSE = 96
+LONGEST_RESPONSE = 96 * SIZES["length"]
 CERTAIN = 1e9  # as a logit, beside which no other has a probability
 
 
 def lengths(name, count, center, spread, low, high):
-    """Quantiles of a log-normal distribution cut to [low, high], in random order."""
+    """Quantiles of a log-normal distribution cut to [low, high], in random order, times the length of SIZES."""
     draws = rng(SEED, name).lognormal(center, spread, 100000)
     draws = draws[(draws >= low) & (draws <= high)]
     quantiles = (rng(SEED, f"order of {name}").permutation(count) + 0.5) / count
-    return np.quantile(draws, quantiles).round().astype(int).tolist()
+    return (np.quantile(draws, quantiles).round().astype(int) * SIZES["length"]).tolist()
 
 
 @functools.cache
@@ -301,7 +310,7 @@ def group_prompts():
 def responses():
     """Ids of the GROUP responses to each prompt, with the end token."""
     ids = []
-    for row, length in enumerate(lengths("responses", GROUP_EPISODES, 3.7, 0.6, 16, LONGEST_RESPONSE)):
+    for row, length in enumerate(lengths("responses", GROUP_EPISODES, 3.7, 0.6, 16, 96)):
         words = rng(SEED, "ids of a response", row).integers(END + 1, VOCABULARY, length - 1)
         ids.append([*words.tolist(), END])
     return [ids[begin : begin + GROUP] for begin in range(0, GROUP_EPISODES, GROUP)]
@@ -367,4 +376,5 @@ def measure_grpo(script, model, flags):
     with patch.object(sampling, "uniforms", given_ids), patch.object(sampling, "draw", draw_given):
         steps = short_run(script, model=model, dataset=group_rows(), reward=mean_id, **settings, **flags)
     seconds = column(steps, "perf/seconds_rollout", "perf/seconds_update")
-    return figures(grpo_flops(), seconds, 1, column(steps, "loss/total"), column(steps, "optim/grad_norm"))
+    columns, rate = figures(grpo_flops(), seconds, 1, column(steps, "loss/total"), column(steps, "optim/grad_norm"))
+    return columns | {"rollout": median(column(steps, "perf/seconds_rollout")[1:])}, rate

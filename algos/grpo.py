@@ -14,11 +14,12 @@ By flags:
     Dr. GRPO  Liu et al. 2025, arXiv 2503.20783      --advantage-kind mean --loss-mean constant --kl-coef 0
     RLOO      Ahmadian et al. 2024, arXiv 2402.14740 --advantage-kind loo --loss-mean constant --kl-coef 0
     DAPO      Yu et al. 2025, arXiv 2503.14476       --loss-mean token --cliprange-high 0.28 --kl-coef 0
-                                                     --batch-size 64
+                                                     --batch-size 32
     GSPO      Zheng et al. 2025, arXiv 2507.18071    --ratio-level sequence --cliprange 3e-4 --cliprange-high 4e-4
-                                                     --kl-coef 0 --batch-size 64
+                                                     --kl-coef 0 --batch-size 128
 
-Clip ranges and --ratio-level matter only if an iteration takes several optimizer steps; with one step the ratio is 1.
+With the default --rollout-batch-size 512 these are 16 and 4 optimizer steps an iteration, as in the papers. Clip ranges
+matter only if there are several; with one step the ratio is 1. So does --ratio-level, unless --unbiased-kl is given.
 DAPO's overlong penalty is left to the reward function. Resampling prompts whose scores are all equal (DAPO Sec. 3.2)
 takes a few lines in a copy (algos/README.md). RLOO's KL inside the score is not offered.
 
@@ -26,8 +27,8 @@ How this differs from the paper: the reference and the reward model never change
 (outcome supervision, Sec. 4.1.2).
 
 How this differs from TRL's GRPO:
-- The defaults are the paper's. TRL's are the mean over tokens and no KL; TRL multiplies the KL of a token by the
-  ratio, which is --unbiased-kl here.
+- The loss has the paper's defaults; sizes are smaller. TRL's loss is the mean over tokens without a KL. If it has one,
+  the KL of a token is multiplied by the ratio, which is --unbiased-kl here.
 - Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
   what the optimizer step holds in all processes. Each epoch draws new minibatches.
 
@@ -85,7 +86,7 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """Passes over the episodes of an iteration (mu of Algorithm 1; Shao et al. 2024: 1)."""
     advantage_kind: Literal["std", "batch", "mean", "loo"] = "std"
     """Advantage of a score in its group. std: minus the mean, divided by the standard deviation (GRPO); batch: divided
-    by the deviation of all scores of the iteration instead (in TRL a scale_rewards); mean: minus the mean (Dr. GRPO);
+    by the deviation of all scores of the iteration instead (TRL: scale_rewards='batch'); mean: minus the mean (Dr. GRPO);
     loo: minus the mean of the others (RLOO), which is G / (G - 1) times `mean`. AdamW ignores this factor except
     through --adam-eps, --max-grad-norm and the KL."""
     ratio_level: Literal["token", "sequence"] = "token"
@@ -100,10 +101,10 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: --cliprange."""
     kl_coef: NonNegative = 0.04
     """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04). With 0 there is no
-    reference, and no KL is logged."""
+    reference, and no KL is logged; 1e-9 logs it without training on it."""
     unbiased_kl: bool = False
-    """Multiply the KL by the ratio of --ratio-level, with its gradient (DeepSeek-V3.2, arXiv 2512.02556, for ratios of
-    tokens; the default of TRL)."""
+    """Multiply the KL by the ratio of --ratio-level and differentiate the ratio, too: its gradient is then that of
+    KL(policy || reference) (DeepSeek-V3.2, arXiv 2512.02556, for ratios of tokens; on by default in TRL)."""
 
     # ---- sampling
     max_new_tokens: Count = 512
@@ -141,7 +142,7 @@ def group_advantages(scores, group_size, kind):
     """(B,) advantage of each score (B,) over its group; the rows of a group are next to each other.
 
     std: (r - mean) / (std + 1e-4) (GRPO, Shao et al. 2024, Sec. 4.1.2; the constant and the unbiased deviation are
-    TRL's); batch: with the deviation of all scores (arXiv 2508.08221); mean: r - mean (Dr. GRPO, Liu et al. 2025, Sec.
+    TRL's); batch: with the deviation of all scores (Liu et al. 2025b, arXiv 2508.08221); mean: r - mean (Dr. GRPO, Liu et al. 2025, Sec.
     3.2); loo: r - mean of the others (RLOO, Ahmadian et al. 2024). Zero in a group of equal scores.
     """
     groups = scores.view(-1, group_size)
@@ -173,7 +174,8 @@ def sequence_means(x, mask):
 
 
 def kl_k3(logprobs, ref_logprobs):
-    """Per-token estimate of KL(policy || reference), never negative; any shape. Source: Shao et al. 2024, Eq. 4."""
+    """Per-token estimate of KL(policy || reference), never negative; any shape. Its value is unbiased, its gradient is
+    that of KL(reference || policy). Source: Shao et al. 2024, Eq. 4."""
     log_ratio = logprobs - ref_logprobs
     return (-log_ratio).expm1() + log_ratio
 
@@ -222,7 +224,8 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     )  # fmt: skip
     batch = Rollout(*tokens)
     # 2. log-probabilities of the policy, log-probabilities of the reference
-    if args.steps_per_iteration > 1:  # with a single step the policy is still the one that sampled
+    # by the forward pass of training, which rounds otherwise than that of sampling; with one step the update has them
+    if args.steps_per_iteration > 1:
         batch.logprobs = all_logprobs(accelerator, model, batch, args)
     if ref is not None:
         batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)
@@ -321,8 +324,11 @@ def losses(model, episodes, weights, args):
         kl_loss = episodes.of_tokens(weights * kl).sum()
         loss = loss + args.kl_coef * kl_loss
         sums["step", "loss/kl"] = kl_loss.detach()
-        for name, kl in ("kl", logprobs - episodes.ref_logprobs), ("kl_k3", kl_k3(logprobs, episodes.ref_logprobs)):
-            sums["sequence", f"objective/{name}"] = episodes.of_tokens(kl).double().sum()
+        for name, estimate in {
+            "kl": logprobs - episodes.ref_logprobs,
+            "kl_k3": kl_k3(logprobs, episodes.ref_logprobs),
+        }.items():
+            sums["sequence", f"objective/{name}"] = episodes.of_tokens(estimate).double().sum()
     with torch.no_grad():
         log_ratio = new_compared - compared
         ratio = log_ratio.exp()
@@ -330,7 +336,7 @@ def losses(model, episodes, weights, args):
             "policy/approxkl": log_ratio.square() / 2,
             "policy/clipfrac": torch.where(advantages > 0, ratio > 1 + cliprange_high, ratio < 1 - args.cliprange),
             "policy/ratio": ratio,
-            "policy/nll": -logprobs,  # of sampled tokens: it falls with the entropy
+            "policy/nll": -logprobs,  # of groups with different scores only, so no measure of the entropy
         }
     trained = mask & (advantages != 0)
     for name, term in terms.items():
@@ -343,7 +349,7 @@ def update(run, model, optimizer, batch, rows, args):
     all epochs, as their keys say. rows: the prompts, for error messages."""
     accelerator = run.accelerator
     mask = batch.response_mask
-    step = run.step - run.stride  # optimizer steps taken: run.step is that at the end of this iteration
+    step = run.step - run.stride  # taken before this iteration; run.step counts those of this one, too
     sums = defaultdict(float)
     weights = torch.zeros_like(batch.advantages)
     model.train()
@@ -446,15 +452,15 @@ def main(args):
         size = args.rollout_batch_size
         num_groups = size // args.group_size
         drawn = []
-        for prompt in run.draw_rows(lengths, (iteration - 1) * num_groups, num_groups):
-            drawn += [prompt] * args.group_size
+        for row in run.draw_rows(lengths, (iteration - 1) * num_groups, num_groups):
+            drawn += [row] * args.group_size
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):
             batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. A_i: what a score has over those of its group
         batch.advantages = group_advantages(batch.scores, args.group_size, args.advantage_kind)
-        run.first_rows(tokenizer, rows, batch, batch.scores, batch.advantages)
+        run.first_rows(tokenizer, rows, batch, batch.scores, batch.advantages, count=2 * args.group_size)
         run.lap("rollout")
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, rows, args)

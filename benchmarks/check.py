@@ -373,7 +373,7 @@ def draw_images(name, figure):
 
 def summary():
     """The table of README.md."""
-    heads = ["script", "paper", "lines", "task", "reference", "ours", "fastest run"]
+    heads = ["script", "paper", "lines", "task", "to compare with", "ours", "fastest run"]
     rows = []
     for script, (paper, name, variant, score) in SUMMARY.items():
         claim = CLAIMS[name]

@@ -59,14 +59,17 @@ def out_of_range(args):
 def fit_sizes(args):
     """Changes sizes left at their defaults where they do not fit the sizes that were given."""
     usual = type(args)
-    if not all(number > 0 for number in (args.rollout_batch_size, args.batch_size)):
+    group = getattr(args, "group_size", 1)
+    if not all(number > 0 for number in (args.rollout_batch_size, args.batch_size, group)):
         return
     total = getattr(args, "total_episodes", 0)
     if args.rollout_batch_size == usual.rollout_batch_size:
-        if total > 0:
-            args.rollout_batch_size = divisor(total, args.rollout_batch_size)
+        num_groups = max(1, args.rollout_batch_size // group)
+        if total > 0 and total % group == 0:
+            num_groups = divisor(total // group, num_groups)
+        args.rollout_batch_size = num_groups * group
         if args.batch_size != usual.batch_size:
-            args.rollout_batch_size += -args.rollout_batch_size % args.batch_size
+            args.rollout_batch_size += -args.rollout_batch_size % math.lcm(args.batch_size, group)
     if args.batch_size == usual.batch_size:
         args.batch_size = divisor(args.rollout_batch_size, args.batch_size)
     if total and total == usual.total_episodes:

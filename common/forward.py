@@ -195,8 +195,8 @@ def score_all(accelerator, episodes, micro_batch_size, score):
 
 def in_chunks(function, layer, vocabulary, states, *columns):
     """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), in chunks of rows with CHUNK logits
-    in all. A chunk is recomputed in the backward pass, so that only one is in memory; rows for at most two chunks are
-    computed at once, without recomputing."""
+    in all. A chunk is recomputed in the backward pass, so that only one is in memory; what fits into two chunks
+    is neither split nor recomputed."""
 
     def of_rows(states, *columns):
         return function(layer(states), *columns)

@@ -86,8 +86,8 @@ class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
     """Passes over the episodes of an iteration (mu of Algorithm 1; Shao et al. 2024: 1)."""
     advantage_kind: Literal["std", "batch", "mean", "loo"] = "std"
     """Advantage of a score in its group. std: minus the mean, divided by the standard deviation (GRPO); batch: divided
-    by the deviation of all scores of the iteration instead (TRL: scale_rewards='batch'); mean: minus the mean (Dr. GRPO);
-    loo: minus the mean of the others (RLOO), which is G / (G - 1) times `mean`. AdamW ignores this factor except
+    by the deviation of all scores of the iteration instead (TRL: scale_rewards='batch'); mean: minus the mean (Dr.
+    GRPO); loo: minus the mean of the others (RLOO), which is G / (G - 1) times `mean`. AdamW ignores this factor except
     through --adam-eps, --max-grad-norm and the KL."""
     ratio_level: Literal["token", "sequence"] = "token"
     """Ratio to the policy that sampled: per token, or the geometric mean over a response (GSPO Eq. 7), which needs far
@@ -142,8 +142,8 @@ def group_advantages(scores, group_size, kind):
     """(B,) advantage of each score (B,) over its group; the rows of a group are next to each other.
 
     std: (r - mean) / (std + 1e-4) (GRPO, Shao et al. 2024, Sec. 4.1.2; the constant and the unbiased deviation are
-    TRL's); batch: with the deviation of all scores (Liu et al. 2025b, arXiv 2508.08221); mean: r - mean (Dr. GRPO, Liu et al. 2025, Sec.
-    3.2); loo: r - mean of the others (RLOO, Ahmadian et al. 2024). Zero in a group of equal scores.
+    TRL's); batch: with the deviation of all scores (Liu et al. 2025b, arXiv 2508.08221); mean: r - mean (Dr. GRPO, Liu
+    et al. 2025, Sec. 3.2); loo: r - mean of the others (RLOO, Ahmadian et al. 2024). Zero in a group of equal scores.
     """
     groups = scores.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)

@@ -312,7 +312,7 @@ def leaks(lm, sources, readers, **inputs):
             states = lm.base_model(**inputs, use_cache=False)[0]  # (1, T, H)
     finally:
         hook.remove()
-    if embeddings[0].shape[:2] != states.shape[:2]:  # for a model with its own order
+    if embeddings[0].shape[:2] != states.shape[:2]:  # a model that arranges rows or positions in its own way
         return True
     directions = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
     directions[:, ~readers] = 0

@@ -83,6 +83,11 @@ def close(actual, expected, tolerance=1e-12):
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def equal(one, other):
+    """Whether two {name: tensor} are the same bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 # ---- Files and calls -------------------------------------------------------------------------------------------------
 
 

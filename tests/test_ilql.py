@@ -1,12 +1,10 @@
 """Implicit language Q-learning, its functions: `python -m pytest tests/test_ilql.py`
 
-The maths against hand numbers and slow definitions; the losses of whole batches against a reference that goes row by
-row and action by action, without padding; the guided policy against a slow definition and transformers' own
-`generate`. Whole runs are in test_ilql_runs.py.
+The losses of whole batches against a reference that goes row by row and action by action, without padding; the guided
+policy against a slow definition. Whole runs are in test_ilql_runs.py.
 """
 
 import math
-import re
 from itertools import product
 from types import SimpleNamespace
 
@@ -14,84 +12,43 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import BOS, EOS, NAN, PAD, close, random, recorded, tensor
+from helpers import NAN, PAD, close, equal, random, recorded, tensor
 from torch import nn
 
 from algos import ilql
+from benchmarks.tasks import randomwalks
 from common import forward
 from common.cli import InputError
-from common.tokens import int32
 
 INF = math.inf
 V = 11  # of the pure functions; that of the models is 25
 SETTINGS = {"gamma": 0.9, "tau": 0.8, "cql_scale": 0.3, "awac_scale": 0.7, "awac_beta": 0.6, "awac_clip": 0.8}
+ARGS = SimpleNamespace(**SETTINGS)
 LOSSES = "loss_q loss_v loss_cql loss_awac".split()
 STATISTICS = """values qvalues target_qvalues advantages target_gap awac_weight squared_values squared_advantages
 end_errors inner_errors ends""".split()
 TERMS = ["loss", *LOSSES, *STATISTICS]
 
 
-def settings(**changes):
-    return SimpleNamespace(**SETTINGS | changes)
-
-
 # ---- Maths -----------------------------------------------------------------------------------------------------------
 
 
-def test_ilql_targets_by_hand():
-    rewards = tensor(1, 1, -2, 0)
-    next_values = tensor(10, 10, 4, -6).requires_grad_()
-    targets = ilql.ilql_targets(rewards, next_values, torch.tensor([True, False, True, False]), 0.5)
-    close(targets, [6.0, 1.0, 0.0, 0.0])
-    assert not targets.requires_grad
-
-
-def test_expectile_loss_by_hand():
-    diff = tensor(2, -2, 0, -0.5).requires_grad_()
-    loss = ilql.expectile_loss(diff, 0.8)
-    close(loss, [3.2, 0.8, 0.0, 0.05])
-    loss.sum().backward()
-    close(diff.grad, [3.2, -0.8, 0.0, -0.2])
-
-
-def test_cql_loss_is_the_slow_definition():
-    q = random(3, 5, V) * 4
-    actions = torch.arange(15).reshape(3, 5) % V
-    loss = ilql.cql_loss(q, actions)
-    for i, j in product(range(3), range(5)):
-        total = sum(math.exp(x) for x in q[i, j].tolist())
-        close(loss[i, j], math.log(total) - q[i, j, actions[i, j]])
-    close(ilql.cql_loss(q[:0, 0], actions[:0, 0]), torch.zeros(0))
-    close(ilql.cql_loss(q + 1e5, actions), loss, 1e-9)  # no overflow
-    assert ilql.cql_loss(q.bfloat16(), actions).dtype == torch.float32
-
-
-@pytest.mark.parametrize(("advantage", "weight"), [(1e4, 20.0), (0.2, math.exp(2)), (-1e4, 0.0)])
-def test_the_weight_of_awac_is_clipped_and_a_constant(advantage, weight):
-    nll = tensor(0.7).requires_grad_()
-    advantages = tensor(advantage).requires_grad_()
-    loss = ilql.awac_loss(nll, advantages, 10.0)
-    close(loss, [weight * 0.7])
-    close(ilql.awac_loss(nll, advantages, 0.0).data, [0.7])
-    loss.sum().backward()
-    close(nll.grad, [weight])
+def test_the_weight_of_awac_is_a_constant():
+    nll = tensor(0.7, 0.7, 0.7).requires_grad_()
+    advantages = tensor(1e4, 0.2, -1e4).requires_grad_()
+    ilql.awac_loss(nll, advantages, 10.0).sum().backward()
+    close(nll.grad, [20, math.exp(2), 0])
     assert advantages.grad is None
 
 
 def test_polyak_update_moves_by_alpha_times_the_difference():
+    """Alpha is the weight of the online network."""
     online = nn.Linear(3, 5, dtype=torch.float64)
     target = nn.Linear(3, 5, dtype=torch.float64)
-    online.bias.data.fill_(1.0)
-    target.bias.data.fill_(3.0)
-    before = target.weight.data.clone()
+    expected = [slow + 0.1 * (fast - slow) for slow, fast in zip(target.parameters(), online.parameters(), strict=True)]
     ilql.polyak_update(target, online, 0.1)
-    close(target.bias.data, [2.8] * 5)  # alpha is the weight of the online network
-    close(target.weight.data, before + 0.1 * (online.weight.data - before))
-    ilql.polyak_update(target, online, 1.0)
-    for one, other in zip(target.parameters(), online.parameters(), strict=True):
-        assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
-    with pytest.raises(ValueError):
-        ilql.polyak_update(nn.Sequential(target, nn.Linear(1, 1)), online, 0.1)
+    for weight, value in zip(target.parameters(), expected, strict=True):
+        close(weight.data, value.data)
 
 
 def softmax(row):
@@ -122,7 +79,6 @@ def test_shape_logits_by_hand():
     v = torch.tensor(1.0, dtype=torch.float64)
     log = math.log
     close(ilql.shape_logits(logits, q, v, 2.0), [log(0.5), log(0.3) + 2, log(0.2) + 6])
-    close(ilql.shape_logits(logits, q, v, 0.0), [log(0.5), log(0.3), log(0.2)])
     close(ilql.shape_logits(logits, q, v + 1, 2.0), [log(0.5) - 2, log(0.3), log(0.2) + 4])
     close(ilql.shape_logits(logits, q, v, 2.0, 2), [log(5 / 8), log(3 / 8) + 2, -INF])
     close(ilql.shape_logits(logits, q, v, 2.0, top_p=0.5), [0.0, -INF, -INF])
@@ -133,33 +89,16 @@ def test_shape_logits_by_hand():
     assert torch.equal(ilql.shape_logits(rounded, q, v, 2.0), ilql.shape_logits(rounded.float(), q, v, 2.0))
 
 
-def test_loss_metrics_by_hand():
-    sums = {"loss": 10, "loss_q": 1, "loss_v": 2, "loss_cql": 3, "loss_awac": 4, "values": 5, "qvalues": 6}
-    sums |= {"target_qvalues": 7, "advantages": 8, "target_gap": 2, "awac_weight": 1, "squared_values": 9}
-    sums |= {"squared_advantages": 30, "end_errors": 9, "inner_errors": 12, "ends": 1}
-    expected = {"losses/loss": 2.5, "losses/loss_q": 0.25, "losses/loss_v": 0.5, "losses/loss_cql": 0.75}
-    expected |= {"losses/loss_awac": 1.0, "values/mean": 1.25, "qvalues/mean": 1.5, "target_qvalues/mean": 1.75}
-    expected |= {"advantages/mean": 2.0, "advantages/std": 3.5**0.5, "values/std": 0.6875**0.5, "target_gap/mean": 0.5}
-    expected |= {"awac_weight/mean": 0.25, "td_error/end": 9.0, "td_error/inner": 4.0}
-    assert ilql.loss_metrics(sums, 4) == pytest.approx(expected)
-    assert ilql.loss_metrics(sums | {"ends": 0}, 4)["td_error/end"] == 0
-    found = ilql.loss_metrics(sums | {"ends": 4, "squared_advantages": 15.999999}, 4)
-    assert found["td_error/inner"] == found["advantages/std"] == 0
+def test_loss_metrics_where_all_actions_end_or_none():
+    """And where the variance is negative by rounding."""
+    sums = dict.fromkeys([*LOSSES, *STATISTICS, "loss"], 8.0)
+    none = ilql.loss_metrics(sums | {"ends": 0, "end_errors": 0}, 4)
+    every = ilql.loss_metrics(sums | {"ends": 4, "inner_errors": 0, "squared_advantages": 15.999999}, 4)
+    assert none["td_error/end"] == every["td_error/inner"] == every["advantages/std"] == 0
+    assert none["td_error/inner"] == every["td_error/end"] == 2
 
 
-# ---- Rows of actions -------------------------------------------------------------------------------------------------
-
-
-def episode(text, rewards, done=True):
-    """That of a text with what is no action in brackets, ^ for <bos>, . for <eos>; rewards of the last actions."""
-    ids = []
-    actions = []
-    for number, part in enumerate(re.split(r"[\[\]]", text)[1:]):
-        for letter in part:
-            if number % 2:
-                actions.append(len(ids))
-            ids.append({"^": BOS, ".": EOS}.get(letter, ord(letter) - ord("a")))
-    return ilql.Episode(int32(ids), int32(actions), [0.0] * (len(actions) - len(rewards)) + rewards, done)
+# ---- Returns ---------------------------------------------------------------------------------------------------------
 
 
 DIALOGUES = [
@@ -170,20 +109,7 @@ DIALOGUES = [
     {"dialogue": ["a", ""], "reward": 3, "truncated": False},
     {"dialogue": ["u", "tsrqponmlkjihg"], "reward": [3], "truncated": False},
 ]
-EPISODES = [
-    episode("[ab]cd[e]f.", [1.7, 0.0, -2.0]),
-    episode("[b]cdefgh.", [0.1]),
-    episode("[^]c[dd]ghij", [0.25, 0.0, 0.0, 0.0, 1.0], done=False),
-    episode("[klmnopq]r.", [-1.0]),
-    episode("[a].", [3.0]),
-    episode("[u]tsrqponmlkjih", [], done=False),
-]
-
-
-def test_rows_become_episodes(letters):
-    """Only a row that ended within --max-length is done. All forms of rows: test_rows.py."""
-    episodes, _ = ilql.encode_episodes(DIALOGUES, letters, 14, "--dataset")
-    assert episodes == EPISODES
+EPISODES, _ = ilql.encode_episodes(DIALOGUES, randomwalks.tokenizer(), 14, "--dataset")
 
 
 def scaled(rows, of_eval_sets=(), normalize=True):
@@ -280,7 +206,7 @@ def slow_terms(policy, episodes, args):
 
 
 def losses(policy, episodes):
-    return ilql.ilql_losses(policy, ilql.Batch.of(episodes, PAD, "cpu"), settings())
+    return ilql.ilql_losses(policy, ilql.Batch.of(episodes, PAD, "cpu"), ARGS)
 
 
 def gradients(policy, loss):
@@ -298,12 +224,13 @@ def weighted_sum(terms):
     ("name", "two_qs", "plain_output"), [("gpt2", True, True), ("llama", False, True), ("qwen3", True, False)]
 )
 def test_ilql_losses_are_the_slow_definition(monkeypatch, build_model, name, two_qs, plain_output):
-    """And their gradients. No more than 3 rows of Q are computed at a time."""
+    """And their gradients, of which the weight of imitation and the targets have none. No more than 3 rows of Q are
+    computed at a time."""
     monkeypatch.setattr(forward, "CHUNK", 3 * 25 + 7)
     chunks = recorded(monkeypatch, ilql, "cql_loss")
     policy = make_policy(build_model(name, torch.float64), two_qs)
     policy.lm.plain_output = plain_output
-    slow = slow_terms(policy, EPISODES, settings())
+    slow = slow_terms(policy, EPISODES, ARGS)
     clipped = slow["awac_weight"] == 0.8
     assert clipped.any() and not clipped.all() and (slow["advantages"] < 0).any() and len(clipped) == 32
     found = losses(policy, EPISODES)
@@ -321,16 +248,10 @@ def test_ilql_losses_are_the_slow_definition(monkeypatch, build_model, name, two
 
 
 def test_heads_are_keyed_by_the_seed(build_model):
-    """And by nothing else."""
     lm = build_model("gpt2")
-    drawn = []
-    for seed, noise in ((1, 0), (1, 5), (2, 0)):
-        torch.manual_seed(noise)
-        drawn.append(ilql.PolicyWithQ(lm, seed=seed).head_weights())
-    one, same, other = drawn
-    assert len(one) == 4 * 5
-    for name in one:
-        assert torch.equal(one[name], same[name]) and not torch.equal(one[name], other[name])
+    one, same, other = (ilql.PolicyWithQ(lm, seed=seed).head_weights() for seed in (1, 1, 2))
+    assert len(one) == 4 * 5 and equal(one, same)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
     assert not torch.equal(one["q_heads.0.0.weight"], one["q_heads.1.0.weight"])
 
 
@@ -345,6 +266,7 @@ def test_targets_start_as_copies_without_gradient(build_model):
     losses(policy, EPISODES)["loss"].sum().backward()
     with torch.no_grad(), policy.guided(1.0):
         assert policy.lm(IDS).logits.dtype == torch.float32
+    assert ilql.cql_loss(random(2, V).bfloat16(), IDS[0, :2]).dtype == torch.float32
 
 
 def test_heads_keep_float32_under_autocast(build_model):
@@ -364,17 +286,13 @@ def test_heads_keep_float32_under_autocast(build_model):
 
 
 def test_heads_of_another_model_are_refused(build_model, tmp_path):
-    lm = build_model("gpt2")
+    policy = ilql.PolicyWithQ(build_model("gpt2"))
     file = tmp_path / ilql.HEADS_FILE
     wide = ilql.PolicyWithQ(build_model("gpt2", n_embd=20)).head_weights()
-    one = ilql.PolicyWithQ(lm, two_qs=False).head_weights()
-    for weights, reason in ((wide, ""), (one, "it was written with --no-two-qs$")):
-        safetensors.torch.save_file(weights, file)
-        with pytest.raises(InputError, match=f"^{file} does not fit the model: {reason}"):
-            ilql.PolicyWithQ(lm).load_heads(tmp_path)
-    file.write_bytes(b"no safetensors")
-    with pytest.raises(InputError, match=f"^{file} does not fit the model: "):
-        ilql.PolicyWithQ(lm).load_heads(tmp_path)
+    for content in (safetensors.torch.save(wide), b"no safetensors"):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=f"^{file} does not fit the model: "):
+            policy.load_heads(tmp_path)
 
 
 # ---- Guidance --------------------------------------------------------------------------------------------------------
@@ -382,7 +300,8 @@ def test_heads_of_another_model_are_refused(build_model, tmp_path):
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6]])
 BIGRAMS = random(25, 25, seed=4) > 0.3
 BIGRAMS[:, :3] = False  # something is always allowed
-FILTERED = {"top_k": 5, "top_p": 0.8, "logit_mask": BIGRAMS}
+ROW_OF_TRUE = BIGRAMS | (torch.arange(25) == 5)[:, None]
+FILTERED = {"top_k": 5, "top_p": 0.8, "logit_mask": ROW_OF_TRUE}
 
 
 @pytest.mark.parametrize(
@@ -391,6 +310,7 @@ FILTERED = {"top_k": 5, "top_p": 0.8, "logit_mask": BIGRAMS}
     ids=["plain", "top-p", "filtered"],
 )
 def test_guided_logits_at_every_position(build_model, name, two_qs, options):
+    """A row of True in a mask forbids nothing."""
     policy = make_policy(build_model(name, torch.float64), two_qs)
     filters = dict(options)
     mask = filters.pop("logit_mask", torch.zeros(25, 25, dtype=torch.bool))
@@ -407,19 +327,9 @@ def test_guided_logits_at_every_position(build_model, name, two_qs, options):
         heads = [head(state).tolist() for head in policy.target_q_heads]
         q = [min(values) for values in zip(*heads, strict=True)]
         v = policy.v_head(state).item()
-        forbidden = mask[IDS[row, place]].nonzero()[:, 0].tolist()
+        forbidden = [] if IDS[row, place] == 5 else mask[IDS[row, place]].nonzero()[:, 0].tolist()
         expected = slow_shaped(output.logits[row, place].tolist(), q, v, 1.5, **filters, forbidden=forbidden)
         close(shaped[row, place], expected, 1e-9)
-
-
-def test_a_row_of_true_forbids_nothing(build_model):
-    policy = make_policy(build_model("gpt2", torch.float64))
-    mask = torch.zeros(25, 25, dtype=torch.bool)
-    mask[5] = True
-    with policy.guided(2.0):
-        expected = policy.lm(IDS).logits
-    with policy.guided(2.0, logit_mask=mask):
-        assert torch.equal(policy.lm(IDS).logits, expected)
 
 
 def hooks(lm):
@@ -467,9 +377,3 @@ def test_a_logit_mask_becomes_a_tensor(build_model):
 )
 def test_headline(metrics, expected):
     assert ilql.headline(metrics, SimpleNamespace(eval_sets={"x": [], "y": []})) == expected
-
-
-def test_usage_names_the_best_beta():
-    args = SimpleNamespace(betas=(0.0, 4.0, 8.0), top_k=20, top_p=0.9)
-    assert "\nwith policy.guided(beta=8, top_k=20, top_p=0.9):" in ilql.usage("eval/a@beta=8", args)
-    assert "\nwith policy.guided(beta=4, top_k=20, top_p=0.9):" in ilql.usage("losses/loss", args)  # none evaluated

@@ -1,18 +1,15 @@
 """Whole runs of algos/ilql.py: `python -m pytest tests/test_ilql_runs.py`
 
-What it learns is compared with values worked out by hand on a chain whose data follow their policy exactly. Then: the
-first step by the slow definition of test_ilql.py, targets that are synchronised when they should be, samples of each
-beta, and what is exported. Runs are in-process.
+The first step by the slow definition of test_ilql.py; synchronised targets, samples of each beta, exports.
 """
 
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 import safetensors.torch
 import torch
-from helpers import EOS, log, recorded, samples, weights
-from test_ilql import BIGRAMS, DIALOGUES, EPISODES, IDS, LOSSES, SETTINGS, gradients, settings, slow_terms
+from helpers import equal, log, recorded, samples, weights
+from test_ilql import ARGS, BIGRAMS, DIALOGUES, EPISODES, IDS, LOSSES, SETTINGS, gradients, slow_terms
 from transformers import AutoModelForCausalLM
 
 from algos import ilql
@@ -34,87 +31,10 @@ def run_ilql(model, run_dir, rows=DIALOGUES, **flags):
     return ilql.main(ilql.Args(model=model, run_dir=str(run_dir), dataset=rows, **options | SETTINGS | flags))
 
 
-def heads(run_dir):
-    return safetensors.torch.load_file(Path(run_dir) / "hf_model" / ilql.HEADS_FILE)
-
-
-def first_policy(model):
-    """What a run with the default seed begins with."""
-    return ilql.PolicyWithQ(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64), seed=1).eval()
-
-
-# ---- What it learns: a chain -----------------------------------------------------------------------------------------
-
-# A state is the last letter. From a the policy takes b (3 of 4) or c, and the environment replies g or h to b, h to c;
-# from g it takes i or j, from h i or k, from i k or the end, from j and k the end, each as often as the other.
-WALKS = {"abgi": 3, "abgik": 3, "abgj": 6, "abhi": 3, "abhik": 3, "abhk": 6, "achi": 2, "achik": 2, "achk": 4}
-GAIN = {"b": 0.2, "c": 0.6, "i": 1.0, "j": 0.3, "k": -0.5}  # of the first output, and of the last letter
-
-
-def chain_rows():
-    """Each walk as often as the policy takes it, then all of them again, cut in the last output: marked as truncated
-    they bootstrap, and change no value."""
-    rows = []
-    for walk, count in WALKS.items():
-        reward = [GAIN[walk[1]], GAIN[walk[-1]]]
-        rows += [{"dialogue": [*walk[:3], walk[3:]], "reward": reward, "truncated": False}] * count
-    cut = [{"dialogue": row["dialogue"][:3] + [row["dialogue"][3][0]], "truncated": True} for row in rows]
-    return rows + [short | {"reward": [row["reward"][0], 0.0]} for short, row in zip(cut, rows, strict=True)]
-
-
-# gamma is 0.9, tau 0.8: the larger of two values counts 0.8 where both are equally often, and 4 / 7 where it is 1 in 4.
-CHAIN_Q = {
-    "j.": 0.3,
-    "k.": -0.5,
-    "i.": 1.0,
-    "ik": 0.9 * -0.5,
-    "gi": 0.9 * 0.71,
-    "gj": 0.9 * 0.3,
-    "hi": 0.9 * 0.71,
-    "hk": 0.9 * -0.5,
-    "ab": 0.2 + 0.9 * (0.5652 + 0.4212) / 2,
-    "ac": 0.6 + 0.9 * 0.4212,
-}
-CHAIN_V = {
-    "j": 0.3,
-    "k": -0.5,
-    "i": 0.8 * 1.0 + 0.2 * -0.45,  # 0.71
-    "g": 0.8 * 0.639 + 0.2 * 0.27,  # 0.5652
-    "h": 0.8 * 0.639 + 0.2 * -0.45,  # 0.4212
-    "a": 4 / 7 * 0.97908 + 3 / 7 * 0.64388,
-}
-
-
-def test_values_are_learned_exactly(build_model, letters, tmp_path):
-    """Those of every state by V, of every action by all four heads; rewards are as given."""
-    build_model(n_embd=24, n_layer=1, initializer_range=0.2).save_pretrained(tmp_path / "model")
-    letters.save_pretrained(tmp_path / "model")
-    rows = chain_rows()
-    flags = {"tau": 0.8, "gamma": 0.9, "cql_scale": 0, "awac_scale": 0, "normalize_rewards": False, "seed": 3}
-    flags |= {"batch_size": len(rows), "micro_batch_size": 96, "total_steps": 160, "lr": 1e-2, "warmup_steps": 20}
-    flags |= {"steps_for_target_q_sync": 1, "polyak_alpha": 0.5}
-    _, run_dir = run_ilql(str(tmp_path / "model"), tmp_path / "run", rows, **flags)
-    policy = ilql.PolicyWithQ.load(run_dir / "hf_model", dtype=torch.float64)
-    for walk in WALKS:
-        ids = torch.tensor([letters(walk)["input_ids"]])
-        with torch.no_grad():
-            states = policy.lm(ids, output_hidden_states=True).hidden_states[-1][0]
-        for place in (0, *range(2, len(walk))):  # behind the first output the environment replies
-            assert policy.v_head(states[place]).item() == pytest.approx(CHAIN_V[walk[place]], abs=0.05)
-            action = (walk + ".")[place + 1]
-            token = EOS if action == "." else letters.convert_tokens_to_ids(action)
-            for head in (*policy.q_heads, *policy.target_q_heads):
-                found = head(states[place])[token].item()
-                assert found == pytest.approx(CHAIN_Q[walk[place] + action], abs=0.05), walk[: place + 1] + action
-
-
-# ---- Steps -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_first_step_is_the_slow_definition(gpt2_dir, tmp_path):
     """Means over the actions of all rows, of training and of evaluation; and the norm of their gradient."""
-    policy = first_policy(gpt2_dir)
-    slow = slow_terms(policy, EPISODES, settings())
+    policy = ilql.PolicyWithQ(AutoModelForCausalLM.from_pretrained(gpt2_dir, dtype=torch.float64), seed=1).eval()
+    slow = slow_terms(policy, EPISODES, ARGS)
     count = len(slow["loss"])
     flags = {"batch_size": 6, "total_steps": 1, "max_length": 14, "normalize_rewards": False, "eval_every": 1}
     _, run_dir = run_ilql(gpt2_dir, tmp_path / "run", eval_dataset=DIALOGUES, **flags)
@@ -144,9 +64,6 @@ def test_targets_follow_every_so_many_steps_whatever_the_data(monkeypatch, gpt2_
     assert [record["target/syncs"] for record in found] == [0, 0, 1, 1, 1, 2, 2]
     assert before == [0, 0, 0, 1, 1, 1, 2] and len(calls) == 2
     assert {args[2] for args, _ in calls} == {0.3}
-
-
-# ---- Samples of each beta --------------------------------------------------------------------------------------------
 
 
 def test_evaluation_samples_from_each_beta(monkeypatch, gpt2_dir, tmp_path):
@@ -193,23 +110,18 @@ def test_the_best_beta_chooses_the_best_model(gpt2_dir, tmp_path, capsys):
     assert "with policy.guided(beta=0, top_k=0, top_p=1):  # the best beta by the last" in capsys.readouterr().out
 
 
-# ---- Export ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_export_is_continued_with_its_heads(gpt2_dir, tmp_path, capsys):
     """What the first run ends with is where the second one starts. transformers reads the model alone, and the lines
     of use that a run ends with work."""
     flags = {"eval_dataset": DIALOGUES, "eval_every": 9, "two_qs": False, "steps_for_target_q_sync": 2}
     _, run_dir = run_ilql(gpt2_dir, tmp_path / "one", **flags)
     usage = (run_dir / "README.md").read_text().split("```python\n")[1].split("\n```")[0]
-    assert usage in capsys.readouterr().out
+    assert usage in capsys.readouterr().out and "with policy.guided(beta=8, top_k=0, top_p=1):  # no beta" in usage
     exec(usage, {})
     assert capsys.readouterr().out.startswith("ab")
     export = run_dir / "hf_model"
     policy = ilql.PolicyWithQ.load(export, dtype=torch.float64)
-    saved = heads(run_dir)
-    assert saved.keys() == policy.head_weights().keys()
-    assert all(torch.equal(saved[name], weight) for name, weight in policy.head_weights().items())
+    assert equal(safetensors.torch.load_file(export / ilql.HEADS_FILE), policy.head_weights())
     plain, report = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float64, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert torch.equal(plain.eval()(IDS).logits, policy.eval().lm(IDS).logits)

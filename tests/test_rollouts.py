@@ -209,7 +209,7 @@ def test_a_call_of_a_tool_in_a_chat(build_model, tmp_path):
         seen.extend(zip(prompts, calls, answers, strict=True))
         return [[(call, True), (result, False), (new, True)] for call, new in zip(calls, answers, strict=True)]
 
-    settings = {"tokenizer": tokenizer, "dataset": [{"prompt": question, "tools": [{"name": "add"}]}] * 2}
+    settings = {"tokenizer": tokenizer, "dataset": [{"prompt": question, "tools": [{"name": "add"}]}] * 12}
     run_dir = run("grpo", lm, tmp_path / "run", rollout=episode, max_new_tokens=90, eval_every=4, **settings)
     prompt, call, _ = next(row for row in seen if row[1][-1] == tokenizer.eos_token_id)
     called = tokenizer.decode(call).removesuffix("<|im_end|>")

@@ -29,10 +29,6 @@ _setup_privateuseone_for_python_backend("gpu", backend_module=Backend())
 DEVICE = torch.device("gpu:0")
 
 
-class MixedDevices(RuntimeError):
-    """An operation between the device and the CPU."""
-
-
 class OnDevice(torch.Tensor):
     """A tensor of the device; held: the CPU tensor with its numbers."""
 
@@ -164,7 +160,7 @@ def count_copy(source_is_here, result_is_here):
 
 
 def check(function, name, args, here, there):
-    """MixedDevices, unless CUDA allows it: indices of the CPU, and numbers of the CPU in pointwise operations."""
+    """An error, unless CUDA allows it: indices of the CPU, and numbers of the CPU in pointwise operations."""
     if name in INDEXED and isinstance(args[0], OnDevice):
         indices = {id(x) for x in args[1] if x is not None}
         there = [x for x in there if id(x) not in indices]
@@ -173,7 +169,7 @@ def check(function, name, args, here, there):
     is_written = function._schema.is_mutable and not isinstance(args[0], OnDevice)
     if is_written or not (takes_numbers and all(x.ndim == 0 for x in there)):
         shapes = ", ".join(f"{x.device.type} {[*x.shape]}" for x in [*here, *there])
-        raise MixedDevices(f"{function} in {place()}: {shapes}")
+        raise RuntimeError(f"an operation between the device and the CPU: {function} in {place()}: {shapes}")
 
 
 def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

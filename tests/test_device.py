@@ -24,7 +24,6 @@ def on_device(scripts, argv, folder, patch="", expect=0, exact=True):
 
 
 def test_the_numbers_of_ppo_are_those_of_a_cpu(scripts, work, whole, tmp_path):
-    """With evaluations, checkpoints, the export of the best, and a continuation."""
     argv = command(work, "ppo", tmp_path / "run")
     stop = at("common.logging", "Run.stop_requested", 4, signal=15)
     on_device(scripts, argv, tmp_path, stop, expect=143)
@@ -36,7 +35,6 @@ def test_the_numbers_of_ppo_are_those_of_a_cpu(scripts, work, whole, tmp_path):
 
 @pytest.fixture(scope="module")
 def judge(work):
-    """A classifier with the tokens of the model, as a reward."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     config = AutoConfig.from_pretrained(work / "model", num_labels=1)
@@ -73,8 +71,6 @@ BUDGETS = {
     "ilql": (4, 2, 8),
     "ddpo": (2, 0, 1),
 }
-
-
 QUICK = "ppo", "grpo", "sft"
 
 
@@ -82,7 +78,6 @@ QUICK = "ppo", "grpo", "sft"
     "algo", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in BUDGETS if x not in QUICK)]
 )
 def test_waits_and_copies_of_a_micro_batch(algo, scripts, work, tmp_path):
-    """The difference between two runs, one of which has more micro-batches."""
     if algo in ("ppo", "grpo"):
         flags = "--total-episodes 8"
     else:
@@ -126,7 +121,6 @@ def test_waits_of_decoding(scripts, work, tmp_path):
 
 @pytest.mark.parametrize("parts", ["decode", pytest.param("traces steps", marks=pytest.mark.slow)])
 def test_the_page_of_a_gpu(parts, tmp_path):
-    """benchmarks/gpu.py with small sizes; without a GPU it says so."""
     argv = [sys.executable, ROOT / "benchmarks/gpu.py", "--tiny", "--algos", "sft", "--parts", *parts.split()]
     done = subprocess.run([*argv, "--out", "page.md"], cwd=tmp_path, capture_output=True, text=True)
     page = (tmp_path / "page.md").read_text()

@@ -1,7 +1,6 @@
 """The output layer in chunks is the output layer: `python -m pytest tests/test_forward.py`
 
-Values and gradients against whole logits in float64, for models whose logits are a plain product and for those that
-change them.
+Values and gradients against whole logits in float64. Models that change their logits: test_architectures.py.
 """
 
 import peft
@@ -10,19 +9,11 @@ import torch
 from helpers import close, random
 from torch import nn
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from common import forward
 from common.forward import has_plain_output, in_chunks, token_logprobs, token_nll, true_places
 
 V, H, N = 25, 12, 7  # words as of build_model, width, rows
-SIZES = {"vocab_size": V, "hidden_size": H, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 32, "initializer_range": 0.3, "pad_token_id": 23}
-SIZES |= {"bos_token_id": 21, "eos_token_id": 22}
-CHANGED = {  # families that change the logits of their output layer
-    "gemma2": Gemma2Config(**SIZES, head_dim=6, final_logit_softcapping=5.0, attn_logit_softcapping=4.0),
-    "granite": GraniteConfig(**SIZES, logits_scaling=1.3),
-}
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0, 11], [1, 2, 11, 20, 6, 22, 13, 3], [5, 5, 1, 0, 9, 14, 7, 2]])
 
 
@@ -91,12 +82,13 @@ def test_gradients_are_added_up_in_float32(monkeypatch):
 # ---- In place of the output layer ------------------------------------------------------------------------------------
 
 
-def check(monkeypatch, model, lm, plain, tolerance=1e-12):
+def check(monkeypatch, model, lm, tolerance=1e-12):
     """Terms, and gradients of all weights, against those of the logits that the model returns."""
+    monkeypatch.setattr(forward, "CHUNK", 2 * V)
     places = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.6
     targets = IDS.roll(-1, 1)
     lm.plain_output = has_plain_output(lm)
-    assert lm.plain_output == plain
+    assert lm.plain_output
     widths = []
 
     def watched(function, layer, vocabulary, states, *columns):
@@ -108,7 +100,7 @@ def check(monkeypatch, model, lm, plain, tolerance=1e-12):
     hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     logprobs, states, others = token_logprobs(model, targets, true_places(places), 0.7, entropies, input_ids=IDS)
     hook.remove()
-    assert widths == [H if plain else V]
+    assert widths == [H]
     assert torch.equal(states, read[0]) and states.shape == (*IDS.shape, H)
     assert "forward" not in vars(lm.get_output_embeddings())
     terms = torch.stack([-logprobs, others])
@@ -128,33 +120,11 @@ def check(monkeypatch, model, lm, plain, tolerance=1e-12):
     assert any(gradient is not None and gradient.any() for gradient in gradients[0])
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Two rows at a time, where a test does not say otherwise."""
-    monkeypatch.setattr(forward, "CHUNK", 2 * V)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_plain_products(monkeypatch, build_model, kind):
-    """Of GPT-2 the output layer is that of the embeddings, of Llama it is not."""
-    lm = build_model(kind, torch.float64)
-    check(monkeypatch, lm, lm, plain=True)
-
-
-@pytest.mark.parametrize("kind", CHANGED)
-def test_changed_logits_stay_whole(monkeypatch, kind):
-    """Scaled or capped logits are taken as the model returns them."""
-    torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(CHANGED[kind], dtype=torch.float64, attn_implementation="eager").eval()
-    check(monkeypatch, lm, lm, plain=False)
-
-
 def test_adapter_on_the_output_layer(monkeypatch, build_model):
-    """Counts, and is trained."""
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
     lm = peft.get_peft_model(build_model("qwen3", torch.float64), config).base_model.model.double()
     assert any("lm_head.lora_A" in name for name, weight in lm.named_parameters() if weight.requires_grad)
-    check(monkeypatch, lm, lm, plain=True)
+    check(monkeypatch, lm, lm)
 
 
 def test_autocast(monkeypatch, build_model):
@@ -167,14 +137,14 @@ def test_autocast(monkeypatch, build_model):
         return labels
 
     with torch.autocast("cpu", torch.bfloat16):
-        check(monkeypatch, lm, lm, plain=True, tolerance=0.02)
+        check(monkeypatch, lm, lm, tolerance=0.02)
         in_chunks(logits_type, lm.get_output_embeddings(), V, random(3, H).float(), IDS[0, :3])
         logprobs, _, _ = token_logprobs(lm, IDS, true_places(IDS > 3), input_ids=IDS)
     assert types == [torch.bfloat16] and logprobs.dtype == torch.float32
 
 
 class Wrapped(nn.Module):
-    """As DistributedDataParallel wraps a model."""
+    """As DistributedDataParallel wraps a model: it must be called, or gradients would not be averaged."""
 
     def __init__(self, module):
         super().__init__()
@@ -186,12 +156,9 @@ class Wrapped(nn.Module):
         return self.module(**inputs)
 
 
-def test_wrapper_of_several_processes_is_called(monkeypatch, build_model):
-    """Else gradients would not be averaged."""
-    lm = build_model("gpt2", torch.float64)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])  # tied and not
+def test_wrapped_models(monkeypatch, build_model, kind):
+    lm = build_model(kind, torch.float64)
     wrapper = Wrapped(lm)
-    check(monkeypatch, wrapper, lm, plain=True)
+    check(monkeypatch, wrapper, lm)
     assert wrapper.calls == 1
-
-
-# ---- Episodes --------------------------------------------------------------------------------------------------------

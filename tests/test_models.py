@@ -14,9 +14,9 @@ from helpers import EOS, recorded
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from algos import grpo, ilql, ppo, sft
+from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
-from common.cli import InputError, from_task
+from common.cli import from_task
 from common.models import end_tokens, load_model
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
@@ -33,33 +33,21 @@ ROLLOUTS |= {"lr": 1e-2, "threads": 1}
 
 
 def short_ppo(model, run_dir, **flags):
-    """Two iterations of two steps."""
     return ppo.main(ppo.Args(model=model, run_dir=str(run_dir), **ROLLOUTS | flags))
 
 
-def short_grpo(model, run_dir, **flags):
-    """Two iterations of two steps."""
-    return grpo.main(grpo.Args(model=model, run_dir=str(run_dir), **ROLLOUTS | {"group_size": 4} | flags))
-
-
 def short_sft(model, run_dir, **flags):
-    """Three steps."""
     rows = [{"prompt": p, "completion": p[::-1] + "a"} for p in PROMPTS]
     settings = {"dataset": rows, "total_steps": 3, "batch_size": 4, "micro_batch_size": 3, "lr": 1e-2, "eval_every": 2}
     settings |= {"eval_dataset": rows, "threads": 1}
     return sft.main(sft.Args(model=model, run_dir=str(run_dir), **settings | flags))
 
 
-def reload(directory):
+def reload(directory, kind=AutoModelForCausalLM, dtype="auto"):
     """The model by plain transformers, which found every key, expected every key, and missed none."""
-    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    model, report = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
     assert not any(report.values()), report
     return model.eval()
-
-
-def logits(model, ids=IDS):
-    with torch.no_grad():
-        return model(ids.to(model.device)).logits.cpu()
 
 
 # ---- Export and heads ------------------------------------------------------------------------------------------------
@@ -70,9 +58,15 @@ def logits(model, ids=IDS):
     [("gpt2", torch.bfloat16, True), ("llama", torch.float64, False), ("qwen3", torch.float32, True)],
 )
 def test_export_is_read_back_by_plain_transformers(build_model, letters, family, dtype, tied, tmp_path):
-    """Tied weights stay tied, in the file and after it."""
+    """Tied weights stay tied, in the file and after it. Files have the mode that the umask gives."""
     model = build_model(family, dtype)
-    export_model(model, full_weights(model), letters, tmp_path / "model", {})
+    before = os.umask(0o026)
+    try:
+        heads = {"head.safetensors": {"weight": torch.ones(3)}}
+        export_model(model, full_weights(model), letters, tmp_path / "model", heads)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o640}
     back = reload(tmp_path / "model")
     assert back.dtype == dtype
     torch.testing.assert_close(back.state_dict(), model.state_dict(), rtol=0, atol=0)
@@ -90,9 +84,7 @@ def test_policy_with_value_is_read_back(monkeypatch, gpt2_dir, tmp_path, kind, d
     """A run's hf_model gives the same values by PolicyWithValue.load, and as the --model of another run."""
     lm, tokenizer = load_model(from_task(ppo.Args, ppo.TASK, dtype=dtype), gpt2_dir)
     lm.name_or_path = ""  # a model without a home, whose weights main trains in place
-    flags = {"dtype": dtype, "num_layers_unfrozen": -1}
-    if dtype == "bfloat16":
-        flags["num_layers_unfrozen"] = 0  # weights of 16 bits are not trained
+    flags = {"dtype": dtype, "num_layers_unfrozen": 0 if dtype == "bfloat16" else -1}  # those of 16 bits are frozen
     made = recorded(monkeypatch, ppo, "make_optimizer")
     head = {"value_head": kind, "value_head_init": "normal"}
     _, run_dir = short_ppo(lm, tmp_path / "run", tokenizer=tokenizer, **head, **flags)
@@ -100,12 +92,7 @@ def test_policy_with_value_is_read_back(monkeypatch, gpt2_dir, tmp_path, kind, d
     loaded = ppo.PolicyWithValue.load(run_dir / "hf_model").eval()
     assert loaded.lm.dtype == getattr(torch, dtype)
     assert len(list(loaded.value_head.parameters())) == {"linear": 2, "mlp": 4}[kind]
-    for model in (trained, loaded):
-        model.lm.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        logprobs, values, _ = trained(*INPUTS)
-        torch.testing.assert_close(loaded(*INPUTS)[:2], (logprobs, values), rtol=1e-6, atol=1e-6)
-    assert values.std() > 0.01
+    torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
     # the other kind of head on the command line: the directory brings its own
     flags |= {"value_head": "mlp" if kind == "linear" else "linear", "lr": 1e-30, "eval_every": 0}
     _, next_dir = short_ppo(str(run_dir / "hf_model"), tmp_path / "next", **flags)
@@ -162,19 +149,6 @@ def test_the_value_head_keeps_float32_under_bf16(build_model):
     assert (values.bfloat16() != values).any()  # not rounded to bfloat16
 
 
-def test_the_files_of_an_export_follow_the_umask(build_model, letters, tmp_path):
-    model = build_model("gpt2")
-    before = os.umask(0o026)
-    try:
-        heads = {"head.safetensors": {"weight": torch.ones(3)}}
-        export_model(model, full_weights(model), letters, tmp_path / "model", heads)
-    finally:
-        os.umask(before)
-    files = list((tmp_path / "model").iterdir())
-    assert {"model.safetensors", "head.safetensors", "config.json"} <= {path.name for path in files}
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
-
-
 ENDS = [(None, [EOS]), (7, [7, EOS]), ([5, 7], [5, 7, EOS]), ([7, EOS], [7, EOS])]
 
 
@@ -191,29 +165,6 @@ def test_end_tokens(build_model, letters, tmp_path, own, union):
     assert reload(tmp_path / "export").generation_config.eos_token_id == (union if len(union) > 1 else EOS)
 
 
-@pytest.mark.parametrize("short", [short_ppo, short_grpo])
-def test_a_rollout_ends_at_any_end_token(build_model, letters, tmp_path, short):
-    """Tokens behind the end of a turn would be trained: real checkpoints end turns and documents with two tokens."""
-    model = build_model("gpt2")
-    model.generation_config.eos_token_id = [5, 7]
-    model.save_pretrained(tmp_path / "model")
-    letters.save_pretrained(tmp_path / "model")
-    seen = []
-
-    def reward(output_ids, **columns):
-        seen.extend(output_ids)
-        return [0.1 * len(ids) for ids in output_ids]
-
-    flags = {"reward": reward, "max_new_tokens": 11, "total_episodes": 8, "eval_every": 0}
-    metrics, run_dir = short(str(tmp_path / "model"), tmp_path / "run", **flags)
-    ended = [ids[-1] in (5, 7, EOS) for ids in seen]
-    assert {5, 7, EOS} == {ids[-1] for ids, is_ended in zip(seen, ended, strict=True) if is_ended}
-    assert not any({5, 7, EOS} & set(ids[:-1]) for ids in seen)
-    assert metrics["tokens/eos_rate"] == sum(ended) / len(ended) < 1
-    exported = AutoModelForCausalLM.from_pretrained(run_dir / "hf_model")
-    assert exported.generation_config.eos_token_id == [5, 7, EOS]
-
-
 def test_a_text_that_has_an_end_gets_no_second_one(letters):
     """Nothing behind an end token is ever sampled; ilql's return lies on it."""
     tokenizer = copy.copy(letters)
@@ -227,13 +178,6 @@ def test_a_text_that_has_an_end_gets_no_second_one(letters):
     assert list(truncated[0].ids) == [0, 1, 2, 3]
 
 
-def test_weights_of_16_bits_are_not_trained(build_model, letters, tmp_path):
-    """An object of this type is refused as the flag is."""
-    with pytest.raises(InputError, match="--dtype bfloat16: most updates of such weights would be lost to rounding"):
-        short_sft(build_model(dtype=torch.bfloat16), tmp_path / "run", tokenizer=letters)
-    assert not (tmp_path / "run").exists()
-
-
 def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):
     for family, dropout in (("gpt2", "attn_pdrop"), ("llama", "attention_dropout"), ("qwen3", "attention_dropout")):
         model = build_model(family)
@@ -241,7 +185,7 @@ def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):
         model.save_pretrained(tmp_path / family)
         letters.save_pretrained(tmp_path / family)
         loaded, _ = load_model(from_task(sft.Args, sft.TASK), str(tmp_path / family))
-        assert torch.equal(logits(loaded.train()), logits(loaded.eval())), family
+        assert torch.equal(loaded.train()(IDS).logits, loaded.eval()(IDS).logits), family
 
 
 def test_the_padding_token_is_trained(build_model, letters, tmp_path):

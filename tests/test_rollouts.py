@@ -1,6 +1,6 @@
 """--rollout: responses of several segments, by a function of the user: `python -m pytest tests/test_rollouts.py`
 
-The function of most tests writes "zq" behind every sampled vowel, and goes on: `tool`. Layouts are in float64, with two
+The function of most tests writes "eq" behind every sampled vowel, and goes on: `tool`. Layouts are in float64, with two
 processes in test_fsdp.py. The embedded task with a calculator is in test_tasks.py.
 """
 
@@ -9,20 +9,16 @@ import json
 import math
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from harness import ROOT, launch, torchrun
-from helpers import EOS, close, log, recorded, rolled, same_run, samples, write
+from helpers import EOS, answer, close, log, recorded, rolled, same_run, samples, turn, user, write
 from test_invariants import PROMPTS, weights
 from test_rows import TOOLS, TURN_END, build_tokenizer
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from algos import grpo, ppo
 from common.cli import InputError
-from common.forward import response_logprobs
 from common.functions import call_function, sampled_part
 
 SPEC = f"{__file__}:tool"
@@ -103,22 +99,10 @@ def test_a_function_that_samples_once_changes_no_byte(algo, gpt2_dir, tmp_path):
 
 @both
 def test_micro_batches_and_decode_batches_change_nothing(algo, gpt2_dir, tmp_path):
-    flags = {"eval_every": 2, "ppo_epochs": 1}
+    """With a score for each token, also for those that were only read."""
+    flags = {"eval_every": 2, "ppo_epochs": 1, "reward": by_token}
     whole = run(algo, gpt2_dir, tmp_path / "whole", **flags)
     same_run(run(algo, gpt2_dir, tmp_path / "parts", micro_batch_size=2, decode_batch_size=5, **flags), whole)
-
-
-@both
-def test_a_killed_run_ends_with_the_same_bytes(algo, gpt2_dir, tmp_path, capsys):
-    flags = {"rollout": SPEC, "save_every": 1, "keep_checkpoints": 9}
-    whole = run(algo, gpt2_dir, tmp_path / "whole", **flags)
-    killed = shutil.copytree(whole, tmp_path / "killed")
-    (killed / "README.md").unlink()
-    shutil.rmtree(killed / "checkpoints/step_00000008")
-    run(algo, gpt2_dir, killed, **flags)
-    assert "from step 4" in capsys.readouterr().out
-    for name in ("metrics.jsonl", "hf_model/model.safetensors"):
-        assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 
 # ---- What is trained -------------------------------------------------------------------------------------------------
@@ -159,61 +143,6 @@ def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch)
     assert any("[eq]" in row["output"] for row in samples(run_dir))
 
 
-def test_the_gradient_is_that_of_the_sampled_tokens(build_model):
-    """Of a sum of log-probabilities, against a whole forward pass; exactly zero at the states before other tokens."""
-    lm = build_model(dtype=torch.float64)
-    lm.plain_output = True
-    generator = torch.Generator().manual_seed(0)
-    query, response = (torch.randint(0, 21, (3, n), generator=generator) for n in (5, 7))
-    query_mask = torch.arange(5) >= torch.tensor([[0], [2], [3]])
-    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1], [1, 0, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0]], dtype=torch.bool)
-    logprobs, states, _ = response_logprobs(lm, query, query_mask, response, mask)
-    states.retain_grad()
-    logprobs.sum().backward()
-    found = [weight.grad.clone() for weight in lm.parameters()]
-    assert states.grad[~mask].abs().max() == 0 and states.grad[mask].abs().sum(1).min() > 0
-    lm.zero_grad()
-    naive = 0.0
-    for row in range(3):
-        ids = torch.cat([query[row, query_mask[row]], response[row]])
-        logits = lm(ids[None]).logits[0].log_softmax(-1)
-        begin = int(query_mask[row].sum())
-        for place in mask[row].nonzero()[:, 0].tolist():
-            naive = naive + logits[begin + place - 1, response[row, place]]
-    naive.backward()
-    for one, weight in zip(found, lm.parameters(), strict=True):
-        close(one, weight.grad, 1e-10)
-
-
-def test_advantages_are_those_of_the_groups(gpt2_dir, tmp_path, monkeypatch):
-    updates = recorded(monkeypatch, grpo, "update")
-    run("grpo", gpt2_dir, tmp_path / "run", total_episodes=12)
-    ((arguments, _),) = updates
-    batch = arguments[3]
-    groups = batch.scores.view(4, 3)
-    expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-    close(batch.advantages, torch.where(groups.std(1, keepdim=True) == 0, 0.0, expected).flatten())
-    assert groups.std() > 0
-
-
-def test_scores_of_what_was_read_go_to_the_sampled_token_before(gpt2_dir, tmp_path, monkeypatch):
-    calls = rolled(monkeypatch, ppo)
-    run("ppo", gpt2_dir, tmp_path / "run", reward=by_token, total_episodes=12)
-    ((_, batch),) = calls
-    for scores, ids, mask in zip(batch.raw_scores, batch.response, batch.response_mask, strict=True):
-        close(scores[~mask], torch.zeros(int((~mask).sum())))
-        places = mask.nonzero()[:, 0].tolist()
-        for place, after in zip(places[:-1], places[1:], strict=True):
-            assert float(scores[place]) == pytest.approx(0.1 * ids[place:after].sum().item())
-
-
-@pytest.mark.parametrize("algo", ["ppo"])
-def test_adapters(algo, gpt2_dir, tmp_path):
-    metrics = log(run(algo, gpt2_dir, tmp_path / "run", lora_r=3, ppo_epochs=1, batch_size=12))
-    assert metrics[0]["policy/ratio"] == pytest.approx(1, abs=1e-12)
-    assert abs(metrics[0]["objective/kl"]) < 1e-12
-
-
 # ---- What a function gets and returns --------------------------------------------------------------------------------
 
 
@@ -251,104 +180,85 @@ def test_columns_and_seeds(algo, gpt2_dir, tmp_path):
 def test_another_engine(algo, gpt2_dir, tmp_path):
     """Rows for which nothing was sampled are not compared with anything. Too long ones are cut."""
 
-    def engine(model, prompt_ids, temperature, max_new_tokens, tokenizer):
-        responses = []
-        for ids in prompt_ids:
-            new = model.generate(
-                torch.tensor([ids]), max_new_tokens=max_new_tokens, do_sample=True, temperature=temperature,
-                pad_token_id=tokenizer.pad_token_id,
-            )  # fmt: skip
-            responses.append([(new[0, len(ids) :], True), ([3] * 9, False)])
-        return responses
+    def engine(model, prompt_ids, max_new_tokens):
+        made = [model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens)[0, len(ids) :] for ids in prompt_ids]
+        return [[(ids, True), ([3] * 9, False)] for ids in made]
 
     metrics = log(run(algo, gpt2_dir, tmp_path / "run", rollout=engine))
     assert all(math.isfinite(value) for record in metrics for value in record.values())
     assert metrics[0]["tokens/truncated_rate"] > 0.8  # the limit is reached by what is not trained, too
 
 
-def byte_pairs():
-    """The tokenizer of characters and markers with a token for some pairs, so that a text has several readings."""
-    plain = build_tokenizer(TOOLS)
+def test_a_call_of_a_tool_in_a_chat(build_model, tmp_path):
+    """A template with tools. The call is trained, its result and the header of the next turn are not, and the response
+    is what the template writes. Pairs of letters are tokens, so a text has several readings."""
     letters = [chr(number) for number in range(97, 123)]
     merges = [*zip(letters, letters[1:], strict=False), *zip(letters[1:], letters, strict=False)]
-    vocabulary = {token: i for i, token in enumerate([*plain.get_vocab(), *map("".join, merges)])}
-    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    names = {"eos_token": "<|im_end|>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    tokenizer.chat_template = TOOLS
-    return tokenizer
-
-
-@pytest.mark.parametrize("tokenizer", [build_tokenizer(TOOLS), byte_pairs()], ids=["characters", "byte pairs"])
-def test_a_call_of_a_tool_in_a_chat(build_model, tmp_path, tokenizer):
-    """A template with tools. The call is trained, its result and the header of the next turn are not, and the response
-    is what the template writes."""
+    tokenizer = build_tokenizer(TOOLS, merges=merges)
     lm = build_model(vocab_size=len(tokenizer), n_positions=256, eos_token_id=tokenizer.eos_token_id)
-    question = [{"role": "user", "content": "2+2?"}]
+    question = [user("2+2?")]
     seen = []
+    results = []
 
     def episode(sample, prompt_ids, prompts, tokenizer):
         calls = sample(prompt_ids, range(len(prompt_ids)))
         result = tokenizer(f"{TURN_END[-1]}<|im_start|>user\nresult 4{TURN_END}<|im_start|>assistant\n")["input_ids"]
+        results.append(result)
         contexts = [prompt + call + result for prompt, call in zip(prompt_ids, calls, strict=True)]
         answers = sample(contexts, range(len(contexts)))
         seen.extend(zip(prompts, calls, answers, strict=True))
         return [[(call, True), (result, False), (new, True)] for call, new in zip(calls, answers, strict=True)]
 
-    settings = {"tokenizer": tokenizer, "dataset": [{"prompt": question, "tools": [{"name": "add"}]}] * 2}
+    settings = {"tokenizer": tokenizer, "dataset": [{"prompt": question, "tools": [{"name": "add"}]}] * 12}
     run_dir = run("grpo", lm, tmp_path / "run", rollout=episode, max_new_tokens=90, eval_every=4, **settings)
-    prompt, call, new = seen[0]
+    prompt, call, _ = next(row for row in seen if row[1][-1] == tokenizer.eos_token_id)
     called = tokenizer.decode(call).removesuffix("<|im_end|>")
-    chat = [*question, {"role": "assistant", "content": called}, {"role": "tool", "content": "4"}]
-    if call[-1] == tokenizer.eos_token_id:
-        text = tokenizer.apply_chat_template(chat, tools=[{"name": "add"}], tokenize=False, add_generation_prompt=True)
-        result = tokenizer(f"\n<|im_start|>user\nresult 4{TURN_END}<|im_start|>assistant\n")["input_ids"]
-        assert prompt + tokenizer.decode(call + result) == text
+    chat = [*question, answer(called), turn("tool", "4")]
+    text = tokenizer.apply_chat_template(chat, tools=[{"name": "add"}], tokenize=False, add_generation_prompt=True)
+    assert prompt + tokenizer.decode(call + results[0]) == text
     assert any("[\\n<|im_start|>user\\nresult 4<|im_end|>" in row["output"] for row in samples(run_dir))
-    several = [ids for _, ids, _ in seen if ids != tokenizer(tokenizer.decode(ids))["input_ids"]]
-    assert bool(several) == (len(tokenizer) > 110)  # what was sampled is kept, not tokenised again
+    assert any(ids != tokenizer(tokenizer.decode(ids))["input_ids"] for _, ids, _ in seen)  # which is kept as sampled
 
 
 @both
-def test_parts_of_a_reward_and_the_first_rows(algo, gpt2_dir, tmp_path):
-    """Other columns of a reward are logged by name; the first rows of every rollout can be read, and stand there once
-    where a run goes on."""
+def test_parts_of_a_reward_and_the_first_rows(algo, gpt2_dir, tmp_path, capsys):
+    """Other columns of a reward are logged by name; the first rows of every rollout can be read. A killed run ends with
+    the same bytes, and these rows stand there once."""
 
     def reward(outputs, output_ids, **columns):
         return {"score": vowels(outputs, output_ids), "length": [len(ids) for ids in output_ids]}
 
-    flags = {"reward": reward, "eval_every": 4, "save_every": 1, "keep_checkpoints": 9}
+    flags = {"reward": reward, "rollout": SPEC, "eval_every": 4, "save_every": 1, "keep_checkpoints": 9}
     run_dir = run(algo, gpt2_dir, tmp_path / "run", **flags)
     first, second, last = log(run_dir)
     assert 3 < first["eval/length"] < 9 and 3 < second["reward/length"] < 9 and "reward/length" in last
-    path = run_dir / "rollouts.jsonl"
-    text = path.read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4] * 4 + [8] * 4
     assert rows[0].keys() == {"step", "prompt", "output", "score", "advantage"}
     assert any("[eq]" in row["output"] for row in rows)
     if algo == "grpo":
         assert sum(row["advantage"] for row in rows[:3]) == pytest.approx(0, abs=1e-9)
-    (run_dir / "README.md").unlink()
-    shutil.rmtree(run_dir / "checkpoints/step_00000008")
-    run(algo, gpt2_dir, run_dir, **flags)
-    assert path.read_text() == text
+    killed = shutil.copytree(run_dir, tmp_path / "killed")
+    (killed / "README.md").unlink()
+    shutil.rmtree(killed / "checkpoints/step_00000008")
+    run(algo, gpt2_dir, killed, **flags)
+    assert "from step 4" in capsys.readouterr().out
+    for name in ("metrics.jsonl", "rollouts.jsonl", "hf_model/model.safetensors"):
+        assert (killed / name).read_bytes() == (run_dir / name).read_bytes()
 
 
-def test_options_of_the_template_reach_every_text(build_model, tmp_path, monkeypatch):
+def test_options_of_the_template_reach_every_text(build_model, tmp_path):
     tokenizer = build_tokenizer(TOOLS.replace("'Be good.'", "('Think.' if think else 'Be ' + mood)"))
     lm = build_model(vocab_size=len(tokenizer), n_positions=256, eos_token_id=tokenizer.eos_token_id)
+    chat = [user("b?")]
     seen = []
 
     def episode(sample, prompt_ids, prompts, tokenizer):
-        chat = [{"role": "user", "content": "b?"}]
         assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == prompts[0]
         seen.extend(prompts)
         return once(sample, prompt_ids)
 
-    flags = {"tokenizer": tokenizer, "dataset": [{"prompt": [{"role": "user", "content": "b?"}]}], "rollout": episode}
+    flags = {"tokenizer": tokenizer, "dataset": [{"prompt": chat}], "rollout": episode}
     run("grpo", lm, tmp_path / "run", template_options=("think=false", "mood=quick"), total_episodes=12, **flags)
     assert all("system\nBe quick<|im_end|>" in prompt for prompt in seen)
     with pytest.raises(InputError, match="--template-options .* must be key=value"):
@@ -396,7 +306,6 @@ def test_what_is_refused(message, gpt2_dir, tmp_path):
 
 
 def fails_in_one(sample, prompt_ids, seeds, tokenizer):
-    """In the second process, in the first rollout."""
     if os.environ["RANK"] == "1":
         raise ValueError("the game is over")
     return tool(sample, prompt_ids, tokenizer)
@@ -411,24 +320,24 @@ def test_an_error_in_one_process_ends_all(gpt2_dir, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_stop_string_may_stand_alone(gpt2_dir, tmp_path):
-    """It is not taken for a list of letters."""
-    seen = []
+def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
+    """A stop string may stand alone: it is not taken for a list of letters."""
+    lengths = []
+    texts = []
 
-    def stops(sample, prompt_ids, tokenizer, stop="ab"):
-        new = sample(prompt_ids, range(len(prompt_ids)), stop=stop)
-        seen.extend(tokenizer.batch_decode(new))
-        return [[(ids, True)] for ids in new]
+    def greedy_for_more(sample, prompt_ids, tokenizer):
+        places = range(len(prompt_ids))
+        first = sample(prompt_ids, places, stop="ab")
+        texts.extend(tokenizer.batch_decode(first))
+        whole = [ids + new for ids, new in zip(prompt_ids, first, strict=True)]
+        for new, more in zip(first, sample(whole, places), strict=True):
+            lengths.append((len(new), len(more)))
+        return [[(new, True)] for new in first]
 
-    run("grpo", gpt2_dir, tmp_path / "run", rollout=stops, total_episodes=12)
-    assert any(letter in text[:-1] for text in seen for letter in "ab")
-
-
-def test_scores_that_are_not_finite_end_with_a_sentence(gpt2_dir, tmp_path):
-    """A score beyond float32 is found at the update, in all processes."""
-    flags = {"reward": lambda outputs, **_: [1e39] * len(outputs), "dtype": "float32", "rollout": once}
-    with pytest.raises(FloatingPointError, match="12 episodes|6 episodes"):
-        run("ppo", gpt2_dir, tmp_path / "run", **flags)
+    run("grpo", gpt2_dir, tmp_path / "run", rollout=greedy_for_more, total_episodes=12)
+    assert all(more == 0 for new, more in lengths if new == 9) and any(more for _, more in lengths)
+    assert all(new + more <= 9 for new, more in lengths)
+    assert any(letter in text[:-1] for text in texts for letter in "ab")
 
 
 def test_coroutines_share_a_loop_and_may_be_cancelled():
@@ -461,34 +370,8 @@ def test_parts_of_what_was_sampled():
     assert sampled_part([1], [1, 2, 3, 5], twice) == [1, 2, 3]
 
 
-def test_flags_that_do_not_go_together(gpt2_dir, tmp_path, monkeypatch):
+def test_flags_that_do_not_go_together(gpt2_dir, tmp_path):
     with pytest.raises(InputError, match="--stop is not used with --rollout"):
         run("grpo", gpt2_dir, tmp_path / "run", stop=("a",))
     with pytest.raises(InputError, match="--min-length-limit is not used with --rollout"):
         run("ppo", gpt2_dir, tmp_path / "run", min_length_limit=3)
-
-
-def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
-    lengths = []
-
-    def greedy_for_more(sample, prompt_ids):
-        places = range(len(prompt_ids))
-        first = sample(prompt_ids, places)
-        whole = [ids + new for ids, new in zip(prompt_ids, first, strict=True)]
-        for new, more in zip(first, sample(whole, places), strict=True):
-            lengths.append((len(new), len(more)))
-        return [[(new, True)] for new in first]
-
-    run("grpo", gpt2_dir, tmp_path / "run", rollout=greedy_for_more, total_episodes=12)
-    assert all(more == 0 for new, more in lengths if new == 9) and any(more for _, more in lengths)
-    assert all(new + more <= 9 for new, more in lengths)
-
-
-def test_the_file_of_the_function_is_part_of_the_run(gpt2_dir, tmp_path):
-    path = Path(write(tmp_path / "hook.py", []))
-    path.write_text("def once(sample, prompt_ids):\n    return [[(x, True)] for x in sample(prompt_ids, range(12))]\n")
-    run_dir = run("grpo", gpt2_dir, tmp_path / "run", rollout=f"{path}:once", total_episodes=12)
-    assert "rollout" in json.loads((run_dir / "env.json").read_text())["files"]
-    path.write_text(path.read_text() + "# edited\n")
-    with pytest.raises(InputError, match="the file of --rollout has changed"):
-        run("grpo", gpt2_dir, tmp_path / "run", rollout=f"{path}:once", total_episodes=12)

@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers as tf
 from helpers import BOS, EOS, PAD, add_specials, log, recorded, rolled
-from test_models import more_vowels
+from test_ilql import LOSSES, slow_action
+from test_models import more_vowels, reload
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -20,7 +21,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from algos import grpo, ilql, ppo, sft
 from benchmarks.tasks import randomwalks
 from common import sampling
-from common.models import as_decoder
+from common.models import as_decoder, freeze
 
 T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3}
 T5 |= {"relative_attention_num_buckets": 6, "relative_attention_max_distance": 9, "dropout_rate": 0.3}
@@ -28,30 +29,27 @@ GATED = {"decoder_start_token_id": BOS, "tie_word_embeddings": False, "feed_forw
 BART = {"d_model": 12, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 20}
 BART |= {"decoder_attention_heads": 3, "decoder_ffn_dim": 28, "max_position_embeddings": 32, "dropout": 0.3}
 BART |= {"decoder_layerdrop": 0.3, "forced_eos_token_id": None, "decoder_start_token_id": EOS}
-FAMILIES = {
-    "t5": (tf.T5Config, T5 | {"decoder_start_token_id": PAD}),
-    "t5_gated": (tf.T5Config, T5 | GATED),
-    "bart": (tf.BartConfig, BART),
+FAMILIES = {  # configuration, its settings, what the tokenizer makes of a text
+    "t5": (tf.T5Config, T5 | {"decoder_start_token_id": PAD}, "$A <eos>"),
+    "t5_gated": (tf.T5Config, T5 | GATED, "$A"),
+    "bart": (tf.BartConfig, BART, "<bos> $A <eos>"),
 }
-two_families = pytest.mark.parametrize("family", ["t5", pytest.param("bart", marks=pytest.mark.slow)], indirect=True)
-ADDED = {"t5": ([], [EOS]), "t5_gated": ([], []), "bart": ([BOS], [EOS])}  # by the tokenizer, before and behind a text
 TEXTS = [("b", "cda"), ("cde", "fgfcq"), ("fg", ""), ("hijkl", "mnopa"), ("", "st"), ("m", "hij<eos>")]
 PROMPTS = [{"prompt": prompt} for prompt, _ in TEXTS]
 ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in TEXTS]
 
 
-def save_random(directory, config, settings, tokenizer):
+def random_seq2seq(family):
     """Matrices have a standard deviation of 0.5, shared embeddings of 1."""
     ids = {"vocab_size": 25, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    config, settings, _ = FAMILIES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         lm = AutoModelForSeq2SeqLM.from_config(config(**ids | settings))
         for name, weight in [*lm.named_parameters(), *lm.named_buffers()]:  # a buffer of BART: a bias
             if weight.ndim > 1:
                 weight.data.normal_(0, 1 if "shared" in name else 0.5)
-    lm.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
+    return lm
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -61,20 +59,21 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def folder(family, tmp_path_factory):
-    """Directory of the random model of a family, and a tokenizer that ends texts as ADDED says."""
-    template = {"t5": "$A <eos>", "t5_gated": "$A", "bart": "<bos> $A <eos>"}[family]
-    letters = add_specials(randomwalks.tokenizer(), template)
-    return save_random(tmp_path_factory.mktemp(family), *FAMILIES[family], letters)
+    """Directory of the random model of a family and its tokenizer."""
+    directory = tmp_path_factory.mktemp(family)
+    random_seq2seq(family).save_pretrained(directory)
+    add_specials(randomwalks.tokenizer(), FAMILIES[family][2]).save_pretrained(directory)
+    return str(directory)
 
 
 @pytest.fixture
 def pairs(family):
-    """(query, response) of TEXTS, as ids."""
-    before, behind = ADDED[family]
+    template = FAMILIES[family][2]
+    before = [BOS] if "<bos>" in template else []
+    behind = [EOS] if "<eos>" in template else []
     found = []
     for prompt, completion in TEXTS:
-        query = ["abcdefghijklmnopqrstu".index(letter) for letter in prompt]
-        response = ["abcdefghijklmnopqrstu".index(letter) for letter in completion.removesuffix("<eos>")]
+        query, response = ([ord(x) - ord("a") for x in text] for text in (prompt, completion.removesuffix("<eos>")))
         found.append(([*before, *query, *behind] or [BOS], [*before, *response, EOS]))
     return found
 
@@ -98,13 +97,6 @@ def run(monkeypatch, capsys, folder, tmp_path):
     return main
 
 
-def reload(folder, dtype=torch.float64):
-    """The model by plain transformers, which found every key, expected every key, and missed none."""
-    lm, report = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    assert not any(report.values()), report
-    return lm.eval()
-
-
 @torch.no_grad()
 def alone(lm, query, response):
     """(what the output layer reads (R, H), logits (R, V)) at each token of a response: the model's own forward."""
@@ -120,13 +112,11 @@ def alone(lm, query, response):
 
 
 def alone_logprobs(lm, query, response, temperature=1.0):
-    """(R,) log-probabilities of the tokens of a response."""
     logits = alone(lm, query, response)[1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
 def rows_of(query, query_mask, response, mask):
-    """(number, query, response) of each row, as lists without what is masked."""
     parts = zip(query, query_mask, response, mask, strict=True)
     return [(number, x[seen].tolist(), y[kept].tolist()) for number, (x, seen, y, kept) in enumerate(parts)]
 
@@ -143,7 +133,7 @@ def batch(random=0):
 
 def test_logits_are_those_of_each_row_alone(folder):
     """For any tokens under the masks; without a mask, too. A call without logits_to_keep is the model's own."""
-    lm = reload(folder)
+    lm = reload(folder, AutoModelForSeq2SeqLM, torch.float64)
     lm.set_attn_implementation("sdpa")
     plain = copy.deepcopy(lm)
     lm = as_decoder(lm)
@@ -170,25 +160,27 @@ def test_logits_are_those_of_each_row_alone(folder):
 
 
 SAMPLED = {"dataset": PROMPTS, "max_new_tokens": 6, "rollout_batch_size": 12, "batch_size": 12, "total_episodes": 24}
-SAMPLED |= {"kl_coef": 0.1, "temperature": 0.7}
-PPO = SAMPLED | {"reward": more_vowels, "ppo_epochs": 1, "value_head_init": "normal"}
+SAMPLED |= {"kl_coef": 0.1, "temperature": 0.7, "reward": more_vowels}
+PPO = SAMPLED | {"ppo_epochs": 1, "value_head_init": "normal"}
+GRPO = SAMPLED | {"ppo_epochs": 2, "group_size": 4}
 
 
-@two_families
-def test_ppo(monkeypatch, run, folder, pairs):
+@pytest.mark.parametrize(
+    ("family", "script"),
+    [("t5", ppo), ("bart", grpo), pytest.param("bart", ppo, marks=pytest.mark.slow)],
+    indirect=["family"],
+)
+def test_ppo_and_grpo(monkeypatch, run, folder, pairs, script):
     """Log-probabilities and values are those of plain forwards, ratio 1 and KL 0 before the first update, the reference
     is the initial model also after it, the first token is trained."""
-    rollouts = rolled(monkeypatch, ppo)
-    initial = reload(folder)
-    head = ppo.PolicyWithValue(initial, "mlp", "normal", 1).value_head
+    rollouts = rolled(monkeypatch, script)
+    initial = reload(folder, AutoModelForSeq2SeqLM, torch.float64)
     queries = [query for query, _ in pairs]
-    metrics, run_dir, model, _ = run(ppo, decode_batch_size=5, **PPO)
+    metrics, run_dir, model, _ = run(script, decode_batch_size=5, **PPO if script is ppo else GRPO)
     start = log(run_dir)[0]
     assert start["objective/kl"] == pytest.approx(0, abs=1e-9)
-    assert start["policy/ratio"] == pytest.approx(1, abs=1e-9)
     assert abs(metrics["objective/kl"]) > 1e-3
     (_, first), (_, second) = rollouts
-    assert first.values[:, 0].std() > 0.01  # before the first token: of the query alone
     for found in (first, second):
         for row, query, response in rows_of(*found.tokens()):
             assert query in queries
@@ -196,9 +188,15 @@ def test_ppo(monkeypatch, run, folder, pairs):
             kept = slice(len(response))
             assert_close(found.ref_logprobs[row, kept], expected, rtol=1e-9, atol=1e-9)
             if found is first:
-                values = head(alone(initial, query, response)[0])[:, 0].detach()
                 assert_close(found.logprobs[row, kept], expected, rtol=1e-9, atol=1e-9)
-                assert_close(found.values[row, kept], values, rtol=1e-9, atol=1e-9)
+    if script is grpo:
+        return
+    assert start["policy/ratio"] == pytest.approx(1, abs=1e-9)
+    assert first.values[:, 0].std() > 0.01  # before the first token: of the query alone
+    head = ppo.PolicyWithValue(initial, "mlp", "normal", 1).value_head
+    for row, query, response in rows_of(*first.tokens()):
+        values = head(alone(initial, query, response)[0])[:, 0].detach()
+        assert_close(first.values[row, : len(response)], values, rtol=1e-9, atol=1e-9)
     flags = PPO | {"max_new_tokens": 1, "vf_coef": 0.0, "kl_coef": 0.0, "total_episodes": 12}
     assert run(ppo, **flags)[0]["optim/grad_norm"] > 1e-3
 
@@ -207,42 +205,13 @@ def test_ppo(monkeypatch, run, folder, pairs):
         assert_close(back(*batch())[:2], model(*batch())[:2], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("family", ["t5"], indirect=True)
-def test_ppo_of_the_top_block(monkeypatch, run, folder):
-    """--num-layers-unfrozen 1 trains the top decoder block and the norm behind it; all else is the reference's, too."""
-    rollouts = rolled(monkeypatch, ppo)
-    before = dict(reload(folder, torch.float32).named_parameters())
-    flags = PPO | {"dtype": "float32", "total_episodes": 12, "num_layers_unfrozen": 1}
-    metrics, _, model, text = run(ppo, **flags)
-    assert abs(metrics["objective/kl"]) < 1e-5
-    assert "reference: shares the frozen weights" in text
-    (_, _, ref, *_), _ = rollouts[0]
-    reference = dict(ref.named_parameters())
-    tops = ("decoder.block.1.", "decoder.final_layer_norm.")  # the last of two, the norm behind
-    for name, weight in model.lm.named_parameters():
-        trained = name.startswith(tops)
-        assert weight.requires_grad == trained, name
-        assert (reference[name].data_ptr() != weight.data_ptr()) == trained, name
-        assert torch.equal(reference[name], before[name]), name
-        assert ((weight - before[name]).abs().max() > 1e-5) == trained, name
-
-
-@pytest.mark.parametrize("family", ["bart"], indirect=True)
-def test_grpo(monkeypatch, run, folder):
-    """Log-probabilities of policy and reference are those of plain forwards, the reference is the initial model also
-    after the first update."""
-    scored = recorded(monkeypatch, grpo, "all_logprobs")
-    initial = reload(folder)
-    flags = SAMPLED | {"reward": more_vowels, "group_size": 4, "ppo_epochs": 2}
-    metrics, run_dir, model, _ = run(grpo, decode_batch_size=5, **flags)
-    assert log(run_dir)[0]["objective/kl"] == pytest.approx(0, abs=1e-9)
-    assert abs(metrics["objective/kl"]) > 1e-3
-    assert len(scored) == 4  # by the policy and by the reference, twice
-    del scored[2]  # the policy has moved on
-    for (*_, found, _), logprobs in scored:
-        for row, query, response in rows_of(*found.tokens()):
-            expected = alone_logprobs(initial, query, response, 0.7)
-            assert_close(logprobs[row, : len(response)], expected, rtol=1e-9, atol=1e-9)
+def test_the_top_block_is_the_decoders():
+    """And the norm behind it. A reference of frozen blocks: test_ppo_modes.py."""
+    lm = as_decoder(random_seq2seq("t5"))
+    freeze(lm, 1)
+    tops = ("decoder.block.1.", "decoder.final_layer_norm.")
+    for name, weight in lm.named_parameters():
+        assert weight.requires_grad == name.startswith(tops), name
 
 
 def length(outputs, **columns):
@@ -251,7 +220,6 @@ def length(outputs, **columns):
 
 @torch.no_grad()
 def own_loss(lm, pairs):
-    """The loss of transformers, row by row, weighted by the tokens of the responses."""
     total = 0.0
     for query, response in pairs:
         total += lm(input_ids=torch.tensor([query]), labels=torch.tensor([response])).loss.item() * len(response)
@@ -259,7 +227,6 @@ def own_loss(lm, pairs):
 
 
 def greedy(lm, folder, pairs):
-    """Texts that the generate of transformers makes of each query alone."""
     made = [lm.generate(torch.tensor([query]), do_sample=False, max_new_tokens=6)[0] for query, _ in pairs]
     return AutoTokenizer.from_pretrained(folder).batch_decode(made, skip_special_tokens=True)
 
@@ -275,7 +242,7 @@ def test_sft(monkeypatch, run, folder, pairs, lora_r):
     flags |= {"max_new_tokens": 6, "lora_r": lora_r}
     metrics, run_dir, model, _ = run(sft, total_steps=3, **flags)
     start, first, *_ = log(run_dir)
-    initial = reload(folder)
+    initial = reload(folder, AutoModelForSeq2SeqLM, torch.float64)
     assert start["eval/loss"] == pytest.approx(own_loss(initial, pairs), rel=1e-9)
     assert first["train/loss"] == pytest.approx(start["eval/loss"], rel=1e-9)
     assert metrics["eval/loss"] < start["eval/loss"] - 0.01
@@ -283,7 +250,7 @@ def test_sft(monkeypatch, run, folder, pairs, lora_r):
         assert all(weight.requires_grad == ("lora_" in name) for name, weight in model.named_parameters())
         back = AutoModelForSeq2SeqLM.from_pretrained(run_dir / "hf_model").eval().double()
     else:
-        back = reload(run_dir / "hf_model")
+        back = reload(run_dir / "hf_model", AutoModelForSeq2SeqLM, torch.float64)
         assert_close(model.state_dict(), back.state_dict(), rtol=0, atol=0)
     assert metrics["eval/loss"] == pytest.approx(own_loss(back, pairs), rel=1e-5 if lora_r else 1e-9)
     assert decoded[0][1] == greedy(initial, folder, pairs)
@@ -299,28 +266,21 @@ REWARDED = [row | {"reward": [0.5, -1.0, 2.0][i % 3], "truncated": i == 3} for i
 
 @torch.no_grad()
 def slow_ilql(policy, plain, query, response, row, args):
-    """{name: (R,)} of the losses of a row."""
-    actions = torch.tensor(response[: len(response) - row["truncated"]])
-    states, logits = alone(plain, query, [*actions.tolist(), 0])  # also behind the last action
-    values = policy.v_head(states)[:, 0]
-    values[-1] *= row["truncated"]  # 0 after the end
-    at = torch.arange(len(actions)), actions
-    q = [head(states[:-1]) for head in policy.q_heads]
-    target = [head(states[:-1])[at] for head in policy.target_q_heads]
-    goal = args.gamma * values[1:]
-    goal[-1] += row["reward"]
-    advantage = torch.minimum(*target) - values[:-1]
-    found = {
-        "loss_q": sum((x[at] - goal) ** 2 for x in q),
-        "loss_v": (args.tau - (advantage < 0).double()).abs() * advantage**2,
-        "loss_cql": sum(x.logsumexp(-1) - x[at] for x in q),
-        "loss_awac": -logits[:-1].log_softmax(-1)[at] * (args.awac_beta * advantage).exp().clamp(max=args.awac_clip),
-    }
-    found["loss"] = found["loss_q"] + found["loss_v"] + 0.3 * found["loss_cql"] + found["loss_awac"]
+    actions = response[: len(response) - row["truncated"]]
+    states, logits = alone(plain, query, [*actions, 0])  # also behind the last action
+    found = []
+    for place, action in enumerate(actions):
+        is_last = place + 1 == len(actions)
+        is_end = is_last and not row["truncated"]
+        goal = row["reward"] if is_last else 0.0
+        if not is_end:
+            goal += args.gamma * policy.v_head(states[place + 1]).item()
+        nll = -logits[place].log_softmax(-1)[action]
+        found.append(slow_action(policy, states[place], action, nll, goal, is_end, args))
     return found
 
 
-@two_families
+@pytest.mark.parametrize("family", ["t5", pytest.param("bart", marks=pytest.mark.slow)], indirect=True)
 def test_ilql(monkeypatch, run, folder, pairs):
     """The losses of the first step are those of each row alone; what is sampled with a beta is the shaped policy."""
     losses = ilql.ilql_losses
@@ -337,13 +297,13 @@ def test_ilql(monkeypatch, run, folder, pairs):
     flags |= {"awac_beta": 0.7, "normalize_rewards": False, "eval_every": 1, "max_new_tokens": 6, "cql_scale": 0.3}
     _, run_dir, model, _ = run(ilql, top_k=0, **flags)
     args = ilql.Args(model=folder, **flags)
-    plain = reload(folder)
+    plain = reload(folder, AutoModelForSeq2SeqLM, torch.float64)
     rows = []
     for (query, response), row in zip(pairs, REWARDED, strict=True):
-        rows.append(slow_ilql(first[0], plain, query, response, row, args))
+        rows += slow_ilql(first[0], plain, query, response, row, args)
     start, step = log(run_dir)
-    for name in rows[0]:
-        expected = torch.cat([row[name] for row in rows]).mean().item()
+    for name in ("loss", *LOSSES):
+        expected = torch.stack([terms[name] for terms in rows]).mean().item()
         assert start[f"eval/{name}"] == pytest.approx(expected, rel=1e-9)
         assert step[f"losses/{name}"] == pytest.approx(expected, rel=1e-9)
 

@@ -1,13 +1,10 @@
 """Names of the hub, from a cache and without a network: `python -m pytest tests/test_hub.py`
 
-The cache has the layout of huggingface_hub and datasets. It holds a model in two revisions, a classifier, a model with
-code of its own, and a dataset with two splits. Commands run in a process of their own, since the libraries read where
-the cache is when they are imported. Uploads go to a stub of the client.
+Commands run in a process of their own, since the libraries read where the cache is when they are imported. Uploads go
+to a stub of the client.
 """
 
-import functools
 import hashlib
-import inspect
 import json
 import os
 import select
@@ -15,12 +12,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import create_autospec
 
-import datasets
 import huggingface_hub
 import pytest
 import torch
 import yaml
+from datasets.packaged_modules.json.json import Json
 from harness import ROOT
 from helpers import log, write
 from safetensors.torch import load_file
@@ -66,39 +64,17 @@ class MazeModel(GPT2LMHeadModel):
 """
 
 
-class Walks(datasets.GeneratorBasedBuilder):
-    """Writes SPLITS into the cache of datasets."""
-
-    def _info(self):
-        strings = dict.fromkeys(SPLITS["train"][0], datasets.Value("string"))
-        return datasets.DatasetInfo(features=datasets.Features(strings))
-
-    def _split_generators(self, manager):
-        return [datasets.SplitGenerator(name, gen_kwargs={"rows": rows}) for name, rows in SPLITS.items()]
-
-    def _generate_examples(self, rows):
-        yield from enumerate(rows)
-
-
 def commit(revision):
     return hashlib.sha1(revision.encode()).hexdigest()
 
 
 def put_in_cache(hub, repository, **revisions):
-    """The files of directories {revision: directory} as huggingface_hub keeps them: blobs, snapshots of links to them,
-    and refs."""
+    """The files of directories {revision: directory} as huggingface_hub finds them: snapshots and refs."""
     folder = hub / f"models--{repository.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
     for revision, directory in revisions.items():
-        snapshot = folder / "snapshots" / commit(revision)
-        blobs = folder / "blobs"
-        refs = folder / "refs"
-        for new in (snapshot, blobs, refs):
-            new.mkdir(parents=True, exist_ok=True)
-        for path in directory.iterdir():
-            blob = hashlib.sha256(path.read_bytes()).hexdigest()
-            shutil.copy(path, blobs / blob)
-            (snapshot / path.name).symlink_to(Path("../../blobs") / blob)
-        (refs / revision).write_text(commit(revision))
+        shutil.copytree(directory, folder / "snapshots" / commit(revision))
+        (folder / "refs" / revision).write_text(commit(revision))
 
 
 @pytest.fixture(scope="module")
@@ -121,16 +97,17 @@ def work(tmp_path_factory, build_model):
     put_in_cache(work / "HF_HOME/hub", "org/walker", main=work / "main", v2=work / "v2")
     for name in ("judge", "maze"):
         put_in_cache(work / "HF_HOME/hub", f"org/{name}", main=work / name)
-    options = {"repo_id": "org/walks", "dataset_name": "walks", "hash": "0" * 16}
-    Walks(cache_dir=str(work / "HF_HOME/datasets"), **options).download_and_prepare()
-    for name, rows in SPLITS.items():
-        write(work / f"{name}.jsonl", rows)
+    splits = {name: write(work / f"{name}.jsonl", rows) for name, rows in SPLITS.items()}
+    cache = work / "HF_HOME/datasets"
+    Json(cache_dir=str(cache), dataset_name="walks", hash="0" * 16, data_files=splits).download_and_prepare()
+    (cache / "org___walks").mkdir()
+    next((cache / "walks").iterdir()).rename(cache / "org___walks/default")
     return work
 
 
 @pytest.fixture(scope="module")
 def run(work):
-    """run(*commands) -> [exit code, stderr] of each, in the directory work and a process of its own."""
+    """run(*commands, code) -> the stderr of each, in the directory work and a process of its own."""
     env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     env |= {"HF_HOME": str(work / "HF_HOME"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -147,27 +124,23 @@ def run(work):
             assert line, f"{command}\n{(work / 'err').read_text()}"
             return json.loads(line)
 
-        yield lambda *commands: [answer(command) for command in commands]
+        def run(*commands, code=0):
+            results = {command: answer(command) for command in commands}
+            assert {found for found, _ in results.values()} == {code}, results
+            return [err for _, err in results.values()]
+
+        yield run
         process.terminate()
-
-
-@pytest.fixture
-def succeed(run):
-    def check(*commands):
-        for command, (code, err) in zip(commands, run(*commands), strict=True):
-            assert code == 0, f"{command}\n{err}"
-
-    return check
 
 
 # ---- Names that load -------------------------------------------------------------------------------------------------
 
 
-def test_revisions_of_a_model(succeed, work):
+def test_revisions_of_a_model(run, work):
     """Weights and tokenizer are those of the branch, tag or commit, which config.yaml repeats."""
     runs = {"default": ("", "main"), "tag": ("--revision v2", "v2"), "commit": (f"--revision {commit('v2')}", "v2")}
     command = f"{SFT} --eval-every 0 --lr 1e-30 --model org/walker"
-    succeed(
+    run(
         *(f"{command} {flags} --run-dir {name}" for name, (flags, _) in runs.items()),
         "sft --config tag/config.yaml --threads 1 --run-dir again",
     )
@@ -181,26 +154,25 @@ def test_revisions_of_a_model(succeed, work):
     assert not torch.equal(one["transformer.wte.weight"], two["transformer.wte.weight"])
 
 
-def test_splits_of_a_dataset(succeed, work):
-    """The same run as with their rows in files; without a split it is `train`."""
+def test_splits_of_a_dataset(run, work):
     rows = [
-        ("train.jsonl", "held_out.jsonl,train.jsonl"),
-        ("org/walks", "org/walks:held_out,org/walks:train"),
-        ("org/walks:held_out[:2]", "None"),
+        "train.jsonl --eval-dataset held_out.jsonl,train.jsonl",
+        "org/walks --eval-dataset org/walks:held_out,org/walks:train",
+        "org/walks:held_out[:2]",
     ]
     command = f"{SFT} --eval-every 1 --model v2"
-    succeed(*(f"{command} --dataset {a} --eval-dataset {b} --run-dir data-{i}" for i, (a, b) in enumerate(rows)))
+    run(*(f"{command} --dataset {names} --run-dir data-{i}" for i, names in enumerate(rows)))
     files, splits, part = (log(work / f"data-{i}") for i in range(3))
     assert files == splits
     assert {"eval/held_out/loss", "eval/train/loss"} < splits[-1].keys()
     assert part[-1]["train/epoch"] == 2  # 4 rows seen of 2
 
 
-def test_a_classifier_as_the_reward(succeed, work):
+def test_a_classifier_as_the_reward(run, work):
     """The same run as with directories; --revision is that of the model, the classifier has no v2."""
     names = ["--model v2 --reward ./judge:GOOD", "--model org/walker --revision v2 --reward org/judge:GOOD"]
     names += ["--model org/walker --revision v2 --reward org/judge:BAD"]
-    succeed(*(f"{PPO} {flags} --run-dir ppo-{number}" for number, flags in enumerate(names)))
+    run(*(f"{PPO} {flags} --run-dir ppo-{number}" for number, flags in enumerate(names)))
     directory, good, bad = ((work / f"ppo-{number}/metrics.jsonl").read_text() for number in range(3))
     assert directory == good != bad
 
@@ -219,10 +191,10 @@ def test_what_is_neither_cached_nor_reachable(run, work):
         f"{PPO} --model v2 --reward org/nope:GOOD": "--reward org/nope",
         f"{SFT} --model v2 --dataset org/walks:heldout": "--dataset org/walks:heldout",
     }
-    results = run(*(f"{command} --run-dir missing" for command in missing))
-    for (command, flag), (code, err) in zip(missing.items(), results, strict=True):
+    results = run(*(f"{command} --run-dir missing" for command in missing), code=2)
+    for (command, flag), err in zip(missing.items(), results, strict=True):
         *notes, sentence = err.splitlines()
-        assert code == 2 and sentence.startswith(f"error: {flag} "), f"{command}\n{err}"
+        assert sentence.startswith(f"error: {flag} "), f"{command}\n{err}"
         assert " cannot be loaded: " in sentence and "Traceback" not in err
         if "heldout" in command:
             assert all(f"'{split}'" in sentence for split in SPLITS)
@@ -232,15 +204,14 @@ def test_what_is_neither_cached_nor_reachable(run, work):
 
 
 @pytest.mark.case(60, "sft ppo grpo reward dpo ilql")
-def test_code_of_a_repository_runs_only_when_told(run, succeed, work):
-    """Of a directory, too. The run records that it was told."""
+def test_code_of_a_repository_runs_only_when_told(run, work):
     command = f"{SFT} --eval-every 0 --lr 1e-3"
-    results = run(*(f"{command} --model {model} --run-dir refused" for model in ("org/maze", "./maze")))
-    for model, (code, err) in zip(("org/maze", "maze"), results, strict=True):
-        assert code == 2 and err.startswith(f"error: --model {model} cannot be loaded: ") and err.count("\n") == 1, err
+    results = run(*(f"{command} --model {model} --run-dir refused" for model in ("org/maze", "./maze")), code=2)
+    for model, err in zip(("org/maze", "maze"), results, strict=True):
+        assert err.startswith(f"error: --model {model} cannot be loaded: ") and err.count("\n") == 1, err
         assert "custom code" in err and "trust_remote_code" in err
     assert not any((work / name).exists() for name in ("marker", "refused", "HF_HOME/modules"))
-    succeed(f"{command} --model org/maze --trust-remote-code --run-dir trusted")
+    run(f"{command} --model org/maze --trust-remote-code --run-dir trusted")
     assert (work / "marker").exists()
     assert json.loads((work / "trusted/hf_model/config.json").read_text())["auto_map"]
     assert yaml.safe_load((work / "trusted/config.yaml").read_text())["trust_remote_code"] is True
@@ -251,34 +222,23 @@ def test_code_of_a_repository_runs_only_when_told(run, succeed, work):
 
 @pytest.fixture
 def client(monkeypatch):
-    """The class in the place of the hub's client. calls: (method, arguments) that the real one would take; files: the
-    contents of uploaded folders; fails: the method that does."""
+    """In the place of the hub's client; its methods take the arguments of the real ones. files: what was uploaded."""
+    client = create_autospec(huggingface_hub.HfApi, instance=True, files={})
 
-    class Client:
-        real, calls, files, fails = huggingface_hub.HfApi, [], {}, None
+    def upload(folder_path, **options):
+        client.files |= {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
 
-        def __getattr__(self, name):
-            return functools.partial(self.call, name, inspect.signature(getattr(self.real, name)))
-
-        def call(self, name, signature, *args, **options):
-            given = signature.bind(self, *args, **options).arguments
-            self.calls.append((name, {key: value for key, value in given.items() if key != "self"}))
-            if name == self.fails:
-                raise OSError("401 Unauthorized:\n bad token")
-            if folder := given.get("folder_path"):
-                found = [path for path in Path(folder).rglob("*") if path.is_file()]
-                self.files.update({str(path.relative_to(folder)): path.read_bytes() for path in found})
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Client)
-    return Client
+    client.upload_folder.side_effect = upload
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: client)
+    return client
 
 
 def test_an_upload_holds_the_export_alone(gpt2_dir, client, tmp_path):
-    run_dir = tmp_path / "run"
-    folder = run_dir / "hf_model"
-    short_ppo(gpt2_dir, run_dir, push_to_hub="org/name")
-    created = "create_repo", {"repo_id": "org/name", "private": True, "exist_ok": True}
-    assert client.calls == [created, ("upload_folder", {"repo_id": "org/name", "folder_path": str(folder)})]
+    folder = tmp_path / "run/hf_model"
+    short_ppo(gpt2_dir, tmp_path / "run", push_to_hub="org/name")
+    client.create_repo.assert_called_once_with("org/name", private=True, exist_ok=True)
+    client.upload_folder.assert_called_once_with(repo_id="org/name", folder_path=str(folder))
+    assert len(client.mock_calls) == 2
     assert client.files == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert client.files.keys() == EXPORT | {"value_head.safetensors"}
 
@@ -287,13 +247,13 @@ def test_an_upload_holds_the_export_alone(gpt2_dir, client, tmp_path):
 def test_a_repository_that_cannot_be_made(gpt2_dir, client, tmp_path):
     """The same command uploads the model without training again."""
     run_dir = tmp_path / "run"
-    client.fails = "create_repo"
+    client.create_repo.side_effect = OSError("401 Unauthorized:\n bad token")
     with pytest.raises(InputError) as raised:
         short_sft(gpt2_dir, run_dir, push_to_hub="org/name")
     assert str(raised.value).startswith("--push-to-hub org/name failed (401 Unauthorized: bad token); ")
     assert str(run_dir / "hf_model") in str(raised.value)
     assert not client.files
     before = (run_dir / "metrics.jsonl").read_bytes()
-    client.fails = None
+    client.create_repo.side_effect = None
     short_sft(gpt2_dir, run_dir, push_to_hub="org/name")
     assert client.files.keys() == EXPORT and (run_dir / "metrics.jsonl").read_bytes() == before

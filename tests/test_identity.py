@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -29,9 +28,12 @@ from common.cli import InputError
 from common.identity import UNKNOWN, describe, differences, files_of_flag, identity, nearly_the_same, with_imports
 
 
-def hash_of(script=ppo.__file__, **flags):
-    flags = {"model": "gpt2", "dataset": [{"prompt": "a"}], "reward": len} | flags
-    return identity("ppo", ppo.Args(**flags), script)["hash"]
+def ppo_args(**flags):
+    return ppo.Args(**{"model": "gpt2", "dataset": [{"prompt": "a"}], "reward": len} | flags)
+
+
+def hash_of(**flags):
+    return identity("ppo", ppo_args(**flags), ppo.__file__)["hash"]
 
 
 # ---- Files -----------------------------------------------------------------------------------------------------------
@@ -58,7 +60,6 @@ USER_TREE = {
     "random.py": "",
     "notes.txt": "",
 }
-NOT_IMPORTED = ["package/other.py", "other.py", "random.py", "notes.txt"]
 
 
 @pytest.fixture
@@ -75,49 +76,39 @@ def tree(tmp_path, monkeypatch):
 
 def test_the_files_that_a_file_imports(tree):
     """In functions, relative, and through others and back; not Python's, installed ones, common/ or what is beside."""
-    expected = {tree / name for name in USER_TREE if name not in NOT_IMPORTED}
-    assert set(with_imports(tree / "reward.py")) == expected
+    not_imported = "package/other.py", "other.py", "random.py", "notes.txt"
+    assert set(with_imports(tree / "reward.py")) == {tree / name for name in USER_TREE if name not in not_imported}
     embedded = ROOT / "benchmarks/tasks/randomwalks.py"
     assert set(with_imports(embedded)) == {embedded, embedded.with_name("characters.py")}
 
 
-def test_a_changed_import_is_another_run(tree):
-    seen = [hash_of(reward="reward.py:score")]
-    for name in USER_TREE:
-        assert hash_of(reward="reward.py:score") == seen[-1]
-        with open(tree / name, "a") as file:
-            file.write("\nnew = 1\n")
-        found = hash_of(reward="reward.py:score")
-        assert (found == seen[-1]) == (name in NOT_IMPORTED), name
-        seen.append(found)
+CODE = {  # a file, what is said where it has changed
+    "ppo.py": "the script",
+    "beside.py": "a file that the script imports",
+    "common/seeding.py": "common/seeding.py",
+    "common/new.py": "common/new.py",
+}
 
 
-def test_a_changed_import_of_a_copied_script_is_another_run(tree):
-    script = tree / "my_ppo.py"
-    script.write_text((ROOT / "algos/ppo.py").read_text() + "\nfrom beside import count\n")
-    before = hash_of(script)
-    (tree / "package/middle.py").write_text("W = 4\n")
-    assert hash_of(script) != before
-
-
-@pytest.mark.parametrize("name", ["ppo.py", "common/seeding.py", "common/new.py"])
-def test_a_changed_byte_of_the_code_is_another_run(name, tmp_path, monkeypatch):
-    """Of the script and of any module of common/, an added one, too; the error names the file."""
+def test_a_changed_byte_of_the_code_is_another_run(tmp_path, monkeypatch):
+    """Of the script, what it imports, and any module of common/, an added one, too; the error names the file."""
     shutil.copytree(ROOT / "common", tmp_path / "common")
-    shutil.copy(ppo.__file__, tmp_path)
+    (tmp_path / "ppo.py").write_text((ROOT / "algos/ppo.py").read_text() + "\nimport beside\n")
+    (tmp_path / "beside.py").touch()
     monkeypatch.setattr("common.identity.ROOT", tmp_path)
-    args = ppo.Args(model="gpt2", dataset=[{"prompt": "a"}], reward=len)
-    before = identity("ppo", args, tmp_path / "ppo.py")
-    with open(tmp_path / name, "ab") as file:
-        file.write(b"#")
-    after = identity("ppo", args, tmp_path / "ppo.py")
-    assert differences(before, after) == [f"{'the script' if name == 'ppo.py' else name} has changed"]
-    assert after["hash"] != before["hash"]
+    for name, said in CODE.items():
+        before = identity("ppo", ppo_args(), tmp_path / "ppo.py")
+        with open(tmp_path / name, "ab") as file:
+            file.write(b"#")
+        after = identity("ppo", ppo_args(), tmp_path / "ppo.py")
+        assert differences(before, after) == [f"{said} has changed"]
+        assert after["hash"] != before["hash"]
 
 
 NAMED = [  # flag, how it names a file, the file
     ("dataset", "user.py:text:end=b", "user.py"),
     ("eval_dataset", "a.jsonl, b.jsonl", "b.jsonl"),
+    ("reward", "user.py:score", "imported.py"),
     ("reward", "judge", "judge/model.safetensors"),
     ("reward", "./judge:POSITIVE", "judge/config.json"),
     ("judge", "user.py:rows:file=b.jsonl", "b.jsonl"),  # a flag that a copy adds
@@ -130,11 +121,12 @@ def test_a_changed_file_that_a_flag_names_is_another_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("judge", "runs/x"):
         (tmp_path / folder).mkdir(parents=True)
-    for name in ("a.jsonl", "b.jsonl", "user.py", "judge/model.safetensors", "judge/config.json"):
+    for name in ("a.jsonl", "b.jsonl", "imported.py", "judge/model.safetensors", "judge/config.json"):
         (tmp_path / name).write_text("0")
+    (tmp_path / "user.py").write_text("import imported\n")
 
     def hash_now(flag, value):
-        args = ppo.Args(model="gpt2", dataset=[{"prompt": "a"}], reward=len)
+        args = ppo_args()
         setattr(args, flag, value)
         return identity("ppo", args, ppo.__file__)["hash"]
 
@@ -144,7 +136,7 @@ def test_a_changed_file_that_a_flag_names_is_another_run(tmp_path, monkeypatch):
         (tmp_path / ".hidden.json").write_text(file)
         assert hash_now(flag, value) == before
         with open(tmp_path / file, "a") as opened:
-            opened.write("0")
+            opened.write("#")
         assert hash_now(flag, value) != before, value
 
 
@@ -164,16 +156,6 @@ def inner(text):
 @functools.cache
 def helper(text):
     return 0 if text in ("x", "y") else inner(text)
-
-
-class Scorer:
-    scale = 2
-
-    def __init__(self, weight):
-        self.weight = weight
-
-    def __call__(self, outputs, **columns):
-        return [self.weight * helper(output) for output in outputs]
 
 
 def adding(bonus):
@@ -203,23 +185,18 @@ pair = {"first": lambda outputs: [1.0], "second": lambda outputs: [2.0]}
 CHANGES = [  # what is given, what is changed in the file, whether that is another run
     ("score", '"good", "fine", "nice"', '"nice", "good", "fine"', False),
     ("score", "len(text) + 1", "len(text) + 2", True),  # a helper's helper, behind functools.cache
-    ("score", '"x", "y"', '"x", "z"', True),
-    ("score", "factor=1", "factor=2", True),
-    ("adding(1)", "bonus + len", "bonus - len", True),
-    ("Scorer(1)", "scale = 2", "scale = 3", True),
     ('pair["second"]', "[1.0]", "[3.0]", False),
 ]
 
 
 def given_by(text, expression, file="<notebook>"):
-    """The value of an expression in a module of this text."""
     module = {"__name__": "__main__"}
     exec(compile(text, str(file), "exec"), module)
     return eval(expression, module)
 
 
 def test_what_a_function_of_a_notebook_reads(tree, monkeypatch):
-    """There is no file: what it reads counts, and nothing else."""
+    """There is no file: what it reads counts, its closure and arguments, and nothing else."""
     monkeypatch.syspath_prepend(tree)
     for given, old, new, differs in CHANGES:
         assert REWARD.count(old) == 1
@@ -227,19 +204,14 @@ def test_what_a_function_of_a_notebook_reads(tree, monkeypatch):
         assert before == hash_of(reward=given_by(REWARD, given))
         after = hash_of(reward=given_by(REWARD.replace(old, new), given))
         assert (before != after) == differs, (given, old)
-
-
-def test_two_lambdas_of_a_line_two_closures_two_objects(tree, monkeypatch):
-    monkeypatch.syspath_prepend(tree)
-    given = ['pair["first"]', 'pair["second"]', "adding(1)", "adding(2)", "Scorer(1)", "Scorer(2)", "score"]
-    given += ["functools.partial(score, factor=2)", "functools.partial(score, factor=3)", "helper"]
+    given = ['pair["first"]', 'pair["second"]', "adding(1)", "adding(2)", "score", "helper"]
+    given += ["functools.partial(score, factor=2)", "functools.partial(score, factor=3)"]
     hashes = {expression: hash_of(reward=given_by(REWARD, expression)) for expression in given}
     assert len(set(hashes.values())) == len(given), hashes
 
 
 @pytest.mark.parametrize("given", ["lazy", "by_module", "beside.Judge()"])
 def test_files_in_which_code_stands(tree, monkeypatch, given):
-    """That of a function, those of the modules that it reads or imports, that of the class of an object."""
     monkeypatch.syspath_prepend(tree)
     (tree / "beside.py").write_text(USER_TREE["beside.py"] + "class Judge: pass\n")
     (tree / "rewards.py").write_text(REWARD)
@@ -263,10 +235,9 @@ for given in {given!r}:
 
 
 def test_another_process_finds_the_same(tree, monkeypatch):
-    """With other addresses and another order of sets."""
     (tree / "rewards.py").write_text(REWARD)
     (tree / "random.py").unlink()
-    given = ["score", "adding(1)", "Scorer(1)", "lazy", 'pair["first"]']
+    given = ["score", "adding(1)", "lazy", 'pair["first"]']
     program = PROGRAM.format(root=str(ROOT), tree=str(tree), given=given)
     env = {"PYTHONHASHSEED": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
@@ -278,15 +249,11 @@ def test_another_process_finds_the_same(tree, monkeypatch):
 
 
 def objects(x):
-    """Objects of many kinds that depend on a number."""
     return [
         [{"prompt": "a", "n": x}],
-        {"set": [{"a": (1, x)}], "other": None},
         datasets.Dataset.from_list([{"a": x}, {"a": 5}]),
         np.array([x, None, "a"], dtype=object),
-        torch.tensor([[0.0, x]], requires_grad=True),
         [torch.zeros(x, 2), np.float32(x)],
-        SimpleNamespace(field=[x]),
         functools.partial(max, x),
         [b"ab" * x, 3j * x, range(x), {x: {1, 2, x}}],
     ]
@@ -348,28 +315,20 @@ def test_a_difference_is_said_once_and_names_the_flag():
 
 
 def test_a_longer_run_names_the_shorter_one(gpt2_dir, tmp_path, capsys):
-    """And a run directory is taken as its newest checkpoint."""
     run(sft, gpt2_dir, tmp_path / "short", total_steps=2)
     capsys.readouterr()
     run(sft, gpt2_dir, tmp_path / "long", total_steps=3)
     line = f"{tmp_path}/short holds almost the same run (--total-steps: was 2, is 3); to continue it: --resume "
     assert line in capsys.readouterr().out
-    run(sft, gpt2_dir, tmp_path / "more", total_steps=3, resume=str(tmp_path / "short"))
-    out = capsys.readouterr().out
-    assert f"continuing from {tmp_path}/short/checkpoints/step_00000002 (step 2); what differs:\n" in out
-    assert "--total-steps: was 2, is 3" in out
-    assert [record["step"] for record in log(tmp_path / "more")] == [3]
-
-
-CODE = ["script", "common/cli.py", "common/rows.py"]
 
 
 def test_an_unfinished_run_whose_script_has_changed_is_named(tmp_path):
     """It differs in one or two files, or has other code in more of them. A finished one is another experiment."""
-    new = identity("ppo", ppo.Args(model="gpt2", dataset=[{"prompt": "a"}], reward=len), ppo.__file__)
+    new = identity("ppo", ppo_args(), ppo.__file__)
+    changed = ["script", "common/cli.py", "common/rows.py"]
     (tmp_path / "old/checkpoints/step_00000002").mkdir(parents=True)
     for count in (1, 2, 3):
-        files = new["files"] | dict.fromkeys(CODE[:count], "other")
+        files = new["files"] | dict.fromkeys(changed[:count], "other")
         (tmp_path / "old/env.json").write_text(json.dumps(new | {"files": files, "hash": "other"}))
         what = "; ".join(["the script has changed", "common/cli.py has changed"][:count])
         line = f"{tmp_path}/old holds almost the same run ({what}); to continue it: --resume {tmp_path}/old"
@@ -414,7 +373,6 @@ def test_a_directory_that_was_there_is_never_removed(gpt2_dir, tmp_path):
 
 
 def test_a_text_that_cannot_be_a_path_names_no_file():
-    """A negative prompt, a stop string."""
     for text in ("low quality, " * 40, "~~~"):
         assert files_of_flag(text) == [] == files_of_flag((text,))
     assert files_of_flag((".",)) == []  # a text to stop at, and no directory

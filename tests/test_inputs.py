@@ -1,12 +1,11 @@
 """Bad input, case by case and script by script: `python -m pytest tests/test_inputs.py`
 
 First come the functions of common/ that refuse rows, files and what functions of the user return: every sentence is
-asked of them. REFUSED then holds what must end with exit code 2, one sentence and nothing written; WORKS what looks bad
-and is not: a finished run with finite metrics. Each row names its case, its scripts, what is changed and what is said.
-The scripts run in this process through the same `cli` as on the command line, on tiny random models; the last section
-is of processes. Values of flags are in test_flags.py.
+asked of them. REFUSED and WORKS are of whole scripts, which run in this process through the same `cli` as on the
+command line, on tiny random models. Values of flags are in test_flags.py.
 """
 
+import functools
 import json
 import os
 import re
@@ -18,6 +17,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import accelerate
 import numpy as np
@@ -26,6 +26,7 @@ import safetensors.torch
 import torch
 import transformers
 from harness import ROOT
+from harness import files as written
 from helpers import EOS, NAN, TEMPLATE, answer, jsonl, log, turn, user
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -42,6 +43,7 @@ SCRIPTS = {"ppo": ppo, "grpo": grpo, "sft": sft, "reward": reward, "dpo": dpo, "
 EVERY, TEXT, PAIRS = "sft ppo grpo reward dpo ilql ddpo", "sft ppo grpo reward dpo ilql", "reward dpo"
 SCORED, MEASURED, REFERRED = "ppo grpo ddpo", "sft ppo grpo dpo ilql ddpo", "ppo grpo dpo"
 SAMPLED, ROLLED, READ, PROMPTED = "sft ppo grpo dpo ilql", "ppo grpo", "sft reward dpo ilql", "sft dpo ilql"
+LOADERS = f"{TEXT.replace(' ', ',')} ddpo"  # one function loads the models of the others
 INF = float("inf")
 
 # ---- Commands, rows and functions ------------------------------------------------------------------------------------
@@ -77,8 +79,7 @@ ROWS = {
 }
 COLUMN = dict.fromkeys(SCORED.split(), "prompt") | dict.fromkeys(PAIRS.split(), "chosen")  # that TEXT stands for
 COLUMN |= {"sft": "completion", "ilql": "completion"}
-USER_FILE = '''
-"""Functions of texts and of images: both get the prompts."""
+USER_FILE = """
 import os
 import signal
 import time
@@ -101,8 +102,8 @@ def no_such_column(prompts, answer):
 
 
 def rows(found="5"):
-    return {"5": [{"prompt": "b"}, 5], "none": [], "nothing": None}[found]
-'''
+    return {"5": [{"prompt": "b"}, 5], "nothing": None}[found]
+"""
 
 
 def returning(value):
@@ -111,32 +112,17 @@ def returning(value):
     return f"{USER_FILE}\n\n{head}    return {value}\n"
 
 
-def changed(algo, row, changes):
-    """A row with changes; TEXT stands for the script's column of text."""
-    return row | {key.replace("TEXT", COLUMN[algo]): value for key, value in changes.items()}
-
-
-def third(**changes):
-    """Four good rows of a script, of which the third has changes."""
+def rows_with(*changes):
+    """Good rows of a script, each with its changes, where TEXT stands for the script's column of text."""
 
     def rows(algo):
-        first, second, spoilt, last = ROWS[algo]
-        return [first, second, changed(algo, spoilt, changes), last]
-
-    return rows
-
-
-def every_row(**changes):
-    """Good rows of a script, each with the changes."""
-
-    def rows(algo):
-        return [changed(algo, row, changes) for row in ROWS[algo]]
+        named = [{key.replace("TEXT", COLUMN[algo]): value for key, value in new.items()} for new in changes]
+        return [row | new for row, new in zip(ROWS[algo] * 2, named, strict=False)]
 
     return rows
 
 
 def second(row, **changes):
-    """A good row and a changed one."""
     return [row, row | changes]
 
 
@@ -146,19 +132,13 @@ WEIGHT = "transformer.h.1.mlp.c_fc.weight"
 NORM, CONV = "transformer.ln_f", "conv_in.weight"
 
 
-def weights(changes, part=""):
-    """Changes weights of a model, or of a part of a pipeline: {name: a number, another tensor or None, it is gone}."""
+def weights(change, part=""):
+    """Changes weights of a model, or of a part of a pipeline: change({name: tensor})."""
 
     def edit(path):
         (file,) = (path / part).glob("*.safetensors")
         tensors = safetensors.torch.load_file(file)
-        for name, value in changes.items():
-            if value is None:
-                del tensors[name]
-            elif isinstance(value, float):
-                tensors[name].fill_(value)
-            else:
-                tensors[name] = value
+        change(tensors)
         safetensors.torch.save_file(tensors, file, {"format": "pt"})
 
     return edit
@@ -166,13 +146,16 @@ def weights(changes, part=""):
 
 def end_likelihood(size):
     """The end token likeliest by far everywhere, or impossible: all states are ones, other embeddings zeros."""
-    embeddings = torch.zeros(25, 12)
-    embeddings[EOS] = size
-    return weights({f"{NORM}.weight": 0.0, f"{NORM}.bias": 1.0, "transformer.wte.weight": embeddings})
+
+    def change(tensors):
+        tensors[f"{NORM}.weight"].zero_()
+        tensors[f"{NORM}.bias"].fill_(1.0)
+        tensors["transformer.wte.weight"].zero_()[EOS] = size
+
+    return weights(change)
 
 
 def tokens(part="", added=(), **changes):
-    """Changes attributes of the tokenizer, and adds tokens."""
 
     def edit(path):
         tokenizer = AutoTokenizer.from_pretrained(path / part)
@@ -199,25 +182,22 @@ def foreign_code(path):
     (path / "model_index.json").write_text(json.dumps(index | {"_class_name": ["maze", "MazePipeline"]}))
 
 
-def other(kind, words=""):
-    """A model of its own, with our tokenizer, a small one or none."""
+def other(kind):
 
     def edit(path):
         sizes = {"n_layer": 1, "n_embd": 12, "n_head": 2, "n_positions": 32, "pad_token_id": 0}
         config = transformers.GPT2Config(vocab_size=13, num_labels=1, **sizes)
         getattr(transformers, kind)(config).save_pretrained(path)
-        if words:
-            without("*token*")(path)
-        if words == "small":
-            small = Tokenizer(WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
-            PreTrainedTokenizerFast(tokenizer_object=small, eos_token="<eos>").save_pretrained(path)
+        without("*token*")(path)
+        small = Tokenizer(WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+        PreTrainedTokenizerFast(tokenizer_object=small, eos_token="<eos>").save_pretrained(path)
 
     return edit
 
 
 LMS = {  # variants of the language model
-    "nan": weights({WEIGHT: NAN}),
-    "lacking": weights({WEIGHT: None}),
+    "nan": weights(lambda tensors: tensors[WEIGHT].fill_(NAN)),
+    "lacking": weights(lambda tensors: tensors.pop(WEIGHT)),
     "truncated": lambda path: os.truncate(path / "model.safetensors", 5000),
     "no_tokenizer": without("*token*"),
     "no_pad": tokens(pad_token=None),
@@ -225,21 +205,21 @@ LMS = {  # variants of the language model
     "no_eos": tokens(eos_token=None),
     "one_more_token": tokens(added=["<x>"]),
     "chats": tokens(chat_template=TEMPLATE),
-    "overflows": weights({f"{NORM}.weight": 3e38}),
+    "overflows": weights(lambda tensors: tensors[f"{NORM}.weight"].fill_(3e38)),
     "ends_at_once": end_likelihood(50.0),
     "never_ends": end_likelihood(-50.0),
 }
 PIPELINES = {  # variants of the pipeline of ddpo
-    "nan": weights({CONV: NAN}, "unet"),
-    "lacking": weights({CONV: None}, "unet"),
+    "nan": weights(lambda tensors: tensors[CONV].fill_(NAN), "unet"),
+    "lacking": weights(lambda tensors: tensors.pop(CONV), "unet"),
     "truncated": lambda path: os.truncate(path / "unet/diffusion_pytorch_model.safetensors", 5000),
     "one_more_token": tokens("tokenizer", added=["<x>"]),
     "code": foreign_code,
 }
 OTHERS = {  # models that are named beside it
-    "reference": other("GPT2LMHeadModel", words="small"),
-    "silent": other("GPT2LMHeadModel", words="none"),
-    "judge": other("GPT2ForSequenceClassification", words="small"),
+    "reference": other("GPT2LMHeadModel"),
+    "silent": without("*token*"),
+    "judge": other("GPT2ForSequenceClassification"),
 }
 
 
@@ -273,6 +253,7 @@ def here(tmp_path, monkeypatch):
     """A working directory of its own; what a run changes in the process is put back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     interrupt, terminate = handlers()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield tmp_path
@@ -307,7 +288,7 @@ def command(monkeypatch, capfd, models, here):
     def run(algo, flags="", model="model", files=()):
         if not (here / "user.py").exists():
             fill(here, models, algo, model, files)
-        run.before = times(here)
+        run.before = written(here)
         monkeypatch.setattr(sys, "argv", [f"algos/{algo}.py", *BASE[algo], *shlex.split(flags)])
         capfd.readouterr()
         before = handlers()
@@ -328,28 +309,18 @@ def command(monkeypatch, capfd, models, here):
     return run
 
 
-def times(folder):
-    """{file: time of its last change}, but for what Python keeps of imports."""
-    files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return {path: path.stat().st_mtime_ns for path in files}
-
-
 def finished(run="run"):
-    """The run has ended, and all its metrics are finite."""
     assert Path(run, "README.md").exists() and Path(run, "hf_model").is_dir()
     records = log(run)
     assert records and all(None not in record.values() for record in records), records
     return records
 
 
-def entry(
-    case, algos, says=(), flags="", model="model", rows=None, shared="", also=(),
-    user_code=False, values=(), **files,
-):  # fmt: skip
-    """A row of a table. says: the words that must be said, one text or several, where TEXT is the script's column of
-    text; rows: in place of rows.jsonl; other_txt=...: content of other.txt; shared: scripts in which one function of
-    common/ does what the row is about, tried in the first of them; also: other cases that it tries; user_code: the
-    user's own code fails; values: {metric: what it is in all records}."""
+def entry(case, algos, says=(), flags="", model="model", rows=None, also=(), user_code=False, values=(), **files):
+    """A row of a table. case: see cases.py; algos: of scripts that are joined by commas the first tries it; says: the
+    words that must be said, one text or several, where TEXT is the script's column of text; rows: in place of
+    rows.jsonl; other_txt=...: content of other.txt; also: other cases that it tries; user_code: the user's own code
+    fails; values: {metric: what it is in all records}."""
     says = [says] if isinstance(says, str) else says
     files = {key.replace("_", "."): content for key, content in files.items()}
     if rows is not None:
@@ -358,20 +329,16 @@ def entry(
 
 
 def common(case, algos, *options, **more):
-    """A row of which one function of common/ does what it is about in all its scripts."""
-    return entry(case, algos, *options, shared=algos, **more)
+    """A row of which one function of common/ does what it is about in all its scripts: the first of them tries it."""
+    return entry(case, algos.replace(" ", ","), *options, **more)
 
 
 def rows_of(table):
-    """The parameters of a table: the scripts of each row, marked with its cases."""
     parameters = []
     for row in table:
-        first, *others = row.shared.split() or [""]
-        for algo in row.algos.split():
-            if algo in others:
-                continue
-            scripts = row.shared if algo == first else algo
-            marks = [pytest.mark.case(case, scripts) for case in (row.case, *row.also)]
+        for scripts in row.algos.split():
+            algo = scripts.partition(",")[0]
+            marks = [pytest.mark.case(case, scripts.replace(",", " ")) for case in (row.case, *row.also)]
             about = row.says[0] if row.says else row.model
             parameters.append(pytest.param(algo, row, marks=marks, id=f"{row.case}-{about[:40]}-{algo}"))
     return parameters
@@ -394,15 +361,9 @@ NO_DIALOGUE = "'dialogue' must be a list prompt, output, prompt, output, ..."
 
 
 def refused(sentence):
-    """An InputError that begins with these words."""
     return pytest.raises(InputError, match=f"^{re.escape(sentence)}")
 
 
-NUMBERS = [
-    [True, 0, np.float32(1), np.int64(1)],
-    np.array([1, 0, 1, 1]),
-    torch.tensor([1.0, 0.0, 1.0, 1.0], requires_grad=True),
-]
 NO_SCORES = [  # what a reward returns for four rows, how it is called
     ([1.0] * 5, "5 values"),
     (None, "NoneType"),
@@ -420,7 +381,8 @@ def scores_of(values, lengths=None):
 
 
 def test_any_kind_of_number_is_a_float():
-    for numbers in NUMBERS:
+    tensor = torch.tensor([1.0, 0.0, 1.0, 1.0], requires_grad=True)
+    for numbers in ([True, 0, np.float32(1), np.int64(1)], np.array([1, 0, 1, 1]), tensor):
         scores = scores_of(numbers)
         assert scores == [1.0, 0.0, 1.0, 1.0] and {type(score) for score in scores} == {float}
     dense = [np.array([0, 1]), 1, [True], torch.tensor([0.0, 1.0])]
@@ -428,7 +390,6 @@ def test_any_kind_of_number_is_a_float():
 
 
 def test_scores_with_other_columns():
-    """ "score" is trained; the others are checked as those of a metric."""
     scores, others = call_reward(lambda: {"good": [1, 2, 3, 4], "score": (4, 3, 2, 1)}, "r.py:f", PROMPTS, {})
     assert scores == [4.0, 3.0, 2.0, 1.0] and others == {"good": [1.0, 2.0, 3.0, 4.0]}
     for bad, size, sentence in (("step", 4, "the name 'step', which is taken"), ("x", 1, "'x': [1.0] is not that")):
@@ -498,7 +459,6 @@ def test_names_of_functions_that_are_refused(here):
 
 
 NO_FILES = {  # name: content, what is said
-    "blank.jsonl": (b"\n  \n", " has no rows"),
     "torn.jsonl": (b'{"a": 1}\n\n{"a": 1\n', " cannot be loaded: line 3 is not valid JSON: "),
     "latin.jsonl": (b'{"prompt": "caf\xe9"}\n', " cannot be loaded: line 1 is not valid JSON: 'utf-8' codec"),
     "a.jsonl.gz": (b"no gzip", " cannot be loaded: "),
@@ -508,30 +468,19 @@ NO_FILES = {  # name: content, what is said
 }
 
 
-@pytest.mark.parametrize("name", NO_FILES)
-def test_files_that_are_refused(name, here):
-    content, sentence = NO_FILES[name]
-    if content is not None:
-        Path(name).write_bytes(content)
-    with refused(f"--dataset {name}{sentence}"):
-        load_rows(name, "--dataset")
+def test_files_that_are_refused(here):
+    for name, (content, sentence) in NO_FILES.items():
+        if content is not None:
+            Path(name).write_bytes(content)
+        with refused(f"--dataset {name}{sentence}"):
+            load_rows(name, "--dataset")
 
 
-def segments(rows, tokenizer):
-    return row_segments(rows, tokenizer, "--dataset")
-
-
-def pairs(rows, tokenizer):
-    return pair_texts(rows, tokenizer, "--dataset")
-
-
-def queries(rows, tokenizer):
-    return encode_prompts(rows, tokenizer, 4, 32, "--dataset")
-
-
+segments = functools.partial(row_segments, flag="--dataset")
+pairs = functools.partial(pair_texts, flag="--dataset")
+queries = functools.partial(encode_prompts, max_new_tokens=4, limit=32, flag="--dataset")
 NO_TEXTS = [None, 5, ["b"], "b\udc00c"]
 NO_CHATS = [  # a second chat, what is said
-    ([turn("robot", "b"), ANSWER], f"{FOUND}{{'role': 'robot'"),
     ([USER, answer(5)], f"{FOUND}{{'role': 'assistant', 'content': 5"),
     (["b", "c"], f"{FOUND}'b'"),
     ([], f"{FOUND}None"),
@@ -573,17 +522,18 @@ def test_rows_that_are_refused(chatty):
 
 @pytest.mark.parametrize(("messages", "sentence"), NO_CHATS, ids=lambda x: x if isinstance(x, str) else "")
 def test_chats_that_are_refused(messages, sentence, chatty):
-    """Of each form of row that holds one."""
     for read, column in ((segments, "messages"), (queries, "prompt"), (pairs, "chosen")):
         row = {column: TALK, "rejected": TALK}
         with refused(f"--dataset row 2: {sentence}"):
             read(second(row, **{column: messages}), chatty)
 
 
-NO_REWARDS = [  # a row of ilql.py, its reward, outputs
-    *((ROWS["ilql"][0], value, 1) for value in (NAN, None, "1.0", [1, 2])),
-    (DIALOGUE, [1], 2),
-    (DIALOGUE, [1, None], 2),
+NUMBER, TWO_NUMBERS = (f"a finite number, or a list of {n}, one for each output, not" for n in (1, 2))
+NO_EPISODES = [  # a row of ilql.py, what makes it a bad second one, what is said
+    *((ROWS["ilql"][0], {"reward": x}, f"'reward' must be {NUMBER} {x!r}") for x in (NAN, None, "1.0", [1, 2])),
+    *((DIALOGUE, {"reward": x}, f"'reward' must be {TWO_NUMBERS} {x!r}") for x in ([1], [1, None])),
+    (DIALOGUE, {"dialogue": ["b", "", "d", "e"]}, "an output without tokens has a reward"),
+    (ROWS["ilql"][0], {"truncated": 2}, "'truncated' must be true or false, not 2"),
 ]
 
 
@@ -591,14 +541,9 @@ NO_REWARDS = [  # a row of ilql.py, its reward, outputs
 @pytest.mark.case(26, "reward")
 @pytest.mark.case(28, "reward")
 def test_rewards_and_margins_that_are_refused(letters):
-    for row, value, count in NO_REWARDS:
-        form = f"a finite number, or a list of {count}, one for each output"
-        with refused(f"--dataset row 2: 'reward' must be {form}, not {value!r}"):
-            ilql.encode_episodes(second(row, reward=value), letters, 32, "--dataset")
-    with refused("--dataset row 2: an output without tokens has a reward"):
-        ilql.encode_episodes(second(DIALOGUE, dialogue=["b", "", "d", "e"]), letters, 32, "--dataset")
-    with refused("--dataset row 2: 'truncated' must be true or false, not 2"):
-        ilql.encode_episodes(second(ROWS["ilql"][0], truncated=2), letters, 32, "--dataset")
+    for row, changes, sentence in NO_EPISODES:
+        with refused(f"--dataset row 2: {sentence}"):
+            ilql.encode_episodes(second(row, **changes), letters, 32, "--dataset")
     for value in (NAN, INF, "1"):
         with refused(f"--dataset row 2: 'margin' must be a finite number, not {value!r}"):
             reward.encode_texts(second(MARGIN, margin=value), letters, 32, "--dataset")
@@ -610,105 +555,73 @@ CHECK = "--check --eval-every 1"  # calls all functions of the user
 BAD_REWARD = f"{CHECK} --reward user.py:result"
 BAD_METRIC = f"{CHECK} --metric user.py:result"
 EVALUATED = "--eval-every 1"
-
-
+NOT_ASKED = "--eval-prompts None --eval-dataset"
 ROBOT = [{"messages": TALK}, {"messages": [turn("robot", "b"), ANSWER]}]
 NO_PROMPTS = "--metric needs rows with a prompt to sample from: give --eval-prompts"
 NO_TOKENIZER = "cannot be loaded: it has no tokenizer: give one"
 LOADED, WRITTEN = "--model model cannot be loaded: ", "cannot be written: "
 RAISING = returning("[prompt.index('?') for prompt in prompts]")
+NO_TEXT = rows_with({}, {}, {"TEXT": "b\udc00c"})
+EXTRA = rows_with({}, {}, {"extra": 1})
+SAME = rows_with(*[{"chosen": "f", "rejected": "f"}] * 4)
 RAISED = ["prompt.index", "ValueError: substring"]
 REFUSED = [
-    # 25: what functions return
     entry(25, SCORED, "user.py:result returned nan for row 2", BAD_REWARD, user_py=returning("[1.0, nan] * 2")),
     entry(25, MEASURED, "4 finite numbers}; 'bad': ", BAD_METRIC, user_py=returning("{'bad': [nan] * n}")),
-    # 29: functions that fail
     common(29, MEASURED, RAISED, BAD_METRIC, user_code=True, user_py=RAISING),
     entry(29, "ppo", "user.py:no_such_column needs 'answer'", "--reward user.py:no_such_column --eval-every 1"),
     common(29, SCORED, ["a.py", "ZeroDivisionError"], "--reward a.py:b", a_py="1 / 0", user_code=True),
     common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
     common(29, EVERY, "--dataset user.py:rows:found=nothing returned", "--dataset user.py:rows:found=nothing"),
     entry(34, EVERY, "--dtype bfloat16: most updates of such weights would be lost to rounding", "--dtype bfloat16"),
-    # 36: files of models
     entry(36, TEXT, f"{LOADED}{WEIGHT} is not finite", model="nan"),
     common(36, TEXT, ["--model model", f"{WEIGHT} is missing"], model="lacking"),
     entry(36, "ddpo", f"--model model: {CONV} is missing", model="lacking"),
-    entry(36, EVERY, LOADED, model="truncated", shared=TEXT),
-    # 37, 38: too long
+    entry(36, LOADERS, LOADED, model="truncated"),
     entry(37, ROLLED, "row 2: a prompt of 29 tokens and --max-new-tokens 4", rows=second(PROMPTS[0], prompt="b" * 29)),
     entry(38, SAMPLED, "tokens and --max-new-tokens 32 exceed the model's 32 positions: lower", "--max-new-tokens 32"),
-    # 43, 45: no texts
-    entry(45, EVERY, "row 3: 'TEXT' must be valid text, not 'b\\udc00c'", rows=third(TEXT="b\udc00c"), also=[43]),
-    # 46: names of columns
-    common(46, EVERY, "row 3 has the column 'extra', unlike row 1: all rows need the same", rows=third(extra=1)),
-    entry(46, PROMPTED, NO_PROMPTS, "--eval-prompts None --eval-dataset None", shared=PROMPTED),
-    entry(
-        46, "dpo", NO_PROMPTS, "--eval-prompts None --eval-dataset a.jsonl",
-        a_jsonl=[{"chosen": "b c", "rejected": "b d"}],
-    ),
-    # 47: pairs
-    entry(47, PAIRS, ["--dataset: no pair is left: ", "4", "equal"], rows=every_row(chosen="f", rejected="f")),
-    # 49, 50: chats
+    entry(45, EVERY, "row 3: 'TEXT' must be valid text, not 'b\\udc00c'", rows=NO_TEXT, also=[43]),
+    common(46, EVERY, "row 3 has the column 'extra', unlike row 1: all rows need the same", rows=EXTRA),
+    common(46, PROMPTED, NO_PROMPTS, f"{NOT_ASKED} None"),
+    entry(46, "dpo", NO_PROMPTS, f"{NOT_ASKED} a.jsonl", a_jsonl=[{"chosen": "b c", "rejected": "b d"}]),
+    entry(47, PAIRS, ["--dataset: no pair is left: ", "4", "equal"], rows=SAME),
     common(49, TEXT, f"--dataset row 2: {FOUND}{{'role': 'robot'", model="chats", rows=ROBOT),
     entry(49, "ddpo", "--dataset row 1: 'prompt' must be valid text", rows=[{"prompt": [USER]}]),
     common(50, TEXT, ["row 1: the chat template cannot render", "is not set"], rows=ROBOT[:1]),
-    # 51: tokenizers
     common(51, SAMPLED, "the tokenizer has no end-of-sequence token", model="no_eos"),
     common(51, TEXT, [LOADED, "embeddings for fewer than the 26 tokens"], model="one_more_token"),
     entry(51, "ddpo", "its tokenizer (", model="one_more_token"),
     common(51, TEXT, f"--model model {NO_TOKENIZER}", model="no_tokenizer"),
     entry(51, REFERRED, "--ref-model reference differs from --model", "--ref-model reference"),
     common(51, REFERRED, f"--ref-model silent {NO_TOKENIZER}", "--ref-model silent"),
-    # 52: files, evaluation sets
     common(52, EVERY, "--dataset rows.jsonl has no rows", rows="\n  \n"),
-    # 54, 55, 56: names of data sets and models
-    entry(55, EVERY, "--model org/nope cannot be loaded: ", "--model org/nope", shared=TEXT),
-    entry(55, EVERY, "--model ./nope: there is no such directory", "--model ./nope", shared=TEXT),
-    # 22, 58: run directories
+    entry(55, LOADERS, "--model org/nope cannot be loaded: ", "--model org/nope"),
+    entry(55, LOADERS, "--model ./nope: there is no such directory", "--model ./nope"),
     common(22, EVERY, f"--run-dir rows.jsonl/run {WRITTEN}", "--run-dir rows.jsonl/run"),
     common(58, EVERY, ["--run-dir ", WRITTEN], "--run-dir b\0c"),
     common(58, EVERY, f"--run-dir photos {WRITTEN}it holds files but no run", "--run-dir photos"),
-    entry(58, EVERY, "--model runs/x is a run directory: give runs/x/hf_model", "--model runs/x", shared=TEXT),
-    # 60: code of others
+    entry(58, LOADERS, "--model runs/x is a run directory: give runs/x/hf_model", "--model runs/x"),
     entry(60, "ddpo", [LOADED, "trust_remote_code"], model="code"),
-    # 64: what this machine cannot do
     entry(64, "sft reward", "--load-in-4bit", "--load-in-4bit"),
-    # 72, 73: ddpo, ilql
     entry(72, "ddpo", "--num-inference-steps 1001: ", "--num-inference-steps 1001"),
     entry(73, "ilql", "--logit-mask must be bool of shape [25, 25]", "--logit-mask user.py:rows"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("algo", "row"), rows_of(REFUSED))
-def test_refused(algo, row, command, models, here):
-    """Exit code 2, one sentence with these words, and nothing written; of the user's own code exit code 1 and a
-    traceback."""
-    fill(here, models, algo, row.model, row.files)
-    code, out, err = command(algo, row.flags)
+def test_refused(algo, row, command, here):
+    code, out, err = command(algo, row.flags, row.model, row.files)
     assert code == (1 if row.user_code else 2), f"exit code {code}\n{out}{err}"
     says = [word.replace("TEXT", COLUMN[algo]) for word in row.says]
     assert [word for word in says if word not in err] == [], err
     assert ("Traceback" in err) == row.user_code, err
     if not row.user_code:
         assert err.startswith("error: ") and len(err.splitlines()) == 1 and len(err) < 700, err
-    assert times(here) == command.before
+    assert written(here) == command.before
     assert not (here / "run").exists() and not (here / "marker").exists()
 
 
 # ---- What works ------------------------------------------------------------------------------------------------------
-
-
-def works(case, algos, flags="", says=(), model="model", **options):
-    return entry(case, algos, says, flags, model, **options)
-
-
-def different(*texts):
-    """Good rows, each with another text."""
-
-    def rows(algo):
-        return [changed(algo, row, {"TEXT": text}) for row, text in zip(ROWS[algo] * 2, texts, strict=True)]
-
-    return rows
 
 
 LAST_TOKEN = "[0] * (len(ids) - 1) + [i != 1]"  # the reward of a response comes with its last token
@@ -719,54 +632,44 @@ EQUAL = returning("[0.7] * n")
 ODD_NAME = shlex.quote("runs/x/../../two\nlines \U0001f600 it's")
 CONTROLS = "b\x00c", "\x1b[2J\x1b]0;title\x07b\r\n\tc\x7f", "b\u2028c\x85\x0c\u2029", "\x9b31m"
 FAMILY, HEBREW = "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u202e\u05d0\u05d1\u0627 e\u0301\u0323"
+ODD_TEXTS = rows_with(*({"TEXT": text} for text in (" \t\n", "b", *CONTROLS, FAMILY, HEBREW)))
+LONG = rows_with({}, {}, {"TEXT": "b a red c " * 9}, {})
 WORKS = [
-    # 28, 32: any kind of number; no variance
-    works(28, ROLLED, RESULT, user_py=MIXED, values={"eval/reward": 0.75}),
-    works(32, "ppo", f"{RESULT} --score-scaling running-norm --whiten-rewards", user_py=EQUAL),
-    works(32, "grpo", f"{RESULT} --kl-coef 0", user_py=EQUAL),
-    works(32, "ddpo", f"{RESULT} --no-per-prompt-stats", user_py=EQUAL),
-    # 37: too long, and cut or dropped
-    works(37, ROLLED, "--max-prompt-length 9", "1 dropped as too long", rows=third(TEXT="b a red c " * 9)),
-    works(37, "sft ilql dpo", "", "1 cut", rows=third(TEXT="b a red c " * 9)),
-    works(37, "reward", "", "1 dropped as longer than 32", rows=third(TEXT="b a red c " * 9)),
-    works(37, "ddpo", "", "1 of them cut to 8 tokens", rows=third(TEXT="b a red c " * 9)),
-    # 39, 41, 42: nothing, only an end, or none
-    works(39, EVERY, shared=TEXT, rows=every_row(prompt="")),
-    works(39, "sft", "", "1 dropped", rows=[{"text": ""}, {"text": "bc"}]),
-    works(41, READ, rows=every_row(TEXT="")),
-    works(42, ROLLED, EVALUATED, model="ends_at_once", values={"tokens/eos_rate": 1, "tokens/responses_len": 1}),
-    works(42, ROLLED, EVALUATED, model="never_ends", values={"tokens/eos_rate": 0, "tokens/responses_len": 4}),
-    works(42, READ, EVALUATED, model="ends_at_once"),
-    # 40, 43, 44: blanks, and characters that the tokenizer does not know
-    works(43, EVERY, EVALUATED, rows=different(" \t\n", "b", *CONTROLS, FAMILY, HEBREW), also=[40, 44]),
-    # 51: tokenizers
-    works(51, TEXT, EVALUATED, model="no_pad", shared=TEXT),  # then it is eos
-    works(51, "ppo reward", EVALUATED, model="pad_is_eos"),
-    works(51, "ppo", "--reward judge"),
-    # 53: few rows
-    works(53, EVERY, also=[63], rows=lambda algo: ROWS[algo][:1]),  # with secrets around, as every run here
-    # 58: names
-    works(58, EVERY, f"--run-dir {ODD_NAME}", shared=EVERY),
-    # 64: bfloat16
-    works(64, EVERY, "--mixed-precision bf16"),
-    works(64, EVERY, "--dtype bfloat16 --lora-r 2", shared=EVERY),
-    # 72, 73, 74: ddpo, ilql, reward
-    works(72, "ddpo", "--num-inference-steps 1", "images of 1 steps, 1 of them with noise"),
-    works(73, "ilql", "", "warning: all returns are equal", rows=every_row(reward=0.5)),
-    works(73, "ilql", "", "actions per row: 1 to 1", rows=every_row(completion=""), values={"td_error/inner": 0}),
-    works(74, "reward", "", "0 as equal; 2 without", rows=second(TIE, chosen="c", rejected="b")),
-    works(74, "reward", "--batch-size 1", rows=PAIR[:1]),
+    entry(28, ROLLED, (), RESULT, user_py=MIXED, values={"eval/reward": 0.75}),
+    entry(32, "ppo", (), f"{RESULT} --score-scaling running-norm --whiten-rewards", user_py=EQUAL),
+    entry(32, "grpo", (), f"{RESULT} --kl-coef 0", user_py=EQUAL),
+    entry(32, "ddpo", (), f"{RESULT} --no-per-prompt-stats", user_py=EQUAL),
+    entry(37, ROLLED, "1 dropped as too long", "--max-prompt-length 9", rows=LONG),
+    entry(37, "sft ilql dpo", "1 cut", rows=LONG),
+    entry(37, "reward", "1 dropped as longer than 32", rows=LONG),
+    entry(37, "ddpo", "1 of them cut to 8 tokens", rows=LONG),
+    entry(39, LOADERS, rows=rows_with(*[{"prompt": ""}] * 4)),
+    entry(39, "sft", "1 dropped", rows=[{"text": ""}, {"text": "bc"}]),
+    entry(41, READ, rows=rows_with(*[{"TEXT": ""}] * 4)),
+    entry(42, ROLLED, (), EVALUATED, model="ends_at_once", values={"tokens/eos_rate": 1, "tokens/responses_len": 1}),
+    entry(42, ROLLED, (), EVALUATED, model="never_ends", values={"tokens/eos_rate": 0, "tokens/responses_len": 4}),
+    entry(42, READ, (), EVALUATED, model="ends_at_once"),
+    entry(43, EVERY, (), EVALUATED, rows=ODD_TEXTS, also=[40, 44]),
+    common(51, TEXT, (), EVALUATED, model="no_pad"),  # then it is eos
+    entry(51, "ppo reward", (), EVALUATED, model="pad_is_eos"),
+    entry(51, "ppo", (), "--reward judge"),
+    entry(53, EVERY, also=[63], rows=lambda algo: ROWS[algo][:1]),  # with secrets around, as every run here
+    common(58, EVERY, (), f"--run-dir {ODD_NAME}"),
+    entry(64, EVERY, (), "--mixed-precision bf16"),
+    common(64, EVERY, (), "--dtype bfloat16 --lora-r 2"),
+    entry(72, "ddpo", "images of 1 steps, 1 of them with noise", "--num-inference-steps 1"),
+    entry(73, "ilql", "warning: all returns are equal", rows=rows_with(*[{"reward": 0.5}] * 4)),
+    entry(73, "ilql", "per row: 1 to 1", rows=rows_with(*[{"completion": ""}] * 4), values={"td_error/inner": 0}),
+    entry(74, "reward", "0 as equal; 2 without", rows=second(TIE, chosen="c", rejected="b")),
+    entry(74, "reward", (), "--batch-size 1", rows=PAIR[:1]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("algo", "row"), rows_of(WORKS))
-def test_works(algo, row, command, models, here, monkeypatch, bf16):
-    """A finished run with finite metrics; what it prints and writes is text without control characters and without
-    secrets."""
-    fill(here, models, algo, row.model, row.files)
+def test_works(algo, row, command, here, monkeypatch, bf16):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.setenv(name, "CANARYCANARYCANARY")
-    code, out, err = command(algo, row.flags)
+    code, out, err = command(algo, row.flags, row.model, row.files)
     assert code == 0, f"exit code {code}\n{out}{err}"
     assert [word for word in row.says if word not in out] == [], out
     assert not [c for c in out + err if not (c.isprintable() or c in "\n\r")], "control characters on the terminal"
@@ -807,27 +710,20 @@ def test_a_function_that_hangs(command):
 
 @pytest.mark.case(61, EVERY)
 def test_a_tracker_that_fails_in_the_middle_is_a_warning(command, monkeypatch):
-    logged = []
-
-    def fail(*args, **options):
-        logged.append(1)
-        if len(logged) == 2:
-            raise ConnectionError("no network")
-
     code, _, err = command("sft", "--eval-every 1 --run-dir plain")
     assert code == 0, err
     monkeypatch.setattr(accelerate.tracking, "filter_trackers", lambda names, folder: names)
     monkeypatch.setattr(accelerate.Accelerator, "init_trackers", lambda *args, **options: None)
-    monkeypatch.setattr(accelerate.Accelerator, "log", fail)
+    logged = Mock(side_effect=[None, ConnectionError("no network")])
+    monkeypatch.setattr(accelerate.Accelerator, "log", logged)
     code, out, err = command("sft", "--eval-every 1 --track wandb")
     assert code == 0 and out.count("warning: --track wandb is off from here on: no network") == 1, err
-    assert len(logged) == 2 and finished("run") == finished("plain")
+    assert logged.call_count == 2 and finished("run") == finished("plain")
 
 
 @pytest.mark.case(33)
 @each(EVERY)
 def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, monkeypatch):
-    """That of the second step; the checkpoint of the first is finite, and nothing is exported."""
     calls = []
     backward = accelerate.Accelerator.backward
 
@@ -853,7 +749,7 @@ def test_fp16_of_the_launcher(command, here, monkeypatch, bf16):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     code, _, err = command("sft")
     assert code == 2 and err == "error: use --mixed-precision bf16 or no: fp16 is not supported\n"
-    assert times(here) == command.before
+    assert written(here) == command.before
 
 
 @pytest.mark.case(35)

@@ -1,17 +1,15 @@
 """python -m pytest tests/test_migration.py
 
-algos/MIGRATION.md has a row for every name of tests/seed_names.txt, and its rows are true of the scripts: the flags are
-fields of Args, the functions and files are there. Our halves of its worked examples run.
+algos/MIGRATION.md has a row for every name of tests/seed_names.txt, its rows are true of the scripts, and our halves of
+its worked examples run.
 """
 
-import ast
 import dataclasses
-import functools
 import importlib
 import re
 import runpy
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import yaml
 from harness import ALGOS, ROOT
@@ -21,32 +19,22 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.tasks import arithmetic
 
 PAGE = ROOT / "algos/MIGRATION.md"
+COMMON = [path.stem for path in (ROOT / "common").glob("[a-z]*.py")]
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
 
-class Row(NamedTuple):
-    where: str
-    section: str  # a script, or "every"
-    names: list[str]  # as in seed_names.txt, or bare with the heading's owner in front
-    here: str
-    note: str
-
-
 def page_rows():
-    rows = []
+    """(place, script or "every", names as in seed_names.txt or bare with the heading's owner in front, ours, note)."""
     for number, line in enumerate(PAGE.read_text().splitlines(), 1):
         if line.startswith("## "):
             section = line[3:].removesuffix(".py").replace("Every script", "every")
             owner = ""
         elif line.startswith("### "):
             owner = line[4:].strip("`")
-        elif line.startswith("|") and not re.fullmatch(r"\|[-| ]+\|", line):
+        elif line.startswith("|") and not re.match(r"\|[-| ]+\||\| theirs ", line):
             theirs, here, note = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
-            if theirs != "theirs":
-                spans = re.findall(r"`([^`]+)`", theirs)
-                names = spans + [f"{owner}.{span}" for span in spans]
-                rows.append(Row(f"algos/MIGRATION.md:{number}", section, names, here, note))
-    return rows
+            spans = re.findall(r"`([^`]+)`", theirs)
+            yield f"algos/MIGRATION.md:{number}", section, spans + [f"{owner}.{x}" for x in spans], here, note
 
 
 def seed_names():
@@ -58,24 +46,19 @@ def seed_names():
     return names
 
 
-@functools.cache
-def definitions(path):
-    """Functions, classes and class.method at the top of a file."""
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
-    return names
+def has(module, name):
+    """Whether a module has a function, a class or a class.method of this name."""
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module is not None
 
 
 def test_every_seed_name_has_a_row():
     sections = {}
-    for row in page_rows():
-        assert row.names and row.section in {*ALGOS, "every"}, row.where
-        for name in row.names:
-            sections.setdefault(name, set()).add(row.section)
+    for where, section, names, _, _ in page_rows():
+        assert names and section in {*ALGOS, "every"}, where
+        for name in names:
+            sections.setdefault(name, set()).add(section)
     for name, scripts in seed_names().items():
         assert name in sections, f"{name} has no row"
         for script in scripts - {"models"}:
@@ -84,26 +67,25 @@ def test_every_seed_name_has_a_row():
 
 def test_rows_are_true_of_the_scripts():
     seeds = seed_names()
-    shared = set()
-    for path in (ROOT / "common").glob("*.py"):
-        shared |= {f"{path.stem}.{name}" for name in definitions(path)}
-    for row in page_rows():
-        spans = re.findall(r"`([^`]+)`", row.here)
-        assert spans or (row.here == "gone" and row.note), f"{row.where}: {row.here!r}"
-        scripts = [row.section]
-        if row.section == "every":
-            scripts = [algo for algo in ALGOS if any(algo in seeds.get(name, []) for name in row.names)]
+    common = SimpleNamespace(**{name: importlib.import_module(f"common.{name}") for name in COMMON})
+    for where, section, names, here, note in page_rows():
+        spans = re.findall(r"`([^`]+)`", here)
+        assert spans or (here == "gone" and note), f"{where}: {here!r}"
+        scripts = [section]
+        if section == "every":
+            scripts = [algo for algo in ALGOS if any(algo in seeds.get(name, []) for name in names)]
         for algo in scripts:
-            names = definitions(ROOT / f"algos/{algo}.py") | shared
-            flags = {field.name for field in dataclasses.fields(importlib.import_module(f"algos.{algo}").Args)}
-            for flag in FLAG.findall(row.here + row.note):
-                assert flag[2:].replace("-", "_") in flags | {"config"}, f"{row.where}: {algo}.py has no {flag}"
+            module = importlib.import_module(f"algos.{algo}")
+            flags = {field.name for field in dataclasses.fields(module.Args)}
+            for flag in FLAG.findall(here + note):
+                assert flag[2:].replace("-", "_") in flags | {"config"}, f"{where}: {algo}.py has no {flag}"
             for span in spans:
                 is_file = "/" in span or re.search(r"\.(py|md|jsonl|yaml|safetensors)$", span)
                 if re.match(r"(algos|common|benchmarks|tests)/", span):
-                    assert (ROOT / span).exists(), f"{row.where}: no {span}"
+                    assert (ROOT / span).exists(), f"{where}: no {span}"
                 elif not is_file and not FLAG.match(span):
-                    assert span.partition("(")[0] in names, f"{row.where}: {algo}.py has no {span}"
+                    name = span.partition("(")[0]
+                    assert has(module, name) or has(common, name), f"{where}: {algo}.py has no {span}"
 
 
 # ---- Worked examples -------------------------------------------------------------------------------------------------
@@ -112,9 +94,8 @@ def test_rows_are_true_of_the_scripts():
 def example(title):
     """(their script, {name: text} of our files) of the example under a heading."""
     [text] = re.findall(rf"^### {re.escape(title)}\n(.*?)(?=^##)", PAGE.read_text(), re.M | re.S)
-    [theirs] = re.findall(r"```python\n# theirs\n(.*?)```", text, re.S)
-    files = dict(re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", text, re.S))
-    return theirs, files
+    files = dict(re.findall(r"```python\n# (theirs|my_\w+\.py)\n(.*?)```", text, re.S))
+    return files.pop("theirs"), files
 
 
 GRPO = "GRPOTrainer (TRL 1.16)"
@@ -122,7 +103,6 @@ TRLX = "A config and trlx.train"
 
 
 def test_our_score_compares_numbers():
-    """The last one, as a whole; their function of the page and README's say the same."""
     theirs, files = example(GRPO)
     readme = re.findall(r"```python\n# my_reward.py\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0]
     expected = {"6": 1, "46": 0, "so 5 + 1 = 6.": 1, "6.5": 0, "-6": 0, "6, no, 7": 0, "": 0}

@@ -20,8 +20,6 @@ from common.cli import InputError
 
 
 class Bomb:
-    """Writes the file `marker` when it is unpickled."""
-
     def __init__(self, marker):
         self.marker = marker
 
@@ -39,6 +37,13 @@ def marker(tmp_path):
     return path
 
 
+def forge(checkpoint, name):
+    """The manifest of a checkpoint has the checksum of a changed file."""
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    manifest[name]["sha256"] = sha256(checkpoint / name)
+    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.case(59)
 @pytest.mark.parametrize("script", DATA)
 def test_a_model_of_pickles(script, gpt2_dir, marker, tmp_path):
@@ -51,24 +56,16 @@ def test_a_model_of_pickles(script, gpt2_dir, marker, tmp_path):
     assert not marker.exists() and not (tmp_path / "run").exists()
 
 
-@pytest.fixture(scope="module")
-def lora(tiny_dirs, tmp_path_factory):
-    """The directory of an adapter."""
-    return run(sft, tiny_dirs["gpt2"], tmp_path_factory.mktemp("lora") / "run", lora_r=3)[1] / "hf_model"
-
-
-@pytest.mark.case(59)
-@pytest.mark.parametrize("script", [ppo, reward], ids=["ppo", "reward"])
-def test_an_adapter_of_pickles(script, lora, gpt2_dir, marker, tmp_path):
-    """As --model and as --reward."""
-    adapter = shutil.copytree(lora, tmp_path / "adapter")
+@pytest.mark.case(59, "ppo reward")
+def test_an_adapter_of_pickles(gpt2_dir, marker, tmp_path):
+    adapter = run(sft, gpt2_dir, tmp_path / "lora", lora_r=3)[1] / "hf_model"
     (adapter / "adapter_model.safetensors").unlink()
     torch.save(Bomb(marker), adapter / "adapter_model.bin")
-    with pytest.raises(InputError, match="--model .*cannot be loaded"):
-        run(script, adapter, tmp_path / "run")
-    if script is ppo:
-        with pytest.raises(InputError, match="--reward .*cannot be loaded"):
-            run(script, gpt2_dir, tmp_path / "run", reward=str(adapter))
+    for script in (ppo, reward):
+        with pytest.raises(InputError, match="--model .*cannot be loaded"):
+            run(script, adapter, tmp_path / "run")
+    with pytest.raises(InputError, match="--reward .*cannot be loaded"):
+        run(ppo, gpt2_dir, tmp_path / "run", reward=str(adapter))
     assert not marker.exists()
 
 
@@ -97,9 +94,7 @@ def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
     torch.save(Bomb(marker), newest / "optim.safetensors")
     with pytest.raises(InputError, match="optim.safetensors does not match its checksum"):
         run(sft, gpt2_dir, tmp_path / "next", resume=str(newest), total_steps=5)
-    manifest = json.loads((newest / "MANIFEST.json").read_text())
-    manifest["optim.safetensors"]["sha256"] = sha256(newest / "optim.safetensors")
-    (newest / "MANIFEST.json").write_text(json.dumps(manifest))
+    forge(newest, "optim.safetensors")
     with pytest.raises(SafetensorError):
         run(sft, gpt2_dir, tmp_path / "forged", resume=str(newest), total_steps=5)
     assert not marker.exists()
@@ -118,18 +113,13 @@ EVIL = """
 import pathlib
 
 pathlib.Path(__file__).with_name("executed").touch()
-
-
-def function(**columns):
-    return []
+function = dict
 """
 
 
 @pytest.mark.case(96)
 @pytest.mark.parametrize("algo", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ALGOS[1:])])
 def test_functions_that_a_run_of_others_names_are_not_imported(algo, ended, scripts, work, tmp_path):
-    """A run directory from somewhere else, in each of its files the path of a function: only those of the present
-    command are imported."""
     run, steps = ended(algo, tmp_path / "theirs")
     (tmp_path / "evil.py").write_text(EVIL)
     evil = f"{tmp_path}/evil.py:function"
@@ -140,9 +130,7 @@ def test_functions_that_a_run_of_others_names_are_not_imported(algo, ended, scri
     newest = run / f"checkpoints/step_{steps[-1]:08d}"
     state = json.loads((newest / "state.json").read_text())
     (newest / "state.json").write_text(json.dumps(state | {"reward": evil, "model": evil, "metric": evil}))
-    manifest = json.loads((newest / "MANIFEST.json").read_text())
-    manifest["state.json"]["sha256"] = sha256(newest / "state.json")
-    (newest / "MANIFEST.json").write_text(json.dumps(manifest))
+    forge(newest, "state.json")
     process = scripts.run(command(work, algo, "mine", "--resume", newest), tmp_path)
     assert f"continuing from {newest}" in process.out and f"was {evil}" in process.out
     assert not (tmp_path / "executed").exists()
@@ -152,24 +140,13 @@ def test_functions_that_a_run_of_others_names_are_not_imported(algo, ended, scri
 
 @pytest.mark.case(97, "ddpo sft")
 def test_names_from_data_make_no_paths(build_pipeline, gpt2_dir, tmp_path):
-    """Evaluation sets, prompts and metrics may have any name: files lie in the run directory all the same."""
-
-    def reward(images, **columns):
-        return [0.0] * len(images)
-
-    def metric(images, **columns):
-        return {name: [1.0] * len(images)}
-
     name = "../../up"
     build_pipeline().save_pretrained(tmp_path / "pipeline")
     rows = [{"prompt": "../../a red circle"}]
-    ddpo.main(
-        ddpo.Args(
-            model=str(tmp_path / "pipeline"), dataset=rows, eval_dataset={name: rows, "/x": rows}, batch_size=1,
-            reward=reward, metric=metric, num_epochs=1, rollout_batch_size=1, num_inference_steps=2, guidance_scale=1.0,
-            run_dir=str(tmp_path / "run"), threads=1,
-        )
-    )  # fmt: skip
+    flags = {"model": str(tmp_path / "pipeline"), "dataset": rows, "eval_dataset": {name: rows, "/x": rows}}
+    flags |= {"batch_size": 1, "num_epochs": 1, "rollout_batch_size": 1, "num_inference_steps": 2, "threads": 1}
+    flags |= {"reward": lambda images, **_: [0.0], "metric": lambda images, **_: {name: [1.0]}, "guidance_scale": 1.0}
+    ddpo.main(ddpo.Args(**flags, run_dir=str(tmp_path / "run")))
     metrics, _ = run(sft, gpt2_dir, tmp_path / "sft", eval_dataset={name: DATA[sft], "/x": DATA[sft]})
     assert f"eval/{name}/loss" in metrics
     assert {path.name for path in tmp_path.iterdir()} == {"run", "pipeline", "sft"}

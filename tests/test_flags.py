@@ -219,7 +219,7 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ppo", {"ratio_threshold": 1.0}, "--ratio-threshold 1.0 must be 0 or more than 1"),
     ("grpo", {"group_size": 1}, ALONE),
     ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1"),
-    ("grpo", {"group_size": 3}, "--rollout-batch-size 512 must be a multiple of --group-size 3"),
+    ("grpo", {"group_size": 3, "rollout_batch_size": 8}, "--rollout-batch-size 8 must be a multiple of --group-size 3"),
     ("grpo", {"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
     ("ilql", {"tau": 0}, f"--tau 0 {TAU}"),
     ("ilql", {"tau": 1.0}, f"--tau 1.0 {TAU}"),
@@ -273,6 +273,9 @@ SIZES = [  # script, flags, sizes that follow: of a rollout, of a step, of the r
     ("ppo", {"batch_size": 7}, (518, 7, 65268)),
     ("grpo", {"batch_size": 1024}, (1024, 1024, 65536)),
     ("ppo", {"total_episodes": 513}, (171, 171, 513)),
+    ("grpo", {"total_episodes": 1000}, (200, 200, 1000)),  # whole groups of 8
+    ("grpo", {"group_size": 6}, (510, 510, 65280)),
+    ("grpo", {"group_size": 6, "batch_size": 8}, (528, 8, 65472)),
     ("ppo", {"rollout_batch_size": 1000}, (1000, 500, 65000)),
     ("ddpo", {"rollout_batch_size": 80}, (80, 40, None)),
 ]

@@ -235,7 +235,7 @@ COUNTS = [  # encode, max_length, rows, their texts, the report
         rows_of("prompt chosen rejected", ("ab", "cd", "cd"), ("ab", "cdef", "cdeg"), ("abcde", "g", "h"),
                 ("ab", "d", "cdefg")),
         ["ab|d.|cde"],
-        "4 pairs, 0 prompts and the responses of 3 cut, 1 dropped for lack of room for a response, 2 dropped as equal",
+        "4 pairs; prompts: 0 cut; responses: 3 cut; 1 dropped without room for a response, 2 as equal",
     ),
     (  # a cut text would have no end to read a score from; the end token is a part of the length
         scored, 5,
@@ -433,7 +433,7 @@ def test_pairs_are_cut(letters):
     for specials, *limits, text, prompts, responses in TRUNCATIONS:
         found, report = pairs_of([row], add_specials(letters, specials), *limits)
         assert found == [text]
-        assert report.startswith(f"1 pairs, {prompts} prompts and the responses of {responses} cut, 0 dropped ")
+        assert report.startswith(f"1 pairs; prompts: {prompts} cut; responses: {responses} cut; 0 dropped ")
 
 
 TURN_ENDS = {  # what the template writes behind a turn, what is left of it behind the last answer
@@ -472,7 +472,7 @@ TOO_SHORT = [  # encode, rows of which at most 3 tokens are kept, the sentence
     (with_labels, [{"prompt": "abc", "completion": "d"}], "no row has a label left within --max-length 3$"),
     (with_actions, [{"prompt": "abc", "completion": "d", "reward": 1}], "no row has an action left within --max-l"),
     (scored, [{"prompt": "ab", "chosen": "c", "rejected": "d"}], "no pair is left: of 1, 1 dropped as longer than"),
-    (pairs_of, [{"prompt": "abc", "chosen": "c", "rejected": "d"}], "no pair is left: 1 pairs, .* 1 dropped for lack"),
+    (pairs_of, [{"prompt": "abc", "chosen": "c", "rejected": "d"}], "no pair is left: 1 pairs; .* 1 dropped without"),
     (ENCODER, [{"dialogue": ["a", "b"]}, {"dialogue": FOUR}], "row 2: an encoder-decoder takes rows of one prompt and"),
 ]
 

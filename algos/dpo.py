@@ -268,7 +268,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
         else:
             pairs.append((int32(chosen), int32(rejected), len(prompt)))
     report = (
-        f"{len(rows)} pairs, {prompts_cut} with a cut prompt, {responses_cut} with a cut response, "
+        f"{len(rows)} pairs; prompts: {prompts_cut} cut; responses: {responses_cut} cut; "
         f"{without_room} dropped without room for a response, {equal} as equal"
     )
     if not pairs:

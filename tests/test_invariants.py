@@ -1,8 +1,7 @@
 """What must not change a result, and what must hold from the first step: `python -m pytest tests/test_invariants.py`
 
-Ratio 1 and KL 0 at the start; updates and metrics by the slow definition; the same weights (to 1e-9, float64) with
-pad == eos (layouts are in tests/test_layout.py); an end token of id 0. Most tests run the `main` of a script in-process
-on a tiny model, with a library function or one of the script's replaced to look inside.
+Layouts are in tests/test_layout.py. Most tests run the `main` of a script in-process on a tiny model, with one of its
+functions replaced to look inside.
 """
 
 from types import SimpleNamespace
@@ -87,8 +86,7 @@ def start(accelerator, directory, tokenizer, dtype):
     [("gpt2", "float32", 1e-5), ("gpt2", "float64", 1e-12), ("llama", "float32", 1e-5), ("qwen3", "float64", 1e-12)],
 )
 def test_first_ratio_is_one_and_kl_zero(accelerator, letters, tiny_dirs, family, dtype, tolerance):
-    """In training mode, rows in another order and in other micro-batches, at temperature 0.7, with pad == eos; the
-    checkpoint of GPT-2 asks for dropout."""
+    """In training mode, in another order and other micro-batches. The checkpoint of GPT-2 asks for dropout."""
     model, batch = start(accelerator, tiny_dirs[family], pad_is_eos(letters), dtype)
     kl = (batch.logprobs - batch.ref_logprobs)[batch.response_mask]
     assert len(kl) > 40

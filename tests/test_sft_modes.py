@@ -1,7 +1,6 @@
 """What sft.py alone has: `python -m pytest tests/test_sft_modes.py`
 
-Packing, frozen layers, and data that go on after a stop; each against hand numbers or another layout of the same work.
-Rows, flags and reports are in the tests of all scripts.
+Packing, frozen layers, and data that go on after a stop.
 """
 
 import itertools
@@ -16,7 +15,7 @@ from helpers import PAD, log, samples
 from test_invariants import ROWS, assert_same_result, run_sft, weights
 
 from algos import sft
-from common import forward, logging
+from common import logging
 from common.tokens import collate, pack
 
 LONG = [{"prompt": p, "completion": c} for p, c in (("abc", "defghijk"), ("l", "mnop"), ("qr", "s"), ("tu", ""))]
@@ -65,8 +64,7 @@ def test_collate_counts_positions_in_each_row():
 
 @pytest.mark.parametrize(("packing", "processes"), [(True, 1), (True, 2), (True, 5), (False, 5)])
 def test_every_process_has_equally_many_micro_batches(packing, processes):
-    """Else FSDP, which gathers the weights in each forward pass, would wait forever. No example is lost or doubled;
-    what fills up has no labels."""
+    """Else FSDP, which gathers the weights in each forward pass, would wait forever. What fills up has no labels."""
     lengths = [3, 11, 5, 7, 3, 2, 7, 9, 2, 5, 4]
     batch = [([place] * length, [-100] + [place] * (length - 1)) for place, length in enumerate(lengths)]
     parts = []
@@ -94,8 +92,7 @@ def losses_and_gradients(model, lines):
 
 @pytest.mark.parametrize(("family", "attention", "plain"), [("gpt2", "eager", False), ("llama", "sdpa", True)])
 def test_packed_rows_are_rows_alone(letters, build_model, family, attention, plain):
-    """Losses and gradients, for lines of three, two and one rows with padding after them. plain: logits of labelled
-    tokens alone."""
+    """Losses and gradients. plain: logits of labelled tokens alone."""
     model = build_model(family, torch.float64)
     model.plain_output = plain
     model.set_attn_implementation(attention)
@@ -116,15 +113,9 @@ def test_packed_rows_are_rows_alone(letters, build_model, family, attention, pla
 PACKED = {"max_length": 16, "eval_dataset": LONG, "eval_every": 2, "lr": 5e-3}
 
 
-@pytest.fixture(scope="module")
-def unpacked(tiny_dirs, tmp_path_factory):
-    """A run that does not pack."""
-    folder = tmp_path_factory.mktemp("sft")
-    return run_sft(tiny_dirs["gpt2"], folder / "run", ROWS + LONG, packing=False, **PACKED)
-
-
-def test_packing_changes_no_metric(monkeypatch, unpacked, gpt2_dir, tmp_path):
+def test_packing_changes_no_metric(monkeypatch, gpt2_dir, tmp_path):
     """Training is packed, evaluation never."""
+    unpacked = run_sft(gpt2_dir, tmp_path / "unpacked", ROWS + LONG, packing=False, **PACKED)
     trained = []
     evaluated = []
     line_logprobs = sft.line_logprobs
@@ -139,14 +130,6 @@ def test_packing_changes_no_metric(monkeypatch, unpacked, gpt2_dir, tmp_path):
     assert max(itertools.chain(*trained)) >= 2
     assert {*itertools.chain(*evaluated)} == {1}
     assert_same_result(packed, unpacked)
-
-
-def test_packing_is_off_where_rows_see_each_other(monkeypatch, unpacked, gpt2_dir, tmp_path, capsys):
-    """By the structure of the model."""
-    monkeypatch.setattr(forward, "packing_problem", lambda lm: "its layers read on")
-    metrics, _ = run_sft(gpt2_dir, tmp_path / "run", ROWS + LONG, packing=True, **PACKED)
-    assert "--packing is off: its layers read on\n" in capsys.readouterr().out
-    assert metrics == unpacked[0]
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------

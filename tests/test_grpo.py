@@ -110,9 +110,6 @@ def test_k3_is_that_of_ppo():
     close(tiny, [5e-15], 1e-20)  # exp(x) - 1 would leave nothing but rounding
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
-
-
 def test_weights_by_hand():
     lengths = torch.tensor([1, 2, 5])
     close(grpo.token_weights(lengths, "sequence", 7), [1 / 3, 1 / 6, 1 / 15])
@@ -221,7 +218,7 @@ def test_advantages_are_those_of_trl():
     close(grpo.group_advantages(scores, 5, "batch"), golden["batch"], 1e-7)  # TRL's factor 15 / 14 is float32
 
 
-# ---- The first step --------------------------------------------------------------------------------------------------
+# ---- Updates ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir, tmp_path):
@@ -242,9 +239,6 @@ def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir,
         assert record["loss/policy"] == pytest.approx(expected, rel=1e-9)
         assert abs(expected) > 1e-3
         assert record["groups/equal"] == pytest.approx(2 / 7)
-
-
-# ---- Whole updates ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

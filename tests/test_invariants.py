@@ -67,27 +67,21 @@ def assert_same_result(a, b):
 # ---- PPO: the start --------------------------------------------------------------------------------------------------
 
 
-def start(accelerator, directory, tokenizer, dtype):
-    """A rollout of 7 prompts of different lengths by a tiny model, as main does it, in micro-batches of 3."""
-    flags = {"model": directory, "dataset": PROMPTS, "reward": vowels, "tokenizer": tokenizer}
-    args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, **flags)
-    lm, tokenizer = load_model(args, directory)
-    ref, _ = load_model(args, directory)
-    model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
-    rows = [{"prompt": p} for p in PROMPTS]
-    queries = tokenizer(PROMPTS)["input_ids"]
-    data = SimpleNamespace(reward=vowels, rollout=None)
-    batch, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
-    return model, batch
-
-
 @pytest.mark.parametrize(
     ("family", "dtype", "tolerance"),
     [("gpt2", "float32", 1e-5), ("gpt2", "float64", 1e-12), ("llama", "float32", 1e-5), ("qwen3", "float64", 1e-12)],
 )
 def test_first_ratio_is_one_and_kl_zero(accelerator, letters, tiny_dirs, family, dtype, tolerance):
     """In training mode, in another order and other micro-batches. The checkpoint of GPT-2 asks for dropout."""
-    model, batch = start(accelerator, tiny_dirs[family], pad_is_eos(letters), dtype)
+    flags = {"model": tiny_dirs[family], "dataset": PROMPTS, "reward": vowels, "tokenizer": pad_is_eos(letters)}
+    args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, **flags)
+    lm, tokenizer = load_model(args, args.model)
+    ref, _ = load_model(args, args.model)
+    model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
+    rows = [{"prompt": p} for p in PROMPTS]
+    queries = tokenizer(PROMPTS)["input_ids"]
+    data = SimpleNamespace(reward=vowels, rollout=None)
+    batch, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
     kl = (batch.logprobs - batch.ref_logprobs)[batch.response_mask]
     assert len(kl) > 40
     assert kl.abs().max() < tolerance

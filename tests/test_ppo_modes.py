@@ -87,11 +87,13 @@ def test_a_reference_of_its_own_keeps_its_blocks(monkeypatch, gpt2_dir, tiny_dir
 
 
 def test_rewards_are_whitened(monkeypatch, gpt2_dir, tmp_path):
-    """The returns are those of the token rewards over their standard deviation, their mean as it was."""
+    """The returns are those of the token rewards over their standard deviation, their mean as it was. Scores are logged
+    as the reward gave them."""
     calls = rolled(monkeypatch, ppo)
-    run_ppo(gpt2_dir, tmp_path / "run", gamma=0.9, whiten_rewards=True, min_length_limit=3, micro_batch_size=3)
-    assert len(calls) == 2
-    for _, batch in calls:
+    flags = {"whiten_rewards": True, "score_scaling": "running-norm", "min_length_limit": 3, "micro_batch_size": 3}
+    _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", gamma=0.9, **flags)
+    for record, (_, batch) in zip(log(run_dir), calls, strict=True):
+        assert record["objective/scores"] == pytest.approx(batch.raw_scores.sum(1).mean().item())
         mask = batch.response_mask
         kept = batch.rewards[mask].numpy()
         white = torch.zeros_like(batch.rewards)
@@ -145,26 +147,6 @@ def test_scores_without_spread_are_not_scaled(scaling, expected, rows):
     mask = torch.tensor([[True, True, False]]).repeat(rows, 1)
     shaped, _ = ppo.shape_scores(scores, mask, torch.zeros(rows, dtype=torch.bool), [0, 0.0, 0.0], args)
     assert shaped.sum(1).tolist() == pytest.approx([expected] * rows, abs=1e-15)
-
-
-def test_moments_survive_a_resume(monkeypatch, gpt2_dir, tmp_path):
-    flags = {"score_scaling": "running-norm", "total_episodes": 30, "save_every": 4, "missing_eos_penalty": 0.3}
-    run_ppo(gpt2_dir, tmp_path / "whole", **flags)
-    rollout = ppo.rollout
-
-    def dies(*args):
-        assert args[7] < 3, "killed"
-        return rollout(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ppo, "rollout", dies)
-        with pytest.raises(AssertionError, match="killed"):
-            run_ppo(gpt2_dir, tmp_path / "run", **flags)
-    run_ppo(gpt2_dir, tmp_path / "run", **flags)
-    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
-    state = json.loads((tmp_path / "run/checkpoints/step_00000012/state.json").read_text())
-    assert state["moments"][0] == 30
-    assert log(tmp_path / "run")[-1]["objective/scores_std"] < 0.9  # logged as the reward gave them
 
 
 # ---- Where responses end ---------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""What sft.py alone has: `python -m pytest tests/test_sft_modes.py`
-
-Packing, frozen layers, and data that go on after a stop.
-"""
+"""What sft.py alone has: packing, and frozen layers: `python -m pytest tests/test_sft_modes.py`"""
 
 import itertools
 import re
@@ -11,19 +8,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import PAD, log, samples
-from test_invariants import ROWS, assert_same_result, run_sft, weights
+from helpers import PAD
+from test_invariants import ROWS, assert_same_result, run_sft
 
 from algos import sft
-from common import logging
 from common.tokens import collate, pack
 
 LONG = [{"prompt": p, "completion": c} for p, c in (("abc", "defghijk"), ("l", "mnop"), ("qr", "s"), ("tu", ""))]
-
-
-def encode(rows, tokenizer, completion_only_loss=True):
-    examples, _ = sft.encode_rows(rows, tokenizer, 99, completion_only_loss, "--dataset")
-    return examples
 
 
 # ---- Packing ---------------------------------------------------------------------------------------------------------
@@ -83,33 +74,6 @@ def test_every_process_has_equally_many_micro_batches(packing, processes):
     assert len(lines) < needed + processes
 
 
-def losses_and_gradients(model, lines):
-    model.zero_grad()
-    logprobs, _ = sft.line_logprobs(model, lines, PAD)
-    logprobs.sum().backward()
-    return logprobs.detach(), [w.grad.clone() for w in model.parameters()]
-
-
-@pytest.mark.parametrize(("family", "attention", "plain"), [("gpt2", "eager", False), ("llama", "sdpa", True)])
-def test_packed_rows_are_rows_alone(letters, build_model, family, attention, plain):
-    """Losses and gradients. plain: logits of labelled tokens alone."""
-    model = build_model(family, torch.float64)
-    model.plain_output = plain
-    model.set_attn_implementation(attention)
-    rows = [*LONG, *ROWS, {"prompt": "a", "completion": "bcdefghijklmnopqr"}]
-    examples = encode(rows, letters, completion_only_loss=False)
-    lines = [[examples[i] for i in line] for line in pack([len(ids) for ids, _ in examples], 20)]
-    sizes = [*map(len, lines)]
-    assert min(sizes) == 1
-    assert max(sizes) >= 3
-    losses, gradients = losses_and_gradients(model, lines)
-    alone = [losses_and_gradients(model, [[example]]) for example in itertools.chain(*lines)]
-    assert (losses - torch.cat([loss for loss, _ in alone])).abs().max() < 1e-9
-    for place, gradient in enumerate(gradients):
-        expected = sum(parts[place] for _, parts in alone)
-        assert (gradient - expected).abs().max() <= 1e-9 * expected.abs().max()
-
-
 PACKED = {"max_length": 16, "eval_dataset": LONG, "eval_every": 2, "lr": 5e-3}
 
 
@@ -130,38 +94,6 @@ def test_packing_changes_no_metric(monkeypatch, gpt2_dir, tmp_path):
     assert max(itertools.chain(*trained)) >= 2
     assert {*itertools.chain(*evaluated)} == {1}
     assert_same_result(packed, unpacked)
-
-
-# ---- Data ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, tmp_path):
-    """With packing, frozen layers, samples and a best checkpoint at once."""
-    flags = PACKED | {"packing": True, "num_layers_unfrozen": 1, "total_steps": 4, "save_every": 2, "eval_every": 1}
-    flags |= {"max_new_tokens": 5, "adam_betas": (0.5, 0.9), "eval_prompts": LONG}
-    metrics, whole = run_sft(gpt2_dir, tmp_path / "whole", ROWS + LONG, **flags)
-    stop_requested = logging.Run.stop_requested
-    calls = []
-
-    def stop(run):
-        calls.append(1)
-        run.signal = 15 if len(calls) == 2 else None
-        return stop_requested(run)
-
-    monkeypatch.setattr(logging.Run, "stop_requested", stop)
-    run_dir = tmp_path / "run"
-    with pytest.raises(SystemExit) as stopped:
-        run_sft(gpt2_dir, run_dir, ROWS + LONG, **flags)
-    assert stopped.value.code == 143
-    assert len(log(run_dir)) == 3
-    assert run_sft(gpt2_dir, run_dir, ROWS + LONG, **flags)[0] == metrics
-    assert log(run_dir) == log(whole)
-    assert len(samples(whole)) == 5 * len(LONG)
-    assert samples(run_dir) == samples(whole)
-    expected = weights(whole)
-    found = weights(run_dir)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 # ---- Frozen layers ---------------------------------------------------------------------------------------------------

@@ -1,8 +1,4 @@
-"""What dpo.py computes: `python -m pytest tests/test_dpo.py`
-
-Losses and log-probabilities against slow definitions, and runs of `main` on tiny models against the definition: their
-steps, and what they are compared with, the reference.
-"""
+"""What dpo.py computes: `python -m pytest tests/test_dpo.py`"""
 
 import copy
 import itertools
@@ -13,7 +9,7 @@ from typing import get_args
 import pytest
 import torch
 from helpers import BOS, EOS, log, recorded, same_run, tensor
-from transformers import AutoModelForCausalLM
+from test_models import reload
 
 from algos import dpo
 from common import forward
@@ -90,13 +86,6 @@ def slow_terms(policy, ref, beta):
 def assert_logged(record, prefix, expected):
     for name, value in expected.items():
         assert record[prefix + name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
-
-
-def load(directory):
-    """The model by plain transformers, which found every key and no other."""
-    model, report = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, output_loading_info=True)
-    assert not any(report.values()), report
-    return model.eval()
 
 
 # ---- The loss --------------------------------------------------------------------------------------------------------
@@ -228,19 +217,14 @@ def test_long_bfloat16_responses_are_summed_in_float32(build_model):
     assert (found - expected).abs().max() < 1e-2 < expected.abs().min()
 
 
-def test_packing_is_off_where_layers_mix_rows(monkeypatch, gpt2_dir, tiny_dirs, tmp_path, capsys):
-    """A reference of another family is asked alone."""
+def test_a_reference_whose_layers_mix_rows_is_asked_alone(monkeypatch, gpt2_dir, tiny_dirs, tmp_path, capsys):
+    """As for the policy in test_architectures.py."""
     monkeypatch.setattr(dpo, "packing_problem", lambda lm: "its layers read on")
     calls = recorded(monkeypatch, dpo, "pair_logprobs")
     flags = {"ref_model": tiny_dirs["llama"], "eval_dataset": HELD_OUT, "total_steps": 1}
-    run_dpo(gpt2_dir, tmp_path / "of the reference", **flags)
+    run_dpo(gpt2_dir, tmp_path / "run", **flags)
     assert {(args[0].config.model_type, args[1]) for args, _ in calls} == {("gpt2", True), ("llama", False)}
     assert "--packing" not in capsys.readouterr().out
-    monkeypatch.setattr(forward, "packing_problem", lambda lm: "its layers read on")
-    calls.clear()
-    run_dpo(gpt2_dir, tmp_path / "of both", **flags)
-    assert not any(args[1] for args, _ in calls)
-    assert "--packing is off: its layers read on\n" in capsys.readouterr().out
 
 
 # ---- Runs: the algorithm ---------------------------------------------------------------------------------------------
@@ -263,9 +247,8 @@ def slow_step(model, pairs, reference, beta, coef):
     [(False, True, 0.1, 0.0), (False, False, 0.1, 0.7), (True, True, 0.1, 0.0), (True, False, 0.5, 0.7)],
 )
 def test_every_step_is_the_definition(letters, gpt2_dir, tiny_dirs, tmp_path, named, precompute, beta, coef):
-    """Rewards and gradient norm of the third step, and the evaluation after the second, which has the loss of pairs
-    alone, recomputed from the weights that the second left. Micro-batches do not divide the batch: nothing is a mean of
-    means."""
+    """The third step and the evaluation before it, of the pairs' loss alone, from the weights that the second left.
+    Micro-batches do not divide the batch: nothing is a mean of means."""
     flags = {"precompute_ref": precompute, "beta": beta, "sft_coef": coef, "micro_batch_size": 3}
     flags |= {"lr_schedule": "constant", "eval_dataset": {"x": ROWS, "y": HELD_OUT}}
     if named:
@@ -273,8 +256,8 @@ def test_every_step_is_the_definition(letters, gpt2_dir, tiny_dirs, tmp_path, na
     _, two = run_dpo(gpt2_dir, tmp_path / "two", total_steps=2, **flags)
     _, three = run_dpo(gpt2_dir, tmp_path / "three", total_steps=3, eval_every=2, **flags)
     _, _, second, third = log(three)
-    reference = load(flags.get("ref_model", gpt2_dir))
-    model = load(two / "hf_model")
+    reference = reload(flags.get("ref_model", gpt2_dir)).double()
+    model = reload(two / "hf_model")
     for rows, record, prefix in ((HELD_OUT, second, "eval/y/"), (ROWS, second, "eval/x/"), (ROWS, third, "")):
         pairs = encode(rows, letters)
         with torch.no_grad():
@@ -339,7 +322,7 @@ def test_without_a_reference_rewards_are_log_probabilities(gpt2_dir, letters, tm
     start, _, last = log(run_dir)
     with torch.no_grad():
         for directory, record in ((gpt2_dir, start), (run_dir / "hf_model", last)):
-            policy = slow_logprobs(load(directory), encode(HELD_OUT, letters))
+            policy = slow_logprobs(reload(directory).double(), encode(HELD_OUT, letters))
             assert_logged(record, "eval/", slow_terms(policy, torch.zeros_like(policy), 0.3))
     assert start["eval/rewards/chosen"] < -0.3
 

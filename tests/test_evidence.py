@@ -135,7 +135,6 @@ def test_only_changed_code_makes_a_run_dirty():
     [
         ("chain-randomwalks", "ppo", ["sft", "reward", "ppo"]),
         ("overoptimisation-randomwalks", "pairs-100-kl-0.05", ["reward-100", "pairs-100-kl-0.05"]),
-        ("ppo-randomwalks", "lora", ["lora"]),
     ],
 )
 def test_a_comparison_runs_what_the_variant_needs(claim, variant, expected):

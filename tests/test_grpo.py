@@ -38,7 +38,7 @@ def args_of(**flags):
 
 def run_grpo(model, run_dir, **flags):
     """Two iterations of 7 groups of 3 episodes in a single step each, without a reference, unless flags say otherwise.
-    With the usual epsilon Adam makes steps of rounding errors where a gradient is zero: that of a bias of keys."""
+    adam_eps: see ROUNDING_OF_ADAM."""
     settings = {
         "dataset": [{"prompt": p} for p in PROMPTS], "reward": lazy, "dtype": "float64", "eval_every": 0,
         "group_size": G, "total_episodes": 42, "rollout_batch_size": 21, "batch_size": 21, "micro_batch_size": 21,
@@ -77,8 +77,7 @@ def test_a_group_of_equal_scores_is_exactly_zero(kind):
 
 
 def test_loss_by_hand():
-    """low 0.2, high 0.3: the objective is flat where the ratio has gone far enough in the direction of A. In the other
-    direction it is not clipped."""
+    """The objective is flat where the ratio has gone far enough in the direction of A, and only there."""
     ratio = tensor(1.5, 1.25, 0.5, 1.5, 0.5, 0.75, 1.0, 1.0)
     advantages = tensor(2, 2, 2, -2, -2, -2, 3, -3)
     new = (ratio.log() - 1.7).requires_grad_()
@@ -327,12 +326,6 @@ def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_pa
     same_run(tmp_path / "short", tmp_path / "whole")
 
 
-def test_rows_without_an_advantage_stay_where_there_is_a_kl(monkeypatch, gpt2_dir, tmp_path):
-    micro = recorded(monkeypatch, grpo, "losses")
-    run_grpo(gpt2_dir, tmp_path / "run", kl_coef=0.1, micro_batch_size=5)
-    assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
-
-
 def test_without_a_kl_there_is_no_reference(monkeypatch, gpt2_dir, tmp_path):
     for name in ("make_reference", "kl_k3"):
         monkeypatch.delattr(grpo, name)
@@ -343,9 +336,13 @@ def test_without_a_kl_there_is_no_reference(monkeypatch, gpt2_dir, tmp_path):
 
 
 def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
-    """A single row is left for the forward pass, and the weights stay as they are, bit for bit."""
+    """A single row is left for the forward pass, and the weights stay as they are, bit for bit: what differs between
+    the responses of two iterations is their draws."""
     micro = recorded(monkeypatch, grpo, "losses")
-    metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", reward=constant)
+    rollouts = rolled(monkeypatch, grpo)
+    metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", dataset=[{"prompt": "cde"}], reward=constant)
+    one, two = (kept_ids(batch.response, batch.response_mask) for _, batch in rollouts)
+    assert sum(a == b for a, b in zip(one, two, strict=True)) < 7
     assert [len(episodes.query) for (_, episodes, *_), _ in micro] == [1, 1]
     before, _ = load_model(args_of(dtype="float64"), gpt2_dir)
     after = weights(run_dir)
@@ -381,11 +378,3 @@ def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
         )
         responses = kept_ids(batch.response, batch.response_mask)
         assert len({*zip(numbers, map(tuple, responses), strict=True)}) > 5 + 3
-
-
-def test_a_prompt_that_comes_again_gets_other_responses(monkeypatch, gpt2_dir, tmp_path):
-    """One prompt, no learning: what differs between two iterations is their draws."""
-    rollouts = rolled(monkeypatch, grpo)
-    run_grpo(gpt2_dir, tmp_path / "run", dataset=[{"prompt": "cde"}], reward=constant)
-    one, two = (kept_ids(batch.response, batch.response_mask) for _, batch in rollouts)
-    assert sum(a == b for a, b in zip(one, two, strict=True)) < 7

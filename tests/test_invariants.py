@@ -1,7 +1,6 @@
 """What must not change a result, and what must hold from the first step: `python -m pytest tests/test_invariants.py`
 
-Layouts are in tests/test_layout.py. Most tests run the `main` of a script in-process on a tiny model, with one of its
-functions replaced to look inside.
+Most tests run the `main` of a script in-process on a tiny model, with one of its functions replaced to look inside.
 """
 
 from types import SimpleNamespace

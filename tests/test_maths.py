@@ -113,8 +113,7 @@ def test_score_is_placed_once_on_the_last_token(holes):
 
 
 def test_place_scores_by_hand():
-    """Numbers go to the last token that counts, lists to all tokens: what stands in a hole to the one before, or to the
-    first. A row without tokens gets nothing."""
+    """Of lists, what stands in a hole goes to the token before, or to the first. A row without tokens gets nothing."""
     mask = ragged_mask(holes=True)
     placed = ppo.place_scores([1.5, [2.0, 3.0], [4.0, 5.0, 6.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], 8.0], mask)
     expected = torch.zeros(B, R, dtype=torch.float64)
@@ -188,15 +187,12 @@ def test_take_narrows_what_it_knows_and_leaves_the_rest():
 # ---- Learning rate ---------------------------------------------------------------------------------------------------
 
 
-def schedule(**flags):
-    return SimpleNamespace(**{"lr": 2.0, "lr_final": 0.0, "warmup_steps": 0, "decay_steps": None} | flags)
-
-
 def test_learning_rate_closed_forms():
     assert sft.learning_rate is ppo.learning_rate
 
     def rates(steps, total=20, **flags):
-        return [ppo.learning_rate(schedule(**flags), step, total) for step in steps]
+        args = SimpleNamespace(**{"lr": 2.0, "lr_final": 0.0, "warmup_steps": 0, "decay_steps": None} | flags)
+        return [ppo.learning_rate(args, step, total) for step in steps]
 
     for kind in ("constant", "linear", "cosine"):
         assert rates(range(4), lr_schedule=kind, warmup_steps=4) == pytest.approx([0.5, 1.0, 1.5, 2.0])

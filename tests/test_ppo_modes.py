@@ -1,7 +1,4 @@
-"""What ppo.py does on request: `python -m pytest tests/test_ppo_modes.py`
-
-Each against the slow definition or another layout of the same work.
-"""
+"""What ppo.py does on request: `python -m pytest tests/test_ppo_modes.py`"""
 
 import itertools
 import json
@@ -87,8 +84,7 @@ def test_a_reference_of_its_own_keeps_its_blocks(monkeypatch, gpt2_dir, tiny_dir
 
 
 def test_rewards_are_whitened(monkeypatch, gpt2_dir, tmp_path):
-    """The returns are those of the token rewards over their standard deviation, their mean as it was. Scores are logged
-    as the reward gave them."""
+    """The returns are those of token rewards of deviation 1, their mean as it was. Scores are logged as they came."""
     calls = rolled(monkeypatch, ppo)
     flags = {"whiten_rewards": True, "score_scaling": "running-norm", "min_length_limit": 3, "micro_batch_size": 3}
     _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", gamma=0.9, **flags)
@@ -103,8 +99,7 @@ def test_rewards_are_whitened(monkeypatch, gpt2_dir, tmp_path):
 
 
 def ragged(rows, seed):
-    """Scores (rows, 7), some a number per token, of responses of different lengths; their mask; which were cut; where
-    the last token is."""
+    """Scores (rows, 7), some a number per token; their mask; which were cut; where the last token is."""
     random = np.random.default_rng(seed)
     mask = torch.arange(7) < torch.from_numpy(random.integers(1, 8, (rows, 1)))
     last = mask & ~F.pad(mask[:, 1:], (0, 1))

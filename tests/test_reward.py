@@ -142,8 +142,7 @@ def test_scores_are_those_of_texts_alone(tiny_dirs, family, packing):
 
 @pytest.mark.parametrize(("autocast", "lora"), [(True, 0), (False, 2)])
 def test_a_thousand_texts_have_a_thousand_scores(gpt2_dir, autocast, lora):
-    """With weights of bfloat16, or under autocast; also where peft has a copy of the head. A head of bfloat16 gives
-    fewer than 600."""
+    """Also where peft has a copy of the head. A head of bfloat16 gives fewer than 600."""
     flags = {"dtype": "float32" if autocast else "bfloat16", "lora_r": lora, "num_layers_unfrozen": -1 if lora else 0}
     lm, _, _ = reward.load(reward.Args(model=gpt2_dir, dataset=PAIRS, **flags), gpt2_dir, "cpu")
     texts = [[i % 21, i // 21 % 21, i // 441, EOS] for i in range(1000)]
@@ -228,7 +227,7 @@ def test_ppo_reads_the_scores_of_chats(chatty, gpt2_dir, tmp_path):
 
 
 def test_plain_transformers_loads_it(trained):
-    """Where padding has a token of its own a batch is read, too. Elsewhere it is refused, not read at a wrong token."""
+    """Where padding has a token of its own, a batch is read, too. Elsewhere transformers refuses it."""
     run_dir, pad = trained
     lm = plain(run_dir / "hf_model")
     assert lm.config.num_labels == 1
@@ -242,10 +241,6 @@ def test_plain_transformers_loads_it(trained):
         if pad == "<pad>":
             batch = tokenizer(texts, padding=True, return_tensors="pt")
             assert lm(**batch).logits[:, 0].tolist() == pytest.approx(expected, rel=1e-9)
-        else:
-            tokenizer.pad_token = tokenizer.eos_token
-            with pytest.raises(ValueError, match="batch sizes > 1"):
-                lm(**tokenizer(texts, padding=True, return_tensors="pt"))
 
 
 def test_the_example_of_the_card_prints_the_score(trained, capsys):

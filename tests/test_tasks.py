@@ -2,9 +2,11 @@
 
 import itertools
 import random
+import re
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from harness import ROOT, lines
 from helpers import samples
 from test_models import reload
+from transformers import AutoTokenizer
 
 from algos import grpo, sft
 from benchmarks.tasks import arithmetic, calculator, randomwalks
@@ -20,11 +23,6 @@ from common.cli import from_task
 SUM = "676+236="
 SUM_STEPS = "6+6=12,7+3+1=11,6+2+1=09"
 COUNTDOWN = "3,5,7:22="
-
-
-def mean(numbers):
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
 
 
 # ---- Random walks: graph and scores ----------------------------------------------------------------------------------
@@ -78,9 +76,8 @@ def test_row_contents():
     assert [row["prompt"] for row in randomwalks.eval_prompts(samples=2, starts="cm")] == ["c", "c", "m", "m"]
     assert [row["prompt"] + row["completion"] for row in randomwalks.completions()] == walks
     assert mean(row["reward"] for row in randomwalks.rewarded()) == pytest.approx(0.3515, abs=5e-5)
-    rows = zip(randomwalks.completions(), walks, strict=True)
-    perfect = [row for row, walk in rows if randomwalks.optimality(walk) == 1]
-    assert randomwalks.best() == perfect[:100]  # ties in the order of the data
+    best = [row["prompt"] + row["completion"] for row in randomwalks.best()]
+    assert best == [walk for walk in walks if randomwalks.optimality(walk) == 1][:100]  # ties in the order of the data
     randomwalks.prompts()[0].clear()  # rows belong to the caller
     assert randomwalks.prompts()[0].keys() == {"prompt", "shortest"}
 
@@ -93,8 +90,7 @@ def test_scores_of_any_text_are_finite():
     walks = randomwalks.metric(outputs, [""] * len(outputs), outputs, shortest=[1])
     assert walks["optimality"] == randomwalks.reward(outputs, [], [], other=[2])
     assert all(0.0 <= score <= 1.0 for score in walks["optimality"])
-    assert all(2 <= length <= 10 for length in walks["lengths"])
-    assert {*walks["illegal"]} <= {0.0, 1.0}
+    assert all(2 <= length <= 10 for length in walks["lengths"]) and {*walks["illegal"]} == {0.0, 1.0}
     for prompt in (SUM, COUNTDOWN, ""):
         prompts = [prompt] * len(outputs)
         values = arithmetic.metric(outputs, prompts, outputs, other=[1])
@@ -135,18 +131,15 @@ def test_pairs():
     assert not seen["train"] & seen["test"]
 
 
-def test_tokenizer(tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = randomwalks.tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    for t in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        assert len(t) == t.vocab_size == 25 and t.padding_side == "left" and t.model_max_length == 32
-        assert (t.bos_token_id, t.eos_token_id, t.pad_token_id, t.unk_token_id) == (21, 22, 23, 24)
-        assert t(randomwalks.LETTERS)["input_ids"] == list(range(21))  # nothing is added
-        assert t("b?\n 漢zc<eos>")["input_ids"] == [1, 24, 24, 24, 24, 24, 2, 22]
-        assert t.decode([1, 2, 22, 23], skip_special_tokens=True) == "bc"
-        assert t.decode([21, 1, 24, 22]) == "<bos>b<unk><eos>"
+def test_tokenizer(tmp_path, letters):
+    letters.save_pretrained(tmp_path)
+    t = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(t) == t.vocab_size == 25 and t.padding_side == "left" and t.model_max_length == 32
+    assert (t.bos_token_id, t.eos_token_id, t.pad_token_id, t.unk_token_id) == (21, 22, 23, 24)
+    assert t(randomwalks.LETTERS)["input_ids"] == list(range(21))  # nothing is added
+    assert t("b?\n 漢zc<eos>")["input_ids"] == [1, 24, 24, 24, 24, 24, 2, 22]
+    assert t.decode([1, 2, 22, 23], skip_special_tokens=True) == "bc"
+    assert t.decode([21, 1, 24, 22]) == "<bos>b<unk><eos>"
 
 
 # ---- Arithmetic: scores ----------------------------------------------------------------------------------------------
@@ -198,8 +191,7 @@ def test_shuffled_rewards_are_those_of_other_samples():
     outputs = [row["completion"] for row in rows]
     true = arithmetic.reward(outputs, prompts, outputs)
     shuffled = arithmetic.shuffled_reward(outputs, prompts, outputs)
-    assert shuffled == arithmetic.shuffled_reward(outputs, prompts, outputs)
-    assert Counter(shuffled) == Counter(true) and shuffled != true
+    assert Counter(shuffled) == Counter(true)
     share = mean(true)
     chance = share**2 + (1 - share) ** 2  # that independent draws of both agree
     assert mean(x == y for x, y in zip(true, shuffled, strict=True)) == pytest.approx(chance, abs=0.1)
@@ -211,11 +203,8 @@ def test_shuffled_rewards_are_those_of_other_samples():
 
 
 def problem_of(prompt):
-    """What a prompt asks, whatever the order of its numbers."""
-    if prompt[3] == "+":
-        return tuple(sorted(map(int, prompt[:-1].split("+"))))
-    numbers, target = prompt[:-1].split(":")
-    return (*sorted(map(int, numbers.split(","))), int(target))
+    """What a prompt asks, whatever the order of its numbers; a target has two digits."""
+    return tuple(sorted(re.findall(r"\d+", prompt)))
 
 
 @pytest.mark.parametrize("level", arithmetic.LEVELS)
@@ -291,12 +280,10 @@ def test_enough_attempts_arrive_at_what_is_asked():
 @pytest.mark.parametrize("level", arithmetic.LEVELS)
 def test_tokenizer_and_lengths(level):
     tokenizer = arithmetic.tokenizer()
-    size = len(arithmetic.CHARACTERS)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (size, size + 1, size + 2)
     for row in arithmetic.solutions(level, count=2000):
         text = row["prompt"] + row["completion"]
         ids = tokenizer(text)["input_ids"]
-        assert len(ids) == len(text) < arithmetic.CONTEXT and max(ids) < size
+        assert len(ids) == len(text) < arithmetic.CONTEXT and max(ids) < tokenizer.bos_token_id
         assert tokenizer.decode(ids) == text
         assert len(row["completion"]) < arithmetic.MAX_NEW_TOKENS[level]
         assert len(row["prompt"]) + arithmetic.MAX_NEW_TOKENS[level] <= arithmetic.CONTEXT

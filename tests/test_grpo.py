@@ -28,10 +28,6 @@ def lazy(samples, prompts, outputs, **columns):
     return scores
 
 
-def constant(samples, **columns):
-    return [0.1] * len(samples)
-
-
 def args_of(**flags):
     return grpo.Args(**{"model": "model", "dataset": [{"prompt": "b"}], "reward": vowels} | flags)
 
@@ -340,7 +336,7 @@ def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
     the responses of two iterations is their draws."""
     micro = recorded(monkeypatch, grpo, "losses")
     rollouts = rolled(monkeypatch, grpo)
-    metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", dataset=[{"prompt": "cde"}], reward=constant)
+    metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", dataset=[{"prompt": "b"}])
     one, two = (kept_ids(batch.response, batch.response_mask) for _, batch in rollouts)
     assert sum(a == b for a, b in zip(one, two, strict=True)) < 7
     assert [len(episodes.query) for (_, episodes, *_), _ in micro] == [1, 1]

@@ -192,8 +192,6 @@ def test_early_stop_keeps_the_schedule(gpt2_dir, tmp_path):
     assert [record["policy/epochs"] for record in early] == [1, 1, 1]
     assert [record["step"] for record in early] == [record["step"] for record in plain] == [6, 12, 18]
     assert [record["optim/lr"] for record in early] == pytest.approx([1e-2 * (1 - s / 18) for s in (1, 7, 13)])
-    assert early[0]["policy/approxkl"] > 1e-9
-    assert early[0]["objective/kl"] == plain[0]["objective/kl"]
 
 
 @pytest.mark.parametrize(("rows", "skipped"), [(range(10), 4), ([4], 2)])

@@ -36,6 +36,7 @@ def test_reference_levels():
     for score, walk in zip(scores, graph.walks, strict=True):
         best[walk[0]] = max(best[walk[0]], score)
     assert len(graph.walks) == 1000 and len(best) == 20
+    assert not any("a" in walk[:-1] for walk in graph.walks)
     assert round(mean(scores), 4) == 0.3515
     assert round(mean(best.values()), 4) == 0.9917
     assert mean(graph.shortest.values()) == pytest.approx(3.65)

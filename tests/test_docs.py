@@ -6,10 +6,10 @@ import json
 import re
 import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 from cases import CASES
+from harness import ROOT
 from test_rows import TOOLS, build_tokenizer
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
@@ -20,7 +20,6 @@ from common.cli import parse
 from common.rows import pair_texts, row_segments
 from common.tokens import encode_prompts
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {f"{script.__name__.rpartition('.')[2]}.py": script for script in (ddpo, dpo, grpo, ilql, ppo, reward, sft)}
 GUIDE = ROOT / "algos/README.md"
 PAGES = [ROOT / "README.md", ROOT / "tests/README.md", *sorted(ROOT.glob("algos/*.md"))]
@@ -111,10 +110,9 @@ def test_evidence_agrees():
 def test_check_sees_a_changed_number(tmp_path, monkeypatch):
     """Negative control: of other digits in a stored curve, nothing follows any more, and a bar is missed."""
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("tasks", ".peers"))
-    shutil.copytree(ROOT / "algos", tmp_path / "algos")
+    for folder in ("algos", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("golden", "__pycache__"))
     shutil.copy(ROOT / "README.md", tmp_path)
-    (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests/README.md", tmp_path / "tests")
     monkeypatch.setattr(check, "ROOT", tmp_path)
     assert check.verify() == []
     curves = tmp_path / "benchmarks/curves/ppo-randomwalks/curves.csv"

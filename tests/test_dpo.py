@@ -1,8 +1,4 @@
-"""What dpo.py computes: `python -m pytest tests/test_dpo.py`
-
-Losses against golden numbers and slow definitions, log-probabilities against a loop over tokens, and runs of `main` on
-tiny models against the definition: their steps, and what they are compared with, the reference.
-"""
+"""What dpo.py computes: `python -m pytest tests/test_dpo.py`"""
 
 import copy
 import itertools
@@ -13,13 +9,11 @@ from typing import get_args
 import pytest
 import torch
 from helpers import BOS, EOS, log, recorded, same_run, tensor
-from transformers import AutoModelForCausalLM
+from test_models import reload
 
 from algos import dpo
-from benchmarks.tasks import randomwalks
 from common import forward
 from common.forward import has_plain_output
-from common.tokens import in_lines
 
 ROWS = [
     {"prompt": "b", "chosen": "cda", "rejected": "efghija"},
@@ -94,80 +88,33 @@ def assert_logged(record, prefix, expected):
         assert record[prefix + name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
-def load(directory):
-    """The model by plain transformers, which found every key and no other."""
-    model, report = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, output_loading_info=True)
-    assert not any(report.values()), report
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def other_dir(build_model, tmp_path_factory):
-    """A reference of its own, of another family than the policy."""
-    folder = tmp_path_factory.mktemp("reference")
-    build_model("llama", torch.float64, 5).save_pretrained(folder)
-    randomwalks.tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 # ---- The loss --------------------------------------------------------------------------------------------------------
 
-GOLDEN = [  # c = 1, r = -0.5, beta 0.1, lengths 5 and 4: loss, label smoothing, value
-    ("sigmoid", 0.0, 0.620957),
-    ("sigmoid", 0.1, 0.635957),
-    ("robust", 0.1, 0.602207),
-    ("robust", 0.0, 0.620957),
-    ("hinge", 0.0, 0.85),
-    ("ipo_sum", 0.0, 12.25),
-    ("ipo", 0.0, 21.855625),
-    ("sigmoid_norm", 0.0, 0.677029),
-    ("exo_pair", 1e-3, 2.505517),
-    ("nca_pair", 0.0, 1.350825),
-    ("bco_pair", 0.0, 1.312856),
-    ("sppo_hard", 0.0, 36.25),
-    ("apo_zero", 0.0, 0.962523),
-    ("apo_down", 0.0, 0.987549),
-    ("discopop", 0.0, 0.849338),
-]
 LOSSES = get_args(dpo.Args.__dataclass_fields__["loss_type"].type)
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
 
-def loss_of(c, r, loss_type, beta=0.1, smoothing=0.0, dtype=torch.float64):
-    """Loss of log-ratios, whose parts are numbers of their own, of 5 and 4 tokens."""
-    c = torch.as_tensor(c, dtype=dtype).view(-1)
-    r = torch.as_tensor(r, dtype=dtype).view(-1)
+def loss_of(c, r, loss_type, smoothing=0.0):
+    """Losses (B,) of log-ratios (B,), of responses of 5 and 4 tokens, with beta 0.1."""
     ref_c = torch.full_like(c, -4.0)
     ref_r = torch.full_like(r, -6.75)
     lengths = torch.tensor([[5], [4]]).expand(2, len(c))
-    return dpo.dpo_loss(c + ref_c, r + ref_r, ref_c, ref_r, beta, loss_type, smoothing, lengths)
+    return dpo.dpo_loss(c + ref_c, r + ref_r, ref_c, ref_r, 0.1, loss_type, smoothing, lengths)
 
 
-@pytest.mark.parametrize(("loss_type", "smoothing", "value"), GOLDEN, ids=str)
-def test_golden_numbers(loss_type, smoothing, value):
-    assert loss_of(1, -0.5, loss_type, 0.1, smoothing).item() == pytest.approx(value, rel=1e-6)
-
-
-def test_all_losses_have_golden_numbers_and_are_flags():
-    assert set(LOSSES) == {name for name, *_ in GOLDEN}
-    with pytest.raises(ValueError, match="there is no loss ip"):
-        loss_of(1, -0.5, "ip")
-
-
-def test_a_wrong_shape_is_no_broadcast():
+def test_what_the_loss_refuses():
+    """A wrong shape is no broadcast, and smoothing is never ignored."""
     for place in range(4):
         inputs = [torch.zeros(3)] * 4
         inputs[place] = torch.zeros(3, 1)
         with pytest.raises(ValueError, match="shapes differ"):
             dpo.dpo_loss(*inputs, 0.1)
-
-
-def test_smoothing_is_never_ignored():
+    refused = [("ip", 0.0, "there is no loss ip"), ("exo_pair", 0.0, "label smoothing 0.0 with the loss exo_pair")]
     for name in set(LOSSES) - set(SMOOTHED):
-        with pytest.raises(ValueError, match=f"label smoothing 0.1 with the loss {name}"):
-            loss_of(1, -0.5, name, 0.1, 0.1)
-    with pytest.raises(ValueError, match="label smoothing 0.0 with the loss exo_pair"):
-        loss_of(1, -0.5, "exo_pair")
+        refused.append((name, 0.1, f"label smoothing 0.1 with the loss {name}"))
+    for name, smoothing, sentence in refused:
+        with pytest.raises(ValueError, match=sentence):
+            loss_of(torch.ones(1), torch.ones(1), name, smoothing)
 
 
 def slow_loss(c, r, b, e, lengths, loss_type):
@@ -201,8 +148,8 @@ def slow_loss(c, r, b, e, lengths, loss_type):
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_losses_are_their_definitions_pair_by_pair(loss_type):
-    """Unreduced, for log-ratios of either sign and 0, with beta, label smoothing and the lengths of the responses.
-    Gradients are finite differences. The implicit rewards are beta times the log-ratios, without a gradient."""
+    """Unreduced, for log-ratios of either sign and 0. Gradients are finite differences; the implicit rewards, beta
+    times the log-ratios, have none."""
     reference = tensor([-4.0, -3.5, -9.0, -1.0, -2.25], [-6.75, -4.5, -3.0, -1.0, -8.0])
     ratios = tensor([0.7, -2.3, 3.1, 0.0, -0.4], [-1.1, 1.9, 2.9, 0.0, -5.3])
     policy = (reference + ratios).requires_grad_()
@@ -228,20 +175,13 @@ def test_huge_log_ratios_are_finite(loss_type):
     values = torch.tensor(list(itertools.product([-1e4, 0.0, 1e4], repeat=2)))
     c = values[:, 0].requires_grad_()
     r = values[:, 1].detach().requires_grad_()
-    losses = loss_of(c, r, loss_type, 0.1, 1e-3 if loss_type == "exo_pair" else 0.0, torch.float32)
+    losses = loss_of(c, r, loss_type, 1e-3 if loss_type == "exo_pair" else 0.0)
     gradients = torch.autograd.grad(losses.sum(), [c, r])
     assert losses.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 # ---- Log-probabilities -----------------------------------------------------------------------------------------------
-
-
-def compute_in_chunks(monkeypatch, model, tokens):
-    """Logits of so many tokens at a time."""
-    model.plain_output = has_plain_output(model)
-    assert model.plain_output
-    monkeypatch.setattr(forward, "CHUNK", tokens * 25)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +192,9 @@ def test_logprobs_are_sums_over_the_response(monkeypatch, build_model, family, p
     """All pairs together, three at a time, and alone; logits of two tokens at a time, and all of them."""
     model = build_model(family, torch.float64)
     if chunks:
-        compute_in_chunks(monkeypatch, model, 2)
+        model.plain_output = has_plain_output(model)
+        assert model.plain_output
+        monkeypatch.setattr(forward, "CHUNK", 2 * 25)
     with torch.no_grad():
         expected = slow_logprobs(model, PAIRS)
         for size in 7, 3, 1:
@@ -261,16 +203,6 @@ def test_logprobs_are_sums_over_the_response(monkeypatch, build_model, family, p
             assert found.dtype == torch.float64 and found.shape == (2, 7)
             assert (found - expected).abs().max() < 1e-11
     assert expected.unique().numel() == 13  # of 14: one pair has equal sides
-
-
-def test_lines_are_as_long_as_the_longest_text():
-    """Every text is there once, and little of the lines is padding."""
-    lengths = [128, 90, 60, 50, 40, 31, 30, 3]
-    lines, places = in_lines(True, range(8), lengths)
-    order = torch.tensor([*itertools.chain(*lines)])
-    assert order[places].tolist() == list(range(8))
-    widths = [sum(lengths[number] for number in line) for line in lines]
-    assert max(widths) == 128 and len(lines) == 4
 
 
 def test_long_bfloat16_responses_are_summed_in_float32(build_model):
@@ -285,19 +217,14 @@ def test_long_bfloat16_responses_are_summed_in_float32(build_model):
     assert (found - expected).abs().max() < 1e-2 < expected.abs().min()
 
 
-def test_packing_is_off_where_layers_mix_rows(monkeypatch, gpt2_dir, other_dir, tmp_path, capsys):
-    """A reference of another family is asked alone."""
+def test_a_reference_whose_layers_mix_rows_is_asked_alone(monkeypatch, gpt2_dir, tiny_dirs, tmp_path, capsys):
+    """As for the policy in test_architectures.py."""
     monkeypatch.setattr(dpo, "packing_problem", lambda lm: "its layers read on")
     calls = recorded(monkeypatch, dpo, "pair_logprobs")
-    flags = {"ref_model": other_dir, "eval_dataset": HELD_OUT, "total_steps": 1}
-    run_dpo(gpt2_dir, tmp_path / "of the reference", **flags)
+    flags = {"ref_model": tiny_dirs["llama"], "eval_dataset": HELD_OUT, "total_steps": 1}
+    run_dpo(gpt2_dir, tmp_path / "run", **flags)
     assert {(args[0].config.model_type, args[1]) for args, _ in calls} == {("gpt2", True), ("llama", False)}
     assert "--packing" not in capsys.readouterr().out
-    monkeypatch.setattr(forward, "packing_problem", lambda lm: "its layers read on")
-    calls.clear()
-    run_dpo(gpt2_dir, tmp_path / "of both", **flags)
-    assert not any(args[1] for args, _ in calls)
-    assert "--packing is off: its layers read on\n" in capsys.readouterr().out
 
 
 # ---- Runs: the algorithm ---------------------------------------------------------------------------------------------
@@ -315,47 +242,32 @@ def slow_step(model, pairs, reference, beta, coef):
     return {"train/loss": loss.item(), "optim/grad_norm": norm, "train/nll": nll.item()}
 
 
-@pytest.mark.parametrize(("beta", "coef", "precompute"), [(0.1, 0.0, True), (0.5, 0.7, False)])
-def test_first_step_is_the_definition(letters, gpt2_dir, other_dir, tmp_path, beta, coef, precompute):
-    """Loss, gradient norm and rewards against a reference of its own, in micro-batches that do not divide the batch:
-    nothing is a mean of means. The evaluation before it has the loss of pairs alone."""
-    flags = {"ref_model": other_dir, "precompute_ref": precompute, "sft_coef": coef, "beta": beta}
-    flags |= {"micro_batch_size": 3, "total_steps": 1, "eval_dataset": HELD_OUT, "eval_every": 1}
-    start, first = log(run_dpo(gpt2_dir, tmp_path / "run", **flags)[1])
-    policy = load(gpt2_dir)
-    reference = load(other_dir)
-    for rows, record, prefix in ((HELD_OUT, start, "eval/"), (ROWS, first, "")):
-        pairs = encode(rows, letters)
-        with torch.no_grad():
-            ref_logprobs = slow_logprobs(reference, pairs)
-            expected = slow_terms(slow_logprobs(policy, pairs), ref_logprobs, beta)
-        assert abs(expected["rewards/margins"]) > 1e-3
-        if rows is ROWS:
-            del expected["loss"]
-            expected |= slow_step(policy, pairs, ref_logprobs, beta, coef)
-        assert_logged(record, prefix, expected)
-
-
-@pytest.mark.parametrize("precompute", [True, False])
-def test_training_is_against_the_initial_model_at_every_step(letters, gpt2_dir, tmp_path, precompute):
-    """Rewards and gradient norm of the third step, and the evaluation after the second, recomputed from the weights
-    that the second left: its export loads in plain transformers with every key."""
-    flags = {"precompute_ref": precompute, "lr_schedule": "constant", "eval_dataset": {"x": ROWS, "y": HELD_OUT}}
+@pytest.mark.parametrize(
+    ("named", "precompute", "beta", "coef"),
+    [(False, True, 0.1, 0.0), (False, False, 0.1, 0.7), (True, True, 0.1, 0.0), (True, False, 0.5, 0.7)],
+)
+def test_every_step_is_the_definition(letters, gpt2_dir, tiny_dirs, tmp_path, named, precompute, beta, coef):
+    """The third step and the evaluation before it, of the pairs' loss alone, from the weights that the second left.
+    Micro-batches do not divide the batch: nothing is a mean of means."""
+    flags = {"precompute_ref": precompute, "beta": beta, "sft_coef": coef, "micro_batch_size": 3}
+    flags |= {"lr_schedule": "constant", "eval_dataset": {"x": ROWS, "y": HELD_OUT}}
+    if named:
+        flags["ref_model"] = tiny_dirs["llama"]
     _, two = run_dpo(gpt2_dir, tmp_path / "two", total_steps=2, **flags)
     _, three = run_dpo(gpt2_dir, tmp_path / "three", total_steps=3, eval_every=2, **flags)
     _, _, second, third = log(three)
-    initial = load(gpt2_dir)
-    model = load(two / "hf_model")
+    reference = reload(flags.get("ref_model", gpt2_dir)).double()
+    model = reload(two / "hf_model")
     for rows, record, prefix in ((HELD_OUT, second, "eval/y/"), (ROWS, second, "eval/x/"), (ROWS, third, "")):
         pairs = encode(rows, letters)
         with torch.no_grad():
-            reference = slow_logprobs(initial, pairs)
-            expected = slow_terms(slow_logprobs(model, pairs), reference, 0.1)
+            ref_logprobs = slow_logprobs(reference, pairs)
+            expected = slow_terms(slow_logprobs(model, pairs), ref_logprobs, beta)
         if record is third:
             del expected["loss"]
-            expected |= slow_step(model, pairs, reference, 0.1, 0.0)
+            expected |= slow_step(model, pairs, ref_logprobs, beta, coef)
         assert_logged(record, prefix, expected)
-    assert third["rewards/margins"] > 0.1
+    assert abs(third["rewards/margins"]) > 0.1
 
 
 def test_the_learning_rate_of_a_continued_run_goes_on(monkeypatch, gpt2_dir, tmp_path):
@@ -410,7 +322,7 @@ def test_without_a_reference_rewards_are_log_probabilities(gpt2_dir, letters, tm
     start, _, last = log(run_dir)
     with torch.no_grad():
         for directory, record in ((gpt2_dir, start), (run_dir / "hf_model", last)):
-            policy = slow_logprobs(load(directory), encode(HELD_OUT, letters))
+            policy = slow_logprobs(reload(directory).double(), encode(HELD_OUT, letters))
             assert_logged(record, "eval/", slow_terms(policy, torch.zeros_like(policy), 0.3))
     assert start["eval/rewards/chosen"] < -0.3
 

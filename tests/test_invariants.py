@@ -1,8 +1,6 @@
 """What must not change a result, and what must hold from the first step: `python -m pytest tests/test_invariants.py`
 
-Ratio 1 and KL 0 at the start; updates and metrics by the slow definition; the same weights (to 1e-9, float64) with
-pad == eos (layouts are in tests/test_layout.py); an end token of id 0. Most tests run the `main` of a script in-process
-on a tiny model, with a library function or one of the script's replaced to look inside.
+Most tests run the `main` of a script in-process on a tiny model, with one of its functions replaced to look inside.
 """
 
 from types import SimpleNamespace
@@ -60,26 +58,7 @@ def weights(run_dir):
 ROUNDING_OF_ADAM = torch.finfo(torch.float64).eps / 1e-8
 
 
-def assert_same_result(a, b):
-    """Of two runs, each a tuple (metrics, run_dir)."""
-    same_run(a[1], b[1], ROUNDING_OF_ADAM)
-
-
 # ---- PPO: the start --------------------------------------------------------------------------------------------------
-
-
-def start(accelerator, directory, tokenizer, dtype):
-    """A rollout of 7 prompts of different lengths by a tiny model, as main does it, in micro-batches of 3."""
-    flags = {"model": directory, "dataset": PROMPTS, "reward": vowels, "tokenizer": tokenizer}
-    args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, **flags)
-    lm, tokenizer = load_model(args, directory)
-    ref, _ = load_model(args, directory)
-    model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
-    rows = [{"prompt": p} for p in PROMPTS]
-    queries = tokenizer(PROMPTS)["input_ids"]
-    data = SimpleNamespace(reward=vowels, rollout=None)
-    batch, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
-    return model, batch
 
 
 @pytest.mark.parametrize(
@@ -87,9 +66,16 @@ def start(accelerator, directory, tokenizer, dtype):
     [("gpt2", "float32", 1e-5), ("gpt2", "float64", 1e-12), ("llama", "float32", 1e-5), ("qwen3", "float64", 1e-12)],
 )
 def test_first_ratio_is_one_and_kl_zero(accelerator, letters, tiny_dirs, family, dtype, tolerance):
-    """In training mode, rows in another order and in other micro-batches, at temperature 0.7, with pad == eos; the
-    checkpoint of GPT-2 asks for dropout."""
-    model, batch = start(accelerator, tiny_dirs[family], pad_is_eos(letters), dtype)
+    """In training mode, in another order and other micro-batches. The checkpoint of GPT-2 asks for dropout."""
+    flags = {"model": tiny_dirs[family], "dataset": PROMPTS, "reward": vowels, "tokenizer": pad_is_eos(letters)}
+    args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, **flags)
+    lm, tokenizer = load_model(args, args.model)
+    ref, _ = load_model(args, args.model)
+    model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
+    rows = [{"prompt": p} for p in PROMPTS]
+    queries = tokenizer(PROMPTS)["input_ids"]
+    data = SimpleNamespace(reward=vowels, rollout=None)
+    batch, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
     kl = (batch.logprobs - batch.ref_logprobs)[batch.response_mask]
     assert len(kl) > 40
     assert kl.abs().max() < tolerance
@@ -219,17 +205,11 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
         torch.testing.assert_close(after[name], weight.detach(), rtol=1e-7, atol=1e-8)
 
 
-# ---- PPO: the loop ---------------------------------------------------------------------------------------------------
-
-
 def test_a_largest_norm_of_zero_clips_nothing(gpt2_dir, tmp_path):
     for norm in (0, 1e9):
         run_ppo(gpt2_dir, tmp_path / str(norm), max_grad_norm=norm)
     assert log(tmp_path / "0") == log(tmp_path / "1000000000.0")
     assert log(tmp_path / "0")[0]["optim/grad_norm"] > 1
-
-
-PER_TOKEN = "response logprobs values entropies ref_logprobs returns".split()
 
 
 def test_metrics_are_those_of_numpy(monkeypatch, gpt2_dir, tmp_path):
@@ -239,7 +219,8 @@ def test_metrics_are_those_of_numpy(monkeypatch, gpt2_dir, tmp_path):
     beta = 0.1
     for record, (_, batch) in zip(log(run_dir), rollouts, strict=True):
         mask = batch.response_mask.numpy()
-        columns = {name: getattr(batch, name).numpy() for name in PER_TOKEN}
+        per_token = "response logprobs values entropies ref_logprobs returns".split()
+        columns = {name: getattr(batch, name).numpy() for name in per_token}
         tokens = {name: column[mask] for name, column in columns.items()}
         rows = [{name: column[row][mask[row]] for name, column in columns.items()} for row in range(10)]
         kls = [row["logprobs"] - row["ref_logprobs"] for row in rows]
@@ -299,8 +280,9 @@ ROWS = [{"prompt": p, "completion": c} for p, c in zip(PROMPTS, COMPLETIONS, str
 
 
 def test_sft_does_not_depend_on_the_padding_token(letters, gpt2_dir, tmp_path):
-    plain = run_sft(gpt2_dir, tmp_path / "plain", ROWS)
-    assert_same_result(run_sft(gpt2_dir, tmp_path / "run", ROWS, tokenizer=pad_is_eos(letters)), plain)
+    run_sft(gpt2_dir, tmp_path / "plain", ROWS)
+    run_sft(gpt2_dir, tmp_path / "run", ROWS, tokenizer=pad_is_eos(letters))
+    same_run(tmp_path / "run", tmp_path / "plain", ROUNDING_OF_ADAM)
 
 
 def test_sft_steps_are_the_slow_definition(letters, gpt2_dir, tmp_path):

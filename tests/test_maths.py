@@ -1,7 +1,6 @@
 """The maths of the scripts, and the keyed randomness: `python -m pytest tests/test_maths.py`
 
-Against hand and golden numbers (those of TRL's and trlX's code that are right), slow definitions, and exact sums over
-a small vocabulary. Sizes are distinct primes, so that a wrong broadcast fails.
+Golden numbers are those of TRL's and trlX's code that are right. Sizes are distinct primes: a wrong broadcast fails.
 """
 
 import math
@@ -17,7 +16,6 @@ from algos import ppo, sft
 from common import seeding
 
 B, R, V = 5, 7, 11
-ALL = torch.ones(1, 3, dtype=torch.bool)
 
 
 def ragged_mask(holes=False):
@@ -32,7 +30,7 @@ def ragged_mask(holes=False):
 
 
 def slow_gae(rewards, values, mask, gamma, lam):
-    """The sum of GAE Eq. 16, term by term, over the list of tokens that count."""
+    """The sum of GAE Eq. 16, term by term, over the tokens that count: a hole (the text of a tool) is no step."""
     advantages = torch.zeros_like(values)
     for row in range(len(values)):
         kept = mask[row].nonzero()[:, 0].tolist()
@@ -45,17 +43,9 @@ def slow_gae(rewards, values, mask, gamma, lam):
 
 
 def test_gae_golden():
-    advantages, returns = ppo.gae(tensor([0, 0, 1]), tensor([0.5, 0.5, 0.5]), ALL, 1.0, 0.95)
+    advantages, returns = ppo.gae(tensor([0, 0, 1]), tensor([0.5, 0.5, 0.5]), torch.ones(1, 3).bool(), 1.0, 0.95)
     close(advantages, [[0.45125, 0.475, 0.5]])
     close(returns, [[0.95125, 0.975, 1.0]])
-
-
-def test_gae_takes_holes_out():
-    """A hole (the text of a tool) is no step: TRL's recursion ran through it and gave .4287, .4512."""
-    mask = torch.tensor([[True, True, False, False, True]])
-    advantages, returns = ppo.gae(tensor([0, 0, 7, 8, 1]), tensor([0.5, 0.5, 3, 4, 0.5]), mask, 1.0, 0.95)
-    close(advantages, [[0.45125, 0.475, 0, 0, 0.5]])
-    close(returns, [[0.95125, 0.975, 0, 0, 1.0]])
 
 
 @pytest.mark.parametrize("holes", [False, True])
@@ -72,8 +62,8 @@ def test_gae_is_the_slow_sum(holes, gamma, lam):
 
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_masked_whiten_is_numpys(shift_mean):
-    x = random(B, R) * 3 + 2
     mask = ragged_mask()
+    x = torch.where(mask, random(B, R) * 3 + 2, NAN)
     kept = x[mask].numpy()
     expected = np.zeros((B, R))
     expected[mask.numpy()] = (kept - kept.mean()) / np.sqrt(kept.var() + 1e-8)
@@ -81,13 +71,6 @@ def test_masked_whiten_is_numpys(shift_mean):
         expected[mask.numpy()] += kept.mean()
     close(ppo.masked_whiten(x, mask, shift_mean=shift_mean), expected)
     assert abs(kept.var() / kept.var(ddof=1) - 1) > 0.05  # else the biased variance would not be told from the other
-
-
-def test_masked_whiten_of_one_element_and_of_equal_elements():
-    one = torch.tensor([[False, True, False]])
-    close(ppo.masked_whiten(tensor([NAN, 7, NAN]), one), [[0.0, 0.0, 0.0]])
-    close(ppo.masked_whiten(tensor([NAN, 7, NAN]), one, shift_mean=False), [[0.0, 7.0, 0.0]])
-    close(ppo.masked_whiten(tensor([3, 3, 3]), ALL), [[0.0, 0.0, 0.0]])
 
 
 # ---- KL --------------------------------------------------------------------------------------------------------------
@@ -98,28 +81,20 @@ def test_kl_penalty_golden():
         close(ppo.kl_penalty(tensor(-1.0), tensor(-1.5), kind), [golden], 5e-7)
     for kind, golden in {"kl": -0.5, "abs": 0.5, "mse": 0.125, "k3": 0.148721}.items():
         close(ppo.kl_penalty(tensor(-1.5), tensor(-1.0), kind), [golden], 5e-7)
-    for kind in ("kl", "abs", "mse", "k3"):
-        x = random(3, 5)
-        assert ppo.kl_penalty(x, x - 0.1, kind).shape == (3, 5)
-        assert not ppo.kl_penalty(x, x, kind).any()
 
 
 def test_kl_and_k3_are_unbiased():
-    """The mean over the policy's own samples, by enumeration, is the true KL. trlX's exp(x) - 1 - x is not."""
+    """By enumeration of the policy's own samples. trlX's exp(x) - 1 - x is not."""
     p = tensor(0.7, 0.2, 0.1)
     q = tensor(0.3, 0.3, 0.4)
     true = (p * (p / q).log()).sum()
     for kind in ("kl", "k3"):
         close((p * ppo.kl_penalty(p.log(), q.log(), kind)).sum(), true)
-    assert (ppo.kl_penalty(p.log(), q.log(), "k3") >= 0).all()
-    for kind in ("abs", "mse"):
-        assert abs((p * ppo.kl_penalty(p.log(), q.log(), kind)).sum() - true) > 0.005
 
 
 def test_next_kl_coef_golden():
     for kl, golden in {12: 0.201024, 3: 0.198976, -5: 0.198976, 6: 0.2, 6.6: 0.2 * (1 + 0.1 * 0.0256)}.items():
         assert ppo.next_kl_coef(0.2, kl, 6, 10000, 256) == pytest.approx(golden, rel=1e-12)
-    assert ppo.next_kl_coef(0.2, -100, 6, 256, 256) > 0
 
 
 # ---- Rewards and losses ----------------------------------------------------------------------------------------------
@@ -137,16 +112,8 @@ def test_score_is_placed_once_on_the_last_token(holes):
     close(rewards, expected)
 
 
-def test_dense_scores_are_added_token_by_token():
-    mask = ragged_mask()
-    scores = random(B, R, seed=3)
-    kl = random(B, R)
-    close(ppo.token_rewards(scores, kl, mask, 0.3), torch.where(mask, scores - 0.3 * kl, 0.0))
-
-
 def test_place_scores_by_hand():
-    """Numbers go to the last token that counts, lists to all tokens: what stands in a hole to the one before, or to the
-    first. A row without tokens gets nothing."""
+    """Of lists, what stands in a hole goes to the token before, or to the first. A row without tokens gets nothing."""
     mask = ragged_mask(holes=True)
     placed = ppo.place_scores([1.5, [2.0, 3.0], [4.0, 5.0, 6.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], 8.0], mask)
     expected = torch.zeros(B, R, dtype=torch.float64)
@@ -180,26 +147,14 @@ def test_value_loss_by_hand():
     close(new.grad, [2.0, 0.0, -1.9, -1.0])
 
 
-def test_token_nll_is_the_slow_definition():
-    logits = random(3, 5, V) * 4
-    labels = torch.arange(15).reshape(3, 5) % V
-    labels[0, 0] = labels[2, 3] = -100
-    nll = sft.token_nll(logits, labels)
-    assert nll.shape == (3, 5)
-    for b, t in product(range(3), range(5)):
-        slow = 0.0
-        if labels[b, t] >= 0:
-            weights = [math.exp(x) for x in logits[b, t].tolist()]
-            slow = -math.log(weights[labels[b, t]] / sum(weights))
-        assert nll[b, t].item() == pytest.approx(slow, rel=1e-12)
-
-
 def test_token_nll_computes_at_least_in_float32():
     labels = torch.arange(15).reshape(3, 5) % V
+    labels[0, 0] = -100
     half = (random(3, 5, V) * 4).bfloat16()
     assert sft.token_nll(half, labels).dtype == torch.float32
     close(sft.token_nll(half, labels), sft.token_nll(half.double(), labels), 1e-6)
     assert sft.token_nll(half.double(), labels).dtype == torch.float64
+    assert (sft.token_nll(half, labels) == 0).sum() == 1
 
 
 # ---- Episodes --------------------------------------------------------------------------------------------------------
@@ -232,15 +187,12 @@ def test_take_narrows_what_it_knows_and_leaves_the_rest():
 # ---- Learning rate ---------------------------------------------------------------------------------------------------
 
 
-def schedule(**flags):
-    return SimpleNamespace(**{"lr": 2.0, "lr_final": 0.0, "warmup_steps": 0, "decay_steps": None} | flags)
-
-
 def test_learning_rate_closed_forms():
     assert sft.learning_rate is ppo.learning_rate
 
     def rates(steps, total=20, **flags):
-        return [ppo.learning_rate(schedule(**flags), step, total) for step in steps]
+        args = SimpleNamespace(**{"lr": 2.0, "lr_final": 0.0, "warmup_steps": 0, "decay_steps": None} | flags)
+        return [ppo.learning_rate(args, step, total) for step in steps]
 
     for kind in ("constant", "linear", "cosine"):
         assert rates(range(4), lr_schedule=kind, warmup_steps=4) == pytest.approx([0.5, 1.0, 1.5, 2.0])

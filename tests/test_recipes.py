@@ -1,19 +1,17 @@
 """The recipes of algos/README.md apply to their scripts, and its rollouts run: `pytest tests/test_recipes.py`"""
 
 import importlib.util
-import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from harness import ROOT, lines
 from helpers import log, recorded, samples, weights
 
 from algos import grpo
 from common.cli import parse
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "algos/README.md").read_text()
 ENTROPY, TARGET, POLICY, NOISE, TRUNCATED, GROUPS = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
 BLOCK = "transformer.h.0.mlp.c_fc.weight"
@@ -94,7 +92,6 @@ def test_a_target_transformer_moves_at_synchronisations_alone(load, run, build_m
 
 
 def test_a_policy_of_its_own_is_trained_and_sampled_from(load, run):
-    """It parts from the values' transformer."""
     _, run_dir = run(load(POLICY, "ilql"), **ILQL)
     found = weights(run_dir / "checkpoints/step_00000003")
     assert not found[f"model.bc_lm.{BLOCK}"].equal(found[f"model.lm.{BLOCK}"])
@@ -102,7 +99,6 @@ def test_a_policy_of_its_own_is_trained_and_sampled_from(load, run):
 
 
 def test_noise_on_the_embeddings_is_in_training_alone(load, run):
-    """Keyed by step and tokens: the same for any micro-batches, and for packed rows."""
     rows = [{"prompt": "b", "completion": "cde" * n} for n in (1, 2, 3)]
     flags = {"dataset": rows, "eval_dataset": rows, "total_steps": 2, "batch_size": 3, "max_length": 16}
     quiet = log(run(load("", "sft"), eval_every=1, **flags)[1])
@@ -131,7 +127,6 @@ def test_truncated_responses_have_no_advantage(load, run, monkeypatch):
 
 
 def test_groups_of_different_scores_are_taken_first(load, run, monkeypatch):
-    """Sixteen groups are taken of thirty-two."""
     module = load(GROUPS, "grpo")
     updates = recorded(monkeypatch, module, "update")
     sampled = recorded(monkeypatch, module, "rollout")
@@ -167,7 +162,7 @@ def test_rollouts_of_the_guide(tmp_path, name):
     flags += ["--total-episodes", "32", "--rollout-batch-size", "16", "--batch-size", "16", "--eval-every", "0"]
     args = parse([*flags, "--run-dir", str(tmp_path / "run"), "--threads", "1"], grpo.Args)
     metrics, run_dir = grpo.main(args)
-    rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    rows = lines(run_dir / "rollouts.jsonl")
     assert len(rows) == 8 and metrics.get("policy/ratio", 1) == pytest.approx(1, abs=1e-5)
     matched = [row for row in rows if re.match(CALLED[name], row["output"])]
     assert len(matched) == len(rows) or (name == "my_tool.py" and matched)

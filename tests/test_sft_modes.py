@@ -1,33 +1,17 @@
-"""What sft.py alone has: `python -m pytest tests/test_sft_modes.py`
-
-Packing, frozen layers, and data that go on after a stop; each against hand numbers or another layout of the same work.
-Rows, flags and reports are in the tests of all scripts.
-"""
+"""How sft.py packs: `python -m pytest tests/test_sft_modes.py`"""
 
 import itertools
-import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import safetensors.torch
-import torch
-from helpers import PAD, log, samples
-from test_invariants import ROWS, assert_same_result, run_sft, weights
+from helpers import PAD, same_run
+from test_invariants import ROUNDING_OF_ADAM, ROWS, run_sft
 
 from algos import sft
-from common import forward, logging
 from common.tokens import collate, pack
 
 LONG = [{"prompt": p, "completion": c} for p, c in (("abc", "defghijk"), ("l", "mnop"), ("qr", "s"), ("tu", ""))]
-
-
-def encode(rows, tokenizer, completion_only_loss=True):
-    examples, _ = sft.encode_rows(rows, tokenizer, 99, completion_only_loss, "--dataset")
-    return examples
-
-
-# ---- Packing ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,8 +49,7 @@ def test_collate_counts_positions_in_each_row():
 
 @pytest.mark.parametrize(("packing", "processes"), [(True, 1), (True, 2), (True, 5), (False, 5)])
 def test_every_process_has_equally_many_micro_batches(packing, processes):
-    """Else FSDP, which gathers the weights in each forward pass, would wait forever. No example is lost or doubled;
-    what fills up has no labels."""
+    """Else FSDP, which gathers the weights in each forward pass, would wait forever. What fills up has no labels."""
     lengths = [3, 11, 5, 7, 3, 2, 7, 9, 2, 5, 4]
     batch = [([place] * length, [-100] + [place] * (length - 1)) for place, length in enumerate(lengths)]
     parts = []
@@ -85,46 +68,10 @@ def test_every_process_has_equally_many_micro_batches(packing, processes):
     assert len(lines) < needed + processes
 
 
-def losses_and_gradients(model, lines):
-    model.zero_grad()
-    logprobs, _ = sft.line_logprobs(model, lines, PAD)
-    logprobs.sum().backward()
-    return logprobs.detach(), [w.grad.clone() for w in model.parameters()]
-
-
-@pytest.mark.parametrize(("family", "attention", "plain"), [("gpt2", "eager", False), ("llama", "sdpa", True)])
-def test_packed_rows_are_rows_alone(letters, build_model, family, attention, plain):
-    """Losses and gradients, for lines of three, two and one rows with padding after them. plain: logits of labelled
-    tokens alone."""
-    model = build_model(family, torch.float64)
-    model.plain_output = plain
-    model.set_attn_implementation(attention)
-    rows = [*LONG, *ROWS, {"prompt": "a", "completion": "bcdefghijklmnopqr"}]
-    examples = encode(rows, letters, completion_only_loss=False)
-    lines = [[examples[i] for i in line] for line in pack([len(ids) for ids, _ in examples], 20)]
-    sizes = [*map(len, lines)]
-    assert min(sizes) == 1
-    assert max(sizes) >= 3
-    losses, gradients = losses_and_gradients(model, lines)
-    alone = [losses_and_gradients(model, [[example]]) for example in itertools.chain(*lines)]
-    assert (losses - torch.cat([loss for loss, _ in alone])).abs().max() < 1e-9
-    for place, gradient in enumerate(gradients):
-        expected = sum(parts[place] for _, parts in alone)
-        assert (gradient - expected).abs().max() <= 1e-9 * expected.abs().max()
-
-
-PACKED = {"max_length": 16, "eval_dataset": LONG, "eval_every": 2, "lr": 5e-3}
-
-
-@pytest.fixture(scope="module")
-def unpacked(tiny_dirs, tmp_path_factory):
-    """A run that does not pack."""
-    folder = tmp_path_factory.mktemp("sft")
-    return run_sft(tiny_dirs["gpt2"], folder / "run", ROWS + LONG, packing=False, **PACKED)
-
-
-def test_packing_changes_no_metric(monkeypatch, unpacked, gpt2_dir, tmp_path):
+def test_packing_changes_no_metric(monkeypatch, gpt2_dir, tmp_path):
     """Training is packed, evaluation never."""
+    flags = {"max_length": 16, "eval_dataset": LONG, "eval_every": 2, "lr": 5e-3}
+    run_sft(gpt2_dir, tmp_path / "apart", ROWS + LONG, packing=False, **flags)
     trained = []
     evaluated = []
     line_logprobs = sft.line_logprobs
@@ -135,62 +82,7 @@ def test_packing_changes_no_metric(monkeypatch, unpacked, gpt2_dir, tmp_path):
         return line_logprobs(model, lines, *more, **options)
 
     monkeypatch.setattr(sft, "line_logprobs", watched)
-    packed = run_sft(gpt2_dir, tmp_path / "run", ROWS + LONG, micro_batch_size=2, packing=True, **PACKED)
+    run_sft(gpt2_dir, tmp_path / "packed", ROWS + LONG, micro_batch_size=2, packing=True, **flags)
     assert max(itertools.chain(*trained)) >= 2
     assert {*itertools.chain(*evaluated)} == {1}
-    assert_same_result(packed, unpacked)
-
-
-def test_packing_is_off_where_rows_see_each_other(monkeypatch, unpacked, gpt2_dir, tmp_path, capsys):
-    """By the structure of the model."""
-    monkeypatch.setattr(forward, "packing_problem", lambda lm: "its layers read on")
-    metrics, _ = run_sft(gpt2_dir, tmp_path / "run", ROWS + LONG, packing=True, **PACKED)
-    assert "--packing is off: its layers read on\n" in capsys.readouterr().out
-    assert metrics == unpacked[0]
-
-
-# ---- Data ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_stopped_run_continues_bitwise(monkeypatch, gpt2_dir, tmp_path):
-    """With packing, frozen layers, samples and a best checkpoint at once."""
-    flags = PACKED | {"packing": True, "num_layers_unfrozen": 1, "total_steps": 4, "save_every": 2, "eval_every": 1}
-    flags |= {"max_new_tokens": 5, "adam_betas": (0.5, 0.9), "eval_prompts": LONG}
-    metrics, whole = run_sft(gpt2_dir, tmp_path / "whole", ROWS + LONG, **flags)
-    stop_requested = logging.Run.stop_requested
-    calls = []
-
-    def stop(run):
-        calls.append(1)
-        run.signal = 15 if len(calls) == 2 else None
-        return stop_requested(run)
-
-    monkeypatch.setattr(logging.Run, "stop_requested", stop)
-    run_dir = tmp_path / "run"
-    with pytest.raises(SystemExit) as stopped:
-        run_sft(gpt2_dir, run_dir, ROWS + LONG, **flags)
-    assert stopped.value.code == 143
-    assert len(log(run_dir)) == 3
-    assert run_sft(gpt2_dir, run_dir, ROWS + LONG, **flags)[0] == metrics
-    assert log(run_dir) == log(whole)
-    assert len(samples(whole)) == 5 * len(LONG)
-    assert samples(run_dir) == samples(whole)
-    expected = weights(whole)
-    found = weights(run_dir)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-
-
-# ---- Frozen layers ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "k", "names"), [("gpt2", 1, r"\.h\.1\.|\.ln_f\."), ("qwen3", 2, r"\.layers\.|model\.norm\.")]
-)
-def test_only_the_top_blocks_and_the_norm_move(tiny_dirs, tmp_path, family, k, names):
-    flags = {"num_layers_unfrozen": k, "weight_decay": 0.1, "lr": 1e-3}
-    _, run_dir = run_sft(tiny_dirs[family], tmp_path / "run", ROWS, **flags)
-    before = safetensors.torch.load_file(f"{tiny_dirs[family]}/model.safetensors")
-    after = safetensors.torch.load_file(run_dir / "hf_model/model.safetensors")
-    moved = {name for name, weight in before.items() if not torch.equal(weight.double(), after[name])}
-    assert moved == {name for name in before if re.search(names, name)}
+    same_run(tmp_path / "packed", tmp_path / "apart", ROUNDING_OF_ADAM)

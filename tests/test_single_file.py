@@ -1,7 +1,4 @@
-"""A script in one file: `python -m pytest tests/test_single_file.py`
-
-What benchmarks/single_file.py writes runs where there is no `common`, and gives the same metrics.jsonl to the byte.
-"""
+"""What benchmarks/single_file.py writes: `python -m pytest tests/test_single_file.py`"""
 
 import ast
 import subprocess

@@ -1,20 +1,22 @@
-"""The embedded tasks of texts: `python -m pytest tests/test_tasks.py`
-
-Levels of random walks are those of the table of trlX's own generator. test_ddpo.py has the shapes.
-"""
+"""The embedded tasks of texts; test_ddpo.py has the shapes: `python -m pytest tests/test_tasks.py`"""
 
 import itertools
 import random
+import re
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import ROOT, lines
 from helpers import samples
+from test_models import reload
+from transformers import AutoTokenizer
 
-from algos import grpo
+from algos import grpo, sft
 from benchmarks.tasks import arithmetic, calculator, randomwalks
 from common.cli import from_task
 
@@ -23,63 +25,46 @@ SUM_STEPS = "6+6=12,7+3+1=11,6+2+1=09"
 COUNTDOWN = "3,5,7:22="
 
 
-def mean(numbers):
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
-
-
 # ---- Random walks: graph and scores ----------------------------------------------------------------------------------
 
 
 def test_reference_levels():
-    """The mean score of the data, of the best of each start, and the mean shortest walk."""
+    """Those of the table of trlX's own generator: the data, the best walk of each start, and the shortest walks."""
     graph = randomwalks.graph()
     scores = [randomwalks.optimality(walk) for walk in graph.walks]
     best = dict.fromkeys(graph.shortest, 0.0)
     for score, walk in zip(scores, graph.walks, strict=True):
         best[walk[0]] = max(best[walk[0]], score)
     assert len(graph.walks) == 1000 and len(best) == 20
+    assert not any("a" in walk[:-1] for walk in graph.walks)
     assert round(mean(scores), 4) == 0.3515
     assert round(mean(best.values()), 4) == 0.9917
     assert mean(graph.shortest.values()) == pytest.approx(3.65)
 
 
-def test_data_walks_are_legal_and_stop_at_the_goal_or_at_ten_nodes():
-    for walk in randomwalks.graph().walks:
-        assert randomwalks.is_legal(walk) and 2 <= len(walk) <= 10
-        assert "a" not in walk[:-1] and (walk[-1] == "a" or len(walk) == 10)
-
-
 def test_unreachable_goal_is_an_error_that_names_the_graph_seed():
-    for function in (randomwalks.graph, randomwalks.prompts, randomwalks.pairs):
-        with pytest.raises(ValueError, match="graph_seed=3:"):
-            function(graph_seed=3)
+    with pytest.raises(ValueError, match="graph_seed=3:"):
+        randomwalks.pairs(graph_seed=3)
 
 
-def shortest_walk(start, graph):
-    """Any shortest walk, by always stepping to a node that is one nearer."""
-    walk = start
-    while walk[-1] != "a":
-        near = {"a": 1, **graph.shortest}
-        walk += next(x for x in near if walk[-1] + x in graph.edges and near[x] == near[walk[-1]] - 1)
-    return walk
+WALKS = [  # walk, its score, whether it is legal
+    ("da", 1.0, True),
+    ("grjna", 1.0, True),
+    ("dazz a", 1.0, False),  # what follows the goal is ignored by the score ...
+    ("daaaa", 1.0, True),  # ... and legal only where it stays there
+    ("tkjnbda", 3 / (10 - 4), True),
+    ("susububjna", 0.0, True),  # arrives at the tenth node
+    ("grjn", 0.0, True),
+    ("grja", 0.0, False),
+    ("?da", 0.0, False),
+    ("DA", 0.0, False),
+]
 
 
-def test_score_of_hand_made_walks():
-    graph = randomwalks.graph()
-    for start in graph.shortest:
-        walk = shortest_walk(start, graph)
-        assert randomwalks.optimality(walk) == 1.0 and randomwalks.walk_length(walk) == graph.shortest[start]
-        assert randomwalks.optimality(walk + "zz a") == 1.0  # what follows the goal is ignored by the score ...
-        assert not randomwalks.is_legal(walk + "zz a")  # ... but is not legal,
-        assert randomwalks.is_legal(walk + "aaa")  # except to stay there
-        assert randomwalks.optimality(walk[:-1]) == 0.0 and randomwalks.is_legal(walk[:-1])  # stops before the goal
-        assert randomwalks.optimality("?" + walk) == 0.0 and randomwalks.optimality(walk.upper()) == 0.0
-        if start + "a" not in graph.edges:
-            assert randomwalks.optimality(start + "a") == 0.0 and not randomwalks.is_legal(start + "a")
-    ended = {len(walk): walk for walk in graph.walks if walk[-1] == "a"}
-    assert randomwalks.optimality(ended[10]) == 0.0
-    assert randomwalks.optimality(ended[7]) == pytest.approx(3 / (10 - graph.shortest[ended[7][0]]))
+@pytest.mark.parametrize(("walk", "score", "is_legal"), WALKS)
+def test_score_of_hand_made_walks(walk, score, is_legal):
+    assert randomwalks.optimality(walk) == pytest.approx(score)
+    assert randomwalks.is_legal(walk) == is_legal
 
 
 # ---- Random walks: rows ----------------------------------------------------------------------------------------------
@@ -92,9 +77,8 @@ def test_row_contents():
     assert [row["prompt"] for row in randomwalks.eval_prompts(samples=2, starts="cm")] == ["c", "c", "m", "m"]
     assert [row["prompt"] + row["completion"] for row in randomwalks.completions()] == walks
     assert mean(row["reward"] for row in randomwalks.rewarded()) == pytest.approx(0.3515, abs=5e-5)
-    rows = zip(randomwalks.completions(), walks, strict=True)
-    perfect = [row for row, walk in rows if randomwalks.optimality(walk) == 1]
-    assert randomwalks.best() == perfect[:100]  # ties in the order of the data
+    best = [row["prompt"] + row["completion"] for row in randomwalks.best()]
+    assert best == [walk for walk in walks if randomwalks.optimality(walk) == 1][:100]  # ties in the order of the data
     randomwalks.prompts()[0].clear()  # rows belong to the caller
     assert randomwalks.prompts()[0].keys() == {"prompt", "shortest"}
 
@@ -102,13 +86,12 @@ def test_row_contents():
 def test_scores_of_any_text_are_finite():
     rng = random.Random(0)
     alphabet = randomwalks.LETTERS + "vwxyz?|A \n\té漢\0#=;,0123456789\ud800"
-    outputs = ["", "\n", "b" * 10_000, "9" * 10_000, "<eos>", "😀a"]
+    outputs = ["", "b" * 10_000, "9" * 10_000]
     outputs += ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(100)]
     walks = randomwalks.metric(outputs, [""] * len(outputs), outputs, shortest=[1])
     assert walks["optimality"] == randomwalks.reward(outputs, [], [], other=[2])
     assert all(0.0 <= score <= 1.0 for score in walks["optimality"])
-    assert all(2 <= length <= 10 for length in walks["lengths"])
-    assert {*walks["illegal"]} <= {0.0, 1.0}
+    assert all(2 <= length <= 10 for length in walks["lengths"]) and {*walks["illegal"]} == {0.0, 1.0}
     for prompt in (SUM, COUNTDOWN, ""):
         prompts = [prompt] * len(outputs)
         values = arithmetic.metric(outputs, prompts, outputs, other=[1])
@@ -120,66 +103,44 @@ def as_walks(row):
     return row["prompt"] + row["chosen"], row["prompt"] + row["rejected"]
 
 
-def accuracy(rows, score):
-    """Share of pairs whose chosen walk gets the higher score; ties count half."""
-    results = []
-    for chosen, rejected in map(as_walks, rows):
-        tie = score(chosen) == score(rejected)
-        results.append(0.5 if tie else float(score(chosen) > score(rejected)))
-    return mean(results)
-
-
 def test_pairs():
-    graph_seed = 2
-    graph = randomwalks.graph(graph_seed)
+    """What length alone can tell of the kinds: everything, and nothing."""
+    assert [len(rows) for rows in randomwalks.eval_pairs().values()] == [1300, 650, 650]
+    graph = randomwalks.graph(2)
     seen = {}
     for split in ("train", "test"):
-        rows = randomwalks.pairs(graph_seed, split)
-        natural = randomwalks.pairs(graph_seed, split, "natural")
-        illegal = randomwalks.pairs(graph_seed, split, "illegal")
-        assert [row for row in rows if row["kind"] == "natural"] == natural and len(natural) == len(rows) / 2
-        assert [row for row in rows if row["kind"] == "illegal"] == illegal and len(illegal) == len(rows) / 2
-        assert len({tuple(row.values()) for row in rows}) == len(rows)
-        assert accuracy(rows, lambda walk: randomwalks.optimality(walk, graph_seed)) == 1.0
-        assert set(itertools.chain(*map(as_walks, natural))) <= set(graph.walks)
+        rows = randomwalks.pairs(2, split)
+        natural = randomwalks.pairs(2, split, "natural")
+        illegal = randomwalks.pairs(2, split, "illegal")
+        for kind, found in (("natural", natural), ("illegal", illegal)):
+            assert [row for row in rows if row["kind"] == kind] == found and len(found) == len(rows) / 2
+        seen[split] = set(map(as_walks, rows))
+        assert len(seen[split]) == len(rows)
+        assert all(randomwalks.optimality(x, 2) > randomwalks.optimality(y, 2) for x, y in seen[split])
+        for chosen, rejected in map(as_walks, natural):
+            assert {chosen, rejected} <= set(graph.walks) and len(chosen) < len(rejected)
         assert sum(row["rejected"][-1] != "a" for row in natural) == len(natural) / 2
 
         straight = 0
         for chosen, rejected in map(as_walks, illegal):
-            jumps = [x + y for x, y in zip(rejected, rejected[1:], strict=False) if x + y not in graph.edges]
-            assert chosen in graph.walks and len(jumps) == 1 and rejected[-1] == "a"
-            before = rejected.index(jumps[0]) + 1
+            [jump] = [x + y for x, y in itertools.pairwise(rejected) if x + y not in graph.edges]
+            before = rejected.index(jump) + 1
+            assert chosen in graph.walks and rejected[-1] == "a" and len(chosen) > len(rejected)
             assert chosen.startswith(rejected[:before]) and chosen.endswith(rejected[before:])
-            straight += jumps[0][1] == "a"
+            straight += jump[1] == "a"
         assert straight == len(illegal) / 2
-
-        # what length alone can tell
-        assert accuracy(natural, lambda walk: -len(walk)) == 1.0
-        assert accuracy(illegal, lambda walk: -len(walk)) == 0.0
-        assert accuracy(rows, lambda walk: -len(walk)) == 0.5
-        seen[split] = set(map(as_walks, rows))
     assert not seen["train"] & seen["test"]
 
 
-def test_pairs_sizes():
-    splits = ("train", "test")
-    assert [len(randomwalks.pairs(split=split)) for split in splits] == [2744, 1300]
-    sizes = {kind: len(rows) for kind, rows in randomwalks.eval_pairs().items()}
-    assert sizes == {"all": 1300, "natural": 650, "illegal": 650}
-
-
-def test_tokenizer(tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = randomwalks.tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    for t in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        assert len(t) == t.vocab_size == 25 and t.padding_side == "left" and t.model_max_length == 32
-        assert (t.bos_token_id, t.eos_token_id, t.pad_token_id, t.unk_token_id) == (21, 22, 23, 24)
-        assert t(randomwalks.LETTERS)["input_ids"] == list(range(21))  # nothing is added
-        assert t("b?\n 漢zc<eos>")["input_ids"] == [1, 24, 24, 24, 24, 24, 2, 22]
-        assert t.decode([1, 2, 22, 23], skip_special_tokens=True) == "bc"
-        assert t.decode([21, 1, 24, 22]) == "<bos>b<unk><eos>"
+def test_tokenizer(tmp_path, letters):
+    letters.save_pretrained(tmp_path)
+    t = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(t) == t.vocab_size == 25 and t.padding_side == "left" and t.model_max_length == 32
+    assert (t.bos_token_id, t.eos_token_id, t.pad_token_id, t.unk_token_id) == (21, 22, 23, 24)
+    assert t(randomwalks.LETTERS)["input_ids"] == list(range(21))  # nothing is added
+    assert t("b?\n 漢zc<eos>")["input_ids"] == [1, 24, 24, 24, 24, 24, 2, 22]
+    assert t.decode([1, 2, 22, 23], skip_special_tokens=True) == "bc"
+    assert t.decode([21, 1, 24, 22]) == "<bos>b<unk><eos>"
 
 
 # ---- Arithmetic: scores ----------------------------------------------------------------------------------------------
@@ -231,8 +192,7 @@ def test_shuffled_rewards_are_those_of_other_samples():
     outputs = [row["completion"] for row in rows]
     true = arithmetic.reward(outputs, prompts, outputs)
     shuffled = arithmetic.shuffled_reward(outputs, prompts, outputs)
-    assert shuffled == arithmetic.shuffled_reward(outputs, prompts, outputs)
-    assert Counter(shuffled) == Counter(true) and shuffled != true
+    assert Counter(shuffled) == Counter(true)
     share = mean(true)
     chance = share**2 + (1 - share) ** 2  # that independent draws of both agree
     assert mean(x == y for x, y in zip(true, shuffled, strict=True)) == pytest.approx(chance, abs=0.1)
@@ -244,11 +204,8 @@ def test_shuffled_rewards_are_those_of_other_samples():
 
 
 def problem_of(prompt):
-    """What a prompt asks, whatever the order of its numbers."""
-    if prompt[3] == "+":
-        return tuple(sorted(map(int, prompt[:-1].split("+"))))
-    numbers, target = prompt[:-1].split(":")
-    return (*sorted(map(int, numbers.split(","))), int(target))
+    """What a prompt asks, whatever the order of its numbers; a target has two digits."""
+    return tuple(sorted(re.findall(r"\d+", prompt)))
 
 
 @pytest.mark.parametrize("level", arithmetic.LEVELS)
@@ -258,19 +215,16 @@ def test_splits_are_apart(level):
     held_out = [row["prompt"] for row in arithmetic.eval_prompts(level)]
     test = [row["prompt"] for row in arithmetic.solutions(level, split="test", count=1000)]
     sizes = {"sums": (5000, 500), "countdown": (2500, 300)}
-    assert (len(train), len(held_out)) == sizes[level]
-    assert len(set(train)) == len(train) and len(set(held_out)) == len(held_out)
+    assert (len(set(train)), len(set(held_out))) == (len(train), len(held_out)) == sizes[level]
     assert len(learnt) == 32_000
     seen = set(map(problem_of, train)) | set(map(problem_of, learnt))
     assert not seen & (set(map(problem_of, held_out)) | set(map(problem_of, test)))
-    assert [row["prompt"] for row in arithmetic.prompts(level, count=10)] == train[:10]
     repeated = [row["prompt"] for row in arithmetic.eval_prompts(level, count=2, samples=3)]
     assert repeated == [held_out[0]] * 3 + [held_out[1]] * 3
 
 
 def test_solutions_of_sums_forget_the_first_carry():
     rows = arithmetic.solutions()
-    assert rows == arithmetic.solutions("sums", "train") and rows[:5] == arithmetic.solutions(count=5)
     carries = 0
     wrong = 0
     for row in rows:
@@ -285,7 +239,6 @@ def test_solutions_of_sums_forget_the_first_carry():
             assert units_carry or tens_carry
             assert answer == a + b - (10 if units_carry else 100)
     assert wrong / carries == pytest.approx(0.75, abs=0.01)
-    assert wrong / len(rows) == pytest.approx(0.53, abs=0.01)
     for row in arithmetic.solutions(count=200, wrong_share=0.0):
         assert arithmetic.is_right(row["prompt"], row["completion"])
 
@@ -297,21 +250,19 @@ def numbers_and_target(prompt):
 
 def test_solutions_of_countdowns_claim_the_first_attempt():
     rows = arithmetic.solutions("countdown")
-    assert rows[:5] == arithmetic.solutions("countdown", count=5)
     false_claims = 0
     for row in rows:
         numbers, target = numbers_and_target(row["prompt"])
         tried = row["completion"].removesuffix("#").split(";")
         values = [arithmetic.value_of_attempt(attempt, numbers) for attempt in tried]
         assert None not in values and target not in values[:-1] and len(set(tried)) == len(tried)
-        claims = row["completion"].endswith("#")
-        is_right = values[-1] == target
-        if not claims:
-            assert len(tried) == arithmetic.MAX_ATTEMPTS and not is_right
+        is_right = arithmetic.is_right(row["prompt"], row["completion"])
+        assert is_right == (values[-1] == target)
+        if not row["completion"].endswith("#"):
+            assert len(tried) == arithmetic.MAX_ATTEMPTS
         elif not is_right:
             assert len(tried) == 1
             false_claims += 1
-        assert arithmetic.is_right(row["prompt"], row["completion"]) == (is_right and claims)
     hasty = arithmetic.solutions("countdown", count=4000, wrong_share=1.0)
     first_right = mean(arithmetic.is_right(row["prompt"], row["completion"]) for row in hasty)
     share = false_claims / len(rows) / (1 - first_right)
@@ -320,25 +271,20 @@ def test_solutions_of_countdowns_claim_the_first_attempt():
         assert arithmetic.is_right(row["prompt"], row["completion"]) == row["completion"].endswith("#")
 
 
-def test_every_countdown_can_be_solved():
+def test_enough_attempts_arrive_at_what_is_asked():
     for row in arithmetic.eval_prompts("countdown"):
         numbers, target = numbers_and_target(row["prompt"])
-        values = arithmetic.attempts(tuple(sorted(numbers)))
-        right = list(values.values()).count(target)
-        assert right >= arithmetic.RIGHT_SHARE * len(values) and right > 0
-        for attempt, value in values.items():
-            assert arithmetic.value_of_attempt(attempt, numbers) == value
+        values = [*arithmetic.attempts(tuple(sorted(numbers))).values()]
+        assert values.count(target) >= arithmetic.RIGHT_SHARE * len(values)
 
 
 @pytest.mark.parametrize("level", arithmetic.LEVELS)
 def test_tokenizer_and_lengths(level):
     tokenizer = arithmetic.tokenizer()
-    size = len(arithmetic.CHARACTERS)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (size, size + 1, size + 2)
     for row in arithmetic.solutions(level, count=2000):
         text = row["prompt"] + row["completion"]
         ids = tokenizer(text)["input_ids"]
-        assert len(ids) == len(text) < arithmetic.CONTEXT and max(ids) < size
+        assert len(ids) == len(text) < arithmetic.CONTEXT and max(ids) < tokenizer.bos_token_id
         assert tokenizer.decode(ids) == text
         assert len(row["completion"]) < arithmetic.MAX_NEW_TOKENS[level]
         assert len(row["prompt"]) + arithmetic.MAX_NEW_TOKENS[level] <= arithmetic.CONTEXT
@@ -360,21 +306,13 @@ def test_right_samples_become_rows(tmp_path, monkeypatch):
 # ---- Models ----------------------------------------------------------------------------------------------------------
 
 
-def load(path):
-    from transformers import AutoModelForCausalLM
-
-    model, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert not any(loading.values())
-    return model
-
-
 @pytest.mark.parametrize(
     ("task", "parameters"), [(randomwalks, 1_512_720), (arithmetic, 238_272), (calculator, 232_032)]
 )
 def test_untrained_model_is_drawn_once(task, parameters, tmp_path, monkeypatch):
     """Where it is not there yet, without a trace in torch's generator; equal weights each time."""
-    first = load(task.untrained_model())
-    assert sum(weight.numel() for weight in first.parameters()) == parameters
+    first = task.untrained_model()
+    assert sum(weight.numel() for weight in reload(first).parameters()) == parameters
     import characters
 
     monkeypatch.setattr(characters, "DRAWN", tmp_path / "drawn")
@@ -382,11 +320,7 @@ def test_untrained_model_is_drawn_once(task, parameters, tmp_path, monkeypatch):
     path = task.untrained_model()
     assert torch.equal(torch.get_rng_state(), state)
     assert list((tmp_path / "drawn").iterdir()) == [Path(path)]
-    for (name, weight), (other_name, other) in zip(
-        load(path).named_parameters(), first.named_parameters(), strict=True
-    ):
-        assert name == other_name
-        assert torch.equal(weight, other)
+    assert Path(path, "model.safetensors").read_bytes() == Path(first, "model.safetensors").read_bytes()
     monkeypatch.setattr(characters, "draw_gpt2", None)  # it is not drawn again
     assert task.untrained_model() == path
 
@@ -396,7 +330,7 @@ def test_untrained_model_is_drawn_once(task, parameters, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("level", calculator.KINDS)
 def test_solutions_with_a_calculator(level):
-    """Of the kinds that there are, in their shares; right ones end with the result. Nothing held out is among them."""
+    """Of the kinds that there are, in their shares. Nothing held out is among them."""
     rows = [row["dialogue"] for row in calculator.solutions(level, 4000)]
     prompts = {row[0] for row in rows}
     held_out = {row["prompt"] for row in calculator.eval_prompts(level)}
@@ -411,7 +345,6 @@ def test_solutions_with_a_calculator(level):
         for call, result in zip(row[1:-1:2], row[2::2], strict=True):
             assert result == calculator.calculate(call[1:-1]) and call[0] + call[-1] == "<>"
         assert len("".join(row)) < calculator.CONTEXT
-    assert calculator.result_of("37*48+59=") == calculator.result_of("59+37*48=") == 1835
     outputs = ["#1835", "<1>#1835", "1835", "#1835#", "#01835"]
     assert calculator.reward(["37*48+59="] * 5, outputs) == [1, 1, 0, 0, 0]
 
@@ -435,24 +368,17 @@ def test_an_episode_with_a_calculator(name, answers, tmp_path):
     assert accuracies[1] == (pytest.approx(0.24, abs=0.06) if answers == "true" else 0)
 
 
-def walk_nll(path):
-    """Mean of -log p over the tokens of the 1000 walks behind their first letter, the end included."""
-    from transformers import AutoTokenizer
-
-    model = load(path)
-    letters = AutoTokenizer.from_pretrained(path, padding_side="right")
-    texts = [walk + letters.eos_token for walk in randomwalks.graph().walks]
-    ids = letters(texts, padding=True, return_tensors="pt").input_ids
-    labels = ids.masked_fill(ids == letters.pad_token_id, -100)
-    with torch.no_grad():
-        return model(input_ids=ids, labels=labels).loss.item()
-
-
 @pytest.mark.slow
-def test_a_base_model_is_made_again_by_its_command(scripts, tmp_path):
+def test_a_base_model_is_made_again_by_its_command(accelerator, letters, scripts, tmp_path):
     """Those of arithmetic take longer and the same lines. The golden traces hold what a run begins with."""
     config = ROOT / "benchmarks/tasks/randomwalks/base_model.yaml"
     scripts.run([ROOT / "algos/sft.py", "--config", config, "--run-dir", tmp_path / "run"], tmp_path)
-    found = walk_nll(tmp_path / "run/hf_model")
-    assert found == pytest.approx(walk_nll(randomwalks.base_model()), abs=0.005)
-    assert found < 1.5 < 3 < walk_nll(randomwalks.untrained_model())
+    examples, _ = sft.encode_rows(randomwalks.completions(), letters, randomwalks.CONTEXT, True, "walks")
+
+    def loss_of(path):
+        args = SimpleNamespace(micro_batch_size=100)
+        return sft.evaluate_loss(accelerator, reload(path), examples, args, letters.pad_token_id)["loss"]
+
+    found = loss_of(tmp_path / "run/hf_model")
+    assert found == pytest.approx(loss_of(randomwalks.base_model()), abs=0.005)
+    assert found < 1.5 < 3 < loss_of(randomwalks.untrained_model())

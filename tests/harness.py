@@ -1,10 +1,10 @@
 """Whole runs as a user starts them, for the tests of runs and faults. A plugin of pytest: its fixtures are everywhere.
 
-Every run is a process of its own with its own command line. Most of them are forked from a server that has imported
-the libraries and nothing of this repository (a second per run instead of five); `python`, `accelerate launch` and
-`torchrun` themselves are used where they matter.
+Most runs are forked from a server that has imported the libraries and nothing of this repository (a second per run
+instead of five); `python`, `accelerate launch` and `torchrun` themselves are used where they matter.
 """
 
+import functools
 import json
 import os
 import shlex
@@ -22,42 +22,24 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 
 USER_FILE = '''
-"""Rewards and metrics; SIGNAL_AT=reward:5:9 sends this process signal 9 at the fifth call of a reward."""
-import os
-
-calls = {"reward": 0, "metric": 0}
-
-
-def count(name):
-    calls[name] += 1
-    which, number, signal = os.environ.get("SIGNAL_AT", "none:0:0").split(":")
-    if which == name and calls[name] == int(number) and os.environ.get("RANK", "0") == "0":
-        os.kill(os.getpid(), int(signal))
-
-
 def reward(samples, prompts, outputs, shift, **columns):
-    count("reward")
     return [(sum(map(ord, sample)) + s) % 11 / 11 for sample, s in zip(samples, shift)]
 
 
 def coarse_reward(samples, prompts, outputs, shift, **columns):
     """Every other pair of responses has equal ones."""
-    count("reward")
     return [(sum(map(ord, sample)) + s) % 2 / 2 for sample, s in zip(samples, shift)]
 
 
 def metric(samples, prompts, outputs, **columns):
-    count("metric")
     return {"vowels": [sum(c in "aeiou" for c in output) for output in outputs]}
 
 
 def image_reward(images, shift, **columns):
-    count("reward")
     return [image.mean().item() * 10 + s for image, s in zip(images, shift)]
 
 
 def image_metric(images, **columns):
-    count("metric")
     return {"red": images[:, 0].mean((1, 2)).tolist()}
 
 
@@ -135,19 +117,6 @@ def at(module, name, number, tear=False, signal=9):
     """A patch that sends the process a signal, or does what `signal` says in Python."""
     action = signal if isinstance(signal, str) else f"os.kill(os.getpid(), {int(signal)})"
     return AT.format(root=str(ROOT), module=module, name=name, number=number, tear=tear, action=action)
-
-
-DRIVER = """import runpy, sys
-{patch}
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def driven(patch, folder, argv):
-    """argv in front of which stands a file that patches first, for launchers."""
-    (folder / "drive.py").write_text(DRIVER.format(patch=patch))
-    return [folder / "drive.py", *argv]
 
 
 INSTRUCTIONS = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"  # see .ci/run
@@ -259,23 +228,21 @@ def scripts(work):
         server.wait(30)
 
 
+STEPS = "--total-steps 12 --batch-size 8 --save-every 2 --eval-every 4"
+SAMPLED = f"{STEPS} --eval-prompts eval.jsonl --metric user.py:metric --max-new-tokens 6"
+ROLLED = (
+    "--dataset prompts.jsonl --eval-dataset eval.jsonl --metric user.py:metric --total-episodes 48 --lr 1e-2 "
+    "--rollout-batch-size 8 --batch-size 4 --ppo-epochs 2 --temperature 0.7 --max-new-tokens 6 --save-every 4 "
+    "--eval-every 8"
+)
 SETTINGS = {  # runs of a second or two in which all that a checkpoint must hold matters; metrics and rewards besides
-    "ppo": "--dataset prompts.jsonl --eval-dataset eval.jsonl --reward user.py:reward --metric user.py:metric "
-    "--total-episodes 48 --rollout-batch-size 8 --batch-size 4 --ppo-epochs 2 --kl-target 0.5 --kl-horizon 16 "
-    "--temperature 0.7 --max-new-tokens 6 --save-every 4 --eval-every 8 --lr 1e-2 --score-scaling running",
-    "grpo": "--dataset prompts.jsonl --eval-dataset eval.jsonl --reward user.py:coarse_reward --metric user.py:metric "
-    "--total-episodes 48 --rollout-batch-size 8 --group-size 2 --batch-size 4 --ppo-epochs 2 --kl-coef 0.05 "
-    "--cliprange-high 0.28 --temperature 0.7 --max-new-tokens 6 --save-every 4 --eval-every 8 "
-    "--lr 1e-2",
-    "ilql": "--dataset rewarded.jsonl --eval-dataset held_out_rewarded.jsonl --eval-prompts eval.jsonl --betas 0 4 "
-    "--metric user.py:metric --total-steps 12 --batch-size 8 --max-new-tokens 6 --save-every 2 --eval-every 4 "
+    "ppo": f"{ROLLED} --reward user.py:reward --kl-target 0.5 --kl-horizon 16 --score-scaling running",
+    "grpo": f"{ROLLED} --reward user.py:coarse_reward --group-size 2 --kl-coef 0.05 --cliprange-high 0.28",
+    "ilql": f"{SAMPLED} --dataset rewarded.jsonl --eval-dataset held_out_rewarded.jsonl --betas 0 4 "
     "--steps-for-target-q-sync 3 --polyak-alpha 0.5 --lr 1e-2",
-    "sft": "--dataset rows.jsonl --eval-dataset held_out.jsonl --eval-prompts eval.jsonl --metric user.py:metric "
-    "--total-steps 12 --batch-size 8 --max-new-tokens 6 --save-every 2 --eval-every 4 --lr 3e-2",
-    "reward": "--dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --total-steps 12 "
-    "--batch-size 8 --save-every 2 --eval-every 4 --lr 1e-2",
-    "dpo": "--dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --eval-prompts eval.jsonl --max-new-tokens 6 "
-    "--metric user.py:metric --total-steps 12 --batch-size 8 --save-every 2 --eval-every 4 --lr 1e-2 --beta 0.1",
+    "sft": f"{SAMPLED} --dataset rows.jsonl --eval-dataset held_out.jsonl --lr 3e-2",
+    "reward": f"{STEPS} --dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --lr 1e-2",
+    "dpo": f"{SAMPLED} --dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --lr 1e-2 --beta 0.1",
     "ddpo": "--dataset captions.jsonl --eval-dataset captions.jsonl --reward user.py:image_reward --num-epochs 6 "
     "--metric user.py:image_metric --rollout-batch-size 4 --batch-size 2 --num-inference-steps 2 --stat-min-count 2 "
     "--save-every 2 --eval-every 4 --lr 1e-3 --guidance-scale 1 --cliprange 1e-3",
@@ -296,13 +263,11 @@ def command(work, algo, run_dir, *more, root=ROOT):
 @pytest.fixture(scope="session")
 def whole(scripts, work):
     """whole(algo) -> (directory, process) of an uninterrupted run."""
-    found = {}
 
+    @functools.cache
     def get(algo):
-        if algo not in found:
-            folder = work / f"whole-{algo}"
-            found[algo] = folder, scripts.run(command(work, algo, folder), work)
-        return found[algo]
+        folder = work / f"whole-{algo}"
+        return folder, scripts.run(command(work, algo, folder), work)
 
     return get
 

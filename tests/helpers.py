@@ -176,3 +176,40 @@ def recorded(monkeypatch, module, name):
 
     monkeypatch.setattr(module, name, recording)
     return calls
+
+
+# ---- Padding ---------------------------------------------------------------------------------------------------------
+
+
+def widen(tensor, left, right, fill=None):
+    """Columns more on both sides, of random token ids unless there is a fill."""
+    shape = (len(tensor), left + right)
+    if fill is None:
+        more = torch.randint(0, 21, shape, generator=torch.Generator().manual_seed(0)).to(tensor)
+    else:
+        more = torch.full(shape, fill).to(tensor)
+    return torch.cat([more[:, :left], tensor, more[:, left:]], 1)
+
+
+def pad_more(setattr=setattr):
+    """Whatever `collate` and `pad_rows` pad gets two columns more, of random tokens that no mask counts. Returns the
+    names of the functions that were called, which grow."""
+    from common import classifiers, forward, sampling
+
+    reached = set()
+    collate, pad_rows = forward.collate, sampling.pad_rows
+
+    def wide_rows(rows, fill, **options):
+        reached.add("pad_rows")
+        return widen(pad_rows(rows, fill, **options), 2, 0, False if fill is False else None)
+
+    def wide_collate(lines, pad, no_label=-100):
+        reached.add("collate")
+        ids, positions, labels = collate(lines, pad, no_label)
+        more = positions[:, -1:] + torch.arange(1, 3)
+        return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(labels, 0, 2, no_label)
+
+    setattr(sampling, "pad_rows", wide_rows)
+    for module in forward, classifiers:
+        setattr(module, "collate", wide_collate)
+    return reached

@@ -1,12 +1,8 @@
 """How the work is laid out must not change what comes out: `python -m pytest tests/test_layout.py`
 
-Every script, in float64 with the global batch fixed: micro-batches, decode batches, padding sides and columns, the
-order of rows where they are a set, 1, 2 and 3 processes, and runs that go on with another number of these. Metrics and
-weights agree to 1e-9, sampled texts exactly. All processes know the same numbers, bit for bit. A process that fails or
-is killed ends the others.
-
-Runs of several processes share few starts of torchrun: this file is also the script that torchrun runs, with a file of
-jobs that every process plays in turn (`play`).
+Every script, in float64 with the global batch fixed. Metrics and weights agree to 1e-9, sampled texts exactly. Runs of
+several processes share few starts of torchrun: this file is also the script that torchrun runs, with a file of jobs
+that every process plays in turn (`play`).
 """
 
 import hashlib
@@ -16,26 +12,25 @@ import signal
 import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
-from unittest.mock import patch
 
 import accelerate
+import diffusers
 import pytest
 import safetensors.torch
 import torch
 import transformers
 from harness import launch, same, torchrun
-from helpers import log, same_record, same_run, samples
+from helpers import log, pad_more, recorded, same_record, same_run, samples, widen
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
-from common import checkpoint, classifiers, forward, sampling
+from common import checkpoint
 from common.logging import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
-ALGOS = pytest.mark.parametrize("algo", SCRIPTS)
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -55,10 +50,6 @@ def called():
     """Functions of the user are called by the first process alone: what is wrong on the others does not matter."""
     if os.environ.get("RANK", "0") != "0":  # no assert, which pytest compiles to other code: another reward
         raise RuntimeError("a function of the user is called on another rank")
-    run_dir = os.environ.get("FAILS")  # set by a fault; a global of this module would be part of the run's identity
-    if run_dir:
-        Path(f"{run_dir}.fault").touch()
-        raise LookupError("a function of the user has had enough")
 
 
 def vowels(samples, outputs, **columns):
@@ -97,16 +88,13 @@ COMMON = {
 }  # fmt: skip
 STEPS = COMMON | {"model": "gpt2", "total_steps": 6, "save_every": 2}
 SAMPLED = {"max_new_tokens": 6, "eval_prompts": ROWS[:5], "metric": "length"}
-PPO = COMMON | {
-    "model": "gpt2", "dataset": ROWS, "eval_dataset": {"x": ROWS[:5], "y": ROWS[5:6]}, "metric": "length",
-    "total_episodes": 36, "rollout_batch_size": 12, "ppo_epochs": 2, "max_new_tokens": 6, "temperature": 0.7,
-    "kl_coef": 0.1, "kl_target": 0.5, "kl_horizon": 30, "value_head": "linear", "value_head_init": "normal",
+TWO_SETS = {"x": ROWS[:5], "y": ROWS[5:6]}
+ROLLED = COMMON | {
+    "model": "gpt2", "dataset": ROWS, "eval_dataset": TWO_SETS, "metric": "length", "total_episodes": 36,
+    "rollout_batch_size": 12, "ppo_epochs": 2, "max_new_tokens": 6, "temperature": 0.7, "kl_coef": 0.1,
 }  # fmt: skip
-GRPO = COMMON | {
-    "model": "gpt2", "dataset": ROWS, "eval_dataset": {"x": ROWS[:5], "y": ROWS[5:6]}, "metric": "length",
-    "total_episodes": 36, "rollout_batch_size": 12, "group_size": 3, "max_new_tokens": 6, "temperature": 0.7,
-    "max_grad_norm": 0.1,
-}  # fmt: skip
+PPO = ROLLED | {"kl_target": 0.5, "kl_horizon": 30, "value_head": "linear", "value_head_init": "normal"}
+GRPO = ROLLED | {"reward": "short", "group_size": 3, "max_grad_norm": 0.1}
 PAIRED = {"dataset": PAIRS, "eval_dataset": {"x": PAIRS[:5], "y": PAIRS[5:6]}}
 DDPO = COMMON | {
     "model": "pipeline", "dataset": CAPTIONS, "eval_dataset": {"x": CAPTIONS, "y": CAPTIONS[1:2]}, "reward": "redness",
@@ -122,21 +110,17 @@ CASES = {
     },
     "ppo-classifier": PPO | {"reward": "classifier", "score_scaling": "running", "total_episodes": 24},
     "grpo": GRPO | {
-        "reward": "short", "ppo_epochs": 2, "kl_coef": 0.1, "num_layers_unfrozen": 1,
-        "stop": ["ab", "ki"], "loss_mean": "token", "cliprange_high": 0.28,
+        "num_layers_unfrozen": 1, "stop": ["ab", "ki"], "loss_mean": "token", "cliprange_high": 0.28,
     },
     "grpo-idle": GRPO | {  # rows without an advantage are left out of the forward passes
-        "reward": "short", "ppo_epochs": 2, "kl_coef": 0.0, "ratio_level": "sequence", "advantage_kind": "mean",
-        "cliprange": 1e-2, "loss_mean": "constant",
+        "kl_coef": 0.0, "ratio_level": "sequence", "advantage_kind": "mean", "cliprange": 1e-2, "loss_mean": "constant",
     },
-    "sft": STEPS | SAMPLED | {"dataset": ROWS, "eval_dataset": {"x": ROWS[:5], "y": ROWS[5:6]}},
+    "sft": STEPS | SAMPLED | {"dataset": ROWS, "eval_dataset": TWO_SETS},
     "sft-packed": STEPS | SAMPLED | {
         "dataset": ROWS, "eval_dataset": {"x": ROWS[:5]}, "packing": True, "max_length": 16,
         "num_layers_unfrozen": 1, "stop": ["c"],
     },
-    "reward": STEPS | PAIRED | {
-        "center_coef": 0.05, "num_layers_unfrozen": 1,
-    },
+    "reward": STEPS | PAIRED | {"center_coef": 0.05, "num_layers_unfrozen": 1},
     "dpo": STEPS | PAIRED | SAMPLED | {"sft_coef": 0.3, "label_smoothing": 0.1, "num_layers_unfrozen": 1},
     "dpo-kept": STEPS | PAIRED | {"sft_coef": 0.3, "precompute_ref": False},
     "ilql": STEPS | SAMPLED | {
@@ -168,16 +152,15 @@ class Stop(BaseException):
 
 
 def play(job):
-    """Runs the script of a job in this process. job: case, run_dir, flags; patches, names of functions below; stop:
-    after so many checkpoints; fault."""
+    """Runs the script of a job in this process: case, run_dir, flags, and patches, names of functions below."""
     script = SCRIPTS[algo_of(job["case"])]
     flags = dict(job["flags"])
     for name in "reward", "metric":
         if flags.get(name) in globals():
             flags[name] = globals()[flags[name]]
-    with ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as context, ExitStack() as stack:
         for name in job.get("patches", ()):
-            stack.enter_context(PATCHES[name](script, job))
+            stack.enter_context(PATCHES[name](context, script, job))
         with suppress(Stop):
             script.main(script.Args(run_dir=job["run_dir"], **flags))
 
@@ -193,56 +176,21 @@ def drive(path):
 
 
 @contextmanager
-def replaced(owner, name, make):
-    """owner.name is make(owner.name) for a while."""
-    with patch.object(owner, name, make(getattr(owner, name))):
-        yield
-
-
-def noise(shape, seed=0):
-    return torch.randint(0, 21, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def widen(tensor, left, right, fill=None):
-    """Columns more on both sides, of random token ids unless there is a fill."""
-
-    def columns(n):
-        shape = (len(tensor), n)
-        return noise(shape).to(tensor) if fill is None else torch.full(shape, fill).to(tensor)
-
-    return torch.cat([columns(left), tensor, columns(right)], 1)
-
-
-@contextmanager
-def wide(script, job):
+def wide(context, script, job):
     """Two columns more beside whatever is padded, of random tokens that no mask counts."""
-    reached = set()
+    reached = pad_more(context.setattr)
+    if script is ilql:
+        of = ilql.Batch.of
 
-    def wide_queries(pad_rows):
-        def call(rows, fill, **options):
-            reached.add("pad_rows")
-            return widen(pad_rows(rows, fill, **options), 2, 0, False if fill is False else None)
-
-        return call
-
-    def wide_collate(collate):
-        def call(lines, pad, no_label=-100):
-            reached.add("collate")
-            ids, positions, labels = collate(lines, pad, no_label)
-            more = positions[:, -1:] + torch.arange(1, 3)
-            return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(labels, 0, 2, no_label)
-
-        return call
-
-    def wide_episodes(of):
-        def call(episodes, *args):  # a row of 25 tokens and no action makes all others long
+        def wide_episodes(episodes, *args):  # a row of 25 tokens and no action makes all others long
             reached.add("Batch")
             return of([*episodes, ilql.Episode([5] * 25, [], [], True)], *args)
 
-        return call
+        context.setattr(ilql.Batch, "of", wide_episodes)
+    if script in (ppo, grpo):
+        take = script.Rollout.take
 
-    def wide_rollout(take):
-        def call(self, rows):
+        def wide_rollout(self, rows):
             part = take(self, rows)
             if not isinstance(rows, slice):
                 reached.add("Rollout")
@@ -256,23 +204,13 @@ def wide(script, job):
                         setattr(part, name, widen(field, 0, 2, float("nan")))
             return part
 
-        return call
-
-    rows = {
-        ppo: (ppo.Rollout, "take", wide_rollout),
-        grpo: (grpo.Rollout, "take", wide_rollout),
-        ilql: (ilql.Batch, "of", wide_episodes),
-        sft: (forward, "collate", wide_collate),
-        reward: (classifiers, "collate", wide_collate),
-        dpo: (forward, "collate", wide_collate),
-    }
-    with replaced(sampling, "pad_rows", wide_queries), replaced(*rows[script]):
-        yield
+        context.setattr(script.Rollout, "take", wide_rollout)
+    yield
     assert len(reached) == (1 if script is reward else 2), reached  # a reward model samples nothing
 
 
 @contextmanager
-def shuffled(script, job):
+def shuffled(context, script, job):
     """The rows of each global batch in another order: where these are a set. Rollouts draw by row, so in ppo, grpo and
     ddpo it is the episodes of a minibatch that come in another order."""
     orders = []
@@ -281,125 +219,75 @@ def shuffled(script, job):
         orders.append(len(rows))
         return [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(orders)))]
 
-    def rows_reordered(draw_rows):
-        return lambda *args: reorder(draw_rows(*args))
+    name = "pair_minibatches" if script is ddpo else "minibatches"
+    if hasattr(script, name):
+        minibatches = getattr(script, name)
 
-    def minibatches_reordered(minibatches):
-        def generator(accelerator, batch, args, *more):
-            for rows, _ in minibatches(accelerator, batch, args, *more):
-                rows = torch.stack(reorder(rows))
-                yield rows, rows.split(args.micro_batch_size)
+        def reordered(*args):
+            for found in minibatches(*args):  # of ddpo micro-batches, else the rows of all processes and these
+                parts = found if script is ddpo else found[1]
+                parts = torch.stack(reorder(torch.cat(parts))).split(len(parts[0]))
+                yield parts if script is ddpo else (found[0], parts)
 
-        return generator
-
-    def pairs_reordered(pair_minibatches):
-        def generator(args, *more):
-            for parts in pair_minibatches(args, *more):
-                yield torch.stack(reorder(torch.cat(parts))).split(args.micro_batch_size)
-
-        return generator
-
-    own = {
-        ppo: (ppo, "minibatches", minibatches_reordered),
-        grpo: (grpo, "minibatches", minibatches_reordered),
-        ddpo: (ddpo, "pair_minibatches", pairs_reordered),
-    }
-    owner, name, make = own.get(script, (Run, "draw_rows", rows_reordered))
-    with replaced(owner, name, make):
-        yield
+        context.setattr(script, name, reordered)
+    else:
+        draw_rows = Run.draw_rows
+        context.setattr(Run, "draw_rows", lambda *args: reorder(draw_rows(*args)))
+    yield
     assert len(orders) >= 5
 
 
 @contextmanager
-def stopping(script, job):
-    """The run ends after job["stop"] more checkpoints."""
-    saves = []
-
-    def make(save):
-        def call(*args):
-            save(*args)
-            saves.append(args)
-            if len(saves) == job["stop"]:
-                raise Stop
-
-        return call
-
-    with replaced(Run, "_save", make):
-        yield
-
-
-@contextmanager
-def witness(script, job):
-    """Each process writes what it knows at every step: metrics, what a checkpoint holds, a hash of its own weights and
-    of its optimizer."""
-    found = {"log": [], "state": []}
+def witness(context, script, job):
+    """Each process writes its metrics, what a checkpoint holds, a hash of its own weights and of its optimizer."""
+    records = recorded(context, Run, "log")
+    states = []
+    pack_state = checkpoint.pack_state
 
     def digest(tensors):
         return [hashlib.sha256(x.detach().contiguous().numpy().tobytes()).hexdigest() for x in tensors]
 
-    def keep_log(log):
-        def call(run, step, metrics, **counts):
-            found["log"].append([step, {name: repr(float(value)) for name, value in metrics.items()}])
-            return log(run, step, metrics, **counts)
+    def keep_state(model, optimizer, frozen, settings, **state):
+        moments = []
+        for entry in optimizer.state.values():
+            moments += [x for x in entry.values() if x.ndim]
+        lrs = [repr(float(group["lr"])) for group in optimizer.param_groups]
+        states.append([digest(model.state_dict().values()), digest(moments), lrs, repr(state)])
+        return pack_state(model, optimizer, frozen, settings, **state)
 
-        return call
-
-    def keep_state(pack_state):
-        def call(model, optimizer, frozen, settings, **state):
-            moments = []
-            for entry in optimizer.state.values():
-                moments += [x for x in entry.values() if x.ndim]
-            lrs = [repr(float(group["lr"])) for group in optimizer.param_groups]
-            found["state"].append([digest(model.state_dict().values()), digest(moments), lrs, repr(state)])
-            return pack_state(model, optimizer, frozen, settings, **state)
-
-        return call
-
-    with replaced(Run, "log", keep_log), replaced(checkpoint, "pack_state", keep_state):
-        yield
+    context.setattr(checkpoint, "pack_state", keep_state)
+    yield
+    metrics = [[step, {name: repr(float(x)) for name, x in found.items()}] for (_, step, found), _ in records]
+    found = {"log": metrics, "state": states}
     Path(f"{job['run_dir']}.rank{os.environ['RANK']}").write_text(json.dumps(found))
 
 
 @contextmanager
-def fault(script, job):
-    """What befalls one process in a forward pass once job["after"] checkpoints have been saved, or the first one in a
-    function of the user."""
-    saves = []
-    if script is ddpo:
-        from diffusers import UNet2DConditionModel as owner
-    else:
-        from transformers import GPT2Model as owner
+def fault(context, script, job):
+    """What befalls one process, or all, in the first forward pass after a checkpoint of this job."""
+    saves = recorded(context, Run, "_save")
+    stamp = Path(f"{job['run_dir']}.fault")
+    owner = diffusers.UNet2DConditionModel if script is ddpo else transformers.GPT2Model
+    forward = owner.forward
 
-    def counted(save):
-        def call(*args):
-            save(*args)
-            saves.append(args)
+    @wraps(forward)
+    def failing(*args, **options):
+        how = job["how"]
+        if saves and how == "stop":
+            raise Stop
+        if saves and os.environ["RANK"] == str(job["rank"]) and not stamp.exists():
+            stamp.touch()
+            if how == "raise":
+                raise RuntimeError("this process has had enough")
+            target = os.getppid() if how == "end all" else os.getpid()
+            os.kill(target, signal.SIGKILL if how == "kill" else signal.SIGTERM)
+        return forward(*args, **options)
 
-        return call
-
-    def make(forward):
-        @wraps(forward)
-        def call(*args, **options):
-            if len(saves) >= job["after"]:
-                if job["how"] == "user":
-                    os.environ["FAILS"] = job["run_dir"]
-                elif os.environ["RANK"] == str(job["rank"]):
-                    Path(f"{job['run_dir']}.fault").touch()
-                    if job["how"] == "kill":
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    raise RuntimeError("this process has had enough")
-            return forward(*args, **options)
-
-        return call
-
-    with replaced(owner, "forward", make), replaced(Run, "_save", counted):
-        yield
+    context.setattr(owner, "forward", failing)
+    yield
 
 
-PATCHES = {f.__name__: f for f in (wide, shuffled, stopping, witness, fault)}
-
-
-# ---- What is compared ------------------------------------------------------------------------------------------------
+PATCHES = {f.__name__: f for f in (wide, shuffled, witness, fault)}
 
 
 def same_result(run, expected):
@@ -425,16 +313,12 @@ def places(tiny_dirs, build_pipeline, tmp_path_factory):
     ids = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23, "num_labels": 1}
     torch.manual_seed(3)
     model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes, **ids))
-    for name, side in {"right": "right", "classifier-right": "right", "classifier": "left"}.items():
-        letters = randomwalks.tokenizer()
-        letters.padding_side = side
-        letters.save_pretrained(folder / name)
-        if name != "right":
-            model.save_pretrained(folder / name)
-    found = {name: str(folder / name) for name in ("pipeline", "right", "classifier-right", "classifier")}
-    sides = [transformers.AutoTokenizer.from_pretrained(x).padding_side for x in (found["right"], tiny_dirs["gpt2"])]
-    assert sides == ["right", "left"]
-    return found | {"gpt2": tiny_dirs["gpt2"]}
+    model.save_pretrained(folder / "classifier")
+    letters = randomwalks.tokenizer()
+    letters.save_pretrained(folder / "classifier")
+    letters.padding_side = "right"
+    letters.save_pretrained(folder / "right")
+    return {name: str(folder / name) for name in ("pipeline", "right", "classifier")} | {"gpt2": tiny_dirs["gpt2"]}
 
 
 @pytest.fixture(scope="module")
@@ -454,14 +338,12 @@ def job(places):
 @pytest.fixture(scope="module")
 def base(job, tmp_path_factory):
     """base(case) -> directory of the run with which the others are compared: one process, one micro-batch."""
-    found = {}
     folder = tmp_path_factory.mktemp("base")
 
+    @cache
     def get(case):
-        if case not in found:
-            play(job(case, folder / case))
-            found[case] = folder / case
-        return found[case]
+        play(job(case, folder / case))
+        return folder / case
 
     return get
 
@@ -515,22 +397,12 @@ def test_micro_batches_change_nothing(base, job, tmp_path, case, flags):
     same_result(tmp_path / "run", base(case))
 
 
-PICTURES = "ddpo", "ddpo-lora"  # their prompts all have the same length
-
-
 @pytest.mark.case(82, "ppo grpo ilql sft reward dpo")
-@cases(*PICTURES)
-def test_the_padding_side_of_a_tokenizer_changes_nothing(base, job, tmp_path, case):
-    """Right; it is left in the others."""
-    more = {"reward": "classifier-right"} if "classifier" in case else {}
-    play(job(case, tmp_path / "run", tokenizer="right", micro_batch_size=4, **more))
-    same_result(tmp_path / "run", base(case))
-
-
-@pytest.mark.case(82, "ppo grpo ilql sft reward dpo")
-@cases(*PICTURES, "sft-packed")
-def test_more_padding_changes_nothing(base, job, tmp_path, case):
-    play(job(case, tmp_path / "run", "wide", micro_batch_size=4))
+@pytest.mark.parametrize("patches", [[], ["wide"]], ids=["right", "wide"])
+@cases("ddpo", "ddpo-lora")  # whose prompts all have the same length
+def test_padding_changes_nothing(base, job, tmp_path, case, patches):
+    """On the right, as the tokenizer says; in the others it is on the left."""
+    play(job(case, tmp_path / "run", *patches, tokenizer="right", micro_batch_size=4))
     same_result(tmp_path / "run", base(case))
 
 
@@ -546,8 +418,7 @@ def test_the_order_of_rows_in_a_batch_changes_nothing(base, job, tmp_path, case)
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """start(processes, jobs, folder) -> the finished torchrun that has played the jobs. Where a fault was among them,
-    it ended within a minute after it."""
+    """start(processes, jobs, folder) -> the finished torchrun, a minute after a fault among the jobs at most."""
 
     def run(processes, jobs, folder):
         (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -565,42 +436,25 @@ SHARES = {"micro_batch_size": 2, "decode_batch_size": 2}  # of three rows a proc
 
 
 @pytest.fixture(scope="module")
-def asked(request):
-    """asked(name) -> the values of this parameter in the tests of this file that run."""
+def several(job, start, request, tmp_path_factory):
+    """several(processes) -> (directory, finished torchrun): the cases asked for, and of two processes middle parts."""
     items = [item for item in request.session.items if item.path == Path(__file__)]
-    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    asked = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    cases = {params.get("case", params.get("algo")) for params in asked}
 
-    def values(name):
-        return {found[name] for found in parameters if name in found}
-
-    return values
-
-
-@pytest.fixture(scope="module")
-def several(job, start, asked, tmp_path_factory):
-    """several(processes) -> (directory, finished torchrun) of every case that is asked for, in micro-batches that do
-    not divide the rows of a process; of two processes the middle part, too, of runs that one begins."""
-    found = {}
-
+    @cache
     def get(processes):
-        if processes in found:
-            return found[processes]
         folder = tmp_path_factory.mktemp("several")
         sizes = SHARES if processes == 2 else {"micro_batch_size": 1, "decode_batch_size": 3}
-        jobs = [job(case, folder / case, "witness", **sizes) for case in CASES if case in asked("case") | asked("algo")]
+        jobs = [job(case, folder / case, "witness", **sizes) for case in CASES if case in cases]
         if processes == 2:
-            parts = [
-                job(algo, folder / "parts" / algo, "stopping") | {"stop": 1}
-                for algo in SCRIPTS
-                if algo in asked("algo")
-            ]
-            for part in parts:
+            for algo in {params["algo"] for params in asked if "algo" in params}:
+                part = job(algo, folder / "parts" / algo, "fault") | {"how": "stop"}
                 play(part)
-            jobs += parts
+                jobs.append(part)
         done = start(processes, jobs, folder)
         assert done.returncode == 0, done.stderr[-9000:]
-        found[processes] = folder, done
-        return found[processes]
+        return folder, done
 
     return get
 
@@ -632,36 +486,30 @@ def test_runs_go_on_with_another_number_of_processes(base, several, job, algo, t
     same_result(run, base(algo))
 
 
-# ---- Failures --------------------------------------------------------------------------------------------------------
-
-
-FAILURES = {  # how, in which process, after how many checkpoints more
-    "user": (0, 0, "a function of the user has had enough"),
-    "raise": (1, 1, "RuntimeError: this process has had enough"),
-    "kill": (0, 1, "Signal 9 (SIGKILL)"),
-}
+FAILURES = [  # how, in which process, what is printed
+    pytest.param("raise", 1, "this process has had enough", marks=[pytest.mark.case(29), pytest.mark.case(68)]),
+    pytest.param("kill", 0, "Signal 9 (SIGKILL)", marks=pytest.mark.case(68)),
+    pytest.param("end", 1, "; to continue: torchrun --nproc_per_node 2 ", marks=pytest.mark.case(6)),
+    pytest.param("end all", 0, "; to continue: torchrun --nproc_per_node 2 ", marks=pytest.mark.case(6)),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.case(29)
-@pytest.mark.case(68)
-@ALGOS
-def test_a_process_that_fails_ends_the_others_and_the_run_goes_on(several, job, start, tmp_path, algo):
-    """One failure after the other in the same run: in reward or metric, in a forward pass, and a kill."""
+@pytest.mark.parametrize(("how", "rank", "printed"), FAILURES)
+@pytest.mark.parametrize("algo", SCRIPTS)
+def test_a_process_that_ends_early_ends_the_others_and_the_run_goes_on(
+    several, job, start, tmp_path, algo, how, rank, printed
+):
+    """By an error in a forward pass, by a kill, by SIGTERM to it, and by SIGTERM to torchrun."""
+    whole = several(2)[0] / algo
     run = tmp_path / "run"
-    step = 0
-    for how, (rank, after, message) in FAILURES.items():
-        if how != "user" or algo != "reward":  # which calls no function
-            broken = job(algo, run, "fault", **SHARES) | {"how": how, "rank": rank, "after": after}
-            failed = start(2, [broken], tmp_path)
-            assert failed.returncode != 0 and message in failed.stderr
-            state = checkpoint.newest_checkpoint(run, lambda text: pytest.fail(text))[1] or {"step": 0}
-            assert state["step"] > step or how == "user"
-            step = state["step"]
-    assert step < log(several(2)[0] / algo)[-1]["step"]
+    failed = start(2, [job(algo, run, "fault", **SHARES) | {"how": how, "rank": rank}], tmp_path)
+    assert failed.returncode != 0 and printed in failed.stdout + failed.stderr
+    _, state = checkpoint.newest_checkpoint(run, lambda text: pytest.fail(text))
+    assert 0 < state["step"] < log(whole)[-1]["step"]
     done = start(2, [job(algo, run, **SHARES)], tmp_path)
     assert done.returncode == 0, done.stderr
-    same(run, several(2)[0] / algo)
+    same(run, whole)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,17 @@ failure. Without --script the slow run asks the seven scripts of the repository.
 """
 
 import dataclasses
-import importlib.util
 import json
 import re
 import shutil
-import sys
 
 import pytest
 import torch
 from harness import ALGOS, ROOT, SETTINGS, at, launch, same, torchrun
-from helpers import log, same_run
+from helpers import log, pad_is_eos, same_run
+from transformers import AutoTokenizer
 
-# ---- The script ------------------------------------------------------------------------------------------------------
+from common.functions import import_file
 
 
 class Script:
@@ -26,10 +25,7 @@ class Script:
     def __init__(self, path):
         self.path = path
         self.kind = max(ALGOS, key=lambda algo: self.shared_lines(ROOT / f"algos/{algo}.py"))
-        spec = importlib.util.spec_from_file_location("script_under_test", path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        module = import_file(path, path.read_bytes())
         self.fields = {field.name for field in dataclasses.fields(module.Args)}
 
     def needs_common(self):
@@ -70,8 +66,7 @@ def script(request):
 
 
 def settings(script):
-    """In float64, with micro-batches of any size. With the usual epsilon Adam makes steps of rounding errors where a
-    gradient is zero."""
+    """In float64. With the usual epsilon Adam makes steps of rounding errors where a gradient is zero."""
     model = "pipeline" if script.kind == "ddpo" else "model"
     text = f"--model {model} {SETTINGS[script.kind]} --lr-schedule cosine --warmup-steps 3 --weight-decay 0.1"
     return f"{text} --threads 1 --dtype float64 --adam-eps 1e-6 --attn-implementation sdpa"
@@ -98,8 +93,6 @@ def base(run):
     return run()
 
 
-# ---- Learning --------------------------------------------------------------------------------------------------------
-
 LEARNING = {  # a short run of the embedded task, what it measures, and by how much that changes at least
     "ppo": ("--total-episodes 1280 --rollout-batch-size 256 --batch-size 256", "eval/reward", 0.25),
     "grpo": ("--total-episodes 5120", "eval/reward", 0.2),
@@ -122,8 +115,6 @@ def test_it_learns_its_embedded_task_a_little(script, scripts, tmp_path):
     enough = gain > growth if growth > 0 else gain < growth
     assert enough, f"{name} went from {values[0]:.3f} to {values[-1]:.3f}; expected a change of {growth} or more"
 
-
-# ---- The first update ------------------------------------------------------------------------------------------------
 
 START = {  # metric -> its value where the policy is still the one that sampled, and the reference
     "policy/ratio": 1,
@@ -148,9 +139,6 @@ def test_it_starts_with_ratio_1_and_kl_0(script, run):
         assert first[name] == pytest.approx(START[name], abs=1e-9), f"{name} is {first[name]} at the first step"
 
 
-# ---- Layout ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_micro_batches_change_nothing(script, run, base, size):
     script.needs("--micro-batch-size")
@@ -165,53 +153,17 @@ def test_two_processes_change_nothing(script, work, base, tmp_path):
     same_run(tmp_path / "run", base, 1e-8, "two processes")
 
 
-# Whatever `collate` and `pad_rows` pad gets two columns more, of random tokens that no mask counts.
-GARBAGE = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import torch
-from common import classifiers, forward, sampling
-
-generator = torch.Generator().manual_seed(0)
-collate, pad_rows = forward.collate, sampling.pad_rows
-
-def noise(like):
-    return torch.randint(0, 21, like.shape, generator=generator).to(like)
-
-def noisy_collate(lines, pad, no_label=-100):
-    ids, positions, labels = collate(lines, pad, no_label)
-    columns = torch.arange(1, 3)
-    ids = torch.cat([ids, noise(ids[:, :1].repeat(1, 2))], 1)
-    positions = torch.cat([positions, positions[:, -1:] + columns], 1)
-    labels = torch.cat([labels, torch.full((len(labels), 2), no_label).to(labels)], 1)
-    return ids, positions, labels
-
-def noisy_rows(rows, fill, **options):
-    padded = pad_rows(rows, fill, **options)
-    if padded.dtype == torch.bool:
-        return torch.cat([torch.zeros(len(padded), 2).to(padded), padded], 1)
-    return torch.cat([noise(padded[:, :1].repeat(1, 2)), padded], 1)
-
-forward.collate = classifiers.collate = noisy_collate
-sampling.pad_rows = noisy_rows
-"""
+PADDED = f"sys.path.append({str(ROOT / 'tests')!r}); import helpers; helpers.pad_more()\n"
 
 
-def test_what_stands_in_padding_changes_nothing(script, run, base, work):
+def test_what_stands_in_padding_changes_nothing(script, run, base, work, tmp_path):
     """More padding, of random tokens, and another padding token."""
     script.needs_common()
     if script.kind == "ddpo":
         pytest.skip("not asked: captions are padded to one length")
-    folder = work / "padded"
-    if not folder.exists():
-        shutil.copytree(work / "model", folder)
-        for name in "tokenizer_config.json", "special_tokens_map.json":
-            if (folder / name).exists():
-                (folder / name).write_text((folder / name).read_text().replace('"<pad>"', '"<eos>"'))
-    same_run(run(f"--model {folder}", patch=GARBAGE), base, 1e-8, "other padding")
-
-
-# ---- Kill and continue -----------------------------------------------------------------------------------------------
+    folder = shutil.copytree(work / "model", tmp_path / "model")
+    pad_is_eos(AutoTokenizer.from_pretrained(folder)).save_pretrained(folder)
+    same_run(run(f"--model {folder}", patch=PADDED), base, 1e-8, "other padding")
 
 
 def test_killed_and_continued_it_ends_with_the_same_bytes(script, run, base, tmp_path):
@@ -221,22 +173,17 @@ def test_killed_and_continued_it_ends_with_the_same_bytes(script, run, base, tmp
     same(run(folder=tmp_path), base)
 
 
-# ---- What a user does ------------------------------------------------------------------------------------------------
+BAD = {"--reward": ("user.py:bad_reward", "user.py:bad_reward returned "), "--dataset": ("bad.jsonl", "--dataset ")}
 
 
-def test_a_bad_reward_is_one_sentence(script, scripts, work, tmp_path):
-    script.needs("--reward")
-    argv = script.command(f"{settings(script)} --reward user.py:bad_reward --run-dir {tmp_path}/run")
+@pytest.mark.parametrize("flag", BAD)
+def test_bad_input_is_one_sentence(flag, script, scripts, work, tmp_path):
+    script.needs(flag)
+    value, sentence = BAD[flag]
+    (work / "bad.jsonl").write_text(json.dumps({"prompt": 3}) + "\n")
+    argv = script.command(f"{settings(script)} {flag} {value} --run-dir {tmp_path}/run")
     err = scripts.run(argv, work, expect=2, patch=PATH).err
-    assert re.match(r"error: user.py:bad_reward returned .*\n$", err), err
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_bad_row_is_one_sentence(script, scripts, work, tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": 3}) + "\n")
-    argv = script.command(f"{settings(script)} --dataset {tmp_path}/rows.jsonl --run-dir {tmp_path}/run")
-    err = scripts.run(argv, work, expect=2, patch=PATH).err
-    assert re.match(r"error: --dataset .*\n$", err), err
+    assert re.match(rf"error: {sentence}.*\n$", err), err
     assert not (tmp_path / "run").exists()
 
 

@@ -101,8 +101,8 @@ first pair: s | chosen: da | rejected: busuidtkb
 lr 0.01 cosine, at most 32 tokens per text
 4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass""",
     "dpo": """4,476 parameters, 4,476 trained; TYPES
-data: 22 pairs, 0 prompts and the responses of 0 cut, 0 dropped for lack of room for a response, 0 dropped as equal
-eval: 7 pairs, 0 prompts and the responses of 0 cut, 0 dropped for lack of room for a response, 0 dropped as equal
+data: 22 pairs; prompts: 0 cut; responses: 0 cut; 0 dropped without room for a response, 0 as equal
+eval: 7 pairs; prompts: 0 cut; responses: 0 cut; 0 dropped without room for a response, 0 as equal
 tokens of the longer text: median 11, longest 11
 first pair: [s] | chosen: da<eos> | rejected: busuidtkb<eos>
 lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens per text, 6 new tokens

@@ -1,0 +1,130 @@
+"""How seconds and memory of an iteration of GRPO grow with its sizes, beside TRL's at both ends.
+
+    python benchmarks/throughput/growth.py          # needs the environment of TRL 1.16 (make_peer_env.sh)
+    python benchmarks/throughput/growth.py --dry    # prints what it would measure
+
+The work is that of grpo in language.py: a rollout of given responses and one update of full float32 weights. One size
+at a time leaves BASE. A point is one process, its seconds the median of its iterations but the first. Rows go to
+growth.csv; what is there of this commit is not measured again.
+"""
+
+import argparse
+import csv
+import importlib
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import linear_regression
+
+from run import HERE, REPEAT_ME, commit, file_of, python_of
+
+RESULTS = HERE / "growth.csv"
+COLUMNS = ["axis", "value", "system", "seconds", "rollout", "memory_mb", "device", "versions", "commit"]
+BASE = {"layers": 4, "width": 384, "vocabulary": 16000, "prompts": 4, "length": 1}
+AXES = {
+    "prompts": [2, 4, 8, 16],  # of four responses each
+    "length": [1, 2, 4, 8],  # times 16 to 64 tokens of a prompt, 16 to 96 of a response
+    "width": [192, 384, 768, 1536],
+    "vocabulary": [4000, 16000, 64000, 256000],
+}
+SYSTEMS = {"plainrl": "fp32", "TRL": "fp32-same-flags"}
+
+
+def points():
+    """(axis, value, system) of every measurement."""
+    for axis, values in AXES.items():
+        for value in values:
+            for system in SYSTEMS:
+                if system == "plainrl" or value in (values[0], values[-1]):
+                    yield axis, value, system
+
+
+def measure(axis, value, system):
+    """One point, in this process: appends its row."""
+    import language
+    import measurement
+
+    measurement.wait_for_quiet()
+    ticks = measurement.cpu_ticks()
+    module = importlib.import_module(file_of("grpo", SYSTEMS[system]))
+    with tempfile.TemporaryDirectory() as model:
+        language.prepare(Path(model), "grpo")
+        columns, _ = module.measure("grpo", SYSTEMS[system], model)
+    if measurement.share("steal", ticks) > measurement.MOST_STEAL and not os.environ.get("FORCE"):
+        sys.exit(REPEAT_ME)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    row = {"axis": axis, "value": value, "system": system, "seconds": f"{columns['seconds']:.3f}"}
+    row |= {"rollout": f"{columns['rollout']:.3f}" if "rollout" in columns else "", "memory_mb": f"{memory:.0f}"}
+    row |= {name: text for name, text in measurement.machine().items() if name in COLUMNS}
+    print(row, flush=True)
+    with open(RESULTS, "a", newline="") as file:
+        csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+
+
+def stored():
+    with open(RESULTS, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def slope(values, figures):
+    """The exponent: least squares of log(figure) over log(value)."""
+    fit = linear_regression([math.log(value) for value in values], [math.log(figure) for figure in figures])
+    return fit.slope
+
+
+def table():
+    """Heads and rows for the page: a row a point, then the exponents of an axis."""
+    heads = ["size", "rollout s", "update s", "MB", "TRL: both s", "TRL: MB", "times"]
+    found = {(row["axis"], int(row["value"]), row["system"]): row for row in stored()}
+    rows = []
+    for axis, values in AXES.items():
+        figures = []
+        for value in values:
+            ours, peer = (found.get((axis, value, system)) for system in SYSTEMS)
+            both = float(ours["seconds"])
+            rollout = float(ours["rollout"])
+            figures.append((rollout, both - rollout, float(ours["memory_mb"])))
+            cells = [f"{axis} {value}", f"{rollout:.2f}", f"{both - rollout:.2f}", ours["memory_mb"]]
+            if peer:
+                cells += [peer["seconds"][:-1], peer["memory_mb"], f"{float(peer['seconds']) / both:.2f}"]
+            rows.append(cells + [""] * (len(heads) - len(cells)))
+        exponents = [f"{slope(values, column):.2f}" for column in zip(*figures, strict=True)]
+        rows.append([f"{axis}: exponent", *exponents, "", "", ""])
+    return heads, rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # of the commands that this one starts
+    options = parser.parse_args()
+    if options.one:
+        axis, value, system = options.one
+        return measure(axis, int(value), system)
+    if not RESULTS.exists():
+        RESULTS.write_text(",".join(COLUMNS) + "\n")
+    code = commit()
+    for axis, value, system in points():
+        done = [row for row in stored() if row["commit"] == code]
+        if (axis, str(value), system) in [(row["axis"], row["value"], row["system"]) for row in done]:
+            continue
+        command = [python_of(file_of("grpo", SYSTEMS[system])), __file__, "--one", axis, str(value), system]
+        sizes = json.dumps(BASE | {axis: value})
+        print(f"SIZES='{sizes}'", *command, flush=True)
+        environment = {"OMP_NUM_THREADS": "2", "ITERATIONS": "4", "COMMIT": code, "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | environment | {"SIZES": sizes}
+        for _ in range(0 if options.dry else 3):
+            status = subprocess.run(command, env=environment).returncode
+            if status != REPEAT_ME:
+                break
+        if not options.dry and status:
+            sys.exit(f"error: exit code {status}; the same command goes on from here")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Random mutants: which small changes of the code does the default `pytest` not see?
+
+    pip install coverage
+    python tests/mutants.py cover   # which test runs which line, and how long it takes: one run of all tests
+    python tests/mutants.py run     # plants each mutant, and runs the tests of its line up to the first failure
+
+A fixed sample: PER_FILE of every file of algos/ and common/, drawn by its name. Tests that run few lines in little time
+come first; after --limit seconds the mutant counts as not killed. mutants.csv keeps what was found; `run` goes on.
+"""
+
+import argparse
+import ast
+import copy
+import csv
+import importlib
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.planted.planted import ROOT, copy_repository
+
+PER_FILE = 7
+COLUMNS = ["file", "line", "before", "after", "killed", "test", "seconds", "tests"]
+FILES = sorted(ROOT.glob("algos/*.py")) + sorted(p for p in ROOT.glob("common/*.py") if p.stat().st_size)
+RESULTS = ROOT / "tests/mutants.csv"
+COVERED = Path(tempfile.gettempdir()) / "plainrl-mutants.json"
+SWAPS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+
+
+# ---- Mutants ---------------------------------------------------------------------------------------------------------
+
+
+def mutated(node):
+    """(kind, a changed copy of the node or "pass"), ... ."""
+    new = copy.deepcopy(node)
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+        new.ops[0] = SWAPS[type(node.ops[0])]()
+        yield "comparison", new
+    elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
+        new.op = SWAPS[type(node.op)]()
+        yield type(node).__name__, new
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+        yield "sign", new.operand
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "bool", ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield "number", ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Call) and node.keywords and node.keywords[-1].arg not in (None, "strict"):
+        del new.keywords[-1]
+        yield "argument", new
+    elif isinstance(node, ast.Raise) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield type(node).__name__, "pass"
+    if isinstance(node, ast.If | ast.IfExp):
+        yield "condition", ast.Constant(False)
+
+
+def mutants(path):
+    """The sample of a file: (line, text before, text after, source). Kinds are drawn before places."""
+    text = path.read_text()
+    source = text.encode()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    places = {}
+    nodes = list(ast.walk(ast.parse(text)))
+    annotations = [node.annotation for node in nodes if getattr(node, "annotation", None)]
+    skipped = {part for annotation in annotations for part in ast.walk(annotation)}
+    for node in nodes:
+        for kind, new in mutated(node) if node not in skipped else ():
+            places.setdefault(kind, []).append((node.test if kind == "condition" else node, new))
+    draw = random.Random(path.name)
+    found = {}
+    while len(found) < PER_FILE:
+        node, new = draw.choice(places[draw.choice(sorted(places))])
+        begin = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        after = new if isinstance(new, str) else f"({ast.unparse(new)})"
+        changed = (source[:begin] + after.encode() + source[end:]).decode()
+        found[begin, after] = node.lineno, source[begin:end].decode(), after, changed
+    return sorted(found.values())
+
+
+# ---- Coverage --------------------------------------------------------------------------------------------------------
+
+
+class Cover:
+    """A plugin: contexts of coverage are the tests' names, in the processes that they start, too."""
+
+    def pytest_configure(self, config):
+        import coverage
+        import harness
+
+        folder, environment = os.environ["MUTANTS"], harness.environment
+        sources = [f"{os.getcwd()}/algos", f"{os.getcwd()}/common"]
+        self.measured = coverage.Coverage(f"{folder}/data", data_suffix=True, source=sources)
+        self.measured.start()
+        begin = f'import coverage\n    c = coverage.Coverage("{folder}/data", data_suffix=True, source={sources},'
+        begin += ' context=job["env"]["TEST"])\n    c.start()\n    try:\n        exec(job["patch"]'
+        code = harness.SERVER.replace('try:\n        exec(job["patch"]', begin)
+        harness.SERVER = code.replace("sys.stdout.flush()", "c.stop(); c.save(); sys.stdout.flush()")
+        harness.environment = lambda work, **more: environment(work, TEST=self.test, **more)
+        self.test, self.seconds = "", {}
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.test = nodeid
+        self.measured.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report):
+        passed = not report.failed  # what fails without a mutant tells nothing
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + (report.duration if passed else math.inf)
+
+    def pytest_unconfigure(self):
+        self.measured.stop()
+        self.measured.save()
+        Path(os.environ["MUTANTS"], f"seconds-{os.getpid()}.json").write_text(json.dumps(self.seconds))
+
+
+def cover():
+    """Writes COVERED: {"lines": {file: {line: [test]}}, "seconds": {test: seconds}}, lines of the files as they are."""
+    import coverage
+
+    folder = Path(tempfile.mkdtemp())
+    copy_repository(folder / "code")
+    plugin = "import sys; sys.path.insert(0, 'tests'); import mutants; "
+    (folder / "code/conftest.py").write_text(plugin + "cover = mutants.Cover()\n\ndef pytest_configure(config):\n"
+                                             "    config.pluginmanager.register(cover)\n")  # fmt: skip
+    environment = os.environ | {"MUTANTS": str(folder)}
+    subprocess.run([sys.executable, "-B", "-m", "pytest"], cwd=folder / "code", env=environment)
+    measured = coverage.Coverage(str(folder / "data"))
+    measured.combine([str(folder)])
+    measured.save()
+    seconds = {}
+    for path in folder.glob("seconds-*.json"):
+        for test, value in json.loads(path.read_text()).items():
+            seconds[test] = max(value, seconds.get(test, 0))
+    seconds = {test: value for test, value in seconds.items() if value < math.inf}
+    lines, data = {}, measured.get_data()
+    for path in data.measured_files():
+        contexts = data.contexts_by_lineno(path)
+        every = {test for tests in contexts.values() for test in tests}
+        here = lines[str(Path(path).relative_to(folder / "code"))] = {}
+        for line, tests in contexts.items():
+            tests = every if "" in tests else set(tests)  # what is run at the import
+            here[line] = sorted(tests & set(seconds))
+    COVERED.write_text(json.dumps({"lines": lines, "seconds": seconds}))
+
+
+# ---- Runs ------------------------------------------------------------------------------------------------------------
+
+
+class Chosen:
+    """A plugin: these tests in this order alone; the first that fails is written into a file."""
+
+    def __init__(self, tests, path):
+        self.places, self.path = {test: place for place, test in enumerate(tests)}, path
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if item.nodeid in self.places]
+        items.sort(key=lambda item: self.places[item.nodeid])
+
+    pytest_collection_modifyitems.trylast = True
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.path.write_text(report.nodeid)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.path.write_text(report.nodeid)
+
+
+def tests_of(name, line, covered):
+    """The tests that run a line, those first that run few lines in little time."""
+    tests = covered["lines"].get(name, {}).get(str(line), [])
+    return sorted(tests, key=lambda test: covered["seconds"][test] * covered["sizes"][test])
+
+
+def try_mutant(path, mutant, tests, limit):
+    """Its row of mutants.csv. The tests run in a fork of this process, which has imported the libraries."""
+    line, before, after, changed = mutant
+    row = dict(zip(COLUMNS, [str(path.relative_to(ROOT)), line, before, after, "no", "", 0, len(tests)], strict=True))
+    if not tests:
+        return row
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        code, failed = Path(folder, "code"), Path(folder, "failed")
+        copy_repository(code)
+        (code / row["file"]).write_text(changed)
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os.chdir(code)
+            sys.path[0] = str(code)
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+            import pytest
+
+            files = sorted({test.partition("::")[0] for test in tests})
+            options = "-p no:xdist -p no:cacheprovider -o addopts= -x -q --tb=no".split()
+            os._exit(int(pytest.main([*options, "-m", "not slow", *files], plugins=[Chosen(tests, failed)])))
+        done = 0
+        while not done and time.monotonic() - start < limit:
+            time.sleep(0.2)
+            done, status = os.waitpid(child, os.WNOHANG)
+        os.killpg(child, signal.SIGKILL)
+        row["seconds"] = round(time.monotonic() - start)
+        if not done:
+            os.waitpid(child, 0)
+            row["killed"] = "no, in the time"
+        elif status:
+            row["killed"] = "yes"
+            row["test"] = failed.read_text() if failed.exists() else "the process ended"
+    return row
+
+
+def table():
+    """{(file, line, before, after): row} of mutants.csv."""
+    if not RESULTS.exists():
+        return {}
+    with open(RESULTS, newline="") as file:
+        return {tuple(row[name] for name in COLUMNS[:4]): row for row in csv.DictReader(file)}
+
+
+def run(limit, jobs):
+    """Tries the mutants that mutants.csv does not have, or whose killer is no more; each row is written at once."""
+    covered = json.loads(COVERED.read_text())
+    covered["sizes"] = dict.fromkeys(covered["seconds"], 1)
+    for lines in covered["lines"].values():
+        for tests in lines.values():
+            for test in tests:
+                covered["sizes"][test] += 1
+    for library in "accelerate.tracking datasets diffusers matplotlib.figure peft pytest torch tyro".split():
+        importlib.import_module(library)
+    transformers = importlib.import_module("transformers")
+    for name in "GPT2ForSequenceClassification GPT2LMHeadModel PreTrainedTokenizerFast".split():
+        getattr(transformers, name)
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sample = [(path, mutant) for path in FILES for mutant in mutants(path)]
+    keys = [(str(path.relative_to(ROOT)), str(mutant[0]), *mutant[1:3]) for path, mutant in sample]
+    known = {key: row for key, row in table().items() if key in keys}
+    gone = [key for key, row in known.items() if row["test"] and row["test"] not in covered["seconds"]]
+    waiting = [i for i, key in enumerate(keys) if key not in known or key in gone]
+    print(f"{len(waiting)} of {len(keys)} mutants to plant", flush=True)
+    write([known[key] for key in keys if key in known and key not in gone])
+    for part in range(jobs):
+        if os.fork() == 0:
+            for i in waiting[part::jobs]:
+                path, mutant = sample[i]
+                row = try_mutant(path, mutant, tests_of(keys[i][0], mutant[0], covered), limit)
+                with open(RESULTS, "a", newline="") as file:
+                    csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+                print(*row.values(), sep=" | ", flush=True)
+            os._exit(0)
+    for _ in range(jobs):
+        os.wait()
+    known = table()
+    write([known[key] for key in keys])
+
+
+def write(rows):
+    with open(RESULTS, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["cover", "run"])
+    parser.add_argument("--limit", type=float, default=300, help="seconds of tests for a mutant")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    args = parser.parse_args()
+    cover() if args.what == "cover" else run(args.limit, args.jobs)
+
+
+if __name__ == "__main__":
+    main()

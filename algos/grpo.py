@@ -206,7 +206,7 @@ class Rollout(Episodes):
     logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled; None: the single step computes them
     ref_logprobs: torch.Tensor | None = None  # (B, R)
     scores: torch.Tensor | None = None  # (B,) float64
-    truncated: torch.Tensor | None = None  # (B,) bool, cut at --max-new-tokens
+    truncated: torch.Tensor | None = None  # (B,) bool, did not end
     advantages: torch.Tensor | None = None  # (B,) float64
 
 

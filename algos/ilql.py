@@ -68,10 +68,10 @@ from common.args import (
 )
 from common.cli import InputError, cli
 from common.forward import in_chunks, in_float32, token_logprobs
-from common.functions import build, spec_path
+from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
-from common.models import as_decoder, draw_layers, lm_class, load_lm, max_positions, unsharded
+from common.models import as_decoder, draw_layers, folder_with, lm_class, load_lm, max_positions, unsharded
 from common.report import wrapped
 from common.rows import set_flag, set_prefix, texts
 from common.sampling import evaluate_samples, read_data
@@ -616,8 +616,7 @@ def load(args, path, device):
     run."""
     lm, tokenizer = load_lm(args, path, device)
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
-    folder = spec_path(path)
-    if folder and (folder / HEADS_FILE).exists():
+    if folder := folder_with(args, path, HEADS_FILE):
         policy.load_heads(folder)
     return policy, tokenizer
 

@@ -48,10 +48,19 @@ from common.args import Count, Fraction, ModelArgs, NonNegative, OptimizerArgs, 
 from common.classifiers import RewardModel
 from common.cli import InputError, cli
 from common.forward import Episodes, in_float32, response_logprobs, score_all
-from common.functions import build, spec_path
+from common.functions import build
 from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
-from common.models import as_decoder, describe_reference, draw_layers, lm_class, load_lm, make_reference, unsharded
+from common.models import (
+    as_decoder,
+    describe_reference,
+    draw_layers,
+    folder_with,
+    lm_class,
+    load_lm,
+    make_reference,
+    unsharded,
+)
 from common.report import lines_of_use, visible, wrapped
 from common.rows import set_prefix
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, sample, score_outputs
@@ -335,7 +344,7 @@ class Rollout(Episodes):
     entropies: torch.Tensor | None = None  # (B, R) of the next-token distribution
     ref_logprobs: torch.Tensor | None = None  # (B, R)
     raw_scores: torch.Tensor | None = None  # (B, R) from the reward; a single score is on the last token
-    truncated: torch.Tensor | None = None  # (B,) bool, cut at --max-new-tokens
+    truncated: torch.Tensor | None = None  # (B,) bool, did not end
     scores: torch.Tensor | None = None  # (B, R) as trained on: shape_scores
     rewards: torch.Tensor | None = None  # (B, R)
     advantages: torch.Tensor | None = None  # (B, R), whitened
@@ -375,7 +384,7 @@ def score_episodes(accelerator, model, ref, args, episodes):
     """{field of Rollout: (B, R)} of a micro-batch, by policy and reference; zero where no token counts."""
     options = {"temperature": args.temperature, "places": episodes.places}
     logprobs, values, entropies = model(*episodes.tokens(), also=token_entropies, **options)
-    with accelerator.autocast():  # the prepared model brings its own
+    with accelerator.autocast():  # ref is not prepared: nothing else casts for it
         ref_logprobs, _, _ = response_logprobs(ref, *episodes.tokens(), **options)
     values = torch.where(episodes.response_mask, values, 0.0)
     return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
@@ -385,7 +394,7 @@ def place_scores(scores, mask):
     """(B, R) in float64: a single number is placed on the last token of its row; a list has one number per token.
 
     mask: (B, R) True at the tokens that count. What another token got goes to the one before it that counts, or to the
-    first one. A row without tokens gets no score.
+    first one.
     """
     width = mask.shape[1]
     values = []
@@ -395,7 +404,7 @@ def place_scores(scores, mask):
     values = torch.tensor(values, dtype=torch.float64, device=mask.device)
     places = torch.where(mask, torch.arange(width, device=mask.device), 0).cummax(1).values
     places = places.maximum(mask.int().argmax(1, keepdim=True))
-    return torch.where(mask, torch.zeros_like(values).scatter_add(1, places, values), 0.0)
+    return torch.zeros_like(values).scatter_add(1, places, values)
 
 
 def rollout_metrics(batch, kl_coef):
@@ -527,8 +536,7 @@ def evaluate(run, step, model, tokenizer, data, args):
 def make_policy(args, path, lm):
     """The language model with a new value head, or with the one in the --model directory."""
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
-    folder = spec_path(path)
-    if folder and (folder / "value_head.safetensors").exists():
+    if folder := folder_with(args, path, "value_head.safetensors"):
         policy.load_value_head(folder)
     return policy.to(lm.device)
 

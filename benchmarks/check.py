@@ -489,7 +489,7 @@ def older_code():
         yield f"older code: the whole table of faults last ran on commit {ran_on['commit'][:7]}"
     older = planted.older()
     if older:
-        yield f"older code: planted bugs {' '.join(map(str, older))} were caught by it (planted.py plants them again)"
+        yield f"older code: {len(older)} planted bugs were caught by it (planted.py plants them again)"
 
 
 # ---- Verify, write, collect -----------------------------------------------------------------------------------------

@@ -77,8 +77,9 @@ def fit_sizes(args):
 
 
 def divisor(number, most):
-    """The largest divisor of a number that is at most `most`."""
-    return next(size for size in range(most, 0, -1) if number % size == 0)
+    """The largest divisor of a number that is at most `most`, or `most` if that is less than an eighth of both."""
+    found = next(size for size in range(most, 0, -1) if number % size == 0)
+    return found if 8 * found >= min(number, most) else most
 
 
 def problems_of(args):

@@ -148,7 +148,8 @@ def refuse_other_names(words, args_class, script=""):
     for title in near:
         read_section(title)
     for path in sorted(ROOT.glob("algos/*.py")):
-        for name in re.findall(r"(?m)^    (\w+): .* = ", path.read_text()):
+        own_flags = "".join(re.findall(r"(?ms)^class Args\b.*?(?=^\S|^    def )", path.read_text()))
+        for name in re.findall(r"(?m)^    (\w+): .* = ", own_flags):
             advice.setdefault(flag_of(name), f"it is a flag of {path.name}")
     for title in sections:
         read_section(title)

@@ -144,6 +144,8 @@ class Episodes:
 
     def take(self, rows):
         """The given rows (indices on the CPU), without columns in which none of them has a token."""
+        if int(self.response_mask_cpu.sum()) != len(self.places):
+            raise ValueError("response_mask was changed in place: assign a new one")
         query_mask = self.query_mask_cpu[rows]
         response_mask = self.response_mask_cpu[rows]
         begin = int(query_mask.any(0).int().argmax())
@@ -233,11 +235,14 @@ def in_float32(*modules):
 def forward_replaced(module, compute):
     """Inside, the module returns compute(its own output, states)."""
     forward = module.forward
+    is_replaced = "forward" in vars(module)  # by a hook of accelerate
     module.forward = lambda states: compute(forward, states)
     try:
         yield
     finally:
         del module.forward  # restores that of its class
+        if is_replaced:
+            module.forward = forward
 
 
 @torch.no_grad()

@@ -168,11 +168,11 @@ def is_of_library(value):
 def hash_of_object(value):
     """A hash of rows, or of what the pickler of datasets stores for a function or other object (fields, closures,
     globals that its functions read), with the user's files that contain its code. TypeError if it holds a model."""
-    from datasets.utils._dill import Pickler  # takes a second
-
     if type(value) in (list, dict):  # by their text: a pickle depends on which rows are one object
         with contextlib.suppress(TypeError):  # else rows of objects
             return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    from datasets.utils._dill import Pickler  # takes a second
+
     digest = hashlib.sha256()
     files = set()
 

@@ -123,7 +123,7 @@ def closes_run(main):
 
 class Run:
     """One run directory, and what every loop needs from it. accelerator: the processes. dir: its path (None with
-    --check). checkpoint, state: what to continue from, or None and {}. begun: optimizer steps done before. finished:
+    --check). checkpoint, loaded: what to continue from, or None and {}. begun: optimizer steps done before. finished:
     the run is complete, so there is nothing to do. same: the directory already has part of this run."""
 
     def __init__(self, args, script, fsdp=True):
@@ -143,10 +143,10 @@ class Run:
         self.last_line = 0.0
         self.mirrored = args.track != "off"
         _open.append(self)
-        self.dir, self.checkpoint, self.state, self.finished, self.same = on_main(self.accelerator, self._claim)
-        self.begun = self.state.get("step", 0)
+        self.dir, self.checkpoint, self.loaded, self.finished, self.same = on_main(self.accelerator, self._claim)
+        self.begun = self.loaded.get("step", 0)
         # again: accelerate may have changed them, and another number would give other bits
-        set_threads(args.threads or self.state.get("threads"))
+        set_threads(args.threads or self.loaded.get("threads"))
         if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
@@ -236,21 +236,21 @@ class Run:
         self.model = model
         self.optimizer = optimizer
         self.stride = stride
-        self.iteration = self.state.get("iteration", self.begun // stride)  # the last one that is done
+        self.iteration = self.loaded.get("iteration", self.begun // stride)  # the last one that is done
         self.num_iterations = iterations
         self.total_steps = self.begun + stride * max(0, iterations - self.iteration)
         self.shown = [*dict.fromkeys(shown)]  # the headline may be one of those of the status line
         self.headline = shown[0]
         if self.same:
-            self.headline = self.state.get("headline", self.headline)
+            self.headline = self.loaded.get("headline", self.headline)
         self.eval_every = self.args.eval_every if evaluates else 0
         kept = {"best_score": None, "best_step": None, "pending": {}} | quantities
-        self.kept = SimpleNamespace(**{name: self.state.get(name, value) for name, value in kept.items()})
+        self.kept = SimpleNamespace(**{name: self.loaded.get(name, value) for name, value in kept.items()})
         self.saved = time.monotonic()
         self.frozen = ckpt.frozen_weights(pretrained)
         self.settings = ckpt.settings_of(optimizer)
         if self.checkpoint:
-            ckpt.unpack_state(self.checkpoint, self.state, model, optimizer, self.frozen)
+            ckpt.unpack_state(self.checkpoint, self.loaded, model, optimizer, self.frozen)
             if self.iteration >= iterations and not self.same:
                 raise InputError(
                     f"--resume {self.args.resume}: nothing is left to train: give it more steps or episodes"
@@ -276,10 +276,10 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
         sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
-        last = self.state.get("step", -1) - bool(self.kept.pending)  # later steps will be repeated
+        last = self.loaded.get("step", -1) - bool(self.kept.pending)  # later steps will be repeated
         for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):
             keep_lines(self.dir / name, last)
-        keep_lines(self.dir / "rollouts.jsonl", self.state.get("step", -1))
+        keep_lines(self.dir / "rollouts.jsonl", self.loaded.get("step", -1))
         self._mirror(report.open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
@@ -486,6 +486,8 @@ class Run:
             perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
             for name, count in counts.items():
                 perf[f"perf/{name}_per_sec"] = count / sum(self.seconds.values())
+            if self.evaluation_due(step):  # it began after the last part, so the rates above leave it out
+                perf["perf/seconds_eval"] = time.perf_counter() - self.since
             perf["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
         if self.dir is None:
             return

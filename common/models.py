@@ -176,6 +176,20 @@ def check_model(model, tokenizer, missing, is_lm):
         raise ValueError(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
 
 
+def folder_with(args, path, name):
+    """The directory in which a model of a directory or of the hub has a file of this name; None without it, or for an
+    object."""
+    if not isinstance(path, str):
+        return None
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        spec_path(path) or path, name, revision=args.revision, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return found and Path(found).parent
+
+
 def adapter_base(path, revision=None):
     """The base model of a LoRA adapter in a directory or on the hub; None if path is not an adapter."""
     if not isinstance(path, str):

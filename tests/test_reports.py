@@ -7,6 +7,7 @@ import pty
 import re
 import sys
 import textwrap
+import time
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -26,7 +27,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from transformers import GenerationMixin
 
-from algos import dpo
+from algos import dpo, sft
 from common import report
 from common.cli import parse
 from common.logging import Run
@@ -185,7 +186,28 @@ def test_names_of_metrics(algo, whole):
     assert [record["step"] for record in perf] == steps[1:]
     names = {f"perf/{name}" for name in (PERF[algo] + " seconds_update peak_memory_mb").split()}
     for record in perf:
-        assert record.keys() == {"step", "time", *names} and all(record[name] > 0 for name in names)
+        expected = names | ({"perf/seconds_eval"} if record["step"] % every == 0 else set())
+        assert record.keys() == {"step", "time", *expected} and all(record[name] > 0 for name in expected)
+    told = dict(re.findall(r"(?m)^\| `([\w/]+)` \| ([\w ]+) \|", (ROOT / "algos/README.md").read_text()))
+    for name in {*trained, *perf[-1]} - {"time"}:
+        assert {"all", algo} & {*told[name].split()}, f"the guide lacks {name}"
+
+
+def test_seconds_of_an_evaluation_count_in_no_rate(gpt2_dir, tmp_path):
+    """Here half a second, of which the update knows nothing."""
+
+    def slow(outputs, **columns):
+        time.sleep(0.5)
+        return {"length": [len(output) for output in outputs]}
+
+    rows = [{"prompt": letter, "completion": letter * 3} for letter in "abcd"]
+    flags = {"total_steps": 4, "batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 3, "threads": 1}
+    flags |= {"model": gpt2_dir, "dataset": rows, "eval_dataset": rows[:2], "metric": slow}
+    _, folder = sft.main(sft.Args(run_dir=str(tmp_path / "run"), **flags))
+    perf = lines(folder / "perf.jsonl")
+    assert [record.get("perf/seconds_eval", 0) > 0.5 for record in perf] == [False, True, False, True]
+    for record in perf:
+        assert record["perf/tokens_per_sec"] == pytest.approx(4 * 5 / record["perf/seconds_update"])
 
 
 @each_script

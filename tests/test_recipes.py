@@ -163,7 +163,7 @@ def test_rollouts_of_the_guide(tmp_path, name):
     args = parse([*flags, "--run-dir", str(tmp_path / "run"), "--threads", "1"], grpo.Args)
     metrics, run_dir = grpo.main(args)
     rows = lines(run_dir / "rollouts.jsonl")
-    assert len(rows) == 8 and metrics.get("policy/ratio", 1) == pytest.approx(1, abs=1e-5)
+    assert len(rows) == 16 and metrics.get("policy/ratio", 1) == pytest.approx(1, abs=1e-5)
     matched = [row for row in rows if re.match(CALLED[name], row["output"])]
     assert len(matched) == len(rows) or (name == "my_tool.py" and matched)
     if name == "my_tool.py":

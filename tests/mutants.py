@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -215,7 +216,8 @@ def try_mutant(path, mutant, tests, limit):
         while not done and time.monotonic() - start < limit:
             time.sleep(0.2)
             done, status = os.waitpid(child, os.WNOHANG)
-        os.killpg(child, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
         row["seconds"] = round(time.monotonic() - start)
         if not done:
             os.waitpid(child, 0)

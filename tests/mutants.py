@@ -78,8 +78,10 @@ def mutants(path):
         starts.append(starts[-1] + len(line))
     places = {}
     nodes = list(ast.walk(ast.parse(text)))
-    annotations = [node.annotation for node in nodes if getattr(node, "annotation", None)]
-    skipped = {part for annotation in annotations for part in ast.walk(annotation)}
+    skipped = set()
+    for node in nodes:
+        if getattr(node, "annotation", None):
+            skipped.update(ast.walk(node.annotation))
     for node in nodes:
         for kind, new in mutated(node) if node not in skipped else ():
             places.setdefault(kind, []).append((node.test if kind == "condition" else node, new))
@@ -98,36 +100,47 @@ def mutants(path):
 # ---- Coverage --------------------------------------------------------------------------------------------------------
 
 
-class Cover:
-    """A plugin: contexts of coverage are the tests' names, in the processes that they start, too."""
+def pytest_configure(config):
+    """As a plugin of `cover`."""
+    config.pluginmanager.register(Cover(os.environ["MUTANTS"]))
 
-    def pytest_configure(self, config):
+
+class Cover:
+    """Contexts of coverage are the tests' names, in the processes that they start, too."""
+
+    def __init__(self, folder):
         import coverage
         import harness
 
-        folder, environment = os.environ["MUTANTS"], harness.environment
+        self.folder = folder
+        self.test = ""
+        self.seconds = {}
         sources = [f"{os.getcwd()}/algos", f"{os.getcwd()}/common"]
-        self.measured = coverage.Coverage(f"{folder}/data", data_suffix=True, source=sources)
+        options = {"data_file": f"{folder}/data", "data_suffix": True, "source": sources}
+        self.measured = coverage.Coverage(**options)
         self.measured.start()
-        begin = f'import coverage\n    c = coverage.Coverage("{folder}/data", data_suffix=True, source={sources},'
-        begin += ' context=job["env"]["TEST"])\n    c.start()\n    try:\n        exec(job["patch"]'
-        code = harness.SERVER.replace('try:\n        exec(job["patch"]', begin)
+        begin = f'import coverage\n    c = coverage.Coverage(**{options}, context=job["env"]["TEST"])\n    c.start()\n'
+        code = harness.SERVER.replace("    try:\n", f"    {begin}    try:\n", 1)
         harness.SERVER = code.replace("sys.stdout.flush()", "c.stop(); c.save(); sys.stdout.flush()")
-        harness.environment = lambda work, **more: environment(work, TEST=self.test, **more)
-        self.test, self.seconds = "", {}
+        environment = harness.environment
+
+        def with_name(work, **more):
+            return environment(work, TEST=self.test, **more)
+
+        harness.environment = with_name
 
     def pytest_runtest_logstart(self, nodeid):
         self.test = nodeid
         self.measured.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report):
-        passed = not report.failed  # what fails without a mutant tells nothing
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + (report.duration if passed else math.inf)
+        seconds = math.inf if report.failed else report.duration  # what fails without a mutant tells nothing
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + seconds
 
     def pytest_unconfigure(self):
         self.measured.stop()
         self.measured.save()
-        Path(os.environ["MUTANTS"], f"seconds-{os.getpid()}.json").write_text(json.dumps(self.seconds))
+        Path(self.folder, f"seconds-{os.getpid()}.json").write_text(json.dumps(self.seconds))
 
 
 def cover():
@@ -135,29 +148,28 @@ def cover():
     import coverage
 
     folder = Path(tempfile.mkdtemp())
-    copy_repository(folder / "code")
-    plugin = "import sys; sys.path.insert(0, 'tests'); import mutants; "
-    (folder / "code/conftest.py").write_text(plugin + "cover = mutants.Cover()\n\ndef pytest_configure(config):\n"
-                                             "    config.pluginmanager.register(cover)\n")  # fmt: skip
-    environment = os.environ | {"MUTANTS": str(folder)}
-    subprocess.run([sys.executable, "-B", "-m", "pytest"], cwd=folder / "code", env=environment)
+    code = folder / "code"
+    copy_repository(code)
+    environment = os.environ | {"MUTANTS": str(folder), "PYTHONPATH": f"{code}/tests"}
+    subprocess.run([sys.executable, "-B", "-m", "pytest", "-p", "mutants"], cwd=code, env=environment)
     measured = coverage.Coverage(str(folder / "data"))
     measured.combine([str(folder)])
-    measured.save()
     seconds = {}
     for path in folder.glob("seconds-*.json"):
         for test, value in json.loads(path.read_text()).items():
             seconds[test] = max(value, seconds.get(test, 0))
-    seconds = {test: value for test, value in seconds.items() if value < math.inf}
-    lines, data = {}, measured.get_data()
+    passed = {test for test, value in seconds.items() if value < math.inf}
+    lines = {}
+    data = measured.get_data()
     for path in data.measured_files():
         contexts = data.contexts_by_lineno(path)
-        every = {test for tests in contexts.values() for test in tests}
-        here = lines[str(Path(path).relative_to(folder / "code"))] = {}
+        every = set().union(*contexts.values())
+        found = {}
         for line, tests in contexts.items():
-            tests = every if "" in tests else set(tests)  # what is run at the import
-            here[line] = sorted(tests & set(seconds))
-    COVERED.write_text(json.dumps({"lines": lines, "seconds": seconds}))
+            run_here = every if "" in tests else set(tests)  # "": at the import
+            found[line] = sorted(run_here & passed)
+        lines[str(Path(path).relative_to(code))] = found
+    COVERED.write_text(json.dumps({"lines": lines, "seconds": {test: seconds[test] for test in passed}}))
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -167,11 +179,13 @@ class Chosen:
     """A plugin: these tests in this order alone; the first that fails is written into a file."""
 
     def __init__(self, tests, path):
-        self.places, self.path = {test: place for place, test in enumerate(tests)}, path
+        self.tests = tests
+        self.path = path
 
     def pytest_collection_modifyitems(self, items):
-        items[:] = [item for item in items if item.nodeid in self.places]
-        items.sort(key=lambda item: self.places[item.nodeid])
+        places = {test: place for place, test in enumerate(self.tests)}
+        chosen = [item for item in items if item.nodeid in places]
+        items[:] = sorted(chosen, key=lambda item: places[item.nodeid])
 
     pytest_collection_modifyitems.trylast = True
 
@@ -179,15 +193,14 @@ class Chosen:
         if report.failed:
             self.path.write_text(report.nodeid)
 
-    def pytest_collectreport(self, report):
-        if report.failed:
-            self.path.write_text(report.nodeid)
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def tests_of(name, line, covered):
     """The tests that run a line, those first that run few lines in little time."""
     tests = covered["lines"].get(name, {}).get(str(line), [])
-    return sorted(tests, key=lambda test: covered["seconds"][test] * covered["sizes"][test])
+    cost = {test: covered["seconds"][test] * covered["sizes"][test] for test in tests}
+    return sorted(tests, key=cost.get)
 
 
 def try_mutant(path, mutant, tests, limit):
@@ -198,7 +211,8 @@ def try_mutant(path, mutant, tests, limit):
         return row
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        code, failed = Path(folder, "code"), Path(folder, "failed")
+        code = Path(folder, "code")
+        failed = Path(folder, "failed")
         copy_repository(code)
         (code / row["file"]).write_text(changed)
         child = os.fork()
@@ -251,7 +265,9 @@ def run(limit, jobs):
         getattr(transformers, name)
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sample = [(path, mutant) for path in FILES for mutant in mutants(path)]
+    sample = []
+    for path in FILES:
+        sample += [(path, mutant) for mutant in mutants(path)]
     keys = [(str(path.relative_to(ROOT)), str(mutant[0]), *mutant[1:3]) for path, mutant in sample]
     known = {key: row for key, row in table().items() if key in keys}
     gone = [key for key, row in known.items() if row["test"] and row["test"] not in covered["seconds"]]
@@ -286,7 +302,10 @@ def main():
     parser.add_argument("--limit", type=float, default=300, help="seconds of tests for a mutant")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     args = parser.parse_args()
-    cover() if args.what == "cover" else run(args.limit, args.jobs)
+    if args.what == "cover":
+        cover()
+    else:
+        run(args.limit, args.jobs)
 
 
 if __name__ == "__main__":

@@ -63,10 +63,15 @@ def measure(axis, value, system):
     row |= {name: text for name, text in measurement.machine().items() if name in COLUMNS}
     print(row, flush=True)
     with open(RESULTS, "a", newline="") as file:
-        csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        writer.writerow(row)
 
 
 def stored():
+    if not RESULTS.exists():
+        return []
     with open(RESULTS, newline="") as file:
         return list(csv.DictReader(file))
 
@@ -106,8 +111,6 @@ def main():
     if options.one:
         axis, value, system = options.one
         return measure(axis, int(value), system)
-    if not RESULTS.exists():
-        RESULTS.write_text(",".join(COLUMNS) + "\n")
     code = commit()
     for axis, value, system in points():
         done = [row for row in stored() if row["commit"] == code]

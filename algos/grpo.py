@@ -18,8 +18,8 @@ By flags:
     GSPO      Zheng et al. 2025, arXiv 2507.18071    --ratio-level sequence --cliprange 3e-4 --cliprange-high 4e-4
                                                      --kl-coef 0 --batch-size 128
 
-With the default --rollout-batch-size 512 these are 16 and 4 optimizer steps an iteration, as in the papers. Clip ranges
-matter only if there are several; with one step the ratio is 1. So does --ratio-level, unless --unbiased-kl is given.
+With the default --rollout-batch-size 512 these are 16 and 4 optimizer steps an iteration, as in the papers. With one
+step the ratio is 1: then clip ranges do not matter, nor does --ratio-level without --unbiased-kl.
 DAPO's overlong penalty is left to the reward function. Resampling prompts whose scores are all equal (DAPO Sec. 3.2)
 takes a few lines in a copy (algos/README.md). RLOO's KL inside the score is not offered.
 
@@ -224,7 +224,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     )  # fmt: skip
     batch = Rollout(*tokens)
     # 2. log-probabilities of the policy, log-probabilities of the reference
-    # by the forward pass of training, which rounds otherwise than that of sampling; with one step the update has them
+    # computed as in training, because sampling rounds differently; if there is one step, it computes them itself
     if args.steps_per_iteration > 1:
         batch.logprobs = all_logprobs(accelerator, model, batch, args)
     if ref is not None:

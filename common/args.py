@@ -77,7 +77,7 @@ def fit_sizes(args):
 
 
 def divisor(number, most):
-    """The largest divisor of a number that is at most `most`, or `most` if that is less than an eighth of both."""
+    """The largest divisor of a number that is at most `most`, or `most` if that is below an eighth of each."""
     found = next(size for size in range(most, 0, -1) if number % size == 0)
     return found if 8 * found >= min(number, most) else most
 

@@ -178,7 +178,7 @@ def check_model(model, tokenizer, missing, is_lm):
 
 def folder_with(args, path, name):
     """The directory in which a model of a directory or of the hub has a file of this name; None without it, or for an
-    object."""
+    object. Offline, only the cache is asked."""
     if not isinstance(path, str):
         return None
     from transformers.utils import cached_file

@@ -98,7 +98,7 @@ LEARNING = {  # a short run of the embedded task, what it measures, and by how m
     "grpo": ("--total-episodes 5120", "eval/reward", 0.2),
     "sft": ("--total-steps 20", "eval/loss", -1.0),
     "reward": ("--total-steps 40", "eval/all/accuracy", 0.1),
-    "dpo": ("--total-steps 40", "eval/all/rewards/accuracies", 0.2),
+    "dpo": ("--total-steps 40", "eval/all/rewards/accuracies", 0.2),  # 0.235 on a CPU with AVX2
     "ilql": ("--total-steps 150", "eval/optimality@beta=64", 0.3),
     "ddpo": ("--num-epochs 8", "eval/reward", 0.02),
 }

@@ -127,6 +127,10 @@ def main():
                 break
         if not options.dry and status:
             sys.exit(f"error: exit code {status}; the same command goes on from here")
+    if not options.dry:
+        heads, rows = table()
+        for row in [heads, *rows]:
+            print(*row, sep=" | ")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def fill(folder, script, words, model, scripts):
         write(folder / "prompts.jsonl", randomwalks.prompts())
     (folder / "my_reward.py").write_text(code_block("my_judge.py" if script == "ddpo" else "my_reward.py"))
     (folder / "my_judge.py").write_text(code_block("my_judge.py"))
+    (folder / "my_game.py").write_text(code_block("my_game.py"))
     (folder / "my_metric.py").write_text("from benchmarks.tasks.randomwalks import metric\ncorrect = metric\n")
     if "google-t5/t5-small" in words:
         small_t5(folder / "google-t5/t5-small")

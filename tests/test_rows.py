@@ -572,6 +572,14 @@ def test_the_answers_and_their_ends_are_trained():
         assert episode.rewards == [*others, -1, *others, 3][: sum(mask)]
 
 
+def test_a_template_for_tools():
+    tokenizer = build_tokenizer(TOOLS)
+    row, _ = ROWS[2]
+    expected = trained_parts(row, tokenizer)
+    tokenizer.chat_template = {"default": QWEN3, "tool_use": TOOLS}
+    assert trained_parts(row, tokenizer) == expected
+
+
 def test_a_template_that_drops_earlier_thoughts():
     """With spans it is trained as it is written; without, an answer a row. Spans may leave out the ends of turns."""
     assert trained_parts({"messages": CHAT}, build_tokenizer(MARGINAL))[2] == [SAID, SAID]

@@ -21,6 +21,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from algos import grpo, ilql, ppo, sft
 from benchmarks.tasks import randomwalks
 from common import sampling
+from common.cli import InputError
 from common.models import as_decoder, freeze
 
 T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3}
@@ -212,6 +213,12 @@ def test_the_top_block_is_the_decoders():
     tops = ("decoder.block.1.", "decoder.final_layer_norm.")
     for name, weight in lm.named_parameters():
         assert weight.requires_grad == name.startswith(tops), name
+
+
+def test_an_encoder_answers_once():
+    prompts = sampling.Prompts([], {}, reward=None, metric=None, rollout=length)
+    with pytest.raises(InputError, match="--rollout does not work"):
+        prompts.encode(random_seq2seq("t5"), None, None)
 
 
 def length(outputs, **columns):

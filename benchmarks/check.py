@@ -327,8 +327,8 @@ def draw_over(name):
 
     claim = CLAIMS[name]
     data = figure_data(name)
-    figure = Figure(figsize=(10, 6.8), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True, sharey=True).flat
+    figure = Figure(figsize=(4 * len(claim.groups), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(claim.groups), sharex=True, sharey=True)
     for axes, (title, group) in zip(panels, claim.groups.items(), strict=True):
         for key, style in zip(claim.panels, LINE_STYLES, strict=True):
             lines = {f"{PLAIN_NAMES[key]}, {label}": data[key][variant] for label, variant in group.items()}

@@ -23,8 +23,8 @@ class Claim:
         return self.scores.get(variant, self.score)
 
 
-PAIRS = {"100": "100 pairs", "300": "300 pairs", "1000": "1000 pairs", "all": "all 2744 pairs"}
-KLS = ["0", "0.05", "0.2", "1"]
+PAIRS = {"100": "100 pairs", "300": "300 pairs", "all": "all 2744 pairs"}
+KLS = ["0", "0.05", "0.2"]
 
 CLAIMS = {
     "sft-randomwalks": Claim(

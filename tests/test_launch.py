@@ -14,7 +14,7 @@ from harness import BIN, ROOT
 from common import launch
 from common.cli import InputError
 from common.launch import autocast_type, set_threads
-from common.logging import closes_run
+from common.logging import closes_run, on_main
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +119,20 @@ def test_threads_before_functions_of_the_user(monkeypatch):
     assert main(SimpleNamespace(threads=2, **flags)) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert main(SimpleNamespace(threads=None, **flags)) == 1
+
+
+def test_an_error_of_the_first_process_is_one_of_all(monkeypatch):
+    sent = []
+
+    def receive(objects):
+        objects[:] = sent
+
+    monkeypatch.setattr(accelerate.utils, "broadcast_object_list", sent.extend)
+    with pytest.raises(ZeroDivisionError):
+        on_main(SimpleNamespace(is_main_process=True), divmod, 1, 0)
+    monkeypatch.setattr(accelerate.utils, "broadcast_object_list", receive)
+    with pytest.raises(InputError, match="by zero"):
+        on_main(SimpleNamespace(is_main_process=False), divmod, 1, 0)
 
 
 def test_peak_memory():

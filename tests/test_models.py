@@ -145,7 +145,7 @@ def test_the_value_head_keeps_float32_under_bf16(build_model):
     model = ppo.PolicyWithValue(lm, "mlp", "normal")
     with torch.autocast("cpu", torch.bfloat16):
         logprobs, values, _ = model(*INPUTS)
-    assert logprobs.dtype == values.dtype == torch.float32
+    assert logprobs.dtype == values.dtype == model.value_head[0].weight.dtype == torch.float32
     assert (values.bfloat16() != values).any()  # not rounded to bfloat16
 
 

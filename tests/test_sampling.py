@@ -120,6 +120,8 @@ def test_draws_of_blocks_are_those_of_all_tokens():
     for kept in ([3], [10], [4, 10], [0, 5]):
         weights = torch.zeros(3, 11).index_fill(1, torch.tensor(kept), 0.25)
         assert in_blocks(weights, edges, 5).tolist() == [kept[0], kept[0], kept[-1]]
+    place, _ = interval(weights[:1, :7], torch.ones(1, dtype=torch.float64))  # the rest of a block may round to 1
+    assert place.item() == 5
     for size in (4, 5, 6):  # an id that there is, so that a GPU can go on to where `sample` finds it
         assert in_blocks(torch.full((3, 11), math.nan), edges, size).max() < 11
 

@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.claims import CLAIMS, SUMMARY
+from benchmarks.claims import CLAIMS, SUMMARY, TWIN
 from benchmarks.planted import planted
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +69,11 @@ def stored_runs(name):
 def curves(name):
     """{variant: {seed: records}} of a claim. The last record of a run has what the table shows of its end."""
     return curves_of(claim_path(name) / "curves.csv", "variant")
+
+
+def shown(name):
+    """The curves of table and figure: without those that tell what rounding does."""
+    return {variant: runs for variant, runs in curves(name).items() if not variant.endswith(TWIN)}
 
 
 def curves_of(file, kind):
@@ -179,7 +184,7 @@ def table(name):
         heads.insert(5, "gain in deviations")
     if claim.scores:
         heads.insert(2, "score")
-    return markdown(heads, [table_row(name, variant, runs) for variant, runs in curves(name).items()])
+    return markdown(heads, [table_row(name, variant, runs) for variant, runs in shown(name).items()])
 
 
 def table_row(name, variant, runs):
@@ -225,8 +230,24 @@ def results(name):
         "",
         *bars,
         "",
+        *rounding(name),
         f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}.",
     ]
+
+
+def rounding(name):
+    """Lines that say how far rounding alone moves what the bars are about; none where no runs tell it."""
+    runs = curves(name)
+    lines = {}  # what a bar is about: its line
+    for variant, key, which, *_ in CLAIMS[name].bars:
+        score = CLAIMS[name].score_of(variant)
+        pairs = [(runs[variant][seed], twin) for seed, twin in runs.get(variant + TWIN, {}).items()]
+        moves = [measured(one, key, which, score) - measured(two, key, which, score) for one, two in pairs]
+        if moves:
+            spread = math.sqrt(mean(move**2 for move in moves) / 2)
+            lines[variant, key, which] = f"- `{variant}`: {which} `{key}`, {spread:.4f} over {len(moves)} seeds"
+    first = "Standard deviation by rounding alone, from runs of the same seed with one thread and with two:"
+    return [first, "", *lines.values(), ""] if lines else []
 
 
 def missed_bars(name):
@@ -248,7 +269,7 @@ def figure_data(name):
     panels = {}
     for key in claim.panels or [claim.score]:
         panels[key] = {}
-        for variant, runs in curves(name).items():
+        for variant, runs in shown(name).items():
             if claim.over:
                 lines = {seed: points_over(records, key, claim.over) for seed, records in runs.items()}
             else:
@@ -301,11 +322,11 @@ def draw_panels(name):
         draw_images(name, bottom)
     row = top.subplots(1, len(panels), squeeze=False)[0]
     for axes, (key, variants) in zip(row, panels.items(), strict=True):
-        draw_curves(axes, variants, list(curves(name)))
+        draw_curves(axes, variants, list(shown(name)))
         axes.set(xlabel=AXES[claim.axis], ylabel=key)
         if key == claim.score:
             draw_levels(axes, claim.lines)
-    if len(curves(name)) > 4:  # one legend beside the panels
+    if len(shown(name)) > 4:  # one legend beside the panels
         figure.set_figwidth(width + 2.5)
         figure.legend(*row[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     else:

@@ -11,7 +11,7 @@ from harness import ROOT
 from helpers import write
 
 from benchmarks import check, regression, seeds
-from benchmarks.claims import CLAIMS
+from benchmarks.claims import CLAIMS, TWIN
 
 
 def test_numbers_that_no_stored_claim_has():
@@ -20,6 +20,22 @@ def test_numbers_that_no_stored_claim_has():
     points = [(0, 1.0, 1.0), (4, 3.0, 2.0), (8, 2.0, 5.0)]
     curve = [{"step": step, "score": score, "reward": reward} for step, score, reward in points]
     assert check.measured(curve, "reward", "rise", "score") == 3.0
+
+
+def test_rounding_is_the_spread_of_a_run_and_its_twin(monkeypatch):
+    """Ends that differ by 0.03 and 0.04: squares of 0.0025 in all, over two pairs and two runs a pair."""
+
+    def runs(**ends):
+        return {int(seed[1:]): [{"eval/optimality": end, "eval/illegal": 0.0}] for seed, end in ends.items()}
+
+    found = {"default": runs(s1=0.3, s2=0.4, s3=0.9), "default" + TWIN: runs(s1=0.33, s2=0.36)}
+    monkeypatch.setattr(check, "curves", lambda name: found)
+    lines = check.rounding("sft-randomwalks")
+    assert lines[2] == "- `default`: last `eval/optimality`, 0.0250 over 2 seeds"
+    assert lines[3] == "- `default`: last `eval/illegal`, 0.0000 over 2 seeds" and len(lines) == 5
+    assert list(check.shown("sft-randomwalks")) == ["default"]
+    del found["default" + TWIN]
+    assert check.rounding("sft-randomwalks") == []
 
 
 def test_run_sh_names_every_stored_run():
@@ -32,7 +48,7 @@ def test_run_sh_names_every_stored_run():
                 run_dirs += seeds.run_dirs_of(command)
             variants = [run_dir.rpartition("/")[2].rpartition("-seed")[0] for run_dir in run_dirs]
             assert len(set(variants)) == len(variants)
-            assert {variant for variant, number in stored if number == seed} <= set(variants)
+            assert {variant.removesuffix(TWIN) for variant, number in stored if number == seed} <= set(variants)
         assert {seed for _, seed in stored} <= set(seeds.default_seeds(claim))
     [command] = seeds.commands("ppo-randomwalks", 2, ["lora"])
     assert "--lora-r 8" in command and "lora-seed2" in command

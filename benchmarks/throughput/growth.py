@@ -9,22 +9,22 @@ growth.csv; what is there of this commit is not measured again.
 """
 
 import argparse
-import csv
 import importlib
 import json
 import math
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import linear_regression
 
-from run import HERE, REPEAT_ME, commit, file_of, python_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.check import read_csv
+from benchmarks.throughput.run import HERE, REPEAT_ME, commit, file_of, python_of, start
 
 RESULTS = HERE / "growth.csv"
-COLUMNS = ["axis", "value", "system", "seconds", "rollout", "memory_mb", "device", "versions", "commit"]
 BASE = {"layers": 4, "width": 384, "vocabulary": 16000, "prompts": 4, "length": 1}
 AXES = {
     "prompts": [2, 4, 8, 16],  # of four responses each
@@ -60,20 +60,13 @@ def measure(axis, value, system):
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     row = {"axis": axis, "value": value, "system": system, "seconds": f"{columns['seconds']:.3f}"}
     row |= {"rollout": f"{columns['rollout']:.3f}" if "rollout" in columns else "", "memory_mb": f"{memory:.0f}"}
-    row |= {name: text for name, text in measurement.machine().items() if name in COLUMNS}
+    row |= measurement.machine()
     print(row, flush=True)
-    with open(RESULTS, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
-        writer.writerow(row)
+    measurement.append(RESULTS, row)
 
 
 def stored():
-    if not RESULTS.exists():
-        return []
-    with open(RESULTS, newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv(RESULTS) if RESULTS.exists() else []
 
 
 def slope(values, figures):
@@ -121,12 +114,8 @@ def main():
         print(f"SIZES='{sizes}'", *command, flush=True)
         environment = {"OMP_NUM_THREADS": "2", "ITERATIONS": "4", "COMMIT": code, "HF_HUB_OFFLINE": "1"}
         environment = os.environ | environment | {"SIZES": sizes}
-        for _ in range(0 if options.dry else 3):
-            status = subprocess.run(command, env=environment).returncode
-            if status != REPEAT_ME:
-                break
-        if not options.dry and status:
-            sys.exit(f"error: exit code {status}; the same command goes on from here")
+        if not options.dry:
+            start(command, environment)
     if not options.dry:
         heads, rows = table()
         for row in [heads, *rows]:

@@ -101,6 +101,15 @@ def gemm_peak(dtype):
 # ---- A run -----------------------------------------------------------------------------------------------------------
 
 
+def append(results, row):
+    """Appends a row to a CSV file, with a head where it is new."""
+    with open(results, "a", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        writer.writerow(row)
+
+
 def record(results, algorithm, side, repeat, model, measure):
     """Calls measure(algorithm, side, model) -> (columns, useful GFLOP/s), and appends a row to the CSV file.
 
@@ -125,12 +134,7 @@ def record(results, algorithm, side, repeat, model, measure):
     for name in ("loss", "grad_norm"):
         row[name] = f"{columns[name]:.7g}" if name in columns else ""
     print(row, flush=True)
-    row |= {"steal": f"{steal:.4f}"} | where
-    with open(results, "a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
-        writer.writerow(row)
+    append(results, row | {"steal": f"{steal:.4f}"} | where)
 
 
 def short_run(script, **flags):

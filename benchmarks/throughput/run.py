@@ -76,8 +76,18 @@ def stored(results, code):
     return {(row["algorithm"], row["mode"], int(row["repeat"])) for row in rows if row["commit"] == code}
 
 
+def start(command, environment):
+    """Runs a command that measures, up to three times where the hypervisor took too much; a failure ends this one."""
+    for _ in range(3):
+        status = subprocess.run(command, env=environment).returncode
+        if status != REPEAT_ME:
+            break
+    if status:
+        sys.exit(f"error: exit code {status}; the same command goes on from here")
+
+
 def measure_all(algorithm, chosen, repeats, results, dry):
-    """Starts a process for each run that is not stored; one with too much steal up to three times."""
+    """Starts a process for each run that is not stored."""
     code = commit()
     environment = {"OMP_NUM_THREADS": "2", "COMMIT": code} | os.environ
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -95,14 +105,8 @@ def measure_all(algorithm, chosen, repeats, results, dry):
             command = [python_of(file_of(algorithm, side)), __file__, algorithm, "--one", side]
             command += ["--repeat", str(repeat), "--results", str(results), "--model", model]
             print(*command, flush=True)
-            if dry:
-                continue
-            for _ in range(3):
-                status = subprocess.run(command, env=environment).returncode
-                if status != REPEAT_ME:
-                    break
-            if status:
-                sys.exit(f"error: exit code {status}; the same command goes on from here")
+            if not dry:
+                start(command, environment)
 
 
 def main():

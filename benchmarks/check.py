@@ -561,7 +561,7 @@ def write():
 
 def collect(name, run_dirs):
     """Stores the runs, in place of those of their variant and seed: a run directory's name is <variant>-seed<N>. Runs
-    without an evaluation, which others begin with, have no curve and are left out."""
+    without an evaluation have no curve and are left out."""
     rows = {}
     records = {}
     if (claim_path(name) / "runs.csv").exists():  # a new claim has none

@@ -59,7 +59,7 @@ CLAIMS = {
             "eval/illegal/accuracy": "illegal-jump pairs",
             "eval/all/shorter_wins": "the shorter wins",
         },
-        scores={"reward": "eval/all/accuracy"},
+        scores={"reward": "eval/all/accuracy", "reward-base": "eval/all/accuracy"},
         panels=["eval/optimality", "eval/reward", "eval/illegal"],
     ),
     "ilql-randomwalks": Claim(

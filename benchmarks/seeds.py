@@ -81,7 +81,7 @@ def main():
     finished = []
     for seed in seeds:
         for command in commands(claim, seed, arguments.variants):
-            finished += run_dirs_of(command)
+            finished += [run_dir for run_dir in run_dirs_of(command) if f"/{claim}/" in run_dir]
     collect(claim, [ROOT / run_dir for run_dir in finished])
     write()
     print("\n".join(verify_claim(claim)) or f"{claim} holds")

@@ -8,45 +8,55 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import check
+from benchmarks.claims import CLAIMS
 
 HERE = Path(__file__).resolve().parent
 
 
 @dataclass
 class Reference:
-    """What is compared on a task."""
+    """What is compared: a variant of a claim, which is ours, and TRL's runs of that task."""
 
     title: str
-    score: str  # metric
+    claim: str
+    variant: str
     axis: str  # what counts the progress: "step", "episode"
     level: float  # the table says when the mean curve reaches it
     also: dict = field(default_factory=dict)  # further columns, of the last evaluation: metric -> heading
 
+    @property
+    def score(self):
+        return CLAIMS[self.claim].score_of(self.variant)
+
 
 ILLEGAL = {"eval/illegal": "illegal walks"}
+AGREEMENT = {"eval/agreement": "agreement"}
+CHAIN = "chain-randomwalks"
 REFERENCES = {
-    "sft": Reference("SFT on random walks", "eval/optimality", "step", 0.25, ILLEGAL),
-    "ppo": Reference("PPO on random walks", "eval/optimality", "episode", 0.95, ILLEGAL),
-    "grpo": Reference("GRPO on sums", "eval/accuracy", "episode", 0.9),
-    "reward": Reference("Reward model on pairs of random walks", "eval/all/accuracy", "step", 0.9),
-    "dpo": Reference("DPO on pairs of random walks", "eval/optimality", "step", 0.9, ILLEGAL),
-    "ddpo": Reference("DDPO on shapes, compressibility", "eval/reward", "step", -1.05, {"eval/agreement": "agreement"}),
+    "sft": Reference("SFT on random walks", "sft-randomwalks", "default", "step", 0.25, ILLEGAL),
+    "ppo": Reference("PPO on random walks", "ppo-randomwalks", "default", "step", 0.95, ILLEGAL),
+    "grpo": Reference("GRPO on sums", "grpo-sums", "default", "episode", 0.9),
+    "reward": Reference("Reward model on pairs of random walks", CHAIN, "reward-base", "step", 0.9),
+    "dpo": Reference("DPO on pairs of random walks", CHAIN, "dpo-base", "step", 0.9, ILLEGAL),
+    "ddpo": Reference("DDPO on shapes, compressibility", "ddpo-shapes", "default", "step", -1.05, AGREEMENT),
 }
 
 
 def curves(name):
-    """{system: {seed: records}} of a task."""
-    return check.curves_of(HERE / f"curves/{name}.csv", "system")
+    """{system: {seed: records}} of a task, with the seeds of TRL."""
+    reference = REFERENCES[name]
+    peer = check.curves_of(HERE / f"curves/{name}.csv", "system")
+    ours = check.curves(reference.claim)[reference.variant]
+    return {"plainrl": {seed: ours[seed] for seed in peer["trl"]}} | peer
 
 
-def lines(name, axis):
-    """{system: {seed: points of the score}} over an axis: steps, episodes or seconds."""
-    score = REFERENCES[name].score
+def lines(name):
+    """{system: {seed: points of the score}}"""
+    score, axis = REFERENCES[name].score, REFERENCES[name].axis
     found = {}
     for system, seeds in curves(name).items():
         found[system] = {seed: check.points(records, score, axis) for seed, records in seeds.items()}
@@ -56,9 +66,8 @@ def lines(name, axis):
 def table(name):
     """A row a system: first and last score, and when the mean over seeds reaches the level."""
     reference = REFERENCES[name]
-    axis = reference.axis
-    heads = ["system", "seeds", "first", "last", "best", *reference.also.values(), f"{axis}s", "seconds"]
-    heads += [f"{axis}s to {reference.level:g}", f"seconds to {reference.level:g}"]
+    heads = ["system", "seeds", "first", "last", "best", *reference.also.values()]
+    heads += [f"{reference.axis}s", f"{reference.axis}s to {reference.level:g}"]
     rows = []
     for system, seeds in curves(name).items():
         scores = [check.history(records, reference.score) for records in seeds.values()]
@@ -68,9 +77,8 @@ def table(name):
         cells.append(check.average([values[-1] for values in scores]))
         cells.append(check.average([max(values) for values in scores]))
         cells += [check.average(check.history(ends, key)) for key in reference.also]
-        cells += [f"{ends[0][axis]:.0f}", f"{mean(check.history(ends, 'seconds')):.0f}"]
-        cells += [reached(check.mean_curve(lines(name, x)[system]), reference.level) for x in (axis, "seconds")]
-        rows.append(cells)
+        line = check.mean_curve(lines(name)[system])
+        rows.append([*cells, f"{line[-1][0]:.0f}", reached(line, reference.level)])
     return check.markdown(heads, rows)
 
 
@@ -81,24 +89,20 @@ def reached(line, level):
 
 
 def digest(name):
-    return hashlib.sha256(json.dumps(curves(name)).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(lines(name)).encode()).hexdigest()
 
 
 def draw(name):
-    """The curves over steps or episodes, and over seconds."""
+    """The curves over steps or episodes."""
     from matplotlib.figure import Figure
 
     reference = REFERENCES[name]
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, axis in zip(panels, [reference.axis, "seconds"], strict=True):
-        systems = lines(name, axis)
-        check.draw_curves(axes, systems, list(systems))
-        axes.locator_params(axis="x", nbins=6)
-        axes.set_xlabel(check.AXES.get(axis, "seconds of training, one thread"))
-    panels[0].set_ylabel(reference.score)
-    panels[0].legend(fontsize=8)
-    figure.suptitle(reference.title, fontsize=10)
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    systems = lines(name)
+    check.draw_curves(axes, systems, list(systems))
+    axes.set(xlabel=check.AXES[reference.axis], ylabel=reference.score, title=reference.title)
+    axes.legend(fontsize=8)
     check.save_figure(figure, HERE / f"curves/{name}.png", 80, digest(name))
 
 

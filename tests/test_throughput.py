@@ -85,14 +85,14 @@ def test_sides_take_turns_and_results_are_no_change_of_the_code(tmp_path):
         done = subprocess.run(line, check=True, capture_output=True, text=True).stdout.splitlines()
         return [command.split("--one ")[1].split(" --results")[0].replace(" --repeat", "") for command in done]
 
-    round_one = "fp32 1, tuned 1, same-flags 1, bf16 1, bf16-same-flags 1, defaults 1"
-    round_two = "fp32 2, tuned 2, same-flags 2, bf16 2, bf16-same-flags 2"
+    round_one = "fp32 1, same-flags 1, same-flags-kept 1, defaults 1, tuned 1, bf16 1, bf16-same-flags 1"
+    round_two = "fp32 2, same-flags 2, same-flags-kept 2, defaults 2"
     plan = f"{round_one}, {round_two}".split(", ")
     assert commands() == plan
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
-    (tmp_path / "r.csv").write_text(f"algorithm,mode,repeat,commit\nddpo,tuned,2,{head}\n")
+    (tmp_path / "r.csv").write_text(f"algorithm,mode,repeat,commit\nddpo,defaults,2,{head}\n")
     (folder / "results.csv").write_text("new\n")
-    assert commands() == [command for command in plan if command != "tuned 2"]
+    assert commands() == [command for command in plan if command != "defaults 2"]
     (folder / "run.py").write_text((folder / "run.py").read_text() + "\n")
     assert commands() == plan
 

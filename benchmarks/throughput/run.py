@@ -23,14 +23,19 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OURS = ("fp32", "bf16", "fp32-2-layers")  # the sides of plainrl
 # Sides in the order of a round, and slower settings of the peer, which are measured in the first round alone. With an X
-# there are all of them in float32, then all in bfloat16.
+# there are all of them in float32, then all in bfloat16. KEPT: the C library keeps what the peer frees.
+KEPT = "-kept"
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
 SIDES = {
-    "ppo": ("fp32 same-flags fp32-2-layers 2-layers-same-flags bf16 bf16-same-flags tuned", "defaults 2-layers-tuned"),
-    "sft": ("X X-padding-free", "X-same-flags X-defaults"),
-    "reward": ("X X-defaults X-same-flags", ""),
-    "dpo": ("X X-defaults X-same-flags X-precompute", ""),
-    "grpo": ("X X-same-flags", "X-defaults X-micro-32"),
-    "ddpo": ("fp32 tuned same-flags bf16 bf16-same-flags", "defaults"),
+    "ppo": (
+        "fp32 same-flags same-flags-kept defaults fp32-2-layers 2-layers-same-flags 2-layers-same-flags-kept",
+        "tuned 2-layers-tuned bf16 bf16-same-flags",
+    ),
+    "sft": ("X X-padding-free X-padding-free-kept X-defaults", "X-same-flags"),
+    "reward": ("X X-same-flags X-same-flags-kept X-defaults", ""),
+    "dpo": ("X X-same-flags-kept X-precompute-kept X-defaults", "X-same-flags X-precompute"),
+    "grpo": ("X X-same-flags X-same-flags-kept X-defaults", "X-micro-32"),
+    "ddpo": ("fp32 same-flags same-flags-kept defaults", "tuned bf16 bf16-same-flags"),
 }
 REPEAT_ME = 75  # exit code of measurement.py where the hypervisor took too much
 
@@ -106,7 +111,7 @@ def measure_all(algorithm, chosen, repeats, results, dry):
             command += ["--repeat", str(repeat), "--results", str(results), "--model", model]
             print(*command, flush=True)
             if not dry:
-                start(command, environment)
+                start(command, environment | (KEEPING if side.endswith(KEPT) else {}))
 
 
 def main():

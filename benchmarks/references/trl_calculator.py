@@ -30,7 +30,8 @@ CURVES = ROOT / "benchmarks/references/curves/calculator.csv"
 
 
 def rollout(prompts, trainer):
-    """Responses with the calculator's results, of at most LIMIT tokens. All that are not ended go on in one batch."""
+    """Responses with the calculator's results, of at most LIMIT tokens. What is not ended goes on in one batch, after
+    a call or where a longer row had no more room."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     tokenizer = trainer.processing_class
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(">")]
@@ -42,23 +43,23 @@ def rollout(prompts, trainer):
         contexts = [prompt_ids[i] + completions[i] for i in going]
         padded = tokenizer.pad({"input_ids": contexts}, padding_side="left", return_tensors="pt")
         with torch.no_grad():
-            room = LIMIT - min(len(completions[i]) for i in going)
+            room = LIMIT - max(len(completions[i]) for i in going)  # so that no row leaves the model's context
             options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": room}
             output = model.generate(**padded, **options, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-        calling = []
+        unfinished = []
         for i, row in zip(going, output[:, padded["input_ids"].shape[1] :].tolist(), strict=True):
             length = next((place for place, token in enumerate(row, 1) if token in ends), len(row))
-            row = row[: min(length, LIMIT - len(completions[i]))]
+            row = row[:length]
             completions[i] += row
             masks[i] += [1] * len(row)
-            if row and row[-1] == ends[1]:
+            if row[-1] == ends[1]:
                 call = tokenizer.decode(row[:-1]).rpartition("<")[2]
                 result = tokenizer(calculator.calculate(call))["input_ids"][: LIMIT - len(completions[i])]
                 completions[i] += result
                 masks[i] += [0] * len(result)
-                if len(completions[i]) < LIMIT:
-                    calling.append(i)
-        going = calling
+            if row[-1] != ends[0] and len(completions[i]) < LIMIT:
+                unfinished.append(i)
+        going = unfinished
     return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None, "env_mask": masks}
 
 

@@ -35,11 +35,13 @@ class Reference:
 
 ILLEGAL = {"eval/illegal": "illegal walks"}
 AGREEMENT = {"eval/agreement": "agreement"}
+CALLS = {"eval/calls": "calls"}
 CHAIN = "chain-randomwalks"
 REFERENCES = {
     "sft": Reference("SFT on random walks", "sft-randomwalks", "default", "step", 0.25, ILLEGAL),
     "ppo": Reference("PPO on random walks", "ppo-randomwalks", "default", "step", 0.95, ILLEGAL),
     "grpo": Reference("GRPO on sums", "grpo-sums", "default", "episode", 0.9),
+    "calculator": Reference("GRPO with a calculator", "grpo-calculator", "default", "episode", 0.9, CALLS),
     "reward": Reference("Reward model on pairs of random walks", CHAIN, "reward-base", "step", 0.9),
     "dpo": Reference("DPO on pairs of random walks", CHAIN, "dpo-base", "step", 0.9, ILLEGAL),
     "ddpo": Reference("DDPO on shapes, compressibility", "ddpo-shapes", "default", "step", -1.05, AGREEMENT),

@@ -1,4 +1,4 @@
-"""Counts what decoding asks of a GPU, without one: `python benchmarks/waits.py [another checkout]`
+"""Counts what decoding asks of a GPU, without one: `python benchmarks/waits.py`
 
 It prints a row of throughput/waits.csv, counted on the pretended device of tests/device.py for a Qwen3 of 28 layers (a
 narrow one: the width does not matter): kernels, waits of the host and copies to the device per token, and the megabytes
@@ -11,10 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECKOUT = Path(sys.argv[1] if sys.argv[1:] else ROOT).resolve()
-sys.path[:0] = [str(CHECKOUT), str(ROOT / "tests")]
-
-import inspect  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import device  # noqa: E402
 import torch  # noqa: E402
@@ -42,12 +39,9 @@ def update(lm, query):
     advantages = torch.ones(ROWS, dtype=torch.float64).to(device.DEVICE)
     batch = grpo.Rollout(query, query > 0, ids, ids > 0, advantages=advantages, **columns)
     args = grpo.Args(model="", dataset="", reward="", max_new_tokens=29)
-    rows = torch.arange(ROWS)
-    if "places" not in inspect.signature(grpo.response_logprobs).parameters:  # older code
-        rows = rows.to(device.DEVICE)
 
     def micro_batch():
-        loss, _ = grpo.losses(lm, batch.take(rows), advantages, args)
+        loss, _ = grpo.losses(lm, batch.take(torch.arange(ROWS)), advantages, args)
         loss.backward()
 
     return counted(micro_batch)
@@ -68,7 +62,7 @@ def main():
     row.append(f"{moved / ROWS / 1e6:.2f}")
     trained = update(lm.train(), query)
     row += [str(trained[kind]) for kind in ("kernels", "waits", "copies")]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     print(",".join([commit, *row]))
 
 

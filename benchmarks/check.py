@@ -38,6 +38,7 @@ PLAIN_NAMES = {  # of metrics, in figures over a KL
     "objective/kl": "KL to the start",
 }
 LINE_STYLES = ["-", "--"]
+CASES = "benchmarks/faults/cases.csv"
 FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
 AXES = {"step": "optimizer step", "episode": "episodes"}
 
@@ -314,7 +315,7 @@ def draw_panels(name):
 
     claim = CLAIMS[name]
     panels = figure_data(name)
-    width = 7 if len(panels) == 1 else 4 * len(panels)
+    width = 3 + max(4 * len(panels), 6)
     figure = Figure(figsize=(width, 7 if claim.images else 3.6), layout="constrained")
     top = figure
     if claim.images:
@@ -326,12 +327,7 @@ def draw_panels(name):
         axes.set(xlabel=AXES[claim.axis], ylabel=key)
         if key == claim.score:
             draw_levels(axes, claim.lines)
-    if len(shown(name)) > 4:  # one legend beside the panels
-        figure.set_figwidth(width + 2.5)
-        figure.legend(*row[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    else:
-        for axes in row:
-            axes.legend(loc="best", fontsize=8)
+    top.legend(*row[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure
 
 
@@ -416,30 +412,20 @@ def summary():
     return markdown(heads, rows)
 
 
-def stored_cases():
-    return read_csv(ROOT / "benchmarks/faults/cases.csv")
-
-
-def cases():
-    """The table of benchmarks/faults/README.md."""
-    rows = stored_cases()
+def csv_table(file):
+    """All of a CSV file."""
+    rows = read_csv(ROOT / file)
     return markdown(list(rows[0]), [row.values() for row in rows])
 
 
 def tried_cases():
     """What tests/README.md says of the table of faults."""
-    rows = stored_cases()
+    rows = read_csv(ROOT / CASES)
     passed = sum(row["result"] == "passed" for row in rows)
     pairs = sum(len(row["scripts"].split()) for row in rows)
     tests = sum(int(row["tests"]) for row in rows)
     tried = f"{pairs} pairs of one with a script, {tests} tests"
     return [f"{len(rows)} faults and bad inputs, {tried}: {passed} rows pass."]
-
-
-def waits():
-    """The table of what decoding asks of a GPU, by commit."""
-    rows = read_csv(ROOT / "benchmarks/throughput/waits.csv")
-    return markdown(list(rows[0]), [[row["commit"][:12], *list(row.values())[1:]] for row in rows])
 
 
 def blocks():
@@ -451,11 +437,11 @@ def blocks():
         ("README.md", "summary", summary),
         ("README.md", "speed", throughput.quoted),
         ("tests/README.md", "faults", tried_cases),
-        ("benchmarks/faults/README.md", "cases", cases),
+        ("benchmarks/faults/README.md", "cases", functools.partial(csv_table, CASES)),
         ("benchmarks/planted/README.md", "bugs", planted.table),
         ("benchmarks/throughput/README.md", "speed table", throughput.table),
         ("benchmarks/throughput/README.md", "same work", throughput.same_work),
-        ("benchmarks/throughput/README.md", "waits", waits),
+        ("benchmarks/throughput/README.md", "waits", functools.partial(csv_table, "benchmarks/throughput/waits.csv")),
     ]
     for name in CLAIMS:
         listed.append((f"benchmarks/curves/{name}/README.md", "results", functools.partial(results, name)))
@@ -526,7 +512,8 @@ def verify():
     for document in documents():
         if (ROOT / document).read_text() != with_blocks(document):
             problems.append(f"{document}: a table does not follow from the files of benchmarks")
-    problems += [f"faults: case {row['number']} has not passed" for row in stored_cases() if row["result"] != "passed"]
+    failed = [row["number"] for row in read_csv(ROOT / CASES) if row["result"] != "passed"]
+    problems += [f"faults: case {number} has not passed" for number in failed]
     return problems + planted.problems()
 
 

@@ -140,7 +140,7 @@ CLAIMS = {
         panels=["eval/accuracy", "eval/calls"],
     ),
     "grpo-countdown": Claim(
-        title="GRPO on the countdown: means of the loss, steps an iteration, clip ranges, ratios, groups sampled again",
+        title="GRPO on the countdown: means of the loss, steps an iteration, clip ranges, ratios",
         score="eval/accuracy",
         lines={},
         bars=[
@@ -210,11 +210,6 @@ SUMMARY = {  # script: paper, claim, variant, name of the score
     "grpo.py": ("Shao et al. 2024", "grpo-sums", "default", "accuracy"),
     "ilql.py": ("Snell et al. 2022", "ilql-randomwalks", "default", "optimality at beta 64"),
     "reward.py": ("Ouyang et al. 2022", "chain-randomwalks", "reward", "accuracy"),
-    "dpo.py": (
-        "Rafailov et al. 2023, here with the IPO loss of Azar et al. 2023",
-        "chain-randomwalks",
-        "dpo",
-        "optimality",
-    ),
+    "dpo.py": ("Rafailov et al. 2023; the loss: Azar et al. 2023", "chain-randomwalks", "dpo", "optimality"),
     "ddpo.py": ("Black et al. 2023", "ddpo-shapes", "default", "minus kB"),
 }

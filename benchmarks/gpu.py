@@ -115,16 +115,12 @@ def steps(args, folder):
     (folder / "score.py").write_text("def score(outputs, **columns):\n    return [float(len(o)) for o in outputs]\n")
     yield "script", "seconds, with the start", "peak memory, GB", "predicted, GB"
     for algo in PREDICTED:
-        flags = (
-            f"--model {model} --dataset {folder}/{'pairs' if algo == 'dpo' else 'rows'}.jsonl --max-length {2 * length}"
-        )
+        flags = f"--model {model} --dataset {folder}/{'pairs' if algo == 'dpo' else 'rows'}.jsonl "
         if algo in ("ppo", "grpo"):
-            flags = (
-                f"--model {model} --dataset {folder}/rows.jsonl --reward {folder}/score.py:score --total-episodes 64 "
-            )
-            flags += f"--rollout-batch-size 64 --batch-size 32 --max-new-tokens {length}"
+            flags += f"--reward {folder}/score.py:score --total-episodes 64 --rollout-batch-size 64 --batch-size 32 "
+            flags += f"--max-new-tokens {length}"
         else:
-            flags += " --total-steps 2 --batch-size 16"
+            flags += f"--max-length {2 * length} --total-steps 2 --batch-size 16"
         run_dir = folder / f"steps-{algo}"
         seconds = run([f"algos/{algo}.py", *flags.split(), "--eval-every", 0, "--save-every", 0, "--run-dir", run_dir])
         peak = records(run_dir / "perf.jsonl")[-1]["perf/peak_memory_mb"] / 1024

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 from algos import grpo  # noqa: E402
 from common import sampling  # noqa: E402
 
-ROWS, WORDS = 3, 151936
-TOKENS = 64
+ROWS, WORDS, TOKENS = 3, 151936, 64
 
 
 def counted(function, *args, **options):
@@ -62,8 +61,8 @@ def main():
     row.append(f"{moved / ROWS / 1e6:.2f}")
     trained = update(lm.train(), query)
     row += [str(trained[kind]) for kind in ("kernels", "waits", "copies")]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    print(",".join([commit, *row]))
+    commit = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, text=True)
+    print(",".join([commit.strip(), *row]))
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def test_check_sees_a_changed_number(tmp_path, monkeypatch):
 
 def test_the_table_of_faults_is_that_of_the_tests(cases):
     """Every test of a case is counted, with its script; in a run of all tests, none is counted that is gone."""
-    stored = {int(row["number"]): row for row in check.stored_cases()}
+    stored = {int(row["number"]): row for row in check.read_csv(ROOT / check.CASES)}
     assert {n: (row["fault or input"], row["expected"]) for n, row in stored.items()} == CASES
     for number, (scripts, tests) in cases.table.items():
         row = stored[number]

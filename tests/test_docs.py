@@ -121,7 +121,8 @@ def test_check_sees_a_changed_number(tmp_path, monkeypatch):
     curves.write_text(text)
     problems = " ".join(check.verify())
     assert "curve.png does not show" in problems and "ppo-randomwalks: best eval/optimality" in problems
-    assert problems.count("README.md: a table does not follow") == 2
+    assert "the figure of ppo does not show" in problems
+    assert problems.count("README.md: a table does not follow") == 3  # the repository's, the claim's, the references'
 
 
 def test_the_table_of_faults_is_that_of_the_tests(cases):

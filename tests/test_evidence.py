@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -149,11 +150,11 @@ def test_only_changed_code_makes_a_run_dirty():
 @pytest.mark.parametrize(
     "claim, variant, expected",
     [
-        ("chain-randomwalks", "ppo", ["sft", "reward", "ppo"]),
+        ("chain-randomwalks", "ppo", ["../sft-randomwalks/default", "reward", "ppo"]),
         ("overoptimisation-randomwalks", "pairs-100-kl-0.05", ["reward-100", "pairs-100-kl-0.05"]),
     ],
 )
 def test_a_comparison_runs_what_the_variant_needs(claim, variant, expected):
     found = regression.needed(seeds.commands(claim, 2, []), f"runs/curves/{claim}/{variant}-seed2")
     made = [(seeds.run_dirs_of(command) or command.split()[-1:])[0] for command in found]
-    assert made == [f"runs/curves/{claim}/{name}-seed2" for name in expected]
+    assert made == [os.path.normpath(f"runs/curves/{claim}/{name}-seed2") for name in expected]

@@ -413,7 +413,7 @@ def summary():
 
 
 def csv_table(file):
-    """All of a CSV file."""
+    """A CSV file as Markdown lines."""
     rows = read_csv(ROOT / file)
     return markdown(list(rows[0]), [row.values() for row in rows])
 

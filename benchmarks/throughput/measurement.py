@@ -122,7 +122,7 @@ def record(results, algorithm, side, repeat, model, measure):
     dtype = torch.bfloat16 if "bf16" in side else torch.float32
     ticks = cpu_ticks()
     peak = gemm_peak(dtype)
-    columns, gflops = measure(algorithm, side.removesuffix("-kept"), model)
+    columns, gflops = measure(algorithm, side.removesuffix("-kept"), model)  # run.py has set its variables
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     peak = max(peak, gemm_peak(dtype))
     steal = share("steal", ticks)

@@ -1,10 +1,10 @@
-"""The first hour on a GPU: what this project could not try on one. Writes a page to send to us.
+"""The scripts on a GPU. Writes a page, of which that of one H100 is gpu.md.
 
     python benchmarks/gpu.py                  # all of it, to gpu.md
-    python benchmarks/gpu.py --parts decode   # one of: traces tasks steps decode
+    python benchmarks/gpu.py --parts decode   # one of: traces again tasks steps decode
 
-traces: the golden traces of tests/golden, on the device with the CPU's random draws. tasks: the embedded task of every
-script. steps: one iteration of sft, dpo, grpo and ppo for a model of 0.6 B random weights, and its peak memory
+traces: the golden traces of tests/golden, on the device with the CPU's random draws. again: whether a
+repeated and a continued run with --deterministic are equal. tasks: the embedded task of every script. steps: one iteration of sft, dpo, grpo and ppo for a model of 0.6 B random weights, and its peak memory
 beside what benchmarks/scaling predicts. decode: tokens per second of our sampler beside `generate` of transformers.
 --tiny: small sizes for steps and decode, which show only that they run.
 """
@@ -12,10 +12,12 @@ beside what benchmarks/scaling predicts. decode: tokens per second of our sample
 import argparse
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -61,6 +63,16 @@ def differences(found, expected):
             yield abs(found[name] - value) / max(abs(value), 1e-3), name
 
 
+def at_once(args, function, inputs):
+    """Yields function(*input) of all inputs in order, or what went wrong."""
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for words, found in [(words, pool.submit(function, *words)) for words in inputs]:
+            try:
+                yield found.result()
+            except (RuntimeError, ValueError, OSError) as error:
+                yield *words, f"{type(error).__name__}: {str(error)[-2000:]}".replace("\n", "<br>")
+
+
 # ---- Parts: each yields the rows of a table, the titles first --------------------------------------------------------
 
 
@@ -68,25 +80,54 @@ def traces(args, folder):
     from test_golden import GOLDEN, command
 
     yield "script", "type", "largest relative difference", "of", "within"
-    for dtype, tolerance in TOLERANCES.items():
-        for algo in args.algos:
-            run_dir = folder / f"{algo}-{dtype}"
-            words = [*command(algo, run_dir), "--dtype", dtype, "--mixed-precision", "no"]
-            run(words, ["-c", CPU_DRAW.format(root=str(ROOT))])
-            pairs = list(zip(records(run_dir / "metrics.jsonl"), records(GOLDEN / f"{algo}.jsonl"), strict=True))
-            if dtype == "float32":
-                pairs = pairs[:1]
-            difference, name = max(found for pair in pairs for found in differences(*pair))
-            yield algo, dtype, f"{difference:.1e}", name, "yes" if difference < tolerance else "**no**"
+
+    def trace(dtype, algo):
+        run_dir = folder / f"{algo}-{dtype}"
+        words = [*command(algo, run_dir), "--dtype", dtype, "--mixed-precision", "no"]
+        run(words, ["-c", CPU_DRAW.format(root=str(ROOT))])
+        pairs = list(zip(records(run_dir / "metrics.jsonl"), records(GOLDEN / f"{algo}.jsonl"), strict=True))
+        if dtype == "float32":
+            pairs = pairs[:1]
+        difference, name = max(found for pair in pairs for found in differences(*pair))
+        within = "yes" if difference < TOLERANCES[dtype] else "**no**"
+        return algo, dtype, f"{difference:.1e}", name, within
+
+    yield from at_once(args, trace, [(dtype, algo) for dtype in TOLERANCES for algo in args.algos])
+
+
+def again(args, folder):
+    from test_golden import SETTINGS
+
+    yield "script", "two runs are equal", "a run continued from its first checkpoint, too"
+
+    def twice(algo):
+        found = []
+        for name in ("one", "two"):
+            run_dir = folder / f"{algo}-{name}"
+            words = [f"algos/{algo}.py", *SETTINGS[algo].split(), *f"--deterministic --run-dir {run_dir}".split()]
+            words += ["--save-every", 1 if algo == "ddpo" else 8, "--keep-checkpoints", 9, "--eval-every", 0]
+            run(words)
+            found.append((run_dir / "metrics.jsonl").read_bytes())
+        first, *later = sorted((run_dir / "checkpoints").glob("step_*"))
+        for checkpoint in later:
+            shutil.rmtree(checkpoint)
+        run(words)
+        found.append((run_dir / "metrics.jsonl").read_bytes())
+        return algo, *("yes" if lines == found[0] else "**no**" for lines in found[1:])
+
+    yield from at_once(args, twice, [(algo,) for algo in args.algos])
 
 
 def tasks(args, folder):
     yield "script", "headline", "at first", "at last", "seconds"
-    for algo in args.algos:
+
+    def task(algo):
         seconds = run([f"algos/{algo}.py", "--run-dir", folder / f"task-{algo}"])
         headline = json.loads((folder / f"task-{algo}/env.json").read_text())["headline"]
         values = [line[headline] for line in records(folder / f"task-{algo}/metrics.jsonl") if headline in line]
-        yield algo, headline, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{seconds:.0f}"
+        return algo, headline, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{seconds:.0f}"
+
+    yield from at_once(args, task, [(algo,) for algo in args.algos])
 
 
 def save_model(args, folder):
@@ -159,7 +200,7 @@ def decode(args, folder):
 
 # ---- Page ------------------------------------------------------------------------------------------------------------
 
-PARTS = {"traces": traces, "tasks": tasks, "steps": steps, "decode": decode}
+PARTS = {"traces": traces, "again": again, "tasks": tasks, "steps": steps, "decode": decode}
 
 
 def heading():
@@ -173,6 +214,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--algos", nargs="+", default="sft reward dpo ilql ppo grpo ddpo".split())
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time of traces and tasks")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("gpu.md"))
     args = parser.parse_args()

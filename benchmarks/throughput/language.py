@@ -19,27 +19,30 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from measurement import ITERATIONS, TINY, column, figures, short_run
+from measurement import GPU, ITERATIONS, TINY, column, figures, short_run
 
 from common import seeding  # found by way of measurement
 from common.seeding import rng, stream_rows
 
-SIZES = {"layers": 12, "width": 768, "vocabulary": 50257, "prompts": 8, "length": 1}  # the last two are of grpo
+# prompts: of grpo; batch: rows of a step of sft, reward and dpo; length: what all lengths except those of ppo are times
+SIZES = {"layers": 12, "width": 768, "vocabulary": 50257, "prompts": 8, "batch": 8, "length": 1}
 if TINY:
     SIZES |= {"layers": 2, "width": 48, "vocabulary": 1000}
-SIZES |= json.loads(os.environ.get("SIZES", "{}"))  # growth.py has others
+SIZES |= json.loads(os.environ.get("SIZES", "{}"))  # growth.py and GPUs have others
 LAYERS = SIZES["layers"]
 WIDTH = SIZES["width"]
 VOCABULARY = SIZES["vocabulary"]
+LENGTH = SIZES["length"]
 HEADS = max(4, WIDTH // 64)
 END = 0  # id of the end token
 LR = 1e-5
 SEED = 1
 STEPS = int(os.environ.get("STEPS", 6))  # of a run of sft, reward and dpo
 SKIPPED = 2  # first steps, which are not counted; of ppo and grpo it is the first iteration
-BATCH = 8
-SHORTEST = 16
-LONGEST = 128
+BATCH = SIZES["batch"]
+SHORTEST = 16 * LENGTH
+LONGEST = 128 * LENGTH
+ATTENTION = "sdpa" if GPU else "eager"
 STEP_FLAGS = {
     "batch_size": BATCH,
     "micro_batch_size": BATCH,
@@ -60,7 +63,7 @@ def prepare(folder, algorithm):
 
     torch.manual_seed(1)
     sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "vocab_size": VOCABULARY}
-    sizes["n_positions"] = 1024 * SIZES["length"]
+    sizes["n_positions"] = 1024 * LENGTH
     drop = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(**sizes, **drop, bos_token_id=END, eos_token_id=END))
     if algorithm == "grpo":
@@ -86,9 +89,9 @@ def prepare(folder, algorithm):
 
 
 SIDES = {  # of plainrl: flags
-    "fp32": {"attn_implementation": "eager"},
-    "bf16": {"attn_implementation": "eager", "mixed_precision": "bf16"},
-    "fp32-2-layers": {"attn_implementation": "eager", "num_layers_unfrozen": 2},
+    "fp32": {"attn_implementation": ATTENTION, "mixed_precision": "no"},
+    "bf16": {"attn_implementation": ATTENTION, "mixed_precision": "bf16"},
+    "fp32-2-layers": {"attn_implementation": ATTENTION, "mixed_precision": "no", "num_layers_unfrozen": 2},
 }
 
 
@@ -161,7 +164,7 @@ ROWS = 96
 
 def rows():
     """The rows: texts of whole words. With the end token they have 16 to 128 tokens, log-normal within these bounds."""
-    draws = rng(SEED, "lengths").lognormal(4.0, 0.6, 10 * ROWS).round().astype(int)
+    draws = (LENGTH * rng(SEED, "lengths").lognormal(4.0, 0.6, 10 * ROWS)).round().astype(int)
     lengths = draws[(draws >= SHORTEST) & (draws <= LONGEST)][:ROWS]
     ids = [rng(SEED, "ids", row).integers(END + 1, VOCABULARY, length - 1) for row, length in enumerate(lengths)]
     return [{"text": text(row)} for row in ids]
@@ -203,7 +206,7 @@ PADDING = VOCABULARY - 1
 def pair_ids():
     """[(prompt, chosen, rejected)] of all pairs, the end token with the responses. The three lengths are log-normal
     where both texts have 16 to 128 tokens."""
-    draws = rng(SEED, "lengths").lognormal(3.3, 0.6, (10 * PAIRS, 3)).round().astype(int)
+    draws = (LENGTH * rng(SEED, "lengths").lognormal(3.3, 0.6, (10 * PAIRS, 3))).round().astype(int)
     whole = draws[:, :1] + draws[:, 1:]
     lengths = draws[(draws.min(1) >= 2) & (whole.min(1) >= SHORTEST) & (whole.max(1) <= LONGEST)][:PAIRS]
     found = []
@@ -285,16 +288,16 @@ PROMPTS = SIZES["prompts"]
 GROUP = 4
 GROUP_EPISODES = PROMPTS * GROUP
 MICRO = 8  # rows of a forward: the default of both
-LONGEST_RESPONSE = 96 * SIZES["length"]
+LONGEST_RESPONSE = 96 * LENGTH
 CERTAIN = 1e9  # as a logit, beside which no other has a probability
 
 
 def lengths(name, count, center, spread, low, high):
-    """Quantiles of a log-normal distribution cut to [low, high], in random order, times the length of SIZES."""
+    """Quantiles of a log-normal distribution cut to [low, high], in random order, times LENGTH."""
     draws = rng(SEED, name).lognormal(center, spread, 100000)
     draws = draws[(draws >= low) & (draws <= high)]
     quantiles = (rng(SEED, f"order of {name}").permutation(count) + 0.5) / count
-    return (np.quantile(draws, quantiles).round().astype(int) * SIZES["length"]).tolist()
+    return (np.quantile(draws, quantiles).round().astype(int) * LENGTH).tolist()
 
 
 @functools.cache
@@ -352,10 +355,8 @@ def given_ids(seed, stream, iteration, places, width):
 
 def draw_given(logits, ids, temperature, *filters):
     """What `draw` takes of logits (B, V) that leave nothing but ids (B,), which come in place of the uniforms."""
-    logits[torch.arange(len(ids)), ids.long()] = CERTAIN
-    drawn = seeding.draw(logits, torch.full_like(ids, 0.5), temperature, *filters)
-    assert torch.equal(drawn, ids.long())
-    return drawn
+    logits[torch.arange(len(ids), device=ids.device), ids.long()] = CERTAIN
+    return seeding.draw(logits, torch.full_like(ids, 0.5), temperature, *filters)
 
 
 def measure_grpo(script, model, flags):

@@ -1,4 +1,5 @@
-"""Measures one run of a side in this process: on a quiet machine, between two measurements of the machine's peak.
+"""Measures one run of a side in this process: on a quiet machine, between two measurements of the peak of its CPU, or
+of its GPU where one is visible.
 
 A run leaves no row, and the process ends with exit code 75, where the hypervisor took more than 3 % of the time of the
 processors (steal): run.py repeats it. FORCE=1 neither waits for a quiet machine nor drops a run.
@@ -9,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
 import sys
 import tempfile
 import time
@@ -22,9 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from common.launch import fast_cpu_matmul
+from common.launch import fast_cpu_matmul, peak_memory_mb
 
 TINY = bool(os.environ.get("PLAINRL_BENCH_TINY"))
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
 ITERATIONS = int(os.environ.get("ITERATIONS", 2))  # of a run of ppo, grpo and ddpo; the first is not counted
 MOST_STEAL = 0.03  # runs that give memory back and take it again have some 2 % of their own
@@ -69,12 +71,13 @@ def wait_for_quiet():
 def machine():
     """Columns of the CSV file that say where and with what a run is measured; the load is that before it."""
     cpu = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    device = f"{(cpu or [platform.machine()])[0]}, {torch.backends.cpu.get_cpu_capability()}"
     versions = []
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
     return {
-        "device": f"{(cpu or [platform.machine()])[0]}, {torch.backends.cpu.get_cpu_capability()}",
+        "device": torch.cuda.get_device_name() if GPU else device,
         "threads": THREADS,
         "versions": "; ".join([f"python {platform.python_version()}", *versions]),
         "loadavg": f"{os.getloadavg()[0]:.2f}",
@@ -83,19 +86,24 @@ def machine():
 
 
 def gemm_peak(dtype):
-    """GFLOP/s of the best 1024 x 768 x 3072 matrix product within half a second; fp32 at the fastest exact setting."""
+    """GFLOP/s of the best matrix product within half a second: 1024 x 768 x 3072 on a CPU, in fp32 at the fastest exact
+    setting; eight times as large each way on a GPU."""
     before = torch.get_float32_matmul_precision()
-    fast_cpu_matmul()
-    a = torch.randn(1024, 768).to(dtype)
-    b = torch.randn(768, 3072).to(dtype)
+    if not GPU:
+        fast_cpu_matmul()
+    rows, width, columns = (8 * size if GPU else size for size in (1024, 768, 3072))
+    a = torch.randn(rows, width, device=DEVICE).to(dtype)
+    b = torch.randn(width, columns, device=DEVICE).to(dtype)
     seconds = []
     end = time.perf_counter() + 0.5
     while time.perf_counter() < end:
         begun = time.perf_counter()
         a @ b
+        if GPU:
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     torch.set_float32_matmul_precision(before)
-    return 2 * 1024 * 768 * 3072 / min(seconds) / 1e9
+    return 2 * rows * width * columns / min(seconds) / 1e9
 
 
 # ---- A run -----------------------------------------------------------------------------------------------------------
@@ -123,7 +131,7 @@ def record(results, algorithm, side, repeat, model, measure):
     ticks = cpu_ticks()
     peak = gemm_peak(dtype)
     columns, gflops = measure(algorithm, side.removesuffix("-kept"), model)  # run.py has set its variables
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    memory = peak_memory_mb(DEVICE)
     peak = max(peak, gemm_peak(dtype))
     steal = share("steal", ticks)
     if steal > MOST_STEAL and not os.environ.get("FORCE"):

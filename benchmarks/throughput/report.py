@@ -11,7 +11,7 @@ from benchmarks.throughput.run import OURS
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-3
-COMPARISONS = [  # name, algorithm, our side, goal; the runner no longer has the sides of ilql
+COMPARISONS = [  # name, algorithm, our side, goal on CPUs
     ("ppo", "ppo", "fp32", 3.5),
     ("ppo", "ppo", "bf16", None),
     ("ppo, 2 of 12 layers", "ppo", "fp32-2-layers", 8.0),
@@ -23,20 +23,13 @@ COMPARISONS = [  # name, algorithm, our side, goal; the runner no longer has the
     ("dpo", "dpo", "bf16", None),
     ("grpo", "grpo", "fp32", 2.0),
     ("grpo", "grpo", "bf16", None),
-    ("ilql, GPT-2 small", "ilql", "gpt2-fp32", 2.5),
-    ("ilql, GPT-2 small", "ilql", "gpt2-bf16", None),
-    ("ilql, random walks", "ilql", "walks-fp32", 2.5),
-    ("ilql, random walks", "ilql", "walks-bf16", None),
     ("ddpo", "ddpo", "fp32", 1.8),
     ("ddpo", "ddpo", "bf16", None),
 ]
 
 
-def peers_of(runs, algorithm, side):
-    """The sides of the peer that ours is compared with: of its precision and layers; ilql's peer is in float32."""
-    if algorithm == "ilql":
-        workload = side.partition("-")[0]
-        return [name for name in runs if name.startswith(f"{workload}-trlx")]
+def peers_of(runs, side):
+    """The sides of the peer that ours is compared with: of its precision and layers."""
     peers = [name for name in runs if name not in OURS and precision(name) == precision(side)]
     return [name for name in peers if ("2-layers" in name) == ("2-layers" in side)]
 
@@ -76,26 +69,24 @@ def ratios(runs, side, other):
     return [float(runs[other][repeat]["seconds"]) / float(runs[side][repeat]["seconds"]) for repeat in both]
 
 
-def fastest(runs, algorithm, side):
+def fastest(runs, side):
     """(seconds of a peer's side over those of ours for each repeat, the peer's side): of the peer's fastest one."""
-    found = [(ratios(runs, side, peer), peer) for peer in peers_of(runs, algorithm, side)]
+    found = [(ratios(runs, side, peer), peer) for peer in peers_of(runs, side)]
     return min((pair for pair in found if pair[0]), key=lambda pair: median(pair[0]), default=([], ""))
 
 
-def beside_defaults(runs, algorithm, side):
+def beside_defaults(runs, side):
     """Seconds of the peer's defaults over those of our side for each repeat, if they were measured."""
-    for peer in peers_of(runs, algorithm, side):
+    for peer in peers_of(runs, side):
         if peer.endswith("defaults"):
             return ratios(runs, side, peer)
     return []
 
 
 def system(row):
-    """The name of a peer: TRL with its version, or the structure of trlX's step."""
-    for version in row["versions"].split("; "):
-        if version.startswith("trl "):
-            return version.replace("trl", "TRL")
-    return "trlX's step"
+    """TRL with its version."""
+    [version] = [version for version in row["versions"].split("; ") if version.startswith("trl ")]
+    return version.replace("trl", "TRL")
 
 
 def verdict(goal, times):
@@ -112,9 +103,9 @@ def compared():
     for title, algorithm, side, goal in COMPARISONS:
         for device in devices(rows):
             runs = runs_of(rows, device, algorithm)
-            times, peer = fastest(runs, algorithm, side)
+            times, peer = fastest(runs, side)
             if times:
-                yield title, side, goal, device, runs, peer, times, beside_defaults(runs, algorithm, side)
+                yield title, side, goal, device, runs, peer, times, beside_defaults(runs, side)
 
 
 def table():
@@ -138,10 +129,9 @@ def same_work():
     groups = {}
     for row in stored():
         if row["loss"] and precision(row["mode"]) == "fp32":
-            workload = row["mode"].partition("-")[0] if row["algorithm"] == "ilql" else ""
-            groups.setdefault((row["algorithm"], row["device"], workload), []).append(row)
+            groups.setdefault((row["algorithm"], row["device"]), []).append(row)
     gaps = {}
-    for (algorithm, *_), rows in groups.items():
+    for (algorithm, _), rows in groups.items():
         for column in ("loss", "grad_norm"):
             values = [float(row[column]) for row in rows]
             gap = (max(values) - min(values)) / max(map(abs, values))

@@ -1,9 +1,10 @@
-"""Measures our scripts and their peers in turn, one process a run, on a quiet CPU.
+"""Measures our scripts and their peers in turn, one process a run, on a quiet machine.
 
     bash benchmarks/throughput/make_peer_env.sh 1.16        # once: an environment of TRL; and 0.8.6
     python benchmarks/throughput/run.py sft dpo             # these algorithms; without names: all
     python benchmarks/throughput/run.py ppo --sides fp32    # these sides alone
     python benchmarks/throughput/run.py sft --dry           # prints the commands
+    python benchmarks/throughput/run.py sft dpo --gpu       # on a GPU in bfloat16, with larger sizes; not ppo and ddpo
 
 Rows go to --results; what is there of this commit is not measured again, so a measurement that was stopped goes on.
 README.md is made from the results.csv of this folder. STEPS, ITERATIONS and FORCE are read from the environment
@@ -13,6 +14,7 @@ README.md is made from the results.csv of this folder. STEPS, ITERATIONS and FOR
 import argparse
 import csv
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -37,6 +39,7 @@ SIDES = {
     "grpo": ("X X-same-flags X-same-flags-kept X-defaults", "X-micro-32"),
     "ddpo": ("fp32 same-flags same-flags-kept defaults", "tuned bf16 bf16-same-flags"),
 }
+GPU_SIZES = {"layers": 24, "width": 1024, "prompts": 16, "batch": 16, "length": 8}  # GPT-2 medium
 REPEAT_ME = 75  # exit code of measurement.py where the hypervisor took too much
 
 
@@ -91,15 +94,16 @@ def start(command, environment):
         sys.exit(f"error: exit code {status}; the same command goes on from here")
 
 
-def measure_all(algorithm, chosen, repeats, results, dry):
+def measure_all(algorithm, chosen, repeats, results, dry, gpu):
     """Starts a process for each run that is not stored."""
     code = commit()
     environment = {"OMP_NUM_THREADS": "2", "COMMIT": code} | os.environ
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment |= {"PYTHONWARNINGS": "ignore", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    environment |= {"SIZES": json.dumps(GPU_SIZES), "STEPS": "12"} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     plan = []
     for repeat in range(1, repeats + 1):
-        plan += [(side, repeat) for side in sides_of(algorithm, repeat == 1)]
+        plan += [(side, repeat) for side in sides_of(algorithm, repeat == 1) if "bf16" in side or not gpu]
     with tempfile.TemporaryDirectory() as model:
         if not dry:
             prepare = [sys.executable, __file__, algorithm, "--prepare", model]
@@ -121,6 +125,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the sides")
     parser.add_argument("--results", type=Path, default=ROOT / "runs/throughput.csv")
     parser.add_argument("--dry", action="store_true", help="print the commands")
+    parser.add_argument("--gpu", action="store_true")
     for name in ("--one", "--repeat", "--model", "--prepare"):  # of the commands that this one starts
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -139,7 +144,7 @@ def main():
             module = importlib.import_module(file_of(algorithm, options.one))
             measurement.record(results, algorithm, options.one, options.repeat, options.model, module.measure)
         else:
-            measure_all(algorithm, options.sides, options.repeats, results, options.dry)
+            measure_all(algorithm, options.sides, options.repeats, results, options.dry, options.gpu)
 
 
 if __name__ == "__main__":

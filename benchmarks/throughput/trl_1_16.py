@@ -13,8 +13,8 @@ import time
 import language
 import torch
 from datasets import Dataset
-from language import BATCH, LONGEST, LR, SEED, SKIPPED, STEPS
-from measurement import ITERATIONS, figures
+from language import ATTENTION, BATCH, LONGEST, LR, SEED, SKIPPED, STEPS
+from measurement import GPU, ITERATIONS, figures
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import (
@@ -30,13 +30,13 @@ from trl import (
 
 from common.launch import fast_cpu_matmul
 
-EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
+OURS = {"model_init_kwargs": {"attn_implementation": ATTENTION}}
 SETTINGS = {  # flags of the trainers; without gradient checkpointing, and all but `defaults` with our matmul precision
     "defaults": {},
-    "same-flags": EAGER,
-    "padding-free": EAGER | {"padding_free": True, "max_length": None},
-    "precompute": EAGER | {"precompute_ref_log_probs": True},
-    "micro-32": EAGER | {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1},
+    "same-flags": OURS,
+    "padding-free": OURS | {"padding_free": True, "max_length": None},
+    "precompute": OURS | {"precompute_ref_log_probs": True},
+    "micro-32": OURS | {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1},
 }
 
 
@@ -56,10 +56,10 @@ class Clock(TrainerCallback):
 def measure(algorithm, side, model):
     """(columns, useful GFLOP/s) of a short run. side: a precision and one of SETTINGS."""
     precision, _, setting = side.partition("-")
-    if setting != "defaults":
+    if setting != "defaults" and not GPU:
         fast_cpu_matmul()
     settings = {
-        "use_cpu": True,
+        "use_cpu": not GPU,
         "bf16": precision == "bf16",
         "seed": SEED,
         "learning_rate": LR,
@@ -169,7 +169,8 @@ class GivenIds(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         place = input_ids.shape[1] - self.width
-        scores[self.rows, self.ids[:, place]] = language.CERTAIN
+        self.ids = self.ids.to(scores.device)
+        scores[self.rows.to(scores.device), self.ids[:, place]] = language.CERTAIN
         return scores
 
 

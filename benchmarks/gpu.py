@@ -3,21 +3,23 @@
     python benchmarks/gpu.py                  # all of it, to gpu.md
     python benchmarks/gpu.py --parts decode   # one of: traces again tasks steps decode
 
-traces: the golden traces of tests/golden, on the device with the CPU's random draws. again: whether a
-repeated and a continued run with --deterministic are equal. tasks: the embedded task of every script. steps: one iteration of sft, dpo, grpo and ppo for a model of 0.6 B random weights, and its peak memory
-beside what benchmarks/scaling predicts. decode: tokens per second of our sampler beside `generate` of transformers.
---tiny: small sizes for steps and decode, which show only that they run.
+traces: the golden traces of tests/golden, on the device with the CPU's random draws. again: whether a repeated and a
+continued run with --deterministic are equal. tasks: the embedded task of every script. steps: one iteration of sft,
+dpo, grpo and ppo for a model of 0.6 B random weights, and its peak memory beside what benchmarks/scaling predicts.
+decode: tokens per second of our sampler beside `generate` of transformers. --tiny: small sizes for steps and decode,
+which show only that they run. Where git does not know the commit, COMMIT names it.
 """
 
 import argparse
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -64,13 +66,14 @@ def differences(found, expected):
 
 
 def at_once(args, function, inputs):
-    """Yields function(*input) of all inputs in order, or what went wrong."""
+    """Yields function(*input) of all inputs as they are ready, or what went wrong."""
     with ThreadPoolExecutor(args.jobs) as pool:
-        for words, found in [(words, pool.submit(function, *words)) for words in inputs]:
+        running = {pool.submit(function, *words): words for words in inputs}
+        for done in as_completed(running):
             try:
-                yield found.result()
+                yield done.result()
             except (RuntimeError, ValueError, OSError) as error:
-                yield *words, f"{type(error).__name__}: {str(error)[-2000:]}".replace("\n", "<br>")
+                yield *running[done], f"{type(error).__name__}: {str(error)[-2000:]}".replace("\n", "<br>")
 
 
 # ---- Parts: each yields the rows of a table, the titles first --------------------------------------------------------
@@ -204,7 +207,8 @@ PARTS = {"traces": traces, "again": again, "tasks": tasks, "steps": steps, "deco
 
 
 def heading():
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = os.environ.get("COMMIT") or subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "accelerate")]
     return f"# {name}\n\nCommit {commit.strip()}; {', '.join(versions)}."

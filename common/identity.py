@@ -128,8 +128,13 @@ def module_files(name, folders):
 def is_own(file):
     """Whether a file is the user's: not part of Python, an installed package, or common/, which is hashed anyway."""
     installed = {"site-packages", "dist-packages"} & {*file.parts}
-    others = [sysconfig.get_path("stdlib"), ROOT / "common"]
+    others = [sysconfig.get_path("stdlib"), ROOT / "common", *folders_of_packages()]
     return file.is_file() and not installed and not any(map(file.is_relative_to, others))
+
+
+def folders_of_packages():
+    """The folders of sys.path in which packages were installed: by `pip install --target` under any name."""
+    return [Path(folder).resolve() for folder in sys.path if any(Path(folder).glob("*.dist-info"))]
 
 
 def hash_of_files(files):

@@ -74,8 +74,12 @@ def tree(tmp_path, monkeypatch):
             del sys.modules[module]
 
 
-def test_the_files_that_a_file_imports(tree):
+def test_the_files_that_a_file_imports(tree, monkeypatch):
     """In functions, relative, and through others and back; not Python's, installed ones, common/ or what is beside."""
+    (tree / "target/large-1.0.dist-info").mkdir(parents=True)  # of `pip install --target`
+    (tree / "target/large.py").write_text("")
+    monkeypatch.syspath_prepend(tree / "target")
+    (tree / "beside.py").write_text("import large\n" + USER_TREE["beside.py"])
     not_imported = "package/other.py", "other.py", "random.py", "notes.txt"
     assert set(with_imports(tree / "reward.py")) == {tree / name for name in USER_TREE if name not in not_imported}
     embedded = ROOT / "benchmarks/tasks/randomwalks.py"

@@ -181,7 +181,7 @@ def decode(args, folder):
     lm = AutoModelForCausalLM.from_pretrained(save_model(args, folder / "model")).to(device).eval()
     width = 8 if args.tiny else 256
     yield "rows", "ours, tokens/s", "generate, tokens/s", "ratio"
-    for count in (2, 3) if args.tiny else (1, 16, 64, 256):
+    for count in args.rows:
         query = torch.randint(0, 21, (count, width), device=device)
         mask = torch.ones_like(query)
         uniforms = torch.rand(count, width, dtype=torch.float64, device=device)
@@ -219,6 +219,7 @@ def main():
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--algos", nargs="+", default="sft reward dpo ilql ppo grpo ddpo".split())
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time of traces and tasks")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="of decode")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("gpu.md"))
     args = parser.parse_args()

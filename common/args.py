@@ -227,7 +227,8 @@ class RunArgs:
     """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
     an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels. Slower on GPUs; CPUs are deterministic without it."""
+    """Ask torch for deterministic kernels. Slower on GPUs, with more memory for attention; CPUs are deterministic
+    without it."""
     mixed_precision: Literal["no", "bf16"] | None = None
     """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
     supports it; otherwise no. Weights and optimizer keep --dtype."""

@@ -40,6 +40,8 @@ def launch(args, fsdp=True):
     args.mixed_precision = accelerator.mixed_precision  # what was chosen is part of the run's identity
     if accelerator.device.type == "cpu":
         fast_cpu_matmul()
+    else:
+        choose_attention(args.deterministic)
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loops accumulate
     processes = accelerator.num_processes
     if args.batch_size % processes:
@@ -55,6 +57,15 @@ def launch(args, fsdp=True):
             policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return accelerator
+
+
+def choose_attention(deterministic):
+    """Kernels of torch's attention on a GPU. cuDNN's prepares each new shape, on an H200 for 0.3 s in a model of 24
+    layers and as long backward (pytorch/pytorch#155958); the lengths of rows differ all the time. The backward pass of
+    the other fused ones adds up in any order: --deterministic takes the plain one."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(not deterministic)
+    torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
 
 
 def is_sharded(accelerator):

@@ -10,6 +10,7 @@ import accelerate
 import pytest
 import torch
 from harness import BIN, ROOT
+from torch.nn.attention import SDPBackend
 
 from common import launch
 from common.cli import InputError
@@ -54,6 +55,22 @@ def test_bf16_is_the_default_of_a_gpu_that_has_it(monkeypatch, use_cpu):
     monkeypatch.setattr(accelerate, "Accelerator", accelerator)
     launch.launch(SimpleNamespace(mixed_precision=None, dtype="float32", batch_size=6))
     assert (asked["cpu"], asked["mixed_precision"]) == ((True, "no") if use_cpu == "true" else (False, "bf16"))
+
+
+def test_attention_of_a_gpu():
+    """Never cuDNN's; with --deterministic the plain one, as a CPU shows, which looks at the same switches."""
+    states = torch.ones(3, 5, 7, 11)
+    switches = torch.backends.cuda
+    before = switches.cudnn_sdp_enabled()
+    try:
+        launch.choose_attention(deterministic=True)
+        assert torch._fused_sdp_choice(states, states, states) == SDPBackend.MATH.value
+        assert not switches.cudnn_sdp_enabled() and not switches.mem_efficient_sdp_enabled()
+    finally:
+        launch.choose_attention(deterministic=False)
+        assert torch._fused_sdp_choice(states, states, states) == SDPBackend.FLASH_ATTENTION.value
+        assert not switches.cudnn_sdp_enabled() and switches.mem_efficient_sdp_enabled()
+        switches.enable_cudnn_sdp(before)
 
 
 @pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])

@@ -40,7 +40,7 @@ def stored():
 
 
 def devices(rows):
-    """The CPUs, in the order of the file."""
+    """The CPUs and GPUs, in the order of the file."""
     return list(dict.fromkeys(row["device"] for row in rows))
 
 
@@ -97,7 +97,7 @@ def verdict(goal, times):
 
 
 def compared():
-    """(name, side, goal, CPU, its runs, the peer's fastest side, ratios to it, ratios to its defaults) of each
+    """(name, side, goal, device, its runs, the peer's fastest side, ratios to it, ratios to its defaults) of each
     comparison that was measured."""
     rows = stored()
     for title, algorithm, side, goal in COMPARISONS:
@@ -109,15 +109,16 @@ def compared():
 
 
 def table():
-    """The table at the top of the page: a row a comparison and CPU."""
-    heads = ["script", "precision", "CPU", "times", "fastest peer", "goal", "times its defaults", "memory"]
+    """The table at the top of the page: a row a comparison and device."""
+    heads = ["script", "precision", "device", "times", "fastest peer", "goal", "times its defaults", "memory"]
     heads += ["fraction of GEMM peak", "runs"]
     lines = []
     for title, side, goal, device, runs, peer, times, of_defaults in compared():
+        words = device.replace("(R)", "").split()
         own = list(runs[side].values())
         other = list(runs[peer].values())
         memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
-        cells = [title, precision(side), device.partition(" ")[0].removesuffix("(R)"), spread(times)]
+        cells = [title, precision(side), f"{words[0]} {words[-1]}", spread(times)]
         cells += [f"{system(other[0])}: {peer}", verdict(goal, times), spread(of_defaults) if of_defaults else ""]
         cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
         lines.append([*cells, f"{len(times)}"])
@@ -143,10 +144,11 @@ def same_work():
 
 
 def quoted():
-    """What README.md of the repository says of each CPU: the medians of `times`, and those of its defaults."""
+    """What README.md of the repository says of each CPU in float32, and of a GPU in bfloat16: the medians of `times`,
+    and those of its defaults."""
     found = {}
     for title, side, _, device, _, _, times, of_defaults in compared():
-        if precision(side) == "fp32":
+        if precision(side) == ("bf16" if device.startswith("NVIDIA") else "fp32"):
             brackets = f" ({median(of_defaults):.1f})" if of_defaults else ""
             found.setdefault(device, []).append(f"{title} {median(times):.1f}{brackets}")
     lines = []

@@ -3,20 +3,20 @@
 An epoch is 16 images of 20 DDIM steps with classifier-free guidance, then one optimizer step on all 320 (image, step)
 pairs, with guidance as well. LoRA of rank 4 on a small UNet with random weights; the reward is the brightness. Both
 systems start from the same weights and adapters and denoise the same noise, so that the mean reward of the first epoch
-(here its `loss`) and its gradient must agree. PLAINRL_BENCH_TINY=1 shrinks the pipeline, to try things out.
+(here its `loss`) and its gradient must agree.
 """
 
 import json
 
 import torch
-from measurement import ITERATIONS, TINY, column, figures, short_run
+from measurement import ITERATIONS, column, figures, short_run
 
 from benchmarks.tasks import shapes  # found by way of measurement
 from common.seeding import rng, stream_rows
 
-SIZE, CHANNELS = (8, (32, 64)) if TINY else (16, (64, 128))  # of the latents; of the UNet's two resolutions
+SIZE, CHANNELS = 16, (64, 128)  # of the latents; of the UNet's two resolutions
 LATENTS = 4  # channels
-IMAGES, STEPS = (4, 3) if TINY else (16, 20)  # images of an epoch and of its one optimizer step; denoising steps
+IMAGES, STEPS = 16, 20  # images of an epoch and of its one optimizer step; denoising steps
 SEED = 1
 GUIDANCE = 5.0
 RANK = 4

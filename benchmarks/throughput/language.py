@@ -1,7 +1,7 @@
 """The work of ppo, sft, reward, dpo and grpo, which both systems do, and our side of it.
 
 The model has GPT-2 small's shape and random weights, no dropout, and a tokenizer of whole words "w1 w2 ...".
-PLAINRL_BENCH_TINY=1 shrinks it, to try things out.
+SIZES='{"layers": 2, "width": 48}' shrinks it, to try things out.
 
 ppo          16 prompts of 32 tokens, responses of 32, four PPO epochs of one optimizer step
 sft          8 rows of 16 to 128 tokens a step, loss on every token
@@ -19,15 +19,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from measurement import GPU, ITERATIONS, TINY, column, figures, short_run
+from measurement import GPU, ITERATIONS, column, figures, short_run
 
 from common import seeding  # found by way of measurement
 from common.seeding import rng, stream_rows
 
 # prompts: of grpo; batch: rows of a step of sft, reward and dpo; length: what all lengths except those of ppo are times
 SIZES = {"layers": 12, "width": 768, "vocabulary": 50257, "prompts": 8, "batch": 8, "length": 1}
-if TINY:
-    SIZES |= {"layers": 2, "width": 48, "vocabulary": 1000}
 SIZES |= json.loads(os.environ.get("SIZES", "{}"))  # growth.py and GPUs have others
 LAYERS = SIZES["layers"]
 WIDTH = SIZES["width"]

@@ -24,7 +24,6 @@ import torch
 
 from common.launch import fast_cpu_matmul, peak_memory_mb
 
-TINY = bool(os.environ.get("PLAINRL_BENCH_TINY"))
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))

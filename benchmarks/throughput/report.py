@@ -1,31 +1,17 @@
 """What README.md of this folder, and that of the repository, say of results.csv. `check.py --write` writes it
 there, and `check.py` fails where it does not follow."""
 
+import itertools
 import sys
 import textwrap
 from pathlib import Path
 from statistics import median
 
 from benchmarks.check import markdown, read_csv
-from benchmarks.throughput.run import OURS
+from benchmarks.throughput.run import OURS, SIDES
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-3
-COMPARISONS = [  # name, algorithm, our side, goal on CPUs
-    ("ppo", "ppo", "fp32", 3.5),
-    ("ppo", "ppo", "bf16", None),
-    ("ppo, 2 of 12 layers", "ppo", "fp32-2-layers", 8.0),
-    ("sft packed", "sft", "fp32", 1.6),
-    ("sft packed", "sft", "bf16", None),
-    ("reward", "reward", "fp32", 2.0),
-    ("reward", "reward", "bf16", None),
-    ("dpo", "dpo", "fp32", 3.5),
-    ("dpo", "dpo", "bf16", None),
-    ("grpo", "grpo", "fp32", 2.0),
-    ("grpo", "grpo", "bf16", None),
-    ("ddpo", "ddpo", "fp32", 1.8),
-    ("ddpo", "ddpo", "bf16", None),
-]
 
 
 def peers_of(runs, side):
@@ -89,37 +75,32 @@ def system(row):
     return version.replace("trl", "TRL")
 
 
-def verdict(goal, times):
-    """A goal and whether the median reaches it."""
-    if goal is None:
-        return ""
-    return f"{goal:g}: reached" if median(times) >= goal else f"{goal:g}: missed"
-
-
 def compared():
-    """(name, side, goal, device, its runs, the peer's fastest side, ratios to it, ratios to its defaults) of each
+    """(name, side, device, its runs, the peer's fastest side, ratios to it, ratios to its defaults) of each
     comparison that was measured."""
     rows = stored()
-    for title, algorithm, side, goal in COMPARISONS:
-        for device in devices(rows):
-            runs = runs_of(rows, device, algorithm)
-            times, peer = fastest(runs, side)
-            if times:
-                yield title, side, goal, device, runs, peer, times, beside_defaults(runs, side)
+    for algorithm, side, device in itertools.product(SIDES, OURS, devices(rows)):
+        title = "sft packed" if algorithm == "sft" else algorithm
+        if "2-layers" in side:
+            title += ", 2 of 12 layers"
+        runs = runs_of(rows, device, algorithm)
+        times, peer = fastest(runs, side)
+        if times:
+            yield title, side, device, runs, peer, times, beside_defaults(runs, side)
 
 
 def table():
     """The table at the top of the page: a row a comparison and device."""
-    heads = ["script", "precision", "device", "times", "fastest peer", "goal", "times its defaults", "memory"]
+    heads = ["script", "precision", "device", "times", "fastest peer", "times its defaults", "memory"]
     heads += ["fraction of GEMM peak", "runs"]
     lines = []
-    for title, side, goal, device, runs, peer, times, of_defaults in compared():
+    for title, side, device, runs, peer, times, of_defaults in compared():
         words = device.replace("(R)", "").split()
         own = list(runs[side].values())
         other = list(runs[peer].values())
         memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
         cells = [title, precision(side), f"{words[0]} {words[-1]}", spread(times)]
-        cells += [f"{system(other[0])}: {peer}", verdict(goal, times), spread(of_defaults) if of_defaults else ""]
+        cells += [f"{system(other[0])}: {peer}", spread(of_defaults) if of_defaults else ""]
         cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
         lines.append([*cells, f"{len(times)}"])
     return markdown(heads, lines)
@@ -147,7 +128,7 @@ def quoted():
     """What README.md of the repository says of each CPU in float32, and of a GPU in bfloat16: the medians of `times`,
     and those of its defaults."""
     found = {}
-    for title, side, _, device, _, _, times, of_defaults in compared():
+    for title, side, device, _, _, times, of_defaults in compared():
         if precision(side) == ("bf16" if device.startswith("NVIDIA") else "fp32"):
             brackets = f" ({median(of_defaults):.1f})" if of_defaults else ""
             found.setdefault(device, []).append(f"{title} {median(times):.1f}{brackets}")

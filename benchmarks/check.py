@@ -135,6 +135,7 @@ def measured(records, key, which, score):
 
     last, best   of the values
     gain         last minus first value, in standard deviations over the samples of the first evaluation
+    late         mean of the second half of the values
     fall         from the best to the last value
     rise         last value minus the one at the step where the score was best
     """
@@ -145,6 +146,8 @@ def measured(records, key, which, score):
         scores = dict(points(records, score))
         best_step = max(scores, key=scores.get)
         return values[-1] - dict(points(records, key))[best_step]
+    if which == "late":
+        return mean(values[len(values) // 2 :])
     if which == "fall":
         return max(values) - values[-1]
     return values[-1] if which == "last" else max(values)

@@ -21,6 +21,7 @@ def test_numbers_that_no_stored_claim_has():
     points = [(0, 1.0, 1.0), (4, 3.0, 2.0), (8, 2.0, 5.0)]
     curve = [{"step": step, "score": score, "reward": reward} for step, score, reward in points]
     assert check.measured(curve, "reward", "rise", "score") == 3.0
+    assert check.measured(curve, "reward", "late", "score") == (2.0 + 5.0) / 2
 
 
 def test_rounding_is_the_spread_of_a_run_and_its_twin(monkeypatch):

@@ -39,6 +39,7 @@ PLAIN_NAMES = {  # of metrics, in figures over a KL
 }
 LINE_STYLES = ["-", "--"]
 CASES = "benchmarks/faults/cases.csv"
+SAME = ROOT / "benchmarks/curves/same.csv"  # of regression.py: first steps of older commits beside those of a newer one
 FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
 AXES = {"step": "optimizer step", "episode": "episodes"}
 
@@ -236,7 +237,16 @@ def results(name):
         "",
         *rounding(name),
         f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}.",
+        *same_steps(name),
     ]
+
+
+def same_steps(name):
+    """Lines that say how far the first steps of the commits that measured a claim are those of a newer commit."""
+    line = "- `{variant}` at {old} and at {new}, {steps} records: {difference}"
+    lines = [line.format(**row) for row in read_csv(SAME) if row["claim"] == name]
+    first = "First steps of later code, in float64: the largest relative difference of a number in metrics.jsonl:"
+    return ["", first, "", *lines] if lines else []
 
 
 def rounding(name):

@@ -2,11 +2,14 @@
 
     python benchmarks/regression.py HEAD~3 HEAD sft-randomwalks                  # five seeds, the first variant
     python benchmarks/regression.py v1 v2 ppo-randomwalks --variant lora --seeds 1 2 3 4 5 6 7 8 --jobs 4
+    python benchmarks/regression.py v1 v2 grpo-sums --first 20                   # the first steps alone, in float64
 
 Each commit gets a checkout in runs/regression/<commit>, where the commands of the claim's present run.sh run. What is
 finished there is not repeated. A seed gives both commits the same weights, rows and draws, so the difference is taken
 seed by seed. Its interval is that of Student's t at 95 %. Exit status 1 where that of a score leaves out 0.
-A change that keeps the arithmetic gives the same records: one seed is enough to see it.
+A change that keeps the arithmetic gives the same records: one seed is enough to see it. --first takes so many of them
+in float64, where rounding is no excuse, and stores the largest difference in curves/same.csv: a curve of the old commit
+is then one of the new one, too.
 """
 
 import argparse
@@ -15,14 +18,18 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.check import ROOT, curves, history, markdown, read_jsonl
+from benchmarks.check import ROOT, SAME, curves, history, markdown, read_csv, read_jsonl, write_csv
 from benchmarks.claims import CLAIMS
+from benchmarks.compare import read_records
+from benchmarks.gpu import differences
 from benchmarks.seeds import commands, run_dirs_of
 
 # Quantiles of Student's t at 0.975 for 1, 2, ... degrees of freedom (any table of the distribution). The last one also
@@ -62,6 +69,36 @@ def needed(commands_of_seed, run_dir):
         if made == run_dir or any(made in later for later in found):
             found.insert(0, command)
     return found
+
+
+def first_records(folder, claim, variant, count, run_dir):
+    """The first records of a variant's first seed in float64, in a checkout. The run then ends."""
+    command = needed(commands(claim, 1, []), f"runs/curves/{claim}/{variant}-seed1")[-1]
+    words = (
+        f"{command} --dtype float64 --eval-every 0 --save-every 0 --run-dir {run_dir}"  # the last flag of a name counts
+    )
+    process = subprocess.Popen(shlex.split(words), cwd=folder, stdout=subprocess.DEVNULL)
+    records = []
+    while process.poll() is None and len(records) < count:
+        time.sleep(0.2)
+        records = read_records(run_dir / "metrics.jsonl")
+    process.kill()
+    process.wait()
+    if len(records) < count:
+        sys.exit(f"error: {len(records)} records of {words} in {folder}")
+    return records[:count]
+
+
+def store_first(claim, variant, folders, count):
+    """Compares the first records of two checkouts, and stores their largest relative difference."""
+    with tempfile.TemporaryDirectory() as runs:
+        old, new = (first_records(folder, claim, variant, count, Path(runs, folder.name)) for folder in folders)
+    difference, metric = max(pair for records in zip(new, old, strict=True) for pair in differences(*records))
+    row = {"claim": claim, "variant": variant, "old": folders[0].name, "new": folders[1].name, "steps": str(count)}
+    row |= {"difference": f"{difference:.1e}", "metric": metric}
+    others = [other for other in read_csv(SAME) if any(other[key] != row[key] for key in ("claim", "variant", "old"))]
+    write_csv(SAME, list(row), sorted([*others, row], key=lambda row: list(row.values())))
+    print(row)
 
 
 def summaries(run_dir, score):
@@ -126,10 +163,13 @@ def main():
     parser.add_argument("--variant", help="default: the first that README names")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--first", type=int, metavar="STEPS", help="compare the first steps of one run alone")
     arguments = parser.parse_args()
     claim = arguments.claim
     variant = arguments.variant or next(iter(curves(claim)))
     folders = [checkout(arguments.old), checkout(arguments.new)]
+    if arguments.first:
+        return store_first(claim, variant, folders, arguments.first)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         waiting = []
         for seed in arguments.seeds:  # with both before the next one, so that both meet the same load of the machine

@@ -74,9 +74,7 @@ def needed(commands_of_seed, run_dir):
 def first_records(folder, claim, variant, count, run_dir):
     """The first records of a variant's first seed in float64, in a checkout. The run then ends."""
     command = needed(commands(claim, 1, []), f"runs/curves/{claim}/{variant}-seed1")[-1]
-    words = (
-        f"{command} --dtype float64 --eval-every 0 --save-every 0 --run-dir {run_dir}"  # the last flag of a name counts
-    )
+    words = f"{command} --dtype float64 --eval-every 0 --save-every 0 --run-dir {run_dir}"  # a flag's last value counts
     process = subprocess.Popen(shlex.split(words), cwd=folder, stdout=subprocess.DEVNULL)
     records = []
     while process.poll() is None and len(records) < count:
@@ -92,7 +90,7 @@ def first_records(folder, claim, variant, count, run_dir):
 def store_first(claim, variant, folders, count):
     """Compares the first records of two checkouts, and stores their largest relative difference."""
     with tempfile.TemporaryDirectory() as runs:
-        old, new = (first_records(folder, claim, variant, count, Path(runs, folder.name)) for folder in folders)
+        old, new = (first_records(at, claim, variant, count, Path(runs, f"{i}")) for i, at in enumerate(folders))
     difference, metric = max(pair for records in zip(new, old, strict=True) for pair in differences(*records))
     row = {"claim": claim, "variant": variant, "old": folders[0].name, "new": folders[1].name, "steps": str(count)}
     row |= {"difference": f"{difference:.1e}", "metric": metric}

@@ -39,7 +39,7 @@ PLAIN_NAMES = {  # of metrics, in figures over a KL
 }
 LINE_STYLES = ["-", "--"]
 CASES = "benchmarks/faults/cases.csv"
-SAME = ROOT / "benchmarks/curves/same.csv"  # of regression.py: first steps of older commits beside those of a newer one
+SAME = ROOT / "benchmarks/curves/same.csv"  # of regression.py: first records of older commits beside a newer one
 FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
 AXES = {"step": "optimizer step", "episode": "episodes"}
 
@@ -243,9 +243,11 @@ def results(name):
 
 def same_steps(name):
     """Lines that say how far the first steps of the commits that measured a claim are those of a newer commit."""
-    line = "- `{variant}` at {old} and at {new}, {steps} records: {difference}"
-    lines = [line.format(**row) for row in read_csv(SAME) if row["claim"] == name]
-    first = "First steps of later code, in float64: the largest relative difference of a number in metrics.jsonl:"
+    line = "- `{variant}` at {old} and at {new}, {records} records: {difference}"
+    commits = [(name, run["variant"], run["commit"][:12]) for run in stored_runs(name)]
+    rows = [row for row in read_csv(SAME) if (row["claim"], row["variant"], row["old"]) in commits]
+    lines = [line.format(**row) for row in rows]
+    first = "First records of later code, in float64: the largest relative difference of a number in metrics.jsonl:"
     return ["", first, "", *lines] if lines else []
 
 

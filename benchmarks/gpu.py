@@ -1,4 +1,4 @@
-"""The scripts on a GPU. Writes a page, of which that of one H100 is gpu.md.
+"""The scripts on a GPU. Writes a page; gpu.md is that of one H200.
 
     python benchmarks/gpu.py                  # all of it, to gpu.md
     python benchmarks/gpu.py --parts decode   # one of: traces again tasks steps decode
@@ -45,13 +45,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run(words, patch=()):
-    """Seconds of a script; RuntimeError with the last lines that it printed if it fails."""
+    """(seconds, output) of a script; RuntimeError with the last lines that it printed if it fails."""
     begin = time.monotonic()
     command = [sys.executable, *patch, *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-12:]))
-    return time.monotonic() - begin
+    return time.monotonic() - begin, done.stdout
 
 
 def records(path):
@@ -59,10 +59,10 @@ def records(path):
 
 
 def differences(found, expected):
-    """Yields (relative difference, name) of the numbers that two records share."""
-    for name in expected.keys() & found.keys() - {"rewards/accuracies"}:  # of dpo: rounding decides the first one
-        if isinstance(expected[name], float):
-            yield abs(found[name] - expected[name]) / max(abs(expected[name]), 1e-3), name
+    """Yields (relative difference, name) of the numbers of two records. A value that is not finite counts as 0."""
+    for name, value in expected.items():
+        if isinstance(value, float) and name != "rewards/accuracies":  # of dpo: rounding decides the first one
+            yield abs((found[name] or 0.0) - value) / max(abs(value), 1e-3), name
 
 
 def at_once(args, function, inputs):
@@ -72,8 +72,9 @@ def at_once(args, function, inputs):
         for done in as_completed(running):
             try:
                 yield done.result()
-            except (RuntimeError, ValueError, OSError) as error:
-                yield *running[done], f"{type(error).__name__}: {str(error)[-2000:]}".replace("\n", "<br>")
+            except Exception as error:  # the others go on
+                text = f"{type(error).__name__}: {str(error)[-2000:]}"
+                yield *running[done], text.replace("\n", "<br>").replace("|", "/")
 
 
 # ---- Parts: each yields the rows of a table, the titles first --------------------------------------------------------
@@ -109,12 +110,15 @@ def again(args, folder):
             run_dir = folder / f"{algo}-{name}"
             words = [f"algos/{algo}.py", *SETTINGS[algo].split(), *f"--deterministic --run-dir {run_dir}".split()]
             words += ["--save-every", 1 if algo == "ddpo" else 8, "--keep-checkpoints", 9, "--eval-every", 0]
+            if algo != "ddpo":  # the embedded tasks have eager attention
+                words += ["--attn-implementation", "sdpa"]
             run(words)
             found.append((run_dir / "metrics.jsonl").read_bytes())
         first, *later = sorted((run_dir / "checkpoints").glob("step_*"))
         for checkpoint in later:
             shutil.rmtree(checkpoint)
-        run(words)
+        (run_dir / "README.md").unlink()  # which says that the run is finished
+        assert f"from step {int(first.name.removeprefix('step_'))}\n" in run(words)[1]
         found.append((run_dir / "metrics.jsonl").read_bytes())
         return algo, *("yes" if lines == found[0] else "**no**" for lines in found[1:])
 
@@ -125,7 +129,7 @@ def tasks(args, folder):
     yield "script", "headline", "at first", "at last", "seconds"
 
     def task(algo):
-        seconds = run([f"algos/{algo}.py", "--run-dir", folder / f"task-{algo}"])
+        seconds, _ = run([f"algos/{algo}.py", "--run-dir", folder / f"task-{algo}"])
         headline = json.loads((folder / f"task-{algo}/env.json").read_text())["headline"]
         values = [line[headline] for line in records(folder / f"task-{algo}/metrics.jsonl") if headline in line]
         return algo, headline, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{seconds:.0f}"
@@ -166,7 +170,9 @@ def steps(args, folder):
         else:
             flags += f"--max-length {2 * length} --total-steps 2 --batch-size 16"
         run_dir = folder / f"steps-{algo}"
-        seconds = run([f"algos/{algo}.py", *flags.split(), "--eval-every", 0, "--save-every", 0, "--run-dir", run_dir])
+        seconds, _ = run(
+            [f"algos/{algo}.py", *flags.split(), "--eval-every", 0, "--save-every", 0, "--run-dir", run_dir]
+        )
         peak = records(run_dir / "perf.jsonl")[-1]["perf/peak_memory_mb"] / 1024
         yield algo, f"{seconds:.0f}", f"{peak:.1f}", "" if args.tiny else PREDICTED[algo]
 
@@ -211,7 +217,8 @@ def heading():
     commit = os.environ.get("COMMIT") or subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "accelerate")]
-    return f"# {name}\n\nCommit {commit.strip()}; {', '.join(versions)}."
+    page = f"# {name}\n\nBy `python benchmarks/gpu.py`, which says what the parts are, at commit {commit.strip()};\n"
+    return f"{page}{', '.join(versions)}."
 
 
 def main():

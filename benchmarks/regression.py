@@ -2,14 +2,14 @@
 
     python benchmarks/regression.py HEAD~3 HEAD sft-randomwalks                  # five seeds, the first variant
     python benchmarks/regression.py v1 v2 ppo-randomwalks --variant lora --seeds 1 2 3 4 5 6 7 8 --jobs 4
-    python benchmarks/regression.py v1 v2 grpo-sums --first 20                   # the first steps alone, in float64
+    python benchmarks/regression.py v1 v2 grpo-sums --first 20                   # the first records alone, in float64
 
 Each commit gets a checkout in runs/regression/<commit>, where the commands of the claim's present run.sh run. What is
 finished there is not repeated. A seed gives both commits the same weights, rows and draws, so the difference is taken
 seed by seed. Its interval is that of Student's t at 95 %. Exit status 1 where that of a score leaves out 0.
-A change that keeps the arithmetic gives the same records: one seed is enough to see it. --first takes so many of them
-in float64, where rounding is no excuse, and stores the largest difference in curves/same.csv: a curve of the old commit
-is then one of the new one, too.
+A change that keeps the arithmetic gives the same records: one seed is enough to see it. --first takes so many of
+them in float64, and stores the largest difference in curves/same.csv: a curve of the old commit is then one of the new
+one, too.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from benchmarks.compare import read_records
 from benchmarks.gpu import differences
 from benchmarks.seeds import commands, run_dirs_of
 
+MOST_DIFFERENCE = 1e-6  # of first records in float64, relative: rounding, which every optimizer step enlarges
 # Quantiles of Student's t at 0.975 for 1, 2, ... degrees of freedom (any table of the distribution). The last one also
 # stands for more seeds, whose intervals come out a little too wide.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
@@ -73,13 +74,18 @@ def needed(commands_of_seed, run_dir):
 
 def first_records(folder, claim, variant, count, run_dir):
     """The first records of a variant's first seed in float64, in a checkout. The run then ends."""
-    command = needed(commands(claim, 1, []), f"runs/curves/{claim}/{variant}-seed1")[-1]
+    command, *others = needed(commands(claim, 1, []), f"runs/curves/{claim}/{variant}-seed1")
+    if others:
+        sys.exit(f"error: {variant} starts from another run: without --first its records are compared")
     words = f"{command} --dtype float64 --eval-every 0 --save-every 0 --run-dir {run_dir}"  # a flag's last value counts
     process = subprocess.Popen(shlex.split(words), cwd=folder, stdout=subprocess.DEVNULL)
     records = []
-    while process.poll() is None and len(records) < count:
-        time.sleep(0.2)
+    while len(records) < count:
+        ended = process.poll() is not None
         records = read_records(run_dir / "metrics.jsonl")
+        if ended:
+            break
+        time.sleep(0.2)
     process.kill()
     process.wait()
     if len(records) < count:
@@ -91,8 +97,12 @@ def store_first(claim, variant, folders, count):
     """Compares the first records of two checkouts, and stores their largest relative difference."""
     with tempfile.TemporaryDirectory() as runs:
         old, new = (first_records(at, claim, variant, count, Path(runs, f"{i}")) for i, at in enumerate(folders))
+    shared = old[-1].keys() & new[-1].keys()
+    old, new = ([{name: record[name] for name in shared & record.keys()} for record in run] for run in (old, new))
     difference, metric = max(pair for records in zip(new, old, strict=True) for pair in differences(*records))
-    row = {"claim": claim, "variant": variant, "old": folders[0].name, "new": folders[1].name, "steps": str(count)}
+    if difference > MOST_DIFFERENCE:
+        sys.exit(f"error: {metric} of {variant} differs by {difference:.1e}, more than {MOST_DIFFERENCE:.0e}")
+    row = {"claim": claim, "variant": variant, "old": folders[0].name, "new": folders[1].name, "records": str(count)}
     row |= {"difference": f"{difference:.1e}", "metric": metric}
     others = [other for other in read_csv(SAME) if any(other[key] != row[key] for key in ("claim", "variant", "old"))]
     write_csv(SAME, list(row), sorted([*others, row], key=lambda row: list(row.values())))
@@ -161,7 +171,7 @@ def main():
     parser.add_argument("--variant", help="default: the first that README names")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
-    parser.add_argument("--first", type=int, metavar="STEPS", help="compare the first steps of one run alone")
+    parser.add_argument("--first", type=int, metavar="RECORDS", help="compare those of one run alone")
     arguments = parser.parse_args()
     claim = arguments.claim
     variant = arguments.variant or next(iter(curves(claim)))

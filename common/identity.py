@@ -133,7 +133,8 @@ def is_own(file):
 
 
 def folders_of_packages():
-    """The folders of sys.path in which packages were installed: by `pip install --target` under any name."""
+    """The folders of sys.path in which packages were installed, by `pip install --target` under any name. Modules of
+    the user's own in such a folder do not count, either."""
     return [Path(folder).resolve() for folder in sys.path if any(Path(folder).glob("*.dist-info"))]
 
 

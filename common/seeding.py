@@ -103,3 +103,4 @@ def seed_libraries(seed, deterministic=False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)  # cumsum in `draw` has none on GPUs
         torch.backends.cudnn.benchmark = False
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it for flash_attention_2

@@ -135,10 +135,10 @@ def test_a_steady_loss_is_seen_and_noise_is_not(tmp_path):
 def test_the_first_steps_of_two_commits(tmp_path, monkeypatch):
     """Of this folder beside itself. A run that is too short is an error."""
     monkeypatch.setattr(regression, "SAME", tmp_path / "same.csv")
-    (tmp_path / "same.csv").write_text("claim,variant,old,new,steps,difference,metric\nsums,ppo,a,b,3,0,x\n")
+    (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\nsums,ppo,a,b,3,0,x\n")
     regression.store_first("sft-randomwalks", "default", [ROOT, ROOT], 2)
     ours, sums = check.read_csv(tmp_path / "same.csv")
-    assert (ours["variant"], ours["steps"], ours["difference"]) == ("default", "2", "0.0e+00")
+    assert (ours["variant"], ours["records"], ours["difference"]) == ("default", "2", "0.0e+00")
     assert sums["variant"] == "ppo"
     monkeypatch.setattr(regression, "commands", lambda *_: ["true --run-dir runs/curves/x/default-seed1"])
     with pytest.raises(SystemExit, match="0 records of true"):

@@ -112,7 +112,7 @@ def main():
         command = [python_of(file_of("grpo", SYSTEMS[system])), __file__, "--one", axis, str(value), system]
         sizes = json.dumps(BASE | {axis: value})
         print(f"SIZES='{sizes}'", *command, flush=True)
-        environment = {"OMP_NUM_THREADS": "2", "ITERATIONS": "4", "COMMIT": code, "HF_HUB_OFFLINE": "1"}
+        environment = {"OMP_NUM_THREADS": "2", "ITERATIONS": "4", "COMMIT": code, "CUDA_VISIBLE_DEVICES": ""}
         environment = os.environ | environment | {"SIZES": sizes}
         if not options.dry:
             start(command, environment)

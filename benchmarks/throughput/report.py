@@ -99,7 +99,7 @@ def table():
         own = list(runs[side].values())
         other = list(runs[peer].values())
         memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
-        cells = [title, precision(side), f"{words[0]} {words[-1]}", spread(times)]
+        cells = [title, precision(side), f"{words[0]} {words[1 if words[0] == 'NVIDIA' else -1]}", spread(times)]
         cells += [f"{system(other[0])}: {peer}", spread(of_defaults) if of_defaults else ""]
         cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
         lines.append([*cells, f"{len(times)}"])

@@ -4,7 +4,7 @@
     python benchmarks/throughput/run.py sft dpo             # these algorithms; without names: all
     python benchmarks/throughput/run.py ppo --sides fp32    # these sides alone
     python benchmarks/throughput/run.py sft --dry           # prints the commands
-    python benchmarks/throughput/run.py sft dpo --gpu       # on a GPU in bfloat16, with larger sizes; not ppo and ddpo
+    python benchmarks/throughput/run.py sft dpo --gpu       # on a GPU in bfloat16, with larger sizes
 
 Rows go to --results; what is there of this commit is not measured again, so a measurement that was stopped goes on.
 README.md is made from the results.csv of this folder. STEPS, ITERATIONS and FORCE are read from the environment
@@ -97,10 +97,12 @@ def start(command, environment):
 def measure_all(algorithm, chosen, repeats, results, dry, gpu):
     """Starts a process for each run that is not stored."""
     code = commit()
-    environment = {"OMP_NUM_THREADS": "2", "COMMIT": code} | os.environ
+    environment = {"OMP_NUM_THREADS": "2", "COMMIT": code}
+    environment |= {"SIZES": json.dumps(GPU_SIZES), "STEPS": "12"} if gpu else {}
+    environment |= os.environ
     environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment |= {"PYTHONWARNINGS": "ignore", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    environment |= {"SIZES": json.dumps(GPU_SIZES), "STEPS": "12"} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    environment |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     plan = []
     for repeat in range(1, repeats + 1):
         plan += [(side, repeat) for side in sides_of(algorithm, repeat == 1) if "bf16" in side or not gpu]
@@ -123,18 +125,19 @@ def main():
     parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help=", ".join(SIDES))
     parser.add_argument("--sides", nargs="+", default=[], help="some of what --dry shows behind --one")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the sides")
-    parser.add_argument("--results", type=Path, default=ROOT / "runs/throughput.csv")
+    parser.add_argument("--results", type=Path, help="default: runs/throughput.csv, or throughput-gpu.csv")
     parser.add_argument("--dry", action="store_true", help="print the commands")
     parser.add_argument("--gpu", action="store_true")
     for name in ("--one", "--repeat", "--model", "--prepare"):  # of the commands that this one starts
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    unknown = set(options.algorithms) - set(SIDES)
+    on_gpu = ["sft", "reward", "dpo", "grpo"]  # the peer of the others is too old
+    unknown = set(options.algorithms) - set(on_gpu if options.gpu else SIDES)
     if unknown:
         parser.error(f"there is no {', '.join(sorted(unknown))}")
-    results = options.results.resolve()
+    results = (options.results or ROOT / f"runs/throughput{'-gpu' if options.gpu else ''}.csv").resolve()
     results.parent.mkdir(parents=True, exist_ok=True)
-    for algorithm in options.algorithms or SIDES:
+    for algorithm in options.algorithms or (on_gpu if options.gpu else SIDES):
         if options.prepare:
             module = importlib.import_module("diffusion" if algorithm == "ddpo" else "language")
             module.prepare(Path(options.prepare), algorithm)

@@ -36,7 +36,8 @@ SETTINGS = {  # flags of the trainers; without gradient checkpointing, and all b
     "same-flags": OURS,
     "padding-free": OURS | {"padding_free": True, "max_length": None},
     "precompute": OURS | {"precompute_ref_log_probs": True},
-    "micro-32": OURS | {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1},
+    "micro-32": OURS
+    | {"per_device_train_batch_size": 32, "gradient_accumulation_steps": language.GROUP_EPISODES // 32},
 }
 
 

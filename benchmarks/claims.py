@@ -44,10 +44,10 @@ CLAIMS = {
         score="eval/optimality",
         lines={"optimum 1.0": 1.0, "data 0.3515": 0.3515},
         bars=[
-            ("reward", "eval/natural/accuracy", "last", ">=", 0.97, 10),
-            ("reward", "eval/illegal/accuracy", "last", ">=", 0.935, 10),
+            ("reward", "eval/natural/accuracy", "last", ">=", 0.97, 9),
+            ("reward", "eval/illegal/accuracy", "last", ">=", 0.935, 9),
             ("reward", "eval/illegal/accuracy", "last", ">=", 0.94, 7),
-            ("ppo", "eval/optimality", "last", ">=", 0.95, 5),
+            ("ppo", "eval/optimality", "last", ">=", 0.95, 10),
             ("dpo", "eval/optimality", "last", ">=", 0.90, 10),
             ("dpo", "eval/illegal", "last", "<=", 0.10, 10),
         ],

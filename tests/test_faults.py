@@ -483,8 +483,10 @@ def wait_until(holds):
 
 def stat(pid):
     """A process in the kernel's table: its state (T stopped, Z ended), its parent."""
-    path = Path(f"/proc/{pid}/stat")
-    return path.read_text().rpartition(")")[2].split() if path.exists() else "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has left the table, perhaps while it was read
+        return "Z"
 
 
 HELD = at("torch.optim", "AdamW.step", 3, signal=SIGSTOP)  # a process that stands still in the middle of a step

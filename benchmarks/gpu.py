@@ -120,7 +120,8 @@ def again(args, folder):
         (run_dir / "README.md").unlink()  # which says that the run is finished
         assert f"from step {int(first.name.removeprefix('step_'))}\n" in run(words)[1]
         found.append((run_dir / "metrics.jsonl").read_bytes())
-        return algo, *("yes" if lines == found[0] else "**no**" for lines in found[1:])
+        repeated, continued = (lines == found[0] for lines in found[1:])
+        return algo, "yes" if repeated else "**no**", "yes" if continued else "**no**"
 
     yield from at_once(args, twice, [(algo,) for algo in args.algos])
 

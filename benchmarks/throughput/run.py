@@ -98,11 +98,13 @@ def measure_all(algorithm, chosen, repeats, results, dry, gpu):
     """Starts a process for each run that is not stored."""
     code = commit()
     environment = {"OMP_NUM_THREADS": "2", "COMMIT": code}
-    environment |= {"SIZES": json.dumps(GPU_SIZES), "STEPS": "12"} if gpu else {}
+    if gpu:
+        environment |= {"SIZES": json.dumps(GPU_SIZES), "STEPS": "12"}
     environment |= os.environ
     environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment |= {"PYTHONWARNINGS": "ignore", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    environment |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    if not gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     plan = []
     for repeat in range(1, repeats + 1):
         plan += [(side, repeat) for side in sides_of(algorithm, repeat == 1) if "bf16" in side or not gpu]

@@ -60,9 +60,9 @@ def launch(args, fsdp=True):
 
 
 def choose_attention(deterministic):
-    """Kernels of torch's attention on a GPU. cuDNN's prepares each new shape, and the lengths of rows differ all the
-    time: for 4 of the 6 s of five steps of a model of 24 layers on an H200 (pytorch/pytorch#155958). The backward pass
-    of the other fused ones adds up in any order: --deterministic takes the plain one."""
+    """Kernels of torch's attention on a GPU. cuDNN's prepares each new shape (pytorch/pytorch#155958), and the lengths
+    of rows differ all the time: in a profile on an H200 this was most of the host's time. The backward pass of the
+    other fused ones adds up in any order: --deterministic takes the plain one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(not deterministic)
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)

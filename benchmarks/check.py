@@ -216,7 +216,7 @@ def table_row(name, variant, runs):
 def results(name):
     """The block of a claim's README.md: the table, the bars, and where it was measured."""
     claim = CLAIMS[name]
-    runs = stored_runs(name)
+    runs = [run for run in stored_runs(name) if not run["variant"].endswith(TWIN)]
     devices = sorted({f"{run['device']}, {run['threads']} threads, torch {run['torch']}" for run in runs})
     commits = sorted({run["commit"] for run in runs})
     variants = curves(name)
@@ -235,16 +235,16 @@ def results(name):
         "",
         *bars,
         "",
-        *rounding(name),
         f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}.",
         *same_steps(name),
+        *rounding(name),
     ]
 
 
 def same_steps(name):
     """Lines that say how far the first steps of the commits that measured a claim are those of a newer commit."""
     line = "- `{variant}` at {old} and at {new}, {records} records: {difference}"
-    commits = [(name, run["variant"], run["commit"][:12]) for run in stored_runs(name)]
+    commits = [(name, run["variant"].removesuffix(TWIN), run["commit"][:12]) for run in stored_runs(name)]
     rows = [row for row in read_csv(SAME) if (row["claim"], row["variant"], row["old"]) in commits]
     lines = [line.format(**row) for row in rows]
     first = "First records of later code, in float64: the largest relative difference of a number in metrics.jsonl:"
@@ -257,13 +257,17 @@ def rounding(name):
     lines = {}  # what a bar is about: its line
     for variant, key, which, *_ in CLAIMS[name].bars:
         score = CLAIMS[name].score_of(variant)
-        pairs = [(runs[variant][seed], twin) for seed, twin in runs.get(variant + TWIN, {}).items()]
-        moves = [measured(one, key, which, score) - measured(two, key, which, score) for one, two in pairs]
-        if moves:
-            spread = math.sqrt(mean(move**2 for move in moves) / 2)
-            lines[variant, key, which] = f"- `{variant}`: {which} `{key}`, {spread:.4f} over {len(moves)} seeds"
-    first = "Standard deviation by rounding alone, from runs of the same seed with one thread and with two:"
-    return [first, "", *lines.values(), ""] if lines else []
+        twins = runs.get(variant + TWIN, {})
+        ends = [measured(runs[variant][seed], key, which, score) for seed in twins]
+        others = [measured(twin, key, which, score) for twin in twins.values()]
+        if twins:
+            spread = math.sqrt(mean((end - other) ** 2 for end, other in zip(ends, others, strict=True)) / 2)
+            spreads = f"{spread:.4f} and {stdev(ends):.4f}, {len(twins)} seeds"
+            lines[variant, key, which] = f"- `{variant}`: {which} `{key}`, {spreads}"
+    twins = [run for run in stored_runs(name) if run["variant"].endswith(TWIN)]
+    where = "; ".join(sorted({f"{run['device']}, commit {run['commit'][:12]}" for run in twins}))
+    first = f"Standard deviations by rounding alone, from the same seeds on another CPU ({where}), and between seeds:"
+    return ["", first, "", *lines.values()] if lines else []
 
 
 def missed_bars(name):

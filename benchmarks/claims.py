@@ -23,7 +23,9 @@ class Claim:
         return self.scores.get(variant.removesuffix(TWIN), self.score)
 
 
-TWIN = "-threads-2"  # ends the name of runs that repeat a variant's, seed by seed, with two threads
+# Ends the name of runs that repeat a variant's, seed by seed, on another kind of CPU. check.py --collect takes them
+# from run directories that are named so.
+TWIN = "-other-cpu"
 PAIRS = {"100": "100 pairs", "300": "300 pairs", "all": "all 2744 pairs"}
 KLS = ["0", "0.05", "0.2"]
 

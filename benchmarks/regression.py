@@ -54,12 +54,17 @@ def checkout(commit):
 def run_seed(folder, claim, variant, seed):
     """Runs the commands of a seed in a checkout. Returns the directory of the variant's run."""
     run_dir = f"runs/curves/{claim}/{variant}-seed{seed}"
-    for command in needed(commands(claim, seed, variants=[]), run_dir):
+    finish(folder, needed(commands(claim, seed, variants=[]), run_dir))
+    print(f"{folder.name}: seed {seed} is complete", flush=True)
+    return folder / run_dir
+
+
+def finish(folder, commands_in_order):
+    """Runs commands in a checkout, one after the other; what is finished there is not repeated."""
+    for command in commands_in_order:
         done = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"error: {command} in {folder}:\n{done.stderr}")
-    print(f"{folder.name}: seed {seed} is complete", flush=True)
-    return folder / run_dir
 
 
 def needed(commands_of_seed, run_dir):
@@ -72,11 +77,8 @@ def needed(commands_of_seed, run_dir):
     return found
 
 
-def first_records(folder, claim, variant, count, run_dir):
-    """The first records of a variant's first seed in float64, in a checkout. The run then ends."""
-    command, *others = needed(commands(claim, 1, []), f"runs/curves/{claim}/{variant}-seed1")
-    if others:
-        sys.exit(f"error: {variant} starts from another run: without --first its records are compared")
+def first_records(folder, command, count, run_dir):
+    """The first records of a command in float64, in a checkout. The run then ends."""
     words = f"{command} --dtype float64 --eval-every 0 --save-every 0 --run-dir {run_dir}"  # a flag's last value counts
     process = subprocess.Popen(shlex.split(words), cwd=folder, stdout=subprocess.DEVNULL)
     records = []
@@ -94,9 +96,13 @@ def first_records(folder, claim, variant, count, run_dir):
 
 
 def store_first(claim, variant, folders, count):
-    """Compares the first records of two checkouts, and stores their largest relative difference."""
+    """Compares the first records of a variant's first seed in two checkouts, and stores their largest relative
+    difference. The models that it starts from are made by the newer one, for both."""
+    *before, command = needed(commands(claim, 1, []), f"runs/curves/{claim}/{variant}-seed1")
+    finish(folders[1], before)
+    command = command.replace(" runs/curves/", f" {folders[1]}/runs/curves/")
     with tempfile.TemporaryDirectory() as runs:
-        old, new = (first_records(at, claim, variant, count, Path(runs, f"{i}")) for i, at in enumerate(folders))
+        old, new = (first_records(at, command, count, Path(runs, f"{i}")) for i, at in enumerate(folders))
     found = []
     for before, after in zip(old, new, strict=True):
         shared = {name: before[name] for name in before if name in after}  # one commit may lack a metric

@@ -25,7 +25,8 @@ def test_numbers_that_no_stored_claim_has():
 
 
 def test_rounding_is_the_spread_of_a_run_and_its_twin(monkeypatch):
-    """Ends that differ by 0.03 and 0.04: squares of 0.0025 in all, over two pairs and two runs a pair."""
+    """Ends that differ by 0.03 and 0.04: squares of 0.0025 in all, over two pairs and two runs a pair. The seeds
+    themselves lie 0.1 apart."""
 
     def runs(**ends):
         return {int(seed[1:]): [{"eval/optimality": end, "eval/illegal": 0.0}] for seed, end in ends.items()}
@@ -33,8 +34,8 @@ def test_rounding_is_the_spread_of_a_run_and_its_twin(monkeypatch):
     found = {"default": runs(s1=0.3, s2=0.4, s3=0.9), "default" + TWIN: runs(s1=0.33, s2=0.36)}
     monkeypatch.setattr(check, "curves", lambda name: found)
     lines = check.rounding("sft-randomwalks")
-    assert lines[2] == "- `default`: last `eval/optimality`, 0.0250 over 2 seeds"
-    assert lines[3] == "- `default`: last `eval/illegal`, 0.0000 over 2 seeds" and len(lines) == 5
+    assert lines[3] == "- `default`: last `eval/optimality`, 0.0250 and 0.0707, 2 seeds"
+    assert lines[4] == "- `default`: last `eval/illegal`, 0.0000 and 0.0000, 2 seeds" and len(lines) == 5
     assert list(check.shown("sft-randomwalks")) == ["default"]
     del found["default" + TWIN]
     assert check.rounding("sft-randomwalks") == []
@@ -140,9 +141,34 @@ def test_the_first_steps_of_two_commits(tmp_path, monkeypatch):
     ours, sums = check.read_csv(tmp_path / "same.csv")
     assert (ours["variant"], ours["records"], ours["difference"]) == ("default", "2", "0.0e+00")
     assert sums["variant"] == "ppo"
-    monkeypatch.setattr(regression, "commands", lambda *_: ["true --run-dir runs/curves/x/default-seed1"])
     with pytest.raises(SystemExit, match="0 records of true"):
-        regression.first_records(ROOT, "x", "default", 2, tmp_path / "run")
+        regression.first_records(ROOT, "true", 2, tmp_path / "run")
+
+
+FAKE = """
+import pathlib, sys
+start, *_, run = map(pathlib.Path, sys.argv[1:])
+run.mkdir(parents=True)
+first = '{"step": 0, "loss": 0.5}\\n' if start.name == "none" else (start / "metrics.jsonl").read_text()
+(run / "metrics.jsonl").write_text(first)
+"""
+
+
+def test_the_first_steps_of_a_variant_that_starts_from_another(tmp_path, monkeypatch):
+    """Both commits start from what the newer one has made."""
+    folders = [tmp_path / "old", tmp_path / "new"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "fake.py").write_text(FAKE)
+    base, run = "runs/curves/x/base-seed1", "runs/curves/x/default-seed1"
+    started = [f"python fake.py none --run-dir {base}", f"python fake.py {base} --run-dir {run}"]
+    monkeypatch.setattr(regression, "commands", lambda *_: started)
+    monkeypatch.setattr(regression, "SAME", tmp_path / "same.csv")
+    (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\n")
+    regression.store_first("x", "default", folders, 1)
+    [row] = check.read_csv(tmp_path / "same.csv")
+    assert (row["old"], row["new"], row["difference"]) == ("old", "new", "0.0e+00")
+    assert (folders[1] / base).exists() and not (folders[0] / "runs").exists()
 
 
 def test_an_unknown_commit_is_named():

@@ -3,7 +3,6 @@
 #   SEEDS     some of the seeds
 #   VARIANTS  some of the variants
 #   DRY=1     prints the commands
-#   THREADS=2 repeats them with two threads, under names of their own: what rounding alone does
 set -euo pipefail
 claim=$(basename "$(cd "$(dirname "$0")" && pwd)")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -17,9 +16,6 @@ missing() { [ -n "${DRY:-}" ] || [ ! -e "$1" ]; }
 
 train() {  # variant, script, flags. A run that is finished is not repeated, one that was stopped goes on.
     if chosen "$1"; then
-        local name=$1
-        [ "${THREADS:-1}" = 1 ] || name=$1-threads-$THREADS
-        run python "algos/$2.py" --seed "$seed" --threads "${THREADS:-1}" --run-dir "$out/$name-seed$seed" --resume auto \
-            "${@:3}"
+        run python "algos/$2.py" --seed "$seed" --threads 1 --run-dir "$out/$1-seed$seed" --resume auto "${@:3}"
     fi
 }

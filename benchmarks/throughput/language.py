@@ -35,8 +35,10 @@ HEADS = max(4, WIDTH // 64)
 END = 0  # id of the end token
 LR = 1e-5
 SEED = 1
-STEPS = int(os.environ.get("STEPS", 6))  # of a run of sft, reward and dpo
-SKIPPED = 2  # first steps, which are not counted; of ppo and grpo it is the first iteration
+STEPS = int(os.environ.get("STEPS", 10))  # of a run of sft, reward and dpo
+# First steps, which are not counted; of ppo and grpo it is the first iteration. For some steps a process takes memory
+# from the system, and each new page costs time.
+SKIPPED = STEPS // 2
 BATCH = SIZES["batch"]
 SHORTEST = 16 * LENGTH
 LONGEST = 128 * LENGTH

@@ -450,6 +450,7 @@ def tried_cases():
 def blocks():
     """[(document, name in its marks, function -> lines between them)]"""
     from benchmarks.references import report as references
+    from benchmarks.throughput import growth
     from benchmarks.throughput import report as throughput
 
     listed = [
@@ -460,6 +461,7 @@ def blocks():
         ("benchmarks/planted/README.md", "bugs", planted.table),
         ("benchmarks/throughput/README.md", "speed table", throughput.table),
         ("benchmarks/throughput/README.md", "same work", throughput.same_work),
+        ("benchmarks/throughput/README.md", "growth", growth.table),
         ("benchmarks/throughput/README.md", "waits", functools.partial(csv_table, "benchmarks/throughput/waits.csv")),
     ]
     for name in CLAIMS:

@@ -21,7 +21,7 @@ from statistics import linear_regression
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.check import read_csv
+from benchmarks.check import markdown, read_csv
 from benchmarks.throughput.run import HERE, REPEAT_ME, commit, file_of, python_of, start
 
 RESULTS = HERE / "growth.csv"
@@ -76,7 +76,7 @@ def slope(values, figures):
 
 
 def table():
-    """Heads and rows for the page: a row a point, then the exponents of an axis."""
+    """The table of the page: a row a point, then the exponents of an axis."""
     heads = ["size", "rollout s", "update s", "MB", "TRL: both s", "TRL: MB", "times"]
     found = {(row["axis"], int(row["value"]), row["system"]): row for row in stored()}
     rows = []
@@ -93,7 +93,7 @@ def table():
             rows.append(cells + [""] * (len(heads) - len(cells)))
         exponents = [f"{slope(values, column):.2f}" for column in zip(*figures, strict=True)]
         rows.append([f"{axis}: exponent", *exponents, "", "", ""])
-    return heads, rows
+    return markdown(heads, rows)
 
 
 def main():
@@ -117,9 +117,7 @@ def main():
         if not options.dry:
             start(command, environment)
     if not options.dry:
-        heads, rows = table()
-        for row in [heads, *rows]:
-            print(*row, sep=" | ")
+        print("\n".join(table()))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from statistics import mean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.check import ROOT, SAME, curves, history, markdown, read_csv, read_jsonl, write_csv
+from benchmarks.check import ROOT, SAME, history, markdown, read_csv, read_jsonl, shown, write_csv
 from benchmarks.claims import CLAIMS
 from benchmarks.compare import read_records
 from benchmarks.gpu import differences
@@ -182,7 +182,7 @@ def main():
     parser.add_argument("--first", type=int, metavar="RECORDS", help="compare those of one run alone")
     arguments = parser.parse_args()
     claim = arguments.claim
-    variant = arguments.variant or next(iter(curves(claim)))
+    variant = arguments.variant or next(iter(shown(claim)))
     folders = [checkout(arguments.old), checkout(arguments.new)]
     if arguments.first:
         return store_first(claim, variant, folders, arguments.first)

@@ -76,11 +76,11 @@ def test_collected_runs_take_their_place(tmp_path, monkeypatch):
     folders = [fake_run(tmp_path / name, [0.1, 0.123456789], seconds=7) for name in ("default-seed2", "default-seed11")]
     folders.append(fake_run(tmp_path / "other-seed1", [None], seconds=7))
     check.collect("sft-randomwalks", folders)
-    after = check.curves("sft-randomwalks")
+    after = check.shown("sft-randomwalks")
     assert list(after) == ["default"] and set(after["default"]) == {*before, 11}
     assert check.history(after["default"][2], "eval/optimality") == [0.1, 0.12345679]
     assert after["default"][3] == before[3]
-    rows = {int(run["seed"]): run for run in check.stored_runs("sft-randomwalks")}
+    rows = {int(run["seed"]): run for run in check.stored_runs("sft-randomwalks") if run["variant"] == "default"}
     assert (rows[11]["last"], rows[11]["seconds"], rows[11]["commit"]) == ("0.123456789", "7.0", "c")
 
 

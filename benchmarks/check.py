@@ -74,7 +74,7 @@ def curves(name):
 
 
 def shown(name):
-    """The curves of table and figure: without those that tell what rounding does."""
+    """The curves of table and figure: without those of another CPU."""
     return {variant: runs for variant, runs in curves(name).items() if not variant.endswith(TWIN)}
 
 
@@ -252,7 +252,8 @@ def same_steps(name):
 
 
 def rounding(name):
-    """Lines that say how far rounding alone moves what the bars are about; none where no runs tell it."""
+    """Lines that say how far runs of the same seed lie apart on two CPUs, in what the bars are about; none where no
+    runs tell it. Where the commits differ, too, rounding is a part of it."""
     runs = curves(name)
     lines = {}  # what a bar is about: its line
     for variant, key, which, *_ in CLAIMS[name].bars:
@@ -266,7 +267,7 @@ def rounding(name):
             lines[variant, key, which] = f"- `{variant}`: {which} `{key}`, {spreads}"
     twins = [run for run in stored_runs(name) if run["variant"].endswith(TWIN)]
     where = "; ".join(sorted({f"{run['device']}, commit {run['commit'][:12]}" for run in twins}))
-    first = f"Standard deviations by rounding alone, from the same seeds on another CPU ({where}), and between seeds:"
+    first = f"Standard deviations between runs of the same seed here and on another CPU ({where}), and between seeds:"
     return ["", first, "", *lines.values()] if lines else []
 
 

@@ -3,12 +3,11 @@
     python benchmarks/check.py                          # verify offline: exit 1 and a list if something is off
     python benchmarks/check.py --write                  # rebuild figures and the blocks in documents
     python benchmarks/check.py --collect ppo-randomwalks RUN_DIR ...   # take the curves of finished runs, then rebuild
-    python benchmarks/check.py --faults-ran             # all cases of the table of faults have run on this code
 
 A claim is a folder with run.sh (the commands), curves.csv (the metrics of figure and table), runs.csv (where they come
 from), curve.png (built from the curves) and README.md, whose results are a block between two marks, as all tables of
 documents are. A figure is compared by a digest of its data, which is kept in the PNG: pixels differ between matplotlib
-versions. What was measured on older code is told, and is no mistake.
+versions.
 """
 
 import argparse
@@ -490,37 +489,6 @@ def with_blocks(document):
     return text
 
 
-# ---- What was measured on which code --------------------------------------------------------------------------------
-
-FAULTS_RAN = "benchmarks/faults/ran_on.json"  # the commit on which all cases last ran, and the digest of its code
-
-
-def code_digest():
-    """Of what the table of faults says something about: scripts, common/, and the words of the cases."""
-    files = [*sorted(ROOT.glob("algos/*.py")), *sorted(ROOT.glob("common/*.py")), ROOT / "tests/cases.py"]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-def faults_ran():
-    """Stores that all cases have run on this code."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    ran_on = {"commit": head.stdout.strip(), "digest": code_digest()}
-    (ROOT / FAULTS_RAN).write_text(json.dumps(ran_on, indent=2) + "\n")
-
-
-def older_code():
-    """What was measured on other code than that of today, as sentences."""
-    ran_on = json.loads((ROOT / FAULTS_RAN).read_text())
-    if ran_on["digest"] != code_digest():
-        yield f"older code: the whole table of faults last ran on commit {ran_on['commit'][:7]}"
-    older = planted.older()
-    if older:
-        yield f"older code: {len(older)} planted bugs were caught by it (planted.py plants them again)"
-
-
 # ---- Verify, write, collect -----------------------------------------------------------------------------------------
 
 
@@ -664,17 +632,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="rebuild tables and figures")
     parser.add_argument("--collect", nargs="+", metavar="CLAIM RUN_DIR", help="store runs of a claim")
-    parser.add_argument("--faults-ran", action="store_true", help="the whole table of faults has run on this code")
     arguments = parser.parse_args()
     if arguments.collect:
         name, *run_dirs = arguments.collect
         collect(name, run_dirs)
-    if arguments.faults_ran:
-        faults_ran()
     if arguments.collect or arguments.write:
         write()
-    for sentence in older_code():
-        print(sentence)
     problems = verify()
     print("\n".join(problems) or "everything agrees")
     sys.exit(bool(problems))

@@ -84,26 +84,6 @@ def test_collected_runs_take_their_place(tmp_path, monkeypatch):
     assert (rows[11]["last"], rows[11]["seconds"], rows[11]["commit"]) == ("0.123456789", "7.0", "c")
 
 
-def test_other_code_than_that_of_the_table_of_faults_is_told(monkeypatch, tmp_path):
-    """Scripts, common/ and the words of the cases are code; how many tests a case has is not."""
-    for name in ("algos/x.py", "common/x.py", "tests/cases.py", "benchmarks/faults/cases.csv"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text("before\n")
-    monkeypatch.setattr(check, "ROOT", tmp_path)
-    monkeypatch.setattr(check.planted, "older", lambda: [3, 7])
-    check.faults_ran()
-    [bugs] = check.older_code()
-    assert "2 planted bugs" in bugs
-    (tmp_path / "benchmarks/faults/cases.csv").write_text("after\n")
-    assert list(check.older_code()) == [bugs]
-    for name in ("algos/x.py", "common/x.py", "tests/cases.py"):
-        (tmp_path / name).write_text("after\n")
-        faults, _ = check.older_code()
-        assert "the whole table of faults" in faults
-        (tmp_path / name).write_text("before\n")
-    assert list(check.older_code()) == [bugs]
-
-
 def test_paired_interval_by_hand():
     """Differences 1, 2, 3, 6: mean 3, deviation sqrt(14 / 3), half width 3.182 sqrt(14 / 3) / 2."""
     center, half_width = regression.paired_interval([1, 2, 3, 6])

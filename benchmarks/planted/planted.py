@@ -4,7 +4,7 @@
     python benchmarks/planted/planted.py --bugs 3 7    # these bugs alone
     python benchmarks/check.py --write                 # writes the table of README.md from results.csv
 
-check.py fails where bugs, results and code do not fit together, and tells which bugs were caught by older code.
+check.py fails where bugs, results and code do not fit together.
 
 bugs.toml has the bugs: a text of a script that stands there once, what takes its place, and the tests that should fail.
 A bug that was caught, and whose text, script and names of tests are those of its row in results.csv, is not run again.

@@ -605,7 +605,7 @@ def commit_of(env):
         return commit
     for name, digest in env["files"].items():
         if name == "script" or name.startswith("common/"):
-            file = env["command"].split()[0] if name == "script" else name
+            file = f"algos/{env['algo']}.py" if name == "script" else name
             shown = subprocess.run(["git", "-C", str(ROOT), "show", f"{commit}:{file}"], capture_output=True)
             if hashlib.sha256(shown.stdout).hexdigest() != digest:
                 return env["commit"]

@@ -186,7 +186,7 @@ CLAIMS = {
         },
     ),
     "ppo-randomwalks": Claim(
-        title="PPO on random walks reaches the optimum; a strong KL penalty brings it back to the data's level",
+        title="PPO on random walks comes close to the optimum; a strong KL penalty brings it back to the data's level",
         score="eval/optimality",
         lines={"optimum 1.0": 1.0, "data 0.3515": 0.3515},
         bars=[

@@ -174,7 +174,7 @@ def steps(args, folder):
         seconds, _ = run(
             [f"algos/{algo}.py", *flags.split(), "--eval-every", 0, "--save-every", 0, "--run-dir", run_dir]
         )
-        peak = records(run_dir / "perf.jsonl")[-1]["perf/peak_memory_mb"] / 1024
+        peak = records(run_dir / "perf.jsonl")[-1]["perf/peak_memory_mb"] * 2**20 / 1e9
         yield algo, f"{seconds:.0f}", f"{peak:.1f}", "" if args.tiny else PREDICTED[algo]
 
 

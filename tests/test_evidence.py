@@ -160,7 +160,7 @@ def test_an_unknown_commit_is_named():
 def test_only_changed_code_makes_a_run_dirty():
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     script = subprocess.run(["git", "show", "HEAD:algos/sft.py"], cwd=ROOT, capture_output=True).stdout
-    env = {"commit": f"{head}-dirty", "command": "algos/sft.py --seed 3"}
+    env = {"commit": f"{head}-dirty", "algo": "sft"}
     same = {"script": hashlib.sha256(script).hexdigest(), "model": "anything"}
     other = {"script": hashlib.sha256(script + b"\n").hexdigest()}
     assert check.commit_of(env | {"files": same}) == head

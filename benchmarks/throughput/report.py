@@ -102,7 +102,7 @@ def table():
         other = list(runs[peer].values())
         memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
         cells = [title, precision(side), f"{words[0]} {words[1 if words[0] == 'NVIDIA' else -1]}", spread(times)]
-        kept = ratios(runs, side + KEPT, peer)
+        kept = ratios(runs, side + KEPT, peer) if peer.endswith(KEPT) else []
         cells += [f"{system(other[0])}: {peer}", spread(kept), spread(of_defaults)]
         cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
         lines.append([*cells, f"{len(times)}"])

@@ -37,7 +37,7 @@ SIDES = {
     "reward": ("X X-kept X-same-flags X-same-flags-kept X-defaults", ""),
     "dpo": ("X X-kept X-same-flags-kept X-precompute-kept X-defaults", "X-same-flags X-precompute"),
     "grpo": ("X X-kept X-same-flags X-same-flags-kept X-defaults", "X-micro-32"),
-    "ddpo": ("fp32 fp32-kept same-flags same-flags-kept defaults", "tuned bf16 bf16-same-flags"),
+    "ddpo": ("fp32 fp32-kept same-flags same-flags-kept tuned defaults", "bf16 bf16-same-flags"),
 }
 GPU_SIZES = {"layers": 24, "width": 1024, "prompts": 16, "batch": 16, "length": 8}  # GPT-2 medium
 REPEAT_ME = 75  # exit code of measurement.py where the hypervisor took too much

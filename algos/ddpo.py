@@ -43,9 +43,11 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
-from common.args import (
+from common.checkpoint import replacing
+from common.cli import (
     Count,
     DataArgs,
+    InputError,
     Natural,
     NonNegative,
     OptimizerArgs,
@@ -54,17 +56,19 @@ from common.args import (
     RunArgs,
     Share,
     WeightArgs,
+    build,
+    call_metric,
+    call_reward,
+    cli,
+    load_function,
+    spec_path,
 )
-from common.checkpoint import replacing
-from common.cli import InputError, cli
-from common.functions import build, call_metric, call_reward, load_function, spec_path
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, reduce_sums
-from common.logging import Run, closes_run, on_main
-from common.models import loading, quiet_libraries
-from common.report import screen, visible, wrapped
-from common.rows import load_rows, load_sets, set_flag, set_prefix, with_prompts
+from common.data import load_rows, load_sets, local_rows, set_flag, set_prefix, with_prompts
+from common.launch import accumulate, learning_rate, make_optimizer, on_main, optimizer_step, reduce_sums
+from common.logging import Run, closes_run
+from common.model import loading, quiet_libraries
 from common.seeding import rng, stream_rows
-from common.tokens import local_rows
+from common.terminal import screen, visible, wrapped
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
 TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # used without --model, --dataset and --config

@@ -39,39 +39,41 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional as F
 
-from common.args import (
+from common.cli import (
     Count,
     DataArgs,
     Fraction,
+    InputError,
     ModelArgs,
     NonNegative,
     OptimizerArgs,
     Positive,
     RunArgs,
     SamplingArgs,
+    build,
+    cli,
 )
-from common.cli import InputError, cli
-from common.forward import can_pack, line_logprobs, packing_problem
-from common.functions import build
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
-from common.logging import Run, closes_run
-from common.models import end_tokens, load_lm, make_reference, max_positions, unsharded
-from common.report import lines_of_use, visible, wrapped
-from common.rows import is_chat, pair_texts, prompt_messages, set_flag, set_prefix
-from common.sampling import evaluate_samples, read_data
-from common.tokens import (
+from common.data import (
     beginning,
     encode_prompts,
     have_bos,
     in_lines,
     int32,
+    is_chat,
     num_labels,
-    pair_length,
-    score_pairs,
-    split_rows,
+    pair_texts,
+    prompt_messages,
+    set_flag,
+    set_prefix,
     tokenize,
     untrained_end,
 )
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
+from common.logging import Run, closes_run, lines_of_use
+from common.model import can_pack, end_tokens, load_lm, make_reference, max_positions, packing_problem, unsharded
+from common.sampling import evaluate_samples, read_data
+from common.scoring import line_logprobs, pair_length, score_pairs, split_rows
+from common.terminal import visible, wrapped
 
 TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --dataset and --config
 

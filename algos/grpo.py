@@ -53,18 +53,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.args import Count, ModelArgs, Natural, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs
-from common.classifiers import RewardModel
-from common.cli import cli
-from common.forward import Episodes, response_logprobs, score_all
-from common.functions import build
+from common.cli import Count, ModelArgs, Natural, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs, build, cli
+from common.data import set_prefix
 from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
-from common.logging import Run, closes_run
-from common.models import describe_reference, load_lm, make_reference, unsharded
-from common.report import lines_of_use, visible, wrapped
-from common.rows import set_prefix
+from common.logging import Run, closes_run, lines_of_use
+from common.model import RewardModel, describe_reference, load_lm, make_reference, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, sample, score_outputs, total
+from common.scoring import Episodes, response_logprobs, score_all
 from common.seeding import rng
+from common.terminal import visible, wrapped
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
 

@@ -53,10 +53,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.args import (
+from common.cli import (
     Count,
     DataArgs,
     Fraction,
+    InputError,
     ModelArgs,
     Natural,
     NonNegative,
@@ -65,17 +66,16 @@ from common.args import (
     RunArgs,
     SamplingArgs,
     Share,
+    build,
+    cli,
 )
-from common.cli import InputError, cli
-from common.forward import in_chunks, in_float32, token_logprobs
-from common.functions import build
+from common.data import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, set_flag, set_prefix, texts
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
-from common.models import as_decoder, draw_layers, folder_with, lm_class, load_lm, max_positions, unsharded
-from common.report import wrapped
-from common.rows import set_flag, set_prefix, texts
+from common.model import as_decoder, draw_layers, folder_with, lm_class, load_lm, max_positions, unsharded
 from common.sampling import evaluate_samples, read_data
-from common.tokens import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, split_rows
+from common.scoring import in_chunks, in_float32, split_rows, token_logprobs
+from common.terminal import wrapped
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config

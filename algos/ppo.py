@@ -44,14 +44,24 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from common.args import Count, Fraction, ModelArgs, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs
-from common.classifiers import RewardModel
-from common.cli import InputError, cli
-from common.forward import Episodes, in_float32, response_logprobs, score_all
-from common.functions import build
+from common.cli import (
+    Count,
+    Fraction,
+    InputError,
+    ModelArgs,
+    NonNegative,
+    OptimizerArgs,
+    Positive,
+    RolloutArgs,
+    RunArgs,
+    build,
+    cli,
+)
+from common.data import set_prefix
 from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
-from common.logging import Run, closes_run
-from common.models import (
+from common.logging import Run, closes_run, lines_of_use
+from common.model import (
+    RewardModel,
     as_decoder,
     describe_reference,
     draw_layers,
@@ -61,10 +71,10 @@ from common.models import (
     make_reference,
     unsharded,
 )
-from common.report import lines_of_use, visible, wrapped
-from common.rows import set_prefix
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, sample, score_outputs
+from common.scoring import Episodes, in_float32, response_logprobs, score_all
 from common.seeding import rng
+from common.terminal import visible, wrapped
 
 TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --dataset and --config
 

@@ -35,19 +35,37 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional as F
 
-from common.adapters import train_adapters
-from common.args import Count, DataArgs, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs
-from common.classifiers import classifier_ids, classifier_logits, raise_heads, scores_tokens
-from common.cli import InputError, cli, stop_if
-from common.forward import can_pack
-from common.functions import build
+from common.cli import (
+    Count,
+    DataArgs,
+    InputError,
+    ModelArgs,
+    NonNegative,
+    OptimizerArgs,
+    Positive,
+    RunArgs,
+    build,
+    cli,
+    stop_if,
+)
+from common.data import in_lines, int32, is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
-from common.models import freeze, load_pretrained, max_positions, unsharded
-from common.report import visible, wrapped
-from common.rows import is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
+from common.model import (
+    can_pack,
+    classifier_ids,
+    classifier_logits,
+    freeze,
+    load_pretrained,
+    max_positions,
+    raise_heads,
+    scores_tokens,
+    train_adapters,
+    unsharded,
+)
+from common.scoring import pair_length, score_pairs, split_rows
 from common.seeding import rng
-from common.tokens import in_lines, int32, pair_length, score_pairs, split_rows
+from common.terminal import visible, wrapped
 
 # Last lines of a run and of its card: how to load and use the model.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"

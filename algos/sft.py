@@ -30,18 +30,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.args import Count, DataArgs, ModelArgs, OptimizerArgs, Positive, RunArgs, SamplingArgs
-from common.cli import InputError, cli
-from common.forward import can_pack, line_logprobs
-from common.forward import token_nll as token_nll  # for those who import it from here
-from common.functions import build
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare
-from common.logging import Run, closes_run
-from common.models import end_tokens, load_lm, max_positions, unsharded
-from common.report import lines_of_use, wrapped
-from common.rows import set_flag, set_prefix
-from common.sampling import evaluate_samples, read_data
-from common.tokens import (
+from common.cli import (
+    Count,
+    DataArgs,
+    InputError,
+    ModelArgs,
+    OptimizerArgs,
+    Positive,
+    RunArgs,
+    SamplingArgs,
+    build,
+    cli,
+)
+from common.data import (
     encode_prompts,
     encode_segments,
     first_label,
@@ -50,8 +51,17 @@ from common.tokens import (
     line_length,
     marked,
     num_labels,
+    set_flag,
+    set_prefix,
     untrained_end,
 )
+from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare
+from common.logging import Run, closes_run, lines_of_use
+from common.model import can_pack, end_tokens, load_lm, max_positions, unsharded
+from common.sampling import evaluate_samples, read_data
+from common.scoring import line_logprobs
+from common.scoring import token_nll as token_nll  # for those who import it from here
+from common.terminal import wrapped
 
 TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # used without --model, --dataset and --config
 

@@ -22,7 +22,7 @@ from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.report import visible
+from common.terminal import visible
 
 
 @dataclass

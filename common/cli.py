@@ -1,14 +1,24 @@
-"""The command line: flags, YAML files of flags, --help, other libraries' names of flags, bad input."""
+"""The command line: shared flags, YAML files of flags, --help, and the functions of the user that flags name."""
 
 import argparse
+import asyncio
+import copy
 import dataclasses
+import functools
+import hashlib
+import importlib.util
 import inspect
+import math
+import operator
 import os
 import re
 import signal
 import sys
 import typing
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
 import yaml
 
@@ -48,7 +58,7 @@ def cli(args_class, main, task=None):
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
-        from common.report import wrapped
+        from common.terminal import wrapped
 
         print(wrapped([f"error: {error}"]), file=sys.stderr)
         sys.exit(2)
@@ -205,3 +215,504 @@ def values_of(hint):
     if members:
         return " ".join(map(values_of, members))
     return {bool: "", int: "INT", float: "FLOAT", ...: "..."}.get(hint, "TEXT")
+
+
+# ---- Ranges ----------------------------------------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+    """What values a field of Args may have; part of the field's annotated type."""
+
+    rule: str  # completes "--flag value must be"
+    holds: Callable
+
+
+Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]
+Natural = Annotated[int, Range("at least 0", lambda value: value >= 0)]
+Layers = Annotated[int, Range("-1 or more", lambda value: value >= -1)]
+Positive = Annotated[float, Range("a positive number", lambda value: 0 < value < math.inf)]
+NonNegative = Annotated[float, Range("0 or a positive number", lambda value: 0 <= value < math.inf)]
+Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
+Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
+Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
+NonEmpty = Annotated[str, Range("a text that is not empty", bool)]
+Option = Annotated[str, Range("key=value", re.compile(r"\w+=.+").fullmatch)]
+Name = Annotated[str, Range("letters and digits, after the first also . _ -", re.compile(r"[^\W_][\w.-]*").fullmatch)]
+Repository = Annotated[str, Range("org/name", re.compile(r"[^/]+/[^/]+").fullmatch)]
+
+
+def find_range(annotation):
+    """The Range in a type such as `Count`, `Literal["a", "b"] | None` or `tuple[Decay, Decay]`; None if it has none."""
+    if isinstance(annotation, Range):
+        return annotation
+    inner = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return Range(f"one of {', '.join(inner)}", inner.__contains__)
+    return next(filter(None, map(find_range, inner)), None)
+
+
+def out_of_range(args):
+    """A sentence for each field of a dataclass whose value is outside the range in its type."""
+    problems = []
+    for declared in dataclasses.fields(args):
+        value = getattr(args, declared.name)
+        allowed = find_range(declared.type)
+        values = value if isinstance(value, list | tuple) else [value]
+        if allowed and value is not None and not all(map(allowed.holds, values)):
+            problems.append(f"{flag_of(declared.name)} {value} must be {allowed.rule}")
+    return problems
+
+
+def fit_sizes(args):
+    """Changes sizes left at their defaults where they do not fit the sizes that were given."""
+    usual = type(args)
+    group = getattr(args, "group_size", 1)
+    if not all(number > 0 for number in (args.rollout_batch_size, args.batch_size, group)):
+        return
+    total = getattr(args, "total_episodes", 0)
+    if args.rollout_batch_size == usual.rollout_batch_size:
+        num_groups = max(1, args.rollout_batch_size // group)
+        if total > 0 and total % group == 0:
+            num_groups = divisor(total // group, num_groups)
+        args.rollout_batch_size = num_groups * group
+        if args.batch_size != usual.batch_size:
+            args.rollout_batch_size += -args.rollout_batch_size % math.lcm(args.batch_size, group)
+    if args.batch_size == usual.batch_size:
+        args.batch_size = divisor(args.rollout_batch_size, args.batch_size)
+    if total and total == usual.total_episodes:
+        args.total_episodes -= total % args.rollout_batch_size
+
+
+def divisor(number, most):
+    """The largest divisor of a number that is at most `most`, or `most` if that is below an eighth of each."""
+    found = next(size for size in range(most, 0, -1) if number % size == 0)
+    return found if 8 * found >= min(number, most) else most
+
+
+def problems_of(args):
+    """A sentence for each broken rule of the shared flags."""
+    missing = [name for name in args.required if getattr(args, name) is None]
+    problems = [f"{flag_of(name)} is missing: --help says what it takes" for name in missing]
+    problems += out_of_range(args)
+    if args.lora_r == 0 and (args.lora_alpha or tuple(args.lora_targets) != type(args).lora_targets):
+        problems.append("--lora-alpha and --lora-targets need --lora-r")
+    if isinstance(args, ModelArgs):
+        if args.lora_r and args.num_layers_unfrozen != -1:
+            problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
+        if args.load_in_4bit and args.dtype == "float64":
+            problems.append("--load-in-4bit does not work with --dtype float64")
+    if hasattr(args, "rollout_batch_size") and args.rollout_batch_size % max(1, args.batch_size):
+        size = f"--rollout-batch-size {args.rollout_batch_size}"
+        problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
+    if getattr(args, "rollout", None) and args.stop:
+        problems.append("--stop is not used with --rollout: give stop strings to `sample`")
+    if isinstance(args, RolloutArgs) and args.total_episodes % max(1, args.rollout_batch_size):
+        size = f"--rollout-batch-size {args.rollout_batch_size}"
+        problems.append(f"--total-episodes {args.total_episodes} must be a multiple of {size}")
+    return problems
+
+
+# ---- Shared flags ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DataArgs:
+    """Data."""
+
+    required = ("model", "dataset")  # fields that must be given
+
+    dataset: str | None = None
+    """Rows with a prompt, which is a text or a chat (the reward gets the other columns): a
+    .jsonl/.json/.csv/.parquet/.txt file, a hub id:split, or file.py:function; from Python, a list."""
+    eval_dataset: str | None = None
+    """Evaluation rows, in the formats of --dataset. Several sets: separated by commas, or a mapping from names to rows.
+    Default: none; in scripts with --reward, the first --rollout-batch-size rows of --dataset."""
+
+
+@dataclass
+class WeightArgs:
+    """Weights."""
+
+    model: str | None = None
+    """Hub id, directory, or file.py:function that returns a model; from Python, also the object."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model; default: the newest commit."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the weights and of AdamW's moments. bfloat16 is only for LoRA; the adapters stay float32."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a hub repository."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass. This needs less memory and is about a quarter slower."""
+    lora_r: Natural = 0
+    """Rank of the LoRA adapters that are trained instead of the weights; 0: train all weights. A LoRA adapter given as
+    --model needs no flag to be trained further."""
+    lora_alpha: Positive | None = None
+    """LoRA adapters are scaled by alpha / r; default: the rank, which gives a scale of 1."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Modules to adapt, by the last part of the name; all-linear: all linear layers except the output layer or head."""
+
+
+@dataclass
+class ModelArgs(WeightArgs):
+    """Language model."""
+
+    tokenizer: str | None = None
+    """Hub id or directory of the tokenizer; from Python, also the object. Default: that of --model."""
+    template_options: tuple[Option, ...] = ()
+    """Options of the tokenizer's chat template, such as enable_thinking=false."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
+    """Attention kernel; default: sdpa if the model has it. On CPUs eager is slightly faster for short rows, but with
+    left padding it gives NaN in float64 for several model families."""
+    num_layers_unfrozen: Layers = -1
+    """Train only the top k blocks and the norm after them; 0: only the heads that the script adds; -1: everything."""
+    load_in_4bit: bool = False
+    """Load the weights under LoRA adapters (--lora-r, or an adapter as --model) in 4 bits (NF4; arXiv 2305.14314)."""
+
+
+@dataclass
+class SamplingArgs:
+    """Sampling."""
+
+    max_new_tokens: Count = 64
+    """Maximum length of a response, in tokens."""
+    stop: tuple[NonEmpty, ...] = ()
+    """Strings that end a response. Tokens up to the one that completes the string are kept, and rollouts train on them.
+    Reward and metric see the text before the string, without trailing space."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature in evaluations; 0: greedy."""
+    top_k: Natural = 0
+    """Evaluations sample from the k most likely tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once. Changes memory and speed, never the result."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
+
+
+@dataclass
+class OptimizerArgs:
+    """Optimizer."""
+
+    lr: Positive = 1e-5
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate schedule after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final is reached; default: the rest of the run."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
+    batch_size: Count = 64
+    """Rows per optimizer step, over all processes."""
+    micro_batch_size: Count = 8
+    """Rows per process and forward pass. Changes memory and speed, never the result."""
+
+
+@dataclass
+class RunArgs:
+    """Run."""
+
+    run_dir: str | None = None
+    """Directory of the run; default: runs/<algo>-<hash of everything that decides the result>."""
+    name: Name | None = None
+    """Replaces <algo> in the default of --run-dir, so that you can recognise the run."""
+    resume: str = "auto"
+    """auto: continue the run if it exists; never: repeat it in a new directory; or the path of a run or checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: Count | None = None
+    """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
+    an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels. Slower on GPUs, with more memory for attention; CPUs are deterministic
+    without it."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
+    supports it; otherwise no. Weights and optimizer keep --dtype."""
+    save_every: Natural = 100
+    """Optimizer steps between checkpoints, or fewer if they take more than ten minutes; 0: only at the end and at the
+    best evaluation."""
+    keep_checkpoints: Count = 2
+    """How many of the newest checkpoints to keep, besides the best by evaluation."""
+    eval_every: Natural = 100
+    """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Also send the metrics to a tracker (WANDB_MODE=offline works without an account)."""
+    wandb_project: str = "plainrl"
+    """Project name for --track."""
+    push_to_hub: Repository | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools. A run that
+    is already finished uploads nothing."""
+    check: bool = False
+    """Run the first iteration on the longest rows, print its time and the peak memory, and exit. Writes nothing."""
+
+    def __post_init__(self):
+        if hasattr(self, "rollout_batch_size"):
+            fit_sizes(self)
+        stop_if([*problems_of(self), *self.problems()])
+
+    def problems(self):
+        """A sentence for each broken rule of a script's own flags."""
+        return []
+
+
+@dataclass
+class RolloutArgs(DataArgs, SamplingArgs):
+    """Rollouts."""
+
+    required = (*DataArgs.required, "reward")
+
+    max_prompt_length: Count | None = None
+    """Drop prompts with more tokens than this, and count them. Without this flag, a prompt that does not fit the model
+    is an error."""
+    reward: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
+    {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if
+    it has several) or of a LoRA adapter for one."""
+    rollout: str | None = None
+    """file.py:function(sample, prompt_ids, **columns) -> a list of (ids, trained) per row: responses with tools, of
+    several turns or of another engine (algos/README.md, "Rollouts of your own"). Default: one sample per prompt."""
+    ref_model: str | None = None
+    """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
+    total_episodes: Count = 65536
+    """Length of the run in episodes (one prompt with one response), over all iterations."""
+    rollout_batch_size: Count = 512
+    """Episodes per iteration, over all processes."""
+    temperature: Positive = 1.0
+    """Sampling temperature of rollouts. Log-probabilities are those of the distribution at this temperature."""
+
+    @property
+    def num_iterations(self):
+        """Iterations of the whole run."""
+        return self.total_episodes // self.rollout_batch_size
+
+    @property
+    def steps_per_iteration(self):
+        """Optimizer steps of an iteration."""
+        return self.ppo_epochs * (self.rollout_batch_size // self.batch_size)
+
+
+# ---- Spec strings ----------------------------------------------------------------------------------------------------
+
+SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
+
+
+def spec_path(spec):
+    """The file or directory that a spec string names, in the working directory or the repository; None for a hub id or
+    an object."""
+    if not isinstance(spec, str):
+        return None
+    match = SPEC.fullmatch(spec)
+    path = Path(os.path.expanduser(match["path"] if match else spec))
+    for candidate in (path, ROOT / path):
+        if os.path.exists(candidate):  # Path.exists raises for what is too long
+            return candidate
+    return path if match else None
+
+
+def load_function(spec, flag):
+    """The function of `path/to/file.py:function[:key=value,...]` with these arguments; a non-string as it is."""
+    if not isinstance(spec, str):
+        return spec
+    match = SPEC.fullmatch(spec)
+    path = spec_path(spec)
+    if not match or not path.is_file():
+        raise InputError(f"{flag} {spec}: expected path/to/file.py:function of a file that exists")
+    module = import_file(path.resolve(), path.read_bytes())
+    function = getattr(module, match["name"], None)
+    if not callable(function):
+        raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
+    options = re.sub(r"(^|,)\s*(\w+)=", r"\1\2: ", match["options"] or "")
+    try:
+        keywords = yaml.safe_load("{" + options + "}")
+    except yaml.YAMLError:
+        raise InputError(f"{flag} {spec}: expected key=value,... after the function") from None
+    return functools.partial(function, **keywords)
+
+
+@functools.cache
+def import_file(path, source):
+    """The module of a file, imported under its own name, once for each version of its source."""
+    sys.path.append(str(path.parent))  # for what the file imports
+    name = "plainrl_user_" + hashlib.sha256(f"{path}{source}".encode()).hexdigest()[:16]
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(spec, flag):
+    """Calls `file.py:function` or a function and returns its value; returns anything else unchanged. Call it before
+    Accelerator(): a user's function may start processes."""
+    function = spec
+    if isinstance(spec, str) and SPEC.fullmatch(spec):
+        function = load_function(spec, flag)
+    elif not (inspect.isroutine(spec) or isinstance(spec, functools.partial)):
+        return spec
+    value = function()
+    if value is None:
+        raise InputError(f"{flag} {getattr(spec, '__name__', spec)} returned None")
+    return value
+
+
+# ---- Functions of the user -------------------------------------------------------------------------------------------
+
+
+def call_function(function, name, rows, given):
+    """Calls a user's function with keyword arguments: those in `given`, and the rows' other columns as lists. All lists
+    are copies. Without **columns it gets only what it names. A coroutine is run. name: its name in errors."""
+    columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
+    taken = columns.keys() & given.keys()
+    stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
+    values = columns | given
+    values |= {name: copy.deepcopy(value) for name, value in values.items() if isinstance(value, list)}
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if is_named and parameter.default is parameter.empty and parameter.name not in values:
+            known = f"neither what a function gets ({', '.join(given)}) nor a column of the rows ({', '.join(rows[0])})"
+            raise InputError(f"{name} needs {parameter.name!r}, which is {known}: see --dataset and --eval-dataset")
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        values = {column: values[column] for column in parameters if column in values}
+    process = os.getpid()
+    try:
+        result = function(**values)
+        if inspect.iscoroutine(result):
+            result = event_loop(process).run_until_complete(result)
+        return result
+    except asyncio.CancelledError as error:  # not an Exception, so nothing else catches it
+        raise RuntimeError(f"{name} was cancelled") from error
+    except SystemExit as error:
+        if os.getpid() != process:  # a child that the function forked: Python's own exit can hang in it
+            os._exit(error.code if isinstance(error.code, int) else bool(error.code))
+        if isinstance(error.code, int) and error.code > 128:  # a signal came: Run._on_signal
+            raise
+        # it would end the run as if it had succeeded
+        raise RuntimeError(f"{name} called sys.exit: {error}") from error
+
+
+@functools.cache
+def event_loop(process):
+    """The event loop of all coroutines of a process: a client that they keep belongs to one loop."""
+    return asyncio.new_event_loop()
+
+
+def call_reward(function, name, rows, given, lengths=None):
+    """(scores, others) of a reward function: one float per row, or, if lengths (one per row) are given, a list with one
+    float per token of the response. others: {column: values per row} if it returned these beside "score"."""
+    scores = call_function(function, name, rows, given)
+    others = {}
+    if isinstance(scores, dict) and "score" in scores:
+        others = checked_columns(name, {column: x for column, x in scores.items() if column != "score"}, len(rows))
+        scores = scores["score"]
+    if hasattr(scores, "tolist"):
+        scores = scores.tolist()
+    if not isinstance(scores, list | tuple) or len(scores) != len(rows):
+        returned = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
+        raise InputError(f"{name} returned {returned}, expected a list of {len(rows)} numbers, one per sample")
+    checked = []
+    for number, score in enumerate(scores):
+        checked.append(floats(score, lengths and lengths[number]))
+        if checked[-1] is None:
+            where = f"row {number + 1}, prompt {rows[number]['prompt']!r:.60}"
+            dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
+            raise InputError(f"{name} returned {score!r:.60} for {where}; expected a finite number{dense}")
+    return checked, others
+
+
+# Columns of samples.jsonl whose names a metric function may not use.
+TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
+
+
+def call_metric(function, name, rows, given):
+    """{column: values per row} of a metric function."""
+    columns = call_function(function, name, rows, given)
+    if not isinstance(columns, dict) or not columns:
+        expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
+        raise InputError(f"{expected}; it returned {columns!r:.60}")
+    return checked_columns(name, columns, len(rows))
+
+
+def checked_columns(name, columns, count):
+    """{column: values per row} with lists of floats, or InputError. name: of the function that returned it."""
+    expected = f"{name} must return {{name: list of {count} finite numbers}}"
+    checked = {column: floats(values, count) for column, values in columns.items()}
+    for column, values in checked.items():
+        if not isinstance(values, list) or not isinstance(column, str):
+            raise InputError(f"{expected}; {column!r}: {columns[column]!r:.60} is not that")
+        if column in TAKEN:
+            raise InputError(f"{name} returned a metric with the name {column!r}, which is taken: choose another name")
+    return checked
+
+
+def call_rollout(function, name, rows, given, sampled):
+    """(responses, {column: values per row}) of a rollout function; a response is a list of segments (ids, trained), cut
+    to max_new_tokens. sampled: per row all (context, ids) that `sample` has returned in this call. A trained segment is
+    made of parts of these, each at its place; a row for which nothing was sampled may come from another engine."""
+    value = call_function(function, name, rows, given)
+    responses, columns = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+    expected = (
+        f"{name} must return a list of {len(rows)} lists of (ids, trained), or a pair of that and {{column: list}}"
+    )
+    if not isinstance(responses, list) or not isinstance(columns, dict) or len(responses) != len(rows):
+        raise InputError(f"{expected}; it returned {value!r:.60}")
+    for column, values in columns.items():
+        if not isinstance(values, list) or len(values) != len(rows):
+            raise InputError(f"{expected}; the column {column!r} does not have one value per row")
+        if column in rows[0]:
+            raise InputError(f"{name} returned a column {column!r}, which the rows already have: choose another name")
+    vocabulary = len(given["model"].get_input_embeddings().weight)
+    checked = []
+    for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):
+        where = f"{name}, prompt {row['prompt']!r:.60}"
+        room = given["max_new_tokens"]
+        checked.append([])
+        try:
+            segments = [([*map(operator.index, ids)], bool(trained)) for ids, trained in segments]
+        except (TypeError, ValueError):
+            raise InputError(f"{expected}; for prompt {row['prompt']!r:.60}: {segments!r:.60}") from None
+        for ids, trained in segments:
+            after = [*before, *ids]
+            if any(not 0 <= token < vocabulary for token in ids):
+                raise InputError(f"{where}: an id is not one of the model's {vocabulary}")
+            if trained and known and sampled_part(before, after, known) != after:
+                raise InputError(
+                    f"{where}: trained ids that `sample` did not return behind exactly the ids before them"
+                )
+            checked[-1].append((ids[:room], trained))
+            room -= len(checked[-1][-1][0])
+            before = after
+        if not any(ids and trained for ids, trained in checked[-1]):
+            raise InputError(f"{where}: no trained ids within --max-new-tokens")
+    return checked, columns
+
+
+def sampled_part(before, after, sampled):
+    """`before`, and as much more of `after` as was sampled after it. sampled: all (context, ids)."""
+    for context, ids in sampled:
+        whole = [*context, *ids]
+        if len(context) <= len(before) and whole[: len(before)] == before:
+            before = os.path.commonprefix([whole, after])
+    return before
+
+
+def floats(value, count=None):
+    """A finite number as a float, or a list or array of `count` of them as a list; None for anything else."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        values = [floats(item) for item in value]
+        return values if len(values) == count and None not in values else None
+    is_finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max  # of a large int, too
+    return float(value) if is_finite else None

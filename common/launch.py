@@ -1,4 +1,4 @@
-"""How a run uses the machine (processes, precision, threads, kernels, memory), its schedule and optimizer steps."""
+"""How a run uses the machine: processes, precision, threads, kernels, memory, and its optimizer steps."""
 
 import math
 import os
@@ -223,3 +223,44 @@ def numbers(tensors):
     """{name: number} of a dict of tensors of one number each; a GPU is waited for once."""
     values = torch.stack([value.double() for value in tensors.values()]).tolist()
     return dict(zip(tensors, values, strict=True))
+
+
+# ---- Between processes -----------------------------------------------------------------------------------------------
+
+
+def on_main(accelerator, function, *args):
+    """Runs function(*args) on rank 0. Every rank gets its result or its error, so that none waits for a failed one."""
+    from accelerate.utils import broadcast_object_list
+
+    sent = [None, None]  # a result, an error
+    if accelerator.is_main_process:
+        try:
+            sent[0] = function(*args)
+        except Exception as error:
+            broadcast_object_list([None, InputError(str(error) or repr(error))])
+            error.on_all = True  # see Run.rescue
+            raise
+    broadcast_object_list(sent)  # in a single process nothing happens
+    if sent[1]:
+        sent[1].on_all = True
+        raise sent[1]
+    return sent[0]
+
+
+def on_each(accelerator, function, *args):
+    """Runs function(*args) on every rank. The error of one is an error of all, so that none waits for it."""
+    from accelerate.utils import gather_object
+
+    result = None
+    error = None
+    try:
+        result = function(*args)
+    except Exception as raised:
+        error = raised
+    found = gather_object([error and (isinstance(error, FloatingPointError), str(error) or repr(error))])
+    found = [each for each in found if each]
+    if not found:
+        return result
+    error = error or InputError(found[0][1])
+    error.on_all = not any(is_number for is_number, _ in found)  # see Run.rescue
+    raise error

@@ -1,32 +1,35 @@
-"""A run: its directory, metrics, checkpoints and signals. Only rank 0 writes. Trackers mirror the directory."""
+"""A run: its directory, metrics, checkpoints, signals, picture and card. Only rank 0 writes."""
 
 import contextlib
 import copy
 import fcntl
 import functools
+import itertools
 import json
 import math
 import os
 import platform
 import shutil
 import signal
+import textwrap
 import threading
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import torch
 import yaml
 
 from common import checkpoint as ckpt
-from common import report
+from common.checkpoint import SIZES, describe, differences, environment, identity, nearly_the_same
 from common.cli import InputError
-from common.identity import SIZES, describe, differences, environment, identity, nearly_the_same
-from common.launch import OUT_OF_MEMORY, launch, peak_memory_mb, set_threads
-from common.report import screen, visible
+from common.data import marked
+from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads
 from common.seeding import rng, seed_libraries, stream_rows
-from common.tokens import marked
+from common.terminal import WIDEST, screen, table_of, visible
 
 SAVE_SECONDS = 600  # save again this long after the last save, unless --save-every is 0
 
@@ -54,44 +57,6 @@ os.register_at_fork(
     after_in_parent=functools.partial(hold_signals, signal.SIG_UNBLOCK),
     after_in_child=functools.partial(hold_signals, signal.SIG_UNBLOCK),
 )
-
-
-def on_main(accelerator, function, *args):
-    """Runs function(*args) on rank 0. Every rank gets its result or its error, so that none waits for a failed one."""
-    from accelerate.utils import broadcast_object_list
-
-    sent = [None, None]  # a result, an error
-    if accelerator.is_main_process:
-        try:
-            sent[0] = function(*args)
-        except Exception as error:
-            broadcast_object_list([None, InputError(str(error) or repr(error))])
-            error.on_all = True  # see Run.rescue
-            raise
-    broadcast_object_list(sent)  # in a single process nothing happens
-    if sent[1]:
-        sent[1].on_all = True
-        raise sent[1]
-    return sent[0]
-
-
-def on_each(accelerator, function, *args):
-    """Runs function(*args) on every rank. The error of one is an error of all, so that none waits for it."""
-    from accelerate.utils import gather_object
-
-    result = None
-    error = None
-    try:
-        result = function(*args)
-    except Exception as raised:
-        error = raised
-    found = gather_object([error and (isinstance(error, FloatingPointError), str(error) or repr(error))])
-    found = [each for each in found if each]
-    if not found:
-        return result
-    error = error or InputError(found[0][1])
-    error.on_all = not any(is_number for is_number, _ in found)  # see Run.rescue
-    raise error
 
 
 def closes_run(main):
@@ -280,7 +245,7 @@ class Run:
         for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):
             keep_lines(self.dir / name, last)
         keep_lines(self.dir / "rollouts.jsonl", self.loaded.get("step", -1))
-        self._mirror(report.open_tracker, self.accelerator, self.args, self.dir, self.identity)
+        self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
         """The first line of a summary: what is trained, in which types, and where."""
@@ -382,7 +347,7 @@ class Run:
             self._save(step)
         self._is_whole(step)
         if stop:
-            command = report.launch_line(environment(self.accelerator))
+            command = launch_line(environment(self.accelerator))
             self.say(f"stopped after step {step}; to continue: {command}")
             raise SystemExit(128 + self.signal)
 
@@ -533,11 +498,11 @@ class Run:
             return
         if self.dir:
             self.append("samples.jsonl", *({"step": step, **row} for row in rows))
-            self._mirror(report.log_samples, self.accelerator, rows, step=step)
+            self._mirror(log_samples, self.accelerator, rows, step=step)
         different = {}
         for row in rows:
             different.setdefault((row["prompt"], row.get("beta")), row)
-        self.say(report.table_of([*different.values()][:3], f"samples at step {step}"))
+        self.say(table_of([*different.values()][:3], f"samples at step {step}"))
 
     def first_rows(self, tokenizer, rows, batch, scores, advantages, count=4):
         """Writes the first rows of a rollout to rollouts.jsonl, responses up to the last trained token, with scores and
@@ -594,7 +559,7 @@ class Run:
         try:
             title = f"{self.dir.resolve().name}: {self.identity['flags']['model']}"
             names = [self.headline, *self.shown]
-            report.draw_curves(self._records("metrics.jsonl"), names, title, self.dir / "curve.png")
+            draw_curves(self._records("metrics.jsonl"), names, title, self.dir / "curve.png")
         except Exception as error:
             self.say(f"warning: curve.png could not be drawn: {' '.join(str(error).split())}")
 
@@ -602,9 +567,9 @@ class Run:
         self._draw()
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        if values := [value for _, value in report.points(records, self.headline)]:
-            line = f"{self.headline} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
-            if not report.is_change(samples, self.headline):
+        if values := [value for _, value in points(records, self.headline)]:
+            line = f"{self.headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
+            if not is_change(samples, self.headline):
                 line += " (no change: within twice its standard error)"
             self.say(f"\n{line}")
         folder = f"{self.dir}/hf_model"
@@ -614,7 +579,7 @@ class Run:
         if self.args.push_to_hub:
             ckpt.push(folder, self.args.push_to_hub)
         env = json.loads((self.dir / "env.json").read_text())
-        card = report.model_card(env, [self.headline, *self.shown], records, samples, usage)
+        card = model_card(env, [self.headline, *self.shown], records, samples, usage)
         ckpt.write_text(self.dir / "README.md", card)
 
 
@@ -630,3 +595,156 @@ def keep_lines(path, step):
         except (ValueError, KeyError) as error:
             raise InputError(f"{path} is damaged in line {number} ({error}): remove that line") from None
     ckpt.write_text(path, "".join(kept))
+
+
+MOST_NUMBERS = 5  # in the card
+MOST_PROMPTS = 3  # in the card
+
+# Last lines of a run and of its card: how to load the model and sample from it.
+USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
+print(model({prompt!r}, OPTIONSmax_new_tokens={max_new_tokens}))"""
+SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+tokenizer, model = AutoTokenizer.from_pretrained({folder!r}), AutoModelForSeq2SeqLM.from_pretrained({folder!r})
+ids = model.generate(**tokenizer({prompt!r}, OPTIONSreturn_tensors='pt'), max_new_tokens={max_new_tokens})
+print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
+
+
+# ---- Metrics ---------------------------------------------------------------------------------------------------------
+
+
+def points(records, name):
+    """[(step, value)] of a metric, without values that are not finite."""
+    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+
+def sparkline(values, width=40):
+    """The values as a line of eight block heights, thinned to at most `width`."""
+    values = values[:: math.ceil(len(values) / width) or 1]
+    low = min(values, default=0)
+    span = max(values, default=0) - low or 1
+    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (value - low) / span)] for value in values)
+
+
+def is_change(samples, name):
+    """Whether an evaluation metric has changed from first to last by more than twice the standard error of the mean
+    over the rows. True also if samples lack the metric."""
+    *_, group, column = name.split("/")
+    of_step = {}
+    for row in samples:
+        if column in row and row.get("set", group) == group:
+            of_step.setdefault(row["step"], []).append(row[column])
+    first, *_, last = [*of_step.values()] * 2 or [[], []]
+    if len(first) < 2 or len(first) != len(last):
+        return True
+    changes = [after - before for before, after in zip(first, last, strict=True)]
+    return abs(fmean(changes)) > 2 * stdev(changes) / math.sqrt(len(changes))
+
+
+# ---- Picture ---------------------------------------------------------------------------------------------------------
+
+
+def draw_curves(records, names, title, path):
+    """Draws metrics from records, the lines of metrics.jsonl. names: those to draw, in order; those of evaluations
+    follow. All sets and betas of a metric share a panel, also with a training metric of that name."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    evaluated = [name for name in itertools.chain(*records) if name.startswith("eval/")]
+    panels = {}
+    for name in dict.fromkeys([*names, *evaluated]):
+        if points(records, name):
+            panels.setdefault(name.rpartition("/")[2].partition("@")[0], []).append(name)
+    if not panels:
+        return
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / 2)
+    # names of metrics and models are not formulas; a letter missing from the font needs no warning
+    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings(action="ignore"):
+        figure = Figure(figsize=(4.5 * columns, 0.8 + 1.8 * rows), layout="constrained")
+        figure.suptitle(visible(title)[: 50 * columns], fontsize=11)
+        for place, (label, metrics) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(rows, columns, place)
+            for name in metrics:
+                curve = points(records, name)
+                marker = "." if name.startswith("eval/") or len(curve) < 3 else None
+                axes.plot(*zip(*curve, strict=True), label=visible(name), marker=marker, linewidth=1)
+            axes.set_ylabel(visible(label))
+            axes.yaxis.set_major_formatter("{x:.6g}")  # without a factor above the panel
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
+        figure.supxlabel("optimizer step")
+        figure.savefig(path, dpi=100)
+
+
+# ---- Card ------------------------------------------------------------------------------------------------------------
+
+
+def model_card(env, names, records, samples, usage):
+    """README.md of a run. env: the contents of env.json. names: the most important metrics, the headline first.
+    records, samples: the lines of metrics.jsonl and samples.jsonl."""
+    flags = env["flags"]
+    title = f"{flags['model']} trained by {env['algo']}.py on {flags.get('reward') or flags['dataset']}"
+    numbers = []
+    for name in dict.fromkeys(names):
+        if curve := points(records, name):
+            (first_step, first), (last_step, last) = curve[0], curve[-1]
+            numbers.append(f"- `{name}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
+    newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
+    shown = [*newest.values()][:MOST_PROMPTS]
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    parts = [f"# {title}", "\n".join(numbers[:MOST_NUMBERS]), "![learning curve](curve.png)"]
+    if shown:  # indented, so that nothing in them is markup
+        parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
+    parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{launch_line(env)}\n```"]
+    parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def launch_line(env):
+    """The command that repeats a run. env: what `environment` returns."""
+    machines = env.get("machines", 1)
+    if env.get("sharded"):
+        return f"accelerate launch --config_file FSDP2.yaml {env['command']}"
+    if machines > 1:
+        place = "--rdzv_backend c10d --rdzv_endpoint HOST:PORT"
+        return f"torchrun --nnodes {machines} --nproc_per_node {env['processes'] // machines} {place} {env['command']}"
+    if env["processes"] > 1:
+        return f"torchrun --nproc_per_node {env['processes']} {env['command']}"
+    return f"python {env['command']}"
+
+
+def lines_of_use(lm, tokenizer, ids):
+    """(text of a prompt, usage code) with which the exported tokenizer gives exactly these ids."""
+    usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
+    prompt = tokenizer.decode(ids, skip_special_tokens=True)
+    options = ""
+    if tokenizer(prompt)["input_ids"] != list(ids):  # special tokens written by a template
+        prompt = tokenizer.decode(ids)
+        options = "add_special_tokens=False, "
+    return prompt, usage.replace("OPTIONS", options)
+
+
+# ---- wandb and tensorboard, through accelerate: mirrors of the run directory -----------------------------------------
+
+
+def open_tracker(accelerator, args, folder, identity):
+    """Starts the tracker of --track for the run in a folder, or continues that run's tracking."""
+    from accelerate.tracking import filter_trackers
+
+    flags = {}
+    for flag, value in identity["flags"].items():
+        flags[flag] = value if isinstance(value, int | float) else str(value)
+    place = {"id": f"{folder.resolve().name}-{identity['hash']}", "name": folder.name, "dir": str(folder)}
+    accelerator.log_with = filter_trackers([args.track], folder)
+    if not accelerator.log_with:
+        raise ImportError(f"pip install {args.track}")
+    accelerator.project_configuration.logging_dir = str(folder)  # of tensorboard
+    accelerator.init_trackers(args.wandb_project, flags, {"wandb": {"resume": "allow", **place}})
+
+
+def log_samples(accelerator, samples, step):
+    """Logs the samples of an evaluation as a table in wandb."""
+    rows = [list(sample.values()) for sample in samples]
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            tracker.log_table("eval/samples", columns=list(samples[0]), data=rows, step=step)

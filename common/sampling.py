@@ -13,16 +13,22 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from common.adapters import for_sampling
-from common.classifiers import RewardModel
-from common.cli import InputError, stop_if
-from common.functions import build, call_metric, call_reward, call_rollout, load_function
-from common.logging import on_each, on_main
-from common.models import Seq2Seq, end_tokens, max_positions, unsharded
-from common.report import screen
-from common.rows import is_chat, load_rows, load_sets, set_flag, set_prefix
+from common.cli import InputError, build, call_metric, call_reward, call_rollout, load_function, stop_if
+from common.data import (
+    encode_prompts,
+    is_chat,
+    load_rows,
+    load_sets,
+    local_rows,
+    marked,
+    pad_rows,
+    set_flag,
+    set_prefix,
+)
+from common.launch import on_each, on_main
+from common.model import RewardModel, Seq2Seq, end_tokens, for_sampling, max_positions, unsharded
 from common.seeding import draw, rng, seed_libraries, uniforms
-from common.tokens import encode_prompts, local_rows, marked, pad_rows
+from common.terminal import screen
 
 # ---- Prompts ---------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from cases import CASES
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from benchmarks.tasks import randomwalks, shapes
-from common import report
+from common import logging
 
 pytest_plugins = ["harness", "helpers"]
 FAMILIES = "gpt2", "llama", "qwen3"
@@ -42,7 +42,7 @@ def quick_ends():
     def undrawn(records, names, title, path):
         path.touch()
 
-    with patch.object(report, "draw_curves", undrawn), patch.object(os, "fsync", lambda descriptor: None):
+    with patch.object(logging, "draw_curves", undrawn), patch.object(os, "fsync", lambda descriptor: None):
         yield
 
 

@@ -194,10 +194,10 @@ def widen(tensor, left, right, fill=None):
 def pad_more(setattr=setattr):
     """Whatever `collate` and `pad_rows` pad gets two columns more, of random tokens that no mask counts. Returns the
     names of the functions that were called, which grow."""
-    from common import classifiers, forward, sampling
+    from common import model, sampling, scoring
 
     reached = set()
-    collate, pad_rows = forward.collate, sampling.pad_rows
+    collate, pad_rows = scoring.collate, sampling.pad_rows
 
     def wide_rows(rows, fill, **options):
         reached.add("pad_rows")
@@ -210,6 +210,6 @@ def pad_more(setattr=setattr):
         return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(labels, 0, 2, no_label)
 
     setattr(sampling, "pad_rows", wide_rows)
-    for module in forward, classifiers:
+    for module in scoring, model:
         setattr(module, "collate", wide_collate)
     return reached

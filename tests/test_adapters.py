@@ -17,11 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
-from common import models
-from common.adapters import for_sampling, train_adapters
-from common.classifiers import RewardModel
+from common import model
 from common.cli import InputError
-from common.models import load_model
+from common.model import RewardModel, for_sampling, load_model, train_adapters
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 PAIRS = [{"prompt": p, "chosen": p[::-1] + "a", "rejected": "u" * len(p) + "e"} for p in PROMPTS]
@@ -476,7 +474,7 @@ def wide_dir(tmp_path_factory):
 def test_four_bits(wide_dir, tmp_path, monkeypatch):
     """The frozen layers are quantised, the start is near that of the whole model, the adapter fits the whole model, and
     the run continues bitwise from its last but one checkpoint."""
-    calls = recorded(monkeypatch, models, "train_adapters")
+    calls = recorded(monkeypatch, model, "train_adapters")
     flags = {"lora_r": 3, "dtype": "float32"}
     _, run_dir = run(sft, wide_dir, tmp_path / "run", load_in_4bit=True, **flags)
     layer = calls[0][0][0].model.layers[1].mlp.down_proj

@@ -21,10 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
-from common.classifiers import classifier_logits
 from common.cli import InputError, from_task
-from common.forward import packing_problem, padding_problem, routers
-from common.models import load_model, max_positions
+from common.model import classifier_logits, load_model, max_positions, packing_problem, padding_problem, routers
 from common.seeding import draw
 
 SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}

@@ -17,8 +17,7 @@ from benchmarks import check, seeds
 from benchmarks.tasks import arithmetic, calculator, randomwalks, shapes
 from common import logging as run_logging
 from common.cli import parse
-from common.rows import pair_texts, row_segments
-from common.tokens import encode_prompts
+from common.data import encode_prompts, pair_texts, row_segments
 
 SCRIPTS = {f"{script.__name__.rpartition('.')[2]}.py": script for script in (ddpo, dpo, grpo, ilql, ppo, reward, sft)}
 GUIDE = ROOT / "algos/README.md"

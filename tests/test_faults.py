@@ -225,7 +225,7 @@ FAULTS = {
     "a full disk in a line": ("sft", 77, 1, at("common.logging", "Run.append", 9, signal=HALF_A_LINE), "no space left"),
     "a full disk at the export": ("sft", 21, 1, at("common.logging", "Run.finish", 1, signal=NO_ROOM), "too large"),
 }
-REWARD = {"reward": ("ppo", 3, -9, at("common.functions", "call_reward", 5), "")}
+REWARD = {"reward": ("ppo", 3, -9, at("common.cli", "call_reward", 5), "")}
 REWARDED = "ppo", "grpo", "ddpo"
 
 
@@ -379,7 +379,7 @@ def test_a_full_disk_is_a_warning_and_older_checkpoints_stay(algo, run, whole, t
 # ---- Errors of functions ---------------------------------------------------------------------------------------------
 
 FAILURES = table({"evaluation": ("sft", 29, ("common.logging", "Run.samples", 2))})
-FAILURES += table({"reward": ("ppo", 29, ("common.functions", "call_reward", 5))}, REWARDED)
+FAILURES += table({"reward": ("ppo", 29, ("common.cli", "call_reward", 5))}, REWARDED)
 
 
 @pytest.mark.parametrize(("algo", "place"), FAILURES)

@@ -10,8 +10,9 @@ from helpers import close, random
 from torch import nn
 from torch.testing import assert_close
 
-from common import forward
-from common.forward import has_plain_output, in_chunks, token_logprobs, token_nll, true_places
+from common import scoring
+from common.model import has_plain_output
+from common.scoring import in_chunks, token_logprobs, token_nll, true_places
 
 V, H, N = 25, 12, 7  # words as of build_model, width, rows
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0, 11], [1, 2, 11, 20, 6, 22, 13, 3], [5, 5, 1, 0, 9, 14, 7, 2]])
@@ -33,7 +34,7 @@ def nll_and_entropy(logits, ids):
 def test_chunks_are_the_whole(monkeypatch, function, bias, size):
     """Values and gradients of states, weights and bias, whatever the weights of the tokens in the loss. Two chunks are
     computed at once, and not again in the backward pass."""
-    monkeypatch.setattr(forward, "CHUNK", size * V + V - 1)  # rounded down to whole rows
+    monkeypatch.setattr(scoring, "CHUNK", size * V + V - 1)  # rounded down to whole rows
     layer = nn.Linear(H, V, bias=bias).double()
     states = random(N, H).requires_grad_()
     ids = torch.tensor([0, 3, 3, 24, 5, 9, 1])
@@ -69,7 +70,7 @@ def test_gradients_are_added_up_in_float32(monkeypatch):
     (exact,) = torch.autograd.grad(token_nll(layer(states), ids).sum(), layer.weight)
     errors = []
     for limit in (997 * 101, 3 * 101):
-        monkeypatch.setattr(forward, "CHUNK", limit)
+        monkeypatch.setattr(scoring, "CHUNK", limit)
         with torch.autocast("cpu", torch.bfloat16):
             loss = in_chunks(token_nll, layer, 101, states, ids).sum()
         (gradient,) = torch.autograd.grad(loss, layer.weight)
@@ -84,7 +85,7 @@ def test_gradients_are_added_up_in_float32(monkeypatch):
 
 def check(monkeypatch, model, lm, tolerance=1e-12):
     """Terms, and gradients of all weights, against those of the logits that the model returns."""
-    monkeypatch.setattr(forward, "CHUNK", 2 * V)
+    monkeypatch.setattr(scoring, "CHUNK", 2 * V)
     places = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.6
     targets = IDS.roll(-1, 1)
     lm.plain_output = has_plain_output(lm)
@@ -95,7 +96,7 @@ def check(monkeypatch, model, lm, tolerance=1e-12):
         widths.append(states.shape[-1])
         return in_chunks(function, layer, vocabulary, states, *columns)
 
-    monkeypatch.setattr(forward, "in_chunks", watched)
+    monkeypatch.setattr(scoring, "in_chunks", watched)
     read = []
     hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     logprobs, states, others = token_logprobs(model, targets, true_places(places), 0.7, entropies, input_ids=IDS)

@@ -12,7 +12,7 @@ from test_invariants import PROMPTS, adamw, slow_step, vowels, weights
 from algos import grpo, ppo
 from benchmarks.tasks import randomwalks
 from common import seeding
-from common.models import load_model
+from common.model import load_model
 from common.sampling import kept_ids
 
 B, R, G = 5, 7, 3

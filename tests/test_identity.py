@@ -24,8 +24,8 @@ from test_adapters import run
 
 from algos import ppo, sft
 from benchmarks.tasks import randomwalks
+from common.checkpoint import UNKNOWN, describe, differences, files_of_flag, identity, nearly_the_same, with_imports
 from common.cli import InputError
-from common.identity import UNKNOWN, describe, differences, files_of_flag, identity, nearly_the_same, with_imports
 
 
 def ppo_args(**flags):
@@ -42,7 +42,7 @@ USER_TREE = {
     "reward.py": """
         import random
         import numpy
-        from common.rows import texts
+        from common.data import texts
         import beside as b
         def score(outputs, **columns):
             from package.inner import weights
@@ -99,7 +99,7 @@ def test_a_changed_byte_of_the_code_is_another_run(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "common", tmp_path / "common")
     (tmp_path / "ppo.py").write_text((ROOT / "algos/ppo.py").read_text() + "\nimport beside\n")
     (tmp_path / "beside.py").touch()
-    monkeypatch.setattr("common.identity.ROOT", tmp_path)
+    monkeypatch.setattr("common.checkpoint.ROOT", tmp_path)
     for name, said in CODE.items():
         before = identity("ppo", ppo_args(), tmp_path / "ppo.py")
         with open(tmp_path / name, "ab") as file:
@@ -232,7 +232,7 @@ PROGRAM = """
 import sys
 sys.path[:0] = [{root!r}, {tree!r}]
 import rewards
-from common.identity import describe
+from common.checkpoint import describe
 for given in {given!r}:
     print(describe(eval(given, vars(rewards))))
 """
@@ -329,7 +329,7 @@ def test_a_longer_run_names_the_shorter_one(gpt2_dir, tmp_path, capsys):
 def test_an_unfinished_run_whose_script_has_changed_is_named(tmp_path):
     """It differs in one or two files, or has other code in more of them. A finished one is another experiment."""
     new = identity("ppo", ppo_args(), ppo.__file__)
-    changed = ["script", "common/cli.py", "common/rows.py"]
+    changed = ["script", "common/cli.py", "common/data.py"]
     (tmp_path / "old/checkpoints/step_00000002").mkdir(parents=True)
     for count in (1, 2, 3):
         files = new["files"] | dict.fromkeys(changed[:count], "other")

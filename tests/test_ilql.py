@@ -17,7 +17,7 @@ from torch import nn
 
 from algos import ilql
 from benchmarks.tasks import randomwalks
-from common import forward
+from common import scoring
 from common.cli import InputError
 
 INF = math.inf
@@ -226,7 +226,7 @@ def weighted_sum(terms):
 def test_ilql_losses_are_the_slow_definition(monkeypatch, build_model, name, two_qs, plain_output):
     """And their gradients, of which the weight of imitation and the targets have none. No more than 3 rows of Q are
     computed at a time."""
-    monkeypatch.setattr(forward, "CHUNK", 3 * 25 + 7)
+    monkeypatch.setattr(scoring, "CHUNK", 3 * 25 + 7)
     chunks = recorded(monkeypatch, ilql, "cql_loss")
     policy = make_policy(build_model(name, torch.float64), two_qs)
     policy.lm.plain_output = plain_output

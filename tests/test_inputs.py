@@ -34,10 +34,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import shapes
-from common.cli import InputError, cli
-from common.functions import call_function, call_metric, call_reward, load_function
-from common.rows import load_rows, pair_texts, row_segments
-from common.tokens import encode_prompts
+from common.cli import InputError, call_function, call_metric, call_reward, cli, load_function
+from common.data import encode_prompts, load_rows, pair_texts, row_segments
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql, "ddpo": ddpo}
 EVERY, TEXT, PAIRS = "sft ppo grpo reward dpo ilql ddpo", "sft ppo grpo reward dpo ilql", "reward dpo"

@@ -15,7 +15,7 @@ from helpers import EOS, PAD, log, pad_is_eos, recorded, rolled, same_run
 from algos import ppo, sft
 from common import seeding
 from common.cli import from_task
-from common.models import load_model
+from common.model import load_model
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m", "nopqrst", "ba"]
 

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend
 
 from common import launch
 from common.cli import InputError
-from common.launch import autocast_type, set_threads
-from common.logging import closes_run, on_main
+from common.launch import autocast_type, on_main, set_threads
+from common.logging import closes_run
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
 from common.cli import from_task
-from common.models import end_tokens, load_model
+from common.model import end_tokens, load_model
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])

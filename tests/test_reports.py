@@ -28,11 +28,11 @@ from PIL import Image
 from transformers import GenerationMixin
 
 from algos import dpo, sft
-from common import report
+from common import logging as report
+from common import terminal
 from common.cli import parse
-from common.logging import Run
-from common.report import draw_curves
-from common.tokens import encode_prompts
+from common.data import encode_prompts
+from common.logging import Run, draw_curves
 
 each_script = pytest.mark.parametrize("algo", ALGOS)
 
@@ -485,7 +485,7 @@ def in_terminal(shell, cwd):
 
 DRAWN = """import sys
 sys.path.insert(0, {root!r})
-from common.report import screen
+from common.terminal import screen
 screen.start()
 screen.show("sampling", 8)
 screen.metrics = "metric " * 20
@@ -513,7 +513,7 @@ def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(tmp_path):
 def test_a_table_breaks_between_words(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     rows = [{"prompt": "several words that need more than a line", "output": "x\ny" + "z" * 300, "reward": 0.12345}]
-    text = report.table_of(rows, "samples")
+    text = terminal.table_of(rows, "samples")
     assert max(map(len, text.splitlines())) <= 40 and "0.123" in text
     assert {*rows[0]["prompt"].split()} <= {*text.split()}
 
@@ -633,7 +633,7 @@ Commit abc; python 3.11.7, torch 2.11.0; a CPU.
 def test_a_card():
     names = ["eval/reward", *IN_STATUS, "eval/reward", "optim/lr"]
     newest = [SAMPLES[11], *SAMPLES[12:14]]  # one of each prompt
-    table = textwrap.indent(report.table_of(newest, width=report.WIDEST), "    ")
+    table = textwrap.indent(terminal.table_of(newest, width=terminal.WIDEST), "    ")
     assert report.model_card(ENV, names, PPO, SAMPLES, usage="print(1)") == CARD.replace("TABLE", table)
     two = report.model_card(ENV | {"processes": 2}, names, PPO[1:2], [], usage="print(1)")
     assert "\ntorchrun --nproc_per_node 2 algos/ppo.py --lr 1e-5\n" in two
@@ -658,7 +658,7 @@ def test_samples_are_no_markup():
 
 
 def test_long_and_empty_samples():
-    cells = [report.cell_text(value) for value in ("p" * 200, "p" * 201, " \n", None, "")]
+    cells = [terminal.cell_text(value) for value in ("p" * 200, "p" * 201, " \n", None, "")]
     assert cells == ["p" * 200, "p" * 200 + "...", " \\n", "not finite", ""]
 
 

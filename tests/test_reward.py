@@ -15,9 +15,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from algos import ppo, reward
 from benchmarks.tasks import randomwalks
 from common import seeding
-from common.classifiers import classifier_logits
 from common.cli import InputError
-from common.tokens import encode_prompts, int32
+from common.data import encode_prompts, int32
+from common.model import classifier_logits
 
 WIDTH = 12
 PAIRS = [

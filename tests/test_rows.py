@@ -20,12 +20,10 @@ from tokenizers import Tokenizer, decoders, models, processors
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from algos import dpo, ilql, reward, sft
-from common.classifiers import classifier_ids
-from common.cli import InputError
-from common.functions import load_function
-from common.rows import load_rows, load_sets, pair_texts, with_prompts
+from common.cli import InputError, load_function
+from common.data import encode_prompts, int32, load_rows, load_sets, pair_texts, with_prompts
+from common.model import classifier_ids
 from common.sampling import Prompts
-from common.tokens import encode_prompts, int32
 
 BOTH = ["$A", "<bos> $A <eos>"]  # what a tokenizer adds to every text
 AB = user("ab")

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from algos import ppo
 from common import sampling
-from common.models import as_decoder
+from common.model import as_decoder
 from common.sampling import decode, end_of_rows, generate_all, has_ended, kept_ids, sample, stopped, text_arguments
 from common.seeding import draw, in_blocks, interval
 from common.seeding import uniforms as keyed_uniforms

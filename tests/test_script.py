@@ -16,7 +16,7 @@ from harness import ALGOS, ROOT, SETTINGS, at, launch, same, torchrun
 from helpers import log, pad_is_eos, same_run
 from transformers import AutoTokenizer
 
-from common.functions import import_file
+from common.cli import import_file
 
 
 class Script:

@@ -9,7 +9,7 @@ from helpers import PAD, same_run
 from test_invariants import ROUNDING_OF_ADAM, ROWS, run_sft
 
 from algos import sft
-from common.tokens import collate, pack
+from common.data import collate, pack
 
 LONG = [{"prompt": p, "completion": c} for p, c in (("abc", "defghijk"), ("l", "mnop"), ("qr", "s"), ("tu", ""))]
 

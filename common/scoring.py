@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens without all logits in memory at once, and what rows may share in an architecture."""
+"""Log-probabilities of tokens, without all logits in memory at once."""
 
 import copy
 import itertools
@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.tokens import collate, first_label, local_rows, pad_rows
+from common.data import collate, first_label, local_rows, pad_rows
+from common.terminal import screen
 
 CHUNK = 2**24  # logits computed at a time: 64 MB in float32, and a loss holds three copies
 CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight; on a GPU its time matters more than memory
@@ -245,91 +246,32 @@ def forward_replaced(module, compute):
             module.forward = forward
 
 
-@torch.no_grad()
-def has_plain_output(lm):
-    """Whether the logits are the output layer's own. Cohere, Granite and Gemma 2 scale or cap them."""
-    mark = torch.zeros(1, 1, lm.get_output_embeddings().weight.shape[0], device=lm.device)
-    with forward_replaced(lm.get_output_embeddings(), lambda layer, states: mark):
-        return one_token(lm).logits is mark
+# ---- Pairs: (ids of chosen, ids of rejected, what a script has beside them) ------------------------------------------
 
 
-def one_token(lm):
-    """The model's output for a row of one token."""
-    ids = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
-    with autocast_on_gpu(lm):
-        return lm(input_ids=ids, use_cache=False, logits_to_keep=1)
+def pair_length(pair):
+    """Tokens of both texts of a pair."""
+    return len(pair[0]) + len(pair[1])
 
 
-def autocast_on_gpu(lm):
-    """Flash attention does not support float32."""
-    return torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.device.type == "cuda")
+def split_rows(accelerator, rows, lengths, packing, batch_size):
+    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows.
+    lengths: of all rows, in tokens."""
+    local = rows[accelerator.process_index :: accelerator.num_processes]
+    if not packing:  # in rows of similar length there is little padding
+        local = sorted(local, key=lambda row: lengths[row])
+    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
 
 
-# ---- What the architecture allows ------------------------------------------------------------------------------------
-#
-# Rows do not affect each other if the gradient of one with respect to the embeddings of another is exactly zero. A few
-# tokens show this, without a list of architectures. `*_problem` says in words what is in the way, or returns None.
-
-
-def padding_problem(lm):
-    """Why masked padding on the left of a row changes its result, or None."""
-    row = torch.arange(9) >= 4
-    positions = (row.long().cumsum(0) - 1).clamp(min=0)
-    if leaks(lm, ~row, row, attention_mask=row.long(), position_ids=positions):
-        return "its layers read the padding before a row"
-    return None
-
-
-def packing_problem(lm):
-    """Why rows in one line, told apart by positions that start again at 0, affect each other, or None."""
-    if "flash" in str(lm.config._attn_implementation):
-        return "flash attention reads such positions only if there is a single line"
-    first = torch.arange(9) < 4
-    positions = torch.tensor([*range(4), *range(5)])
-    if leaks(lm, first, ~first, position_ids=positions):
-        return "its layers carry over from one row into the next"
-    return None
-
-
-def can_pack(run, lm, args):
-    """Whether a line may hold several texts: if --packing is on, and if the model's layers keep them apart."""
-    if not args.packing or lm.config.is_encoder_decoder:
-        return False
-    problem = packing_problem(lm)
-    if problem is not None:
-        run.say(f"--packing is off: {problem}")
-    return problem is None
-
-
-def leaks(lm, sources, readers, **inputs):
-    """Whether lm's output at readers depends on the embeddings at sources, (T,) bool. inputs: tensors (T,)."""
-    embeddings = []
-
-    def replace(module, inputs, output):
-        embeddings.append(output.detach().requires_grad_())
-        return embeddings[0]
-
-    inputs["input_ids"] = torch.arange(len(sources))
-    inputs = {name: x[None].to(lm.device) for name, x in inputs.items()}
-    hook = lm.get_input_embeddings().register_forward_hook(replace)
-    try:
-        with torch.enable_grad(), autocast_on_gpu(lm):
-            states = lm.base_model(**inputs, use_cache=False)[0]  # (1, T, H)
-    finally:
-        hook.remove()
-    if embeddings[0].shape[:2] != states.shape[:2]:  # a model that arranges rows or positions in its own way
-        return True
-    directions = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
-    directions[:, ~readers] = 0
-    (gradient,) = torch.autograd.grad(states, embeddings[0], directions)  # (1, T, H)
-    return bool(gradient[0, sources].abs().amax() > 0)  # nan, of eager attention in float64, is found while sampling
-
-
-def routers(lm):
-    """{name: module} of the routers of a mixture of experts, which choose the experts of tokens."""
-    found = {}
-    for name, module in lm.named_modules():
-        parent, _, last = name.rpartition(".")
-        if last == "router" or (last == "gate" and hasattr(lm.get_submodule(parent), "experts")):
-            found[name] = module
-    return found
+def score_pairs(accelerator, score, pairs, batch_size):
+    """score(pairs) -> (2, b) for all pairs: (2, N) in float64 on every process, each of which scores a share."""
+    device = accelerator.device
+    local = [pairs[place] for place in local_rows(accelerator, len(pairs))]
+    longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
+    scores = torch.empty(len(local), 2, dtype=torch.float64, device=device)
+    screen.show("scoring pairs", len(local))
+    for places in longest_first.split(batch_size):
+        with torch.no_grad(), accelerator.autocast():
+            scores[places.to(device)] = score([local[place] for place in places]).T.double()
+        screen.advance(len(places))
+    return accelerator.gather(scores)[: len(pairs)].T

@@ -1,13 +1,16 @@
-"""Loads pretrained models: weights and tokenizers, 4 bits, frozen blocks, references, encoder-decoders.
+"""Loads pretrained models: weights and tokenizers, 4 bits, frozen blocks, references, adapters, classifiers.
 
 Every model is one that transformers finds by its configuration, without a branch for any architecture. It keeps its
-class. Adapters: common/adapters.py; classifiers: common/classifiers.py.
+class. LoRA adapters (arXiv 2106.09685) are peft's layers inserted into the model: peft's own wrapper has other weight
+names, and lacks the attention, blocks and export of a transformers model.
 """
 
 import contextlib
 import copy
 import functools
+import itertools
 import json
+import os
 import re
 from pathlib import Path
 
@@ -16,12 +19,11 @@ import yaml
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.adapters import train_adapters
-from common.cli import InputError
-from common.forward import has_plain_output, one_token, padding_problem, routers
-from common.functions import spec_path
-from common.report import screen
+from common.cli import InputError, spec_path
+from common.data import collate
+from common.scoring import forward_replaced, in_float32, true_places
 from common.seeding import rng
+from common.terminal import screen
 
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
@@ -407,3 +409,328 @@ def as_decoder(lm):
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
     lm.plain_output = has_plain_output(lm)
     return lm
+
+
+# ---- Adapters --------------------------------------------------------------------------------------------------------
+
+
+def train_adapters(lm, args, heads=()):
+    """Trains only LoRA adapters, if there are any: new ones at --lora-targets, which change nothing before the first
+    update (B is zero), or those of --model. heads: modules trained and saved with them. Adapters are at least float32,
+    because small updates would be lost in bfloat16."""
+    is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
+    if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
+        raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
+    if args.load_in_4bit and not (args.lora_r or is_loaded):
+        raise InputError("--load-in-4bit: 4-bit weights cannot be trained: add --lora-r")
+    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
+        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
+    if args.lora_r:
+        add_adapters(lm, args, heads)
+    elif not is_loaded:
+        return
+    for name, weight in lm.named_parameters():
+        weight.requires_grad_("lora_" in name or "modules_to_save" in name)
+        if "lora_" in name:
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+        if args.lora_r and ".lora_A." in name:  # torch's default, but keyed: the same on every process
+            bound = weight.shape[1] ** -0.5
+            values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
+            weight.data.copy_(torch.from_numpy(values))
+
+
+def add_adapters(lm, args, heads):
+    """Inserts new adapters into lm. InputError for a target that it lacks, which peft would skip if others exist."""
+    from peft import LoraConfig
+
+    task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
+    targets = list(args.lora_targets)
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    names = [f".{name}" for name, _ in lm.named_modules()]
+    for target in args.lora_targets:
+        if targets != "all-linear" and not any(name.endswith(f".{target}") for name in names):
+            raise InputError(f"--lora-targets: no module of --model is named {target}")
+    config = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha or args.lora_r,
+        target_modules=targets,
+        exclude_modules=[*routers(lm)] or None,
+        modules_to_save=list(heads) or None,
+        task_type="SEQ_CLS" if heads else task,
+        revision=args.revision,
+    )
+    if not lm.name_or_path:
+        raise InputError("--model is an object without name_or_path, by which adapters find their base: set it")
+    if os.path.isdir(lm.name_or_path):  # so that it is found from any directory
+        lm.name_or_path = os.path.realpath(lm.name_or_path)
+    try:
+        lm.add_adapter(config)
+    except ValueError as error:
+        raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
+
+
+@contextlib.contextmanager
+def for_sampling(lm, dtype=None):
+    """Inside, adapters are added to a copy of their base weight, so that a tied layer does not change, and autocast
+    keeps the casts of frozen weights; otherwise both would be computed for every token. Afterwards weights and flags
+    are bitwise what they were. Adapters of 4-bit or 16-bit weights, which FSDP2 may gather, stay separate, since a sum
+    would be rounded to that type. dtype: the autocast type, in which sums are kept."""
+    bases = []
+    frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
+    try:
+        for weight in frozen:
+            weight.requires_grad_(True)  # autocast keeps only the casts of such weights
+        for layer in lm.modules():
+            base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
+            weight = getattr(base, "weight", None)
+            if weight is None or weight.dtype not in (torch.float32, torch.float64):
+                continue
+            bases.append((layer, base, weight))
+            base.weight = torch.nn.Parameter(base.weight.data)
+            with torch.no_grad():
+                layer.merge(safe_merge=True)  # into new memory
+            if dtype is not None and not isinstance(base, torch.nn.Embedding):
+                base.weight.data = base.weight.data.to(dtype)
+        yield
+    finally:
+        for layer, base, weight in bases:
+            layer.merged_adapters.clear()
+            base.weight = weight
+        for weight in frozen:
+            weight.requires_grad_(False)
+
+
+# ---- Classifiers -----------------------------------------------------------------------------------------------------
+
+
+class RewardModel:
+    """A sequence classifier, or a LoRA adapter for one, as the reward: the logit of its only label, or of the label in
+    `path:label`. Weights that the policy lm also has and does not train are shared with it."""
+
+    def __init__(self, args, lm):
+        path = args.reward
+        label = None
+        if not spec_path(path):
+            path, _, label = path.partition(":")
+        own_args = copy.copy(args)
+        own_args.tokenizer = None  # this flag and the next two are about --model
+        own_args.attn_implementation = None
+        own_args.template_options = ()
+        options = {"num_labels": 1}
+        if not adapter_base(str(spec_path(path) or path)):
+            own_args.load_in_4bit = False
+            options = {}
+        auto_class = "AutoModelForSequenceClassification"
+        model, self.tokenizer, missing = load_pretrained(auto_class, own_args, path, "--reward", **options)
+        if missing:
+            raise InputError(f"--reward {args.reward} is not a sequence classifier: it has no {missing[0]}")
+        labels = [model.config.id2label[number] for number in range(model.config.num_labels)]
+        if len(labels) == 1 and not label:
+            label = labels[0]
+        if label not in labels:
+            raise InputError(f"--reward {args.reward} must end with the label to score, one of :{', :'.join(labels)}")
+        self.label = labels.index(label)
+        raise_heads(model)
+        self.model = model.requires_grad_(False).eval().to(lm.device)
+        share_frozen(self.model, lm)
+        self.tokenizer.truncation_side = "left"
+        self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
+
+    @torch.no_grad()
+    def __call__(self, samples, ended, batch_size):
+        """Scores (B,) of the texts. The beginning of a text that is too long is cut off."""
+        encoded = classifier_ids(self.tokenizer, samples, ended, max_length=self.limit)
+        lengths = torch.tensor([len(ids) for ids in encoded])
+        scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
+        for rows in lengths.argsort(stable=True).split(batch_size):
+            logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
+            scores[rows.to(scores.device)] = logits[:, self.label].double()
+        return scores
+
+
+class FloatHead:
+    """The head of a classifier, at least in float32: in bfloat16, 1000 texts had fewer than 600 different scores."""
+
+    def forward(self, states, **options):
+        with in_float32(self), torch.autocast(states.device.type, enabled=False):
+            return super().forward(states.to(next(self.parameters()).dtype), **options)
+
+
+def raise_heads(model):
+    """Makes FloatHeads of the modules above a classifier's base model; returns their names."""
+    names = {name.split(".")[0] for name, _ in model.named_parameters()}
+    names.discard(model.base_model_prefix)
+    for name in names:
+        head = getattr(model, name)
+        if not isinstance(head, FloatHead):
+            head.__class__ = type(type(head).__name__, (FloatHead, type(head)), {})
+        for weight in head.parameters():
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+    return sorted(names)
+
+
+def classifier_ids(tokenizer, texts, ended, max_length=None):
+    """The tokens of texts as a classifier reads them, cut to max_length on the tokenizer's truncation_side. Texts in
+    `ended` have one end: that of a turn (`turn_end`) if the text has one, otherwise the end token."""
+    eos = tokenizer.eos_token_id
+    end_token = [] if eos is None else [eos]
+    end_of_turn = turn_end(tokenizer) or end_token
+    room = max_length and max_length - len(end_of_turn)
+    encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
+    for text, ids, is_ended in zip(texts, encoded, ended, strict=True):
+        if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+            del ids[0]  # a chat template writes its own
+        end = end_token
+        if end_of_turn and tokenizer.convert_ids_to_tokens(end_of_turn[0]) in text:
+            end = end_of_turn
+        has_two_ends = ids[-2:] == [eos, eos]
+        has_other_end = ids[-1:] == [eos] and ids[-len(end) :] != end
+        if has_two_ends or has_other_end:
+            del ids[-1]  # some tokenizers append it to every text
+        if not ids or (is_ended and ids[-len(end) :] != end):
+            ids += end
+    return encoded
+
+
+def turn_end(tokenizer):
+    """Ids of what the chat template writes after an answer, from a special token to the last; [] if there is none."""
+    if not tokenizer.chat_template:
+        return []
+    chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # templates raise what they like
+        return []
+    _, _, behind = text.rpartition("answer")
+    ids = tokenizer(behind.rstrip(), add_special_tokens=False)["input_ids"]
+    special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
+    return ids[special[0] : special[-1] + 1] if special else []
+
+
+def classifier_logits(model, lines):
+    """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text a list of
+    ids. A decoder takes several texts per line and is read at the last token of each, whatever its configuration calls
+    padding. Other models take one text per line and find its end themselves, some by padding."""
+    lm = getattr(model, "module", model)
+    examples = []  # (ids, which of them is the last) of each text
+    for line in lines:
+        examples.append([(ids, [False] * (len(ids) - 1) + [True]) for ids in line])
+    pad = 0
+    if not scores_tokens(lm):
+        used = set().union(*itertools.chain(*lines))
+        pad = next(number for number in itertools.count() if number not in used)
+    ids, positions, is_end = collate(examples, pad, no_label=False)
+    ends = true_places(is_end).to(lm.device)
+    ids = ids.to(lm.device)
+    lm.config.get_text_config().pad_token_id = pad  # without one, transformers refuses several rows
+    if scores_tokens(lm):
+
+        def at_ends(head, states):
+            """The logits of all texts for every token, of which transformers takes one."""
+            logits = head(states.flatten(0, 1)[ends])
+            return logits.flatten().expand(*is_end.shape, -1)
+
+        with forward_replaced(lm.score, at_ends):
+            logits = model(input_ids=ids, position_ids=positions.to(lm.device), use_cache=False).logits
+        return logits[0].view(len(ends), -1)
+    mask = is_end.long().flip(1).cumsum(1).flip(1).to(lm.device)  # 1 up to the end
+    return model(input_ids=ids, attention_mask=mask).logits
+
+
+def scores_tokens(lm):
+    """Whether the classifier is a decoder, whose head scores every token, of which transformers takes one."""
+    return hasattr(lm, "score")
+
+
+# ---- What the architecture allows ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def has_plain_output(lm):
+    """Whether the logits are the output layer's own. Cohere, Granite and Gemma 2 scale or cap them."""
+    mark = torch.zeros(1, 1, lm.get_output_embeddings().weight.shape[0], device=lm.device)
+    with forward_replaced(lm.get_output_embeddings(), lambda layer, states: mark):
+        return one_token(lm).logits is mark
+
+
+def one_token(lm):
+    """The model's output for a row of one token."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
+    with autocast_on_gpu(lm):
+        return lm(input_ids=ids, use_cache=False, logits_to_keep=1)
+
+
+def autocast_on_gpu(lm):
+    """Flash attention does not support float32."""
+    return torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.device.type == "cuda")
+
+
+# ---- What the architecture allows ------------------------------------------------------------------------------------
+#
+# Rows do not affect each other if the gradient of one with respect to the embeddings of another is exactly zero. A few
+# tokens show this, without a list of architectures. `*_problem` says in words what is in the way, or returns None.
+
+
+def padding_problem(lm):
+    """Why masked padding on the left of a row changes its result, or None."""
+    row = torch.arange(9) >= 4
+    positions = (row.long().cumsum(0) - 1).clamp(min=0)
+    if leaks(lm, ~row, row, attention_mask=row.long(), position_ids=positions):
+        return "its layers read the padding before a row"
+    return None
+
+
+def packing_problem(lm):
+    """Why rows in one line, told apart by positions that start again at 0, affect each other, or None."""
+    if "flash" in str(lm.config._attn_implementation):
+        return "flash attention reads such positions only if there is a single line"
+    first = torch.arange(9) < 4
+    positions = torch.tensor([*range(4), *range(5)])
+    if leaks(lm, first, ~first, position_ids=positions):
+        return "its layers carry over from one row into the next"
+    return None
+
+
+def can_pack(run, lm, args):
+    """Whether a line may hold several texts: if --packing is on, and if the model's layers keep them apart."""
+    if not args.packing or lm.config.is_encoder_decoder:
+        return False
+    problem = packing_problem(lm)
+    if problem is not None:
+        run.say(f"--packing is off: {problem}")
+    return problem is None
+
+
+def leaks(lm, sources, readers, **inputs):
+    """Whether lm's output at readers depends on the embeddings at sources, (T,) bool. inputs: tensors (T,)."""
+    embeddings = []
+
+    def replace(module, inputs, output):
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[0]
+
+    inputs["input_ids"] = torch.arange(len(sources))
+    inputs = {name: x[None].to(lm.device) for name, x in inputs.items()}
+    hook = lm.get_input_embeddings().register_forward_hook(replace)
+    try:
+        with torch.enable_grad(), autocast_on_gpu(lm):
+            states = lm.base_model(**inputs, use_cache=False)[0]  # (1, T, H)
+    finally:
+        hook.remove()
+    if embeddings[0].shape[:2] != states.shape[:2]:  # a model that arranges rows or positions in its own way
+        return True
+    directions = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
+    directions[:, ~readers] = 0
+    (gradient,) = torch.autograd.grad(states, embeddings[0], directions)  # (1, T, H)
+    return bool(gradient[0, sources].abs().amax() > 0)  # nan, of eager attention in float64, is found while sampling
+
+
+def routers(lm):
+    """{name: module} of the routers of a mixture of experts, which choose the experts of tokens."""
+    found = {}
+    for name, module in lm.named_modules():
+        parent, _, last = name.rpartition(".")
+        if last == "router" or (last == "gate" and hasattr(lm.get_submodule(parent), "experts")):
+            found[name] = module
+    return found

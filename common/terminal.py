@@ -1,0 +1,119 @@
+"""What the terminal shows: the live line, tables, and text that is safe to print."""
+
+import contextlib
+import io
+import os
+import shutil
+import textwrap
+import time
+
+from rich import box
+from rich.console import Console, Group
+from rich.control import Control
+from rich.live import Live
+from rich.segment import ControlType
+from rich.table import Table
+from rich.text import Text
+
+LONGEST_CELL = 200  # characters of a sample in a table
+WIDEST = 4000  # characters of a line of a table in markdown, so that rows are lines and no cell is cut
+
+
+class Screen:
+    """The live line of this process: the activity, its progress, and the newest metrics. Only if output and errors go
+    to a terminal, and only in the first process of a machine."""
+
+    def __init__(self):
+        self.live = None
+        self.headline = ""
+        self.metrics = ""
+        self.show("")
+
+    def start(self):
+        """Starts drawing, if there is a terminal."""
+        # both: `| tee log` would print into the line, and the log would have no progress
+        if self.live or os.environ.get("LOCAL_RANK", "0") != "0" or not (os.isatty(1) and os.isatty(2)):
+            return
+        console = Console()
+        self.live = Live(get_renderable=self.line, console=console, refresh_per_second=5, transient=True,
+                         redirect_stderr=False)  # fmt: skip
+        self.live.start()
+        console.show_cursor()  # rich hides it, and a killed process cannot bring it back
+
+    def stop(self):
+        """Clears the line."""
+        if self.live:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                self.live.stop()
+        self.__init__()
+
+    def show(self, activity, total=0):
+        """Shows a new activity with `total` units to do; `advance` counts them."""
+        self.activity = activity
+        self.total = total
+        self.done = 0
+        self.begin = time.monotonic()
+        if self.live:
+            with contextlib.suppress(OSError):
+                self.live.refresh()
+
+    def advance(self, count):
+        self.done += count
+
+    def line(self):
+        """The line for rich: the most important part first, cut at the terminal's width."""
+        count = f" {self.done:,}/{self.total:,}" if self.total else ""
+        activity = f"{self.activity}{count}, {time.monotonic() - self.begin:.0f} s"
+        text = " | ".join(filter(None, [self.headline, activity, self.metrics]))
+        # the cursor goes back, so that warnings replace the line
+        return Group(Text(text, no_wrap=True, overflow="ellipsis", end=""), Control(ControlType.CARRIAGE_RETURN))
+
+    def say(self, text):
+        """Prints text above the line."""
+        try:
+            if self.live:
+                self.live.console.print(Text(text), soft_wrap=True)  # so that copied text has no line breaks of ours
+            else:
+                print(text, flush=True)  # rich would end the process at a closed pipe
+        except OSError:  # `| head` has ended, or a disk is full; Python's last flush would be an error, too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+screen = Screen()
+
+
+def visible(text):
+    """The text with control characters, escape sequences and lone surrogates written out, safe to print."""
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
+
+
+def cell_text(value):
+    """A cell of a table: numbers with three digits, texts as one line, cut at the end."""
+    if value is None:
+        return "not finite"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    text = visible(str(value))
+    return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + "..."
+
+
+def wrapped(lines):
+    """Lines as one text, broken between words if they are wider than the terminal."""
+    width = shutil.get_terminal_size().columns if os.isatty(1) else WIDEST
+    options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(textwrap.fill(line, width, **options) for line in "\n".join(lines).splitlines())
+
+
+def table_of(rows, title=None, width=None):
+    """Rows, dicts with equal keys, as the text of a table. Without a width it is as wide as the terminal."""
+    grid = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for row in rows:
+        grid.add_row(*(Text(cell_text(value)) for value in row.values()))
+    sheet = Console(file=io.StringIO(), width=width or min(120, shutil.get_terminal_size().columns))
+    sheet.print(grid)
+    return sheet.file.getvalue().rstrip()

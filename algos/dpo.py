@@ -309,7 +309,7 @@ def pair_logprobs(model, packing, pairs):
             prompt_length = pair[2]
             examples.append((ids, [-100] * prompt_length + list(ids[prompt_length:])))
     lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
-    logprobs, _ = line_logprobs(model, lines, pad=0)  # (N,)
+    logprobs, _, _ = line_logprobs(model, lines)  # (N,)
     responses = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
     sums = torch.stack([tokens.sum() for tokens in responses])  # index_add would not be deterministic
     return sums[places.to(sums.device)].view(2, -1)
@@ -336,7 +336,9 @@ class Reference:
             if not args.reference_free:
                 self.score_all(data)
             if data.prompts:
-                _, samples = evaluate_samples(accelerator, model, tokenizer, data.prompts, data.queries, None, args)
+                _, samples = evaluate_samples(
+                    accelerator, model, tokenizer, data.prompts, data.queries, None, **args.evaluation()
+                )
                 outputs = [sample["output"] for sample in samples]
                 data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
         if args.precompute_ref:
@@ -403,7 +405,9 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
     with unsharded(model):
         if data.prompts:
             lm = accelerator.unwrap_model(model)
-            means, samples = evaluate_samples(accelerator, lm, tokenizer, data.prompts, data.queries, data.metric, args)
+            means, samples = evaluate_samples(
+                accelerator, lm, tokenizer, data.prompts, data.queries, data.metric, **args.evaluation()
+            )
             metrics = {f"eval/{name}": value for name, value in means.items()}
             for row, sample in zip(data.prompts, samples, strict=True):
                 sample["reference"] = row["ref_output"]
@@ -496,7 +500,7 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
-    data = Data(*read_data(args))
+    data = Data(*read_data(args.dataset, args.eval_dataset, args.eval_prompts, args.metric))
     run = Run(args, __file__)
     if run.finished:
         return run.result()

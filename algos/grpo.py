@@ -38,10 +38,9 @@ How this differs from TRL's GRPO:
     torchrun --nproc_per_node 8 algos/grpo.py --model Qwen/Qwen3-0.6B --dataset org/problems:train \
         --reward my_reward.py:score
 
-Dimension key: B episodes, G of them a group, Q query (prompt) tokens, R response tokens, T = Q + R, V vocabulary.
+Dimension key: B episodes, G of them a group, N trained tokens of all episodes, n of a micro-batch, V vocabulary.
 """
 
-import math
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -57,9 +56,10 @@ from common.cli import Count, ModelArgs, Natural, NonNegative, OptimizerArgs, Po
 from common.data import set_prefix
 from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
-from common.model import RewardModel, describe_reference, load_lm, make_reference, unsharded
-from common.sampling import decode, evaluate_sets, generate_all, read_prompts, sample, score_outputs, total
-from common.scoring import Episodes, response_logprobs, score_all
+from common.model import describe_reference, load_lm, make_reference, unsharded
+from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs, total
+from common.sampling import sample as sample  # for those who import it from here
+from common.scoring import Episodes, line_logprobs, score_all
 from common.seeding import rng
 from common.terminal import visible, wrapped
 
@@ -156,18 +156,17 @@ def group_advantages(scores, group_size, kind):
     return advantages.flatten()
 
 
-def grpo_loss(new_logprobs, logprobs, advantages, cliprange, cliprange_high):
-    """max(-A ratio, -A clip(ratio, 1 - cliprange, 1 + cliprange_high)), ratio = exp(new_logprobs - logprobs);
-    unreduced, shapes that broadcast. Source: Shao et al. 2024, Eq. 3; two ranges: DAPO, Sec. 3.1."""
-    ratio = (new_logprobs - logprobs).exp()
+def grpo_loss(log_ratio, advantages, cliprange, cliprange_high):
+    """max(-A ratio, -A clip(ratio, 1 - cliprange, 1 + cliprange_high)), ratio = exp(log_ratio); unreduced, shapes that
+    broadcast. Source: Shao et al. 2024, Eq. 3; two ranges: DAPO, Sec. 3.1."""
+    ratio = log_ratio.exp()
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange_high))
 
 
-def sequence_means(x, mask):
-    """(B, R): in each row the mean of x (B, R) where mask is True. Of log-probabilities: the exponential of their
-    difference is then the geometric mean of the ratios of a response. Source: GSPO, Zheng et al. 2025, Eq. 7."""
-    means = torch.where(mask, x, 0.0).sum(1) / mask.sum(1)
-    return means[:, None].expand_as(x)
+def sequence_means(log_ratio, lengths):
+    """(n,): for each token the mean of log_ratio (n,) over its response, whose exponential is the geometric mean of the
+    ratios. lengths: tokens of each response. Source: GSPO, Zheng et al. 2025, Eq. 7."""
+    return torch.cat([response.mean().expand_as(response) for response in log_ratio.split(lengths)])
 
 
 def kl_k3(logprobs, ref_logprobs):
@@ -200,8 +199,8 @@ def token_weights(lengths, loss_mean, max_new_tokens):
 class Rollout(Episodes):
     """Queries with responses, those of a group next to each other, and what is known about them."""
 
-    logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled; None: the single step computes them
-    ref_logprobs: torch.Tensor | None = None  # (B, R)
+    logprobs: torch.Tensor | None = None  # (N,) of the policy that sampled; None: the single step computes them
+    ref_logprobs: torch.Tensor | None = None  # (N,)
     scores: torch.Tensor | None = None  # (B,) float64
     truncated: torch.Tensor | None = None  # (B,) bool, did not end
     advantages: torch.Tensor | None = None  # (B,) float64
@@ -214,12 +213,12 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     device = accelerator.device
     lm = accelerator.unwrap_model(model)
     # 1. y ~ pi(. | x)
-    tokens, output_ids, rows = generate_all(
+    responses = generate_all(
         accelerator, lm, tokenizer, queries, ("rollout", iteration), seed=args.seed, stop=args.stop,
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
-        rows=rows, rollout=data.rollout, sample=sample,
+        rows=rows, rollout=data.rollout,
     )  # fmt: skip
-    batch = Rollout(*tokens)
+    batch = Rollout.of(queries, responses, device)
     # 2. log-probabilities of the policy, log-probabilities of the reference
     # computed as in training, because sampling rounds differently; if there is one step, it computes them itself
     if args.steps_per_iteration > 1:
@@ -227,25 +226,21 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     if ref is not None:
         batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)
     # 3. the reward of the texts
-    outputs = decode(tokenizer, queries, output_ids, args.stop)
-    scores, ended, others = score_outputs(accelerator, data.reward, args, tokenizer, lm, rows, outputs, output_ids)
-    if isinstance(data.reward, RewardModel):  # rounding would give equal responses different scores
-        score_of = {}
-        for row, query_and_response in enumerate(zip(map(tuple, queries), map(tuple, output_ids), strict=True)):
-            scores[row] = score_of.setdefault(query_and_response, scores[row])
+    outputs = decode(tokenizer, queries, responses.ids, args.stop)
+    scores, columns = score_outputs(accelerator, data.reward, tokenizer, outputs, responses)
     batch.scores = torch.tensor([total(score) for score in scores], dtype=torch.float64, device=device)
-    batch.truncated = ~torch.tensor(ended, device=device)
-    parts = {f"reward/{name}": sum(values) / len(values) for name, values in others.items()}
+    batch.truncated = ~torch.tensor(responses.ended, device=device)
+    parts = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
     return batch, parts
 
 
 @torch.no_grad()
 def all_logprobs(accelerator, model, batch, args):
-    """(B, R) log-probabilities of all responses, on every process."""
+    """(N,) log-probabilities of the trained tokens of all responses, on every process."""
 
-    def score(episodes):
+    def score(lines):
         with accelerator.autocast():
-            logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature, places=episodes.places)
+            logprobs, _, _ = line_logprobs(model, lines, args.temperature)
         return {"logprobs": logprobs}
 
     return score_all(accelerator, batch, args.micro_batch_size, score)["logprobs"]
@@ -253,122 +248,116 @@ def all_logprobs(accelerator, model, batch, args):
 
 def rollout_metrics(batch, args):
     """Means over the global batch."""
-    mask = batch.response_mask
     scores = batch.scores
     groups = scores.view(-1, args.group_size)
     metrics = {
         "objective/scores": scores.mean(),
         "objective/scores_std": scores.std(correction=0),
         "groups/equal": (groups.amax(1) == groups.amin(1)).double().mean(),
-        "tokens/queries_len": batch.query_mask.sum(1).double().mean(),
-        "tokens/responses_len": mask.sum(1).double().mean(),
         "tokens/eos_rate": 1 - batch.truncated.double().mean(),  # stop strings included
         "tokens/truncated_rate": batch.truncated.double().mean(),
     }
-    return numbers(metrics)
+    lengths = {
+        "tokens/queries_len": sum(map(len, batch.queries)) / len(scores),
+        "tokens/responses_len": len(batch.rows) / len(scores),
+    }
+    return numbers(metrics) | lengths
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
 def minibatches(accelerator, batch, args, iteration, epoch):
-    """(rows, micro_batches) of each optimizer step of an epoch: global row indices, from a keyed permutation of the
-    episodes, and this process's share of them in pieces of micro_batch_size, by their lengths."""
+    """(rows, micro_batches) of each optimizer step of an epoch: the numbers of its episodes, from a keyed permutation,
+    and the lines of this process's share of them, micro-batch by micro-batch."""
     order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
-    lengths = batch.lengths()
     has_advantage = (batch.advantages != 0).cpu()
     for rows in order.split(args.batch_size):
         trained = rows
         if args.kl_coef == 0:
-            trained = with_gradient(rows, has_advantage, accelerator.num_processes)
-        local = trained[accelerator.process_index :: accelerator.num_processes]
-        yield rows, local[lengths[local].argsort(stable=True)].split(args.micro_batch_size)
+            # without a KL, a row without an advantage has no gradient; another term in the loss would need all rows
+            trained = rows[has_advantage[rows]]
+            if len(trained) == 0:
+                trained = rows[:1]
+        yield rows, batch.micro_batches(accelerator, trained, args.micro_batch_size)
 
 
-def with_gradient(rows, has_advantage, processes):
-    """The rows with an advantage, padded with others so that every process runs the same number of forward passes.
-    Without a KL, a row without an advantage has no gradient."""
-    is_idle = ~has_advantage[rows]
-    num_busy = len(rows) - int(is_idle.sum())
-    share = max(1, math.ceil(num_busy / processes))
-    return rows[is_idle.argsort(stable=True)][: share * processes]
+def losses(model, batch, lines, weights, counts, args):
+    """(loss, metrics): this micro-batch's share of the step's loss, and its shares of the iteration's means.
 
-
-def losses(model, episodes, weights, args):
-    """(loss, sums): this micro-batch's share of the step's loss, and {(unit, metric): sum}. The unit says what the sum
-    is divided by: steps, sequences, or tokens with an advantage. weights (B,): of each token of a row in the loss
-    (`token_weights`). policy/clipfrac counts tokens whose gradient the clip removes."""
-    mask = episodes.response_mask
-    advantages = episodes.advantages[:, None]
-    weights = weights[:, None]
-    new_logprobs, _, _ = response_logprobs(model, *episodes.tokens(), args.temperature, places=episodes.places)
-    logprobs = episodes.logprobs
-    if logprobs is None:  # the policy is still the one that sampled
-        logprobs = new_logprobs.detach()
-    new_compared = new_logprobs  # the ratios are of tokens
-    compared = logprobs
+    weights (B,): of each token of a row in the loss (`token_weights`). counts: how many "steps", "sequences" and
+    "tokens" with an advantage the means of the iteration are over. policy/clipfrac counts tokens whose gradient the
+    clip removes. policy/nll is of groups with different scores only, so it is no measure of the entropy.
+    """
+    new_logprobs, _, _ = line_logprobs(model, lines, args.temperature)  # (n,), as all that follow
+    places = batch.places(lines)
+    rows = batch.rows[places]
+    advantages = batch.advantages[rows]
+    weights = weights[rows]
+    # a single step trains the policy that sampled: its log-probabilities are those of this forward pass, and the ratio
+    # is 1, but its gradient is that of the policy
+    logprobs = new_logprobs.detach()
+    if batch.logprobs is not None:
+        logprobs = batch.logprobs[places]
+    log_ratio = new_logprobs - logprobs
     if args.ratio_level == "sequence":
-        new_compared = sequence_means(new_logprobs, mask)
-        compared = sequence_means(logprobs, mask)
+        log_ratio = sequence_means(log_ratio, [len(tokens) for [(_, _, tokens)] in lines])
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
-    pg = grpo_loss(new_compared, compared, advantages, args.cliprange, cliprange_high)
-    loss = episodes.of_tokens(weights * pg).sum()
-    sums = {("step", "loss/policy"): loss.detach()}
+    pg = grpo_loss(log_ratio, advantages, args.cliprange, cliprange_high)
+    loss = (weights * pg).sum()
+    metrics = {"loss/policy": loss.detach() / counts["steps"]}
     if args.kl_coef:
-        kl = kl_k3(new_logprobs, episodes.ref_logprobs)
+        ref_logprobs = batch.ref_logprobs[places]
+        kl = kl_k3(new_logprobs, ref_logprobs)
         if args.unbiased_kl:
-            kl = kl * (new_compared - compared).exp()
-        kl_loss = episodes.of_tokens(weights * kl).sum()
+            kl = kl * log_ratio.exp()
+        kl_loss = (weights * kl).sum()
         loss = loss + args.kl_coef * kl_loss
-        sums["step", "loss/kl"] = kl_loss.detach()
-        for name, estimate in {
-            "kl": logprobs - episodes.ref_logprobs,
-            "kl_k3": kl_k3(logprobs, episodes.ref_logprobs),
-        }.items():
-            sums["sequence", f"objective/{name}"] = episodes.of_tokens(estimate).double().sum()
+        metrics["loss/kl"] = kl_loss.detach() / counts["steps"]
+        metrics["objective/kl"] = (logprobs - ref_logprobs).double().sum() / counts["sequences"]
+        metrics["objective/kl_k3"] = kl_k3(logprobs, ref_logprobs).double().sum() / counts["sequences"]
+    if counts["tokens"] == 0:
+        return loss, metrics
     with torch.no_grad():
-        log_ratio = new_compared - compared
         ratio = log_ratio.exp()
         terms = {
             "policy/approxkl": log_ratio.square() / 2,
             "policy/clipfrac": torch.where(advantages > 0, ratio > 1 + cliprange_high, ratio < 1 - args.cliprange),
             "policy/ratio": ratio,
-            "policy/nll": -logprobs,  # of groups with different scores only, so no measure of the entropy
+            "policy/nll": -logprobs,
         }
-    trained = mask & (advantages != 0)
-    for name, term in terms.items():
-        sums["token", name] = torch.where(trained, term, 0.0).sum(dtype=torch.float64)
-    return loss, sums
+        for name, term in terms.items():
+            metrics[name] = torch.where(advantages != 0, term, 0.0).sum(dtype=torch.float64) / counts["tokens"]
+    return loss, metrics
 
 
 def update(run, model, optimizer, batch, rows, args):
-    """Epochs of minibatches, with one optimizer step each. Returns metrics: means over steps, sequences or tokens of
-    all epochs, as their keys say. rows: the prompts, for error messages."""
+    """Epochs of minibatches, with one optimizer step each. Returns metrics: means over the steps, sequences or tokens
+    of all epochs. rows: the prompts, for error messages."""
     accelerator = run.accelerator
-    mask = batch.response_mask
+    lengths = batch.mask.sum(1)
+    trained = int((batch.advantages != 0)[batch.rows].sum())
+    counts = {"steps": run.stride, "sequences": len(lengths) * args.ppo_epochs, "tokens": trained * args.ppo_epochs}
     step = run.step - run.stride  # taken before this iteration; run.step counts those of this one, too
     sums = defaultdict(float)
     weights = torch.zeros_like(batch.advantages)
     model.train()
     for epoch in range(args.ppo_epochs):
         for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
-            weights[minibatch] = token_weights(mask[minibatch].sum(1), args.loss_mean, args.max_new_tokens)
-            for places in accumulate(accelerator, model, micro_batches):
-                loss, terms = losses(model, batch.take(places), weights[places], args)
+            # the mean is over the rows of an optimizer step, in all processes
+            weights[minibatch] = token_weights(lengths[minibatch], args.loss_mean, args.max_new_tokens)
+            # yields the micro-batches one by one; processes exchange gradients in the last one
+            for lines in accumulate(accelerator, model, micro_batches):
+                loss, shares = losses(model, batch, lines, weights, counts, args)
                 # data-parallel training averages gradients over the processes: multiply by their number
                 accelerator.backward(loss * accelerator.num_processes)
-                for unit_and_name, term in terms.items():
-                    sums[unit_and_name] += term
+                for name, share in shares.items():
+                    sums[name] += share
             lr = learning_rate(args, step, run.total_steps)
             step += 1
             where = f"{len(minibatch)} episodes whose first is {rows[int(minibatch[0])]['prompt']!r:.60}"
             grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, where)
-    trained = int((mask & (batch.advantages != 0)[:, None]).sum())
-    counts = {"step": run.stride, "sequence": len(mask) * args.ppo_epochs, "token": trained * args.ppo_epochs}
-    metrics = {"episode": run.iteration * args.rollout_batch_size}
-    for (unit, name), value in reduce_sums(accelerator, sums).items():
-        if counts[unit]:
-            metrics[name] = value / counts[unit]
+    metrics = {"episode": run.iteration * args.rollout_batch_size} | reduce_sums(accelerator, sums)
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
     return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}  # the norm is that of the last step
 
@@ -379,7 +368,9 @@ def update(run, model, optimizer, batch, rows, args):
 def evaluate(run, step, model, tokenizer, data, args):
     """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
     lm = run.accelerator.unwrap_model(model)
-    return evaluate_sets(run, step, model, lm, tokenizer, data, args)
+    metrics, samples = evaluate_sets(run.accelerator, model, lm, tokenizer, data, **args.evaluation())
+    run.samples(step, samples)
+    return metrics
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -418,18 +409,15 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
-    data = read_prompts(args)
+    data = read_prompts(args.dataset, args.eval_dataset, args.reward, args.metric, args.rollout)
     run = Run(args, __file__)
     if run.finished:
         return run.result()
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
-    data.encode(lm, tokenizer, args)
+    data.encode(lm, tokenizer, args.max_new_tokens, args.max_prompt_length, args.rollout_batch_size)
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
-    reward_model = None
-    if data.reward is None:
-        data.reward = RewardModel(args, lm)
-        reward_model = data.reward.model
+    reward_model = data.load_reward(args, lm)
     optimizer = make_optimizer(lm, args)
     model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)
@@ -457,7 +445,7 @@ def main(args):
             batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. A_i: what a score has over those of its group
         batch.advantages = group_advantages(batch.scores, args.group_size, args.advantage_kind)
-        run.first_rows(tokenizer, rows, batch, batch.scores, batch.advantages, count=2 * args.group_size)
+        run.log_episodes(tokenizer, rows, batch, batch.scores, batch.advantages, count=2 * args.group_size)
         run.lap("rollout")
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, rows, args)
@@ -467,7 +455,7 @@ def main(args):
         # 4. evaluate, log, save
         if run.evaluation_due(run.step, metrics):
             metrics |= evaluate(run, run.step, model, tokenizer, data, args)
-        run.log(run.step, metrics, tokens=int(batch.response_mask.sum()), episodes=size)
+        run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)
         run.save(run.step, export)
 
     return run.finish(export, *lines_of_use(lm, tokenizer, data.queries[0]))

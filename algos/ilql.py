@@ -40,7 +40,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -561,13 +561,13 @@ def evaluate(run, step, model, tokenizer, data, args):
     metrics = {}
     samples = []
 
-    unfiltered = replace(args, top_k=0, top_p=1.0)  # `guided` cuts to top-k and top-p
+    options = args.evaluation() | {"top_k": 0, "top_p": 1.0}  # `guided` cuts to top-k and top-p
     betas = args.betas if data.metric else ()
     with unsharded(model):
         for beta in betas:
             with policy.guided(beta, args.top_k, args.top_p, data.logit_mask):
                 means, beta_samples = evaluate_samples(
-                    accelerator, policy.lm, tokenizer, data.prompts, data.queries, data.metric, unfiltered
+                    accelerator, policy.lm, tokenizer, data.prompts, data.queries, data.metric, **options
                 )
             metrics |= {f"eval/{name}@beta={beta:g}": value for name, value in means.items()}
             samples.append([{"beta": beta} | sample for sample in beta_samples])
@@ -721,7 +721,8 @@ IN_STATUS = ["losses/loss", "losses/loss_q", "losses/loss_v"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    data = Data(*read_data(args), build(args.logit_mask, "--logit-mask"))
+    rows = read_data(args.dataset, args.eval_dataset, args.eval_prompts, args.metric)
+    data = Data(*rows, build(args.logit_mask, "--logit-mask"))
     run = Run(args, __file__)
     if run.finished:
         return run.result()

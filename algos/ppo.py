@@ -15,8 +15,8 @@ Eq. 9).
     beta <- beta (1 + clip(KL / target - 1) n / horizon)   Ziegler Sec. 2.2         next_kl_coef
 
 How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
-- One function, `response_logprobs`, gives the log-probabilities of rollout, reference and update, temperature
-  included, so the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
+- One function, `line_logprobs`, gives the log-probabilities of rollout, reference and update, temperature included, so
+  the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
 
@@ -27,9 +27,11 @@ How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
     torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train \
         --reward my_reward.py:score
 
-Dimension key: B episodes, Q query (prompt) tokens, R response tokens, T = Q + R, V vocabulary, H hidden size.
+Dimension key: B episodes, R trained tokens of a response, N trained tokens of all responses, n of a micro-batch,
+V vocabulary, H hidden size.
 """
 
+import itertools
 import math
 import sys
 from collections import defaultdict
@@ -43,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from common.cli import (
     Count,
@@ -61,7 +64,6 @@ from common.data import set_prefix
 from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import (
-    RewardModel,
     as_decoder,
     describe_reference,
     draw_layers,
@@ -71,8 +73,9 @@ from common.model import (
     make_reference,
     unsharded,
 )
-from common.sampling import decode, evaluate_sets, generate_all, read_prompts, sample, score_outputs
-from common.scoring import Episodes, in_float32, response_logprobs, score_all
+from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs
+from common.sampling import sample as sample  # for those who import it from here
+from common.scoring import Episodes, in_float32, line_logprobs, score_all
 from common.seeding import rng
 from common.terminal import visible, wrapped
 
@@ -183,15 +186,15 @@ def kl_penalty(logprobs, ref_logprobs, kind):
 
 
 def last_tokens(mask):
-    """(B, R) bool: the last token of each row that counts in mask (B, R)."""
-    counting_from_here = mask.flip(1).cumsum(1).flip(1)
-    return mask & (counting_from_here == 1)
+    """(B, R) bool: the last token of each row of mask (B, R), whose tokens come first."""
+    return mask & ~F.pad(mask[:, 1:], (0, 1))
 
 
 def token_rewards(scores, kl, mask, kl_coef):
-    """r_t = -kl_coef kl_t plus the score: on the last token that counts for scores (B,), on each token for (B, R).
+    """r_t = -kl_coef kl_t plus the score: on the last token for scores (B,), on each token for (B, R).
 
-    kl, mask: (B, R). Zero where mask is False. A row without tokens gets no score. Source: Ziegler et al. 2019, Eq. 2.
+    kl, mask: (B, R), right-padded. Zero where mask is False. A row without tokens gets no score. Source: Ziegler et al.
+    2019, Eq. 2.
     """
     rewards = torch.where(mask, -kl_coef * kl, 0.0)
     if scores.ndim == 2:
@@ -228,22 +231,23 @@ def shape_scores(scores, mask, truncated, moments, args):
 
 
 def gae(rewards, values, mask, gamma, lam):
-    """A_t = sum_l (gamma lam)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t, over the tokens that count.
+    """A_t = sum_l (gamma lam)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t.
 
-    rewards, values, mask: (B, R). mask may have gaps, across which value and advantage are carried: the token after a
-    gap follows the one before it. A truncated response is treated as ended. Returns (advantages, returns = advantages +
-    values), both (B, R) and zero where mask is False. Source: Schulman et al. 2016, Eq. 16.
+    rewards, values, mask: (B, R), right-padded rows of trained tokens: what a response only read, such as the answer of
+    a tool, is no column and costs no discount. A truncated response is treated as ended. Returns (advantages, returns =
+    advantages + values), both (B, R) and zero where mask is False. Source: Schulman et al. 2016, Eq. 16.
     """
+    rewards = torch.where(mask, rewards, 0.0)
+    values = torch.where(mask, values, 0.0)  # V = 0 after the last token
     advantages = torch.zeros_like(values)
     next_advantage = torch.zeros_like(values[:, 0])
     next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
-        counts = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(counts, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(counts, values[:, t], next_value)
-        advantages[:, t] = torch.where(counts, next_advantage, 0.0)
-    return advantages, torch.where(mask, advantages + values, 0.0)
+        next_advantage = delta + gamma * lam * next_advantage
+        next_value = values[:, t]
+        advantages[:, t] = next_advantage
+    return advantages, advantages + values
 
 
 def masked_whiten(x, mask, shift_mean=True):
@@ -265,7 +269,7 @@ def policy_loss(new_logprobs, logprobs, advantages, cliprange):
 
 
 def token_entropies(logits, ids):
-    """(N,) entropies of softmax(logits), logits (N, V): for `also` of `response_logprobs`."""
+    """(N,) entropies of softmax(logits), logits (N, V): for `also` of `line_logprobs`."""
     return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
 
 
@@ -313,10 +317,10 @@ class PolicyWithValue(nn.Module):
             drawn = rng(seed, "value_head", number).normal(0.0, 0.2, last.weight.shape)
             last.weight.data.copy_(torch.from_numpy(drawn))
 
-    def forward(self, *inputs, **options):
-        """(logprobs, values, entropies or None), each (B, R); arguments as of response_logprobs. values[:, t] is the
-        value of the state before response token t."""
-        logprobs, states, entropies = response_logprobs(self.lm, *inputs, **options)
+    def forward(self, lines, **options):
+        """(logprobs, values, entropies or None), (n,) each; arguments as of line_logprobs. The value of a token is that
+        of the state before it."""
+        logprobs, states, entropies = line_logprobs(self.lm, lines, **options)
         if self.detach_value_trunk:
             states = states.detach()
         with in_float32(self.value_head), torch.autocast(states.device.type, enabled=False):
@@ -347,18 +351,19 @@ class PolicyWithValue(nn.Module):
 
 @dataclass
 class Rollout(Episodes):
-    """Queries with responses, and what is known about them."""
+    """Queries with responses, and what is known about them: columns (N,) of all trained tokens, and grids (B, R), in
+    which a row is a response."""
 
-    logprobs: torch.Tensor | None = None  # (B, R) of the policy that sampled
-    values: torch.Tensor | None = None  # (B, R)
-    entropies: torch.Tensor | None = None  # (B, R) of the next-token distribution
-    ref_logprobs: torch.Tensor | None = None  # (B, R)
+    logprobs: torch.Tensor | None = None  # (N,) of the policy that sampled
+    values: torch.Tensor | None = None  # (N,) of the state before a token
+    entropies: torch.Tensor | None = None  # (N,) of the next-token distribution
+    ref_logprobs: torch.Tensor | None = None  # (N,)
     raw_scores: torch.Tensor | None = None  # (B, R) from the reward; a single score is on the last token
     truncated: torch.Tensor | None = None  # (B,) bool, did not end
     scores: torch.Tensor | None = None  # (B, R) as trained on: shape_scores
     rewards: torch.Tensor | None = None  # (B, R)
-    advantages: torch.Tensor | None = None  # (B, R), whitened
-    returns: torch.Tensor | None = None  # (B, R)
+    advantages: torch.Tensor | None = None  # (N,), whitened
+    returns: torch.Tensor | None = None  # (N,)
 
 
 @torch.no_grad()
@@ -371,60 +376,62 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     limits = None
     if args.min_length_limit:
         limits = rng(args.seed, "limits", iteration).integers(args.min_length_limit, args.max_new_tokens + 1, len(rows))
-    tokens, output_ids, rows = generate_all(
+    responses = generate_all(
         accelerator, lm, tokenizer, queries, ("rollout", iteration), seed=args.seed, stop=args.stop, limits=limits,
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
-        rows=rows, rollout=data.rollout, sample=sample,
+        rows=rows, rollout=data.rollout,
     )  # fmt: skip
-    batch = Rollout(*tokens)
+    batch = Rollout.of(queries, responses, device)
     # 2. log-probabilities and values of the policy, log-probabilities of the reference
-    score = partial(score_episodes, accelerator, model, ref, args)
+    # computed as in training, since sampling rounds differently and the first ratio must be 1
+    score = partial(score_lines, accelerator, model, ref, args.temperature)
     for name, column in score_all(accelerator, batch, args.micro_batch_size, score).items():
         setattr(batch, name, column)
     # 3. the reward of the texts
-    outputs = decode(tokenizer, queries, output_ids, args.stop)
-    scores, ended, others = score_outputs(accelerator, data.reward, args, tokenizer, lm, rows, outputs, output_ids)
-    batch.raw_scores = place_scores(scores, batch.response_mask).to(batch.logprobs.dtype)
-    batch.truncated = ~torch.tensor(ended, device=device)
-    parts = {f"reward/{name}": sum(values) / len(values) for name, values in others.items()}
+    outputs = decode(tokenizer, queries, responses.ids, args.stop)
+    scores, columns = score_outputs(accelerator, data.reward, tokenizer, outputs, responses)
+    raw_scores = torch.tensor(place_scores(scores, responses.trained), device=device)
+    batch.raw_scores = batch.grid(raw_scores.to(batch.logprobs.dtype))
+    batch.truncated = ~torch.tensor(responses.ended, device=device)
+    parts = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
     return batch, parts
 
 
-def score_episodes(accelerator, model, ref, args, episodes):
-    """{field of Rollout: (B, R)} of a micro-batch, by policy and reference; zero where no token counts."""
-    options = {"temperature": args.temperature, "places": episodes.places}
-    logprobs, values, entropies = model(*episodes.tokens(), also=token_entropies, **options)
+def score_lines(accelerator, model, ref, temperature, lines):
+    """{field of Rollout: (n,)} of a micro-batch, by policy and reference."""
+    logprobs, values, entropies = model(lines, temperature=temperature, also=token_entropies)
     with accelerator.autocast():  # ref is not prepared: nothing else casts for it
-        ref_logprobs, _, _ = response_logprobs(ref, *episodes.tokens(), **options)
-    values = torch.where(episodes.response_mask, values, 0.0)
+        ref_logprobs, _, _ = line_logprobs(ref, lines, temperature)
     return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
 
 
-def place_scores(scores, mask):
-    """(B, R) in float64: a single number is placed on the last token of its row; a list has one number per token.
+def place_scores(scores, trained):
+    """A list of N numbers, those of the trained tokens of all responses, row by row.
 
-    mask: (B, R) True at the tokens that count. What another token got goes to the one before it that counts, or to the
-    first one.
+    scores: of each response a number, which is placed on its last trained token, or a list with a number for each of
+    its tokens. What a token got that is not trained goes to the last trained one before it, or to the first. trained:
+    of each response, whether each of its tokens is trained.
     """
-    width = mask.shape[1]
-    values = []
-    for score in scores:
-        row = score if isinstance(score, list) else [0.0] * (width - 1) + [score]
-        values.append(row + [0.0] * (width - len(row)))
-    values = torch.tensor(values, dtype=torch.float64, device=mask.device)
-    places = torch.where(mask, torch.arange(width, device=mask.device), 0).cummax(1).values
-    places = places.maximum(mask.int().argmax(1, keepdim=True))
-    return torch.zeros_like(values).scatter_add(1, places, values)
+    placed = []
+    for score, is_trained in zip(scores, trained, strict=True):
+        row = [0.0] * sum(is_trained)
+        if isinstance(score, list):
+            for value, count in zip(score, itertools.accumulate(is_trained), strict=True):
+                row[max(0, count - 1)] += value
+        else:
+            row[-1] = score
+        placed += row
+    return placed
 
 
 def rollout_metrics(batch, kl_coef):
     """Metrics of the episodes: objective/ and tokens/ are means per sequence, policy/ and val/ per token."""
-    mask = batch.response_mask
     scores = batch.raw_scores.sum(1)
-    errors = (batch.returns - batch.values)[mask]
+    errors = batch.returns - batch.values
+    size = len(batch.queries)
 
     def per_sequence(x):
-        return torch.where(mask, x, 0.0).sum(1).mean()
+        return x.sum() / size
 
     metrics = {
         "objective/kl": per_sequence(kl_penalty(batch.logprobs, batch.ref_logprobs, "kl")),
@@ -434,41 +441,40 @@ def rollout_metrics(batch, kl_coef):
         "objective/scores_std": scores.std(correction=0),
         "objective/non_score_reward": per_sequence(batch.rewards - batch.scores),
         "objective/rlhf_reward": per_sequence(batch.rewards),
-        "policy/entropy": batch.entropies[mask].mean(),
-        "val/explained_variance": 1 - errors.var(correction=0) / batch.returns[mask].var(correction=0),
+        "policy/entropy": batch.entropies.mean(),
+        "val/explained_variance": 1 - errors.var(correction=0) / batch.returns.var(correction=0),
         "val/error": errors.square().mean(),
-        "tokens/queries_len": batch.query_mask.sum(1).double().mean(),
-        "tokens/responses_len": mask.sum(1).double().mean(),
         "tokens/eos_rate": 1 - batch.truncated.double().mean(),  # stop strings included
         "tokens/truncated_rate": batch.truncated.double().mean(),
     }
-    return numbers(metrics) | {"objective/kl_coef": kl_coef}
+    lengths = {
+        "tokens/queries_len": sum(map(len, batch.queries)) / size,
+        "tokens/responses_len": len(batch.rows) / size,
+    }
+    return numbers(metrics) | lengths | {"objective/kl_coef": kl_coef}
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
 def minibatches(accelerator, batch, args, iteration, epoch):
-    """(rows, micro_batches) of each optimizer step of an epoch: global row indices, from a keyed permutation of the
-    episodes, and this process's share of them in pieces of micro_batch_size, by their lengths."""
+    """(rows, micro_batches) of each optimizer step of an epoch: the numbers of its episodes, from a keyed permutation,
+    and the lines of this process's share of them, micro-batch by micro-batch."""
     order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
-    lengths = batch.lengths()
     for rows in order.split(args.batch_size):
-        local = rows[accelerator.process_index :: accelerator.num_processes]
-        yield rows, local[lengths[local].argsort(stable=True)].split(args.micro_batch_size)
+        yield rows, batch.micro_batches(accelerator, rows, args.micro_batch_size)
 
 
-def losses(model, episodes, args):
-    """(loss, sums): policy and value losses summed over the response tokens of a micro-batch, and {metric: sum}.
+def losses(model, batch, lines, args):
+    """(loss, sums): policy and value losses summed over the n trained tokens of a micro-batch, and {metric: sum}.
     policy/clipfrac counts tokens whose gradient the clip removes, val/clipfrac values whose clipped error is the larger
     one."""
-    logprobs = episodes.of_tokens(episodes.logprobs)
-    values = episodes.of_tokens(episodes.values)
-    advantages = episodes.of_tokens(episodes.advantages)
-    returns = episodes.of_tokens(episodes.returns)
-    new_logprobs, new_values, _ = model(*episodes.tokens(), temperature=args.temperature, places=episodes.places)
-    new_logprobs = episodes.of_tokens(new_logprobs)
-    new_values = episodes.of_tokens(new_values)
+    new_logprobs, new_values, _ = model(lines, temperature=args.temperature)  # (n,), as all that follow
+    places = batch.places(lines)
+    logprobs = batch.logprobs[places]
+    values = batch.values[places]
+    advantages = batch.advantages[places]
+    returns = batch.returns[places]
     pg = policy_loss(new_logprobs, logprobs, advantages, args.cliprange)
     vf = value_loss(new_values, values, returns, args.cliprange_value)
     loss = pg.sum() + args.vf_coef * vf.sum()
@@ -488,10 +494,11 @@ def losses(model, episodes, args):
 
 
 def update(run, model, optimizer, batch, rows, args):
-    """K epochs of minibatches, with one optimizer step each. Returns metrics: means over response tokens and epochs,
-    and the numbers of epochs and skipped steps. rows: the prompts, for error messages."""
+    """K epochs of minibatches, with one optimizer step each. Returns metrics: means over trained tokens and epochs, and
+    the numbers of epochs and skipped steps. rows: the prompts, for error messages."""
     accelerator = run.accelerator
-    tokens = int(batch.response_mask.sum())
+    lengths = batch.lengths()
+    tokens = len(batch.rows)  # that are trained, of all episodes
     # skipped steps count, too: the schedule follows the episodes
     step = run.step - run.stride  # run.step is that at the end of this iteration
     sums = defaultdict(float)
@@ -502,11 +509,11 @@ def update(run, model, optimizer, batch, rows, args):
     for epoch in range(args.ppo_epochs):
         approxkl = 0.0
         for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
-            count = int(batch.response_mask_cpu[minibatch].sum())  # response tokens of all processes
+            count = int(lengths[minibatch].sum())  # trained tokens of the step, of all processes
             ratios = 0.0
-            for places in accumulate(accelerator, model, micro_batches):
-                episodes = batch.take(places)
-                loss, terms = losses(model, episodes, args)
+            # yields the micro-batches one by one; processes exchange gradients in the last one
+            for lines in accumulate(accelerator, model, micro_batches):
+                loss, terms = losses(model, batch, lines, args)
                 # data-parallel training averages gradients over the processes: multiply by their number
                 accelerator.backward(loss * accelerator.num_processes / count)
                 for name, term in terms.items():
@@ -537,7 +544,9 @@ def update(run, model, optimizer, batch, rows, args):
 def evaluate(run, step, model, tokenizer, data, args):
     """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
     lm = run.accelerator.unwrap_model(model).lm
-    return evaluate_sets(run, step, model, lm, tokenizer, data, args)
+    metrics, samples = evaluate_sets(run.accelerator, model, lm, tokenizer, data, **args.evaluation())
+    run.samples(step, samples)
+    return metrics
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -578,18 +587,15 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
-    data = read_prompts(args)
+    data = read_prompts(args.dataset, args.eval_dataset, args.reward, args.metric, args.rollout)
     run = Run(args, __file__)
     if run.finished:
         return run.result()
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
-    data.encode(lm, tokenizer, args)
+    data.encode(lm, tokenizer, args.max_new_tokens, args.max_prompt_length, args.rollout_batch_size)
     ref = make_reference(args, ref_path, lm, tokenizer)
-    reward_model = None
-    if data.reward is None:
-        data.reward = RewardModel(args, lm)
-        reward_model = data.reward.model
+    reward_model = data.load_reward(args, lm)
     policy = make_policy(args, path, lm)
     optimizer = make_optimizer(policy, args)
     model = prepare(accelerator, policy, optimizer, ref, reward_model)
@@ -618,16 +624,18 @@ def main(args):
         with unsharded(model):
             batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
-        mask = batch.response_mask
+        mask = batch.mask
         batch.scores, state.moments = shape_scores(batch.raw_scores, mask, batch.truncated, state.moments, args)
-        kl = kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_kind)
+        kl = batch.grid(kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_kind))
         batch.rewards = token_rewards(batch.scores, kl, mask, state.kl_coef)
         rewards = batch.rewards
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)
-        advantages, batch.returns = gae(rewards, batch.values, mask, args.gamma, args.lam)
-        batch.advantages = masked_whiten(advantages, mask)
-        run.first_rows(tokenizer, rows, batch, batch.raw_scores.sum(1), batch.advantages.sum(1) / mask.sum(1))
+        advantages, returns = gae(rewards, batch.grid(batch.values), mask, args.gamma, args.lam)
+        advantages = masked_whiten(advantages, mask)
+        batch.advantages = advantages[mask]
+        batch.returns = returns[mask]
+        run.log_episodes(tokenizer, rows, batch, batch.raw_scores.sum(1), advantages.sum(1) / mask.sum(1))
         run.lap("rollout")
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
         metrics = parts | rollout_metrics(batch, state.kl_coef) | update(run, model, optimizer, batch, rows, args)
@@ -638,7 +646,7 @@ def main(args):
         # 5. evaluate, log, save
         if run.evaluation_due(run.step, metrics):
             metrics |= evaluate(run, run.step, model, tokenizer, data, args)
-        run.log(run.step, metrics, tokens=int(mask.sum()), episodes=size)
+        run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)
         run.save(run.step, export)
 
     return run.finish(export, *lines_of_use(lm, tokenizer, data.queries[0]))

@@ -46,9 +46,7 @@ from common.data import (
     encode_prompts,
     encode_segments,
     first_label,
-    in_lines,
     int32,
-    line_length,
     marked,
     num_labels,
     set_flag,
@@ -59,7 +57,7 @@ from common.launch import accumulate, learning_rate, make_optimizer, optimizer_s
 from common.logging import Run, closes_run, lines_of_use
 from common.model import can_pack, end_tokens, load_lm, max_positions, unsharded
 from common.sampling import evaluate_samples, read_data
-from common.scoring import line_logprobs
+from common.scoring import line_logprobs, split_lines
 from common.scoring import token_nll as token_nll  # for those who import it from here
 from common.terminal import wrapped
 
@@ -154,40 +152,17 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
     return examples, report
 
 
-def split_batch(batch, packing, accelerator, args):
-    """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels). Every process has
-    the same number. packing: a line may hold several examples (`in_lines`)."""
-    lines, _ = in_lines(packing, batch, [len(ids) for ids, *_ in batch])
-    lines.sort(key=line_length)
-    while len(lines) % accelerator.num_processes:
-        lines.append([without_labels(batch)])
-    local = lines[accelerator.process_index :: accelerator.num_processes]
-    return [local[i : i + args.micro_batch_size] for i in range(0, len(local), args.micro_batch_size)]
-
-
-def without_labels(examples):
-    """A short example that adds nothing, for a process with one example less: all run the same number of forwards."""
-    ids, *_ = examples[0]
-    return ids[:2], [-100, -100]
-
-
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def evaluate_loss(accelerator, model, examples, args, pad):
+def evaluate_loss(accelerator, model, examples, batch_size):
     """Loss, perplexity and accuracy per label of the whole set, for any batch size and number of processes the same."""
-    share = math.ceil(len(examples) / accelerator.num_processes)
-    local = examples[accelerator.process_index :: accelerator.num_processes]
-    if len(local) < share:
-        local.append(without_labels(examples))
-    lines = [[example] for example in sorted(local, key=lambda example: len(example[0]))]  # never packed
     nll = 0.0
     right = 0.0
     count = 0
-    for i in range(0, share, args.micro_batch_size):
-        micro_batch = lines[i : i + args.micro_batch_size]
-        logprobs, is_right = line_logprobs(model, micro_batch, pad, also=is_likeliest)
+    for lines in split_lines(accelerator, examples, batch_size):  # never packed
+        logprobs, _, is_right = line_logprobs(model, lines, also=is_likeliest)
         nll -= logprobs.double().sum()
         right += is_right.double().sum()
         count += len(logprobs)
@@ -205,13 +180,15 @@ def evaluate(run, step, model, tokenizer, data, args):
     with unsharded(model):
         if data.prompts:
             lm = accelerator.unwrap_model(model)
-            means, samples = evaluate_samples(accelerator, lm, tokenizer, data.prompts, data.queries, data.metric, args)
+            means, samples = evaluate_samples(
+                accelerator, lm, tokenizer, data.prompts, data.queries, data.metric, **args.evaluation()
+            )
             metrics = {f"eval/{name}": value for name, value in means.items()}
             run.samples(step, samples)
         if metrics and not data.eval_sets:  # the first column of --metric, which chooses the best model
             run.set_headline(next(iter(metrics)))
         for name, examples in data.eval_sets.items():
-            means = evaluate_loss(accelerator, model, examples, args, tokenizer.pad_token_id)
+            means = evaluate_loss(accelerator, model, examples, args.micro_batch_size)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
     return metrics
 
@@ -280,7 +257,7 @@ IN_STATUS = ["train/loss", "optim/grad_norm"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    data = Data(*read_data(args))
+    data = Data(*read_data(args.dataset, args.eval_dataset, args.eval_prompts, args.metric))
     run = Run(args, __file__)
     if run.finished:
         return run.result()
@@ -311,9 +288,9 @@ def main(args):
         count = sum(num_labels(labels) for _, labels in batch)  # of all processes
         # 2. loss = -1/count sum log p(token | tokens before it), and its gradient
         loss = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        micro_batches = split_batch(batch, packing, accelerator, args)
+        micro_batches = split_lines(accelerator, batch, args.micro_batch_size, packing)
         for lines in accumulate(accelerator, model, micro_batches):
-            logprobs, _ = line_logprobs(model, lines, tokenizer.pad_token_id)
+            logprobs, _, _ = line_logprobs(model, lines)  # (N,)
             share = token_loss(logprobs).sum() / count
             # data-parallel training averages gradients over the processes: multiply by their number
             accelerator.backward(share * accelerator.num_processes)

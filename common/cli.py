@@ -389,6 +389,18 @@ class SamplingArgs:
     metric: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
 
+    def evaluation(self):
+        """What these flags say of the samples of an evaluation: options of `generate_all`."""
+        return {
+            "seed": self.seed,
+            "stop": self.stop,
+            "max_new_tokens": self.max_new_tokens,
+            "decode_batch_size": self.decode_batch_size,
+            "temperature": self.eval_temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+        }
+
 
 @dataclass
 class OptimizerArgs:

@@ -504,14 +504,14 @@ class Run:
             different.setdefault((row["prompt"], row.get("beta")), row)
         self.say(table_of([*different.values()][:3], f"samples at step {step}"))
 
-    def first_rows(self, tokenizer, rows, batch, scores, advantages, count=4):
-        """Writes the first rows of a rollout to rollouts.jsonl, responses up to the last trained token, with scores and
-        advantages (B,). What is not trained is in brackets."""
+    def log_episodes(self, tokenizer, rows, batch, scores, advantages, count=4):
+        """Writes the first episodes of a rollout to rollouts.jsonl, responses up to the last trained token, with scores
+        and advantages (B,). What is not trained is in brackets."""
         if not (self.main and self.dir):
             return
-        for place, mask in enumerate(batch.response_mask_cpu[:count]):
-            length = int(mask.nonzero().max()) + 1
-            output = marked(tokenizer, batch.response[place, :length].tolist(), mask[:length].tolist())
+        for place, (ids, labels, _) in enumerate(batch.examples[:count]):
+            begin = len(batch.queries[place])
+            output = marked(tokenizer, ids[begin:], [label != -100 for label in labels[begin:]])
             record = {"step": self.step, "prompt": rows[place]["prompt"], "output": output}
             for name, values in ("score", scores), ("advantage", advantages):
                 value = values[place].item()

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from common.cli import InputError, spec_path
 from common.data import collate
-from common.scoring import forward_replaced, in_float32, true_places
+from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
 from common.terminal import screen
 
@@ -531,6 +531,8 @@ class RewardModel:
         if label not in labels:
             raise InputError(f"--reward {args.reward} must end with the label to score, one of :{', :'.join(labels)}")
         self.label = labels.index(label)
+        self.name = args.reward
+        self.batch_size = args.micro_batch_size
         raise_heads(model)
         self.model = model.requires_grad_(False).eval().to(lm.device)
         share_frozen(self.model, lm)
@@ -538,12 +540,12 @@ class RewardModel:
         self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
 
     @torch.no_grad()
-    def __call__(self, samples, ended, batch_size):
+    def __call__(self, samples, ended):
         """Scores (B,) of the texts. The beginning of a text that is too long is cut off."""
         encoded = classifier_ids(self.tokenizer, samples, ended, max_length=self.limit)
         lengths = torch.tensor([len(ids) for ids in encoded])
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
-        for rows in lengths.argsort(stable=True).split(batch_size):
+        for rows in lengths.argsort(stable=True).split(self.batch_size):
             logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
             scores[rows.to(scores.device)] = logits[:, self.label].double()
         return scores
@@ -621,7 +623,7 @@ def classifier_logits(model, lines):
         used = set().union(*itertools.chain(*lines))
         pad = next(number for number in itertools.count() if number not in used)
     ids, positions, is_end = collate(examples, pad, no_label=False)
-    ends = true_places(is_end).to(lm.device)
+    ends = is_end.flatten().nonzero()[:, 0].to(lm.device)  # while it is on the CPU: a GPU would wait
     ids = ids.to(lm.device)
     lm.config.get_text_config().pad_token_id = pad  # without one, transformers refuses several rows
     if scores_tokens(lm):

@@ -1,16 +1,19 @@
-"""Log-probabilities of tokens, without all logits in memory at once."""
+"""Log-probabilities of tokens, without all logits in memory at once, and the episodes that they belong to.
 
-import copy
+All scripts score lines: one row of tokens or, packed, several, padded on the right. What is known of the N tokens that
+have a label is flat, (N,), in the order of the lines.
+"""
+
 import itertools
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.data import collate, first_label, local_rows, pad_rows
+from common.data import collate, first_label, in_lines, int32, line_length, local_rows, pad_rows
 from common.terminal import screen
 
 CHUNK = 2**24  # logits computed at a time: 64 MB in float32, and a loss holds three copies
@@ -24,6 +27,36 @@ def token_nll(logits, labels):
     logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
+
+
+def line_logprobs(model, lines, temperature=1.0, also=None):
+    """(logprobs (N,), states (N, H), others (N,) or None) of the tokens with a label, as `token_logprobs` computes
+    them, line by line. A line is a list of examples (ids, labels, ...); a label is the id itself, or -100.
+
+    No mask is passed to a decoder. Padding is on the right, where no token sees it, and without a cache transformers
+    keeps apart what begins at position 0 (its masking_utils.py). Without positions it numbers the tokens of a line, so
+    they are passed only for lines of several examples: then attention needs a mask, and a GPU has to wait for it. An
+    encoder-decoder has one example in a line, padded as in sampling.
+    """
+    lm = getattr(model, "module", model)
+    if lm.config.is_encoder_decoder:
+        rows = [line[0][0] for line in lines]
+        row_labels = [line[0][1] for line in lines]
+        begins = [first_label(labels) for labels in row_labels]
+        mask = pad_rows([[1] * len(row) for row in rows], 0, begins)
+        columns = {"input_ids": pad_rows(rows, 0, begins), "attention_mask": mask}
+        labels = pad_rows(row_labels, -100, begins)
+    else:
+        ids, positions, labels = collate(lines, 0)
+        columns = {"input_ids": ids}
+        if any(len(line) > 1 for line in lines):
+            columns["position_ids"] = positions
+    first = int((labels != -100).any(0).int().argmax()) or labels.shape[1] - 1  # no label at all: one position
+    places = (labels[:, first:] != -100).flatten().nonzero()[:, 0].to(lm.device)
+    *inputs, labels = torch.stack([*columns.values(), labels]).to(lm.device)  # one copy to a GPU
+    inputs = {name: values[:, :-1] for name, values in zip(columns, inputs, strict=True)}
+    logprobs, states, others = token_logprobs(model, labels[:, first:], places, temperature, also, **inputs)
+    return logprobs, states.flatten(0, 1)[places], others
 
 
 def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
@@ -54,7 +87,12 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
             return layer(states)
         return in_chunks(terms_of, layer, vocabulary, states.flatten(0, 1)[places], labels.flatten()[places])
 
-    # within the forward pass, where wrappers have gathered the weights
+    # The logits of all tokens would not fit into memory, and only the model's own forward pass knows how its last
+    # states come about: scaled, normed, gathered from shards. So the model runs as it is, but in place of its output
+    # layer stands `output_layer`: it takes the states that the layer would read, applies the layer to those of the
+    # labels, a chunk at a time, and returns their log-probabilities, which the model hands on as its `logits`. This is
+    # right only where logits are the layer's product as it is (plain_output). Cohere, Granite and Gemma 2 scale or cap
+    # the product afterwards: there the layer computes whole logits, and the model finishes them.
     with forward_replaced(lm.get_output_embeddings(), output_layer):
         terms = model(**inputs, logits_to_keep=labels.shape[1], use_cache=False).logits
     if not is_plain:
@@ -67,130 +105,115 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     return logprobs, read[0], others
 
 
-def response_logprobs(model, query, query_mask, response, response_mask, temperature=1.0, also=None, places=None):
-    """(logprobs (B, R), states (B, R, H), others (B, R) or None) of responses, as `token_logprobs` computes them. query
-    (B, Q) is left-padded, response (B, R) right-padded; masks are True where a token counts, other tokens get 0.
-    places: those of the mask (`true_places`), if they are known."""
-    if places is None:
-        places = true_places(response_mask)
-    tokens = torch.cat([query, response], 1)[:, :-1]
-    up_to_last = response_mask.flip(1).cumsum(1).flip(1) > 0  # holes included
-    attention = torch.cat([query_mask, up_to_last], 1)[:, :-1].long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    inputs = {"input_ids": tokens, "attention_mask": attention, "position_ids": positions}
-    logprobs, states, others = token_logprobs(model, response, places, temperature, also, **inputs)
-    if others is not None:
-        others = spread(others, places, response.shape)
-    return spread(logprobs, places, response.shape), states, others
-
-
-def line_logprobs(model, lines, pad, also=None):
-    """(logprobs (N,), others (N,) or None) of the tokens with a label in lines of examples (ids, labels), in order. No
-    mask is passed to a decoder: padding is on the right, and without a cache transformers keeps apart what begins at
-    position 0 (its masking_utils.py). An encoder-decoder has one example in a line, padded as in sampling."""
-    lm = getattr(model, "module", model)
-    if lm.config.is_encoder_decoder:
-        rows = [line[0][0] for line in lines]
-        row_labels = [line[0][1] for line in lines]
-        begins = [first_label(labels) for labels in row_labels]
-        ids = pad_rows(rows, pad, begins)
-        labels = pad_rows(row_labels, -100, begins)
-        mask = pad_rows([[1] * len(row) for row in rows], 0, begins)
-        inputs = {"input_ids": ids, "attention_mask": mask}
-    else:
-        ids, positions, labels = collate(lines, pad)
-        inputs = {"input_ids": ids, "position_ids": positions}
-    first = int((labels != -100).any(0).int().argmax()) or ids.shape[1] - 1  # no label at all: one position
-    labels = labels[:, first:]
-    places = true_places(labels != -100).to(lm.device)
-    inputs = {name: x[:, :-1].to(lm.device) for name, x in inputs.items()}
-    logprobs, _, others = token_logprobs(model, labels.to(lm.device), places, also=also, **inputs)
-    return logprobs, others
-
-
-def true_places(mask):
-    """(N,) where a mask (B, R) is True, as positions in the flattened mask. A GPU has to wait for this, so call it with
-    a mask on the CPU."""
-    return mask.flatten().nonzero()[:, 0]
-
-
-def spread(tokens, places, shape):
-    """A tensor of that shape (B, R) with tokens (N,) at places (N,) of the flattened rows, and zero elsewhere."""
-    rows = tokens.new_zeros(shape).flatten()
-    rows[places] = tokens
-    return rows.view(shape)
-
-
 # ---- Episodes --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Episodes:
-    """Queries with responses: those of an iteration, on every process, or of a micro-batch. A script adds its own
-    fields, (B,) or (B, R); None if not known."""
+    """Queries with responses, on every process. A script adds columns: (B,) with a value for each row, or (N,) with one
+    for each trained token, those of row 0 first; None if not known."""
 
-    query: torch.Tensor  # (B, Q) ids, left-padded
-    query_mask: torch.Tensor  # (B, Q) bool
-    response: torch.Tensor  # (B, R) ids as sampled, right-padded
-    response_mask: torch.Tensor  # (B, R) bool, the end token counts
+    queries: list  # of ids
+    examples: list  # (ids, labels, places) of query and response; places: the range of its tokens in a column (N,)
+    rows: torch.Tensor  # (N,) the row of each trained token
+    mask: torch.Tensor  # (B, R) bool: row i begins with as many True as it has trained tokens
 
-    def __setattr__(self, name, value):
-        """For masks, also keeps what a GPU would have to wait for. Assign a new mask: changes in place go unnoticed."""
-        super().__setattr__(name, value)
-        if name == "query_mask":
-            self.query_mask_cpu = value.cpu()
-        if name == "response_mask":
-            self.response_mask_cpu = value.cpu()
-            self.places = true_places(self.response_mask_cpu).to(value.device)  # (N,) of the response tokens
-
-    def take(self, rows):
-        """The given rows (indices on the CPU), without columns in which none of them has a token."""
-        if int(self.response_mask_cpu.sum()) != len(self.places):
-            raise ValueError("response_mask was changed in place: assign a new one")
-        query_mask = self.query_mask_cpu[rows]
-        response_mask = self.response_mask_cpu[rows]
-        begin = int(query_mask.any(0).int().argmax())
-        end = int(response_mask.any(0).nonzero().max()) + 1
-        on_device = rows.to(self.query.device)
-        taken = copy.copy(self)
-        kept = vars(taken)
-        for name in [field.name for field in fields(self)]:
-            values = kept[name]
-            if name in ("query", "query_mask"):
-                kept[name] = values[on_device, begin:]
-            elif values is not None:
-                kept[name] = values[on_device, :end] if values.ndim > 1 else values[on_device]
-        kept["query_mask_cpu"] = query_mask[:, begin:]
-        kept["response_mask_cpu"] = response_mask[:, :end]
-        kept["places"] = true_places(response_mask[:, :end]).to(on_device.device)
-        return taken
-
-    def tokens(self):
-        """The arguments of response_logprobs."""
-        return self.query, self.query_mask, self.response, self.response_mask
-
-    def of_tokens(self, rows):
-        """(N,) values of rows (B, R) at the response tokens, row by row."""
-        return rows.flatten()[self.places]
+    @classmethod
+    def of(cls, queries, responses, device):
+        """Of B queries and their `Responses`."""
+        examples = []
+        rows = []
+        for query, ids, trained in zip(queries, responses.ids, responses.trained, strict=True):
+            labels = [-100] * len(query)
+            for token, is_trained in zip(ids, trained, strict=True):
+                labels.append(token if is_trained else -100)
+            while labels[-1] == -100:  # what comes after the last trained token changes nothing
+                labels.pop()
+            places = range(len(rows), len(rows) + sum(trained))
+            rows += [len(examples)] * len(places)
+            examples.append((int32([*query, *ids][: len(labels)]), int32(labels), places))
+        mask = pad_rows([[True] * len(places) for _, _, places in examples], False, device=device)
+        return cls(queries, examples, torch.tensor(rows, device=device), mask)
 
     def lengths(self):
-        """(B,) tokens of query and response, up to the last one that counts, on the CPU."""
-        up_to_last = self.response_mask_cpu.flip(1).cumsum(1) > 0
-        return self.query_mask_cpu.sum(1) + up_to_last.sum(1)
+        """(B,) trained tokens of each row, on the CPU."""
+        return torch.tensor([len(places) for _, _, places in self.examples])
+
+    def micro_batches(self, accelerator, rows, batch_size):
+        """The lines of the given rows (a tensor on the CPU), as `split_lines` shares them out."""
+        return split_lines(accelerator, [self.examples[row] for row in rows.tolist()], batch_size)
+
+    def places(self, lines):
+        """(n,) where the tokens of lines are in a column (N,), in the order in which `line_logprobs` returns them."""
+        ranges = [places for _, _, places in itertools.chain(*lines)]
+        return torch.tensor([*itertools.chain(*ranges)], dtype=torch.long).to(self.rows.device)
+
+    def grid(self, column):
+        """(B, R) of a column (N,): zero after the last token of a row. `grid(column)[mask]` is the column again."""
+        return torch.zeros_like(self.mask, dtype=column.dtype).masked_scatter(self.mask, column)
 
 
 def score_all(accelerator, episodes, micro_batch_size, score):
-    """{name: (B, R)} of all episodes, on every process; score(episodes) gives {name: (b, r)} of a micro-batch. Each
-    process scores its share of the rows, similar lengths together; all run the same number of forward passes."""
-    count, width = episodes.response.shape
-    local = torch.tensor(local_rows(accelerator, count))
+    """{name: (N,)} of all trained tokens, on every process; score(lines) gives {name: (n,)} of a micro-batch."""
     columns = {}
-    for places in episodes.lengths()[local].argsort(stable=True).split(micro_batch_size):
-        for name, values in score(episodes.take(local[places])).items():
+    every_row = torch.arange(len(episodes.examples))
+    for lines in episodes.micro_batches(accelerator, every_row, micro_batch_size):
+        places = episodes.places(lines)
+        for name, values in score(lines).items():
             if name not in columns:
-                columns[name] = values.new_zeros(len(local), width)
-            columns[name][places.to(values.device), : values.shape[1]] = values[:, :width]
-    return {name: accelerator.gather(column)[:count] for name, column in columns.items()}
+                columns[name] = values.new_zeros(len(episodes.rows))
+            columns[name][places] = values
+    # every token is scored by one process and zero in the others: the sum is exact
+    return {name: accelerator.reduce(column) for name, column in columns.items()}
+
+
+# ---- Lines of a process ----------------------------------------------------------------------------------------------
+
+
+def split_lines(accelerator, examples, batch_size, packing=False):
+    """The micro-batches of this process: lists of at most batch_size lines of similar lengths, which are lists of
+    examples (ids, labels, ...). Every process has the same number of lines, since it takes part in every exchange of
+    gradients: one that lacks a line gets one without labels. packing: a line may hold several examples (`in_lines`)."""
+    lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
+    lines.sort(key=line_length)
+    while len(lines) % accelerator.num_processes:
+        lines.append([without_labels(examples)])
+    local = lines[accelerator.process_index :: accelerator.num_processes]
+    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
+
+
+def without_labels(examples):
+    """A short example (ids, labels, places) that adds nothing."""
+    ids, *_ = examples[0]
+    return ids[:2], [-100, -100], []
+
+
+def pair_length(pair):
+    """Tokens of both texts of a pair (ids of chosen, ids of rejected, what a script has beside them)."""
+    return len(pair[0]) + len(pair[1])
+
+
+def split_rows(accelerator, rows, lengths, packing, batch_size):
+    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows.
+    lengths: of all rows, in tokens."""
+    local = rows[accelerator.process_index :: accelerator.num_processes]
+    if not packing:  # in rows of similar length there is little padding
+        local = sorted(local, key=lambda row: lengths[row])
+    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
+
+
+def score_pairs(accelerator, score, pairs, batch_size):
+    """score(pairs) -> (2, b) for all pairs: (2, N) in float64 on every process, each of which scores a share."""
+    device = accelerator.device
+    local = [pairs[place] for place in local_rows(accelerator, len(pairs))]
+    longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
+    scores = torch.empty(len(local), 2, dtype=torch.float64, device=device)
+    screen.show("scoring pairs", len(local))
+    for places in longest_first.split(batch_size):
+        with torch.no_grad(), accelerator.autocast():
+            scores[places.to(device)] = score([local[place] for place in places]).T.double()
+        screen.advance(len(places))
+    return accelerator.gather(scores)[: len(pairs)].T
 
 
 # ---- The output layer ------------------------------------------------------------------------------------------------
@@ -244,34 +267,3 @@ def forward_replaced(module, compute):
         del module.forward  # restores that of its class
         if is_replaced:
             module.forward = forward
-
-
-# ---- Pairs: (ids of chosen, ids of rejected, what a script has beside them) ------------------------------------------
-
-
-def pair_length(pair):
-    """Tokens of both texts of a pair."""
-    return len(pair[0]) + len(pair[1])
-
-
-def split_rows(accelerator, rows, lengths, packing, batch_size):
-    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows.
-    lengths: of all rows, in tokens."""
-    local = rows[accelerator.process_index :: accelerator.num_processes]
-    if not packing:  # in rows of similar length there is little padding
-        local = sorted(local, key=lambda row: lengths[row])
-    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
-
-
-def score_pairs(accelerator, score, pairs, batch_size):
-    """score(pairs) -> (2, b) for all pairs: (2, N) in float64 on every process, each of which scores a share."""
-    device = accelerator.device
-    local = [pairs[place] for place in local_rows(accelerator, len(pairs))]
-    longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
-    scores = torch.empty(len(local), 2, dtype=torch.float64, device=device)
-    screen.show("scoring pairs", len(local))
-    for places in longest_first.split(batch_size):
-        with torch.no_grad(), accelerator.autocast():
-            scores[places.to(device)] = score([local[place] for place in places]).T.double()
-        screen.advance(len(places))
-    return accelerator.gather(scores)[: len(pairs)].T

@@ -34,15 +34,11 @@ def uniforms(seed, stream, step, rows, n):
 
 def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
     """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF; uniforms (B,) float64.
-    Temperature 0 is the argmax. On CPUs all is in float64. On GPUs, where that would move three times as many bytes,
-    probabilities are in float32, and a block of them is drawn first, then a token of the block."""
+    Temperature 0 is the argmax. All is in float64. The uniform is scaled by the last cumulative value and the search is
+    to the right, so that a token of probability zero is never drawn."""
     if temperature == 0:
         return logits.argmax(-1)
-    on_cpu = logits.device.type == "cpu"
-    if on_cpu:
-        logits = logits.double() / temperature
-    else:  # dividing by a float32 tensor converts bfloat16 in the same pass
-        logits = logits / torch.full((1,), temperature, device=logits.device)
+    logits = logits.double() / temperature
     if 0 < top_k < logits.shape[-1]:
         lowest_kept = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < lowest_kept, -math.inf)
@@ -52,34 +48,12 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
         before = ranked.cumsum(-1) - ranked  # the probability of all tokens that rank above this one
         ranked = ranked.masked_fill(before >= top_p, 0.0)
         probs = probs.scatter(1, order, ranked)
-    if on_cpu:
-        return interval(probs, uniforms)[0]
-    return in_blocks(probs, uniforms)
-
-
-def interval(weights, uniforms):
-    """(place, rest) (B,): which of the weights (B, N), laid end to end, a uniform falls in, and how far, in [0, 1]. The
-    uniform is scaled by the last cumulative value and the search is to the right, so that a weight of zero is never
-    drawn."""
-    cdf = weights.cumsum(-1, dtype=torch.float64)
+    cdf = probs.cumsum(-1)
     total = cdf[:, -1:]
     below_total = total.nextafter(torch.zeros_like(total))
     target = torch.minimum(uniforms[:, None] * total, below_total)
-    place = torch.searchsorted(cdf, target, right=True).clamp(max=weights.shape[1] - 1)  # where weights are nan
-    weight = weights.gather(1, place)
-    rest = (target - cdf.gather(1, place) + weight) / weight
-    return place[:, 0], rest[:, 0].clamp(0, 1)
-
-
-def in_blocks(weights, uniforms, size=128):
-    """The place of `interval`, found in the sums of blocks of weights first, then among the weights of one block."""
-    length = weights.shape[1]
-    whole = length - length % size
-    sums = [weights[:, :whole].unflatten(1, (-1, size)).sum(-1), weights[:, whole:].sum(-1, keepdim=True)]
-    block, rest = interval(torch.cat(sums, 1), uniforms)
-    places = block[:, None] * size + torch.arange(size, device=weights.device)
-    inside = weights.gather(1, places.clamp(max=length - 1)).masked_fill(places >= length, 0.0)
-    return (block * size + interval(inside, rest)[0]).clamp(max=length - 1)  # of nan: see `sample`
+    place = torch.searchsorted(cdf, target, right=True)
+    return place[:, 0].clamp(max=probs.shape[1] - 1)  # where probabilities are nan, which `sample` finds
 
 
 def stream_rows(seed, stream, size, start, count):

@@ -1,9 +1,10 @@
 """How a run uses the machine: processes, precision, threads, kernels, memory, and its optimizer steps."""
 
+import ctypes
 import math
 import os
 import resource
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,9 +20,9 @@ TIMEOUT = timedelta(hours=12)
 # ---- Processes and precision -----------------------------------------------------------------------------------------
 
 
-def launch(args, fsdp=True):
+def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
     """The Accelerator of a run. InputError if the launcher asks for something that no script does. fsdp: whether this
-    script can shard its model."""
+    script can shard its model. The other values are those of the flags."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, parse_flag_from_env
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -34,18 +35,16 @@ def launch(args, fsdp=True):
     one_copy = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # of the gradients
     accelerator = Accelerator(
         cpu=not gpu,
-        mixed_precision=autocast_type(args.mixed_precision, launcher, args.dtype, gpu_has_bfloat16),
+        mixed_precision=autocast_type(mixed_precision, launcher, dtype, gpu_has_bfloat16),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT), one_copy],
     )
-    args.mixed_precision = accelerator.mixed_precision  # what was chosen is part of the run's identity
-    if accelerator.device.type == "cpu":
-        fast_cpu_matmul()
-    else:
-        choose_attention(args.deterministic)
+    if accelerator.device.type == "cuda":
+        choose_attention(deterministic)
+    keep_freed_memory()
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loops accumulate
     processes = accelerator.num_processes
-    if args.batch_size % processes:
-        raise InputError(f"--batch-size {args.batch_size} must be a multiple of the {processes} processes")
+    if batch_size % processes:
+        raise InputError(f"--batch-size {batch_size} must be a multiple of the {processes} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not supported")
     if is_sharded(accelerator):
@@ -136,19 +135,17 @@ def cpuinfo():
     return path.read_text() if path.exists() else ""
 
 
-def fast_cpu_matmul():
-    """Sets float32 matmul precision to "medium" on AMD's CPUs. Products then go to oneDNN, which with AVX-512 is about
-    twice as fast there as MKL; on Intel's CPUs it is no faster. At "medium", a CPU may round to bfloat16 within a
-    product, so one of 256 x 256 is compared with float64 first."""
-    if "AuthenticAMD" not in cpuinfo():
-        return
-    a = torch.linspace(-1.0, 1.0, 256 * 256).reshape(256, 256).sin()
-    b = a.t().cos().contiguous()
-    exact = a.double() @ b.double()
-    torch.set_float32_matmul_precision("medium")
-    error = (a @ b).double() - exact
-    if error.abs().max() / exact.abs().max() > 1e-5:
-        torch.set_float32_matmul_precision("highest")
+class NotFinite(FloatingPointError):
+    """A number that the model has computed is not finite: its state is not worth saving."""
+
+
+def keep_freed_memory():
+    """Lets the process keep what it has freed. By default glibc returns large blocks to the system, and the next
+    micro-batch has to get every page of them anew: PAGES."""
+    with suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap, too
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
 # Printed when memory runs out. The first three flags do not change the result.
@@ -205,7 +202,7 @@ def optimizer_step(accelerator, model, optimizer, lr, args, step, where, loss=No
     numbers = {"gradient norm": grad_norm} if loss is None else {"loss": loss, "gradient norm": grad_norm}
     if not all(map(math.isfinite, numbers.values())):
         found = ", ".join(f"{name} {value}" for name, value in numbers.items())
-        raise FloatingPointError(f"step {step}: {found}, {where}; the last checkpoint is intact")
+        raise NotFinite(f"step {step}: {found}, {where}; the last checkpoint is intact")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -232,19 +229,13 @@ def on_main(accelerator, function, *args):
     """Runs function(*args) on rank 0. Every rank gets its result or its error, so that none waits for a failed one."""
     from accelerate.utils import broadcast_object_list
 
-    sent = [None, None]  # a result, an error
-    if accelerator.is_main_process:
-        try:
-            sent[0] = function(*args)
-        except Exception as error:
-            broadcast_object_list([None, InputError(str(error) or repr(error))])
-            error.on_all = True  # see Run.rescue
-            raise
-    broadcast_object_list(sent)  # in a single process nothing happens
-    if sent[1]:
-        sent[1].on_all = True
-        raise sent[1]
-    return sent[0]
+    def on_this_rank():
+        if accelerator.is_main_process:
+            return function(*args)
+
+    results = [on_each(accelerator, on_this_rank)]
+    broadcast_object_list(results)  # in a single process nothing happens
+    return results[0]
 
 
 def on_each(accelerator, function, *args):
@@ -257,10 +248,10 @@ def on_each(accelerator, function, *args):
         result = function(*args)
     except Exception as raised:
         error = raised
-    found = gather_object([error and (isinstance(error, FloatingPointError), str(error) or repr(error))])
+    found = gather_object([error and (str(error) or repr(error), isinstance(error, NotFinite))])
     found = [each for each in found if each]
     if not found:
         return result
-    error = error or InputError(found[0][1])
-    error.on_all = not any(is_number for is_number, _ in found)  # see Run.rescue
+    error = error or InputError(found[0][0])
+    error.on_all = not any(of_model for _, of_model in found)  # see `closes_run`
     raise error

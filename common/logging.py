@@ -93,7 +93,8 @@ class Run:
 
     def __init__(self, args, script, fsdp=True):
         self.args = args
-        self.accelerator = launch(args, fsdp)
+        self.accelerator = launch(args.mixed_precision, args.dtype, args.batch_size, args.deterministic, fsdp)
+        args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
         self.algo = Path(script).stem
         self.identity = identity(self.algo, args, script)

@@ -25,7 +25,7 @@ from common.data import (
     set_flag,
     set_prefix,
 )
-from common.launch import on_each, on_main
+from common.launch import NotFinite, on_each, on_main
 from common.model import RewardModel, Seq2Seq, end_tokens, for_sampling, max_positions, unsharded
 from common.seeding import draw, rng, seed_libraries, uniforms
 from common.terminal import screen
@@ -122,8 +122,8 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
 
     uniforms: (B, R) float64 on the device, drawn before decoding starts, so a row's tokens do not depend on the other
     rows. Rows that have ended leave the batch and the key-value cache a few at a time. If they cannot leave its cache,
-    a model reads all tokens for each new one. Its generation_config is not used. FloatingPointError if logits of a row
-    that goes on are not finite.
+    a model reads all tokens for each new one. Its generation_config is not used. NotFinite if logits of a row that goes
+    on are not.
     """
     device = uniforms.device
     ends = end_tokens(model)
@@ -160,7 +160,7 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
                 ended.add(row)
             if response[-1] == -1:
                 where = f"at response token {len(response)} after the ids {contexts[row]!s:.60}"
-                raise FloatingPointError(f"logits are not finite {where}")
+                raise NotFinite(f"logits are not finite {where}")
         drawn = []
         going = [place for place, row in enumerate(rows) if row not in ended]
         if not going:
@@ -357,7 +357,7 @@ def score_outputs(accelerator, reward, tokenizer, outputs, responses):
         scores[row] = score_of.setdefault(sample, scores[row])
         if not math.isfinite(scores[row]):
             where = f"{given['prompts'][row]!r:.60} and {outputs[row]!r:.60}"
-            raise FloatingPointError(f"{reward.name}: {scores[row]} for {where}")
+            raise NotFinite(f"{reward.name}: {scores[row]} for {where}")
     return scores, {}
 
 

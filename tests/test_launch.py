@@ -5,6 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import accelerate
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from common import launch
 from common.cli import InputError
-from common.launch import autocast_type, on_main, set_threads
+from common.launch import autocast_type, on_each, on_main, set_threads
 from common.logging import closes_run
 
 
@@ -53,7 +54,7 @@ def test_bf16_is_the_default_of_a_gpu_that_has_it(monkeypatch, use_cpu):
         return SimpleNamespace(device=torch.device("cpu"), num_processes=1, mixed_precision="", distributed_type="NO")
 
     monkeypatch.setattr(accelerate, "Accelerator", accelerator)
-    launch.launch(SimpleNamespace(mixed_precision=None, dtype="float32", batch_size=6))
+    launch.launch(mixed_precision=None, dtype="float32", batch_size=6, deterministic=False)
     assert (asked["cpu"], asked["mixed_precision"]) == ((True, "no") if use_cpu == "true" else (False, "bf16"))
 
 
@@ -71,17 +72,6 @@ def test_attention_of_a_gpu():
         assert torch._fused_sdp_choice(states, states, states) == SDPBackend.FLASH_ATTENTION.value
         assert not switches.cudnn_sdp_enabled() and switches.mem_efficient_sdp_enabled()
         switches.enable_cudnn_sdp(before)
-
-
-@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])
-def test_medium_precision_is_for_cpus_of_amd(vendor, monkeypatch):
-    """On those of Intel it is slower. The kernels are this machine's, so AMD's name alone may not be enough."""
-    cpu = SimpleNamespace(exists=lambda: True, read_text=lambda: f"vendor_id\t: {vendor}\n")
-    monkeypatch.setattr(launch, "Path", lambda path: cpu)
-    asked = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
-    launch.fast_cpu_matmul()
-    assert asked == (["medium"] if vendor == "AuthenticAMD" else [])
 
 
 def test_threads(monkeypatch):
@@ -102,10 +92,9 @@ def test_threads(monkeypatch):
 LAUNCHED = """
 import os
 os.sched_getaffinity = lambda pid: range(14)
-from types import SimpleNamespace
 import torch
 from common.launch import launch, set_threads
-launch(SimpleNamespace(mixed_precision=None, dtype="float32", batch_size=2))
+launch(mixed_precision=None, dtype="float32", batch_size=2, deterministic=False)
 words = ["OMP_NUM_THREADS" in os.environ, set_threads(), set_threads(3)]
 if torch.distributed.is_initialized():
     backend = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
@@ -139,17 +128,23 @@ def test_threads_before_functions_of_the_user(monkeypatch):
 
 
 def test_an_error_of_the_first_process_is_one_of_all(monkeypatch):
-    sent = []
-
-    def receive(objects):
-        objects[:] = sent
-
-    monkeypatch.setattr(accelerate.utils, "broadcast_object_list", sent.extend)
-    with pytest.raises(ZeroDivisionError):
+    first = []
+    monkeypatch.setattr(accelerate.utils, "gather_object", lambda objects: first.extend(objects) or [*objects, None])
+    with pytest.raises(ZeroDivisionError) as raised:
         on_main(SimpleNamespace(is_main_process=True), divmod, 1, 0)
-    monkeypatch.setattr(accelerate.utils, "broadcast_object_list", receive)
-    with pytest.raises(InputError, match="by zero"):
+    assert raised.value.on_all
+    monkeypatch.setattr(accelerate.utils, "gather_object", lambda objects: [*first, *objects])
+    with pytest.raises(InputError, match="by zero") as raised:
         on_main(SimpleNamespace(is_main_process=False), divmod, 1, 0)
+    assert raised.value.on_all
+
+
+def test_an_error_of_the_model_is_no_error_of_the_user():
+    """Its state is not saved: `closes_run` asks for on_all."""
+    for error, of_user in (FloatingPointError("numpy's"), True), (launch.NotFinite("logits"), False):
+        with pytest.raises(FloatingPointError) as raised:
+            on_each(None, Mock(side_effect=error))
+        assert raised.value is error and error.on_all is of_user
 
 
 def test_peak_memory():

@@ -16,7 +16,7 @@ import time
 import diffusion
 import language
 import torch
-from measurement import ITERATIONS, figures
+from measurement import ITERATIONS, fast_cpu_matmul, figures
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, set_seed
 from trl import (
@@ -28,8 +28,6 @@ from trl import (
     PPOTrainer,
 )
 from trl.models import modeling_sd_base
-
-from common.launch import fast_cpu_matmul
 
 
 def measure(algorithm, side, model):

@@ -14,7 +14,7 @@ import language
 import torch
 from datasets import Dataset
 from language import ATTENTION, BATCH, LONGEST, LR, SEED, SKIPPED, STEPS
-from measurement import GPU, ITERATIONS, figures
+from measurement import GPU, ITERATIONS, fast_cpu_matmul, figures
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import (
@@ -27,8 +27,6 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
-
-from common.launch import fast_cpu_matmul
 
 OURS = {"model_init_kwargs": {"attn_implementation": ATTENTION}}
 SETTINGS = {  # flags of the trainers; without gradient checkpointing, and all but `defaults` with our matmul precision

@@ -111,7 +111,8 @@ def read_data(dataset, eval_dataset, eval_prompts, metric):
 # ---- Decoding --------------------------------------------------------------------------------------------------------
 
 LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
-LOOK = 16  # a GPU is asked only once in so many tokens what was drawn, since the host must wait for it
+LOOK = 1  # tokens after which the loop looks at what was drawn, to see which rows have ended
+LOOK_ON_GPU = 16  # the host has to wait for a GPU each time; what a row draws after its end is dropped
 CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first ones of a text differently
 
 
@@ -134,7 +135,7 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
     rows = list(range(len(contexts)))  # those in the batch
     ended = set()  # those that have ended, which may still be there
     drawn = []  # (b,) each: the tokens since the last look, -1 where logits were not finite
-    look = 1 if device.type == "cpu" else LOOK
+    look = LOOK if device.type == "cpu" else LOOK_ON_GPU
     cache = None
     for t in range(max(limits)):
         positions = (attention.cumsum(1) - 1).clamp(min=0)

@@ -15,13 +15,14 @@ import torch
 import transformers as tf
 from helpers import EOS, PAD, pad_is_eos
 from test_seq2seq import random_seq2seq
-from transformers.cache_utils import DynamicCache
 
 from algos import ppo
 from common import sampling
+from common.launch import NotFinite
 from common.model import as_decoder
-from common.sampling import decode, end_of_rows, generate_all, has_ended, kept_ids, sample, stopped, text_arguments
-from common.seeding import draw, in_blocks, interval
+from common.sampling import Responses, add_ids, decode, generate_all, sample, stopped, text_arguments
+from common.scoring import Episodes
+from common.seeding import draw
 from common.seeding import uniforms as keyed_uniforms
 
 GRID = 4001
@@ -57,11 +58,9 @@ LOGITS = torch.from_numpy(np.random.default_rng(0).normal(size=11) * 2)
 
 
 def prompts(*lengths):
-    """Left-padded queries of these lengths and their mask."""
-    width = max(lengths)
+    """Queries of these lengths."""
     random = np.random.default_rng(0)
-    ids = [[PAD] * (width - n) + random.integers(0, 21, n).tolist() for n in lengths]
-    return torch.tensor(ids), torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    return [random.integers(0, 21, length).tolist() for length in lengths]
 
 
 def uniforms(rows, width, seed=0):
@@ -108,24 +107,6 @@ def test_zero_probability_is_never_drawn(allowed, dtype):
     assert ids.tolist() == [min(allowed), max(allowed)]
 
 
-def test_draws_of_blocks_are_those_of_all_tokens():
-    """What GPUs do. In float32 other tokens are drawn where a uniform lies within rounding of an edge."""
-    weights = torch.from_numpy(np.random.default_rng(0).exponential(size=(1, 11)))
-    weights[0, [0, 4, 5, 10]] = 0
-    for dtype, allowed in ((torch.float64, 0), (torch.float32, 2)):
-        rows = weights.to(dtype).expand(GRID, -1)
-        found = in_blocks(rows, grid(), 5)
-        assert (found != interval(weights.expand(GRID, -1), grid())[0]).sum() <= allowed
-    edges = torch.tensor([0.0, 5e-324, np.nextafter(1.0, 0.0)], dtype=torch.float64)
-    for kept in ([3], [10], [4, 10], [0, 5]):
-        weights = torch.zeros(3, 11).index_fill(1, torch.tensor(kept), 0.25)
-        assert in_blocks(weights, edges, 5).tolist() == [kept[0], kept[0], kept[-1]]
-    place, _ = interval(weights[:1, :7], torch.ones(1, dtype=torch.float64))  # the rest of a block may round to 1
-    assert place.item() == 5
-    for size in (4, 5, 6):  # an id that there is, so that a GPU can go on to where `sample` finds it
-        assert in_blocks(torch.full((3, 11), math.nan), edges, size).max() < 11
-
-
 # ---- Responses -------------------------------------------------------------------------------------------------------
 
 
@@ -155,30 +136,31 @@ def slow_sample(lm, query, row_uniforms, temperature):
     return ids
 
 
-def test_logits_that_are_not_finite_are_an_error(build_model):
+def test_logits_that_are_not_finite_are_an_error(build_model, letters):
     model = build_model()
-    query, mask = prompts(3, 5)
+    queries = prompts(3, 5)
     u = uniforms(2, 7)
     model.transformer.wpe.weight.data[6] = math.nan  # position 6: reached by the second row at its third token
-    sentence = f"logits are not finite at response token 3 after the ids {query[1, mask[1]].tolist()}"
-    with pytest.raises(FloatingPointError, match=re.escape(sentence)):
-        sample(model, query, mask, u, [-1], PAD)
-    sample(model, query[:1], mask[:1], u[:1, :3], [-1], PAD)  # a row that does not get there
+    sentence = f"logits are not finite at response token 3 after the ids {queries[1]}"
+    model.generation_config.eos_token_id = None
+    with pytest.raises(NotFinite, match=re.escape(sentence)):
+        sample(model, letters, queries, u, [7, 7])
+    [response] = sample(model, letters, queries[:1], u[:1], [3])  # a row that does not get there
+    assert len(response) == 3
 
 
-def test_logits_behind_the_end_of_a_row_are_not_looked_at(build_model, monkeypatch):
+def test_logits_behind_the_end_of_a_row_are_not_looked_at(build_model, letters, monkeypatch):
     """Nor does decoding go on behind the end of the last row."""
     monkeypatch.setattr(sampling, "LEAVING", 0)
     lm = build_model()
-    query, mask = prompts(3, 5)
+    lm.generation_config.eos_token_id = None
+    queries = prompts(3, 5)
     u = uniforms(2, 9)
-    expected, _ = sample(lm, query, mask, u, [-1], PAD)
+    expected = sample(lm, letters, queries, u, [9, 9])
     lm.transformer.wpe.weight.data[6] = math.nan
     calls = []
     lm.register_forward_hook(lambda *_: calls.append(1))
-    ids, response_mask = sample(lm, query, mask, u, [-1], PAD, ended=end_of_rows(None, (), torch.tensor([4, 2])))
-    assert response_mask.sum(1).tolist() == [4, 2]
-    assert kept_ids(ids, response_mask) == kept_ids(expected, response_mask)
+    assert sample(lm, letters, queries, u, [4, 2]) == [expected[0][:4], expected[1][:2]]
     assert len(calls) == 4
 
 
@@ -213,47 +195,28 @@ def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, lea
     settings = {"do_sample": True, "top_k": 1, "temperature": 0.01, "repetition_penalty": 5.0, "min_new_tokens": 6}
     lm.generation_config.update(**settings, eos_token_id=ends, suppress_tokens=list(range(20)))
     monkeypatch.setattr(sampling, "LEAVING", leaving)
-    monkeypatch.setattr(sampling, "BLOCK", 5)
     options = {"seed": 1, "max_new_tokens": 13, "temperature": 0.7, "stop": stop, "limits": limits}
-    for size in (3, 7):
-        sampled, _, _ = generate_all(
-            accelerator, lm, letters, queries, ("rollout", 2), **options, decode_batch_size=size
-        )
-        assert kept_ids(*sampled[:2]) == queries
-        assert kept_ids(*sampled[2:]) == expected, size
-        assert (sampled[2][~sampled[3]] == letters.pad_token_id).all()
-    ended = has_ended(letters, expected, ends, stop)
-    assert ended == list(map(is_done, expected))
-    assert {*ended} == {True, False}
+    for size, look in (3, 1), (7, 1), (7, 4):
+        monkeypatch.setattr(sampling, "LOOK", look)
+        responses = generate_all(accelerator, lm, letters, queries, ("rollout", 2), **options, decode_batch_size=size)
+        assert responses.ids == expected, (size, look)
+        assert responses.trained == [[True] * len(ids) for ids in expected]
+        assert responses.ended == list(map(is_done, expected))
+    assert {*responses.ended} == {True, False}
 
 
 def test_chunks_are_of_similar_length_and_without_empty_columns(build_model, letters, accelerator):
     lm = build_model()
     queries = [[3] * length for length in (2, 11, 1, 7, 3, 5, 2)]
-    shapes = []
+    read = []
 
-    def noted(lm, query, query_mask, draws, *arguments, **options):
-        shapes.append((*query.shape, query_mask.sum(1).tolist()))
-        return sample(lm, query, query_mask, draws, *arguments, **options)
+    def noted(lm, inputs, options):
+        if options["past_key_values"] is None:
+            read.append((*options["input_ids"].shape, options["attention_mask"].sum(1).tolist()))
 
-    options = {"seed": 1, "max_new_tokens": 3, "decode_batch_size": 3, "sample": noted}
-    generate_all(accelerator, lm, letters, queries, ("rollout", 2), **options)
-    assert shapes == [(3, 11, [11, 7, 5]), (3, 3, [3, 2, 2]), (1, 1, [1])]
-
-
-def test_tokens_are_written_into_the_cache_in_place(monkeypatch):
-    monkeypatch.setattr(sampling, "BLOCK", 5)
-    states = torch.zeros(2, 3, 7, 5)
-    cache = DynamicCache()
-    cache.update(states, states, 0)
-    (layer,) = sampling.with_room(cache).layers
-    memory = [buffer.data_ptr() for buffer in layer.buffers]
-    for _ in range(5):
-        layer.update(states[:, :, :1], states[:, :, :1])
-    layer.reorder_cache(torch.tensor([1]))
-    assert [buffer.data_ptr() for buffer in layer.buffers] == memory
-    layer.update(states[1:, :, :1], states[1:, :, :1])
-    assert [buffer.shape for buffer in layer.buffers] == [(1, 3, 7 + 5 + 5, 5)] * 2
+    lm.register_forward_pre_hook(noted, with_kwargs=True)
+    generate_all(accelerator, lm, letters, queries, ("rollout", 2), seed=1, max_new_tokens=3, decode_batch_size=3)
+    assert read == [(3, 11, [11, 7, 5]), (3, 3, [3, 2, 2]), (1, 1, [1])]
 
 
 # ---- Stop strings ----------------------------------------------------------------------------------------------------
@@ -301,19 +264,16 @@ def test_stops_are_found_where_the_slow_definition_finds_them(kind):
         for text in texts[:2]:
             begin = int(random.integers(0, max(1, len(text) - 3)))
             stops.append(text[begin : begin + int(random.integers(1, 6))] or "zz")
-        ended = end_of_rows(tokenizer, stops, None)
-        expected = []
         for row in ids.tolist():
             lengths = [n for n in range(1, 38) if any(stop in tokenizer.decode(row[:n]) for stop in stops)]
-            expected.append(min(lengths, default=None))
-        lengths = [None] * 5
-        for n in range(1, 38):
-            going = torch.tensor([row for row in range(5) if lengths[row] is None], dtype=torch.long)
-            if len(going):
-                for row in going[ended(going, ids[going, :n])].tolist():
-                    lengths[row] = n
-        assert lengths == expected, stops
-        found += 5 - lengths.count(None)
+            response = []
+            ended = [add_ids(response, row[:5], 99, [], stops, tokenizer)]  # some tokens at once, as on a GPU
+            for token in row[5:]:
+                if not ended[-1]:
+                    ended.append(add_ids(response, [token], 99, [], stops, tokenizer))
+            assert response == row[: min(lengths, default=37)], stops
+            assert ended[-1] is bool(lengths) and True not in ended[:-1]
+            found += bool(lengths)
     assert found > 30
 
 
@@ -329,10 +289,23 @@ def test_the_token_that_completes_a_stop():
     for kind, row, stop, length in STOPS:
         tokenizer = build_tokenizer(kind)
         ids = tokenizer(row).input_ids if kind == "byte-level" else tokenizer.convert_tokens_to_ids(row)
-        ended = end_of_rows(tokenizer, (stop,), None)
-        lengths = range(1, len(ids) + 1)
-        found = [n for n in lengths if ended(torch.arange(1), torch.tensor([ids[:n]])).item()]
-        assert found[0] == length, stop
+        response = []
+        assert add_ids(response, ids, 99, [], (stop,), tokenizer)
+        assert response == ids[:length], stop
+
+
+def test_the_ends_of_a_response(letters):
+    """An end token, the limit, and -1, which stands for logits that were not finite; ids after it are left out."""
+    for ids, limit, expected, is_over in [
+        ([3, EOS, 4], 9, [8, 3, EOS], True),
+        ([3, 4, 5], 3, [8, 3, 4], True),
+        ([3, -1, 5], 9, [8, 3, -1], True),
+        ([3, 4, 5], 9, [8, 3, 4, 5], False),
+        ([], 9, [8], False),
+    ]:
+        response = [8]
+        assert add_ids(response, ids, limit, [EOS], ("zz",), letters) is is_over
+        assert response == expected
 
 
 def test_texts(letters):
@@ -371,21 +344,28 @@ def test_decode_keeps_the_space_between_prompt_and_output():
 
 
 @torch.no_grad()
-def test_response_logprobs_is_the_plain_forward(build_model, family):
+@pytest.mark.parametrize("packing", [False, True])
+def test_line_logprobs_is_the_plain_forward(build_model, letters, family, packing):
     """Row by row, without padding: log softmax of the logits / temperature, values and entropies by hand. Tokens that
-    do not count are read where others follow, as those that a tool wrote."""
+    are not trained are read where others follow, as those that a tool wrote. The order of lines does not matter."""
     model = build_model(family, torch.float64)
+    model.generation_config.eos_token_id = None
     policy = ppo.PolicyWithValue(model, init="normal")
-    query, mask = prompts(5, 1, 3)
-    ids, _ = sample(model, query, mask, uniforms(3, 7), [-1], PAD, 0.7)
-    keep = torch.tensor([[1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0]]) > 0
-    scored = policy(query, mask, ids, keep, 0.7, also=ppo.token_entropies)
-    assert [x.shape for x in scored] == [(3, 7)] * 3
-    for row, (q, r) in enumerate(zip(kept_ids(query, mask), ids.tolist(), strict=True)):
-        output = model(torch.tensor([q + r]), output_hidden_states=True)
-        before = slice(len(q) - 1, -1)  # the states before each response token
+    queries = prompts(5, 1, 3)
+    ids = sample(model, letters, queries, uniforms(3, 7), [7, 7, 7], temperature=0.7)
+    keep = [[1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0]]
+    trained = [[flag == 1 for flag in row] for row in keep]
+    batch = Episodes.of(queries, Responses(ids, trained, [False] * 3, None), "cpu")
+    lines = [batch.examples[:2], batch.examples[2:]] if packing else [[example] for example in batch.examples]
+    columns = torch.zeros(3, 5 + 3 + 3, dtype=torch.float64)  # trained tokens of the rows
+    for part in (lines[1:], lines[:1]):
+        columns[:, batch.places(part)] = torch.stack(policy(part, temperature=0.7, also=ppo.token_entropies))
+    for row, (query, response) in enumerate(zip(queries, ids, strict=True)):
+        output = model(torch.tensor([query + response]), output_hidden_states=True)
+        before = slice(len(query) - 1, -1)  # the states before each response token
         logps = (output.logits[0, before] / 0.7).log_softmax(-1)
         values = policy.value_head(output.hidden_states[-1][0, before])[:, 0]
         entropies = -(logps.exp() * logps).sum(-1)
-        for found, expected in zip(scored, (logps[range(7), r], values, entropies), strict=True):
-            torch.testing.assert_close(found[row, keep[row]], expected[keep[row]], rtol=1e-9, atol=1e-9)
+        for found, expected in zip(columns, (logps[range(7), response], values, entropies), strict=True):
+            expected = expected[torch.tensor(trained[row])]
+            torch.testing.assert_close(found[batch.rows == row], expected, rtol=1e-9, atol=1e-9)

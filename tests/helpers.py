@@ -178,6 +178,11 @@ def recorded(monkeypatch, module, name):
     return calls
 
 
+def trained_ids(batch):
+    """The trained ids of each response of a rollout."""
+    return [[token for token in labels if token != -100] for _, labels, _ in batch.examples]
+
+
 # ---- Padding ---------------------------------------------------------------------------------------------------------
 
 

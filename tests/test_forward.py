@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from common import scoring
 from common.model import has_plain_output
-from common.scoring import in_chunks, token_logprobs, token_nll, true_places
+from common.scoring import in_chunks, token_logprobs, token_nll
 
 V, H, N = 25, 12, 7  # words as of build_model, width, rows
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0, 11], [1, 2, 11, 20, 6, 22, 13, 3], [5, 5, 1, 0, 9, 14, 7, 2]])
@@ -99,7 +99,9 @@ def check(monkeypatch, model, lm, tolerance=1e-12):
     monkeypatch.setattr(scoring, "in_chunks", watched)
     read = []
     hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
-    logprobs, states, others = token_logprobs(model, targets, true_places(places), 0.7, entropies, input_ids=IDS)
+    logprobs, states, others = token_logprobs(
+        model, targets, places.flatten().nonzero()[:, 0], 0.7, entropies, input_ids=IDS
+    )
     hook.remove()
     assert widths == [H]
     assert torch.equal(states, read[0]) and states.shape == (*IDS.shape, H)
@@ -140,7 +142,7 @@ def test_autocast(monkeypatch, build_model):
     with torch.autocast("cpu", torch.bfloat16):
         check(monkeypatch, lm, lm, tolerance=0.02)
         in_chunks(logits_type, lm.get_output_embeddings(), V, random(3, H).float(), IDS[0, :3])
-        logprobs, _, _ = token_logprobs(lm, IDS, true_places(IDS > 3), input_ids=IDS)
+        logprobs, _, _ = token_logprobs(lm, IDS, (IDS > 3).flatten().nonzero()[:, 0], input_ids=IDS)
     assert types == [torch.bfloat16] and logprobs.dtype == torch.float32
 
 

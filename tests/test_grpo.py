@@ -2,18 +2,19 @@
 
 import itertools
 import math
+from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
-from helpers import NAN, close, log, random, recorded, rolled, same_run, tensor
+from helpers import close, log, random, recorded, rolled, same_run, tensor, trained_ids
 from test_invariants import PROMPTS, adamw, slow_step, vowels, weights
 
 from algos import grpo, ppo
 from benchmarks.tasks import randomwalks
 from common import seeding
 from common.model import load_model
-from common.sampling import kept_ids
+from common.sampling import Responses
 
 B, R, G = 5, 7, 3
 LENGTHS = [1, 2, 4, 7, 3]
@@ -77,21 +78,19 @@ def test_loss_by_hand():
     ratio = tensor(1.5, 1.25, 0.5, 1.5, 0.5, 0.75, 1.0, 1.0)
     advantages = tensor(2, 2, 2, -2, -2, -2, 3, -3)
     new = (ratio.log() - 1.7).requires_grad_()
-    loss = grpo.grpo_loss(new, torch.full_like(ratio, -1.7), advantages, 0.2, 0.3)
+    loss = grpo.grpo_loss(new + 1.7, advantages, 0.2, 0.3)
     close(loss, [-2.6, -2.5, -1.0, 3.0, 1.6, 1.6, -3.0, 3.0])
     loss.sum().backward()
     close(new.grad, [0.0, -2.5, -1.0, 3.0, 0.0, 0.0, -3.0, 3.0])
 
 
 def test_sequence_means_are_the_slow_definition():
-    mask = MASK.clone()
-    mask[3, 0] = mask[3, 4] = False
-    x = random(B, R)
-    means = grpo.sequence_means(x, mask)
-    for b in range(B):
-        kept = [x[b, t].item() for t in range(R) if mask[b, t]]
-        close(means[b], [sum(kept) / len(kept)] * R)
-    assert torch.equal(grpo.sequence_means(torch.where(mask, x, NAN), mask), means)
+    x = random(sum(LENGTHS))
+    means = grpo.sequence_means(x, [*LENGTHS, 0])  # a line without labels is an empty row
+    expected = []
+    for row in x.split(LENGTHS):
+        expected += [sum(row.tolist()) / len(row)] * len(row)
+    close(means, expected)
 
 
 def test_k3_is_that_of_ppo():
@@ -168,14 +167,25 @@ ADVANTAGES = tensor(1.5, -0.75, 0.5, -1.25, 2.0)
 
 
 def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
-    """What grpo.losses says of log-probabilities (B, R), as of a model that gives them."""
-    monkeypatch.setattr(grpo, "response_logprobs", lambda *_, **__: (new, None, None))
-    ids = torch.zeros(B, R, dtype=torch.long)
-    token_weights = grpo.token_weights(MASK.sum(1), args.loss_mean, args.max_new_tokens)
-    columns = {"logprobs": OLD, "ref_logprobs": REF}
-    episodes = grpo.Rollout(ids, ids == 0, ids, MASK, advantages=advantages, **columns)
-    loss, sums = grpo.losses(None, episodes, token_weights, args)
-    return loss, {name: total for (_, name), total in sums.items()}
+    """What grpo.losses says of log-probabilities (B, R), as of a model that gives them, in two micro-batches."""
+    lists = [[0] * length for length in LENGTHS]
+    responses = Responses(lists, [[True] * length for length in LENGTHS], [True] * B, None)
+    batch = grpo.Rollout.of([[0]] * B, responses, "cpu")
+    batch.advantages = advantages
+    batch.logprobs = OLD[MASK]
+    batch.ref_logprobs = REF[MASK]
+    column = new[MASK]
+    monkeypatch.setattr(grpo, "line_logprobs", lambda model, lines, _: (column[batch.places(lines)], None, None))
+    token_weights = grpo.token_weights(batch.lengths(), args.loss_mean, args.max_new_tokens)
+    counts = {"steps": 1, "sequences": B, "tokens": sum(LENGTHS)}
+    loss = 0.0
+    sums = defaultdict(float)
+    for rows in ([3, 0], [4, 1, 2]):
+        share, metrics = grpo.losses(None, batch, [[batch.examples[row]] for row in rows], token_weights, counts, args)
+        loss = loss + share
+        for name, value in metrics.items():
+            sums[name] += value
+    return loss, sums
 
 
 @pytest.mark.parametrize("golden", GOLDEN + UNBIASED, ids=lambda golden: "-".join(map(str, golden[:5])))
@@ -229,7 +239,7 @@ def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir,
         assert record["policy/clipfrac"] == record["policy/approxkl"] == 0
         assert record.keys().isdisjoint(["objective/kl", "loss/kl"])
         assert record["loss/total"] == record["loss/policy"]
-        lengths = batch.response_mask.sum(1)
+        lengths = batch.lengths()
         expected = -(batch.advantages * lengths).sum().item() / lengths.sum().item()
         assert record["loss/policy"] == pytest.approx(expected, rel=1e-9)
         assert abs(expected) > 1e-3
@@ -250,8 +260,8 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
     flags |= {"cliprange": 0.05, "cliprange_high": 0.1, "lr_schedule": "linear"}
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **flags)
     [(_, batch)] = rollouts
-    queries = kept_ids(batch.query, batch.query_mask)
-    responses = kept_ids(batch.response, batch.response_mask)
+    queries = batch.queries
+    responses = trained_ids(batch)
     scores = batch.scores.tolist()
     advantages = grpo.group_advantages(batch.scores, G, kind).tolist()
     model, _ = load_model(args_of(dtype="float64"), gpt2_dir)
@@ -313,12 +323,18 @@ def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_pa
     micro = recorded(monkeypatch, grpo, "losses")
     rollouts = rolled(monkeypatch, grpo)
     run_grpo(gpt2_dir, tmp_path / "short", **flags)
-    rows = sum(len(episodes.query) for (_, episodes, *_), _ in micro)
+    rows = sum(len(lines) for (_, _, lines, *_), _ in micro)
     assert rows == sum(int(batch.advantages.count_nonzero()) for _, batch in rollouts) <= 2 * 15
-    monkeypatch.setattr(grpo, "with_gradient", lambda rows, advantages, processes: rows)
     micro.clear()
+    minibatches = grpo.minibatches
+
+    def of_all_rows(accelerator, batch, args, iteration, epoch):
+        for rows, _ in minibatches(accelerator, batch, args, iteration, epoch):
+            yield rows, batch.micro_batches(accelerator, rows, args.micro_batch_size)
+
+    monkeypatch.setattr(grpo, "minibatches", of_all_rows)
     run_grpo(gpt2_dir, tmp_path / "whole", **flags)
-    assert sum(len(episodes.query) for (_, episodes, *_), _ in micro) == 2 * 21
+    assert sum(len(lines) for (_, _, lines, *_), _ in micro) == 2 * 21
     same_run(tmp_path / "short", tmp_path / "whole")
 
 
@@ -337,9 +353,9 @@ def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
     micro = recorded(monkeypatch, grpo, "losses")
     rollouts = rolled(monkeypatch, grpo)
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", dataset=[{"prompt": "b"}])
-    one, two = (kept_ids(batch.response, batch.response_mask) for _, batch in rollouts)
+    one, two = (trained_ids(batch) for _, batch in rollouts)
     assert sum(a == b for a, b in zip(one, two, strict=True)) < 7
-    assert [len(episodes.query) for (_, episodes, *_), _ in micro] == [1, 1]
+    assert [len(lines) for (_, _, lines, *_), _ in micro] == [1, 1]
     before, _ = load_model(args_of(dtype="float64"), gpt2_dir)
     after = weights(run_dir)
     assert all(torch.equal(after[f"model.{name}"], weight) for name, weight in before.named_parameters())
@@ -367,10 +383,6 @@ def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
         assert shown == numbers
         assert prompts == [PROMPTS[n] for n in numbers]
         assert [math.floor(score) for score in batch.scores.tolist()] == numbers
-        assert (
-            kept_ids(batch.query, batch.query_mask)
-            == given
-            == [randomwalks.tokenizer()(prompt)["input_ids"] for prompt in prompts]
-        )
-        responses = kept_ids(batch.response, batch.response_mask)
+        assert batch.queries == given == [randomwalks.tokenizer()(prompt)["input_ids"] for prompt in prompts]
+        responses = trained_ids(batch)
         assert len({*zip(numbers, map(tuple, responses), strict=True)}) > 5 + 3

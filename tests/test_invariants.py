@@ -3,6 +3,7 @@
 Most tests run the `main` of a script in-process on a tiny model, with one of its functions replaced to look inside.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import helpers
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import EOS, PAD, log, pad_is_eos, recorded, rolled, same_run
+from helpers import EOS, log, pad_is_eos, recorded, rolled, same_run, trained_ids
 
 from algos import ppo, sft
 from common import seeding
-from common.cli import from_task
+from common.cli import call_reward, from_task
 from common.model import load_model
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m", "nopqrst", "ba"]
@@ -74,18 +75,18 @@ def test_first_ratio_is_one_and_kl_zero(accelerator, letters, tiny_dirs, family,
     model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
     rows = [{"prompt": p} for p in PROMPTS]
     queries = tokenizer(PROMPTS)["input_ids"]
-    data = SimpleNamespace(reward=vowels, rollout=None)
+    data = SimpleNamespace(reward=partial(call_reward, vowels, "vowels"), rollout=None)
     batch, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
-    kl = (batch.logprobs - batch.ref_logprobs)[batch.response_mask]
+    kl = batch.logprobs - batch.ref_logprobs
     assert len(kl) > 40
     assert kl.abs().max() < tolerance
     model.train()
     for rows in ([6, 0], [3], [5, 1, 4, 2]):
-        part = batch.take(torch.tensor(rows))
-        new_logprobs, new_values, _ = model(*part.tokens(), temperature=0.7)
-        keep = part.response_mask
-        assert ((new_logprobs - part.logprobs).exp() - 1)[keep].abs().max() < tolerance
-        assert (new_values - part.values)[keep].abs().max() < tolerance
+        lines = [[batch.examples[row]] for row in rows]
+        places = batch.places(lines)
+        new_logprobs, new_values, _ = model(lines, temperature=0.7)
+        assert ((new_logprobs - batch.logprobs[places]).exp() - 1).abs().max() < tolerance
+        assert (new_values - batch.values[places]).abs().max() < tolerance
 
 
 def test_ratio_is_one_at_the_first_step_of_every_iteration(monkeypatch, gpt2_dir, tmp_path):
@@ -117,14 +118,15 @@ def test_the_plain_run_is_worth_comparing(gpt2_dir, tmp_path):
 def slow_targets(batch):
     """{(row, place): (advantage, return)} of a rollout with gamma 1, lambda 0.95 and a KL coefficient of 0.1."""
     found = {}
-    for b, length in enumerate(batch.response_mask.sum(1).tolist()):
+    for b, (_, _, places) in enumerate(batch.examples):
+        length = len(places)
         advantage = 0.0
         next_value = 0.0
         for t in reversed(range(length)):
-            reward = -0.1 * (batch.logprobs[b, t] - batch.ref_logprobs[b, t]).item()
+            reward = -0.1 * (batch.logprobs[places[t]] - batch.ref_logprobs[places[t]]).item()
             if t == length - 1:
                 reward += batch.scores[b].sum().item()
-            value = batch.values[b, t].item()
+            value = batch.values[places[t]].item()
             advantage = reward + next_value - value + 0.95 * advantage
             next_value = value
             found[b, t] = advantage, advantage + value
@@ -168,7 +170,7 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
     flags = {"total_episodes": 10, "micro_batch_size": 2, "vf_coef": 0.7, "max_grad_norm": 0.3, "weight_decay": 0.1}
     metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", min_length_limit=2, **flags)
     [(_, batch)] = rollouts
-    assert len(set(batch.response_mask.sum(1).tolist())) > 3  # so there is padding
+    assert len(set(batch.lengths().tolist())) > 3  # so there is padding
     lm, _ = load_model(from_task(ppo.Args, ppo.TASK, dtype="float64"), gpt2_dir)
     model = ppo.PolicyWithValue(lm, "linear", "normal", seed=1)
     assert all(torch.equal(weight, before[0][name]) for name, weight in model.state_dict().items())
@@ -182,17 +184,18 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
     for lr, rows in zip([1e-2, 7.5e-3, 5e-3, 2.5e-3], parts, strict=True):  # linear to 0 at a fifth step
         losses = []
         for b in rows:
-            query = batch.query[b, batch.query_mask[b]]
-            response = batch.response[b, batch.response_mask[b]]
-            output = model.lm(torch.cat([query, response])[None], output_hidden_states=True)
-            for t, token in enumerate(response.tolist()):
+            query = batch.queries[b]
+            response = trained_ids(batch)[b]
+            _, _, places = batch.examples[b]
+            output = model.lm(torch.tensor([query + response]), output_hidden_states=True)
+            for t, token in enumerate(response):
                 at = len(query) - 1 + t
                 advantage, target = targets[b, t]
                 a = (advantage - np.mean(advantages)) / (np.var(advantages) + 1e-8) ** 0.5
-                ratio = ((output.logits[0, at] / 0.7).log_softmax(-1)[token] - batch.logprobs[b, t]).exp()
+                ratio = ((output.logits[0, at] / 0.7).log_softmax(-1)[token] - batch.logprobs[places[t]]).exp()
                 policy_loss = -torch.minimum(a * ratio, a * ratio.clamp(0.8, 1.2))
                 value = model.value_head(output.hidden_states[-1][0, at])[0]
-                old = batch.values[b, t]
+                old = batch.values[places[t]]
                 near = torch.minimum(torch.maximum(value, old - 0.05), old + 0.05)
                 value_loss = torch.maximum((value - target) ** 2, (near - target) ** 2) / 2
                 losses.append(policy_loss + 0.7 * value_loss)
@@ -218,16 +221,16 @@ def test_metrics_are_those_of_numpy(monkeypatch, gpt2_dir, tmp_path):
     _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", kl_kind="mse", micro_batch_size=3)
     beta = 0.1
     for record, (_, batch) in zip(log(run_dir), rollouts, strict=True):
-        mask = batch.response_mask.numpy()
-        per_token = "response logprobs values entropies ref_logprobs returns".split()
-        columns = {name: getattr(batch, name).numpy() for name in per_token}
-        tokens = {name: column[mask] for name, column in columns.items()}
-        rows = [{name: column[row][mask[row]] for name, column in columns.items()} for row in range(10)]
+        per_token = "logprobs values entropies ref_logprobs returns".split()
+        tokens = {name: getattr(batch, name).numpy() for name in per_token}
+        rows = []
+        for _, _, places in batch.examples:
+            rows.append({name: column[places.start : places.stop] for name, column in tokens.items()})
         kls = [row["logprobs"] - row["ref_logprobs"] for row in rows]
         scores = batch.scores.sum(1).numpy()
         penalty = np.mean([-beta * np.sum(kl**2) / 2 for kl in kls])
         errors = tokens["returns"] - tokens["values"]
-        ends = [EOS in row["response"] for row in rows]
+        ends = [EOS in ids for ids in trained_ids(batch)]
         expected = {
             "objective/kl": np.mean([kl.sum() for kl in kls]),
             "objective/kl_coef": beta,
@@ -242,10 +245,10 @@ def test_metrics_are_those_of_numpy(monkeypatch, gpt2_dir, tmp_path):
             "val/error": np.mean(errors**2),
         }
         counts = {  # averaged in float32
-            "tokens/responses_len": mask.sum(1).mean(),
+            "tokens/responses_len": np.mean([len(row["values"]) for row in rows]),
             "tokens/eos_rate": np.mean(ends),
             "tokens/truncated_rate": 1 - np.mean(ends),
-            "tokens/queries_len": batch.query_mask.sum(1).double().mean().item(),
+            "tokens/queries_len": np.mean([len(query) for query in batch.queries]),
         }
         for values, tolerance in ((expected, 1e-9), (counts, 1e-6)):
             found = {name: record[name] for name in values}
@@ -267,9 +270,9 @@ def test_ppo_with_an_end_token_of_id_zero(monkeypatch, letters, gpt2_dir, tmp_pa
     rollouts = rolled(monkeypatch, ppo)
     _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", tokenizer=letters, total_episodes=40)
     for _, batch in rollouts:
-        for ids, mask in zip(batch.response.tolist(), batch.response_mask.tolist(), strict=True):
+        for ids in trained_ids(batch):
             ends = [place for place, token in enumerate(ids) if token in (0, EOS)]  # the model's own, too
-            assert sum(mask) == (ends[0] + 1 if ends else batch.response.shape[1])
+            assert len(ids) == (ends[0] + 1 if ends else 7)
     assert any(0 < record["tokens/eos_rate"] < 1 for record in log(run_dir))
 
 
@@ -313,7 +316,7 @@ def test_sft_steps_are_the_slow_definition(letters, gpt2_dir, tmp_path):
 def test_evaluation_is_the_mean_over_labels_for_any_micro_batch(accelerator, letters, build_model, size):
     model = build_model(dtype=torch.float64).to(accelerator.device)
     examples, _ = sft.encode_rows(ROWS, letters, 99, True, "--dataset")
-    metrics = sft.evaluate_loss(accelerator, model, examples, SimpleNamespace(micro_batch_size=size), PAD)
+    metrics = sft.evaluate_loss(accelerator, model, examples, size)
     nll = []
     hits = []
     with torch.no_grad():

@@ -14,23 +14,22 @@ from helpers import NAN, close, random, tensor
 
 from algos import ppo, sft
 from common import seeding
+from common.sampling import Responses
+from common.scoring import split_lines
 
 B, R, V = 5, 7, 11
 
 
-def ragged_mask(holes=False):
-    """(B, R): rows of 1, 2, 4, 7 and 0 tokens; with holes, some of the tokens before the last one are out."""
-    mask = torch.arange(R) < torch.tensor([[1], [2], [4], [7], [0]])
-    if holes:
-        mask[2, 1] = mask[3, 0] = mask[3, 3] = mask[3, 5] = False
-    return mask
+def ragged_mask():
+    """(B, R): rows of 1, 2, 4, 7 and 0 tokens."""
+    return torch.arange(R) < torch.tensor([[1], [2], [4], [7], [0]])
 
 
 # ---- Advantages ------------------------------------------------------------------------------------------------------
 
 
 def slow_gae(rewards, values, mask, gamma, lam):
-    """The sum of GAE Eq. 16, term by term, over the tokens that count: a hole (the text of a tool) is no step."""
+    """The sum of GAE Eq. 16, term by term, over the tokens that count."""
     advantages = torch.zeros_like(values)
     for row in range(len(values)):
         kept = mask[row].nonzero()[:, 0].tolist()
@@ -48,12 +47,12 @@ def test_gae_golden():
     close(returns, [[0.95125, 0.975, 1.0]])
 
 
-@pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.0, 1.0)])
-def test_gae_is_the_slow_sum(holes, gamma, lam):
+def test_gae_is_the_slow_sum(gamma, lam):
+    """Whatever stands after the last token of a row."""
     rewards = random(B, R)
     values = random(B, R, seed=1)
-    mask = ragged_mask(holes)
+    mask = ragged_mask()
     expected = slow_gae(rewards, values, mask, gamma, lam)
     advantages, returns = ppo.gae(rewards, values, mask, gamma, lam)
     close(advantages, expected)
@@ -100,9 +99,8 @@ def test_next_kl_coef_golden():
 # ---- Rewards and losses ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("holes", [False, True])
-def test_score_is_placed_once_on_the_last_token(holes):
-    mask = ragged_mask(holes)
+def test_score_is_placed_once_on_the_last_token():
+    mask = ragged_mask()
     scores = tensor(10, 20, 30, 40, 50)
     kl = random(B, R)
     rewards = ppo.token_rewards(scores, kl, mask, 0.3)
@@ -113,16 +111,12 @@ def test_score_is_placed_once_on_the_last_token(holes):
 
 
 def test_place_scores_by_hand():
-    """Of lists, what stands in a hole goes to the token before, or to the first."""
-    mask = ragged_mask(holes=True)
-    placed = ppo.place_scores([1.5, [2.0, 3.0], [4.0, 5.0, 6.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], 0.0], mask)
-    expected = torch.zeros(B, R, dtype=torch.float64)
-    expected[0, 0] = 1.5
-    expected[1, :2] = tensor(2, 3)
-    expected[2, [0, 2]] = tensor(9, 6)
-    expected[3, [1, 2, 4, 6]] = tensor(3, 12, 48, 64)
-    assert torch.equal(placed, expected)
-    assert ppo.place_scores([0.0, 0.0, 0.0, 7.0, 0.0], mask).nonzero().tolist() == [[3, 6]]
+    """Of lists, what a token got that is not trained goes to the trained one before it, or to the first."""
+    trained = [[1, 1], [1], [1, 0, 1], [0, 1, 1, 0, 1, 0, 1], [0, 0, 1, 0]]
+    trained = [[flag == 1 for flag in row] for row in trained]
+    scores = [1.5, [2.0], [4.0, 5.0, 6.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], [1.0, 2.0, 4.0, 8.0]]
+    assert ppo.place_scores(scores, trained) == [0.0, 1.5, 2.0, 9.0, 6.0, 3.0, 12.0, 48.0, 64.0, 15.0]
+    assert ppo.place_scores([0.0, 0.0, 0.0, 7.0, 0.0], trained) == [0.0] * 8 + [7.0, 0.0]
 
 
 def test_policy_loss_by_hand():
@@ -159,28 +153,44 @@ def test_token_nll_computes_at_least_in_float32():
 # ---- Episodes --------------------------------------------------------------------------------------------------------
 
 
-def test_take_narrows_what_it_knows_and_leaves_the_rest():
-    """Of queries of 1, 3 and 5 tokens and responses of 2, 7 and 4: what runs along neither is taken whole."""
-    query_mask = torch.arange(5) >= tensor(4, 2, 0)[:, None]
-    mask = torch.arange(R) < tensor(2, 7, 4)[:, None]
-    columns = {name: random(3, R, seed=seed) for seed, name in enumerate(("values", "scores", "entropies"))}
-    truncated = random(3, seed=8)
-    batch = ppo.Rollout(random(3, 5), query_mask, random(3, R), mask, truncated=truncated, **columns)
-    taken = batch.take(torch.tensor([2, 0]))
-    assert torch.equal(taken.query, batch.query[[2, 0]])
-    assert torch.equal(taken.query_mask, query_mask[[2, 0]])
-    assert torch.equal(taken.response_mask, mask[[2, 0], :4])
-    assert all(torch.equal(getattr(taken, name), x[[2, 0], :4]) for name, x in columns.items())
-    assert torch.equal(taken.truncated, truncated[[2, 0]])
-    assert taken.returns is None
-    alone = batch.take(torch.tensor([0]))
-    assert torch.equal(alone.query, batch.query[:1, 4:])
-    assert alone.response.shape == (1, 2)
-    assert batch.lengths().tolist() == [3, 10, 9]
-    batch.response_mask = mask & (torch.arange(R) != 1)
-    assert batch.lengths().tolist() == [2, 10, 9]  # up to the last one
-    part = batch.take(torch.tensor([2, 0]))
-    assert torch.equal(part.of_tokens(part.values), columns["values"][[2, 2, 2, 0], [0, 2, 3, 0]])
+RESPONSES = Responses([[7, 8], [9, 1, 2], [3, 4, 5, 6]], [[True, True], [False, True, False], [True, False, True, True]],
+                      [True] * 3, None)  # fmt: skip
+
+
+def test_episodes_by_hand():
+    """A line ends with its last trained token; columns are of trained tokens, row by row."""
+    batch = ppo.Rollout.of([[0], [1, 2, 3], [4, 5]], RESPONSES, "cpu")
+    lines = [([*ids], [*labels], [*places]) for ids, labels, places in batch.examples]
+    assert lines == [
+        ([0, 7, 8], [-100, 7, 8], [0, 1]),
+        ([1, 2, 3, 9, 1], [-100, -100, -100, -100, 1], [2]),
+        ([4, 5, 3, 4, 5, 6], [-100, -100, 3, -100, 5, 6], [3, 4, 5]),
+    ]
+    assert batch.rows.tolist() == [0, 0, 1, 2, 2, 2] and batch.lengths().tolist() == [2, 1, 3]
+    column = torch.arange(6.0) + 1
+    assert batch.grid(column).tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    assert torch.equal(batch.grid(column)[batch.mask], column)
+    two_lines = [[batch.examples[2]], [batch.examples[1], batch.examples[0]]]
+    assert batch.places(two_lines).tolist() == [3, 4, 5, 2, 0, 1]
+    assert batch.places([[(None, None, [])]]).tolist() == []
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_share_lines_of_similar_lengths(processes):
+    """Every example once, the same number of lines in each process; a line more has no label."""
+    examples = [([0] * length, [-100] * length, [length]) for length in (5, 2, 11, 3, 7, 13, 4)]
+    split = []
+    for process in range(processes):
+        accelerator = SimpleNamespace(num_processes=processes, process_index=process)
+        split.append(split_lines(accelerator, examples, batch_size=2))
+    lines = [[line for part in parts for line in part] for parts in split]
+    assert {len(part) for part in lines} == {-(-7 // processes)}
+    places = [place for part in lines for [(_, _, found)] in part for place in found]
+    assert sorted(places) == [2, 3, 4, 5, 7, 11, 13]
+    without_label = [ids for part in lines for [(ids, _, found)] in part if not found]
+    assert without_label == [[0, 0]] * (-7 % processes)
+    first = [[len(ids) for [(ids, _, found)] in part if found] for part in split[0]]
+    assert first[:2] == {1: [[2, 3], [4, 5]], 2: [[2, 4], [7, 13]], 3: [[2, 5], [13]]}[processes]
 
 
 # ---- Learning rate ---------------------------------------------------------------------------------------------------

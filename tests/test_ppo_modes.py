@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import EOS, log, rolled
+from helpers import EOS, log, rolled, trained_ids
 from test_invariants import run_ppo, weights
 from torch import nn
 from torch.nn import functional as F
@@ -73,10 +73,9 @@ def test_a_reference_of_its_own_keeps_its_blocks(monkeypatch, gpt2_dir, tiny_dir
     [(_, batch)] = rollouts
     reference = AutoModelForCausalLM.from_pretrained(tiny_dirs["llama"], dtype=torch.float64).eval()
     with torch.no_grad():
-        expected, _, _ = ppo.response_logprobs(reference, *batch.tokens(), temperature=0.7)
-    keep = batch.response_mask
-    assert (batch.logprobs - expected)[keep].abs().max() > 0.5
-    assert (batch.ref_logprobs - expected)[keep].abs().max() < 1e-9
+        expected, _, _ = ppo.line_logprobs(reference, [[example] for example in batch.examples], 0.7)
+    assert (batch.logprobs - expected).abs().max() > 0.5
+    assert (batch.ref_logprobs - expected).abs().max() < 1e-9
 
 
 # ---- Rewards and scores ----------------------------------------------------------------------------------------------
@@ -89,12 +88,12 @@ def test_rewards_are_whitened(monkeypatch, gpt2_dir, tmp_path):
     _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", gamma=0.9, **flags)
     for record, (_, batch) in zip(log(run_dir), calls, strict=True):
         assert record["objective/scores"] == pytest.approx(batch.raw_scores.sum(1).mean().item())
-        mask = batch.response_mask
+        mask = batch.mask
         kept = batch.rewards[mask].numpy()
         white = torch.zeros_like(batch.rewards)
         white[mask] = torch.from_numpy((kept - kept.mean()) / np.sqrt(kept.var() + 1e-8) + kept.mean())
-        _, returns = ppo.gae(white, batch.values, mask, 0.9, 0.95)
-        torch.testing.assert_close(batch.returns, returns, rtol=1e-9, atol=1e-9)
+        _, returns = ppo.gae(white, batch.grid(batch.values), mask, 0.9, 0.95)
+        torch.testing.assert_close(batch.returns, returns[mask], rtol=1e-9, atol=1e-9)
 
 
 def ragged(rows, seed):
@@ -149,7 +148,7 @@ def test_scores_without_spread_are_not_scaled(scaling, expected, rows):
 def test_limits_of_length(monkeypatch, gpt2_dir, tmp_path):
     rollouts = rolled(monkeypatch, ppo)
     run_ppo(gpt2_dir, tmp_path / "run", min_length_limit=3, total_episodes=60)
-    lengths = [batch.response_mask.sum(1)[batch.truncated].tolist() for _, batch in rollouts]
+    lengths = [batch.lengths()[batch.truncated].tolist() for _, batch in rollouts]
     assert {*itertools.chain(*lengths)} == {3, 4, 5, 6, 7}
     assert len({*map(tuple, lengths)}) == 6  # drawn anew
 
@@ -168,7 +167,7 @@ def test_a_run_with_stop_strings(monkeypatch, letters, gpt2_dir, tmp_path):
     rollouts = rolled(monkeypatch, ppo)
     run_ppo(gpt2_dir, tmp_path / "run", stop=tuple(stops), reward=reward, decode_batch_size=3)
     for (_, batch), (outputs, output_ids) in zip(rollouts, calls, strict=True):
-        assert batch.response_mask.sum(1).tolist() == [len(ids) for ids in output_ids]
+        assert trained_ids(batch) == output_ids
         assert batch.raw_scores.sum(1).tolist() == [len(output) for output in outputs]
         texts = letters.batch_decode(output_ids)
         hits = [any(stop in text for stop in stops) for text in texts]
@@ -193,14 +192,14 @@ def test_early_stop_keeps_the_schedule(gpt2_dir, tmp_path):
     assert [record["optim/lr"] for record in early] == pytest.approx([1e-2 * (1 - s / 18) for s in (1, 7, 13)])
 
 
-@pytest.mark.parametrize(("rows", "skipped"), [(range(10), 4), ([4], 2)])
+@pytest.mark.parametrize(("rows", "skipped"), [([*range(10)], 4), ([4], 2)])
 def test_steps_with_a_large_ratio_are_skipped(monkeypatch, gpt2_dir, tmp_path, rows, skipped):
     """A ratio that is infinite in float32; where it is that of one row, one step of two is skipped."""
     rollout = ppo.rollout
 
     def gap(*args):
         batch, *more = rollout(*args)
-        batch.logprobs[list(rows)] -= 200
+        batch.logprobs[torch.isin(batch.rows, torch.tensor(rows))] -= 200
         return batch, *more
 
     monkeypatch.setattr(ppo, "rollout", gap)
@@ -267,7 +266,8 @@ def by_hand(folder, text, ended):
 @pytest.mark.parametrize(("family", "pad"), [("GPT2", "<eos>"), ("Llama", "<pad>"), ("Bert", "<pad>")])
 def test_a_reward_model_scores_rows_as_alone(tmp_path, family, pad):
     save_classifier(tmp_path, family, pad)
-    args = SimpleNamespace(reward=f"{tmp_path}:good", trust_remote_code=False, dtype="float64", load_in_4bit=False)
+    flags = {"trust_remote_code": False, "dtype": "float64", "load_in_4bit": False, "micro_batch_size": 3}
+    args = SimpleNamespace(reward=f"{tmp_path}:good", **flags)
     reward = RewardModel(args, SimpleNamespace(device="cpu", named_parameters={}.items))
     count = 6 if family == "Bert" else 7  # without an end, an empty text has no token
     texts = TEXTS[:count]
@@ -275,9 +275,10 @@ def test_a_reward_model_scores_rows_as_alone(tmp_path, family, pad):
     expected = [by_hand(tmp_path, text, end) for text, end in zip(texts, ended, strict=True)]
     assert len(set(expected)) == len(texts)
     for size in (3, 64):
-        assert reward(texts, ended, size).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        reward.batch_size = size
+        assert reward(texts, ended).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
     if family != "Bert":
-        assert reward(texts, [not end for end in ended], 3)[0] != pytest.approx(expected[0], abs=1e-3)
+        assert reward(texts, [not end for end in ended])[0] != pytest.approx(expected[0], abs=1e-3)
 
 
 def test_a_score_that_is_not_finite_names_the_row(gpt2_dir, tmp_path):

@@ -13,7 +13,7 @@ import shutil
 import pytest
 import torch
 from harness import ROOT, launch, torchrun
-from helpers import EOS, answer, close, log, recorded, rolled, same_run, samples, turn, user, write
+from helpers import EOS, answer, close, log, recorded, rolled, same_run, samples, trained_ids, turn, user, write
 from test_invariants import PROMPTS, weights
 from test_rows import TOOLS, TURN_END, build_tokenizer
 
@@ -130,15 +130,20 @@ def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch)
     ((_, batch),) = calls
     assert sum(WRITTEN[0] in ids for ids in seen) > 6
     seen = seen[len(PROMPTS) : len(PROMPTS) + 12]  # between two evaluations
-    for ids, response, mask in zip(seen, batch.response.tolist(), batch.response_mask.tolist(), strict=True):
-        kept = [token for token, keep in zip(response, mask, strict=True) if keep]
+    for ids, kept, query, (line, labels, _) in zip(
+        seen, trained_ids(batch), batch.queries, batch.examples, strict=True
+    ):
+        response = [*line[len(query) :]]
+        mask = [label != -100 for label in labels[len(query) :]]
+        assert response == ids[: len(response)] and mask[-1]
         assert [token for token in ids if token not in WRITTEN] == [x for x in kept if x not in WRITTEN]
         for place, (token, keep) in enumerate(zip(response, mask, strict=True)):
             if place and token in (0, 8, 14, 20) and keep:  # behind a vowel
                 assert not any(mask[place + 1 : place + 3])
     first, _ = losses[0]
-    assert batch.response_mask.sum() < sum(map(len, seen))
-    close((first[0] - first[1]).exp(), torch.ones(first[0].shape))
+    assert len(batch.rows) < sum(map(len, seen))
+    log_ratio = first[0] - first[1] if algo == "ppo" else first[0]
+    close(log_ratio.exp(), torch.ones(len(log_ratio)))
     assert any("[eq]" in row["output"] for row in samples(run_dir))
 
 

@@ -14,7 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from check import ROOT, read_jsonl
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.tables import ROOT, read_jsonl
 
 TASK = "benchmarks/tasks/arithmetic.py"
 SETTINGS = "benchmarks/tasks/arithmetic/sft_sums.yaml"

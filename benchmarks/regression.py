@@ -26,11 +26,12 @@ from statistics import mean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.check import ROOT, SAME, history, markdown, read_csv, read_jsonl, shown, write_csv
+from benchmarks.check import SAME
 from benchmarks.claims import CLAIMS
 from benchmarks.compare import read_records
 from benchmarks.gpu import differences
 from benchmarks.seeds import commands, run_dirs_of
+from benchmarks.tables import ROOT, history, markdown, read_csv, read_jsonl, shown, write_csv
 
 MOST_DIFFERENCE = 1e-6  # of first records in float64, relative: rounding, which every optimizer step enlarges
 # Quantiles of Student's t at 0.975 for 1, 2, ... degrees of freedom (any table of the distribution). The last one also

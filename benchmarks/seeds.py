@@ -18,8 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.check import ROOT, claim_path, collect, verify_claim, write
+from benchmarks.check import collect, verify_claim, write
 from benchmarks.claims import CLAIMS
+from benchmarks.tables import ROOT, claim_path
 
 
 def environment(seed, variants):

@@ -13,7 +13,7 @@ from harness import ROOT
 from test_rows import TOOLS, build_tokenizer
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
-from benchmarks import check, seeds
+from benchmarks import check, seeds, tables
 from benchmarks.tasks import arithmetic, calculator, randomwalks, shapes
 from common import logging as run_logging
 from common.cli import parse
@@ -112,7 +112,8 @@ def test_check_sees_a_changed_number(tmp_path, monkeypatch):
     for folder in ("algos", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("golden", "__pycache__"))
     shutil.copy(ROOT / "README.md", tmp_path)
-    monkeypatch.setattr(check, "ROOT", tmp_path)
+    for module in (check, tables):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     assert check.verify() == []
     curves = tmp_path / "benchmarks/curves/ppo-randomwalks/curves.csv"
     text, count = re.subn(r"^(default,1,\d+,)0\.\d", r"\g<1>0.1", curves.read_text(), flags=re.M)
@@ -126,7 +127,7 @@ def test_check_sees_a_changed_number(tmp_path, monkeypatch):
 
 def test_the_table_of_faults_is_that_of_the_tests(cases):
     """Every test of a case is counted, with its script; in a run of all tests, none is counted that is gone."""
-    stored = {int(row["number"]): row for row in check.read_csv(ROOT / check.CASES)}
+    stored = {int(row["number"]): row for row in tables.read_csv(ROOT / check.CASES)}
     assert {n: (row["fault or input"], row["expected"]) for n, row in stored.items()} == CASES
     for number, (scripts, tests) in cases.table.items():
         row = stored[number]

@@ -7,6 +7,7 @@ at: a copy that somebody edits may lie beside them, or anywhere with the reposit
 
 import ast
 import dataclasses
+import graphlib
 import importlib
 import re
 from pathlib import Path
@@ -62,6 +63,23 @@ def imports(path):
             assert node.level == 0, f"{path.name}:{node.lineno}: relative import"
             names.add(node.module.split(".")[0])
     return names
+
+
+def imported_files(path, files):
+    """Those of the files that a file imports, anywhere in it. A script finds files beside it by their names alone."""
+    named = {}
+    for file in files:
+        named[".".join(file.relative_to(ROOT).with_suffix("").parts)] = file
+        if file.parent == path.parent and path not in COMMON:
+            named[file.stem] = file
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {named.get(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(named.get(node.module))
+            found |= {named.get(f"{node.module}.{alias.name}") for alias in node.names}
+    return found - {None}
 
 
 def args_read(paths):
@@ -133,6 +151,14 @@ def test_imports():
     for path in SCRIPTS + COMMON:
         assert imports(path) & OWN <= {"common"}, path
     assert len(COMMON) - 1 <= MODULES  # without __init__.py
+
+
+def test_no_circles():
+    """Of imports, also of those within functions."""
+    imported = {path: imported_files(path, EVERY) for path in EVERY}
+    speed = ROOT / "benchmarks/throughput"
+    assert speed / "language.py" in imported[speed / "growth.py"]  # within a function, from the folder beside it
+    graphlib.TopologicalSorter(imported).prepare()  # an error names the files of a circle
 
 
 @pytest.mark.case(98, "ppo grpo ilql sft reward dpo ddpo")

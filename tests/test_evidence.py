@@ -11,13 +11,13 @@ import pytest
 from harness import ROOT
 from helpers import write
 
-from benchmarks import check, regression, seeds
+from benchmarks import check, regression, seeds, tables
 from benchmarks.claims import CLAIMS, TWIN
 
 
 def test_numbers_that_no_stored_claim_has():
     """The score is best in the second evaluation, between which and the last the reward rises by 3."""
-    assert check.average([0.25]) == "0.250"
+    assert tables.average([0.25]) == "0.250"
     points = [(0, 1.0, 1.0), (4, 3.0, 2.0), (8, 2.0, 5.0)]
     curve = [{"step": step, "score": score, "reward": reward} for step, score, reward in points]
     assert check.measured(curve, "reward", "rise", "score") == 3.0
@@ -32,11 +32,12 @@ def test_rounding_is_the_spread_of_a_run_and_its_twin(monkeypatch):
         return {int(seed[1:]): [{"eval/optimality": end, "eval/illegal": 0.0}] for seed, end in ends.items()}
 
     found = {"default": runs(s1=0.3, s2=0.4, s3=0.9), "default" + TWIN: runs(s1=0.33, s2=0.36)}
-    monkeypatch.setattr(check, "curves", lambda name: found)
+    for module in (check, tables):
+        monkeypatch.setattr(module, "curves", lambda name: found)
     lines = check.rounding("sft-randomwalks")
     assert lines[3] == "- `default`: last `eval/optimality`, 0.0250 and 0.0707, 2 seeds"
     assert lines[4] == "- `default`: last `eval/illegal`, 0.0000 and 0.0000, 2 seeds" and len(lines) == 5
-    assert list(check.shown("sft-randomwalks")) == ["default"]
+    assert list(tables.shown("sft-randomwalks")) == ["default"]
     del found["default" + TWIN]
     assert check.rounding("sft-randomwalks") == []
 
@@ -44,7 +45,7 @@ def test_rounding_is_the_spread_of_a_run_and_its_twin(monkeypatch):
 def test_run_sh_names_every_stored_run():
     """What DRY=1 prints holds a command for each curve, once, and no other variant of a stored seed."""
     for claim in CLAIMS:
-        stored = {(run["variant"], int(run["seed"])) for run in check.stored_runs(claim)}
+        stored = {(run["variant"], int(run["seed"])) for run in tables.stored_runs(claim)}
         for seed in seeds.default_seeds(claim):
             run_dirs = []
             for command in seeds.commands(claim, seed, []):
@@ -70,17 +71,18 @@ def fake_run(folder, scores, seconds):
 def test_collected_runs_take_their_place(tmp_path, monkeypatch):
     """One in place of a stored seed and one beside it; a run without an evaluation has no curve."""
     for name in ("curves.csv", "runs.csv"):
-        (tmp_path / name).write_text((check.claim_path("sft-randomwalks") / name).read_text())
-    monkeypatch.setattr(check, "claim_path", lambda name: tmp_path)
-    before = check.curves("sft-randomwalks")["default"]
+        (tmp_path / name).write_text((tables.claim_path("sft-randomwalks") / name).read_text())
+    for module in (check, tables):
+        monkeypatch.setattr(module, "claim_path", lambda name: tmp_path)
+    before = tables.curves("sft-randomwalks")["default"]
     folders = [fake_run(tmp_path / name, [0.1, 0.123456789], seconds=7) for name in ("default-seed2", "default-seed11")]
     folders.append(fake_run(tmp_path / "other-seed1", [None], seconds=7))
     check.collect("sft-randomwalks", folders)
-    after = check.shown("sft-randomwalks")
+    after = tables.shown("sft-randomwalks")
     assert list(after) == ["default"] and set(after["default"]) == {*before, 11}
-    assert check.history(after["default"][2], "eval/optimality") == [0.1, 0.12345679]
+    assert tables.history(after["default"][2], "eval/optimality") == [0.1, 0.12345679]
     assert after["default"][3] == before[3]
-    rows = {int(run["seed"]): run for run in check.stored_runs("sft-randomwalks") if run["variant"] == "default"}
+    rows = {int(run["seed"]): run for run in tables.stored_runs("sft-randomwalks") if run["variant"] == "default"}
     assert (rows[11]["last"], rows[11]["seconds"], rows[11]["commit"]) == ("0.123456789", "7.0", "c")
 
 
@@ -118,7 +120,7 @@ def test_the_first_steps_of_two_commits(tmp_path, monkeypatch):
     monkeypatch.setattr(regression, "SAME", tmp_path / "same.csv")
     (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\nsums,ppo,a,b,3,0,x\n")
     regression.store_first("sft-randomwalks", "default", [ROOT, ROOT], 2)
-    ours, sums = check.read_csv(tmp_path / "same.csv")
+    ours, sums = tables.read_csv(tmp_path / "same.csv")
     assert (ours["variant"], ours["records"], ours["difference"]) == ("default", "2", "0.0e+00")
     assert sums["variant"] == "ppo"
     with pytest.raises(SystemExit, match="0 records of true"):
@@ -146,7 +148,7 @@ def test_the_first_steps_of_a_variant_that_starts_from_another(tmp_path, monkeyp
     monkeypatch.setattr(regression, "SAME", tmp_path / "same.csv")
     (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\n")
     regression.store_first("x", "default", folders, 1)
-    [row] = check.read_csv(tmp_path / "same.csv")
+    [row] = tables.read_csv(tmp_path / "same.csv")
     assert (row["old"], row["new"], row["difference"]) == ("old", "new", "0.0e+00")
     assert (folders[1] / base).exists() and not (folders[0] / "runs").exists()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import check
+from benchmarks import tables
 from benchmarks.claims import CLAIMS
 
 HERE = Path(__file__).resolve().parent
@@ -51,8 +51,8 @@ REFERENCES = {
 def curves(name):
     """{system: {seed: records}} of a task, with the seeds of TRL."""
     reference = REFERENCES[name]
-    peer = check.curves_of(HERE / f"curves/{name}.csv", "system")
-    ours = check.curves(reference.claim)[reference.variant]
+    peer = tables.curves_of(HERE / f"curves/{name}.csv", "system")
+    ours = tables.curves(reference.claim)[reference.variant]
     return {"plainrl": {seed: ours[seed] for seed in peer["trl"]}} | peer
 
 
@@ -61,7 +61,7 @@ def lines(name):
     score, axis = REFERENCES[name].score, REFERENCES[name].axis
     found = {}
     for system, seeds in curves(name).items():
-        found[system] = {seed: check.points(records, score, axis) for seed, records in seeds.items()}
+        found[system] = {seed: tables.points(records, score, axis) for seed, records in seeds.items()}
     return found
 
 
@@ -72,16 +72,16 @@ def table(name):
     heads += [f"{reference.axis}s", f"{reference.axis}s to {reference.level:g}"]
     rows = []
     for system, seeds in curves(name).items():
-        scores = [check.history(records, reference.score) for records in seeds.values()]
+        scores = [tables.history(records, reference.score) for records in seeds.values()]
         ends = [records[-1] for records in seeds.values()]
         cells = [system, str(len(seeds))]
-        cells.append(check.average([values[0] for values in scores]))
-        cells.append(check.average([values[-1] for values in scores]))
-        cells.append(check.average([max(values) for values in scores]))
-        cells += [check.average(check.history(ends, key)) for key in reference.also]
-        line = check.mean_curve(lines(name)[system])
+        cells.append(tables.average([values[0] for values in scores]))
+        cells.append(tables.average([values[-1] for values in scores]))
+        cells.append(tables.average([max(values) for values in scores]))
+        cells += [tables.average(tables.history(ends, key)) for key in reference.also]
+        line = tables.mean_curve(lines(name)[system])
         rows.append([*cells, f"{line[-1][0]:.0f}", reached(line, reference.level)])
-    return check.markdown(heads, rows)
+    return tables.markdown(heads, rows)
 
 
 def reached(line, level):
@@ -102,10 +102,10 @@ def draw(name):
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes = figure.subplots()
     systems = lines(name)
-    check.draw_curves(axes, systems, list(systems))
-    axes.set(xlabel=check.AXES[reference.axis], ylabel=reference.score, title=reference.title)
+    tables.draw_curves(axes, systems, list(systems))
+    axes.set(xlabel=tables.AXES[reference.axis], ylabel=reference.score, title=reference.title)
     axes.legend(fontsize=8)
-    check.save_figure(figure, HERE / f"curves/{name}.png", 80, digest(name))
+    tables.save_figure(figure, HERE / f"curves/{name}.png", 80, digest(name))
 
 
 def problems():

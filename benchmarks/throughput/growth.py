@@ -21,7 +21,7 @@ from statistics import linear_regression
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.check import markdown, read_csv
+from benchmarks.tables import markdown, read_csv
 from benchmarks.throughput.run import HERE, REPEAT_ME, commit, file_of, python_of, start
 
 RESULTS = HERE / "growth.csv"

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from statistics import median
 
-from benchmarks.check import markdown, read_csv
+from benchmarks.tables import markdown, read_csv
 from benchmarks.throughput.run import KEPT, OURS, SIDES
 
 HERE = Path(__file__).resolve().parent

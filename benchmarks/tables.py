@@ -1,0 +1,152 @@
+"""Stored curves: their CSV files, the numbers of a curve, tables as Markdown lines, and figures."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+
+from benchmarks.claims import TWIN
+
+ROOT = Path(__file__).resolve().parents[1]
+AXES = {"step": "optimizer step", "episode": "episodes"}
+
+
+# ---- Files ----------------------------------------------------------------------------------------------------------
+
+
+def read_csv(path):
+    """The rows of a file, a mapping each."""
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def write_csv(file, columns, rows):
+    with open(file, "w", newline="") as opened:
+        writer = csv.DictWriter(opened, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_jsonl(path):
+    """The records of a file, a mapping each."""
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+# ---- Stored runs ----------------------------------------------------------------------------------------------------
+
+
+def claim_path(name):
+    return ROOT / "benchmarks/curves" / name
+
+
+def stored_runs(name):
+    """Where the curves of a claim come from, a row a run."""
+    return read_csv(claim_path(name) / "runs.csv")
+
+
+def curves(name):
+    """{variant: {seed: records}} of a claim. The last record of a run has what the table shows of its end."""
+    return curves_of(claim_path(name) / "curves.csv", "variant")
+
+
+def shown(name):
+    """The curves of table and figure: without those of another CPU."""
+    return {variant: runs for variant, runs in curves(name).items() if not variant.endswith(TWIN)}
+
+
+def curves_of(file, kind):
+    """{variant or system: {seed: records}} of a CSV file of curves, whose empty cells are left out."""
+    found = {}
+    for row in read_csv(file):
+        record = {key: float(value) for key, value in row.items() if key != kind and value}
+        found.setdefault(row[kind], {}).setdefault(int(row["seed"]), []).append(record)
+    return found
+
+
+def write_curves(file, kind, runs):
+    """Writes {variant or system: {seed: records}} as such a file, eight digits of every number."""
+    rows_of = {}  # name of the run: its rows
+    for variant, seeds in runs.items():
+        for seed, records in seeds.items():
+            digits = [{key: f"{value:.8g}" for key, value in record.items()} for record in records]
+            rows_of[f"{variant}-seed{seed}"] = [{kind: variant, "seed": seed} | numbers for numbers in digits]
+    rows = sum((rows_of[name] for name in sorted(rows_of)), [])
+    columns = {}  # in the order in which they come
+    for row in rows:
+        columns |= row
+    write_csv(file, list(columns), rows)
+
+
+# ---- Numbers of curves ----------------------------------------------------------------------------------------------
+
+
+def points(records, key, axis="step"):
+    """[(step, value)] of a metric in a curve, or with another axis."""
+    return [(record.get(axis, 0), record[key]) for record in records if record.get(key) is not None]
+
+
+def history(records, key):
+    """The values of a metric in a curve, in their order."""
+    return [value for _, value in points(records, key)]
+
+
+def mean_curve(seeds):
+    """The points of the mean over {seed: points}: both coordinates are means."""
+    means = []
+    for points_of_seeds in zip(*seeds.values(), strict=True):
+        means.append(tuple(mean(values) for values in zip(*points_of_seeds, strict=True)))
+    return means
+
+
+def average(values):
+    """The mean with what is known of it: its interval from five values on, else the standard deviation of one value."""
+    text = f"{mean(values):.3f}"
+    if len(values) >= 5:
+        low, high = interval(values)
+        text += f" ({low:.3f} to {high:.3f})"
+    elif len(values) > 1:
+        text += f" ± {stdev(values):.3f}"
+    return text
+
+
+def interval(values):
+    """The bounds between which 95 % of the means of resampled values lie: a percentile bootstrap."""
+    draws = np.random.default_rng(0).choice(values, size=(10_000, len(values)))
+    low, high = np.percentile(draws.mean(axis=1), [2.5, 97.5])
+    return low, high
+
+
+# ---- Tables and figures ---------------------------------------------------------------------------------------------
+
+
+def markdown(heads, rows):
+    """A table as Markdown lines."""
+    dashes = ["---"] * len(heads)
+    return ["| " + " | ".join(cells) + " |" for cells in [heads, dashes, *rows]]
+
+
+def draw_curves(axes, variants, colors, **style):
+    """The curves of a panel, and their means over seeds. variants: {variant: {seed: points}}; colors: their order."""
+    for variant, seeds in variants.items():
+        color = f"C{colors.index(variant)}"
+        for line in seeds.values():
+            axes.plot(*zip(*line, strict=True), color=color, alpha=0.3, linewidth=0.8, **style)
+        label = f"{variant}, mean of {len(seeds)} seeds"
+        axes.plot(*zip(*mean_curve(seeds), strict=True), color=color, marker=".", label=label, **style)
+
+
+def save_figure(figure, file, dpi, data):
+    """Writes a figure in 256 colours, with the digest of its data."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=dpi)
+    text = PngInfo()
+    text.add_text("data", data)
+    image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image.save(file, optimize=True, pnginfo=text)

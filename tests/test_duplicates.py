@@ -65,23 +65,6 @@ def imports(path):
     return names
 
 
-def imported_files(path, files):
-    """Those of the files that a file imports, anywhere in it. A script finds files beside it by their names alone."""
-    named = {}
-    for file in files:
-        named[".".join(file.relative_to(ROOT).with_suffix("").parts)] = file
-        if file.parent == path.parent and path not in COMMON:
-            named[file.stem] = file
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {named.get(alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(named.get(node.module))
-            found |= {named.get(f"{node.module}.{alias.name}") for alias in node.names}
-    return found - {None}
-
-
 def args_read(paths):
     """Names of the attributes of `args` (or `self.args`) that the files read, not counting Args and the rules between
     flags."""
@@ -105,6 +88,23 @@ def differing_copies(paths):
             if name not in DIFFERENT and source != other:
                 differing.append((name, first, path.name))
     return differing
+
+
+def imported_files(path, files):
+    """Those of the files that a file imports, anywhere in it. A script finds files beside it by their names alone."""
+    named = {}
+    for file in files:
+        named[".".join(file.relative_to(ROOT).with_suffix("").parts)] = file
+        if file.parent == path.parent and path not in COMMON:
+            named[file.stem] = file
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {named.get(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(named.get(node.module))
+            found |= {named.get(f"{node.module}.{alias.name}") for alias in node.names}
+    return found - {None}
 
 
 def test_same_name_same_bytes(tmp_path):

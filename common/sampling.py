@@ -286,8 +286,11 @@ def generate_all(
     output_ids = []
     trained = []
     for segments in gathered:
-        output_ids.append([token for ids, _ in segments for token in ids])
-        trained.append([is_trained for ids, is_trained in segments for _ in ids])
+        output_ids.append([])
+        trained.append([])
+        for ids, is_trained in segments:
+            output_ids[-1] += ids
+            trained[-1] += [is_trained] * len(ids)
     ends = end_tokens(lm)
     if rollout is None:
         with_stop = stopped(tokenizer, output_ids, stop)

@@ -63,7 +63,7 @@ from common.cli import (
     load_function,
     spec_path,
 )
-from common.data import load_rows, load_sets, local_rows, set_flag, set_prefix, with_prompts
+from common.data import load_rows, load_sets, local_rows, set_flag, set_prefix, texts
 from common.launch import accumulate, learning_rate, make_optimizer, on_main, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.model import loading, quiet_libraries
@@ -573,6 +573,17 @@ def read(args):
     for name, members in eval_sets.items():
         eval_sets[name] = with_prompts(members, set_flag(name))
     return Data(rows, eval_sets or {"": rows[: args.rollout_batch_size]}, reward, metric)
+
+
+def with_prompts(rows, flag):
+    """The rows with a text as prompt: from the column `prompt`, or `text` in a file of lines, without blank ones."""
+    if "prompt" not in rows[0] and "text" in rows[0]:
+        lines = texts(rows, "text", flag)
+        rows = [row | {"prompt": line} for row, line in zip(rows, lines, strict=True) if line.strip()]
+    if not rows:
+        raise InputError(f"{flag} has only blank lines")
+    texts(rows, "prompt", flag)
+    return rows
 
 
 def load(args, path, device):

@@ -37,7 +37,7 @@ def load_rows(data, flag):
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
     if isinstance(rows, dict):
-        raise InputError(f"{flag} is one mapping, {rows!r:.60}: expected a list with one mapping per row")
+        raise InputError(f"{flag} is a mapping of {', '.join(map(str, rows)):.60}: give a list of rows, or one split")
     rows = list(rows)
     if not rows:
         raise InputError(f"{flag} {data!s:.60} has no rows")
@@ -53,23 +53,19 @@ def load_rows(data, flag):
 def read_rows(name, path):
     """The rows of a saved directory or a file at path, else of a file elsewhere or a hub data set."""
     if path and path.suffix == ".jsonl":
-        values = []
+        rows = []
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             try:
                 if line.strip():
-                    values.append(json.loads(line, strict=False))
+                    rows.append(json.loads(line, strict=False))
             except ValueError as error:
                 raise ValueError(f"line {number} is not valid JSON: {error}") from None
-        return values
+        return rows
     import datasets
 
-    file_kind = FILE_KINDS.get(Path(name.removesuffix(".gz")).suffix)
     if path and path.is_dir():
-        rows = datasets.load_from_disk(str(path))
-        if isinstance(rows, dict):
-            raise ValueError(f"it has several splits ({', '.join(rows):.60}): give the directory of one")
-        return rows
-    if file_kind:
+        return datasets.load_from_disk(str(path))
+    if file_kind := FILE_KINDS.get(Path(name.removesuffix(".gz")).suffix):
         return datasets.load_dataset(file_kind, data_files=str(path or name), split="train")
     if path:
         raise ValueError(f"expected a name that ends with {', '.join(FILE_KINDS)}")
@@ -115,17 +111,6 @@ def texts(rows, column, flag):
         if not isinstance(text, str) or text.encode(errors="ignore").decode() != text:
             raise InputError(f"{flag} row {number}: {column!r} must be valid text, not {text!r:.60}")
     return [row[column] for row in rows]
-
-
-def with_prompts(rows, flag):
-    """The rows with a string as prompt, from the column `prompt`, or `text` in a file of lines, without blank ones."""
-    if "prompt" not in rows[0] and "text" in rows[0]:
-        texts(rows, "text", flag)
-        rows = [row | {"prompt": row["text"]} for row in rows if row["text"].strip()]
-    if not rows:
-        raise InputError(f"{flag} has only blank lines")
-    texts(rows, "prompt", flag)
-    return rows
 
 
 # ---- Rows -> texts ---------------------------------------------------------------------------------------------------
@@ -201,23 +186,21 @@ def added(text, beginning, where):
 
 
 def row_segments(rows, tokenizer, flag):
-    """Segments [(text, trained), ...] of each row, alternately not trained and trained; the first may be empty. Trained
-    parts are a text, a completion, a dialogue's outputs, and the answers of a chat or of its completion."""
+    """The texts of each row in parts, alternately not trained and trained; the first may be empty. Trained parts are a
+    text, a completion, a dialogue's outputs, and the answers of a chat or of its completion."""
     columns = rows[0].keys()
     if "messages" in columns:
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
     if is_chat(rows, ["prompt"]):
-        turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-    elif "dialogue" in columns:
-        turns = [dialogue(row["dialogue"], f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-    elif "prompt" in columns or "completion" in columns:
-        turns = zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True)
-    elif "text" in columns:
-        turns = [("", text) for text in texts(rows, "text", flag)]
-    else:
-        forms = "text, prompt and completion, messages, or dialogue"
-        raise InputError(f"{flag} has the columns {', '.join(columns)}; expected {forms}")
-    return [[(text, place % 2 == 1) for place, text in enumerate(turns_of_row)] for turns_of_row in turns]
+        return [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+    if "dialogue" in columns:
+        return [dialogue(row["dialogue"], f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+    if "prompt" in columns or "completion" in columns:
+        return list(zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True))
+    if "text" in columns:
+        return [("", text) for text in texts(rows, "text", flag)]
+    forms = "text, prompt and completion, messages, or dialogue"
+    raise InputError(f"{flag} has the columns {', '.join(columns)}; expected {forms}")
 
 
 def dialogue(turns, where):
@@ -230,29 +213,23 @@ def dialogue(turns, where):
 def pair_texts(rows, tokenizer, flag):
     """[(prompt, chosen, rejected)] as texts; a chat template wrote those of `is_chat(rows, ["chosen"])`.
     Without a prompt column, or with a text there and chats elsewhere, the prompt is what chosen and rejected have in
-    common: messages, or for texts what `shared_prompt` says. If they have nothing in common it is ""."""
+    common: messages, or for texts what `split_pair` says. If they have nothing in common it is ""."""
     if is_chat(rows, ["chosen"]):
         return [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-    chosen_texts = texts(rows, "chosen", flag)
-    rejected_texts = texts(rows, "rejected", flag)
+    sides = [texts(rows, side, flag) for side in SIDES]
     if "prompt" in rows[0]:
-        return list(zip(texts(rows, "prompt", flag), chosen_texts, rejected_texts, strict=True))
-    triples = []
-    for chosen, rejected in zip(chosen_texts, rejected_texts, strict=True):
-        prompt = shared_prompt(chosen, rejected)
-        triples.append((prompt, chosen[len(prompt) :], rejected[len(prompt) :]))
-    return triples
+        return list(zip(texts(rows, "prompt", flag), *sides, strict=True))
+    return [split_pair(*pair) for pair in zip(*sides, strict=True)]
 
 
-def shared_prompt(chosen, rejected):
-    """The common beginning of two texts, up to the last "Assistant:" or "### Response:" at the start of a line (upper
-    or lower case), so words that both answers share stay out. Without a marker, up to a whole word; a space belongs to
-    the next one."""
+def split_pair(chosen, rejected):
+    """(prompt, chosen, rejected) of two texts. The prompt is their common beginning, up to the last "Assistant:" or
+    "### Response:" at the start of a line (upper or lower case), so words that both answers share stay out. Without a
+    marker, it goes up to a whole word; a space belongs to the next one."""
     common = os.path.commonprefix([chosen, rejected])
-    markers = list(ANSWER_MARKER.finditer(common))
-    if markers:
-        return common[: markers[-1].end()]
-    return re.match(r"(.*\S(?=\s))?", common, re.DOTALL)[0]
+    words = re.match(r"(.*\S(?=\s))?", common, re.DOTALL)
+    end = [words, *ANSWER_MARKER.finditer(common)][-1].end()
+    return common[:end], chosen[end:], rejected[end:]
 
 
 def chat_pair(tokenizer, row, where):
@@ -290,21 +267,19 @@ def have_bos(tokenizer, texts):
 
 
 def tokenize(tokenizer, texts, special_tokens, end, target=False):
-    """Ids of each text. end says what happens to the end token, which some tokenizers append to every text: "once":
-    appended if it is missing, one of two removed; "never": removed, unless the text itself ends with it; "template":
-    ids as they are. special_tokens: the tokenizer adds its own. target: what an encoder-decoder writes."""
+    """Ids of each text. end says what becomes of the end token, which some tokenizers append to every text: "never": it
+    is removed, while a text's own stays; "once": every text has one; "template": ids are left as they are.
+    special_tokens: the tokenizer adds its own. target: what an encoder-decoder writes."""
     column = "text_target" if target else "text"
     encoded = tokenizer(**{column: texts}, add_special_tokens=special_tokens)["input_ids"]
     eos = tokenizer.eos_token_id
     ends = row_ends(tokenizer)
     for text, ids in zip(texts, encoded, strict=True):
-        appended = ids[-1:] == [eos]
-        if end == "once" and not (ids and ids[-1] in ends):
+        is_own = text.endswith(tokenizer.eos_token) and ids[-2:] != [eos, eos]
+        if end != "template" and ids[-1:] == [eos] and not is_own:
+            del ids[-1]
+        if end == "once" and (not ids or ids[-1] not in ends):
             ids.append(eos)
-        elif end == "once" and appended and len(ids) > 1 and ids[-2] in ends:
-            del ids[-1]
-        elif end == "never" and appended and not text.endswith(tokenizer.eos_token):
-            del ids[-1]
     return encoded
 
 
@@ -327,11 +302,11 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     """
     chat = is_chat(rows, ["prompt"])
     if chat:
-        written = []
+        prompts = []
         for number, row in enumerate(rows, 1):
-            text = chat_text(tokenizer, row["prompt"], f"{flag} row {number}", row.get("tools"), answering=True)
-            written.append(row | {"prompt": text})
-        rows = written
+            where = f"{flag} row {number}"
+            prompts.append(chat_text(tokenizer, row["prompt"], where, row.get("tools"), answering=True))
+        rows = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
     prompts = texts(rows, "prompt", flag)
     special_tokens = not chat and not have_bos(tokenizer, prompts)
     queries = tokenize(tokenizer, prompts, special_tokens, end="template" if encoder else "never")
@@ -342,9 +317,7 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
             ids.append(beginning(tokenizer, where))
         if max_length is not None and len(ids) > max_length:
             continue
-        positions = len(ids) + max_new_tokens
-        if encoder:
-            positions = max(len(ids), max_new_tokens)
+        positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
         if limit and positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
             how = "lower --max-new-tokens, shorten the prompt, or in ppo.py and grpo.py set --max-prompt-length"
@@ -369,49 +342,34 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     with the tokens of what precedes it, so a merge across the boundary belongs to the later segment. An empty prompt
     becomes the beginning token. The end token is appended once; in a chat the template ends the turns.
     """
+    if encoder:
+        yield from encode_apart(rows, tokenizer, flag)
+        return
     chat = is_chat(rows, ("messages", "prompt"))
     has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
     segments = row_segments(rows, tokenizer, flag)
-    if encoder:
-        yield from encode_apart(segments, chat or has_prompt, tokenizer, not chat, flag)
-        return
     bos = tokenizer.bos_token_id
-    whole = ["".join(text for text, _ in row) for row in segments]
+    whole = ["".join(row) for row in segments]
     special_tokens = not chat and not have_bos(tokenizer, whole)
     encoded = tokenize(tokenizer, whole, special_tokens, end="template" if chat else "once")
-    prefixes = []
-    for row in segments:
-        prefixes += itertools.accumulate(text for text, _ in row[:-1])
+    prefixes = [*itertools.chain(*(itertools.accumulate(row[:-1]) for row in segments))]
     heads = iter(tokenize(tokenizer, prefixes, special_tokens, end="never"))
     for ids, row in zip(encoded, segments, strict=True):
-        begins = [0]
-        for _ in row[1:]:
-            begins.append(len(os.path.commonprefix((ids, next(heads)))))
+        begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in row[1:])]
         if has_prompt and bos is not None and begins[1] == 0:
             if ids[0] != bos:
                 ids = [bos, *ids]
                 begins = [begin + 1 for begin in begins]
             begins = [0, *(max(1, begin) for begin in begins[1:])]
-        ends = [*begins[1:], len(ids)]
-        yield ids, [(begin, end, trained) for begin, end, (_, trained) in zip(begins, ends, row, strict=True)]
+        spans = itertools.pairwise([*begins, len(ids)])
+        yield ids, [(begin, end, place % 2 == 1) for place, (begin, end) in enumerate(spans)]
 
 
-def encode_apart(segments, has_prompt, tokenizer, special_tokens, flag):
-    """Like `encode_segments`, for an encoder's prompt and its decoder's output, which gets an end token."""
-    prompts = []
-    outputs = []
-    for number, row in enumerate(segments, 1):
-        if len(row) == 3 and not row[2][0].strip():  # blanks that a chat template writes after the answer
-            del row[2]
-        if len(row) != 2 or not has_prompt:
-            raise InputError(f"{flag} row {number}: an encoder-decoder takes rows of one prompt and one output")
-        prompt, output = [text for text, _ in row]
-        prompts.append(prompt)
-        outputs.append(output)
-    bos = tokenizer.bos_token_id
-    first = tokenizer.eos_token_id if bos is None else bos
-    heads = tokenize(tokenizer, prompts, special_tokens, end="template")
-    tails = tokenize(tokenizer, outputs, special_tokens, end="once", target=True)
+def encode_apart(rows, tokenizer, flag):
+    """Like `encode_segments`, for an encoder's prompt and its decoder's completion, which gets an end token."""
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    heads = tokenize(tokenizer, texts(rows, "prompt", flag), True, end="template")
+    tails = tokenize(tokenizer, texts(rows, "completion", flag), True, end="once", target=True)
     for head, tail in zip(heads, tails, strict=True):
         head = head or [first]
         end = len(head) + len(tail)
@@ -423,9 +381,7 @@ def marked(tokenizer, ids, is_trained):
     text = ""
     for trained, pairs in itertools.groupby(zip(ids, is_trained, strict=True), lambda pair: pair[1]):
         piece = visible(tokenizer.decode([token for token, _ in pairs]))
-        if not trained:
-            piece = f"[{piece}]"
-        text += piece
+        text += piece if trained else f"[{piece}]"
     return text
 
 

@@ -84,7 +84,7 @@ def test_the_rows_of_the_guide_are_read():
         assert read_row(row)
     assert len(rows) == 14
     [calls] = [row for row in rows if "tools" in row]
-    trained = [text for text, is_trained in read_row(calls)[0] if is_trained]
+    trained = read_row(calls)[0][1::2]
     assert trained == ["call add<|im_end|>\n", "It is 5.<|im_end|>\n"]
 
 

@@ -19,9 +19,9 @@ from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, jsonl, t
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from algos import dpo, ilql, reward, sft
+from algos import ddpo, dpo, ilql, reward, sft
 from common.cli import InputError, load_function
-from common.data import encode_prompts, int32, load_rows, load_sets, pair_texts, with_prompts
+from common.data import encode_prompts, int32, load_rows, load_sets, pair_texts
 from common.model import classifier_ids
 from common.sampling import Prompts
 
@@ -267,27 +267,25 @@ def test_a_long_episode_ends_in_a_state_whose_value_is_learnt(letters):
 
 ENCODED = [  # what the tokenizer adds, row, text: the prompt as the tokenizer ends it
     ("$A", {"prompt": "ab", "completion": "cd"}, "[ab]cd."),
-    ("$A <eos>", {"messages": [AB, CD]}, "[^uab.s]cd."),
-    ("$A <eos>", {"prompt": [AB, CD, E], "completion": [F]}, "[^uab.scd.ue.s]f."),
+    ("$A <eos>", {"prompt": "ab", "completion": "cd<eos>"}, "[ab.]cd."),
+    ("<bos> $A <eos>", {"prompt": "", "completion": ""}, "[^.]^."),
 ]
 
 
 @pytest.mark.parametrize(("specials", "row", "text"), ENCODED, ids=lambda x: x if isinstance(x, str) else "")
-def test_rows_of_an_encoder_decoder(chatty, specials, row, text):
-    tokenizer = add_specials(chatty, specials)
+def test_rows_of_an_encoder_decoder(letters, specials, row, text):
+    tokenizer = add_specials(letters, specials)
     assert with_labels([row], tokenizer, encoder=True)[0] == [text]
     [(actions, rewards, done)], _ = with_actions([row | {"reward": 3}], tokenizer, encoder=True)
     assert (actions, rewards[-1], done) == (text, 3, True)
-    if "prompt" in row:
-        _, (query,) = encode_prompts([{"prompt": row["prompt"]}], tokenizer, 5, 32, "", encoder=True)
-        assert text.startswith(f"[{text_of(tokenizer, query)}]")
+    _, (query,) = encode_prompts([{"prompt": row["prompt"]}], tokenizer, 5, 32, "", encoder=True)
+    assert text.startswith(f"[{text_of(tokenizer, query)}]")
 
 
-def test_blanks_that_a_template_writes_behind_the_answer_are_no_output(letters):
+def test_what_the_template_does_not_mark_is_not_trained(letters):
     marks = "{% generation %}{{ m.content }}{% endgeneration %} "
     letters.chat_template = TEMPLATE.replace("{{ m.content }}{{ eos_token }}", marks)
     assert with_labels([{"messages": [AB, CD]}], letters)[0] == ["[^u]ab[<unk>s]cd[<unk>]"]
-    assert with_labels([{"prompt": [AB], "completion": [CD]}], letters, encoder=True)[0] == ["[^uab<unk>s]cd."]
 
 
 ENCODED_CUTS = [  # max_length, text, how many rows were cut, whether the output is whole
@@ -471,7 +469,8 @@ TOO_SHORT = [  # encode, rows of which at most 3 tokens are kept, the sentence
     (with_actions, [{"prompt": "abc", "completion": "d", "reward": 1}], "no row has an action left within --max-l"),
     (scored, [{"prompt": "ab", "chosen": "c", "rejected": "d"}], "no pair is left: of 1, 1 dropped as longer than"),
     (pairs_of, [{"prompt": "abc", "chosen": "c", "rejected": "d"}], "no pair is left: 1 pairs; .* 1 dropped without"),
-    (ENCODER, [{"dialogue": ["a", "b"]}, {"dialogue": FOUR}], "row 2: an encoder-decoder takes rows of one prompt and"),
+    (ENCODER, [{"dialogue": ["a", "b"]}], "has the columns dialogue; expected prompt"),
+    (ENCODER, [{"prompt": [AB], "completion": [CD]}], "row 1: 'prompt' must be valid text, not "),
 ]
 
 
@@ -641,7 +640,7 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
         assert load_rows(name, "--dataset") == LINES, name
     assert load_rows("row*.jsonl", "--dataset") == LINES
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk("splits")
-    with refused(r"--dataset splits cannot be loaded: it has several splits \(train, test\)"):
+    with refused("--dataset is a mapping of train, test: give a list of rows, or one split$"):
         load_rows("splits", "--dataset")
 
 
@@ -690,10 +689,10 @@ def test_functions_from_python_and_of_files_of_one_name(tmp_path):
 
 
 def test_prompts_of_lines():
-    rows = with_prompts([{"text": "a", "n": 1}, {"text": " ", "n": 2}], "--dataset")
+    rows = ddpo.with_prompts([{"text": "a", "n": 1}, {"text": " ", "n": 2}], "--dataset")
     assert rows == [{"text": "a", "prompt": "a", "n": 1}]
     with refused("--dataset has only blank lines$"):
-        with_prompts([{"text": " "}], "--dataset")
+        ddpo.with_prompts([{"text": " "}], "--dataset")
 
 
 # ---- What each script reads ------------------------------------------------------------------------------------------

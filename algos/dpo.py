@@ -507,7 +507,7 @@ def main(args):
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
-    packing = can_pack(run, lm, args)
+    packing = can_pack(lm, args.packing, run.say)
     ref = None
     if args.ref_model is not None or not (args.precompute_ref or args.reference_free):
         ref = make_reference(args, ref_path, lm, tokenizer)

@@ -56,7 +56,7 @@ from common.cli import Count, ModelArgs, Natural, NonNegative, OptimizerArgs, Po
 from common.data import set_prefix
 from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
-from common.model import describe_reference, load_lm, make_reference, unsharded
+from common.model import load_lm, make_reference, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs, total
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, line_logprobs, score_all
@@ -379,9 +379,9 @@ def evaluate(run, step, model, tokenizer, data, args):
 def summary(run, lm, data):
     """A few lines on what is trained, and on which data."""
     args = run.args
-    reference = describe_reference(args, lm) if args.kl_coef else "none"
+    reference = "a model of its own" if args.ref_model else "the model at the start"
     lines = [
-        f"{run.describe(lm)}; reference: {reference}",
+        f"{run.describe(lm)}; reference: {reference if args.kl_coef else 'none'}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, ratios "
         f"by {args.ratio_level}, loss mean by {args.loss_mean}, {args.max_new_tokens} new tokens, "

@@ -48,7 +48,6 @@ from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -72,7 +71,7 @@ from common.cli import (
 from common.data import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, set_flag, set_prefix, texts
 from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
-from common.model import as_decoder, draw_layers, folder_with, lm_class, load_lm, max_positions, unsharded
+from common.model import draw_layers, load_decoder, load_lm, max_positions, saved_heads, unsharded
 from common.sampling import evaluate_samples, read_data
 from common.scoring import in_chunks, in_float32, split_rows, token_logprobs
 from common.terminal import wrapped
@@ -275,22 +274,17 @@ class PolicyWithQ(nn.Module):
     @classmethod
     def load(cls, directory, **options):
         """The exported model of a run, `<run>/hf_model`, with its heads. options go to from_pretrained."""
-        with safetensors.safe_open(Path(directory) / HEADS_FILE, "pt") as file:
-            two_qs = "q_heads.1.0.weight" in file.keys()
-        auto_class = lm_class(str(directory), **options)
-        policy = cls(as_decoder(auto_class.from_pretrained(directory, **options)), two_qs)
-        policy.load_heads(directory)
+        lm = load_decoder(directory, **options)
+        with saved_heads(directory, HEADS_FILE, required=True) as weights:
+            policy = cls(lm, two_qs="q_heads.1.0.weight" in weights)
+            policy.load_heads(weights)
         return policy
 
-    def load_heads(self, directory):
-        try:
-            weights = safetensors.torch.load_file(Path(directory) / HEADS_FILE)
-            if self.head_weights().keys() != weights.keys():
-                flag = "--two-qs" if "q_heads.1.0.weight" in weights else "--no-two-qs"
-                raise RuntimeError(f"it was written with {flag}")
-            self.load_state_dict(self.state_dict() | weights)
-        except (RuntimeError, safetensors.SafetensorError) as error:
-            raise InputError(f"{directory}/{HEADS_FILE} does not fit the model: {error}") from None
+    def load_heads(self, weights):
+        if self.head_weights().keys() != weights.keys():
+            flag = "--two-qs" if "q_heads.1.0.weight" in weights else "--no-two-qs"
+            raise RuntimeError(f"it was written with {flag}")
+        self.load_state_dict(self.state_dict() | weights)
 
 
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
@@ -616,8 +610,9 @@ def load(args, path, device):
     run."""
     lm, tokenizer = load_lm(args, path, device)
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
-    if folder := folder_with(args, path, HEADS_FILE):
-        policy.load_heads(folder)
+    with saved_heads(path, HEADS_FILE, args.revision) as weights:
+        if weights:
+            policy.load_heads(weights)
     return policy, tokenizer
 
 

@@ -42,7 +42,6 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -50,7 +49,6 @@ from torch.nn import functional as F
 from common.cli import (
     Count,
     Fraction,
-    InputError,
     ModelArgs,
     NonNegative,
     OptimizerArgs,
@@ -63,22 +61,14 @@ from common.cli import (
 from common.data import set_prefix
 from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
-from common.model import (
-    as_decoder,
-    describe_reference,
-    draw_layers,
-    folder_with,
-    lm_class,
-    load_lm,
-    make_reference,
-    unsharded,
-)
+from common.model import draw_layers, load_decoder, load_lm, make_reference, saved_heads, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, in_float32, line_logprobs, score_all
 from common.seeding import rng
 from common.terminal import visible, wrapped
 
+HEAD_FILE = "value_head.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --dataset and --config
 
 
@@ -330,20 +320,15 @@ class PolicyWithValue(nn.Module):
     @classmethod
     def load(cls, directory, **options):
         """The exported model of a run, `<run>/hf_model`, with its head. options go to from_pretrained."""
-        auto_class = lm_class(str(directory), **options)
-        model = cls(as_decoder(auto_class.from_pretrained(directory, **options)))
-        model.load_value_head(directory)
+        model = cls(load_decoder(directory, **options))
+        with saved_heads(directory, HEAD_FILE, required=True) as weights:
+            model.load_value_head(weights)
         return model
 
-    def load_value_head(self, directory):
-        try:
-            weights = safetensors.torch.load_file(Path(directory) / "value_head.safetensors")
-            kind = "mlp" if len(weights) == 4 else "linear"
-            self.value_head = PolicyWithValue(self.lm, kind).value_head.to(self.lm.device)
-            self.value_head.load_state_dict(weights)
-        except (RuntimeError, safetensors.SafetensorError) as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"{directory}/value_head.safetensors does not fit the model: {reason}") from None
+    def load_value_head(self, weights):
+        kind = "mlp" if len(weights) == 4 else "linear"
+        self.value_head = PolicyWithValue(self.lm, kind).value_head.to(self.lm.device)
+        self.value_head.load_state_dict(weights)
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
@@ -555,16 +540,18 @@ def evaluate(run, step, model, tokenizer, data, args):
 def make_policy(args, path, lm):
     """The language model with a new value head, or with the one in the --model directory."""
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
-    if folder := folder_with(args, path, "value_head.safetensors"):
-        policy.load_value_head(folder)
+    with saved_heads(path, HEAD_FILE, args.revision) as weights:
+        if weights:
+            policy.load_value_head(weights)
     return policy.to(lm.device)
 
 
 def summary(run, policy, data):
     """A few lines on what is trained, and on which data."""
     args = run.args
+    reference = "a model of its own" if args.ref_model else "the model at the start"
     lines = [
-        f"{run.describe(policy)}; reference: {describe_reference(args, policy.lm)}",
+        f"{run.describe(policy)}; reference: {reference}",
         f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
@@ -599,7 +586,7 @@ def main(args):
     policy = make_policy(args, path, lm)
     optimizer = make_optimizer(policy, args)
     model = prepare(accelerator, policy, optimizer, ref, reward_model)
-    export = partial(run.export, lm, tokenizer, heads={"value_head.safetensors": policy.value_head.state_dict()})
+    export = partial(run.export, lm, tokenizer, heads={HEAD_FILE: policy.value_head.state_dict()})
     lengths = [len(query) for query in data.queries]
     headline = "objective/scores"
     if args.eval_every:

@@ -347,7 +347,7 @@ def main(args):
     lm, tokenizer, new_head = load(args, path, accelerator.device)
     max_length = min(args.max_length, max_positions(lm) or args.max_length)
     encode(data, tokenizer, max_length)
-    packing = scores_tokens(lm) and can_pack(run, lm, args)
+    packing = scores_tokens(lm) and can_pack(lm, args.packing, run.say)
     optimizer = make_optimizer(lm, args)
     model = prepare(accelerator, lm, optimizer)
     score = functools.partial(pair_scores, model, packing)

@@ -264,7 +264,7 @@ def main(args):
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
-    packing = can_pack(run, lm, args)
+    packing = can_pack(lm, args.packing, run.say)
     optimizer = make_optimizer(lm, args)
     model = prepare(accelerator, lm, optimizer)
     export = partial(run.export, lm, tokenizer)

@@ -14,6 +14,7 @@ import os
 import re
 from pathlib import Path
 
+import safetensors.torch
 import torch
 import yaml
 from torch import nn
@@ -50,12 +51,9 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     base = adapter_base(path, revision)
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
         tokenizer = load_tokenizer(args, path, base, revision)
-    if options := args.template_options:
-        options = dict(option.split("=", 1) for option in options)
-        try:
-            options = {name: yaml.safe_load(text) for name, text in options.items()}
-        except yaml.YAMLError:
-            raise InputError(f"--template-options {options}: a value is not YAML") from None
+    if args.template_options:
+        with loading("--template-options", args.template_options):
+            options = yaml.safe_load("\n".join(option.replace("=", ": ", 1) for option in args.template_options))
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
@@ -83,10 +81,10 @@ def loading(flag, name):
 
 def quiet_libraries():
     """Makes libraries print only errors, and no progress bars."""
-    from transformers.utils import logging as transformers_logging
+    from transformers.utils import logging
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def load_tokenizer(args, path, base, revision):
@@ -178,20 +176,6 @@ def check_model(model, tokenizer, missing, is_lm):
         raise ValueError(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
 
 
-def folder_with(args, path, name):
-    """The directory in which a model of a directory or of the hub has a file of this name; None without it, or for an
-    object. Offline, only the cache is asked."""
-    if not isinstance(path, str):
-        return None
-    from transformers.utils import cached_file
-
-    found = cached_file(
-        spec_path(path) or path, name, revision=args.revision, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )  # fmt: skip
-    return found and Path(found).parent
-
-
 def adapter_base(path, revision=None):
     """The base model of a LoRA adapter in a directory or on the hub; None if path is not an adapter."""
     if not isinstance(path, str):
@@ -221,9 +205,7 @@ def load_model(args, path, flag="--model"):
         model.set_experts_implementation("eager")  # torch's grouped products do not support float64
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    ends = end_tokens(model)
-    if tokenizer.eos_token_id not in ends:
-        ends.append(tokenizer.eos_token_id)
+    ends = list(dict.fromkeys([*end_tokens(model), tokenizer.eos_token_id]))  # without repetitions
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]  # exports end where they were trained to
     tokenizer.ends = ends  # for `row_ends`
     return model, tokenizer
@@ -246,6 +228,28 @@ def end_tokens(lm):
     return list(ends) if isinstance(ends, list | tuple) else [ends]
 
 
+def load_decoder(directory, **options):
+    """The language model in a directory, as the scripts call it. options go to from_pretrained."""
+    model_class = lm_class(str(directory), **options)
+    return as_decoder(model_class.from_pretrained(directory, **options))
+
+
+@contextlib.contextmanager
+def saved_heads(path, name, revision=None, required=False):
+    """Gives the weights {name: tensor} in the file that a model has beside it, in a directory or on the hub; without
+    such a file {}, or if required OSError. Inside, weights that do not fit become an InputError."""
+    from transformers.utils import cached_file
+
+    found = None
+    if isinstance(path, str | Path):
+        errors = {"_raise_exceptions_for_missing_entries": required, "_raise_exceptions_for_connection_errors": False}
+        found = cached_file(spec_path(str(path)) or path, name, revision=revision, **errors)
+    try:
+        yield safetensors.torch.load_file(found) if found else {}
+    except (RuntimeError, safetensors.SafetensorError) as error:
+        raise InputError(f"{path}/{name} does not fit the model: {' '.join(str(error).split())}") from None
+
+
 def make_reference(args, path, lm, tokenizer):
     """The model of --ref-model, or the policy as it is now, without gradients. It shares the memory of untrained
     weights. InputError if the model differs in kind or vocabulary."""
@@ -263,15 +267,6 @@ def make_reference(args, path, lm, tokenizer):
     if args.lora_r:
         ref.disable_adapters()  # new adapters add zero
     return ref
-
-
-def describe_reference(args, lm):
-    """What `make_reference` made for lm, in words."""
-    if args.ref_model:
-        return "a model of its own"
-    if all(weight.requires_grad for weight in lm.parameters()):
-        return "a frozen copy"
-    return "shares the frozen weights"
 
 
 def max_positions(lm):
@@ -347,23 +342,17 @@ def unsharded(model):
     again, while forward passes alone would leave some gathered, and in bfloat16."""
     from torch.distributed.fsdp import FSDPModule
 
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    kept = []
-    for module in sharded:  # the whole model first
-        state = module._get_fsdp_state()
-        state._lazy_init()  # otherwise the first block called would take itself for the whole model
-        if group := state._fsdp_param_group:
-            kept.append((group, group.post_forward_mesh_info))
-    for module in sharded:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    try:
-        yield
-    finally:
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the whole model first
+    with contextlib.ExitStack() as stack:
         for module in sharded:
-            module.reshard()
-        for group, after_forward in kept:
-            group.post_forward_mesh_info = after_forward
+            state = module._get_fsdp_state()
+            state._lazy_init()  # otherwise the first block called would take itself for the whole model
+            if group := state._fsdp_param_group:
+                stack.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+            stack.callback(module.reshard)
+        yield
 
 
 # ---- Encoder-decoders ------------------------------------------------------------------------------------------------
@@ -445,21 +434,14 @@ def add_adapters(lm, args, heads):
 
     task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
     targets = list(args.lora_targets)
+    names = [f".{name}" for name, _ in lm.named_modules()]
     if targets == ["all-linear"]:
         targets = "all-linear"
-    names = [f".{name}" for name, _ in lm.named_modules()]
-    for target in args.lora_targets:
-        if targets != "all-linear" and not any(name.endswith(f".{target}") for name in names):
-            raise InputError(f"--lora-targets: no module of --model is named {target}")
-    config = LoraConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha or args.lora_r,
-        target_modules=targets,
-        exclude_modules=[*routers(lm)] or None,
-        modules_to_save=list(heads) or None,
-        task_type="SEQ_CLS" if heads else task,
-        revision=args.revision,
-    )
+    elif missing := [target for target in targets if not any(name.endswith(f".{target}") for name in names)]:
+        raise InputError(f"--lora-targets: no module of --model is named {missing[0]}")
+    options = {"r": args.lora_r, "lora_alpha": args.lora_alpha or args.lora_r, "revision": args.revision}
+    options |= {"exclude_modules": [*routers(lm)] or None, "modules_to_save": list(heads) or None}
+    config = LoraConfig(target_modules=targets, task_type="SEQ_CLS" if heads else task, **options)
     if not lm.name_or_path:
         raise InputError("--model is an object without name_or_path, by which adapters find their base: set it")
     if os.path.isdir(lm.name_or_path):  # so that it is found from any directory
@@ -476,29 +458,24 @@ def for_sampling(lm, dtype=None):
     keeps the casts of frozen weights; otherwise both would be computed for every token. Afterwards weights and flags
     are bitwise what they were. Adapters of 4-bit or 16-bit weights, which FSDP2 may gather, stay separate, since a sum
     would be rounded to that type. dtype: the autocast type, in which sums are kept."""
-    bases = []
     frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
-    try:
+    with contextlib.ExitStack() as stack:
         for weight in frozen:
+            stack.callback(weight.requires_grad_, False)
             weight.requires_grad_(True)  # autocast keeps only the casts of such weights
         for layer in lm.modules():
             base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
             weight = getattr(base, "weight", None)
             if weight is None or weight.dtype not in (torch.float32, torch.float64):
                 continue
-            bases.append((layer, base, weight))
-            base.weight = torch.nn.Parameter(base.weight.data)
+            stack.callback(setattr, base, "weight", weight)
+            stack.callback(layer.merged_adapters.clear)
+            base.weight = nn.Parameter(weight.data)
             with torch.no_grad():
                 layer.merge(safe_merge=True)  # into new memory
-            if dtype is not None and not isinstance(base, torch.nn.Embedding):
+            if dtype is not None and not isinstance(base, nn.Embedding):
                 base.weight.data = base.weight.data.to(dtype)
         yield
-    finally:
-        for layer, base, weight in bases:
-            layer.merged_adapters.clear()
-            base.weight = weight
-        for weight in frozen:
-            weight.requires_grad_(False)
 
 
 # ---- Classifiers -----------------------------------------------------------------------------------------------------
@@ -513,16 +490,14 @@ class RewardModel:
         label = None
         if not spec_path(path):
             path, _, label = path.partition(":")
-        own_args = copy.copy(args)
-        own_args.tokenizer = None  # this flag and the next two are about --model
-        own_args.attn_implementation = None
-        own_args.template_options = ()
+        args = copy.copy(args)
+        vars(args).update(tokenizer=None, attn_implementation=None, template_options=())  # which are about --model
         options = {"num_labels": 1}
         if not adapter_base(str(spec_path(path) or path)):
-            own_args.load_in_4bit = False
+            args.load_in_4bit = False
             options = {}
         auto_class = "AutoModelForSequenceClassification"
-        model, self.tokenizer, missing = load_pretrained(auto_class, own_args, path, "--reward", **options)
+        model, self.tokenizer, missing = load_pretrained(auto_class, args, path, "--reward", **options)
         if missing:
             raise InputError(f"--reward {args.reward} is not a sequence classifier: it has no {missing[0]}")
         labels = [model.config.id2label[number] for number in range(model.config.num_labels)]
@@ -578,17 +553,14 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     eos = tokenizer.eos_token_id
     end_token = [] if eos is None else [eos]
     end_of_turn = turn_end(tokenizer) or end_token
+    begin_of_end = "".join(tokenizer.convert_ids_to_tokens(end_of_turn[:1]))
     room = max_length and max_length - len(end_of_turn)
     encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
     for text, ids, is_ended in zip(texts, encoded, ended, strict=True):
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]  # a chat template writes its own
-        end = end_token
-        if end_of_turn and tokenizer.convert_ids_to_tokens(end_of_turn[0]) in text:
-            end = end_of_turn
-        has_two_ends = ids[-2:] == [eos, eos]
-        has_other_end = ids[-1:] == [eos] and ids[-len(end) :] != end
-        if has_two_ends or has_other_end:
+        end = end_of_turn if begin_of_end in text else end_token
+        if ids[-2:] == [eos, eos] or (ids[-1:] == [eos] and ids[-len(end) :] != end):
             del ids[-1]  # some tokenizers append it to every text
         if not ids or (is_ended and ids[-len(end) :] != end):
             ids += end
@@ -597,14 +569,11 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
 
 def turn_end(tokenizer):
     """Ids of what the chat template writes after an answer, from a special token to the last; [] if there is none."""
-    if not tokenizer.chat_template:
-        return []
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except Exception:  # templates raise what they like
+        _, _, behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("answer")
+    except Exception:  # templates raise what they like, and a tokenizer without one an error
         return []
-    _, _, behind = text.rpartition("answer")
     ids = tokenizer(behind.rstrip(), add_special_tokens=False)["input_ids"]
     special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
     return ids[special[0] : special[-1] + 1] if special else []
@@ -615,29 +584,27 @@ def classifier_logits(model, lines):
     ids. A decoder takes several texts per line and is read at the last token of each, whatever its configuration calls
     padding. Other models take one text per line and find its end themselves, some by padding."""
     lm = getattr(model, "module", model)
-    examples = []  # (ids, which of them is the last) of each text
-    for line in lines:
-        examples.append([(ids, [False] * (len(ids) - 1) + [True]) for ids in line])
     pad = 0
     if not scores_tokens(lm):
         used = set().union(*itertools.chain(*lines))
-        pad = next(number for number in itertools.count() if number not in used)
+        pad = min({*range(len(used) + 1)} - used)
+    lm.config.get_text_config().pad_token_id = pad  # without one, transformers refuses several rows
+    examples = [[(ids, [False] * (len(ids) - 1) + [True]) for ids in line] for line in lines]
     ids, positions, is_end = collate(examples, pad, no_label=False)
     ends = is_end.flatten().nonzero()[:, 0].to(lm.device)  # while it is on the CPU: a GPU would wait
     ids = ids.to(lm.device)
-    lm.config.get_text_config().pad_token_id = pad  # without one, transformers refuses several rows
-    if scores_tokens(lm):
+    if not scores_tokens(lm):
+        mask = is_end.long().flip(1).cumsum(1).flip(1).to(lm.device)  # 1 up to the end
+        return model(input_ids=ids, attention_mask=mask).logits
 
-        def at_ends(head, states):
-            """The logits of all texts for every token, of which transformers takes one."""
-            logits = head(states.flatten(0, 1)[ends])
-            return logits.flatten().expand(*is_end.shape, -1)
+    def at_ends(head, states):
+        """The logits of all texts for every token, of which transformers takes one."""
+        logits = head(states.flatten(0, 1)[ends])
+        return logits.flatten().expand(*is_end.shape, -1)
 
-        with forward_replaced(lm.score, at_ends):
-            logits = model(input_ids=ids, position_ids=positions.to(lm.device), use_cache=False).logits
-        return logits[0].view(len(ends), -1)
-    mask = is_end.long().flip(1).cumsum(1).flip(1).to(lm.device)  # 1 up to the end
-    return model(input_ids=ids, attention_mask=mask).logits
+    with forward_replaced(lm.score, at_ends):
+        logits = model(input_ids=ids, position_ids=positions.to(lm.device), use_cache=False).logits
+    return logits[0].view(len(ends), -1)
 
 
 def scores_tokens(lm):
@@ -646,6 +613,9 @@ def scores_tokens(lm):
 
 
 # ---- What the architecture allows ------------------------------------------------------------------------------------
+#
+# Rows do not affect each other if the gradient of one with respect to the embeddings of another is exactly zero. A few
+# tokens show this, without a list of architectures. `*_problem` says in words what is in the way, or returns None.
 
 
 @torch.no_grad()
@@ -668,12 +638,6 @@ def autocast_on_gpu(lm):
     return torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.device.type == "cuda")
 
 
-# ---- What the architecture allows ------------------------------------------------------------------------------------
-#
-# Rows do not affect each other if the gradient of one with respect to the embeddings of another is exactly zero. A few
-# tokens show this, without a list of architectures. `*_problem` says in words what is in the way, or returns None.
-
-
 def padding_problem(lm):
     """Why masked padding on the left of a row changes its result, or None."""
     row = torch.arange(9) >= 4
@@ -694,32 +658,28 @@ def packing_problem(lm):
     return None
 
 
-def can_pack(run, lm, args):
-    """Whether a line may hold several texts: if --packing is on, and if the model's layers keep them apart."""
-    if not args.packing or lm.config.is_encoder_decoder:
+def can_pack(lm, packing, say):
+    """Whether a line may hold several texts: with packing on, if the model's layers keep them apart. Says why not."""
+    if not packing or lm.config.is_encoder_decoder:
         return False
     problem = packing_problem(lm)
-    if problem is not None:
-        run.say(f"--packing is off: {problem}")
-    return problem is None
+    if problem:
+        say(f"--packing is off: {problem}")
+    return not problem
 
 
 def leaks(lm, sources, readers, **inputs):
     """Whether lm's output at readers depends on the embeddings at sources, (T,) bool. inputs: tensors (T,)."""
     embeddings = []
 
-    def replace(module, inputs, output):
-        embeddings.append(output.detach().requires_grad_())
+    def embed(layer, ids):
+        embeddings.append(layer(ids).detach().requires_grad_())
         return embeddings[0]
 
     inputs["input_ids"] = torch.arange(len(sources))
     inputs = {name: x[None].to(lm.device) for name, x in inputs.items()}
-    hook = lm.get_input_embeddings().register_forward_hook(replace)
-    try:
-        with torch.enable_grad(), autocast_on_gpu(lm):
-            states = lm.base_model(**inputs, use_cache=False)[0]  # (1, T, H)
-    finally:
-        hook.remove()
+    with forward_replaced(lm.get_input_embeddings(), embed), torch.enable_grad(), autocast_on_gpu(lm):
+        states = lm.base_model(**inputs, use_cache=False)[0]  # (1, T, H)
     if embeddings[0].shape[:2] != states.shape[:2]:  # a model that arranges rows or positions in its own way
         return True
     directions = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)

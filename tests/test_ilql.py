@@ -292,7 +292,8 @@ def test_heads_of_another_model_are_refused(build_model, tmp_path):
     for content in (safetensors.torch.save(wide), b"no safetensors"):
         file.write_bytes(content)
         with pytest.raises(InputError, match=f"^{file} does not fit the model: "):
-            policy.load_heads(tmp_path)
+            with ilql.saved_heads(tmp_path, ilql.HEADS_FILE) as weights:
+                policy.load_heads(weights)
 
 
 # ---- Guidance --------------------------------------------------------------------------------------------------------

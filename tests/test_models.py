@@ -102,7 +102,7 @@ def test_policy_with_value_is_read_back(monkeypatch, gpt2_dir, tmp_path, kind, d
 
 def test_a_value_head_is_not_made_up(gpt2_dir):
     """TRL warned and went on with a random head."""
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(OSError, match="value_head.safetensors"):
         ppo.PolicyWithValue.load(gpt2_dir)
 
 

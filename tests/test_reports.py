@@ -72,11 +72,11 @@ SHOWN = {  # on the card and in the status line, the headline first
     "ddpo": "eval/reward objective/scores objective/scores_std policy/approxkl policy/clipfrac",
 }
 SUMMARY = {
-    "ppo": """4,813 parameters, 4,813 trained; TYPES; reference: a frozen copy
+    "ppo": """4,813 parameters, 4,813 trained; TYPES; reference: the model at the start
 data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: b
 lr 0.01 cosine, KL coefficient 0.05, value loss x 0.1, 6 new tokens, 48 episodes, 2 PPO epochs
 6 iterations x (8 episodes, then 4 optimizer steps of 4: 4 per process, 8 per forward pass)""",
-    "grpo": """4,476 parameters, 4,476 trained; TYPES; reference: a frozen copy
+    "grpo": """4,476 parameters, 4,476 trained; TYPES; reference: the model at the start
 data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: b
 lr 0.01 cosine, KL coefficient 0.05, advantages std, ratios by token, loss mean by sequence, 6 new tokens, 48 episodes
 6 iterations x (4 groups of 2 episodes, then 4 optimizer steps of 4: 4 per process, 8 per forward pass)""",

@@ -30,9 +30,8 @@ from common.terminal import screen
 def load_pretrained(auto_class, args, path, flag, **keywords):
     """(model, tokenizer, names of weights missing from the files), loaded by the transformers class named auto_class.
 
-    path: a directory, a hub id, a LoRA adapter in one of these, or a model. All weights are finite and dropout is off.
-    A language model has no missing weights. flag names the path in errors; --revision is only for --model, since other
-    flags name other repositories. keywords go to from_pretrained. Raises InputError.
+    path: a directory, a hub id, a LoRA adapter in one of these, or a model. flag names it in errors; --revision is that
+    of --model, since other flags name other repositories. keywords go to from_pretrained. Raises InputError.
     """
     import transformers
 
@@ -113,11 +112,12 @@ def load_weights(auto_class, path, base, revision, keywords):
         return path, []
     import transformers
 
-    model_class = getattr(transformers, auto_class)
-    if auto_class == "AutoModelForCausalLM":
-        model_class = lm_class(path, revision=revision, trust_remote_code=keywords["trust_remote_code"])
-    keywords = keywords | {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, report = model_class.from_pretrained(base or path, revision=None if base else revision, **keywords)
+    keywords = {"revision": None if base else revision} | keywords
+    config = transformers.AutoConfig.from_pretrained(base or path, **keywords)
+    if auto_class == "AutoModelForCausalLM" and config.is_encoder_decoder:
+        auto_class = "AutoModelForSeq2SeqLM"
+    keywords |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, report = getattr(transformers, auto_class).from_pretrained(base or path, **keywords)
     missing = {*report["missing_keys"]}
     mismatched = report["mismatched_keys"]
     if base:
@@ -187,15 +187,6 @@ def adapter_base(path, revision=None):
         return config and json.loads(Path(config).read_text())["base_model_name_or_path"]
 
 
-def lm_class(path, revision=None, **keywords):
-    """The AutoModel class of a language model, or of the base of a LoRA adapter: of an encoder-decoder or a decoder."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    base = adapter_base(path, revision)
-    config = AutoConfig.from_pretrained(base or path, revision=None if base else revision, **keywords)
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-
-
 def load_model(args, path, flag="--model"):
     """The language model and its tokenizer, with a padding token."""
     model, tokenizer, _ = load_pretrained("AutoModelForCausalLM", args, path, flag)
@@ -230,8 +221,9 @@ def end_tokens(lm):
 
 def load_decoder(directory, **options):
     """The language model in a directory, as the scripts call it. options go to from_pretrained."""
-    model_class = lm_class(str(directory), **options)
-    return as_decoder(model_class.from_pretrained(directory, **options))
+    path = str(directory)
+    model, _ = load_weights("AutoModelForCausalLM", path, adapter_base(path), None, options)
+    return as_decoder(model)
 
 
 @contextlib.contextmanager
@@ -458,13 +450,13 @@ def for_sampling(lm, dtype=None):
     keeps the casts of frozen weights; otherwise both would be computed for every token. Afterwards weights and flags
     are bitwise what they were. Adapters of 4-bit or 16-bit weights, which FSDP2 may gather, stay separate, since a sum
     would be rounded to that type. dtype: the autocast type, in which sums are kept."""
-    frozen = [weight for weight in lm.parameters() if not weight.requires_grad and weight.is_floating_point()]
     with contextlib.ExitStack() as stack:
-        for weight in frozen:
-            stack.callback(weight.requires_grad_, False)
-            weight.requires_grad_(True)  # autocast keeps only the casts of such weights
-        for layer in lm.modules():
-            base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
+        for weight in lm.parameters():
+            if not weight.requires_grad and weight.is_floating_point():
+                stack.callback(weight.requires_grad_, False)
+                weight.requires_grad_(True)  # autocast keeps only the casts of such weights
+        for layer in filter(lambda module: hasattr(module, "get_base_layer"), lm.modules()):
+            base = layer.get_base_layer()
             weight = getattr(base, "weight", None)
             if weight is None or weight.dtype not in (torch.float32, torch.float64):
                 continue
@@ -490,12 +482,11 @@ class RewardModel:
         label = None
         if not spec_path(path):
             path, _, label = path.partition(":")
+        is_adapter = adapter_base(str(spec_path(path) or path)) is not None
         args = copy.copy(args)
+        args.load_in_4bit &= is_adapter
         vars(args).update(tokenizer=None, attn_implementation=None, template_options=())  # which are about --model
-        options = {"num_labels": 1}
-        if not adapter_base(str(spec_path(path) or path)):
-            args.load_in_4bit = False
-            options = {}
+        options = {"num_labels": 1} if is_adapter else {}
         auto_class = "AutoModelForSequenceClassification"
         model, self.tokenizer, missing = load_pretrained(auto_class, args, path, "--reward", **options)
         if missing:

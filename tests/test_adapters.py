@@ -385,8 +385,9 @@ NO_POLICY = SimpleNamespace(device="cpu", named_parameters=dict().items)
 
 def scores(directory, lm):
     args = SimpleNamespace(reward=str(directory), trust_remote_code=False, dtype="float32", load_in_4bit=False)
+    args.micro_batch_size = 2
     model = RewardModel(args, lm)
-    return model, model(TEXTS, ENDED, 2)
+    return model, model(TEXTS, ENDED)
 
 
 def shared_numbers(reward_model, lm):
@@ -440,7 +441,7 @@ def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_di
         if weight.requires_grad:
             weight.data += 0.1
     assert torch.equal(shared, alone)
-    assert torch.equal(model(TEXTS, ENDED, 2), alone)
+    assert torch.equal(model(TEXTS, ENDED), alone)
 
 
 def test_only_equal_frozen_weights_are_shared(judge, gpt2_dir, build_model):

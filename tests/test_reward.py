@@ -12,12 +12,12 @@ import transformers
 from helpers import EOS, PAD, TEMPLATE, add_specials, answer, log, samples, tensor, user, weights
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from algos import ppo, reward
+from algos import reward
 from benchmarks.tasks import randomwalks
 from common import seeding
 from common.cli import InputError
 from common.data import encode_prompts, int32
-from common.model import classifier_logits
+from common.model import RewardModel, classifier_logits
 
 WIDTH = 12
 PAIRS = [
@@ -193,7 +193,8 @@ def scores_of(run_dir, side):
 
 def ppo_scores(folder, texts, ended):
     args = SimpleNamespace(reward=str(folder), trust_remote_code=False, dtype="float64", load_in_4bit=False)
-    return ppo.RewardModel(args, SimpleNamespace(device="cpu", named_parameters=dict().items))(texts, ended, 3).tolist()
+    args.micro_batch_size = 3
+    return RewardModel(args, SimpleNamespace(device="cpu", named_parameters=dict().items))(texts, ended).tolist()
 
 
 def test_ppo_reads_the_scores_of_training(trained):

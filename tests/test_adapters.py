@@ -187,7 +187,7 @@ def logprobs(directory, batch):
     """Of the sampled tokens, by the model that plain transformers finds in a directory."""
     lm = AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.no_grad():
-        return ppo.response_logprobs(lm, *batch.tokens())[0]
+        return ppo.line_logprobs(lm, [[example] for example in batch.examples])[0]
 
 
 @pytest.mark.parametrize("further", [False, True])
@@ -200,12 +200,11 @@ def test_the_reference_of_a_rollout(gpt2_dir, lora, tmp_path, monkeypatch, furth
     (_, first), (_, second) = rollouts
     assert torch.equal(first.logprobs, first.ref_logprobs)
     assert log(run_dir)[1]["objective/kl"] == 0
-    mask = second.response_mask
     expected = logprobs(model, second)
-    close(second.ref_logprobs[mask], expected[mask], 1e-5)
-    assert (second.logprobs - second.ref_logprobs)[mask].abs().max() > 1e-3  # the policy has moved
+    close(second.ref_logprobs, expected, 1e-5)
+    assert (second.logprobs - second.ref_logprobs).abs().max() > 1e-3  # the policy has moved
     if further:
-        assert (logprobs(gpt2_dir, second) - expected)[mask].abs().max() > 1e-3
+        assert (logprobs(gpt2_dir, second) - expected).abs().max() > 1e-3
         new = weights(run_dir)
         assert not any(torch.equal(weight, new[name]) for name, weight in weights(model.parent).items())
 

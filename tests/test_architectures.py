@@ -23,6 +23,7 @@ from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common.cli import InputError, from_task
 from common.model import classifier_logits, load_model, max_positions, packing_problem, padding_problem, routers
+from common.sampling import sample
 from common.seeding import draw
 
 SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
@@ -272,34 +273,32 @@ def test_the_structure_says_what_the_model_computes(folder, cell):
 @pytest.mark.parametrize("family", marked(name for name in FAMILIES if name not in READS_PADDING), indirect=True)
 def test_left_padding_and_the_cache_change_nothing(folder):
     """Log-probabilities, values, entropies and sampled tokens of a row in a batch are those of a plain forward."""
-    lm = load_model(from_task(ppo.Args, ppo.TASK, attn_implementation=None), folder)[0].eval()
+    lm, tokenizer = load_model(from_task(ppo.Args, ppo.TASK, attn_implementation=None), folder)
+    lm.eval()
     model = ppo.PolicyWithValue(lm, "mlp", "normal")
+    lm.generation_config.eos_token_id = 99  # none of the tokens, so rows end at their limits
     random = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([5, 1, 3, 7])
-    limits = torch.tensor([4, 7, 1, 6])
-    query = torch.randint(0, 21, (4, 11), generator=random)
-    query_mask = torch.arange(11) >= 11 - lengths[:, None]
+    limits = [4, 7, 1, 6]
+    queries = [torch.randint(0, 21, (length,), generator=random).tolist() for length in (5, 1, 3, 7)]
     draws = torch.rand(4, 7, generator=random, dtype=torch.float64)
-
-    def ended(rows, ids):
-        return ids.shape[1] >= limits[rows]
-
-    response, mask = ppo.sample(lm, query, query_mask, draws, [99], 23, 0.7, ended=ended)
-    assert mask.tolist() == [[t < limit for t in range(7)] for limit in limits]
-    batch = (query, query_mask, response, mask)
-    logprobs, values, entropies = model(*batch, temperature=0.7, also=ppo.token_entropies)
-    for row, (length, limit) in enumerate(zip(lengths.tolist(), limits.tolist(), strict=True)):
-        ids = response[row, :limit]
-        states, logits = states_and_logits(lm, [*query[row, 11 - length :].tolist(), *ids.tolist()][:-1])
-        logps = (logits[length - 1 :] / 0.7).log_softmax(-1)
-        assert torch.equal(draw(logps, draws[row, :limit], 1.0), ids)
+    responses = sample(lm, tokenizer, queries, draws, limits, temperature=0.7)
+    assert [*map(len, responses)] == limits
+    lines = []
+    for query, response in zip(queries, responses, strict=True):
+        lines.append([(query + response, [-100] * len(query) + response)])
+    columns = model(lines, temperature=0.7, also=ppo.token_entropies)
+    found = zip(*(column.split(limits) for column in columns), strict=True)
+    for query, response, uniforms, row in zip(queries, responses, draws, found, strict=True):
+        ids = torch.tensor(response)
+        states, logits = states_and_logits(lm, [*query, *response][:-1])
+        logps = (logits[len(query) - 1 :] / 0.7).log_softmax(-1)
+        assert torch.equal(draw(logps, uniforms[: len(ids)], 1.0), ids)
         expected = [
             logps.gather(1, ids[:, None])[:, 0],
-            model.value_head(states[length - 1 :])[:, 0],
+            model.value_head(states[len(query) - 1 :])[:, 0],
             -(logps.exp() * logps).sum(-1),
         ]
-        found = [logprobs[row, :limit], values[row, :limit], entropies[row, :limit]]
-        assert_close(found, expected, rtol=3e-5, atol=3e-5)
+        assert_close([*row], expected, rtol=3e-5, atol=3e-5)
 
 
 PPO = {"dataset": [{"prompt": prompt} for prompt, _ in TEXTS], "reward": more_vowels, "max_new_tokens": 6}

@@ -76,7 +76,7 @@ def test_export_is_read_back_by_plain_transformers(build_model, letters, family,
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("ba")["input_ids"] == [1, 0]
 
 
-INPUTS = IDS[:, :3], torch.ones(2, 3, dtype=torch.bool), IDS[:, 3:], torch.ones(2, 4, dtype=torch.bool)
+LINES = [[(ids, [-100] * 3 + ids[3:])] for ids in IDS.tolist()]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("linear", "float32"), ("mlp", "bfloat16")])
@@ -144,7 +144,7 @@ def test_the_value_head_keeps_float32_under_bf16(build_model):
     lm = build_model(dtype=torch.bfloat16)
     model = ppo.PolicyWithValue(lm, "mlp", "normal")
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs, values, _ = model(*INPUTS)
+        logprobs, values, _ = model(LINES)
     assert logprobs.dtype == values.dtype == model.value_head[0].weight.dtype == torch.float32
     assert (values.bfloat16() != values).any()  # not rounded to bfloat16
 

@@ -22,6 +22,7 @@ from algos import grpo, ilql, ppo, sft
 from benchmarks.tasks import randomwalks
 from common import sampling
 from common.cli import InputError
+from common.data import first_label
 from common.model import as_decoder, freeze
 
 T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3}
@@ -122,6 +123,15 @@ def rows_of(query, query_mask, response, mask):
     return [(number, x[seen].tolist(), y[kept].tolist()) for number, (x, seen, y, kept) in enumerate(parts)]
 
 
+def rows_of_rollout(batch):
+    """[(range of its places, query, response)] of the rows."""
+    found = []
+    for ids, labels, places in batch.examples:
+        begin = first_label(labels)
+        found.append((places, list(ids[:begin]), list(ids[begin:])))
+    return found
+
+
 def batch(random=0):
     """query, query_mask (4, 9), response, response_mask (4, 7); random: a seed for what lies under the masks, too."""
     ids = torch.randint(0, 21, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -183,27 +193,28 @@ def test_ppo_and_grpo(monkeypatch, run, folder, pairs, script):
     assert abs(metrics["objective/kl"]) > 1e-3
     (_, first), (_, second) = rollouts
     for found in (first, second):
-        for row, query, response in rows_of(*found.tokens()):
+        for places, query, response in rows_of_rollout(found):
             assert query in queries
             expected = alone_logprobs(initial, query, response, 0.7)
-            kept = slice(len(response))
-            assert_close(found.ref_logprobs[row, kept], expected, rtol=1e-9, atol=1e-9)
+            assert_close(found.ref_logprobs[[*places]], expected, rtol=1e-9, atol=1e-9)
             if found is first:
-                assert_close(found.logprobs[row, kept], expected, rtol=1e-9, atol=1e-9)
+                assert_close(found.logprobs[[*places]], expected, rtol=1e-9, atol=1e-9)
     if script is grpo:
         return
     assert start["policy/ratio"] == pytest.approx(1, abs=1e-9)
-    assert first.values[:, 0].std() > 0.01  # before the first token: of the query alone
+    starts = [places.start for _, _, places in first.examples]
+    assert first.values[starts].std() > 0.01  # before the first token: of the query alone
     head = ppo.PolicyWithValue(initial, "mlp", "normal", 1).value_head
-    for row, query, response in rows_of(*first.tokens()):
+    for places, query, response in rows_of_rollout(first):
         values = head(alone(initial, query, response)[0])[:, 0].detach()
-        assert_close(first.values[row, : len(response)], values, rtol=1e-9, atol=1e-9)
+        assert_close(first.values[[*places]], values, rtol=1e-9, atol=1e-9)
     flags = PPO | {"max_new_tokens": 1, "vf_coef": 0.0, "kl_coef": 0.0, "total_episodes": 12}
     assert run(ppo, **flags)[0]["optim/grad_norm"] > 1e-3
 
     back = ppo.PolicyWithValue.load(run_dir / "hf_model").eval()
+    lines = [[example] for example in second.examples]
     with torch.no_grad():
-        assert_close(back(*batch())[:2], model(*batch())[:2], rtol=1e-9, atol=1e-9)
+        assert_close(back(lines)[:2], model(lines)[:2], rtol=1e-9, atol=1e-9)
 
 
 def test_the_top_block_is_the_decoders():

@@ -740,15 +740,13 @@ def test_sets_of_reward(letters):
 def test_prompts_and_sets_of_ppo_and_grpo(letters):
     """Without an evaluation set, the first prompts are evaluated."""
     rows = [{"prompt": text} for text in ("ab", "abcd", "c", "def")]
-    args = SimpleNamespace(max_new_tokens=29, max_prompt_length=3, rollout_batch_size=2)
     data = Prompts(rows, {}, None, None)
-    data.encode(LM, letters, args)
+    data.encode(LM, letters, 29, 3, 2)
     assert data.rows == [rows[0], rows[2], rows[3]] and data.queries == [[0, 1], [2], [3, 4, 5]]
     assert data.eval_sets == {"": (data.rows[:2], data.queries[:2])}
     assert data.report == "4 prompts, 1 dropped as too long; tokens: median 2, longest 3"
     data = Prompts(rows[:1], {"x": rows[1:]}, None, None)
-    data.encode(LM, letters, args)
+    data.encode(LM, letters, 29, 3, 2)
     assert data.eval_sets == {"x": (rows[2:], [[2], [3, 4, 5]])}
-    args.max_prompt_length = None
     with refused("--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"):
-        Prompts(rows[:1], {"x": rows[1:]}, None, None).encode(LM, letters, args)
+        Prompts(rows[:1], {"x": rows[1:]}, None, None).encode(LM, letters, 29, None, 2)

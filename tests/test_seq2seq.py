@@ -229,7 +229,7 @@ def test_the_top_block_is_the_decoders():
 def test_an_encoder_answers_once():
     prompts = sampling.Prompts([], {}, reward=None, metric=None, rollout=length)
     with pytest.raises(InputError, match="--rollout does not work"):
-        prompts.encode(random_seq2seq("t5"), None, None)
+        prompts.encode(random_seq2seq("t5"), None, 5, None, 4)
 
 
 def length(outputs, **columns):

@@ -89,9 +89,9 @@ def from_task(args_class, task, **fields):
 
 
 def read_config(path, args_class, skips_unknown=False):
-    """The words of a command line that say what a YAML file of flags does. A path that is not found is tried in the
+    """The words of a command line that do what a YAML file of flags says. A path that is not found is tried in the
     repository. Values stay texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False.
-    skips_unknown: leave out flags that args_class lacks, as a copy of a script may."""
+    skips_unknown: leave out what args_class lacks, as a copy of a script may."""
     file = Path(path) if Path(path).exists() else ROOT / path
     try:
         text = file.read_text()
@@ -99,21 +99,20 @@ def read_config(path, args_class, skips_unknown=False):
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise InputError(f"--config {path} cannot be read as lines like `lr: 1e-5`: {problem}") from None
-    names = [name.replace("-", "_") for name in re.findall(r"(?m)^([\w-]+) *:", text)]
+    flags = [flag_of(name) for name in re.findall(r"(?m)^([\w-]+) *:", text)]
     # PyYAML silently takes the last one
-    stop_if([f"--config {path}: {name} is given twice" for name in set(names) if names.count(name) > 1])
-    types = {field.name: field.type for field in dataclasses.fields(args_class)}
+    stop_if([f"--config {path}: {flag} is given twice" for flag in set(flags) if flags.count(flag) > 1])
+    types = {flag_of(field.name): field.type for field in dataclasses.fields(args_class)}
     words = []
     for name, value in entries:
-        field = name.replace("-", "_")
-        if field not in types and skips_unknown:
-            continue
-        if types.get(field) is bool and isinstance(yaml.safe_load(value), bool):
-            words.append(flag_of(field if yaml.safe_load(value) else f"no_{field}"))
+        flag = flag_of(name)
+        is_on = yaml.safe_load(str(value)) if types.get(flag) is bool else None
+        if isinstance(is_on, bool):
+            words.append(flag if is_on else flag.replace("--", "--no-"))
         elif isinstance(value, list):
-            words += [flag_of(field), *value]
-        else:
-            words += [flag_of(field), "None" if value in ("null", "~") else value]
+            words += [flag, *map(str, value)]
+        elif flag in types or not skips_unknown:
+            words += [flag, "None" if value in ("null", "~") else str(value)]
     return words
 
 
@@ -129,14 +128,15 @@ def refuse_other_names(words, args_class, script):
         rows = near if title in (f"{script}.py", "Every script") else far
         for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", section):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
-                rows.setdefault(name, f"algos/MIGRATION.md says under {title}: {here}. {note}".rstrip(". "))
+                rows[flag_of(name)] = f"algos/MIGRATION.md says under {title}: {here}. {note}".rstrip(". ")
     for path in sorted(ROOT.glob("algos/*.py")):
-        names = re.findall(r"(?m)^    (\w+): .* = ", path.read_text())
-        far |= dict.fromkeys(names, f"it is a flag of {path.name}")
+        own_flags = path.read_text().partition("\nclass Args")[2].partition("\n\n\n")[0]
+        for name in re.findall(r"(?m)^    (\w+): .* = ", own_flags):
+            far[flag_of(name)] = f"it is a flag of {path.name}"
     known = far | near
-    given = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
-    foreign = sorted(given & known.keys() - {field.name for field in dataclasses.fields(args_class)})
-    stop_if([f"there is no {flag_of(name)} here; {known[name]}" for name in foreign])
+    flags = {flag_of(word[2:].partition("=")[0]) for word in words if word.startswith("--")}
+    foreign = sorted(flags & known.keys() - {flag_of(field.name) for field in dataclasses.fields(args_class)})
+    stop_if([f"there is no {flag} here; {known[flag]}" for flag in foreign])
 
 
 ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the
@@ -517,13 +517,12 @@ def import_file(path, source):
 def build(spec, flag):
     """Calls `file.py:function` or a function and returns its value; returns anything else unchanged. Call it before
     Accelerator(): a user's function may start processes."""
-    if isinstance(spec, str) and not SPEC.fullmatch(spec):
-        return spec
-    function = load_function(spec, flag)
+    function = load_function(spec, flag) if isinstance(spec, str) and SPEC.fullmatch(spec) else spec
     if not (inspect.isroutine(function) or isinstance(function, functools.partial)):
         return spec
     value = function()
-    stop_if([f"{flag} {getattr(spec, '__name__', spec)} returned None"] if value is None else [])
+    if value is None:
+        raise InputError(f"{flag} {getattr(spec, '__name__', spec)} returned None")
     return value
 
 
@@ -579,13 +578,12 @@ def call_reward(function, name, rows, given, lengths=None):
     if not isinstance(scores, list | tuple) or len(scores) != len(rows):
         returned = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
         raise InputError(f"{name} returned {returned}, expected a list of {len(rows)} numbers, one per sample")
-    checked = []
-    for number, score in enumerate(scores):
-        checked.append(floats(score, lengths and lengths[number]))
-        if checked[-1] is None:
-            where = f"row {number + 1}, prompt {rows[number]['prompt']!r:.60}"
-            dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
-            raise InputError(f"{name} returned {score!r:.60} for {where}; expected a finite number{dense}")
+    checked = [floats(*pair) for pair in zip(scores, lengths or [None] * len(rows), strict=True)]
+    if None in checked:
+        number = checked.index(None)
+        where = f"row {number + 1}, prompt {rows[number]['prompt']!r:.60}"
+        dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
+        raise InputError(f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}")
     return checked, others
 
 
@@ -620,39 +618,34 @@ def call_rollout(function, name, rows, given, sampled):
     made of parts of these, each at its place; a row for which nothing was sampled may come from another engine."""
     value = call_function(function, name, rows, given)
     responses, columns = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
-    expected = (
-        f"{name} must return a list of {len(rows)} lists of (ids, trained), or a pair of that and {{column: list}}"
-    )
+    expected = f"{name} must return a list of {len(rows)} lists of (ids, trained), or that and {{column: list}}"
     if not isinstance(responses, list) or not isinstance(columns, dict) or len(responses) != len(rows):
         raise InputError(f"{expected}; it returned {value!r:.60}")
     for column, values in columns.items():
-        if not isinstance(values, list) or len(values) != len(rows):
-            raise InputError(f"{expected}; the column {column!r} does not have one value per row")
-        if column in rows[0]:
-            raise InputError(f"{name} returned a column {column!r}, which the rows already have: choose another name")
+        if column in rows[0] or not isinstance(values, list) or len(values) != len(rows):
+            raise InputError(f"{expected}; {column!r} is a column of the rows, or has not one value per row")
     vocabulary = len(given["model"].get_input_embeddings().weight)
     checked = []
     for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):
         where = f"{name}, prompt {row['prompt']!r:.60}"
-        room = given["max_new_tokens"]
-        checked.append([])
         try:
             segments = [([*map(operator.index, ids)], bool(trained)) for ids, trained in segments]
         except (TypeError, ValueError):
             raise InputError(f"{expected}; for prompt {row['prompt']!r:.60}: {segments!r:.60}") from None
+        response = []
+        room = given["max_new_tokens"]
         for ids, trained in segments:
-            after = [*before, *ids]
-            if any(not 0 <= token < vocabulary for token in ids):
+            after = before + ids
+            if not all(0 <= token < vocabulary for token in ids):
                 raise InputError(f"{where}: an id is not one of the model's {vocabulary}")
             if trained and known and sampled_part(before, after, known) != after:
-                raise InputError(
-                    f"{where}: trained ids that `sample` did not return behind exactly the ids before them"
-                )
-            checked[-1].append((ids[:room], trained))
-            room -= len(checked[-1][-1][0])
+                raise InputError(f"{where}: trained ids that `sample` did not return behind exactly the ids before")
+            response.append((ids[:room], trained))
+            room -= len(ids[:room])
             before = after
-        if not any(ids and trained for ids, trained in checked[-1]):
+        if not any(ids and trained for ids, trained in response):
             raise InputError(f"{where}: no trained ids within --max-new-tokens")
+        checked.append(response)
     return checked, columns
 
 

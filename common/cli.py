@@ -89,9 +89,9 @@ def from_task(args_class, task, **fields):
 
 
 def read_config(path, args_class, skips_unknown=False):
-    """The words of a command line that do what a YAML file of flags says. A path that is not found is tried in the
-    repository. Values stay texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False.
-    skips_unknown: leave out what args_class lacks, as a copy of a script may."""
+    """The words of a command line that do what a YAML file of flags says; the file may also lie in the repository.
+    Values stay texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False.
+    skips_unknown: whether flags that args_class lacks are left out."""
     file = Path(path) if Path(path).exists() else ROOT / path
     try:
         text = file.read_text()
@@ -106,12 +106,14 @@ def read_config(path, args_class, skips_unknown=False):
     words = []
     for name, value in entries:
         flag = flag_of(name)
+        if flag not in types and skips_unknown:
+            continue
         is_on = yaml.safe_load(str(value)) if types.get(flag) is bool else None
         if isinstance(is_on, bool):
             words.append(flag if is_on else flag.replace("--", "--no-"))
         elif isinstance(value, list):
             words += [flag, *map(str, value)]
-        elif flag in types or not skips_unknown:
+        else:
             words += [flag, "None" if value in ("null", "~") else str(value)]
     return words
 
@@ -128,7 +130,7 @@ def refuse_other_names(words, args_class, script):
         rows = near if title in (f"{script}.py", "Every script") else far
         for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", section):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
-                rows[flag_of(name)] = f"algos/MIGRATION.md says under {title}: {here}. {note}".rstrip(". ")
+                rows.setdefault(flag_of(name), f"algos/MIGRATION.md says under {title}: {here}. {note}".rstrip(". "))
     for path in sorted(ROOT.glob("algos/*.py")):
         own_flags = path.read_text().partition("\nclass Args")[2].partition("\n\n\n")[0]
         for name in re.findall(r"(?m)^    (\w+): .* = ", own_flags):
@@ -139,10 +141,10 @@ def refuse_other_names(words, args_class, script):
     stop_if([f"there is no {flag} here; {known[flag]}" for flag in foreign])
 
 
-ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the
-script runs its embedded task with that task's settings. --config FILE reads
-flags from a YAML file; your other flags override it. Flags that scripts share
-are listed by --help all."""
+ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config,
+the script runs its embedded task with that task's settings. --config FILE reads
+flags from a YAML file; your other flags override it. --help all also lists the
+flags that scripts share."""
 
 
 def print_help(args_class, everything):
@@ -421,12 +423,12 @@ class RunArgs:
 
 @dataclass
 class TextArgs(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
-    """Of scripts that train a language model on data and sample from it."""
+    """Flags of a script that trains a language model and samples from it."""
 
 
 @dataclass
 class RolloutArgs(TextArgs):
-    """Of scripts that train a language model on its own samples."""
+    """Flags of a script that trains a language model on its own samples."""
 
     required = (*DataArgs.required, "reward")
 

@@ -120,22 +120,23 @@ def read_config(path, args_class, skips_unknown=False):
 
 def refuse_other_names(words, args_class, script):
     """InputError for each flag that the script lacks, and TRL, trlX or another of our scripts has. It quotes the row of
-    algos/MIGRATION.md: from the script's section or that of every script, else from another's."""
+    algos/MIGRATION.md: from the script's section, else from that of every script, else from another's."""
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has no such page
-    near = {}
-    far = {}
+    own = {}
+    every = {}
+    others = {}
     for section in text.split("\n## "):
         title = section.partition("\n")[0]
-        rows = near if title in (f"{script}.py", "Every script") else far
+        rows = {f"{script}.py": own, "Every script": every}.get(title, others)
         for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", section):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
                 rows.setdefault(flag_of(name), f"algos/MIGRATION.md says under {title}: {here}. {note}".rstrip(". "))
     for path in sorted(ROOT.glob("algos/*.py")):
-        own_flags = path.read_text().partition("\nclass Args")[2].partition("\n\n\n")[0]
-        for name in re.findall(r"(?m)^    (\w+): .* = ", own_flags):
-            far[flag_of(name)] = f"it is a flag of {path.name}"
-    known = far | near
+        args = path.read_text().partition("\nclass Args")[2].partition("\n\n\n")[0]
+        for name in re.findall(r"(?m)^    (\w+): .* = ", args):
+            others[flag_of(name)] = f"it is a flag of {path.name}"
+    known = others | every | own
     flags = {flag_of(word[2:].partition("=")[0]) for word in words if word.startswith("--")}
     foreign = sorted(flags & known.keys() - {flag_of(field.name) for field in dataclasses.fields(args_class)})
     stop_if([f"there is no {flag} here; {known[flag]}" for flag in foreign])

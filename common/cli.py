@@ -229,7 +229,7 @@ def problems_of(args):
         if args.rollout_batch_size % max(1, args.batch_size):
             problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
         if getattr(args, "total_episodes", math.inf) < args.rollout_batch_size:
-            problems.append(f"--total-episodes {args.total_episodes} must be at least {size}, the size of an iteration")
+            problems.append(f"--total-episodes {args.total_episodes} must be at least {size}")
     if getattr(args, "rollout", None) and args.stop:
         problems.append("--stop is not used with --rollout: give stop strings to `sample`")
     return problems
@@ -453,6 +453,8 @@ class RolloutArgs(TextArgs):
     """Sampling temperature of rollouts. Log-probabilities are those of the distribution at this temperature."""
 
     def __post_init__(self):
+        if self.rollout_batch_size == type(self).rollout_batch_size:
+            self.rollout_batch_size = min(self.rollout_batch_size, self.total_episodes)
         super().__post_init__()
         self.total_episodes -= self.total_episodes % self.rollout_batch_size
 

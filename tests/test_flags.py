@@ -217,7 +217,8 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ppo", {"batch_size": 384}, f"{USUAL} must be a multiple of --batch-size 384"),
     ("ppo", {"batch_size": 1024}, f"{USUAL} must be a multiple of --batch-size 1024"),
     ("ppo", {"rollout_batch_size": 1000}, "--rollout-batch-size 1000 must be a multiple of --batch-size 512"),
-    ("ppo", {"total_episodes": 511}, f"--total-episodes 511 must be at least {USUAL}, the size of an iteration"),
+    ("ppo", {"total_episodes": 79, "rollout_batch_size": 80}, f"--total-episodes 79 must be at least {EIGHTY}"),
+    ("grpo", {"total_episodes": 100}, "--rollout-batch-size 100 must be a multiple of --group-size 8"),
     ("grpo", {"group_size": 6}, f"{USUAL} must be a multiple of --group-size 6"),
     ("ppo", {"min_length_limit": 54}, "--min-length-limit 54 must be at most --max-new-tokens 53"),
     ("ppo", {"kl_target": 6.0, "kl_coef": 0.0}, "--kl-target needs a --kl-coef above 0, which it adapts"),
@@ -280,6 +281,8 @@ SIZES = [  # script, flags, sizes that follow: of a rollout, of a step, of the r
     ("grpo", {"batch_size": 64}, (512, 64, 65536)),
     ("ppo", {"rollout_batch_size": 30, "batch_size": 10, "total_episodes": 100}, (30, 10, 90)),
     ("ppo", {"total_episodes": 1023}, (512, 512, 512)),
+    ("grpo", {"total_episodes": 64}, (64, 64, 64)),
+    ("ppo", {"total_episodes": 100, "batch_size": 25}, (100, 25, 100)),
     ("ddpo", {"rollout_batch_size": 40}, (40, 40, None)),
     ("ddpo", {"rollout_batch_size": 40, "batch_size": 20}, (40, 20, None)),
 ]
@@ -287,7 +290,7 @@ SIZES = [  # script, flags, sizes that follow: of a rollout, of a step, of the r
 
 @pytest.mark.parametrize(("algo", "flags", "sizes"), SIZES, ids=str)
 def test_sizes_that_follow(algo, flags, sizes):
-    """A default --batch-size is at most a rollout; a run has whole iterations. Made again, they stay as they are."""
+    """Default sizes are at most those that contain them, and a run has whole iterations. Made again, they stay."""
     args = SCRIPTS[algo].Args(**required(algo) | flags)
     assert (args.rollout_batch_size, args.batch_size, getattr(args, "total_episodes", None)) == sizes
     assert SCRIPTS[algo].Args(**vars(args)) == args

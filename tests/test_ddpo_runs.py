@@ -125,7 +125,7 @@ def test_epochs_are_the_slow_definition(monkeypatch, build_pipeline, tmp_path, p
 
     def checked(accelerator, unet, optimizer, lr, max_grad_norm, step, where):
         epoch, number = divmod(step - 1, 4)
-        (_, policy, prompts, _, args, _), found = sampled[epoch]
+        (_, policy, prompts, _, args, *_), found = sampled[epoch]
         pairs = torch.cat([*ddpo.pair_minibatches(args, epoch + 1, [0, 1, 2], 0, 1)][number]).tolist()
         assert len(pairs) == 8
         for image, position in pairs:

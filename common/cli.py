@@ -576,7 +576,7 @@ def call_reward(function, name, rows, given, lengths=None):
     scores = call_function(function, name, rows, given)
     others = {}
     if isinstance(scores, dict) and "score" in scores:
-        others = checked_columns(name, {column: x for column, x in scores.items() if column != "score"}, len(rows))
+        others = {column: values for column, values in scores.items() if column != "score"}
         scores = scores["score"]
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
@@ -589,6 +589,8 @@ def call_reward(function, name, rows, given, lengths=None):
         where = f"row {number + 1}, prompt {rows[number]['prompt']!r:.60}"
         dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
         raise InputError(f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}")
+    if others:
+        others = checked_columns(name, others, len(rows))
     return checked, others
 
 
@@ -598,16 +600,14 @@ TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "rewa
 
 def call_metric(function, name, rows, given):
     """{column: values per row} of a metric function."""
-    columns = call_function(function, name, rows, given)
-    if not isinstance(columns, dict) or not columns:
-        expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
-        raise InputError(f"{expected}; it returned {columns!r:.60}")
-    return checked_columns(name, columns, len(rows))
+    return checked_columns(name, call_function(function, name, rows, given), len(rows))
 
 
 def checked_columns(name, columns, count):
     """{column: values per row} with lists of floats, or InputError. name: of the function that returned it."""
     expected = f"{name} must return {{name: list of {count} finite numbers}}"
+    if not isinstance(columns, dict) or not columns:
+        raise InputError(f"{expected}; it returned {columns!r:.60}")
     checked = {column: floats(values, count) for column, values in columns.items()}
     for column, values in checked.items():
         if not isinstance(values, list) or not isinstance(column, str):

@@ -64,7 +64,7 @@ from common.cli import (
     spec_path,
 )
 from common.data import load_rows, load_sets, local_rows, set_flag, set_prefix, texts
-from common.launch import accumulate, learning_rate, make_optimizer, on_main, optimizer_step, reduce_sums
+from common.launch import accumulate, on_main, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.model import loading, quiet_libraries
 from common.seeding import rng, stream_rows
@@ -455,9 +455,9 @@ def update(run, policy, optimizer, batch, args):
             at_first = accelerator.gather(largest).max().item()
             if at_first > args.cliprange / 2 and epoch == 1:
                 run.say(f"warning: rounding alone moves the ratio by {at_first:.1e}; --cliprange is {args.cliprange}")
-        lr = learning_rate(args, step, run.total_steps)
+        lr = args.learning_rate(step, run.total_steps)
         step += 1
-        grad_norm = optimizer_step(accelerator, unet, optimizer, lr, args, step, where)
+        grad_norm = optimizer_step(accelerator, unet, optimizer, lr, args.max_grad_norm, step, where)
     are_finite = [weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad]
     if not torch.stack(are_finite).all():
         raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
@@ -766,7 +766,7 @@ def main(args):
     unet = accelerator.prepare(pipeline.unet)
     embed = Embeddings(pipeline, accelerator.device, args.guidance_scale, args.negative_prompt)
     policy = Policy(pipeline, unet, schedule, embed)
-    optimizer = make_optimizer(unet, args)
+    optimizer = args.make_optimizer(unet)
     save_pipeline = partial(export, run, pipeline)
     headline = "objective/scores"
     if args.eval_every:

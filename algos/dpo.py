@@ -41,15 +41,11 @@ from torch.nn import functional as F
 
 from common.cli import (
     Count,
-    DataArgs,
     Fraction,
     InputError,
-    ModelArgs,
     NonNegative,
-    OptimizerArgs,
     Positive,
-    RunArgs,
-    SamplingArgs,
+    TextArgs,
     build,
     cli,
 )
@@ -68,7 +64,7 @@ from common.data import (
     tokenize,
     untrained_end,
 )
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
+from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import can_pack, end_tokens, load_lm, make_reference, max_positions, packing_problem, unsharded
 from common.sampling import evaluate_samples, read_data
@@ -79,7 +75,7 @@ TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --datase
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
+class Args(TextArgs):
     """Preference optimisation of a language model."""
 
     # ---- algorithm
@@ -512,7 +508,7 @@ def main(args):
     if args.ref_model is not None or not (args.precompute_ref or args.reference_free):
         ref = make_reference(args, ref_path, lm, tokenizer)
     ref_packing = packing and (ref is None or packing_problem(ref) is None)
-    optimizer = make_optimizer(lm, args)
+    optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer, ref)
     reference = Reference(accelerator, ref or lm, tokenizer, data, ref_packing, args)
     losses_of = functools.partial(pair_losses, reference=reference, args=args)
@@ -552,8 +548,8 @@ def main(args):
         nll = -sums["logps/chosen"] / count  # mean over the tokens
         loss = metrics.pop("loss") + args.sft_coef * nll
         # 3. a step of AdamW
-        lr = learning_rate(args, step - 1, total_steps)
-        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, f"rows {rows}", loss)
+        lr = args.learning_rate(step - 1, total_steps)
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, f"rows {rows}", loss)
         run.lap("update")
         # 4. evaluate, log, save
         metrics = {"train/loss": loss, "train/nll": nll, **metrics}

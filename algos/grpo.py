@@ -52,9 +52,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.cli import Count, ModelArgs, Natural, NonNegative, OptimizerArgs, Positive, RolloutArgs, RunArgs, build, cli
+from common.cli import Count, Natural, NonNegative, Positive, RolloutArgs, build, cli
 from common.data import set_prefix
-from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
+from common.launch import accumulate, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs, total
@@ -67,7 +67,7 @@ TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --datase
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
+class Args(RolloutArgs):
     """Group relative policy optimisation of a language model."""
 
     # ---- algorithm
@@ -353,10 +353,10 @@ def update(run, model, optimizer, batch, rows, args):
                 accelerator.backward(loss * accelerator.num_processes)
                 for name, share in shares.items():
                     sums[name] += share
-            lr = learning_rate(args, step, run.total_steps)
+            lr = args.learning_rate(step, run.total_steps)
             step += 1
             where = f"{len(minibatch)} episodes whose first is {rows[int(minibatch[0])]['prompt']!r:.60}"
-            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, where)
+            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, where)
     metrics = {"episode": run.iteration * args.rollout_batch_size} | reduce_sums(accelerator, sums)
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
     return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}  # the norm is that of the last step
@@ -418,7 +418,7 @@ def main(args):
     data.encode(lm, tokenizer, args.max_new_tokens, args.max_prompt_length, args.rollout_batch_size)
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
     reward_model = data.load_reward(args, lm)
-    optimizer = make_optimizer(lm, args)
+    optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)
     lengths = [len(query) for query in data.queries]

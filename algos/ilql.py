@@ -54,22 +54,18 @@ from torch.nn import functional as F
 
 from common.cli import (
     Count,
-    DataArgs,
     Fraction,
     InputError,
-    ModelArgs,
     Natural,
     NonNegative,
-    OptimizerArgs,
     Positive,
-    RunArgs,
-    SamplingArgs,
     Share,
+    TextArgs,
     build,
     cli,
 )
 from common.data import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, set_flag, set_prefix, texts
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
+from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.model import draw_layers, load_decoder, load_lm, max_positions, saved_heads, unsharded
 from common.sampling import evaluate_samples, read_data
@@ -81,7 +77,7 @@ TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --datas
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
+class Args(TextArgs):
     """Implicit language Q-learning: offline RL of a language model."""
 
     # ---- algorithm
@@ -727,7 +723,7 @@ def main(args):
     lm = policy.lm
     encode(data, lm, tokenizer, args)
     normalize_rewards(data, args)
-    optimizer = make_optimizer(policy, args)
+    optimizer = args.make_optimizer(policy)
     model = prepare(accelerator, policy, optimizer)
     export = partial(run.export, lm, tokenizer, heads={HEADS_FILE: policy.head_weights()})
     lengths = [len(episode.ids) for episode in data.episodes]
@@ -757,9 +753,9 @@ def main(args):
                 sums[name] += values.detach().double().sum()
         metrics = loss_metrics(reduce_sums(accelerator, sums), count)
         # 3. a step of AdamW
-        lr = learning_rate(args, step - 1, total_steps)
+        lr = args.learning_rate(step - 1, total_steps)
         loss = metrics["losses/loss"]
-        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, f"rows {rows}", loss)
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, f"rows {rows}", loss)
         # 4. Q^ <- Q^ + alpha (Q - Q^)
         if step % args.steps_for_target_q_sync == 0:
             polyak_update(policy.target_q_heads, policy.q_heads, args.polyak_alpha)

@@ -49,17 +49,14 @@ from torch.nn import functional as F
 from common.cli import (
     Count,
     Fraction,
-    ModelArgs,
     NonNegative,
-    OptimizerArgs,
     Positive,
     RolloutArgs,
-    RunArgs,
     build,
     cli,
 )
 from common.data import set_prefix
-from common.launch import accumulate, learning_rate, make_optimizer, numbers, optimizer_step, prepare, reduce_sums
+from common.launch import accumulate, numbers, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import draw_layers, load_decoder, load_lm, make_reference, saved_heads, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs
@@ -73,7 +70,7 @@ TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --datase
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, OptimizerArgs, RolloutArgs):
+class Args(RolloutArgs):
     """Proximal policy optimisation of a language model."""
 
     # ---- algorithm
@@ -505,14 +502,14 @@ def update(run, model, optimizer, batch, rows, args):
                     sums[name] += term
                 ratios += terms["policy/ratio"]
                 approxkl += terms["policy/approxkl"]
-            lr = learning_rate(args, step, run.total_steps)
+            lr = args.learning_rate(step, run.total_steps)
             step += 1
             if args.ratio_threshold and accelerator.reduce(ratios) > args.ratio_threshold * count:
                 skipped += 1
                 optimizer.zero_grad()
                 continue
             where = f"{len(minibatch)} episodes whose first is {rows[int(minibatch[0])]['prompt']!r:.60}"
-            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, where)
+            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, where)
         epochs += 1
         if args.early_stop_kl and accelerator.reduce(approxkl) > args.early_stop_kl * tokens:
             break
@@ -584,7 +581,7 @@ def main(args):
     ref = make_reference(args, ref_path, lm, tokenizer)
     reward_model = data.load_reward(args, lm)
     policy = make_policy(args, path, lm)
-    optimizer = make_optimizer(policy, args)
+    optimizer = args.make_optimizer(policy)
     model = prepare(accelerator, policy, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer, heads={HEAD_FILE: policy.value_head.state_dict()})
     lengths = [len(query) for query in data.queries]

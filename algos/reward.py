@@ -49,7 +49,7 @@ from common.cli import (
     stop_if,
 )
 from common.data import in_lines, int32, is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare, reduce_sums
+from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.model import (
     can_pack,
@@ -348,7 +348,7 @@ def main(args):
     max_length = min(args.max_length, max_positions(lm) or args.max_length)
     encode(data, tokenizer, max_length)
     packing = scores_tokens(lm) and can_pack(lm, args.packing, run.say)
-    optimizer = make_optimizer(lm, args)
+    optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer)
     score = functools.partial(pair_scores, model, packing)
     export = functools.partial(export_classifier, run, lm, tokenizer)
@@ -382,9 +382,9 @@ def main(args):
         sums = reduce_sums(accelerator, sums)
         metrics = {name: value / args.batch_size for name, value in sums.items()}
         # 3. a step of AdamW
-        lr = learning_rate(args, step - 1, total_steps)
+        lr = args.learning_rate(step - 1, total_steps)
         loss = metrics["train/loss"]
-        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, f"rows {rows}", loss)
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, f"rows {rows}", loss)
         run.lap("update")
         # 4. evaluate, log, save
         metrics["train/epoch"] = step * args.batch_size / len(lengths)

@@ -32,13 +32,9 @@ import torch
 
 from common.cli import (
     Count,
-    DataArgs,
     InputError,
-    ModelArgs,
-    OptimizerArgs,
     Positive,
-    RunArgs,
-    SamplingArgs,
+    TextArgs,
     build,
     cli,
 )
@@ -53,7 +49,7 @@ from common.data import (
     set_prefix,
     untrained_end,
 )
-from common.launch import accumulate, learning_rate, make_optimizer, optimizer_step, prepare
+from common.launch import accumulate, optimizer_step, prepare
 from common.logging import Run, closes_run, lines_of_use
 from common.model import can_pack, end_tokens, load_lm, max_positions, unsharded
 from common.sampling import evaluate_samples, read_data
@@ -65,7 +61,7 @@ TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # used without --model, --datase
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
+class Args(TextArgs):
     """Supervised fine-tuning of a language model."""
 
     # ---- algorithm
@@ -265,7 +261,7 @@ def main(args):
     lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
     packing = can_pack(lm, args.packing, run.say)
-    optimizer = make_optimizer(lm, args)
+    optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer)
     export = partial(run.export, lm, tokenizer)
     lengths = [len(ids) for ids, _ in data.examples]
@@ -297,8 +293,8 @@ def main(args):
             loss += share.detach()
         loss = accelerator.reduce(loss).item()
         # 3. a step of AdamW
-        lr = learning_rate(args, step - 1, total_steps)
-        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, f"rows {rows}", loss)
+        lr = args.learning_rate(step - 1, total_steps)
+        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, f"rows {rows}", loss)
         run.lap("update")
         # 4. evaluate, log, save
         metrics = {"train/loss": loss, "train/epoch": step * args.batch_size / len(lengths)}

@@ -52,15 +52,12 @@ def cli(args_class, main, task=None):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     try:
         if {"-h", "--help"} & set(sys.argv):
-            print(help_text(args_class, everything="all" in sys.argv), end="")
-            return
+            print_help(args_class, everything="all" in sys.argv)
         main(parse(sys.argv[1:], args_class, task))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
-        from common.terminal import wrapped
-
-        print(wrapped([f"error: {error}"]), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -75,12 +72,8 @@ def parse(argv, args_class, task=None):
     flags = {word.partition("=")[0] for word in argv}
     takes_task = task and flags.isdisjoint(("--model", "--dataset", "--config")) and (ROOT / task).exists()
     paths = [task] if takes_task else files.config
-    settings = {}
-    for path in paths:
-        settings |= read_config(path)
-    if takes_task:  # a copy of the script may lack some of its flags
-        settings = {name: value for name, value in settings.items() if hasattr(args_class, name)}
-    words = words_of(settings, args_class) + words
+    for path in reversed(paths):
+        words = read_config(path, args_class, skips_unknown=takes_task) + words
     refuse_other_names(words, args_class, script=Path(task or "").stem)
     prog = " --config ".join([Path(sys.argv[0]).name, *paths])  # so that tyro's errors name the files
     args = tyro.cli(args_class, prog=prog, args=words)
@@ -95,12 +88,10 @@ def from_task(args_class, task, **fields):
     return dataclasses.replace(parse(["--config", task], args_class), **fields)
 
 
-# ---- Files of flags --------------------------------------------------------------------------------------------------
-
-
-def read_config(path):
-    """{field: text, or list of texts} of a YAML file. A path that is not found is tried in the repository. Values stay
-    texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False."""
+def read_config(path, args_class, skips_unknown=False):
+    """The words of a command line that do what a YAML file of flags says; the file may also lie in the repository.
+    Values stay texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False.
+    skips_unknown: whether flags that args_class lacks are left out."""
     file = Path(path) if Path(path).exists() else ROOT / path
     try:
         text = file.read_text()
@@ -108,113 +99,71 @@ def read_config(path):
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise InputError(f"--config {path} cannot be read as lines like `lr: 1e-5`: {problem}") from None
-    names = [name.replace("-", "_") for name in re.findall(r"(?m)^([\w-]+) *:", text)]
+    flags = [flag_of(name) for name in re.findall(r"(?m)^([\w-]+) *:", text)]
     # PyYAML silently takes the last one
-    stop_if([f"--config {path}: {name} is given twice" for name in set(names) if names.count(name) > 1])
-    return {name.replace("-", "_"): value for name, value in entries}
-
-
-def words_of(settings, args_class):
-    """Settings from files as words of a command line."""
-    switches = [field.name for field in dataclasses.fields(args_class) if field.type is bool]
+    stop_if([f"--config {path}: {flag} is given twice" for flag in set(flags) if flags.count(flag) > 1])
+    types = {flag_of(field.name): field.type for field in dataclasses.fields(args_class)}
     words = []
-    for name, value in settings.items():
-        is_on = yaml.safe_load(str(value)) if name in switches else None
+    for name, value in entries:
+        flag = flag_of(name)
+        if flag not in types and skips_unknown:
+            continue
+        is_on = yaml.safe_load(str(value)) if types.get(flag) is bool else None
         if isinstance(is_on, bool):
-            words.append(flag_of(name if is_on else f"no_{name}"))
+            words.append(flag if is_on else flag.replace("--", "--no-"))
         elif isinstance(value, list):
-            words += [flag_of(name), *map(str, value)]
+            words += [flag, *map(str, value)]
         else:
-            words += [flag_of(name), "None" if value in ("null", "~") else str(value)]
+            words += [flag, "None" if value in ("null", "~") else str(value)]
     return words
 
 
-# ---- Names that flags have elsewhere ---------------------------------------------------------------------------------
-
-
-def refuse_other_names(words, args_class, script=""):
-    """InputError for each flag that the script lacks but TRL, trlX or another of our scripts has. For TRL's and trlX's
-    names it quotes a row of algos/MIGRATION.md: from the script's section, else from that of all scripts, else from
-    another's."""
-    fields = {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+def refuse_other_names(words, args_class, script):
+    """InputError for each flag that the script lacks, and TRL, trlX or another of our scripts has. It quotes the row of
+    algos/MIGRATION.md: from the script's section, else from that of every script, else from another's."""
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has no such page
-    sections = dict(section.partition("\n")[::2] for section in text.split("\n## "))
-    near = [f"{script}.py", "Every script"]
-    advice = {}
-
-    def read_section(title):
-        for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", sections.get(title, "")):
-            named = re.findall("--[a-z0-9-]+", here)
-            row = f"{here.replace('`', '')}. {note}".rstrip(". ")
-            is_here = fields.issuperset(named)
-            if not is_here:
-                row = f"{title} has {row}"
-            if (is_here or title not in near) and (named or title in near):
-                for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
-                    advice.setdefault(flag_of(name), f"algos/MIGRATION.md says: {row}")
-
-    for title in near:
-        read_section(title)
+    own = {}
+    every = {}
+    others = {}
+    for section in text.split("\n## "):
+        title = section.partition("\n")[0]
+        rows = {f"{script}.py": own, "Every script": every}.get(title, others)
+        for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", section):
+            for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
+                rows.setdefault(flag_of(name), f"algos/MIGRATION.md says under {title}: {here}. {note}".rstrip(". "))
     for path in sorted(ROOT.glob("algos/*.py")):
-        own_flags = "".join(re.findall(r"(?ms)^class Args\b.*?(?=^\S|^    def )", path.read_text()))
-        for name in re.findall(r"(?m)^    (\w+): .* = ", own_flags):
-            advice.setdefault(flag_of(name), f"it is a flag of {path.name}")
-    for title in sections:
-        read_section(title)
-    foreign = sorted(flags & advice.keys() - fields)
-    stop_if([f"there is no {flag} here; {advice[flag]}" for flag in foreign])
+        args = path.read_text().partition("\nclass Args")[2].partition("\n\n\n")[0]
+        for name in re.findall(r"(?m)^    (\w+): .* = ", args):
+            others[flag_of(name)] = f"it is a flag of {path.name}"
+    known = others | every | own
+    flags = {flag_of(word[2:].partition("=")[0]) for word in words if word.startswith("--")}
+    foreign = sorted(flags & known.keys() - {flag_of(field.name) for field in dataclasses.fields(args_class)})
+    stop_if([f"there is no {flag} here; {known[flag]}" for flag in foreign])
 
 
-# ---- Help ------------------------------------------------------------------------------------------------------------
+ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config,
+the script runs its embedded task with that task's settings. --config FILE reads
+flags from a YAML file; your other flags override it. --help all also lists the
+flags that scripts share."""
 
-DEFAULTS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
-embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
 
-
-def help_text(args_class, everything):
-    """The flags of Args with types, defaults and docstrings: required ones, the script's own, and those of each base
-    class, or the names of these groups."""
+def print_help(args_class, everything):
+    """Prints tyro's help of the required flags and those that stand in the script, or of everything, and exits."""
     import docstring_parser  # comes with tyro
+    import tyro
 
-    groups = {"required, except for the embedded task": list(args_class.required), "algorithm": []}
     texts = {}
     for base in filter(dataclasses.is_dataclass, reversed(args_class.__mro__)):
-        title = "algorithm" if base is args_class else inspect.getdoc(base).lower().rstrip(".")
-        written = {entry.arg_name: entry.description for entry in docstring_parser.parse_from_object(base).params}
-        groups[title] = [name for name in written if name not in texts and name not in args_class.required]
-        texts |= written
-    parser = argparse.ArgumentParser(Path(inspect.getfile(args_class)).name, "%(prog)s [flags]", add_help=False)
-    parser.description = f"{inspect.getdoc(args_class)} {DEFAULTS}"
-    hints = typing.get_type_hints(args_class)
-    shared = [*groups][2:]
-    if not everything:
-        parser.epilog = f"--help all also lists the flags that scripts share: {', '.join(shared)}."
-        groups = {title: groups[title] for title in groups if title not in shared}
-    for title, names in groups.items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            flag = flag_of(name)
-            text = texts[name].replace("%", "%%")
-            default = getattr(args_class, name, None)
-            if default is True:
-                flag = flag_of(f"no_{name}")
-                text = f"Turns this off: {text}"
-            if hints[name] is not bool and default not in (None, (), ""):
-                text += f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
-            group.add_argument(flag, metavar=values_of(hints[name]), help=text)
-    return parser.format_help()
-
-
-def values_of(hint):
-    """What help shows after a flag of this type, such as INT or {a,b}."""
-    members = [member for member in typing.get_args(hint) if member is not type(None)]
-    if typing.get_origin(hint) is typing.Literal:
-        return "{" + ",".join(members) + "}"
-    if members:
-        return " ".join(map(values_of, members))
-    return {bool: "", int: "INT", float: "FLOAT", ...: "..."}.get(hint, "TEXT")
+        for entry in docstring_parser.parse_from_object(base).params:
+            texts[entry.arg_name] = " ".join(entry.description.split())
+    fields = {field.name: field for field in dataclasses.fields(args_class)}
+    shown = []
+    for name in dict.fromkeys([*args_class.required, *args_class.__annotations__, *(fields if everything else [])]):
+        annotation = Annotated[fields[name].type, tyro.conf.arg(help=texts.get(name))]
+        shown.append((name, annotation, copy.copy(fields[name])))
+    print(inspect.getdoc(args_class), ABOUT_FLAGS, sep="\n", end="\n\n")
+    tyro.cli(tyro.conf.DisallowNone[dataclasses.make_dataclass("Flags", shown)], args=["--help"])
 
 
 # ---- Ranges ----------------------------------------------------------------------------------------------------------
@@ -263,32 +212,6 @@ def out_of_range(args):
     return problems
 
 
-def fit_sizes(args):
-    """Changes sizes left at their defaults where they do not fit the sizes that were given."""
-    usual = type(args)
-    group = getattr(args, "group_size", 1)
-    if not all(number > 0 for number in (args.rollout_batch_size, args.batch_size, group)):
-        return
-    total = getattr(args, "total_episodes", 0)
-    if args.rollout_batch_size == usual.rollout_batch_size:
-        num_groups = max(1, args.rollout_batch_size // group)
-        if total > 0 and total % group == 0:
-            num_groups = divisor(total // group, num_groups)
-        args.rollout_batch_size = num_groups * group
-        if args.batch_size != usual.batch_size:
-            args.rollout_batch_size += -args.rollout_batch_size % math.lcm(args.batch_size, group)
-    if args.batch_size == usual.batch_size:
-        args.batch_size = divisor(args.rollout_batch_size, args.batch_size)
-    if total and total == usual.total_episodes:
-        args.total_episodes -= total % args.rollout_batch_size
-
-
-def divisor(number, most):
-    """The largest divisor of a number that is at most `most`, or `most` if that is below an eighth of each."""
-    found = next(size for size in range(most, 0, -1) if number % size == 0)
-    return found if 8 * found >= min(number, most) else most
-
-
 def problems_of(args):
     """A sentence for each broken rule of the shared flags."""
     missing = [name for name in args.required if getattr(args, name) is None]
@@ -301,14 +224,14 @@ def problems_of(args):
             problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
         if args.load_in_4bit and args.dtype == "float64":
             problems.append("--load-in-4bit does not work with --dtype float64")
-    if hasattr(args, "rollout_batch_size") and args.rollout_batch_size % max(1, args.batch_size):
+    if hasattr(args, "rollout_batch_size"):
         size = f"--rollout-batch-size {args.rollout_batch_size}"
-        problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
+        if args.rollout_batch_size % max(1, args.batch_size):
+            problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
+        if getattr(args, "total_episodes", math.inf) < args.rollout_batch_size:
+            problems.append(f"--total-episodes {args.total_episodes} must be at least {size}")
     if getattr(args, "rollout", None) and args.stop:
         problems.append("--stop is not used with --rollout: give stop strings to `sample`")
-    if isinstance(args, RolloutArgs) and args.total_episodes % max(1, args.rollout_batch_size):
-        size = f"--rollout-batch-size {args.rollout_batch_size}"
-        problems.append(f"--total-episodes {args.total_episodes} must be a multiple of {size}")
     return problems
 
 
@@ -429,6 +352,27 @@ class OptimizerArgs:
     micro_batch_size: Count = 8
     """Rows per process and forward pass. Changes memory and speed, never the result."""
 
+    def learning_rate(self, step, total_steps):
+        """The rate of optimizer step `step`, counted from 0: a linear warm-up to lr, a decay to lr_final, then
+        constant."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.lr_schedule == "constant":
+            return self.lr
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps or total_steps - self.warmup_steps))
+        if self.lr_schedule == "cosine":
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return self.lr + (self.lr_final - self.lr) * progress
+
+    def make_optimizer(self, model):
+        """AdamW on the trainable weights of a model, with weight decay on matrices only."""
+        import torch
+
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        groups = [([w for w in weights if w.ndim > 1], self.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
+        groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.adam_betas, eps=self.adam_eps, fused=True)
+
 
 @dataclass
 class RunArgs:
@@ -469,8 +413,8 @@ class RunArgs:
     """Run the first iteration on the longest rows, print its time and the peak memory, and exit. Writes nothing."""
 
     def __post_init__(self):
-        if hasattr(self, "rollout_batch_size"):
-            fit_sizes(self)
+        if hasattr(self, "rollout_batch_size") and self.batch_size == type(self).batch_size:
+            self.batch_size = min(self.batch_size, self.rollout_batch_size)
         stop_if([*problems_of(self), *self.problems()])
 
     def problems(self):
@@ -479,8 +423,13 @@ class RunArgs:
 
 
 @dataclass
-class RolloutArgs(DataArgs, SamplingArgs):
-    """Rollouts."""
+class TextArgs(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
+    """Flags of a script that trains a language model and samples from it."""
+
+
+@dataclass
+class RolloutArgs(TextArgs):
+    """Flags of a script that trains a language model on its own samples."""
 
     required = (*DataArgs.required, "reward")
 
@@ -497,11 +446,17 @@ class RolloutArgs(DataArgs, SamplingArgs):
     ref_model: str | None = None
     """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
     total_episodes: Count = 65536
-    """Length of the run in episodes (one prompt with one response), over all iterations."""
+    """Length of the run in episodes (one prompt with one response), rounded down to whole iterations."""
     rollout_batch_size: Count = 512
     """Episodes per iteration, over all processes."""
     temperature: Positive = 1.0
     """Sampling temperature of rollouts. Log-probabilities are those of the distribution at this temperature."""
+
+    def __post_init__(self):
+        if self.rollout_batch_size == type(self).rollout_batch_size:
+            self.rollout_batch_size = min(self.rollout_batch_size, self.total_episodes)
+        super().__post_init__()
+        self.total_episodes -= self.total_episodes % self.rollout_batch_size
 
     @property
     def num_iterations(self):
@@ -567,10 +522,8 @@ def import_file(path, source):
 def build(spec, flag):
     """Calls `file.py:function` or a function and returns its value; returns anything else unchanged. Call it before
     Accelerator(): a user's function may start processes."""
-    function = spec
-    if isinstance(spec, str) and SPEC.fullmatch(spec):
-        function = load_function(spec, flag)
-    elif not (inspect.isroutine(spec) or isinstance(spec, functools.partial)):
+    function = load_function(spec, flag) if isinstance(spec, str) and SPEC.fullmatch(spec) else spec
+    if not (inspect.isroutine(function) or isinstance(function, functools.partial)):
         return spec
     value = function()
     if value is None:
@@ -588,21 +541,18 @@ def call_function(function, name, rows, given):
     taken = columns.keys() & given.keys()
     stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
     values = columns | given
-    values |= {name: copy.deepcopy(value) for name, value in values.items() if isinstance(value, list)}
-    parameters = inspect.signature(function).parameters
-    for parameter in parameters.values():
-        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if is_named and parameter.default is parameter.empty and parameter.name not in values:
-            known = f"neither what a function gets ({', '.join(given)}) nor a column of the rows ({', '.join(rows[0])})"
-            raise InputError(f"{name} needs {parameter.name!r}, which is {known}: see --dataset and --eval-dataset")
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        values = {column: values[column] for column in parameters if column in values}
+    values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        values = {parameter.name: values[parameter.name] for parameter in parameters if parameter.name in values}
+    try:
+        inspect.signature(function).bind(**values)
+    except TypeError as error:
+        raise InputError(f"{name}: {error}. It may take {', '.join(columns | given)} or **columns") from None
     process = os.getpid()
     try:
         result = function(**values)
-        if inspect.iscoroutine(result):
-            result = event_loop(process).run_until_complete(result)
-        return result
+        return event_loop(process).run_until_complete(result) if inspect.iscoroutine(result) else result
     except asyncio.CancelledError as error:  # not an Exception, so nothing else catches it
         raise RuntimeError(f"{name} was cancelled") from error
     except SystemExit as error:
@@ -626,20 +576,21 @@ def call_reward(function, name, rows, given, lengths=None):
     scores = call_function(function, name, rows, given)
     others = {}
     if isinstance(scores, dict) and "score" in scores:
-        others = checked_columns(name, {column: x for column, x in scores.items() if column != "score"}, len(rows))
+        others = {column: values for column, values in scores.items() if column != "score"}
         scores = scores["score"]
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     if not isinstance(scores, list | tuple) or len(scores) != len(rows):
         returned = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
         raise InputError(f"{name} returned {returned}, expected a list of {len(rows)} numbers, one per sample")
-    checked = []
-    for number, score in enumerate(scores):
-        checked.append(floats(score, lengths and lengths[number]))
-        if checked[-1] is None:
-            where = f"row {number + 1}, prompt {rows[number]['prompt']!r:.60}"
-            dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
-            raise InputError(f"{name} returned {score!r:.60} for {where}; expected a finite number{dense}")
+    checked = [floats(*pair) for pair in zip(scores, lengths or [None] * len(rows), strict=True)]
+    if None in checked:
+        number = checked.index(None)
+        where = f"row {number + 1}, prompt {rows[number]['prompt']!r:.60}"
+        dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
+        raise InputError(f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}")
+    if others:
+        others = checked_columns(name, others, len(rows))
     return checked, others
 
 
@@ -649,16 +600,14 @@ TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "rewa
 
 def call_metric(function, name, rows, given):
     """{column: values per row} of a metric function."""
-    columns = call_function(function, name, rows, given)
-    if not isinstance(columns, dict) or not columns:
-        expected = f"{name} must return {{name: list of {len(rows)} finite numbers}}"
-        raise InputError(f"{expected}; it returned {columns!r:.60}")
-    return checked_columns(name, columns, len(rows))
+    return checked_columns(name, call_function(function, name, rows, given), len(rows))
 
 
 def checked_columns(name, columns, count):
     """{column: values per row} with lists of floats, or InputError. name: of the function that returned it."""
     expected = f"{name} must return {{name: list of {count} finite numbers}}"
+    if not isinstance(columns, dict) or not columns:
+        raise InputError(f"{expected}; it returned {columns!r:.60}")
     checked = {column: floats(values, count) for column, values in columns.items()}
     for column, values in checked.items():
         if not isinstance(values, list) or not isinstance(column, str):
@@ -674,39 +623,34 @@ def call_rollout(function, name, rows, given, sampled):
     made of parts of these, each at its place; a row for which nothing was sampled may come from another engine."""
     value = call_function(function, name, rows, given)
     responses, columns = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
-    expected = (
-        f"{name} must return a list of {len(rows)} lists of (ids, trained), or a pair of that and {{column: list}}"
-    )
+    expected = f"{name} must return a list of {len(rows)} lists of (ids, trained), or that and {{column: list}}"
     if not isinstance(responses, list) or not isinstance(columns, dict) or len(responses) != len(rows):
         raise InputError(f"{expected}; it returned {value!r:.60}")
     for column, values in columns.items():
-        if not isinstance(values, list) or len(values) != len(rows):
-            raise InputError(f"{expected}; the column {column!r} does not have one value per row")
-        if column in rows[0]:
-            raise InputError(f"{name} returned a column {column!r}, which the rows already have: choose another name")
+        if column in rows[0] or not isinstance(values, list) or len(values) != len(rows):
+            raise InputError(f"{expected}; {column!r} is a column of the rows, or has not one value per row")
     vocabulary = len(given["model"].get_input_embeddings().weight)
     checked = []
     for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):
         where = f"{name}, prompt {row['prompt']!r:.60}"
-        room = given["max_new_tokens"]
-        checked.append([])
         try:
             segments = [([*map(operator.index, ids)], bool(trained)) for ids, trained in segments]
         except (TypeError, ValueError):
             raise InputError(f"{expected}; for prompt {row['prompt']!r:.60}: {segments!r:.60}") from None
+        response = []
+        room = given["max_new_tokens"]
         for ids, trained in segments:
-            after = [*before, *ids]
-            if any(not 0 <= token < vocabulary for token in ids):
+            after = before + ids
+            if not all(0 <= token < vocabulary for token in ids):
                 raise InputError(f"{where}: an id is not one of the model's {vocabulary}")
             if trained and known and sampled_part(before, after, known) != after:
-                raise InputError(
-                    f"{where}: trained ids that `sample` did not return behind exactly the ids before them"
-                )
-            checked[-1].append((ids[:room], trained))
-            room -= len(checked[-1][-1][0])
+                raise InputError(f"{where}: trained ids that `sample` did not return behind exactly the ids before")
+            response.append((ids[:room], trained))
+            room -= len(ids[:room])
             before = after
-        if not any(ids and trained for ids, trained in checked[-1]):
+        if not any(ids and trained for ids, trained in response):
             raise InputError(f"{where}: no trained ids within --max-new-tokens")
+        checked.append(response)
     return checked, columns
 
 

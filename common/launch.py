@@ -165,26 +165,6 @@ def peak_memory_mb(device):
 # ---- Optimizer -------------------------------------------------------------------------------------------------------
 
 
-def learning_rate(args, step, total_steps):
-    """The rate of optimizer step `step`, counted from 0: a linear warm-up to lr, a decay to lr_final, then constant."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    if args.lr_schedule == "constant":
-        return args.lr
-    progress = min(1.0, (step - args.warmup_steps) / max(1, args.decay_steps or total_steps - args.warmup_steps))
-    if args.lr_schedule == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return args.lr + (args.lr_final - args.lr) * progress
-
-
-def make_optimizer(model, args):
-    """AdamW on the trainable weights, with weight decay on matrices only."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [([w for w in weights if w.ndim > 1], args.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
-    groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
-
-
 def accumulate(accelerator, model, micro_batches):
     """Yields the micro-batches of an optimizer step; processes exchange gradients only in the last one. Under FSDP2
     they do so in each; otherwise every process would keep whole gradients in between."""
@@ -194,11 +174,11 @@ def accumulate(accelerator, model, micro_batches):
             yield micro_batch
 
 
-def optimizer_step(accelerator, model, optimizer, lr, args, step, where, loss=None):
+def optimizer_step(accelerator, model, optimizer, lr, max_grad_norm, step, where, loss=None):
     """Clips the gradient, takes a step and clears the gradient. Returns the gradient's norm before clipping. Raises
     FloatingPointError, with the number of the step and where it was, before a gradient or a loss that is not finite
     changes the weights."""
-    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf).item()
     numbers = {"gradient norm": grad_norm} if loss is None else {"loss": loss, "gradient norm": grad_norm}
     if not all(map(math.isfinite, numbers.values())):
         found = ", ".join(f"{name} {value}" for name, value in numbers.items())

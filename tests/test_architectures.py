@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
-from common.cli import InputError, from_task
+from common.cli import InputError, OptimizerArgs, from_task
 from common.model import classifier_logits, load_model, max_positions, packing_problem, padding_problem, routers
 from common.sampling import sample
 from common.seeding import draw
@@ -132,7 +132,7 @@ def run(monkeypatch, capsys, folder, tmp_path):
     rows; all metrics are finite, and what should be trained is."""
 
     def main(script, **flags):
-        made = recorded(monkeypatch, script, "make_optimizer")
+        made = recorded(monkeypatch, OptimizerArgs, "make_optimizer")
         number = len(list(tmp_path.iterdir()))
         settings = {"lr": 1e-2, "eval_every": 0, "save_every": 0, "threads": 1, "batch_size": 5, "micro_batch_size": 3}
         settings |= {"run_dir": str(tmp_path / f"{number}"), "model": folder, "warmup_steps": 0}
@@ -141,7 +141,7 @@ def run(monkeypatch, capsys, folder, tmp_path):
         metrics, run_dir = script.main(script.Args(**settings | flags))
         for record in log(run_dir):
             assert all(map(math.isfinite, record.values()))
-        model = made[0][0][0].eval()
+        model = made[0][0][1].eval()
         if "lora_r" not in flags:
             assert_trained(getattr(model, "lm", model), folder)
         return metrics, run_dir, model, capsys.readouterr().out

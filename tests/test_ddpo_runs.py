@@ -123,9 +123,9 @@ def test_epochs_are_the_slow_definition(monkeypatch, build_pipeline, tmp_path, p
         advantages.append([max(-1.2, min(1.2, x)) for x in expected])
         return rewards
 
-    def checked(accelerator, unet, optimizer, lr, args, step, where):
+    def checked(accelerator, unet, optimizer, lr, max_grad_norm, step, where):
         epoch, number = divmod(step - 1, 4)
-        (_, policy, prompts, *_), found = sampled[epoch]
+        (_, policy, prompts, _, args, *_), found = sampled[epoch]
         pairs = torch.cat([*ddpo.pair_minibatches(args, epoch + 1, [0, 1, 2], 0, 1)][number]).tolist()
         assert len(pairs) == 8
         for image, position in pairs:
@@ -137,7 +137,7 @@ def test_epochs_are_the_slow_definition(monkeypatch, build_pipeline, tmp_path, p
         gradients = torch.autograd.grad(torch.cat(losses[-8:]).mean(), trained)
         for weight, gradient in zip(trained, gradients, strict=True):
             torch.testing.assert_close(weight.grad, gradient, rtol=1e-7, atol=1e-9)
-        return optimizer_step(accelerator, unet, optimizer, lr, args, step, where)
+        return optimizer_step(accelerator, unet, optimizer, lr, max_grad_norm, step, where)
 
     monkeypatch.setattr(ddpo, "optimizer_step", checked)
     flags = {"ppo_epochs": 2, "micro_batch_size": 5, "adv_clip_max": 1.2, "stat_buffer_size": 3}

@@ -65,16 +65,23 @@ def imports(path):
     return names
 
 
+RULES = ("__post_init__", "problems", "problems_of")
+
+
 def args_read(paths):
-    """Names of the attributes of `args` (or `self.args`) that the files read, not counting Args and the rules between
-    flags."""
+    """Names of the attributes of `args` (or `self.args`) that the files read, also in methods of Args, not counting the
+    rules between flags."""
     read = set()
     for path in paths:
         tree = ast.parse(path.read_text())
-        tree.body = [node for node in tree.body if not getattr(node, "name", "").endswith(("Args", "problems_of"))]
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "self.args", "own"):
-                read.add(node.attr)
+            if getattr(node, "name", "") in RULES:
+                node.body = []
+        for part in tree.body:
+            owners = ["self"] if getattr(part, "name", "").endswith("Args") else ["args", "self.args", "own"]
+            for node in ast.walk(part):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners:
+                    read.add(node.attr)
     return read
 
 

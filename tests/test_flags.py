@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
-from common.cli import ROOT, InputError, from_task, help_text, parse
+from common.cli import ROOT, InputError, from_task, parse, print_help
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
 NAN = float("nan")
@@ -201,6 +201,7 @@ HALF = "--label-smoothing 0.5 must be below 0.5, or no preference is left"
 TAU = "must be above 0 and below 1, or V is unbounded"
 GREY = {"negative_prompt": "grey"}
 EIGHTY = "--rollout-batch-size 80"
+USUAL = "--rollout-batch-size 512"
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
     ("sft", {"lora_alpha": 2.0}, LORA),
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
@@ -212,14 +213,19 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("grpo", {"num_layers_unfrozen": 0}, NOTHING),
     ("ddpo", {"rollout_batch_size": 80, "batch_size": 5 * 32}, f"{EIGHTY} must be a multiple of --batch-size 160"),
     ("ppo", {"batch_size": 0}, "--batch-size 0 must be at least 1"),
-    ("ppo", {"total_episodes": 513, "rollout_batch_size": 80}, f"--total-episodes 513 must be a multiple of {EIGHTY}"),
+    ("ddpo", {"rollout_batch_size": 80}, f"{EIGHTY} must be a multiple of --batch-size 64"),
+    ("ppo", {"batch_size": 384}, f"{USUAL} must be a multiple of --batch-size 384"),
+    ("ppo", {"batch_size": 1024}, f"{USUAL} must be a multiple of --batch-size 1024"),
+    ("ppo", {"rollout_batch_size": 1000}, "--rollout-batch-size 1000 must be a multiple of --batch-size 512"),
+    ("ppo", {"total_episodes": 79, "rollout_batch_size": 80}, f"--total-episodes 79 must be at least {EIGHTY}"),
+    ("grpo", {"total_episodes": 100}, "--rollout-batch-size 100 must be a multiple of --group-size 8"),
+    ("grpo", {"group_size": 6}, f"{USUAL} must be a multiple of --group-size 6"),
     ("ppo", {"min_length_limit": 54}, "--min-length-limit 54 must be at most --max-new-tokens 53"),
     ("ppo", {"kl_target": 6.0, "kl_coef": 0.0}, "--kl-target needs a --kl-coef above 0, which it adapts"),
     ("ppo", {"kl_target": 6.0, "kl_horizon": 511}, HORIZON),
     ("ppo", {"ratio_threshold": 1.0}, "--ratio-threshold 1.0 must be 0 or more than 1"),
     ("grpo", {"group_size": 1}, ALONE),
     ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1"),
-    ("ppo", {"total_episodes": 1009}, "--total-episodes 1009 must be a multiple of --rollout-batch-size 512"),
     ("grpo", {"group_size": 3, "rollout_batch_size": 8}, "--rollout-batch-size 8 must be a multiple of --group-size 3"),
     ("grpo", {"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
     ("ilql", {"tau": 0}, f"--tau 0 {TAU}"),
@@ -271,23 +277,23 @@ def test_smoothing_is_of_three_losses():
 SIZES = [  # script, flags, sizes that follow: of a rollout, of a step, of the run
     ("ppo", {}, (512, 512, 65536)),
     ("ppo", {"rollout_batch_size": 64}, (64, 64, 65536)),
-    ("ppo", {"batch_size": 7}, (518, 7, 65268)),
-    ("grpo", {"batch_size": 1024}, (1024, 1024, 65536)),
-    ("ppo", {"total_episodes": 513}, (171, 171, 513)),
-    ("ppo", {"total_episodes": 128}, (128, 128, 128)),
-    ("grpo", {"total_episodes": 1000}, (200, 200, 1000)),  # whole groups of 8
-    ("grpo", {"group_size": 6}, (510, 510, 65280)),
-    ("grpo", {"group_size": 6, "batch_size": 8}, (528, 8, 65472)),
-    ("ppo", {"rollout_batch_size": 1000}, (1000, 500, 65000)),
-    ("ddpo", {"rollout_batch_size": 80}, (80, 40, None)),
+    ("grpo", {"rollout_batch_size": 1024}, (1024, 512, 65536)),
+    ("grpo", {"batch_size": 64}, (512, 64, 65536)),
+    ("ppo", {"rollout_batch_size": 30, "batch_size": 10, "total_episodes": 100}, (30, 10, 90)),
+    ("ppo", {"total_episodes": 1023}, (512, 512, 512)),
+    ("grpo", {"total_episodes": 64}, (64, 64, 64)),
+    ("ppo", {"total_episodes": 100, "batch_size": 25}, (100, 25, 100)),
+    ("ddpo", {"rollout_batch_size": 40}, (40, 40, None)),
+    ("ddpo", {"rollout_batch_size": 40, "batch_size": 20}, (40, 20, None)),
 ]
 
 
 @pytest.mark.parametrize(("algo", "flags", "sizes"), SIZES, ids=str)
-def test_sizes_that_are_left_out_follow_from_those_that_are_given(algo, flags, sizes):
+def test_sizes_that_follow(algo, flags, sizes):
+    """Default sizes are at most those that contain them, and a run has whole iterations. Made again, they stay."""
     args = SCRIPTS[algo].Args(**required(algo) | flags)
     assert (args.rollout_batch_size, args.batch_size, getattr(args, "total_episodes", None)) == sizes
-    assert told(algo, **flags) == []
+    assert SCRIPTS[algo].Args(**vars(args)) == args
 
 
 def test_all_problems_are_told_at_once():
@@ -341,7 +347,7 @@ def test_a_copy_without_a_flag_of_the_task():
     fields = [(field.name, field.type, field) for field in fields_of("sft") if field.name not in ("epochs", "lr")]
     copy = dataclasses.make_dataclass("Args", fields)
     assert parse([], copy, sft.TASK).batch_size == 192
-    with pytest.raises(InputError, match="2 problems:\n  - there is no --epochs here; it is a flag of dpo.py\n"):
+    with pytest.raises(InputError, match="2 problems:\n  - there is no --epochs here; it is a flag of sft.py\n"):
         parse(["--config", sft.TASK], copy)
 
 
@@ -358,8 +364,8 @@ def here(tmp_path, monkeypatch):
 BAD_YAML = [  # the file, what is said of it
     ("lr: [1", "--config a.yaml cannot be read .*line 1"),
     ("- lr", "--config a.yaml cannot be read as lines like `lr: 1e-5`"),
-    ("lr: 1\nseed: 1\nlr: 2", "--config a.yaml: lr is given twice"),
-    ("batch-size: 1\nbatch_size: 2", "--config a.yaml: batch_size is given twice"),
+    ("lr: 1\nseed: 1\nlr: 2", "--config a.yaml: --lr is given twice"),
+    ("batch-size: 1\nbatch_size: 2", "--config a.yaml: --batch-size is given twice"),
     ("model: m\ndataset: d\nlr: -1e-3", "--lr -0.001 must be a positive number"),
     ("learning_rate: 1\noutput_dir: x", "2 problems:\n  - there is no --learning-rate "),
 ]
@@ -410,11 +416,13 @@ def test_values_in_yaml(here):
 # ---- Names from elsewhere --------------------------------------------------------------------------------------------
 
 
+SAYS = "algos/MIGRATION.md says under"
 ELSEWHERE = [  # script, a word, what is said of it
-    ("sft", "--learning_rate=3", "algos/MIGRATION.md says: --lr"),
-    ("grpo", "--per_device_train_batch_size", "algos/MIGRATION.md says: --batch-size, --micro-batch-size"),
-    ("sft", "--optim", "algos/MIGRATION.md says: gone. AdamW; for another optimizer change one line in a copy"),
-    ("sft", "--init-kl-coef", "algos/MIGRATION.md says: ppo.py has --kl-coef"),
+    ("sft", "--learning_rate=3", f"{SAYS} Every script: `--lr`$"),
+    ("grpo", "--per_device_train_batch_size", f"{SAYS} grpo.py: `--batch-size`, `--micro-batch-size`"),
+    ("sft", "--optim", f"{SAYS} Every script: gone. AdamW; for another optimizer change one line in a copy"),
+    ("sft", "--init-kl-coef", f"{SAYS} ppo.py: `--kl-coef`"),
+    ("grpo", "--beta", f"{SAYS} grpo.py: `--kl-coef`"),
     ("sft", "--beta=0.1", "it is a flag of dpo.py"),
 ]
 
@@ -429,21 +437,30 @@ def test_a_name_from_elsewhere_is_told(algo, word, sentence):
 # ---- Help ------------------------------------------------------------------------------------------------------------
 
 
-@each_script
-def test_help_has_every_flag_in_its_group(algo, monkeypatch):
+def printed_help(algo, everything, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        print_help(SCRIPTS[algo].Args, everything)
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and max(map(len, text.partition("usage: ")[0].splitlines())) <= 80
+    return text
+
+
+@each_script
+def test_help_has_every_flag(algo, monkeypatch, capsys):
+    """Required ones first. Without `all`, those that stand in the script; both with their texts and defaults."""
     args_class = SCRIPTS[algo].Args
-    text = help_text(args_class, everything=True)
-    groups = re.findall(r"^(\w.{,45}):$", text, re.M)
-    assert groups[:2] == ["required, except for the embedded task", "algorithm"] and groups[-1] == "run"
-    for field in fields_of(algo):
-        flag = flag_of(f"no_{field.name}" if field.name in SWITCHED_ON else field.name)
-        assert len(re.findall(rf"^  {flag}(?= |$)", text, re.M)) == 1, flag
-    assert text.index("\nrun:") < text.index("\n  --seed INT") < text.index("Seed of every random draw. [1]")
-    own, _, last = help_text(args_class, everything=False).rstrip().rpartition("\n\n")
-    assert " ".join(text.split()).startswith(" ".join(own.split()))
-    listed = " ".join(last.split()).removeprefix("--help all also lists the flags that scripts share: ")
-    assert listed == ", ".join(groups[2:]) + "."
+    own = {*args_class.required, *args_class.__annotations__}
+    for everything in (True, False):
+        text = printed_help(algo, everything, monkeypatch, capsys)
+        flags = re.findall(r"^[ │]*(--[a-z0-9-]+)(?=, --no-| [A-Z[{]| {9})", text, re.M)
+        assert flags[: len(args_class.required)] == [flag_of(name) for name in args_class.required]
+        shown = [field.name for field in fields_of(algo) if everything or field.name in own]
+        assert sorted(flags) == sorted(map(flag_of, shown))
+        words = " ".join(re.sub("[│\n]", " ", text).split())
+        assert "from Python, also the object. (default: None)" in words
+        assert ("Seed of every random draw. (default: 1)" in words) == everything
+        assert f"(default: {args_class.lr})" in words
 
 
 HEAVY = "transformers accelerate diffusers peft datasets torch.distributed.fsdp matplotlib.figure".split()
@@ -465,5 +482,5 @@ def test_help_and_mistyped_flags_wait_for_torch_alone(tmp_path):
     command = [sys.executable, "-c", f"HEAVY = {HEAVY}\n{ALL_SCRIPTS}", *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     with_help = ["my_sft", *(algo for algo in SCRIPTS if algo != "dpo")]
-    assert re.findall(r"^usage: (\w+)\.py \[flags\]$", done.stdout, re.M) == with_help
+    assert re.findall(r"^usage: .*/(\w+)\.py ", done.stdout, re.M) == with_help
     assert "\ncode 2\n" in done.stdout and done.stdout.endswith("\n[]\n") and "--lr " in done.stderr

@@ -567,7 +567,7 @@ REFUSED = [
     entry(25, SCORED, "user.py:result returned nan for row 2", BAD_REWARD, user_py=returning("[1.0, nan] * 2")),
     entry(25, MEASURED, "4 finite numbers}; 'bad': ", BAD_METRIC, user_py=returning("{'bad': [nan] * n}")),
     common(29, MEASURED, RAISED, BAD_METRIC, user_code=True, user_py=RAISING),
-    entry(29, "ppo", "user.py:no_such_column needs 'answer'", "--reward user.py:no_such_column --eval-every 1"),
+    entry(29, "ppo", "user.py:no_such_column: missing a required", "--reward user.py:no_such_column --eval-every 1"),
     common(29, SCORED, ["a.py", "ZeroDivisionError"], "--reward a.py:b", a_py="1 / 0", user_code=True),
     common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
     common(29, EVERY, "--dataset user.py:rows:found=nothing returned", "--dataset user.py:rows:found=nothing"),

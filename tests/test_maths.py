@@ -14,6 +14,7 @@ from helpers import NAN, close, random, tensor
 
 from algos import ppo, sft
 from common import seeding
+from common.cli import OptimizerArgs
 from common.sampling import Responses
 from common.scoring import split_lines
 
@@ -195,11 +196,9 @@ def test_processes_share_lines_of_similar_lengths(processes):
 
 
 def test_learning_rate_closed_forms():
-    assert sft.learning_rate is ppo.learning_rate
-
     def rates(steps, total=20, **flags):
         args = SimpleNamespace(**{"lr": 2.0, "lr_final": 0.0, "warmup_steps": 0, "decay_steps": None} | flags)
-        return [ppo.learning_rate(args, step, total) for step in steps]
+        return [OptimizerArgs.learning_rate(args, step, total) for step in steps]
 
     for kind in ("constant", "linear", "cosine"):
         assert rates(range(4), lr_schedule=kind, warmup_steps=4) == pytest.approx([0.5, 1.0, 1.5, 2.0])

@@ -291,9 +291,15 @@ def forgets_a_turn(sample, prompt_ids):
 WRONG = {
     "must return a list of 12 lists of": lambda sample, prompt_ids: once(sample, prompt_ids)[1:],
     "for prompt '.*': \\[3": lambda prompt_ids: [[3, 4] for _ in prompt_ids],
-    "the column 'won' does not have one": lambda sample, prompt_ids: (once(sample, prompt_ids), {"won": [1]}),
-    "the column 'lost' does not have one": lambda sample, prompt_ids: (once(sample, prompt_ids), {"lost": 1.0}),
-    "a column 'prompt', which the rows": lambda sample, prompt_ids: (once(sample, prompt_ids), {"prompt": [1] * 12}),
+    "'won' is a column of the rows, or has not one": lambda sample, prompt_ids: (
+        once(sample, prompt_ids),
+        {"won": [1]},
+    ),
+    "'lost' is a column of the rows, or has not one": lambda sample, prompt_ids: (
+        once(sample, prompt_ids),
+        {"lost": 1.0},
+    ),
+    "'prompt' is a column of the rows": lambda sample, prompt_ids: (once(sample, prompt_ids), {"prompt": [1] * 12}),
     "for prompt '.*': \\[1": lambda prompt_ids: ([[1]] * 12, {}),
     "of 12 lists of .* returned \\(\\[": lambda sample, prompt_ids: tuple(once(sample, prompt_ids)),
     "an id is not one of the model's 25": lambda prompt_ids: [[([25], True)] for _ in prompt_ids],
@@ -301,7 +307,7 @@ WRONG = {
     "did not return behind exactly": retokenised,
     "behind exactly the ids before": forgets_a_turn,
     "a row appears twice in one call": lambda sample, prompt_ids: sample(prompt_ids[:2], [0, 0]),
-    "needs 'price', which is neither": lambda price: None,
+    "missing a required argument: 'price'. It may take ": lambda price: None,
 }
 
 

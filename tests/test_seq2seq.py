@@ -21,7 +21,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from algos import grpo, ilql, ppo, sft
 from benchmarks.tasks import randomwalks
 from common import sampling
-from common.cli import InputError
+from common.cli import InputError, OptimizerArgs
 from common.data import first_label
 from common.model import as_decoder, freeze
 
@@ -85,7 +85,7 @@ def run(monkeypatch, capsys, folder, tmp_path):
     """run(script, **flags): metrics, directory, trained model and what was printed of one run of main."""
 
     def main(script, **flags):
-        made = recorded(monkeypatch, script, "make_optimizer")
+        made = recorded(monkeypatch, OptimizerArgs, "make_optimizer")
         number = len(list(tmp_path.iterdir()))
         settings = {"model": folder, "run_dir": str(tmp_path / f"{number}"), "threads": 1, "save_every": 0, "lr": 1e-2}
         settings |= {"eval_every": 0, "warmup_steps": 0, "batch_size": 6, "micro_batch_size": 4, "dtype": "float64"}
@@ -94,7 +94,7 @@ def run(monkeypatch, capsys, folder, tmp_path):
         metrics, run_dir = script.main(script.Args(**settings | flags))
         for record in log(run_dir):
             assert all(map(math.isfinite, record.values()))
-        return metrics, run_dir, made[0][0][0].eval(), capsys.readouterr().out
+        return metrics, run_dir, made[0][0][1].eval(), capsys.readouterr().out
 
     return main
 

@@ -24,7 +24,7 @@ import torch
 import yaml
 
 from common import checkpoint as ckpt
-from common.checkpoint import SIZES, describe, differences, environment, identity, nearly_the_same
+from common.checkpoint import SIZES, describe, differences, environment, identity
 from common.cli import InputError
 from common.data import marked
 from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads
@@ -136,11 +136,7 @@ class Run:
             shutil.rmtree(half_written, ignore_errors=True)
         old = None
         if any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):  # else it failed
-            try:
-                old = json.loads((folder / "env.json").read_text())
-            except ValueError as error:
-                advice = "choose another --run-dir, or --resume a checkpoint"
-                raise InputError(f"{folder / 'env.json'} is damaged ({error}): {advice}") from None
+            old = json.loads((folder / "env.json").read_text())
         same = old is not None and old["hash"] == new["hash"]
         own = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
         if old and old["algo"] != new["algo"]:
@@ -162,8 +158,6 @@ class Run:
             origin = path.resolve().parents[1] / "env.json"
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
-        elif self.args.resume == "auto" and (other := nearly_the_same(folder, new)):
-            self.say(other)
         return folder, path, state, False, same
 
     def _locked_folder(self):

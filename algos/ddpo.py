@@ -68,7 +68,7 @@ from common.launch import accumulate, learning_rate, make_optimizer, on_main, op
 from common.logging import Run, closes_run
 from common.model import loading, quiet_libraries
 from common.seeding import rng, stream_rows
-from common.terminal import screen, visible, wrapped
+from common.terminal import screen, visible
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
 TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # used without --model, --dataset and --config
@@ -690,14 +690,14 @@ def summary(run, policy, data):
     pairs = args.batch_size // run.accelerator.num_processes * steps
     lines = [
         run.describe(policy.pipeline.unet),
-        f"data: {len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {visible(prompts[0])[:200]}",
+        f"data: {len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {prompts[0][:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, cliprange {args.cliprange:g}, guidance {args.guidance_scale:g}, "
         f"eta {args.eta:g}",
         f"{args.num_epochs} epochs x ({args.rollout_batch_size} images of {args.num_inference_steps} steps, "
         f"{len(with_noise)} of them with noise; then {run.stride} optimizer steps of {args.batch_size} "
         f"images x {steps} steps: {pairs} pairs per process, {args.micro_batch_size} per forward pass)",
     ]
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 def sampling_code(args, unet):

@@ -73,7 +73,6 @@ from common.logging import Run, closes_run, lines_of_use
 from common.model import can_pack, end_tokens, load_lm, make_reference, max_positions, packing_problem, unsharded
 from common.sampling import evaluate_samples, read_data
 from common.scoring import line_logprobs, pair_length, score_pairs, split_rows
-from common.terminal import visible, wrapped
 
 TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --dataset and --config
 
@@ -468,9 +467,9 @@ def summary(run, lm, tokenizer, data, max_length):
     args = run.args
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, *_ in data.pairs)
     chosen, rejected, prompt_length, *_ = data.pairs[0]
-    prompt = visible(tokenizer.decode(chosen[:prompt_length]))
-    chosen = visible(tokenizer.decode(chosen[prompt_length:]))
-    rejected = visible(tokenizer.decode(rejected[prompt_length:]))
+    prompt = tokenizer.decode(chosen[:prompt_length])
+    chosen = tokenizer.decode(chosen[prompt_length:])
+    rejected = tokenizer.decode(rejected[prompt_length:])
     reference = "none"
     if not args.reference_free:
         reference = "the model at the start" if args.ref_model is None else "a model of its own"
@@ -480,14 +479,14 @@ def summary(run, lm, tokenizer, data, max_length):
         run.describe(lm),
         f"data: {data.report}",
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
-        f"first pair: [{prompt[-400:]}] | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
+        f"first pair: [{prompt[-400:]!r}] | chosen: {chosen[:200]!r} | rejected: {rejected[:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, beta {args.beta:g}, reference: {reference}, at most {max_length} "
         f"tokens per text, {args.max_new_tokens} new tokens",
         run.plan(len(data.pairs), "pairs"),
     ]
     if data.prompts:
         lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------

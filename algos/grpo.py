@@ -61,7 +61,6 @@ from common.sampling import decode, evaluate_sets, generate_all, read_prompts, s
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, line_logprobs, score_all
 from common.seeding import rng
-from common.terminal import visible, wrapped
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
 
@@ -382,7 +381,7 @@ def summary(run, lm, data):
     reference = describe_reference(args, lm) if args.kl_coef else "none"
     lines = [
         f"{run.describe(lm)}; reference: {reference}",
-        f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
+        f"data: {data.report}; first: {data.rows[0]['prompt'][:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, ratios "
         f"by {args.ratio_level}, loss mean by {args.loss_mean}, {args.max_new_tokens} new tokens, "
         f"{args.total_episodes} episodes",
@@ -392,7 +391,7 @@ def summary(run, lm, data):
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------

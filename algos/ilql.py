@@ -75,7 +75,6 @@ from common.logging import Run, closes_run
 from common.model import as_decoder, draw_layers, folder_with, lm_class, load_lm, max_positions, unsharded
 from common.sampling import evaluate_samples, read_data
 from common.scoring import in_chunks, in_float32, split_rows, token_logprobs
-from common.terminal import wrapped
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config
@@ -689,7 +688,7 @@ def summary(run, policy, tokenizer, data):
         f"{args.max_new_tokens} new tokens; targets move {taken_over:.0%} of the way to Q",
         run.plan(len(data.episodes), "rows"),
     ]
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 def usage(metric, args):

@@ -77,7 +77,6 @@ from common.sampling import decode, evaluate_sets, generate_all, read_prompts, s
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, in_float32, line_logprobs, score_all
 from common.seeding import rng
-from common.terminal import visible, wrapped
 
 TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --dataset and --config
 
@@ -565,7 +564,7 @@ def summary(run, policy, data):
     args = run.args
     lines = [
         f"{run.describe(policy)}; reference: {describe_reference(args, policy.lm)}",
-        f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
+        f"data: {data.report}; first: {data.rows[0]['prompt'][:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
         f"{args.num_iterations} iterations x ({args.rollout_batch_size} episodes, then {run.stride} "
@@ -574,7 +573,7 @@ def summary(run, policy, data):
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------

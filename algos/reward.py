@@ -65,7 +65,6 @@ from common.model import (
 )
 from common.scoring import pair_length, score_pairs, split_rows
 from common.seeding import rng
-from common.terminal import visible, wrapped
 
 # Last lines of a run and of its card: how to load and use the model.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
@@ -309,16 +308,16 @@ def summary(run, lm, new_head, data, max_length):
     """A few lines on what is trained, and on which data."""
     args = run.args
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in data.pairs)
-    prompt, chosen, rejected = map(visible, data.texts[0])
+    prompt, chosen, rejected = data.texts[0]
     lines = [
         f"{run.describe(lm)}; head: {'new' if new_head else 'that of --model'}",
         f"data: {data.report}",
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
-        f"first pair: {prompt[-400:]} | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
+        f"first pair: {prompt[-400:]!r} | chosen: {chosen[:200]!r} | rejected: {rejected[:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per text",
         run.plan(len(data.pairs), "pairs"),
     ]
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 def example_of_scoring(lm, tokenizer, data):

@@ -59,7 +59,6 @@ from common.model import can_pack, end_tokens, load_lm, max_positions, unsharded
 from common.sampling import evaluate_samples, read_data
 from common.scoring import line_logprobs, split_lines
 from common.scoring import token_nll as token_nll  # for those who import it from here
-from common.terminal import wrapped
 
 TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # used without --model, --dataset and --config
 
@@ -245,7 +244,7 @@ def summary(run, lm, tokenizer, data, max_length):
     ]
     if data.prompts:
         lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------

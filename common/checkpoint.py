@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from common.cli import ROOT, InputError, flag_of, spec_path
-from common.launch import is_sharded
 
 FORMAT = 3  # of checkpoints
 
@@ -430,8 +429,6 @@ def environment(accelerator):
         "commit": commit,
         "device": device,
         "processes": accelerator.num_processes,
-        "machines": accelerator.num_processes // int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
-        "sharded": is_sharded(accelerator),
         "threads": torch.get_num_threads(),
         "versions": versions,
     }

@@ -58,9 +58,7 @@ def cli(args_class, main, task=None):
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
-        from common.terminal import wrapped
-
-        print(wrapped([f"error: {error}"]), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -562,11 +562,10 @@ class Run:
         self._draw()
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        if values := [value for _, value in points(records, self.headline)]:
-            line = f"{self.headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
-            if not is_change(samples, self.headline):
-                line += " (no change: within twice its standard error)"
-            self.say(f"\n{line}")
+        if curve := points(records, self.headline):
+            first, last = curve[0], curve[-1]
+            note = remark(samples, self.headline, first, last)
+            self.say(f"\n{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}")
         folder = f"{self.dir}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
@@ -612,27 +611,16 @@ def points(records, name):
     return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
 
-def sparkline(values, width=40):
-    """The values as a line of eight block heights, thinned to at most `width`."""
-    values = values[:: math.ceil(len(values) / width) or 1]
-    low = min(values, default=0)
-    span = max(values, default=0) - low or 1
-    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (value - low) / span)] for value in values)
-
-
-def is_change(samples, name):
-    """Whether an evaluation metric has changed from first to last by more than twice the standard error of the mean
-    over the rows. True also if samples lack the metric."""
+def remark(samples, name, first, last):
+    """What there is to say of a metric that changed from first to last, both (step, value). Its rows are compared."""
     *_, group, column = name.split("/")
-    of_step = {}
-    for row in samples:
-        if column in row and row.get("set", group) == group:
-            of_step.setdefault(row["step"], []).append(row[column])
-    first, *_, last = [*of_step.values()] * 2 or [[], []]
-    if len(first) < 2 or len(first) != len(last):
-        return True
-    changes = [after - before for before, after in zip(first, last, strict=True)]
-    return abs(fmean(changes)) > 2 * stdev(changes) / math.sqrt(len(changes))
+    rows = [row for row in samples if column in row and row.get("set", group) == group]
+    before, after = ([row[column] for row in rows if row["step"] == step] for step, _ in (first, last))
+    changes = [new - old for new, old in zip(after, before, strict=False)]
+    if len(changes) > 1 and abs(fmean(changes)) <= 2 * stdev(changes) / math.sqrt(len(changes)):
+        return " (no change: within twice its standard error)"
+    is_worse = last[1] > first[1] if name.endswith("loss") else last[1] < first[1]
+    return " (worse than at the start)" if is_worse else ""
 
 
 # ---- Picture ---------------------------------------------------------------------------------------------------------
@@ -697,15 +685,8 @@ def model_card(env, names, records, samples, usage):
 
 def launch_line(env):
     """The command that repeats a run. env: what `environment` returns."""
-    machines = env.get("machines", 1)
-    if env.get("sharded"):
-        return f"accelerate launch --config_file FSDP2.yaml {env['command']}"
-    if machines > 1:
-        place = "--rdzv_backend c10d --rdzv_endpoint HOST:PORT"
-        return f"torchrun --nnodes {machines} --nproc_per_node {env['processes'] // machines} {place} {env['command']}"
-    if env["processes"] > 1:
-        return f"torchrun --nproc_per_node {env['processes']} {env['command']}"
-    return f"python {env['command']}"
+    launcher = "python" if env["processes"] == 1 else f"torchrun --nproc_per_node {env['processes']}"
+    return f"{launcher} {env['command']}"
 
 
 def lines_of_use(lm, tokenizer, ids):

@@ -525,9 +525,10 @@ def main(args):
     evaluates = bool(data.eval_sets or data.prompts)
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
     run.say(summary(run, lm, tokenizer, data, max_length))
-    if run.evaluation_due(run.begun):
-        run.log(run.begun, evaluate(run, run.begun, model, score, losses_of, tokenizer, data, args))
-        run.save(run.begun, export)
+    if run.evaluation_due(run.first_step):
+        metrics = evaluate(run, run.first_step, model, score, losses_of, tokenizer, data, args)
+        run.log_evaluation(run.first_step, metrics)
+        run.save(run.first_step, export)
 
     for step in run.iterations():
         model.train()
@@ -554,13 +555,13 @@ def main(args):
         lr = learning_rate(args, step - 1, total_steps)
         grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, f"rows {rows}", loss)
         run.lap("update")
-        # 4. evaluate, log, save
+        # 4. log, evaluate, save
         metrics = {"train/loss": loss, "train/nll": nll, **metrics}
         metrics["train/epoch"] = step * args.batch_size / len(lengths)
         metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
-        if run.evaluation_due(step, metrics):
-            metrics |= evaluate(run, step, model, score, losses_of, tokenizer, data, args)
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
+        if run.evaluation_due(step):
+            run.log_evaluation(step, evaluate(run, step, model, score, losses_of, tokenizer, data, args))
         run.save(step, export)
 
     chosen, _, prompt_length, *_ = data.pairs[0]

@@ -358,9 +358,9 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}accuracy"
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=bool(data.eval_sets))
     run.say(summary(run, lm, new_head, data, max_length))
-    if run.evaluation_due(run.begun):
-        run.log(run.begun, evaluate(run, run.begun, model, score, data, args))
-        run.save(run.begun, export)
+    if run.evaluation_due(run.first_step):
+        run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, score, data, args))
+        run.save(run.first_step, export)
 
     for step in run.iterations():
         model.train()
@@ -385,12 +385,12 @@ def main(args):
         loss = metrics["train/loss"]
         grad_norm = optimizer_step(accelerator, model, optimizer, lr, args, step, f"rows {rows}", loss)
         run.lap("update")
-        # 4. evaluate, log, save
+        # 4. log, evaluate, save
         metrics["train/epoch"] = step * args.batch_size / len(lengths)
         metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
-        if run.evaluation_due(step, metrics):
-            metrics |= evaluate(run, step, model, score, data, args)
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
+        if run.evaluation_due(step):
+            run.log_evaluation(step, evaluate(run, step, model, score, data, args))
         run.save(step, export)
 
     return run.finish(export, *example_of_scoring(lm, tokenizer, data))

@@ -1,7 +1,8 @@
-"""A run: its directory, metrics, checkpoints, signals, picture and card. Only rank 0 writes."""
+"""A run: its directory, metrics, checkpoints, signals, picture and card. Only rank 0 writes.
 
-import contextlib
-import copy
+An iteration has one line in metrics.jsonl and its evaluation another, so nothing waits for an evaluation that may fail.
+"""
+
 import fcntl
 import functools
 import itertools
@@ -36,29 +37,6 @@ SAVE_SECONDS = 600  # save again this long after the last save, unless --save-ev
 _open = []  # open runs of this process
 
 
-def leave_runs():
-    """Called in a forked child, which a reward may start: runs, signals, lock and directory belong to its parent."""
-    while _open:
-        run = _open.pop()
-        with contextlib.suppress(ValueError):  # a thread that is not the main one
-            run.restore_signals()
-        if run.lock:
-            run.lock.close()
-
-
-def hold_signals(how):
-    """No signal may reach a child before `leave_runs`: it would be lost, and its sender would wait forever."""
-    signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
-
-
-os.register_at_fork(after_in_child=leave_runs)
-os.register_at_fork(
-    before=functools.partial(hold_signals, signal.SIG_BLOCK),
-    after_in_parent=functools.partial(hold_signals, signal.SIG_UNBLOCK),
-    after_in_child=functools.partial(hold_signals, signal.SIG_UNBLOCK),
-)
-
-
 def closes_run(main):
     """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends.
     Running out of memory becomes an InputError that names the flags that help."""
@@ -73,7 +51,7 @@ def closes_run(main):
             return main(args)
         except Exception as error:
             for run in _open:
-                run.rescue(error)
+                run.save_after(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
             if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
                 raise InputError(OUT_OF_MEMORY) from error
@@ -88,8 +66,12 @@ def closes_run(main):
 
 class Run:
     """One run directory, and what every loop needs from it. accelerator: the processes. dir: its path (None with
-    --check). checkpoint, loaded: what to continue from, or None and {}. begun: optimizer steps done before. finished:
-    the run is complete, so there is nothing to do. same: the directory already has part of this run."""
+    --check). checkpoint, loaded: what to continue from, or None and {}. finished: the run is complete, so there is
+    nothing to do. same: the directory already has part of this run.
+
+    first_step: how many optimizer steps were taken before, by processes that ended. step: how many will have been taken
+    at the end of the iteration at hand. total_steps: how many at the end of the run.
+    """
 
     def __init__(self, args, script, fsdp=True):
         self.args = args
@@ -98,19 +80,19 @@ class Run:
         self.main = self.accelerator.is_main_process
         self.algo = Path(script).stem
         self.identity = identity(self.algo, args, script)
+        self.pid = os.getpid()  # a reward may fork: its processes leave directory and signals alone
         self.signal = None
-        self.stepped = False  # since the start of this process
+        self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
         self.dir = None
         self.lock = None
         self.handlers = {}
-        self.whole = None  # (step, iteration, kept) of the last whole iteration, while the weights are still its own
-        self.is_late = False
+        self.seconds = {}
         self.last_line = 0.0
         self.mirrored = args.track != "off"
         _open.append(self)
         self.dir, self.checkpoint, self.loaded, self.finished, self.same = on_main(self.accelerator, self._claim)
-        self.begun = self.loaded.get("step", 0)
+        self.first_step = self.loaded.get("step", 0)
         # again: accelerate may have changed them, and another number would give other bits
         set_threads(args.threads or self.loaded.get("threads"))
         if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
@@ -173,8 +155,10 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             if any(path.name[0] != "." for path in folder.iterdir()) and not (folder / "env.json").exists():
                 raise OSError("it holds files but no run")
+            if any(run.lock and folder.samefile(run.dir) for run in _open):
+                raise OSError("a run of this process is there")
             self.lock = open(folder / ".lock", "a")
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, not of those that it forks
         except BlockingIOError:
             process = (folder / ".lock").read_text()
             raise InputError(f"{folder} is in use by process {process}: stop that one first") from None
@@ -185,27 +169,33 @@ class Run:
         self.lock.flush()
         return folder
 
-    def begin(self, model, optimizer, pretrained, iterations, shown, stride=1, evaluates=True, **quantities):
+    def begin(
+        self, model, optimizer, pretrained, iterations, shown, steps_per_iteration=1, evaluates=True, **quantities
+    ):
         """Loads model and optimizer from the checkpoint, if there is one, and makes the directory this run's. Returns
         the running quantities, which every checkpoint keeps, as attributes: as given or loaded. Collective.
 
         pretrained: the model of --model, whose frozen weights are left out of checkpoints. iterations: of the whole
-        run, each of `stride` optimizer steps. shown: the metrics of status line, picture and card, the headline first.
-        evaluates: whether there is anything to evaluate.
+        run, each of `steps_per_iteration` optimizer steps. shown: the metrics of status line, picture and card, the
+        headline first. evaluates: whether there is anything to evaluate.
         """
         self.model = model
         self.optimizer = optimizer
-        self.stride = stride
-        self.iteration = self.loaded.get("iteration", self.begun // stride)  # the last one that is done
+        self.steps_per_iteration = steps_per_iteration
         self.num_iterations = iterations
-        self.total_steps = self.begun + stride * max(0, iterations - self.iteration)
+        # the last one that is done
+        self.iteration = self.loaded.get("iteration", self.first_step // steps_per_iteration)
+        self.complete = (self.first_step, self.iteration)  # what checkpoints hold
+        self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.iteration)
         self.shown = [*dict.fromkeys(shown)]  # the headline may be one of those of the status line
         self.headline = shown[0]
         if self.same:
             self.headline = self.loaded.get("headline", self.headline)
         self.eval_every = self.args.eval_every if evaluates else 0
-        kept = {"best_score": None, "best_step": None, "pending": {}} | quantities
+        kept = {"best_score": None, "best_step": None, "evaluated": 0} | quantities
         self.kept = SimpleNamespace(**{name: self.loaded.get(name, value) for name, value in kept.items()})
+        self.evaluated = self.kept.evaluated  # the step of the last evaluation
+        self.logged = {}
         self.saved = time.monotonic()
         self.frozen = ckpt.frozen_weights(pretrained)
         self.settings = ckpt.settings_of(optimizer)
@@ -215,9 +205,6 @@ class Run:
                 raise InputError(
                     f"--resume {self.args.resume}: nothing is left to train: give it more steps or episodes"
                 )
-        # only now, because torch takes a step to fill the moments
-        optimizer.register_step_pre_hook(self._before_step)
-        self._is_whole(self.begun)
         if self.dir:
             on_main(self.accelerator, self._begin)
         self.start = time.monotonic()
@@ -236,10 +223,11 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
         sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
-        last = self.loaded.get("step", -1) - bool(self.kept.pending)  # later steps will be repeated
-        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):
-            keep_lines(self.dir / name, last)
-        keep_lines(self.dir / "rollouts.jsonl", self.loaded.get("step", -1))
+        step = self.loaded.get("step", -1)  # later ones will be repeated
+        evaluated = min(step, self.kept.evaluated)
+        for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl"):
+            keep_lines(self.dir / name, step, evaluated)
+        keep_lines(self.dir / "samples.jsonl", evaluated, evaluated)
         self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
@@ -268,13 +256,13 @@ class Run:
         """Yields the numbers of the remaining iterations, counted from 1; `step` is the optimizer step at the end of
         each. With --check it yields one, or two if each is one optimizer step: only the second has AdamW's moments in
         memory."""
-        self.step = self.begun
+        self.step = self.first_step
         first = self.iteration + 1
         last = self.num_iterations
         if self.args.check:
-            last = min(last, first + 1 if self.stride == 1 else first)
+            last = min(last, first + 1 if self.steps_per_iteration == 1 else first)
         for self.iteration in range(first, last + 1):
-            self.step += self.stride
+            self.step += self.steps_per_iteration
             # for user functions that draw from the global generators
             seed_libraries(int(rng(self.args.seed, "libraries", self.iteration).integers(2**32)))
             self.seconds = {}
@@ -303,25 +291,21 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(env | {"headline": name}, indent=1))
         self.headline = name
 
-    def evaluation_due(self, step, metrics=None):
-        """True at the start, every --eval-every steps, at the end, and if a continued run stopped in an evaluation.
-        metrics: of an iteration that lacks only its evaluation; if that fails, a checkpoint keeps them."""
-        if step == self.begun:
-            due = bool(self.kept.pending) or (step == 0 and self.eval_every > 0)
-        else:
-            due = self.eval_every > 0 and (step == self.total_steps or self._passed(step, self.eval_every))
-        if due and metrics:
-            self.kept.pending = metrics
-            self._is_whole(step)
-        return due
+    def evaluation_due(self, step):
+        """True at the start, every --eval-every steps and at the end, except where a continued run has done it."""
+        if self.eval_every == 0 or 0 < step <= self.evaluated:
+            return False
+        return step in (0, self.total_steps) or self._passed(step, self.eval_every)
 
     def _passed(self, step, every):
         """Whether the last iteration contains a multiple of `every`."""
-        return every > 0 and step // every > (step - self.stride) // every
+        return every > 0 and step // every > (step - self.steps_per_iteration) // every
 
     def save(self, step, export):
         """Ends an iteration. Exports the model if an evaluation's headline is the best so far. Writes a checkpoint
         then, every --save-every steps or ten minutes, at the end, and after a signal before it exits. Collective."""
+        if step > self.first_step:
+            self._status(step)
         if self.dir is None or step == 0:
             return
         kept = self.kept
@@ -330,45 +314,28 @@ class Run:
             score = -score
         is_best = math.isfinite(score) and (kept.best_score is None or score > kept.best_score)
         if is_best and self.headline.startswith("eval/"):
-            kept.best_score = score
-            kept.best_step = step
             if step < self.total_steps:
                 export("hf_model_best")
             elif self.main:  # hf_model is the best one
                 shutil.rmtree(self.dir / "hf_model_best", ignore_errors=True)
-        stop = self.stop_requested()
-        is_due = self.is_late or self._passed(step, self.args.save_every)
+            kept.best_score = score
+            kept.best_step = step
+        kept.evaluated = self.evaluated  # only now, as an evaluation whose export fails is repeated
+        stop, is_late = self.stop_requested()
+        is_due = is_late or self._passed(step, self.args.save_every)
         if stop or is_due or step in (kept.best_step, self.total_steps):
-            self._save(step)
-        self._is_whole(step)
+            self._save()
         if stop:
             command = launch_line(environment(self.accelerator))
             self.say(f"stopped after step {step}; to continue: {command}")
             raise SystemExit(128 + self.signal)
 
-    def _is_whole(self, step):
-        """Notes that weights and `kept` belong to a complete iteration, until the next optimizer step."""
-        self.whole = (step, self.iteration, copy.deepcopy(vars(self.kept)))
-
-    def rescue(self, error):
-        """After an error on all ranks, saves the last complete iteration if no update has begun since; says how to
-        continue."""
-        if not self.stepped or self.dir is None:
-            return
-        on_all = self.accelerator.num_processes == 1 or getattr(error, "on_all", False)
-        if self.whole and on_all and not isinstance(error, FloatingPointError):  # whose state is not worth saving
-            step, self.iteration, kept = self.whole
-            self.kept = SimpleNamespace(**kept)
-            self._save(step)
-        if newest := max(self.dir.glob("checkpoints/step_????????"), default=None):
-            after = f"or with --resume {self.dir} if you edit its files"
-            self.say(f"the last complete step is in {newest}; the same command continues there, {after}")
-
-    def _save(self, step):
+    def _save(self):
         """Writes a checkpoint. A full disk gives a warning: older checkpoints are intact; the next save tries again."""
         screen.show("saving")
         self.saved = time.monotonic()
-        state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": self.iteration}
+        step, iteration = self.complete
+        state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": iteration}
         state |= {"headline": self.headline, **vars(self.kept)}
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
 
@@ -380,44 +347,55 @@ class Run:
 
         on_main(self.accelerator, write)
 
-    # -- signals
+    def save_after(self, error):
+        """After an error, saves the iteration that is complete if the weights are still its own, and says how to
+        continue. They are after an error that all processes got from `on_main` or `on_each`, which call functions of
+        the user and write files: none of that happens within an update."""
+        if os.getpid() != self.pid or self.dir is None or not self.stepped:
+            return
+        if getattr(error, "on_all", False):
+            self._save()
+        if newest := max(self.dir.glob("checkpoints/step_????????"), default=None):
+            after = f"or with --resume {self.dir} if you edit its files"
+            self.say(f"the last complete step is in {newest}; the same command continues there, {after}")
 
-    def _before_step(self, *_):
-        self.stepped = True
-        self.whole = None
+    # -- signals
 
     def _on_signal(self, number, frame):
         """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
+        if os.getpid() != self.pid:
+            signal.signal(number, self.handlers[number])
+            os.kill(os.getpid(), number)
+            return
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not self.stepped:
+        if not (self.stepped or self.seconds):  # no part of an iteration is done
             raise SystemExit(128 + number)
         screen.headline = "stopping after this iteration (Ctrl-C again stops at once)"  # printing is not safe here
 
     def stop_requested(self):
-        """Whether any rank has received a signal. Sets is_late: whether, by rank 0's clock, a save is overdue.
-        Collective; called when the state is complete."""
+        """(whether any rank has received a signal, whether a save is overdue by rank 0's clock). Collective; called
+        when the state is complete."""
         is_late = self.main and self.args.save_every > 0 and time.monotonic() - self.saved > SAVE_SECONDS
         asked = torch.tensor([self.signal or 0, int(is_late)], device=self.accelerator.device)
         signals, late = self.accelerator.reduce(asked).tolist()
-        self.is_late = late > 0
         if signals:  # only from the sum: a signal that arrives meanwhile waits for the next call
             self.signal = self.signal or signal.SIGTERM
-        return signals > 0
-
-    def restore_signals(self):
-        """Restores the signal handlers from before the run."""
-        while self.handlers:
-            signal.signal(*self.handlers.popitem())
+        return signals > 0, late > 0
 
     def close(self):
-        if self.made and self.dir and not self.stepped:  # an error or a signal came before the first step
+        """Gives back lock and signals, and removes a new directory in which no iteration was completed."""
+        if os.getpid() != self.pid:
+            return
+        if self.made and self.dir and not self.stepped:
             shutil.rmtree(self.dir, ignore_errors=True)
-        self.restore_signals()
+        while self.handlers:
+            signal.signal(*self.handlers.popitem())
         if self.accelerator.num_processes > 1:
             time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast is still ending
         if self.lock:
             self.lock.close()
+            self.lock = None
 
     # -- output
 
@@ -431,39 +409,46 @@ class Run:
             file.write("".join(lines))
 
     def log(self, step, metrics, **counts):
-        """Writes a line to metrics.jsonl (bitwise reproducible; null for values that are not finite), to perf.jsonl and
-        to the screen. counts: numbers of tokens, episodes and so on that the iteration processed."""
-        self.stepped = self.stepped or step > 0  # also if an iteration took no optimizer step
-        metrics = self.kept.pending | metrics
-        self.kept.pending = {}
+        """Notes that an iteration is complete, and writes its lines. counts: numbers of tokens, episodes and so on that
+        it processed."""
+        self.stepped = True
+        self.complete = (step, self.iteration)
         self.logged = metrics
-        if not self.main:
+        perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
+        for name, count in counts.items():
+            perf[f"perf/{name}_per_sec"] = count / sum(self.seconds.values())
+        perf["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
+        self._write(step, metrics, perf)
+
+    def log_evaluation(self, step, metrics):
+        """Writes the lines of an evaluation, which stand behind those of its iteration, and draws the picture."""
+        self.evaluated = step
+        self.logged = self.logged | metrics
+        perf = {}
+        if step > self.first_step:
+            perf["perf/seconds_eval"] = time.perf_counter() - self.since
+        self._write(step, metrics, perf)
+        if self.main and self.dir and 0 < step < self.total_steps:
+            self._draw()
+
+    def _write(self, step, metrics, perf):
+        """Writes a line to metrics.jsonl (bitwise reproducible; null for values that are not finite), one to perf.jsonl
+        and both to the tracker."""
+        if not self.main or self.dir is None:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        perf = {}
-        if step > self.begun:
-            self._status(step, metrics)
-            perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
-            for name, count in counts.items():
-                perf[f"perf/{name}_per_sec"] = count / sum(self.seconds.values())
-            if self.evaluation_due(step):  # it began after the last part, so the rates above leave it out
-                perf["perf/seconds_eval"] = time.perf_counter() - self.since
-            perf["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
-        if self.dir is None:
-            return
-        self.append("metrics.jsonl", {"step": step, **dict.fromkeys(metrics), **finite})
+        if metrics:
+            self.append("metrics.jsonl", {"step": step, **dict.fromkeys(metrics), **finite})
         if perf:
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
         self._mirror(self.accelerator.log, finite | perf, step=step)
-        if 0 < step < self.total_steps and self.evaluation_due(step):
-            self._draw()
 
-    def _status(self, step, metrics):
+    def _status(self, step):
         """Updates the terminal's live line; elsewhere prints a line at most every 5 s, and one for the last step."""
-        parts = [f"{name.partition('/')[2]} {metrics[name]:.3g}" for name in self.shown if name in metrics]
+        parts = [f"{name.partition('/')[2]} {self.logged[name]:.3g}" for name in self.shown if name in self.logged]
         parts.append(self._seconds())
         now = time.monotonic()
-        seconds_left = (now - self.start) / (step - self.begun) * (self.total_steps - step)
+        seconds_left = (now - self.start) / (step - self.first_step) * (self.total_steps - step)
         eta = f"eta {timedelta(seconds=round(seconds_left))}"
         screen.headline = f"{step}/{self.total_steps}, {eta}"
         screen.metrics = " | ".join(parts)
@@ -577,17 +562,18 @@ class Run:
         ckpt.write_text(self.dir / "README.md", card)
 
 
-def keep_lines(path, step):
-    """Keeps the lines of a JSONL file up to a step; drops a last line that is incomplete after a kill."""
+def keep_lines(path, step, evaluated):
+    """Keeps the lines of a JSONL file up to a step, and those of evaluations up to the step `evaluated`. Drops a last
+    line that is incomplete after a kill."""
     if not path.exists():
         return
     kept = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-        try:
-            if line.endswith("}\n") and json.loads(line)["step"] <= step:
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("}\n"):
+            record = json.loads(line)
+            is_evaluation = any(name.startswith(("eval/", "perf/seconds_eval")) for name in record)
+            if record["step"] <= (evaluated if is_evaluation else step):
                 kept.append(line)
-        except (ValueError, KeyError) as error:
-            raise InputError(f"{path} is damaged in line {number} ({error}): remove that line") from None
     ckpt.write_text(path, "".join(kept))
 
 
@@ -604,6 +590,14 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
 
 
 # ---- Metrics ---------------------------------------------------------------------------------------------------------
+
+
+def by_step(records):
+    """The records of metrics.jsonl, one for each step: what an evaluation has logged joins its iteration."""
+    joined = {}
+    for record in records:
+        joined.setdefault(record["step"], {}).update(record)
+    return [*joined.values()]
 
 
 def points(records, name):

@@ -21,7 +21,7 @@ import torch
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 from harness import ALGOS, ROOT, flags, lines
-from helpers import TEMPLATE, add_specials, recorded, samples, user, weights
+from helpers import TEMPLATE, add_specials, log, recorded, samples, user, weights
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
@@ -171,7 +171,7 @@ def means(algo, rows):
 def test_names_of_metrics(algo, whole):
     iterations, stride, every = LENGTH.get(algo, (12, 1, 4))
     folder, _ = whole(algo)
-    records = lines(folder / "metrics.jsonl")
+    records = log(folder)
     steps = [stride * i for i in range(iterations + 1)]
     assert [record["step"] for record in records] == steps
     evaluated = {f"eval/{name}" for name in EVALUATED[algo].split()}
@@ -182,7 +182,7 @@ def test_names_of_metrics(algo, whole):
             expected |= evaluated
         assert record.keys() == expected
         assert all(isinstance(value, int | float) for value in record.values())
-    perf = lines(folder / "perf.jsonl")
+    perf = report.by_step(lines(folder / "perf.jsonl"))
     assert [record["step"] for record in perf] == steps[1:]
     names = {f"perf/{name}" for name in (PERF[algo] + " seconds_update peak_memory_mb").split()}
     for record in perf:
@@ -206,7 +206,7 @@ def test_seconds_of_an_evaluation_count_in_no_rate(gpt2_dir, tmp_path):
     flags = {"total_steps": 4, "batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 3, "threads": 1}
     flags |= {"model": gpt2_dir, "dataset": rows, "eval_dataset": rows[:2], "metric": slow}
     _, folder = sft.main(sft.Args(run_dir=str(tmp_path / "run"), **flags))
-    perf = lines(folder / "perf.jsonl")
+    perf = report.by_step(lines(folder / "perf.jsonl"))
     assert [record.get("perf/seconds_eval", 0) > 0.5 for record in perf] == [False, True, False, True]
     for record in perf:
         assert record["perf/tokens_per_sec"] == pytest.approx(4 * 5 / record["perf/seconds_update"])
@@ -221,7 +221,7 @@ def test_samples(algo, whole, work):
     prompts = [row["prompt"] for row in lines(work / f"{SAMPLED.get(algo, 'eval')}.jsonl")]
     if algo == "ilql":
         prompts = [prompts[place // 2] for place in range(2 * len(prompts))]  # for two betas
-    evaluations = [r for r in lines(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in r)]
+    evaluations = [r for r in log(folder) if any(name.startswith("eval/") for name in r)]
     assert len(evaluations) == 4 and len(found) == 4 * len(prompts)
     for record in evaluations:
         rows = [sample for sample in found if sample["step"] == record["step"]]
@@ -237,7 +237,7 @@ def test_best_and_last_model(algo, whole):
     """Each is what the checkpoint of its step holds; the best one is kept beside the newest two."""
     folder, _ = whole(algo)
     _, stride, every = LENGTH.get(algo, (12, 1, 4))
-    scores = {r["step"]: quality(algo, r) for r in lines(folder / "metrics.jsonl")[1:] if r["step"] % every == 0}
+    scores = {r["step"]: quality(algo, r) for r in log(folder)[1:] if r["step"] % every == 0}
     best = max(scores, key=scores.get)  # the first of equals
     last = max(scores)
     checkpoints = {int(path.name[5:]) for path in (folder / "checkpoints").iterdir()}
@@ -265,7 +265,7 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     assert {path.name for path in folder.iterdir()} - {"hf_model_best"} == expected
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     env = json.loads((folder / "env.json").read_text())
-    records = lines(folder / "metrics.jsonl")
+    records = log(folder)
     names = SHOWN[algo].split()
     if algo == "ilql" and records[-1]["eval/vowels@beta=4"] > records[-1][names[0]]:
         names[0] = "eval/vowels@beta=4"  # the best beta of the last evaluation
@@ -355,7 +355,7 @@ def test_two_evaluation_sets(algo, typed, work):
     first, second = names.split()
     files = f"{work}/{first}.jsonl,{work}/{second}.jsonl"
     _, folder = typed(algo, f"{words} --run-dir run --eval-dataset", files)
-    records = [r for r in lines(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in r)]
+    records = [r for r in log(folder) if any(name.startswith("eval/") for name in r)]
     whole = {name for name in EVALUATED[algo].split() if "vowels" in name and algo in ("ilql", "sft")}  # of the prompts
     of_a_set = {name for name in EVALUATED[algo].split() if "vowels" not in name or algo in ("ppo", "grpo")}
     expected = {f"eval/{name}" for name in whole}
@@ -375,9 +375,9 @@ def test_two_evaluation_sets(algo, typed, work):
 def test_evaluations_change_nothing_of_the_training(algo, typed, whole):
     """With --eval-every 0 there are none of them: metrics and model are those of the run that has them."""
     metrics, folder = typed(algo, "--eval-every 0 --save-every 0 --run-dir run")
-    records = lines(whole(algo)[0] / "metrics.jsonl")
+    records = log(whole(algo)[0])
     expected = [{k: v for k, v in record.items() if not k.startswith("eval/")} for record in records[1:]]
-    assert lines(folder / "metrics.jsonl") == expected and metrics == expected[-1]
+    assert log(folder) == expected and metrics == expected[-1]
     model = "hf_model/unet/diffusion_pytorch_model.safetensors" if algo == "ddpo" else "hf_model/model.safetensors"
     assert (folder / model).read_bytes() == (whole(algo)[0] / model).read_bytes()
     assert not (folder / "hf_model_best").exists() and not (folder / "samples.jsonl").exists()
@@ -456,11 +456,11 @@ def test_a_tracker_gets_metrics_samples_and_images(typed, work, monkeypatch):
     sets = f"{work}/captions.jsonl,{work}/eval.jsonl"
     words = f"--metric None --run-dir run --num-epochs 3 --track wandb --eval-dataset {sets}"
     _, folder = typed("ddpo", words)
-    records = lines(folder / "metrics.jsonl")
-    logged = recorder.got("log")
-    assert [step for step, _ in logged] == [record["step"] for record in records] == [0, 2, 4, 6]
-    for record, (step, values) in zip(records, logged, strict=True):
-        assert record.items() - {("step", step)} <= values.items() and ("perf/images_per_sec" in values) == (step > 0)
+    records = log(folder)
+    logged = report.by_step({"step": step, **values} for step, values in recorder.got("log"))
+    assert [values["step"] for values in logged] == [record["step"] for record in records] == [0, 2, 4, 6]
+    for record, values in zip(records, logged, strict=True):
+        assert record.items() <= values.items() and ("perf/images_per_sec" in values) == (values["step"] > 0)
     assert [step for step, _ in recorder.got("log_table")] == [0, 4, 6]  # which test_runs.py reads in wandb
     images = recorder.got("log_images")
     for (at, shown), (step, name) in zip(images, product((0, 4, 6), ("captions", "eval")), strict=True):

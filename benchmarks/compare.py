@@ -101,10 +101,9 @@ def state_of(folder, last_step, total_steps):
 
 
 def is_locked(path):
-    """Whether another process holds the lock of a run."""
     try:
         with open(path) as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:

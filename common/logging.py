@@ -3,6 +3,7 @@
 An iteration has one line in metrics.jsonl and its evaluation another, so nothing waits for an evaluation that may fail.
 """
 
+import contextlib
 import fcntl
 import functools
 import itertools
@@ -35,6 +36,29 @@ from common.terminal import WIDEST, screen, table_of, visible
 SAVE_SECONDS = 600  # save again this long after the last save, unless --save-every is 0
 
 _open = []  # open runs of this process
+
+
+def leave_runs():
+    """Called in a forked child, which a reward may start: runs, signals, lock and directory belong to its parent."""
+    while _open:
+        run = _open.pop()
+        with contextlib.suppress(ValueError):  # a thread that is not the main one
+            run.restore_signals()
+        if run.lock:
+            run.lock.close()
+    hold_signals(signal.SIG_UNBLOCK)
+
+
+def hold_signals(how):
+    """No signal may reach a child before `leave_runs`: it would be lost, and its sender would wait forever."""
+    signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
+
+
+os.register_at_fork(
+    before=functools.partial(hold_signals, signal.SIG_BLOCK),
+    after_in_parent=functools.partial(hold_signals, signal.SIG_UNBLOCK),
+    after_in_child=leave_runs,
+)
 
 
 def closes_run(main):
@@ -80,7 +104,6 @@ class Run:
         self.main = self.accelerator.is_main_process
         self.algo = Path(script).stem
         self.identity = identity(self.algo, args, script)
-        self.pid = os.getpid()  # a reward may fork: its processes leave directory and signals alone
         self.signal = None
         self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
@@ -155,10 +178,8 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             if any(path.name[0] != "." for path in folder.iterdir()) and not (folder / "env.json").exists():
                 raise OSError("it holds files but no run")
-            if any(run.lock and folder.samefile(run.dir) for run in _open):
-                raise OSError("a run of this process is there")
             self.lock = open(folder / ".lock", "a")
-            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, not of those that it forks
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             process = (folder / ".lock").read_text()
             raise InputError(f"{folder} is in use by process {process}: stop that one first") from None
@@ -351,7 +372,7 @@ class Run:
         """After an error, saves the iteration that is complete if the weights are still its own, and says how to
         continue. They are after an error that all processes got from `on_main` or `on_each`, which call functions of
         the user and write files: none of that happens within an update."""
-        if os.getpid() != self.pid or self.dir is None or not self.stepped:
+        if self.dir is None or not self.stepped:
             return
         if getattr(error, "on_all", False):
             self._save()
@@ -363,10 +384,6 @@ class Run:
 
     def _on_signal(self, number, frame):
         """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
-        if os.getpid() != self.pid:
-            signal.signal(number, self.handlers[number])
-            os.kill(os.getpid(), number)
-            return
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not (self.stepped or self.seconds):  # no part of an iteration is done
@@ -385,17 +402,18 @@ class Run:
 
     def close(self):
         """Gives back lock and signals, and removes a new directory in which no iteration was completed."""
-        if os.getpid() != self.pid:
-            return
         if self.made and self.dir and not self.stepped:
             shutil.rmtree(self.dir, ignore_errors=True)
-        while self.handlers:
-            signal.signal(*self.handlers.popitem())
+        self.restore_signals()
         if self.accelerator.num_processes > 1:
             time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast is still ending
         if self.lock:
             self.lock.close()
-            self.lock = None
+
+    def restore_signals(self):
+        """Restores the signal handlers from before the run."""
+        while self.handlers:
+            signal.signal(*self.handlers.popitem())
 
     # -- output
 

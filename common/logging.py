@@ -245,10 +245,10 @@ class Run:
         sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
         step = self.loaded.get("step", -1)  # later ones will be repeated
-        evaluated = min(step, self.kept.evaluated)
+        lacks_evaluation = self.kept.evaluated < step  # if one was due there, it will be repeated, too
         for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl"):
-            keep_lines(self.dir / name, step, evaluated)
-        keep_lines(self.dir / "samples.jsonl", evaluated, evaluated)
+            keep_lines(self.dir / name, step, lacks_evaluation)
+        keep_lines(self.dir / "samples.jsonl", step - lacks_evaluation)
         self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
@@ -580,9 +580,9 @@ class Run:
         ckpt.write_text(self.dir / "README.md", card)
 
 
-def keep_lines(path, step, evaluated):
-    """Keeps the lines of a JSONL file up to a step, and those of evaluations up to the step `evaluated`. Drops a last
-    line that is incomplete after a kill."""
+def keep_lines(path, step, lacks_evaluation=False):
+    """Keeps the lines of a JSONL file up to a step, of this step without those of an evaluation if it lacks that. Drops
+    a last line that is incomplete after a kill."""
     if not path.exists():
         return
     kept = []
@@ -590,13 +590,11 @@ def keep_lines(path, step, evaluated):
         if line.endswith("}\n"):
             record = json.loads(line)
             is_evaluation = any(name.startswith(("eval/", "perf/seconds_eval")) for name in record)
-            if record["step"] <= (evaluated if is_evaluation else step):
+            is_repeated = lacks_evaluation and is_evaluation and record["step"] == step
+            if record["step"] <= step and not is_repeated:
                 kept.append(line)
     ckpt.write_text(path, "".join(kept))
 
-
-MOST_NUMBERS = 5  # in the card
-MOST_PROMPTS = 3  # in the card
 
 # Last lines of a run and of its card: how to load the model and sample from it.
 USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
@@ -685,9 +683,9 @@ def model_card(env, names, records, samples, usage):
             (first_step, first), (last_step, last) = curve[0], curve[-1]
             numbers.append(f"- `{name}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
     newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
-    shown = [*newest.values()][:MOST_PROMPTS]
+    shown = [*newest.values()][:3]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    parts = [f"# {title}", "\n".join(numbers[:MOST_NUMBERS]), "![learning curve](curve.png)"]
+    parts = [f"# {title}", "\n".join(numbers[:5]), "![learning curve](curve.png)"]
     if shown:  # indented, so that nothing in them is markup
         parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
     parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{launch_line(env)}\n```"]

@@ -25,6 +25,7 @@ from helpers import log
 from common.checkpoint import newest_checkpoint
 from common.logging import by_step
 
+TERM = signal.SIGTERM
 HERE = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"  # in front of a patch of the repository
 
 
@@ -388,6 +389,11 @@ def test_an_error_between_updates_loses_nothing(algo, place, run, again, tmp_pat
     every = 4 if algo in ("ilql", "sft", "dpo", "ddpo") else 8
     lacks_evaluation = "call_metric" in place
     assert (state["evaluated"] < state["step"] // every * every) == lacks_evaluation
+    if lacks_evaluation:  # which is repeated: a signal ends it, and a kill behind it leaves its lines
+        run(algo, "--save-every", "1000", expect=143, patch=at("common.cli", "call_metric", 1, signal=TERM))
+        run(algo, "--save-every", "1000", expect=-9, patch=at("common.logging", "Run.stop_requested", 1))
+        steps = [line["step"] for line in lines(tmp_path / "run/metrics.jsonl")]
+        assert steps[-2:] == [state["step"]] * 2
     again(algo, "--save-every", "1000")
 
 
@@ -432,7 +438,6 @@ def test_a_reward_that_ends_the_process(run, tmp_path):
 
 # ---- Signals and the lock --------------------------------------------------------------------------------------------
 
-TERM = signal.SIGTERM
 INT = signal.SIGINT
 SIGNALS = {  # (default script, case, exit code, signal, where)
     "a step": (None, 6, 143, TERM, STEP),

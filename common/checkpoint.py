@@ -277,11 +277,9 @@ def identity(algo, args, script):
     return {"algo": algo, "hash": digest, "flags": flags, "files": files}
 
 
-# ---- Files -----------------------------------------------------------------------------------------------------------
-
-
 def files_of_flag(value):
-    """The files that a flag's value names: by a path, a spec string, or several of these separated by commas."""
+    """The files that a flag's value names: by a path, a spec string, or several of these separated by commas. Of a
+    directory these are the files directly in it; others further down, such as runs, do not count."""
     is_list = isinstance(value, list | tuple)
     paths = {}
     for text in value if is_list else [value]:
@@ -293,22 +291,16 @@ def files_of_flag(value):
     files = []
     for path in filter(None, paths):
         if path.is_dir() and not is_list:  # in a list, "." is a stop string
-            files += files_of_directory(path)
+            found = [*path.glob("*")]
+            if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
+                found += path.glob("*/*")  # the parts of a pipeline, the splits of a dataset
+            files += sorted(file for file in found if file.is_file() and file.name[0] != ".")
         elif path.is_file() and path.suffix == ".py":
             files += with_imports(path.resolve())
             files += sorted(path.with_suffix("").rglob("*.safetensors"))  # the models of an embedded task
         elif path.is_file():
             files.append(path)
     return files
-
-
-def files_of_directory(path):
-    """The files directly in a directory, and those of a pipeline's parts or a dataset's splits below it. Other files
-    further down, such as runs, do not count."""
-    files = list(path.glob("*"))
-    if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
-        files += path.glob("*/*")
-    return sorted(file for file in files if file.is_file() and file.name[0] != ".")
 
 
 def with_imports(path):
@@ -341,25 +333,22 @@ def module_files(name, folders):
         found = PathFinder.find_spec(part, [str(folder) for folder in folders])
         if found is None:
             break
-        if found.has_location:
+        if found.has_location and is_own(Path(found.origin).resolve()):
             files.append(Path(found.origin).resolve())
         folders = found.submodule_search_locations or []
-    return list(filter(is_own, files))
+    return files
 
 
 def is_own(file):
     """Whether a file is the user's: not part of Python, an installed package, or common/, which is hashed anyway."""
     installed = {"site-packages", "dist-packages"} & {*file.parts}
-    others = [sysconfig.get_path("stdlib"), ROOT / "common"]
-    return file.is_file() and not installed and not any(map(file.is_relative_to, others))
+    is_other = file.is_relative_to(sysconfig.get_path("stdlib")) or file.is_relative_to(ROOT / "common")
+    return file.is_file() and not installed and not is_other
 
 
 def hash_of_files(files):
     """A hash of the contents of files, in the given order."""
     return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
-
-
-# ---- Values of flags -------------------------------------------------------------------------------------------------
 
 
 def describe(value):
@@ -382,9 +371,6 @@ def describe(value):
     except (OSError, TypeError, ValueError):  # no file, as in a notebook, or no JSON
         return f"<{name}{UNKNOWN}"
     return f"<{name} {contents[:16]}>"
-
-
-# ---- Two runs --------------------------------------------------------------------------------------------------------
 
 
 def changed(old, new, part):

@@ -596,6 +596,8 @@ def keep_lines(path, step, lacks_evaluation=False):
     ckpt.write_text(path, "".join(kept))
 
 
+# ---- Picture and card ------------------------------------------------------------------------------------------------
+
 # Last lines of a run and of its card: how to load the model and sample from it.
 USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
 print(model({prompt!r}, OPTIONSmax_new_tokens={max_new_tokens}))"""
@@ -603,9 +605,6 @@ SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained({folder!r}), AutoModelForSeq2SeqLM.from_pretrained({folder!r})
 ids = model.generate(**tokenizer({prompt!r}, OPTIONSreturn_tensors='pt'), max_new_tokens={max_new_tokens})
 print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
-
-
-# ---- Metrics ---------------------------------------------------------------------------------------------------------
 
 
 def by_step(records):
@@ -631,9 +630,6 @@ def remark(samples, name, first, last):
         return " (no change: within twice its standard error)"
     is_worse = last[1] > first[1] if name.endswith("loss") else last[1] < first[1]
     return " (worse than at the start)" if is_worse else ""
-
-
-# ---- Picture ---------------------------------------------------------------------------------------------------------
 
 
 def draw_curves(records, names, title, path):
@@ -667,9 +663,6 @@ def draw_curves(records, names, title, path):
             axes.legend(fontsize=8)
         figure.supxlabel("optimizer step")
         figure.savefig(path, dpi=100)
-
-
-# ---- Card ------------------------------------------------------------------------------------------------------------
 
 
 def model_card(env, names, records, samples, usage):

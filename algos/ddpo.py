@@ -68,7 +68,7 @@ from common.launch import accumulate, on_main, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.model import loading, quiet_libraries
 from common.seeding import rng, stream_rows
-from common.terminal import screen, visible, wrapped
+from common.terminal import screen, visible
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
 TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # used without --model, --dataset and --config
@@ -430,7 +430,7 @@ def update(run, policy, optimizer, batch, args):
     accelerator = run.accelerator
     unet = policy.unet
     epoch = run.iteration
-    step = run.step - run.stride  # optimizer steps taken: run.step is that at the end of this iteration
+    step = run.step - run.steps_per_iteration  # optimizer steps taken: run.step is that at the end of this iteration
     trained = trained_steps(policy.schedule)
     num_pairs = args.batch_size * steps_per_image(args, trained)  # of an update, of all processes
     sums = dict.fromkeys(("loss/policy", "policy/approxkl", "policy/clipfrac", "policy/ratio"), 0.0)
@@ -462,7 +462,7 @@ def update(run, policy, optimizer, batch, args):
     if not torch.stack(are_finite).all():
         raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
     totals = reduce_sums(accelerator, sums)
-    metrics = {name: total / (num_pairs * run.stride) for name, total in totals.items()}
+    metrics = {name: total / (num_pairs * run.steps_per_iteration) for name, total in totals.items()}
     metrics["policy/ratio_deviation"] = accelerator.gather(largest).max().item()
     metrics["policy/ratio_deviation_first"] = at_first
     return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}
@@ -701,14 +701,14 @@ def summary(run, policy, data):
     pairs = args.batch_size // run.accelerator.num_processes * steps
     lines = [
         run.describe(policy.pipeline.unet),
-        f"data: {len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {visible(prompts[0])[:200]}",
+        f"data: {len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {prompts[0][:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, cliprange {args.cliprange:g}, guidance {args.guidance_scale:g}, "
         f"eta {args.eta:g}",
         f"{args.num_epochs} epochs x ({args.rollout_batch_size} images of {args.num_inference_steps} steps, "
-        f"{len(with_noise)} of them with noise; then {run.stride} optimizer steps of {args.batch_size} "
+        f"{len(with_noise)} of them with noise; then {run.steps_per_iteration} optimizer steps of {args.batch_size} "
         f"images x {steps} steps: {pairs} pairs per process, {args.micro_batch_size} per forward pass)",
     ]
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 def sampling_code(args, unet):
@@ -771,15 +771,15 @@ def main(args):
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    stride = args.ppo_epochs * (args.rollout_batch_size // args.batch_size)  # optimizer steps of an epoch
+    steps = args.ppo_epochs * (args.rollout_batch_size // args.batch_size)  # optimizer steps of an epoch
     shown = [headline, *IN_STATUS]
     # values that checkpoints keep: state.rewards
-    state = run.begin(unet, optimizer, pipeline.unet, args.num_epochs, shown, stride=stride, rewards={})
+    state = run.begin(unet, optimizer, pipeline.unet, args.num_epochs, shown, steps_per_iteration=steps, rewards={})
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count, state.rewards)
     run.say(summary(run, policy, data))
-    if run.evaluation_due(run.begun):
-        run.log(run.begun, evaluate(run, run.begun, policy, data, args))
-        run.save(run.begun, save_pipeline)
+    if run.evaluation_due(run.first_step):
+        run.log_evaluation(run.first_step, evaluate(run, run.first_step, policy, data, args))
+        run.save(run.first_step, save_pipeline)
 
     for epoch in run.iterations():
         # 1. x_0 ~ p(. | c): images with the latents and log-probabilities of their steps
@@ -809,10 +809,10 @@ def main(args):
             **update(run, policy, optimizer, batch, args),
         }
         run.lap("update")
-        # 4. evaluate, log, save
-        if run.evaluation_due(run.step, metrics):
-            metrics |= evaluate(run, run.step, policy, data, args)
+        # 4. log, evaluate, save
         run.log(run.step, metrics, images=size)
+        if run.evaluation_due(run.step):
+            run.log_evaluation(run.step, evaluate(run, run.step, policy, data, args))
         run.save(run.step, save_pipeline)
 
     code = sampling_code(args, pipeline.unet)

@@ -69,7 +69,6 @@ from common.logging import Run, closes_run, lines_of_use
 from common.model import can_pack, end_tokens, load_lm, make_reference, max_positions, packing_problem, unsharded
 from common.sampling import evaluate_samples, read_data
 from common.scoring import line_logprobs, pair_length, score_pairs, split_rows
-from common.terminal import visible, wrapped
 
 TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --dataset and --config
 
@@ -464,9 +463,9 @@ def summary(run, lm, tokenizer, data, max_length):
     args = run.args
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, *_ in data.pairs)
     chosen, rejected, prompt_length, *_ = data.pairs[0]
-    prompt = visible(tokenizer.decode(chosen[:prompt_length]))
-    chosen = visible(tokenizer.decode(chosen[prompt_length:]))
-    rejected = visible(tokenizer.decode(rejected[prompt_length:]))
+    prompt = tokenizer.decode(chosen[:prompt_length])
+    chosen = tokenizer.decode(chosen[prompt_length:])
+    rejected = tokenizer.decode(rejected[prompt_length:])
     reference = "none"
     if not args.reference_free:
         reference = "the model at the start" if args.ref_model is None else "a model of its own"
@@ -476,14 +475,14 @@ def summary(run, lm, tokenizer, data, max_length):
         run.describe(lm),
         f"data: {data.report}",
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
-        f"first pair: [{prompt[-400:]}] | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
+        f"first pair: [{prompt[-400:]!r}] | chosen: {chosen[:200]!r} | rejected: {rejected[:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, beta {args.beta:g}, reference: {reference}, at most {max_length} "
         f"tokens per text, {args.max_new_tokens} new tokens",
         run.plan(len(data.pairs), "pairs"),
     ]
     if data.prompts:
         lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -522,9 +521,10 @@ def main(args):
     evaluates = bool(data.eval_sets or data.prompts)
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
     run.say(summary(run, lm, tokenizer, data, max_length))
-    if run.evaluation_due(run.begun):
-        run.log(run.begun, evaluate(run, run.begun, model, score, losses_of, tokenizer, data, args))
-        run.save(run.begun, export)
+    if run.evaluation_due(run.first_step):
+        metrics = evaluate(run, run.first_step, model, score, losses_of, tokenizer, data, args)
+        run.log_evaluation(run.first_step, metrics)
+        run.save(run.first_step, export)
 
     for step in run.iterations():
         model.train()
@@ -551,13 +551,13 @@ def main(args):
         lr = args.learning_rate(step - 1, total_steps)
         grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, f"rows {rows}", loss)
         run.lap("update")
-        # 4. evaluate, log, save
+        # 4. log, evaluate, save
         metrics = {"train/loss": loss, "train/nll": nll, **metrics}
         metrics["train/epoch"] = step * args.batch_size / len(lengths)
         metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
-        if run.evaluation_due(step, metrics):
-            metrics |= evaluate(run, step, model, score, losses_of, tokenizer, data, args)
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
+        if run.evaluation_due(step):
+            run.log_evaluation(step, evaluate(run, step, model, score, losses_of, tokenizer, data, args))
         run.save(step, export)
 
     chosen, _, prompt_length, *_ = data.pairs[0]

@@ -61,7 +61,6 @@ from common.sampling import decode, evaluate_sets, generate_all, read_prompts, s
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, line_logprobs, score_all
 from common.seeding import rng
-from common.terminal import visible, wrapped
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
 
@@ -337,8 +336,9 @@ def update(run, model, optimizer, batch, rows, args):
     accelerator = run.accelerator
     lengths = batch.mask.sum(1)
     trained = int((batch.advantages != 0)[batch.rows].sum())
-    counts = {"steps": run.stride, "sequences": len(lengths) * args.ppo_epochs, "tokens": trained * args.ppo_epochs}
-    step = run.step - run.stride  # taken before this iteration; run.step counts those of this one, too
+    counts = {"steps": run.steps_per_iteration, "sequences": len(lengths) * args.ppo_epochs}
+    counts["tokens"] = trained * args.ppo_epochs
+    step = run.step - run.steps_per_iteration  # taken before this iteration; run.step counts those of this one, too
     sums = defaultdict(float)
     weights = torch.zeros_like(batch.advantages)
     model.train()
@@ -382,17 +382,17 @@ def summary(run, lm, data):
     reference = "a model of its own" if args.ref_model else "the model at the start"
     lines = [
         f"{run.describe(lm)}; reference: {reference if args.kl_coef else 'none'}",
-        f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
+        f"data: {data.report}; first: {data.rows[0]['prompt'][:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, ratios "
         f"by {args.ratio_level}, loss mean by {args.loss_mean}, {args.max_new_tokens} new tokens, "
         f"{args.total_episodes} episodes",
         f"{args.num_iterations} iterations x ({args.rollout_batch_size // args.group_size} groups of "
-        f"{args.group_size} episodes, then {run.stride} optimizer steps of {args.batch_size}: "
+        f"{args.group_size} episodes, then {run.steps_per_iteration} optimizer steps of {args.batch_size}: "
         f"{args.batch_size // run.accelerator.num_processes} per process, {args.micro_batch_size} per forward pass)",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -425,11 +425,12 @@ def main(args):
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    run.begin(model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], stride=args.steps_per_iteration)
+    steps = args.steps_per_iteration
+    run.begin(model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], steps_per_iteration=steps)
     run.say(summary(run, lm, data))
-    if run.evaluation_due(run.begun):
-        run.log(run.begun, evaluate(run, run.begun, model, tokenizer, data, args))
-        run.save(run.begun, export)
+    if run.evaluation_due(run.first_step):
+        run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
+        run.save(run.first_step, export)
 
     for iteration in run.iterations():
         # 1. y_1 .. y_G ~ pi(. | x) for each prompt x: responses with their log-probabilities and scores
@@ -452,10 +453,10 @@ def main(args):
         run.lap("update")
         if iteration == 1 and metrics["groups/equal"] == 1:
             run.say(ALL_EQUAL)
-        # 4. evaluate, log, save
-        if run.evaluation_due(run.step, metrics):
-            metrics |= evaluate(run, run.step, model, tokenizer, data, args)
+        # 4. log, evaluate, save
         run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)
+        if run.evaluation_due(run.step):
+            run.log_evaluation(run.step, evaluate(run, run.step, model, tokenizer, data, args))
         run.save(run.step, export)
 
     return run.finish(export, *lines_of_use(lm, tokenizer, data.queries[0]))

@@ -70,7 +70,6 @@ from common.logging import Run, closes_run
 from common.model import draw_layers, load_decoder, load_lm, max_positions, saved_heads, unsharded
 from common.sampling import evaluate_samples, read_data
 from common.scoring import in_chunks, in_float32, split_rows, token_logprobs
-from common.terminal import wrapped
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config
@@ -680,7 +679,7 @@ def summary(run, policy, tokenizer, data):
         f"{args.max_new_tokens} new tokens; targets move {taken_over:.0%} of the way to Q",
         run.plan(len(data.episodes), "rows"),
     ]
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 def usage(metric, args):
@@ -731,9 +730,9 @@ def main(args):
     evaluates = bool(data.eval_sets or data.metric)
     run.begin(model, optimizer, lm, total_steps, ["losses/loss", *IN_STATUS], evaluates=evaluates)
     run.say(summary(run, policy, tokenizer, data))
-    if run.evaluation_due(run.begun):
-        run.log(run.begun, evaluate(run, run.begun, model, tokenizer, data, args))
-        run.save(run.begun, export)
+    if run.evaluation_due(run.first_step):
+        run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
+        run.save(run.first_step, export)
 
     for step in run.iterations():
         model.train()
@@ -760,7 +759,7 @@ def main(args):
         if step % args.steps_for_target_q_sync == 0:
             polyak_update(policy.target_q_heads, policy.q_heads, args.polyak_alpha)
         run.lap("update")
-        # 5. evaluate, log, save
+        # 5. log, evaluate, save
         metrics |= {
             "target/syncs": step // args.steps_for_target_q_sync,
             "tokens/actions": count,
@@ -768,9 +767,9 @@ def main(args):
             "optim/lr": lr,
             "optim/grad_norm": grad_norm,
         }
-        if run.evaluation_due(step, metrics):
-            metrics |= evaluate(run, step, model, tokenizer, data, args)
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows))
+        if run.evaluation_due(step):
+            run.log_evaluation(step, evaluate(run, step, model, tokenizer, data, args))
         run.save(step, export)
 
     first = data.episodes[0]

@@ -63,7 +63,6 @@ from common.sampling import decode, evaluate_sets, generate_all, read_prompts, s
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, in_float32, line_logprobs, score_all
 from common.seeding import rng
-from common.terminal import visible, wrapped
 
 HEAD_FILE = "value_head.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --dataset and --config
@@ -482,7 +481,7 @@ def update(run, model, optimizer, batch, rows, args):
     lengths = batch.lengths()
     tokens = len(batch.rows)  # that are trained, of all episodes
     # skipped steps count, too: the schedule follows the episodes
-    step = run.step - run.stride  # run.step is that at the end of this iteration
+    step = run.step - run.steps_per_iteration  # run.step is that at the end of this iteration
     sums = defaultdict(float)
     epochs = 0
     skipped = 0
@@ -549,16 +548,16 @@ def summary(run, policy, data):
     reference = "a model of its own" if args.ref_model else "the model at the start"
     lines = [
         f"{run.describe(policy)}; reference: {reference}",
-        f"data: {data.report}; first: {visible(data.rows[0]['prompt'])[:200]}",
+        f"data: {data.report}; first: {data.rows[0]['prompt'][:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
-        f"{args.num_iterations} iterations x ({args.rollout_batch_size} episodes, then {run.stride} "
+        f"{args.num_iterations} iterations x ({args.rollout_batch_size} episodes, then {run.steps_per_iteration} "
         f"optimizer steps of {args.batch_size}: {args.batch_size // run.accelerator.num_processes} per process, "
         f"{args.micro_batch_size} per forward pass)",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -588,15 +587,15 @@ def main(args):
     headline = "objective/scores"
     if args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    stride = args.steps_per_iteration
+    steps = args.steps_per_iteration
     quantities = {"kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}
     shown = [headline, *IN_STATUS]
     # values that checkpoints keep: state.kl_coef, state.moments
-    state = run.begin(model, optimizer, lm, args.num_iterations, shown, stride=stride, **quantities)
+    state = run.begin(model, optimizer, lm, args.num_iterations, shown, steps_per_iteration=steps, **quantities)
     run.say(summary(run, policy, data))
-    if run.evaluation_due(run.begun):
-        run.log(run.begun, evaluate(run, run.begun, model, tokenizer, data, args))
-        run.save(run.begun, export)
+    if run.evaluation_due(run.first_step):
+        run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
+        run.save(run.first_step, export)
 
     for iteration in run.iterations():
         # 1. y ~ pi(. | x): responses with their log-probabilities, values and scores
@@ -627,10 +626,10 @@ def main(args):
         # 4. beta follows the KL of this iteration (Ziegler Sec. 2.2)
         if args.kl_target:
             state.kl_coef = next_kl_coef(state.kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, size)
-        # 5. evaluate, log, save
-        if run.evaluation_due(run.step, metrics):
-            metrics |= evaluate(run, run.step, model, tokenizer, data, args)
+        # 5. log, evaluate, save
         run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)
+        if run.evaluation_due(run.step):
+            run.log_evaluation(run.step, evaluate(run, run.step, model, tokenizer, data, args))
         run.save(run.step, export)
 
     return run.finish(export, *lines_of_use(lm, tokenizer, data.queries[0]))

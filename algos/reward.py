@@ -65,7 +65,6 @@ from common.model import (
 )
 from common.scoring import pair_length, score_pairs, split_rows
 from common.seeding import rng
-from common.terminal import visible, wrapped
 
 # Last lines of a run and of its card: how to load and use the model.
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
@@ -309,16 +308,16 @@ def summary(run, lm, new_head, data, max_length):
     """A few lines on what is trained, and on which data."""
     args = run.args
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in data.pairs)
-    prompt, chosen, rejected = map(visible, data.texts[0])
+    prompt, chosen, rejected = data.texts[0]
     lines = [
         f"{run.describe(lm)}; head: {'new' if new_head else 'that of --model'}",
         f"data: {data.report}",
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
-        f"first pair: {prompt[-400:]} | chosen: {chosen[:200]} | rejected: {rejected[:200]}",
+        f"first pair: {prompt[-400:]!r} | chosen: {chosen[:200]!r} | rejected: {rejected[:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per text",
         run.plan(len(data.pairs), "pairs"),
     ]
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 def example_of_scoring(lm, tokenizer, data):
@@ -359,9 +358,9 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}accuracy"
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=bool(data.eval_sets))
     run.say(summary(run, lm, new_head, data, max_length))
-    if run.evaluation_due(run.begun):
-        run.log(run.begun, evaluate(run, run.begun, model, score, data, args))
-        run.save(run.begun, export)
+    if run.evaluation_due(run.first_step):
+        run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, score, data, args))
+        run.save(run.first_step, export)
 
     for step in run.iterations():
         model.train()
@@ -386,12 +385,12 @@ def main(args):
         loss = metrics["train/loss"]
         grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, f"rows {rows}", loss)
         run.lap("update")
-        # 4. evaluate, log, save
+        # 4. log, evaluate, save
         metrics["train/epoch"] = step * args.batch_size / len(lengths)
         metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
-        if run.evaluation_due(step, metrics):
-            metrics |= evaluate(run, step, model, score, data, args)
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
+        if run.evaluation_due(step):
+            run.log_evaluation(step, evaluate(run, step, model, score, data, args))
         run.save(step, export)
 
     return run.finish(export, *example_of_scoring(lm, tokenizer, data))

@@ -55,7 +55,6 @@ from common.model import can_pack, end_tokens, load_lm, max_positions, unsharded
 from common.sampling import evaluate_samples, read_data
 from common.scoring import line_logprobs, split_lines
 from common.scoring import token_nll as token_nll  # for those who import it from here
-from common.terminal import wrapped
 
 TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # used without --model, --dataset and --config
 
@@ -241,7 +240,7 @@ def summary(run, lm, tokenizer, data, max_length):
     ]
     if data.prompts:
         lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
-    return wrapped(lines)
+    return "\n".join(lines)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -272,9 +271,9 @@ def main(args):
     evaluates = bool(data.eval_sets or data.prompts)
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
     run.say(summary(run, lm, tokenizer, data, max_length))
-    if run.evaluation_due(run.begun):
-        run.log(run.begun, evaluate(run, run.begun, model, tokenizer, data, args))
-        run.save(run.begun, export)
+    if run.evaluation_due(run.first_step):
+        run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
+        run.save(run.first_step, export)
 
     for step in run.iterations():
         model.train()
@@ -296,12 +295,12 @@ def main(args):
         lr = args.learning_rate(step - 1, total_steps)
         grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, f"rows {rows}", loss)
         run.lap("update")
-        # 4. evaluate, log, save
+        # 4. log, evaluate, save
         metrics = {"train/loss": loss, "train/epoch": step * args.batch_size / len(lengths)}
         metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
-        if run.evaluation_due(step, metrics):
-            metrics |= evaluate(run, step, model, tokenizer, data, args)
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows))
+        if run.evaluation_due(step):
+            run.log_evaluation(step, evaluate(run, step, model, tokenizer, data, args))
         run.save(step, export)
 
     ids, labels = data.examples[0]

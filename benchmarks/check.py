@@ -497,13 +497,15 @@ def commit_of(env):
 def kept_records(name, variant, run_dir):
     """Of a run's metrics those that the claim uses: the records that figure and score need, and the last one. None
     where the score was never measured."""
+    from common.logging import by_step  # takes seconds
+
     claim = CLAIMS[name]
     shown = [claim.score, *claim.scores.values(), *claim.panels, claim.over]
     keys = ["step", claim.axis, *shown, *claim.table, *(key for _, key, *_ in claim.bars)]
     if claim.images:
         keys.append(f"{claim.score}_std")
     records = []
-    for record in read_jsonl(run_dir / "metrics.jsonl"):
+    for record in by_step(read_jsonl(run_dir / "metrics.jsonl")):
         records.append({key: record[key] for key in keys if record.get(key) is not None})
     if not history(records, claim.score_of(variant)):
         return None

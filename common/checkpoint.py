@@ -21,7 +21,6 @@ import sys
 import sysconfig
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import safetensors.torch
@@ -29,7 +28,6 @@ import torch
 from torch import nn
 
 from common.cli import ROOT, InputError, flag_of, spec_path
-from common.launch import cpuinfo, is_sharded
 
 FORMAT = 3  # of checkpoints
 
@@ -257,10 +255,8 @@ SIZES = """micro_batch_size decode_batch_size packing gradient_checkpointing""".
 # Flags that may differ when a run is continued.
 NEUTRAL = """run_dir name resume threads save_every keep_checkpoints track wandb_project push_to_hub check""".split()
 NEUTRAL += SIZES
-# Flags that set the length of a run.
-LENGTHS = "epochs num_epochs total_steps total_episodes".split()
 PLAIN = bool | int | float | str
-UNKNOWN = " of unknown contents>"  # the end of the description of an object that is not hashed
+UNKNOWN = " of unknown contents>"  # the end of the description of what is not hashed
 
 
 def identity(algo, args, script):
@@ -281,11 +277,9 @@ def identity(algo, args, script):
     return {"algo": algo, "hash": digest, "flags": flags, "files": files}
 
 
-# ---- Files -----------------------------------------------------------------------------------------------------------
-
-
 def files_of_flag(value):
-    """The files that a flag's value names: by a path, a spec string, or several of these separated by commas."""
+    """The files that a flag's value names: by a path, a spec string, or several of these separated by commas. Of a
+    directory these are the files directly in it; others further down, such as runs, do not count."""
     is_list = isinstance(value, list | tuple)
     paths = {}
     for text in value if is_list else [value]:
@@ -297,7 +291,10 @@ def files_of_flag(value):
     files = []
     for path in filter(None, paths):
         if path.is_dir() and not is_list:  # in a list, "." is a stop string
-            files += files_of_directory(path)
+            found = [*path.glob("*")]
+            if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
+                found += path.glob("*/*")  # the parts of a pipeline, the splits of a dataset
+            files += sorted(file for file in found if file.is_file() and file.name[0] != ".")
         elif path.is_file() and path.suffix == ".py":
             files += with_imports(path.resolve())
             files += sorted(path.with_suffix("").rglob("*.safetensors"))  # the models of an embedded task
@@ -306,19 +303,10 @@ def files_of_flag(value):
     return files
 
 
-def files_of_directory(path):
-    """The files directly in a directory, and those of a pipeline's parts or a dataset's splits below it. Other files
-    further down, such as runs, do not count."""
-    files = list(path.glob("*"))
-    if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
-        files += path.glob("*/*")
-    return sorted(file for file in files if file.is_file() and file.name[0] != ".")
-
-
-def with_imports(*paths):
-    """Python files and the user's files that they import, directly or indirectly, including imports in functions. A
+def with_imports(path):
+    """A Python file and the user's files that it imports, directly or indirectly, including imports in functions. A
     name built at run time (importlib) is not found."""
-    files = [*paths]
+    files = [path]
     for file in files:  # which grows
         for level, name in imported_names(file):
             folders = [file.parents[level - 1]] if level else [*sys.path, file.parent]
@@ -345,23 +333,17 @@ def module_files(name, folders):
         found = PathFinder.find_spec(part, [str(folder) for folder in folders])
         if found is None:
             break
-        if found.has_location:
+        if found.has_location and is_own(Path(found.origin).resolve()):
             files.append(Path(found.origin).resolve())
         folders = found.submodule_search_locations or []
-    return list(filter(is_own, files))
+    return files
 
 
 def is_own(file):
     """Whether a file is the user's: not part of Python, an installed package, or common/, which is hashed anyway."""
     installed = {"site-packages", "dist-packages"} & {*file.parts}
-    others = [sysconfig.get_path("stdlib"), ROOT / "common", *folders_of_packages()]
-    return file.is_file() and not installed and not any(map(file.is_relative_to, others))
-
-
-def folders_of_packages():
-    """The folders of sys.path in which packages were installed, by `pip install --target` under any name. Modules of
-    the user's own in such a folder do not count, either."""
-    return [Path(folder).resolve() for folder in sys.path if any(Path(folder).glob("*.dist-info"))]
+    is_other = file.is_relative_to(sysconfig.get_path("stdlib")) or file.is_relative_to(ROOT / "common")
+    return file.is_file() and not installed and not is_other
 
 
 def hash_of_files(files):
@@ -369,12 +351,9 @@ def hash_of_files(files):
     return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
 
 
-# ---- Objects ---------------------------------------------------------------------------------------------------------
-
-
 def describe(value):
-    """A JSON value that is the same, in any process, for flags that mean the same: a plain value itself, or an object's
-    name with a hash of its contents."""
+    """A JSON value that is the same, in any process, for flags that mean the same. A plain value is itself. Rows are
+    named by a hash of their JSON, and a function by its name and a hash of its file and of what that imports."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, np.generic):
@@ -384,48 +363,14 @@ def describe(value):
     if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
         return list(value)
     name = getattr(value, "__qualname__", type(value).__qualname__)
-    if is_of_library(value):
-        return f"<{name}{UNKNOWN}"
     try:
-        return f"<{name} {hash_of_object(value)[:16]}>"
-    except Exception:  # objects refuse in various ways
+        if inspect.isfunction(value) and "<" not in name:  # a lambda or a function within one may hold other values
+            contents = hash_of_files(with_imports(Path(inspect.getfile(value)).resolve()))
+        else:
+            contents = hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    except (OSError, TypeError, ValueError):  # no file, as in a notebook, or no JSON
         return f"<{name}{UNKNOWN}"
-
-
-def is_of_library(value):
-    """Whether a value is a model, a tokenizer or the like, whose contents are large and change in use."""
-    return isinstance(value, torch.nn.Module) or type(value).__module__.startswith(("transformers.", "diffusers."))
-
-
-def hash_of_object(value):
-    """A hash of rows, or of what the pickler of datasets stores for a function or other object (fields, closures,
-    globals that its functions read), with the user's files that contain its code. TypeError if it holds a model."""
-    if type(value) in (list, dict):  # by their text: a pickle depends on which rows are one object
-        with contextlib.suppress(TypeError):  # else rows of objects
-            return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-    from datasets.utils._dill import Pickler  # takes a second
-
-    digest = hashlib.sha256()
-    files = set()
-
-    def parts(value):
-        """What pickle should store for an object."""
-        with contextlib.suppress(TypeError, OSError):  # no code, or that of C or a notebook
-            files.add(Path(inspect.getfile(value)).resolve())
-        if isinstance(value, frozenset):  # of constants; its order differs between processes
-            return frozenset, (sorted(value, key=repr),)
-        if is_of_library(value):
-            raise TypeError("models are not hashed")
-        return NotImplemented
-
-    pickler = Pickler(SimpleNamespace(write=digest.update), recurse=True)
-    pickler.reducer_override = parts
-    pickler.dump(value)
-    digest.update(hash_of_files(with_imports(*sorted(filter(is_own, files)))).encode())
-    return digest.hexdigest()
-
-
-# ---- Two runs --------------------------------------------------------------------------------------------------------
+    return f"<{name} {contents[:16]}>"
 
 
 def changed(old, new, part):
@@ -446,22 +391,6 @@ def differences(old, new):
     return lines
 
 
-def nearly_the_same(folder, new):
-    """A sentence about a run next to folder that could be continued instead, or None. Such a run has checkpoints, and
-    differs from the identity `new` only in its length, or is unfinished and differs in one or two files."""
-    for path in sorted(folder.parent.glob("*/env.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # some other file
-            old = json.loads(path.read_text())
-            files = changed(old, new, "files")
-            finished = (path.parent / "README.md").exists()
-            near = {*changed(old, new, "flags")} <= {*LENGTHS} and (not files or len(files) < 3 and not finished)
-            begun = any(path.parent.glob("checkpoints/step_????????"))
-            if near and begun and old["algo"] == new["algo"] and old["hash"] != new["hash"]:
-                lines = "; ".join(differences(old, new))
-                return f"{path.parent} holds almost the same run ({lines}); to continue it: --resume {path.parent}"
-    return None
-
-
 # ---- The machine -----------------------------------------------------------------------------------------------------
 
 
@@ -475,8 +404,9 @@ def environment(accelerator):
     with contextlib.suppress(OSError):
         command = "git describe --always --dirty --exclude=* --abbrev=40".split()
         commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    named = re.search("model name.*: (.*)", cpuinfo())
-    cpu = named[1] if named else platform.machine()
+    cpu = platform.machine()
+    with contextlib.suppress(OSError, IndexError):  # only Linux has the name of the CPU there
+        cpu = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text())[0]
     device = f"{cpu}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()
@@ -485,8 +415,6 @@ def environment(accelerator):
         "commit": commit,
         "device": device,
         "processes": accelerator.num_processes,
-        "machines": accelerator.num_processes // int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
-        "sharded": is_sharded(accelerator),
         "threads": torch.get_num_threads(),
         "versions": versions,
     }

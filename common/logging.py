@@ -1,7 +1,9 @@
-"""A run: its directory, metrics, checkpoints, signals, picture and card. Only rank 0 writes."""
+"""A run: its directory, metrics, checkpoints, signals, picture and card. Only rank 0 writes.
+
+An iteration has one line in metrics.jsonl and its evaluation another, so nothing waits for an evaluation that may fail.
+"""
 
 import contextlib
-import copy
 import fcntl
 import functools
 import itertools
@@ -24,7 +26,7 @@ import torch
 import yaml
 
 from common import checkpoint as ckpt
-from common.checkpoint import SIZES, describe, differences, environment, identity, nearly_the_same
+from common.checkpoint import SIZES, describe, differences, environment, identity
 from common.cli import InputError
 from common.data import marked
 from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads
@@ -44,6 +46,7 @@ def leave_runs():
             run.restore_signals()
         if run.lock:
             run.lock.close()
+    hold_signals(signal.SIG_UNBLOCK)
 
 
 def hold_signals(how):
@@ -51,11 +54,10 @@ def hold_signals(how):
     signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
 
 
-os.register_at_fork(after_in_child=leave_runs)
 os.register_at_fork(
     before=functools.partial(hold_signals, signal.SIG_BLOCK),
     after_in_parent=functools.partial(hold_signals, signal.SIG_UNBLOCK),
-    after_in_child=functools.partial(hold_signals, signal.SIG_UNBLOCK),
+    after_in_child=leave_runs,
 )
 
 
@@ -73,7 +75,7 @@ def closes_run(main):
             return main(args)
         except Exception as error:
             for run in _open:
-                run.rescue(error)
+                run.save_after(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
             if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
                 raise InputError(OUT_OF_MEMORY) from error
@@ -88,8 +90,12 @@ def closes_run(main):
 
 class Run:
     """One run directory, and what every loop needs from it. accelerator: the processes. dir: its path (None with
-    --check). checkpoint, loaded: what to continue from, or None and {}. begun: optimizer steps done before. finished:
-    the run is complete, so there is nothing to do. same: the directory already has part of this run."""
+    --check). checkpoint, loaded: what to continue from, or None and {}. finished: the run is complete, so there is
+    nothing to do. same: the directory already has part of this run.
+
+    first_step: how many optimizer steps were taken before, by processes that ended. step: how many will have been taken
+    at the end of the iteration at hand. total_steps: how many at the end of the run.
+    """
 
     def __init__(self, args, script, fsdp=True):
         self.args = args
@@ -99,18 +105,17 @@ class Run:
         self.algo = Path(script).stem
         self.identity = identity(self.algo, args, script)
         self.signal = None
-        self.stepped = False  # since the start of this process
+        self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
         self.dir = None
         self.lock = None
         self.handlers = {}
-        self.whole = None  # (step, iteration, kept) of the last whole iteration, while the weights are still its own
-        self.is_late = False
+        self.seconds = {}
         self.last_line = 0.0
         self.mirrored = args.track != "off"
         _open.append(self)
         self.dir, self.checkpoint, self.loaded, self.finished, self.same = on_main(self.accelerator, self._claim)
-        self.begun = self.loaded.get("step", 0)
+        self.first_step = self.loaded.get("step", 0)
         # again: accelerate may have changed them, and another number would give other bits
         set_threads(args.threads or self.loaded.get("threads"))
         if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
@@ -136,11 +141,7 @@ class Run:
             shutil.rmtree(half_written, ignore_errors=True)
         old = None
         if any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):  # else it failed
-            try:
-                old = json.loads((folder / "env.json").read_text())
-            except ValueError as error:
-                advice = "choose another --run-dir, or --resume a checkpoint"
-                raise InputError(f"{folder / 'env.json'} is damaged ({error}): {advice}") from None
+            old = json.loads((folder / "env.json").read_text())
         same = old is not None and old["hash"] == new["hash"]
         own = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
         if old and old["algo"] != new["algo"]:
@@ -162,8 +163,6 @@ class Run:
             origin = path.resolve().parents[1] / "env.json"
             lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
-        elif self.args.resume == "auto" and (other := nearly_the_same(folder, new)):
-            self.say(other)
         return folder, path, state, False, same
 
     def _locked_folder(self):
@@ -191,27 +190,33 @@ class Run:
         self.lock.flush()
         return folder
 
-    def begin(self, model, optimizer, pretrained, iterations, shown, stride=1, evaluates=True, **quantities):
+    def begin(
+        self, model, optimizer, pretrained, iterations, shown, steps_per_iteration=1, evaluates=True, **quantities
+    ):
         """Loads model and optimizer from the checkpoint, if there is one, and makes the directory this run's. Returns
         the running quantities, which every checkpoint keeps, as attributes: as given or loaded. Collective.
 
         pretrained: the model of --model, whose frozen weights are left out of checkpoints. iterations: of the whole
-        run, each of `stride` optimizer steps. shown: the metrics of status line, picture and card, the headline first.
-        evaluates: whether there is anything to evaluate.
+        run, each of `steps_per_iteration` optimizer steps. shown: the metrics of status line, picture and card, the
+        headline first. evaluates: whether there is anything to evaluate.
         """
         self.model = model
         self.optimizer = optimizer
-        self.stride = stride
-        self.iteration = self.loaded.get("iteration", self.begun // stride)  # the last one that is done
+        self.steps_per_iteration = steps_per_iteration
         self.num_iterations = iterations
-        self.total_steps = self.begun + stride * max(0, iterations - self.iteration)
+        # the last one that is done
+        self.iteration = self.loaded.get("iteration", self.first_step // steps_per_iteration)
+        self.complete = (self.first_step, self.iteration)  # what checkpoints hold
+        self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.iteration)
         self.shown = [*dict.fromkeys(shown)]  # the headline may be one of those of the status line
         self.headline = shown[0]
         if self.same:
             self.headline = self.loaded.get("headline", self.headline)
         self.eval_every = self.args.eval_every if evaluates else 0
-        kept = {"best_score": None, "best_step": None, "pending": {}} | quantities
+        kept = {"best_score": None, "best_step": None, "evaluated": 0} | quantities
         self.kept = SimpleNamespace(**{name: self.loaded.get(name, value) for name, value in kept.items()})
+        self.evaluated = self.kept.evaluated  # the step of the last evaluation
+        self.logged = {}
         self.saved = time.monotonic()
         self.frozen = ckpt.frozen_weights(pretrained)
         self.settings = ckpt.settings_of(optimizer)
@@ -221,9 +226,6 @@ class Run:
                 raise InputError(
                     f"--resume {self.args.resume}: nothing is left to train: give it more steps or episodes"
                 )
-        # only now, because torch takes a step to fill the moments
-        optimizer.register_step_pre_hook(self._before_step)
-        self._is_whole(self.begun)
         if self.dir:
             on_main(self.accelerator, self._begin)
         self.start = time.monotonic()
@@ -242,10 +244,11 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
         sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
-        last = self.loaded.get("step", -1) - bool(self.kept.pending)  # later steps will be repeated
-        for name in ("metrics.jsonl", "perf.jsonl", "samples.jsonl"):
-            keep_lines(self.dir / name, last)
-        keep_lines(self.dir / "rollouts.jsonl", self.loaded.get("step", -1))
+        step = self.loaded.get("step", -1)  # later ones will be repeated
+        lacks_evaluation = self.kept.evaluated < step  # if one was due there, it will be repeated, too
+        for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl"):
+            keep_lines(self.dir / name, step, lacks_evaluation)
+        keep_lines(self.dir / "samples.jsonl", step - lacks_evaluation)
         self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
@@ -274,13 +277,13 @@ class Run:
         """Yields the numbers of the remaining iterations, counted from 1; `step` is the optimizer step at the end of
         each. With --check it yields one, or two if each is one optimizer step: only the second has AdamW's moments in
         memory."""
-        self.step = self.begun
+        self.step = self.first_step
         first = self.iteration + 1
         last = self.num_iterations
         if self.args.check:
-            last = min(last, first + 1 if self.stride == 1 else first)
+            last = min(last, first + 1 if self.steps_per_iteration == 1 else first)
         for self.iteration in range(first, last + 1):
-            self.step += self.stride
+            self.step += self.steps_per_iteration
             # for user functions that draw from the global generators
             seed_libraries(int(rng(self.args.seed, "libraries", self.iteration).integers(2**32)))
             self.seconds = {}
@@ -309,25 +312,21 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(env | {"headline": name}, indent=1))
         self.headline = name
 
-    def evaluation_due(self, step, metrics=None):
-        """True at the start, every --eval-every steps, at the end, and if a continued run stopped in an evaluation.
-        metrics: of an iteration that lacks only its evaluation; if that fails, a checkpoint keeps them."""
-        if step == self.begun:
-            due = bool(self.kept.pending) or (step == 0 and self.eval_every > 0)
-        else:
-            due = self.eval_every > 0 and (step == self.total_steps or self._passed(step, self.eval_every))
-        if due and metrics:
-            self.kept.pending = metrics
-            self._is_whole(step)
-        return due
+    def evaluation_due(self, step):
+        """True at the start, every --eval-every steps and at the end, except where a continued run has done it."""
+        if self.eval_every == 0 or 0 < step <= self.evaluated:
+            return False
+        return step in (0, self.total_steps) or self._passed(step, self.eval_every)
 
     def _passed(self, step, every):
         """Whether the last iteration contains a multiple of `every`."""
-        return every > 0 and step // every > (step - self.stride) // every
+        return every > 0 and step // every > (step - self.steps_per_iteration) // every
 
     def save(self, step, export):
         """Ends an iteration. Exports the model if an evaluation's headline is the best so far. Writes a checkpoint
         then, every --save-every steps or ten minutes, at the end, and after a signal before it exits. Collective."""
+        if step > self.first_step:
+            self._status(step)
         if self.dir is None or step == 0:
             return
         kept = self.kept
@@ -336,45 +335,28 @@ class Run:
             score = -score
         is_best = math.isfinite(score) and (kept.best_score is None or score > kept.best_score)
         if is_best and self.headline.startswith("eval/"):
-            kept.best_score = score
-            kept.best_step = step
             if step < self.total_steps:
                 export("hf_model_best")
             elif self.main:  # hf_model is the best one
                 shutil.rmtree(self.dir / "hf_model_best", ignore_errors=True)
-        stop = self.stop_requested()
-        is_due = self.is_late or self._passed(step, self.args.save_every)
+            kept.best_score = score
+            kept.best_step = step
+        kept.evaluated = self.evaluated  # only now, as an evaluation whose export fails is repeated
+        stop, is_late = self.stop_requested()
+        is_due = is_late or self._passed(step, self.args.save_every)
         if stop or is_due or step in (kept.best_step, self.total_steps):
-            self._save(step)
-        self._is_whole(step)
+            self._save()
         if stop:
             command = launch_line(environment(self.accelerator))
             self.say(f"stopped after step {step}; to continue: {command}")
             raise SystemExit(128 + self.signal)
 
-    def _is_whole(self, step):
-        """Notes that weights and `kept` belong to a complete iteration, until the next optimizer step."""
-        self.whole = (step, self.iteration, copy.deepcopy(vars(self.kept)))
-
-    def rescue(self, error):
-        """After an error on all ranks, saves the last complete iteration if no update has begun since; says how to
-        continue."""
-        if not self.stepped or self.dir is None:
-            return
-        on_all = self.accelerator.num_processes == 1 or getattr(error, "on_all", False)
-        if self.whole and on_all and not isinstance(error, FloatingPointError):  # whose state is not worth saving
-            step, self.iteration, kept = self.whole
-            self.kept = SimpleNamespace(**kept)
-            self._save(step)
-        if newest := max(self.dir.glob("checkpoints/step_????????"), default=None):
-            after = f"or with --resume {self.dir} if you edit its files"
-            self.say(f"the last complete step is in {newest}; the same command continues there, {after}")
-
-    def _save(self, step):
+    def _save(self):
         """Writes a checkpoint. A full disk gives a warning: older checkpoints are intact; the next save tries again."""
         screen.show("saving")
         self.saved = time.monotonic()
-        state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": self.iteration}
+        step, iteration = self.complete
+        state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": iteration}
         state |= {"headline": self.headline, **vars(self.kept)}
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
 
@@ -386,44 +368,52 @@ class Run:
 
         on_main(self.accelerator, write)
 
-    # -- signals
+    def save_after(self, error):
+        """After an error, saves the iteration that is complete if the weights are still its own, and says how to
+        continue. They are after an error that all processes got from `on_main` or `on_each`, which call functions of
+        the user and write files: none of that happens within an update."""
+        if self.dir is None or not self.stepped:
+            return
+        if getattr(error, "on_all", False):
+            self._save()
+        if newest := max(self.dir.glob("checkpoints/step_????????"), default=None):
+            after = f"or with --resume {self.dir} if you edit its files"
+            self.say(f"the last complete step is in {newest}; the same command continues there, {after}")
 
-    def _before_step(self, *_):
-        self.stepped = True
-        self.whole = None
+    # -- signals
 
     def _on_signal(self, number, frame):
         """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not self.stepped:
+        if not (self.stepped or self.seconds):  # no part of an iteration is done
             raise SystemExit(128 + number)
         screen.headline = "stopping after this iteration (Ctrl-C again stops at once)"  # printing is not safe here
 
     def stop_requested(self):
-        """Whether any rank has received a signal. Sets is_late: whether, by rank 0's clock, a save is overdue.
-        Collective; called when the state is complete."""
+        """(whether any rank has received a signal, whether a save is overdue by rank 0's clock). Collective; called
+        when the state is complete."""
         is_late = self.main and self.args.save_every > 0 and time.monotonic() - self.saved > SAVE_SECONDS
         asked = torch.tensor([self.signal or 0, int(is_late)], device=self.accelerator.device)
         signals, late = self.accelerator.reduce(asked).tolist()
-        self.is_late = late > 0
         if signals:  # only from the sum: a signal that arrives meanwhile waits for the next call
             self.signal = self.signal or signal.SIGTERM
-        return signals > 0
-
-    def restore_signals(self):
-        """Restores the signal handlers from before the run."""
-        while self.handlers:
-            signal.signal(*self.handlers.popitem())
+        return signals > 0, late > 0
 
     def close(self):
-        if self.made and self.dir and not self.stepped:  # an error or a signal came before the first step
+        """Gives back lock and signals, and removes a new directory in which no iteration was completed."""
+        if self.made and self.dir and not self.stepped:
             shutil.rmtree(self.dir, ignore_errors=True)
         self.restore_signals()
         if self.accelerator.num_processes > 1:
             time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast is still ending
         if self.lock:
             self.lock.close()
+
+    def restore_signals(self):
+        """Restores the signal handlers from before the run."""
+        while self.handlers:
+            signal.signal(*self.handlers.popitem())
 
     # -- output
 
@@ -437,39 +427,46 @@ class Run:
             file.write("".join(lines))
 
     def log(self, step, metrics, **counts):
-        """Writes a line to metrics.jsonl (bitwise reproducible; null for values that are not finite), to perf.jsonl and
-        to the screen. counts: numbers of tokens, episodes and so on that the iteration processed."""
-        self.stepped = self.stepped or step > 0  # also if an iteration took no optimizer step
-        metrics = self.kept.pending | metrics
-        self.kept.pending = {}
+        """Notes that an iteration is complete, and writes its lines. counts: numbers of tokens, episodes and so on that
+        it processed."""
+        self.stepped = True
+        self.complete = (step, self.iteration)
         self.logged = metrics
-        if not self.main:
+        perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
+        for name, count in counts.items():
+            perf[f"perf/{name}_per_sec"] = count / sum(self.seconds.values())
+        perf["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
+        self._write(step, metrics, perf)
+
+    def log_evaluation(self, step, metrics):
+        """Writes the lines of an evaluation, which stand behind those of its iteration, and draws the picture."""
+        self.evaluated = step
+        self.logged = self.logged | metrics
+        perf = {}
+        if step > self.first_step:
+            perf["perf/seconds_eval"] = time.perf_counter() - self.since
+        self._write(step, metrics, perf)
+        if self.main and self.dir and 0 < step < self.total_steps:
+            self._draw()
+
+    def _write(self, step, metrics, perf):
+        """Writes a line to metrics.jsonl (bitwise reproducible; null for values that are not finite), one to perf.jsonl
+        and both to the tracker."""
+        if not self.main or self.dir is None:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        perf = {}
-        if step > self.begun:
-            self._status(step, metrics)
-            perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
-            for name, count in counts.items():
-                perf[f"perf/{name}_per_sec"] = count / sum(self.seconds.values())
-            if self.evaluation_due(step):  # it began after the last part, so the rates above leave it out
-                perf["perf/seconds_eval"] = time.perf_counter() - self.since
-            perf["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
-        if self.dir is None:
-            return
-        self.append("metrics.jsonl", {"step": step, **dict.fromkeys(metrics), **finite})
+        if metrics:
+            self.append("metrics.jsonl", {"step": step, **dict.fromkeys(metrics), **finite})
         if perf:
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
         self._mirror(self.accelerator.log, finite | perf, step=step)
-        if 0 < step < self.total_steps and self.evaluation_due(step):
-            self._draw()
 
-    def _status(self, step, metrics):
+    def _status(self, step):
         """Updates the terminal's live line; elsewhere prints a line at most every 5 s, and one for the last step."""
-        parts = [f"{name.partition('/')[2]} {metrics[name]:.3g}" for name in self.shown if name in metrics]
+        parts = [f"{name.partition('/')[2]} {self.logged[name]:.3g}" for name in self.shown if name in self.logged]
         parts.append(self._seconds())
         now = time.monotonic()
-        seconds_left = (now - self.start) / (step - self.begun) * (self.total_steps - step)
+        seconds_left = (now - self.start) / (step - self.first_step) * (self.total_steps - step)
         eta = f"eta {timedelta(seconds=round(seconds_left))}"
         screen.headline = f"{step}/{self.total_steps}, {eta}"
         screen.metrics = " | ".join(parts)
@@ -568,11 +565,10 @@ class Run:
         self._draw()
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        if values := [value for _, value in points(records, self.headline)]:
-            line = f"{self.headline} {sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
-            if not is_change(samples, self.headline):
-                line += " (no change: within twice its standard error)"
-            self.say(f"\n{line}")
+        if curve := points(records, self.headline):
+            first, last = curve[0], curve[-1]
+            note = remark(samples, self.headline, first, last)
+            self.say(f"\n{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}")
         folder = f"{self.dir}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
@@ -584,22 +580,23 @@ class Run:
         ckpt.write_text(self.dir / "README.md", card)
 
 
-def keep_lines(path, step):
-    """Keeps the lines of a JSONL file up to a step; drops a last line that is incomplete after a kill."""
+def keep_lines(path, step, lacks_evaluation=False):
+    """Keeps the lines of a JSONL file up to a step, of this step without those of an evaluation if it lacks that. Drops
+    a last line that is incomplete after a kill."""
     if not path.exists():
         return
     kept = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-        try:
-            if line.endswith("}\n") and json.loads(line)["step"] <= step:
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("}\n"):
+            record = json.loads(line)
+            is_evaluation = any(name.startswith(("eval/", "perf/seconds_eval")) for name in record)
+            is_repeated = lacks_evaluation and is_evaluation and record["step"] == step
+            if record["step"] <= step and not is_repeated:
                 kept.append(line)
-        except (ValueError, KeyError) as error:
-            raise InputError(f"{path} is damaged in line {number} ({error}): remove that line") from None
     ckpt.write_text(path, "".join(kept))
 
 
-MOST_NUMBERS = 5  # in the card
-MOST_PROMPTS = 3  # in the card
+# ---- Picture and card ------------------------------------------------------------------------------------------------
 
 # Last lines of a run and of its card: how to load the model and sample from it.
 USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
@@ -610,7 +607,12 @@ ids = model.generate(**tokenizer({prompt!r}, OPTIONSreturn_tensors='pt'), max_ne
 print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
 
 
-# ---- Metrics ---------------------------------------------------------------------------------------------------------
+def by_step(records):
+    """The records of metrics.jsonl, one for each step: what an evaluation has logged joins its iteration."""
+    joined = {}
+    for record in records:
+        joined.setdefault(record["step"], {}).update(record)
+    return [*joined.values()]
 
 
 def points(records, name):
@@ -618,30 +620,16 @@ def points(records, name):
     return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
 
-def sparkline(values, width=40):
-    """The values as a line of eight block heights, thinned to at most `width`."""
-    values = values[:: math.ceil(len(values) / width) or 1]
-    low = min(values, default=0)
-    span = max(values, default=0) - low or 1
-    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (value - low) / span)] for value in values)
-
-
-def is_change(samples, name):
-    """Whether an evaluation metric has changed from first to last by more than twice the standard error of the mean
-    over the rows. True also if samples lack the metric."""
+def remark(samples, name, first, last):
+    """What there is to say of a metric that changed from first to last, both (step, value). Its rows are compared."""
     *_, group, column = name.split("/")
-    of_step = {}
-    for row in samples:
-        if column in row and row.get("set", group) == group:
-            of_step.setdefault(row["step"], []).append(row[column])
-    first, *_, last = [*of_step.values()] * 2 or [[], []]
-    if len(first) < 2 or len(first) != len(last):
-        return True
-    changes = [after - before for before, after in zip(first, last, strict=True)]
-    return abs(fmean(changes)) > 2 * stdev(changes) / math.sqrt(len(changes))
-
-
-# ---- Picture ---------------------------------------------------------------------------------------------------------
+    rows = [row for row in samples if column in row and row.get("set", group) == group]
+    before, after = ([row[column] for row in rows if row["step"] == step] for step, _ in (first, last))
+    changes = [new - old for new, old in zip(after, before, strict=False)]
+    if len(changes) > 1 and abs(fmean(changes)) <= 2 * stdev(changes) / math.sqrt(len(changes)):
+        return " (no change: within twice its standard error)"
+    is_worse = last[1] > first[1] if name.endswith("loss") else last[1] < first[1]
+    return " (worse than at the start)" if is_worse else ""
 
 
 def draw_curves(records, names, title, path):
@@ -677,9 +665,6 @@ def draw_curves(records, names, title, path):
         figure.savefig(path, dpi=100)
 
 
-# ---- Card ------------------------------------------------------------------------------------------------------------
-
-
 def model_card(env, names, records, samples, usage):
     """README.md of a run. env: the contents of env.json. names: the most important metrics, the headline first.
     records, samples: the lines of metrics.jsonl and samples.jsonl."""
@@ -691,9 +676,9 @@ def model_card(env, names, records, samples, usage):
             (first_step, first), (last_step, last) = curve[0], curve[-1]
             numbers.append(f"- `{name}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
     newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
-    shown = [*newest.values()][:MOST_PROMPTS]
+    shown = [*newest.values()][:3]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    parts = [f"# {title}", "\n".join(numbers[:MOST_NUMBERS]), "![learning curve](curve.png)"]
+    parts = [f"# {title}", "\n".join(numbers[:5]), "![learning curve](curve.png)"]
     if shown:  # indented, so that nothing in them is markup
         parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
     parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{launch_line(env)}\n```"]
@@ -703,15 +688,8 @@ def model_card(env, names, records, samples, usage):
 
 def launch_line(env):
     """The command that repeats a run. env: what `environment` returns."""
-    machines = env.get("machines", 1)
-    if env.get("sharded"):
-        return f"accelerate launch --config_file FSDP2.yaml {env['command']}"
-    if machines > 1:
-        place = "--rdzv_backend c10d --rdzv_endpoint HOST:PORT"
-        return f"torchrun --nnodes {machines} --nproc_per_node {env['processes'] // machines} {place} {env['command']}"
-    if env["processes"] > 1:
-        return f"torchrun --nproc_per_node {env['processes']} {env['command']}"
-    return f"python {env['command']}"
+    launcher = "python" if env["processes"] == 1 else f"torchrun --nproc_per_node {env['processes']}"
+    return f"{launcher} {env['command']}"
 
 
 def lines_of_use(lm, tokenizer, ids):

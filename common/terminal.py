@@ -4,14 +4,11 @@ import contextlib
 import io
 import os
 import shutil
-import textwrap
 import time
 
 from rich import box
-from rich.console import Console, Group
-from rich.control import Control
+from rich.console import Console
 from rich.live import Live
-from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -34,11 +31,9 @@ class Screen:
         # both: `| tee log` would print into the line, and the log would have no progress
         if self.live or os.environ.get("LOCAL_RANK", "0") != "0" or not (os.isatty(1) and os.isatty(2)):
             return
-        console = Console()
-        self.live = Live(get_renderable=self.line, console=console, refresh_per_second=5, transient=True,
-                         redirect_stderr=False)  # fmt: skip
+        self.live = Live(get_renderable=self.line, refresh_per_second=5, transient=True)
         self.live.start()
-        console.show_cursor()  # rich hides it, and a killed process cannot bring it back
+        self.live.console.show_cursor()  # rich hides it, and a killed process cannot bring it back
 
     def stop(self):
         """Clears the line."""
@@ -65,11 +60,11 @@ class Screen:
         count = f" {self.done:,}/{self.total:,}" if self.total else ""
         activity = f"{self.activity}{count}, {time.monotonic() - self.begin:.0f} s"
         text = " | ".join(filter(None, [self.headline, activity, self.metrics]))
-        # the cursor goes back, so that warnings replace the line
-        return Group(Text(text, no_wrap=True, overflow="ellipsis", end=""), Control(ControlType.CARRIAGE_RETURN))
+        return Text(text, no_wrap=True, overflow="ellipsis")
 
     def say(self, text):
-        """Prints text above the line."""
+        """Prints text above the line; what is not printable in it, but the ends of lines, is written out."""
+        text = "\n".join(map(visible, text.split("\n")))
         try:
             if self.live:
                 self.live.console.print(Text(text), soft_wrap=True)  # so that copied text has no line breaks of ours
@@ -83,30 +78,19 @@ screen = Screen()
 
 
 def visible(text):
-    """The text with control characters, escape sequences and lone surrogates written out, safe to print."""
-    characters = []
-    for character in text:
+    """The text with control characters, escape sequences and lone surrogates written out: one line, safe to print."""
+    for character in set(text):
         if not character.isprintable():
-            character = character.encode("unicode_escape").decode()
-        characters.append(character)
-    return "".join(characters)
+            text = text.replace(character, character.encode("unicode_escape").decode())
+    return text
 
 
 def cell_text(value):
     """A cell of a table: numbers with three digits, texts as one line, cut at the end."""
-    if value is None:
-        return "not finite"
     if isinstance(value, float):
         return f"{value:.3g}"
-    text = visible(str(value))
+    text = "not finite" if value is None else visible(str(value))
     return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + "..."
-
-
-def wrapped(lines):
-    """Lines as one text, broken between words if they are wider than the terminal."""
-    width = shutil.get_terminal_size().columns if os.isatty(1) else WIDEST
-    options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(textwrap.fill(line, width, **options) for line in "\n".join(lines).splitlines())
 
 
 def table_of(rows, title=None, width=None):

@@ -7,7 +7,7 @@ code 2 and one sentence that names the flag, or file and row; the run directory 
 """
 
 CASES = {
-    1: ("kill -9 between two steps", "exact; each step once in metrics.jsonl"),
+    1: ("kill -9 between two steps", "exact; each line once in metrics.jsonl"),
     2: ("kill -9 before each system call that changes the run directory, from the first to the last", "exact"),
     3: ("kill -9 in a rollout, a reward, an evaluation, an optimizer step", "exact"),
     4: ("kill -9 three times in a row", "exact"),

@@ -10,6 +10,8 @@ import safetensors.torch
 import torch
 from accelerate.state import AcceleratorState
 
+from common.logging import by_step
+
 BOS, EOS, PAD, UNK = 21, 22, 23, 24  # of the tokenizer `letters`; a..u are 0..20
 NAN = math.nan
 
@@ -101,8 +103,8 @@ def write(path, rows):
 
 
 def log(run_dir):
-    """The records of metrics.jsonl."""
-    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    """The records of metrics.jsonl, one for each step."""
+    return by_step(json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
 
 
 def samples(run_dir, step=None):

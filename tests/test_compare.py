@@ -94,7 +94,7 @@ def test_a_run_keeps_its_headline_when_it_goes_on(gpt2_dir, tmp_path, monkeypatc
     def stop(run):
         states.append(compare.state_of(run.dir, 1, 4))
         os.kill(os.getpid(), signal.SIGTERM)
-        return True
+        return True, False
 
     monkeypatch.setattr(logging.Run, "stop_requested", stop)
     for _ in range(2):

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 
 import datasets
 import numpy as np
@@ -24,12 +23,12 @@ from test_adapters import run
 
 from algos import ppo, sft
 from benchmarks.tasks import randomwalks
-from common.checkpoint import UNKNOWN, describe, differences, files_of_flag, identity, nearly_the_same, with_imports
+from common.checkpoint import UNKNOWN, describe, differences, files_of_flag, identity, with_imports
 from common.cli import InputError
 
 
 def ppo_args(**flags):
-    return ppo.Args(**{"model": "gpt2", "dataset": [{"prompt": "a"}], "reward": len} | flags)
+    return ppo.Args(**{"model": "gpt2", "dataset": [{"prompt": "a"}], "reward": "judge"} | flags)
 
 
 def hash_of(**flags):
@@ -74,12 +73,8 @@ def tree(tmp_path, monkeypatch):
             del sys.modules[module]
 
 
-def test_the_files_that_a_file_imports(tree, monkeypatch):
+def test_the_files_that_a_file_imports(tree):
     """In functions, relative, and through others and back; not Python's, installed ones, common/ or what is beside."""
-    (tree / "target/large-1.0.dist-info").mkdir(parents=True)  # of `pip install --target`
-    (tree / "target/large.py").write_text("")
-    monkeypatch.syspath_prepend(tree / "target")
-    (tree / "beside.py").write_text("import large\n" + USER_TREE["beside.py"])
     not_imported = "package/other.py", "other.py", "random.py", "notes.txt"
     assert set(with_imports(tree / "reward.py")) == {tree / name for name in USER_TREE if name not in not_imported}
     embedded = ROOT / "benchmarks/tasks/randomwalks.py"
@@ -144,22 +139,76 @@ def test_a_changed_file_that_a_flag_names_is_another_run(tmp_path, monkeypatch):
         assert hash_now(flag, value) != before, value
 
 
-# ---- Objects ---------------------------------------------------------------------------------------------------------
+# ---- Rows and functions from Python ----------------------------------------------------------------------------------
 
 REWARD = """
-import functools
 import beside
 
 WORDS = {"good", "fine", "nice"}  # whose order depends on the process
 
 
-def inner(text):
-    return len(text) + 1
+def score(outputs, **columns):
+    return [beside.count(output) for output in outputs if output not in WORDS]
 
 
-@functools.cache
-def helper(text):
-    return 0 if text in ("x", "y") else inner(text)
+def lazy(outputs, **columns):
+    from beside import count
+
+    return [count(output) for output in outputs]
+"""
+
+
+@pytest.mark.parametrize("name", ["score", "lazy"])
+def test_a_function_counts_with_its_file_and_its_imports(tree, monkeypatch, name):
+    monkeypatch.syspath_prepend(tree)
+    (tree / "rewards.py").write_text(REWARD)
+    function = getattr(importlib.import_module("rewards"), name)
+    seen = [hash_of(reward=function)]
+    for changed in ("rewards.py", "beside.py", "package/inner/weights.py", "other.py"):
+        with open(tree / changed, "a") as file:
+            file.write("\nnew = 1\n")
+        seen.append(hash_of(reward=function))
+        assert (seen[-1] == seen[-2]) == (changed == "other.py"), changed
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = [{root!r}, {tree!r}]
+import rewards
+from common.checkpoint import describe
+print(describe(rewards.score))
+print(describe(rewards.lazy))
+"""
+
+
+def test_another_process_finds_the_same(tree, monkeypatch):
+    (tree / "rewards.py").write_text(REWARD)
+    (tree / "random.py").unlink()
+    program = PROGRAM.format(root=str(ROOT), tree=str(tree))
+    env = {"PYTHONHASHSEED": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    monkeypatch.syspath_prepend(tree)
+    module = importlib.import_module("rewards")
+    found = [describe(module.score), describe(module.lazy)]
+    assert found == done.stdout.splitlines()
+    assert "unknown" not in done.stdout and len(set(found)) == len(found)
+
+
+def test_rows_count_with_their_json():
+    def given(n):
+        return [{"prompt": "a", "n": n, "messages": [{"role": "user", "content": None}]}]
+
+    assert describe(given(3)) == describe(given(3)) != describe(given(4))
+    assert describe({"easy": given(3)}) == describe({"easy": given(3)}) != describe({"hard": given(3)})
+    assert describe(np.float32(0.5)) == 0.5 and describe(np.int64(3)) == 3
+
+
+# ---- What cannot be known --------------------------------------------------------------------------------------------
+
+
+class Judge:
+    def __call__(self, outputs, **columns):
+        return [len(output) for output in outputs]
 
 
 def adding(bonus):
@@ -169,129 +218,21 @@ def adding(bonus):
     return add
 
 
-def score(outputs, factor=1, **columns):
-    return [helper(output) for output in outputs if output not in WORDS]
-
-
-def lazy(outputs, **columns):
-    from beside import count
-
-    return [count(output) for output in outputs]
-
-
-def by_module(outputs, **columns):
-    return [beside.count(output) for output in outputs]
-
-
-pair = {"first": lambda outputs: [1.0], "second": lambda outputs: [2.0]}
-"""
-
-CHANGES = [  # what is given, what is changed in the file, whether that is another run
-    ("score", '"good", "fine", "nice"', '"nice", "good", "fine"', False),
-    ("score", "len(text) + 1", "len(text) + 2", True),  # a helper's helper, behind functools.cache
-    ('pair["second"]', "[1.0]", "[3.0]", False),
-]
-
-
-def given_by(text, expression, file="<notebook>"):
-    module = {"__name__": "__main__"}
-    exec(compile(text, str(file), "exec"), module)
-    return eval(expression, module)
-
-
-def test_what_a_function_of_a_notebook_reads(tree, monkeypatch):
-    """There is no file: what it reads counts, its closure and arguments, and nothing else."""
-    monkeypatch.syspath_prepend(tree)
-    for given, old, new, differs in CHANGES:
-        assert REWARD.count(old) == 1
-        before = hash_of(reward=given_by(REWARD, given))
-        assert before == hash_of(reward=given_by(REWARD, given))
-        after = hash_of(reward=given_by(REWARD.replace(old, new), given))
-        assert (before != after) == differs, (given, old)
-    given = ['pair["first"]', 'pair["second"]', "adding(1)", "adding(2)", "score", "helper"]
-    given += ["functools.partial(score, factor=2)", "functools.partial(score, factor=3)"]
-    hashes = {expression: hash_of(reward=given_by(REWARD, expression)) for expression in given}
-    assert len(set(hashes.values())) == len(given), hashes
-
-
-@pytest.mark.parametrize("given", ["lazy", "by_module", "beside.Judge()"])
-def test_files_in_which_code_stands(tree, monkeypatch, given):
-    monkeypatch.syspath_prepend(tree)
-    (tree / "beside.py").write_text(USER_TREE["beside.py"] + "class Judge: pass\n")
-    (tree / "rewards.py").write_text(REWARD)
-    seen = [hash_of(reward=given_by(REWARD, given, tree / "rewards.py"))]
-    for name in ("rewards.py", "beside.py", "package/inner/weights.py", "other.py"):
-        with open(tree / name, "a") as file:
-            file.write("\nnew = 1\n")
-        seen.append(hash_of(reward=given_by(REWARD, given, tree / "rewards.py")))
-        same = name == "other.py" or (name, given) == ("rewards.py", "beside.Judge()")
-        assert (seen[-1] == seen[-2]) == same, name
-
-
-PROGRAM = """
-import sys
-sys.path[:0] = [{root!r}, {tree!r}]
-import rewards
-from common.checkpoint import describe
-for given in {given!r}:
-    print(describe(eval(given, vars(rewards))))
-"""
-
-
-def test_another_process_finds_the_same(tree, monkeypatch):
-    (tree / "rewards.py").write_text(REWARD)
-    (tree / "random.py").unlink()
-    given = ["score", "adding(1)", "lazy", 'pair["first"]']
-    program = PROGRAM.format(root=str(ROOT), tree=str(tree), given=given)
-    env = {"PYTHONHASHSEED": "1", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-    monkeypatch.syspath_prepend(tree)
-    module = vars(importlib.import_module("rewards"))
-    found = [describe(eval(expression, module)) for expression in given]
-    assert found == done.stdout.splitlines()
-    assert "unknown" not in done.stdout and len(set(found)) == len(given)
-
-
-def objects(x):
-    return [
-        [{"prompt": "a", "n": x}],
-        datasets.Dataset.from_list([{"a": x}, {"a": 5}]),
-        np.array([x, None, "a"], dtype=object),
-        [torch.zeros(x, 2), np.float32(x)],
-        functools.partial(max, x),
-        [b"ab" * x, 3j * x, range(x), {x: {1, 2, x}}],
-    ]
-
-
-def test_equal_and_other_objects():
-    for one, equal, other in zip(objects(3), objects(3), objects(4), strict=True):
-        text = describe(one)
-        assert text == describe(equal) != describe(other)
-        assert not text.endswith(UNKNOWN), f"{text} was not hashed"
-
-
-# ---- What cannot be known --------------------------------------------------------------------------------------------
-
-
-class Locked:
-    def __init__(self, scale):
-        self.lock = threading.Lock()
-        self.scale = scale
-
-    def __call__(self, outputs, **columns):
-        return [self.scale * len(output) for output in outputs]
-
-
-def test_a_run_on_objects_that_are_not_hashed_needs_a_directory(gpt2_dir, build_model):
+def test_what_is_neither_plain_nor_rows_nor_a_named_function_needs_a_directory(build_model):
     rows = ({"prompt": letter} for letter in "ab")
-    flags = {"model": build_model(), "tokenizer": randomwalks.tokenizer(), "dataset": rows, "reward": Locked(1)}
-    sentence = "^--dataset, --model, --tokenizer: such an object cannot be compared between runs: also give --run-dir$"
+    flags = {"model": build_model(), "tokenizer": randomwalks.tokenizer(), "dataset": rows, "reward": Judge()}
+    flagged = "--dataset, --reward, --model, --tokenizer"
+    sentence = f"^{flagged}: such an object cannot be compared between runs: also give --run-dir$"
     with pytest.raises(InputError, match=sentence):
         identity("ppo", ppo.Args(**flags), ppo.__file__)
     found = identity("ppo", ppo.Args(**flags, run_dir="x"), ppo.__file__)
     assert found["flags"]["model"] == "<GPT2LMHeadModel of unknown contents>"
     assert json.loads(json.dumps(found)) == found
-    assert hash_of(reward=Locked(1)) == hash_of(reward=Locked(1)) != hash_of(reward=Locked(2))
+    of_a_notebook = {}
+    exec(compile("def score(outputs, **columns): pass", "<notebook>", "exec"), of_a_notebook)
+    others = [len, adding(1), lambda **columns: [1.0], functools.partial(adding, 1), of_a_notebook["score"]]
+    others += [datasets.Dataset.from_list([{"prompt": "a"}]), torch.zeros(2), [np.zeros(2)]]
+    assert [value for value in others if not describe(value).endswith(UNKNOWN)] == []
 
 
 NEUTRAL = {"run_dir": "x", "name": "x", "resume": "never", "threads": 3, "save_every": 1, "keep_checkpoints": 1}
@@ -316,30 +257,6 @@ def test_a_difference_is_said_once_and_names_the_flag():
 
 
 # ---- Another length --------------------------------------------------------------------------------------------------
-
-
-def test_a_longer_run_names_the_shorter_one(gpt2_dir, tmp_path, capsys):
-    run(sft, gpt2_dir, tmp_path / "short", total_steps=2)
-    capsys.readouterr()
-    run(sft, gpt2_dir, tmp_path / "long", total_steps=3)
-    line = f"{tmp_path}/short holds almost the same run (--total-steps: was 2, is 3); to continue it: --resume "
-    assert line in capsys.readouterr().out
-
-
-def test_an_unfinished_run_whose_script_has_changed_is_named(tmp_path):
-    """It differs in one or two files, or has other code in more of them. A finished one is another experiment."""
-    new = identity("ppo", ppo_args(), ppo.__file__)
-    changed = ["script", "common/cli.py", "common/data.py"]
-    (tmp_path / "old/checkpoints/step_00000002").mkdir(parents=True)
-    for count in (1, 2, 3):
-        files = new["files"] | dict.fromkeys(changed[:count], "other")
-        (tmp_path / "old/env.json").write_text(json.dumps(new | {"files": files, "hash": "other"}))
-        what = "; ".join(["the script has changed", "common/cli.py has changed"][:count])
-        line = f"{tmp_path}/old holds almost the same run ({what}); to continue it: --resume {tmp_path}/old"
-        assert nearly_the_same(tmp_path / "run", new) == (line if count < 3 else None)
-        (tmp_path / "old/README.md").touch()
-        assert nearly_the_same(tmp_path / "run", new) is None
-        (tmp_path / "old/README.md").unlink()
 
 
 def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):

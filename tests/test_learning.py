@@ -39,7 +39,7 @@ FIRST_COMMANDS = [  # metric, where it starts, give or take, at least at the end
 
 @pytest.mark.parametrize(("algo", "metric", "start", "tolerance", "end"), FIRST_COMMANDS)
 def test_first_command(algo, metric, start, tolerance, end, scripts, tmp_path):
-    """It learns, and ends with a sparkline and how to load the model."""
+    """It learns, and ends with first and last value and how to load the model."""
     command = [BIN / "accelerate", "launch", ROOT / f"algos/{algo}.py"]
     options = {"cwd": tmp_path, "capture_output": True, "text": True, "env": os.environ, "preexec_fn": on_one_core}
     result = subprocess.run(command, timeout=1500, **options)
@@ -48,7 +48,7 @@ def test_first_command(algo, metric, start, tolerance, end, scripts, tmp_path):
     found = values(run_dir, metric)
     assert abs(found[0] - start) < tolerance
     assert found[-1] >= end
-    assert re.search(r"eval/reward [▁▂▃▄▅▆▇█]+ 0\.\d+ -> (0\.9|1)", result.stdout)
+    assert re.search(r"eval/reward 0\.\d+ -> (0\.9|1)", result.stdout)
     (tmp_path / "use.py").write_text(re.findall(r"^from transformers import pipeline.*\n.*$", result.stdout, re.M)[-1])
     assert "generated_text" in scripts.run([tmp_path / "use.py"], tmp_path).out
     assert "is finished" in scripts.run(command[2:], tmp_path).out

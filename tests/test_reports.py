@@ -21,7 +21,7 @@ import torch
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 from harness import ALGOS, ROOT, flags, lines
-from helpers import TEMPLATE, add_specials, recorded, samples, user, weights
+from helpers import TEMPLATE, add_specials, log, recorded, samples, user, weights
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
@@ -73,11 +73,11 @@ SHOWN = {  # on the card and in the status line, the headline first
 }
 SUMMARY = {
     "ppo": """4,813 parameters, 4,813 trained; TYPES; reference: the model at the start
-data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: b
+data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: 'b'
 lr 0.01 cosine, KL coefficient 0.05, value loss x 0.1, 6 new tokens, 48 episodes, 2 PPO epochs
 6 iterations x (8 episodes, then 4 optimizer steps of 4: 4 per process, 8 per forward pass)""",
     "grpo": """4,476 parameters, 4,476 trained; TYPES; reference: the model at the start
-data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: b
+data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: 'b'
 lr 0.01 cosine, KL coefficient 0.05, advantages std, ratios by token, loss mean by sequence, 6 new tokens, 48 episodes
 6 iterations x (4 groups of 2 episodes, then 4 optimizer steps of 4: 4 per process, 8 per forward pass)""",
     "ilql": """8,561 parameters, 6,687 trained; TYPES
@@ -98,19 +98,19 @@ evaluations sample 5 prompts""",
 data: 22 pairs, 0 dropped as longer than 32, 0 as equal
 --eval-dataset: 7 pairs, 0 dropped as longer than 32, 0 as equal
 tokens of the longer text: median 11, longest 11
-first pair: s | chosen: da | rejected: busuidtkb
+first pair: 's' | chosen: 'da' | rejected: 'busuidtkb'
 lr 0.01 cosine, at most 32 tokens per text
 4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass""",
     "dpo": """4,476 parameters, 4,476 trained; TYPES
 data: 22 pairs; prompts: 0 cut; responses: 0 cut; 0 dropped without room for a response, 0 as equal
 eval: 7 pairs; prompts: 0 cut; responses: 0 cut; 0 dropped without room for a response, 0 as equal
 tokens of the longer text: median 11, longest 11
-first pair: [s] | chosen: da<eos> | rejected: busuidtkb<eos>
+first pair: ['s'] | chosen: 'da<eos>' | rejected: 'busuidtkb<eos>'
 lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens per text, 6 new tokens
 4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass; \
 evaluations sample 5 prompts""",
     "ddpo": """46,481 parameters, 46,481 trained; TYPES
-data: 3 prompts, 3 to evaluate; first: a red circle
+data: 3 prompts, 3 to evaluate; first: 'a red circle'
 lr 0.001 cosine, cliprange 0.001, guidance 1, eta 1
 6 epochs x (4 images of 2 steps, 2 of them with noise; then 2 optimizer steps of 2 images x 2 steps: 4 pairs per \
 process, 8 per forward pass)""",
@@ -171,7 +171,7 @@ def means(algo, rows):
 def test_names_of_metrics(algo, whole):
     iterations, stride, every = LENGTH.get(algo, (12, 1, 4))
     folder, _ = whole(algo)
-    records = lines(folder / "metrics.jsonl")
+    records = log(folder)
     steps = [stride * i for i in range(iterations + 1)]
     assert [record["step"] for record in records] == steps
     evaluated = {f"eval/{name}" for name in EVALUATED[algo].split()}
@@ -182,7 +182,7 @@ def test_names_of_metrics(algo, whole):
             expected |= evaluated
         assert record.keys() == expected
         assert all(isinstance(value, int | float) for value in record.values())
-    perf = lines(folder / "perf.jsonl")
+    perf = report.by_step(lines(folder / "perf.jsonl"))
     assert [record["step"] for record in perf] == steps[1:]
     names = {f"perf/{name}" for name in (PERF[algo] + " seconds_update peak_memory_mb").split()}
     for record in perf:
@@ -206,7 +206,7 @@ def test_seconds_of_an_evaluation_count_in_no_rate(gpt2_dir, tmp_path):
     flags = {"total_steps": 4, "batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 3, "threads": 1}
     flags |= {"model": gpt2_dir, "dataset": rows, "eval_dataset": rows[:2], "metric": slow}
     _, folder = sft.main(sft.Args(run_dir=str(tmp_path / "run"), **flags))
-    perf = lines(folder / "perf.jsonl")
+    perf = report.by_step(lines(folder / "perf.jsonl"))
     assert [record.get("perf/seconds_eval", 0) > 0.5 for record in perf] == [False, True, False, True]
     for record in perf:
         assert record["perf/tokens_per_sec"] == pytest.approx(4 * 5 / record["perf/seconds_update"])
@@ -221,7 +221,7 @@ def test_samples(algo, whole, work):
     prompts = [row["prompt"] for row in lines(work / f"{SAMPLED.get(algo, 'eval')}.jsonl")]
     if algo == "ilql":
         prompts = [prompts[place // 2] for place in range(2 * len(prompts))]  # for two betas
-    evaluations = [r for r in lines(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in r)]
+    evaluations = [r for r in log(folder) if any(name.startswith("eval/") for name in r)]
     assert len(evaluations) == 4 and len(found) == 4 * len(prompts)
     for record in evaluations:
         rows = [sample for sample in found if sample["step"] == record["step"]]
@@ -237,7 +237,7 @@ def test_best_and_last_model(algo, whole):
     """Each is what the checkpoint of its step holds; the best one is kept beside the newest two."""
     folder, _ = whole(algo)
     _, stride, every = LENGTH.get(algo, (12, 1, 4))
-    scores = {r["step"]: quality(algo, r) for r in lines(folder / "metrics.jsonl")[1:] if r["step"] % every == 0}
+    scores = {r["step"]: quality(algo, r) for r in log(folder)[1:] if r["step"] % every == 0}
     best = max(scores, key=scores.get)  # the first of equals
     last = max(scores)
     checkpoints = {int(path.name[5:]) for path in (folder / "checkpoints").iterdir()}
@@ -265,7 +265,7 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     assert {path.name for path in folder.iterdir()} - {"hf_model_best"} == expected
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     env = json.loads((folder / "env.json").read_text())
-    records = lines(folder / "metrics.jsonl")
+    records = log(folder)
     names = SHOWN[algo].split()
     if algo == "ilql" and records[-1]["eval/vowels@beta=4"] > records[-1][names[0]]:
         names[0] = "eval/vowels@beta=4"  # the best beta of the last evaluation
@@ -275,7 +275,7 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     usage = re.search("```python\n(.*?)\n```", card, re.S)[1]
     assert card == report.model_card(env, names, records, samples(folder), usage)
     values = [record[names[0]] for record in records if names[0] in record]
-    curve = f"\n\n{names[0]} {report.sparkline(values)} {values[0]:.3g} -> {values[-1]:.3g}"
+    curve = f"\n\n{names[0]} {values[0]:.3g} -> {values[-1]:.3g}"
     places = f"card: {folder}/README.md\npicture: {folder}/curve.png\nmodel: {folder}/hf_model\n"
     assert curve in process.out and process.out.endswith(f"\n\n{usage}\n\n{places}") and process.err == ""
 
@@ -286,20 +286,23 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     assert f"\n{step}/{step} | {' | '.join(status)} | " in process.out
 
 
-def test_a_change_is_one_beyond_the_noise_of_the_evaluation():
+def test_what_the_last_line_remarks():
     """Rows are compared with themselves: changes 1, 1, 0, 0, 0 have the mean 0.4 and the standard error 0.245."""
 
-    def is_change(*changes, name="eval/reward", **more):
+    def remark(*changes, name="eval/reward", **more):
         rows = []
         for step, share in ((0, 0), (3, 99), (9, 1)):
             for value, change in zip((0.0, 3.0, -1.0, 0.5, 7.0), changes, strict=True):
                 rows.append({"step": step, "reward": value + share * change, **more})
-        return report.is_change(rows, name)
+        return report.remark(rows, name, (0, 1.9), (9, 1.9 + fmean(changes)))
 
-    assert not is_change(1, 1, 0, 0, 0) and not is_change(0, 0, 0, 0, 0)
-    assert is_change(1, 1, 1, 0, 0) and is_change(-1, -1, -1, 0, 0)
-    assert not is_change(1, 1, 0, 0, 0, name="eval/x/reward", set="x")
-    assert is_change(1, 1, 0, 0, 0, name="eval/y/reward", set="x")  # of this set there are no rows
+    same, worse = " (no change: within twice its standard error)", " (worse than at the start)"
+    assert remark(1, 1, 0, 0, 0) == remark(0, 0, 0, 0, 0) == remark(-1, -1, 0, 0, 0) == same
+    assert remark(1, 1, 1, 0, 0) == "" and remark(-1, -1, -1, 0, 0) == worse
+    assert remark(1, 1, 0, 0, 0, name="eval/x/reward", set="x") == same
+    assert remark(1, 1, 0, 0, 0, name="eval/y/reward", set="x") == ""  # of this set there are no rows
+    assert report.remark([], "eval/loss", (0, 1.0), (9, 2.0)) == worse
+    assert report.remark([], "eval/loss", (0, 1.0), (9, 0.5)) == ""
 
 
 USED = {  # what the lines of use print; ppo.py, grpo.py and dpo.py write those of sft.py
@@ -352,7 +355,7 @@ def test_two_evaluation_sets(algo, typed, work):
     first, second = names.split()
     files = f"{work}/{first}.jsonl,{work}/{second}.jsonl"
     _, folder = typed(algo, f"{words} --run-dir run --eval-dataset", files)
-    records = [r for r in lines(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in r)]
+    records = [r for r in log(folder) if any(name.startswith("eval/") for name in r)]
     whole = {name for name in EVALUATED[algo].split() if "vowels" in name and algo in ("ilql", "sft")}  # of the prompts
     of_a_set = {name for name in EVALUATED[algo].split() if "vowels" not in name or algo in ("ppo", "grpo")}
     expected = {f"eval/{name}" for name in whole}
@@ -372,9 +375,9 @@ def test_two_evaluation_sets(algo, typed, work):
 def test_evaluations_change_nothing_of_the_training(algo, typed, whole):
     """With --eval-every 0 there are none of them: metrics and model are those of the run that has them."""
     metrics, folder = typed(algo, "--eval-every 0 --save-every 0 --run-dir run")
-    records = lines(whole(algo)[0] / "metrics.jsonl")
+    records = log(whole(algo)[0])
     expected = [{k: v for k, v in record.items() if not k.startswith("eval/")} for record in records[1:]]
-    assert lines(folder / "metrics.jsonl") == expected and metrics == expected[-1]
+    assert log(folder) == expected and metrics == expected[-1]
     model = "hf_model/unet/diffusion_pytorch_model.safetensors" if algo == "ddpo" else "hf_model/model.safetensors"
     assert (folder / model).read_bytes() == (whole(algo)[0] / model).read_bytes()
     assert not (folder / "hf_model_best").exists() and not (folder / "samples.jsonl").exists()
@@ -453,11 +456,11 @@ def test_a_tracker_gets_metrics_samples_and_images(typed, work, monkeypatch):
     sets = f"{work}/captions.jsonl,{work}/eval.jsonl"
     words = f"--metric None --run-dir run --num-epochs 3 --track wandb --eval-dataset {sets}"
     _, folder = typed("ddpo", words)
-    records = lines(folder / "metrics.jsonl")
-    logged = recorder.got("log")
-    assert [step for step, _ in logged] == [record["step"] for record in records] == [0, 2, 4, 6]
-    for record, (step, values) in zip(records, logged, strict=True):
-        assert record.items() - {("step", step)} <= values.items() and ("perf/images_per_sec" in values) == (step > 0)
+    records = log(folder)
+    logged = report.by_step({"step": step, **values} for step, values in recorder.got("log"))
+    assert [values["step"] for values in logged] == [record["step"] for record in records] == [0, 2, 4, 6]
+    for record, values in zip(records, logged, strict=True):
+        assert record.items() <= values.items() and ("perf/images_per_sec" in values) == (values["step"] > 0)
     assert [step for step, _ in recorder.got("log_table")] == [0, 4, 6]  # which test_runs.py reads in wandb
     images = recorder.got("log_images")
     for (at, shown), (step, name) in zip(images, product((0, 4, 6), ("captions", "eval")), strict=True):
@@ -502,7 +505,7 @@ def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(tmp_path):
     (tmp_path / "shown.py").write_text(DRAWN.format(root=str(ROOT)))
     piped = in_terminal(f"{sys.executable} shown.py | cat", tmp_path)
     drawn = in_terminal(f"{sys.executable} shown.py", tmp_path)
-    said = "words " * 20 + "[red]\x1b[\r\n"
+    said = "words " * 20 + "[red]\\x1b[\r\n"
     assert piped == f"{said}of a reward\r\nend\r\n"  # `| tee log` would print into the line
     assert f"\r\x1b[2K{said}" in drawn and "\r\x1b[2Kof a reward\r\n" in drawn
     assert "\r\x1b[2Ksaving, 0 s | " + ("metric " * 20)[:35] + "…\r" in drawn
@@ -637,8 +640,6 @@ def test_a_card():
     assert report.model_card(ENV, names, PPO, SAMPLES, usage="print(1)") == CARD.replace("TABLE", table)
     two = report.model_card(ENV | {"processes": 2}, names, PPO[1:2], [], usage="print(1)")
     assert "\ntorchrun --nproc_per_node 2 algos/ppo.py --lr 1e-5\n" in two
-    sharded = report.launch_line(ENV | {"processes": 8, "sharded": True})
-    assert sharded == "accelerate launch --config_file FSDP2.yaml algos/ppo.py --lr 1e-5"
     assert "## Samples" not in two and "eval/reward" not in two  # which were not evaluated
     report.model_card(ENV, names, [], [], usage="print(1)")
 

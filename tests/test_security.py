@@ -75,7 +75,8 @@ def test_a_pipeline_of_pickles(build_pipeline, marker, tmp_path):
     for path in (tmp_path / "pipeline").rglob("*.safetensors"):
         path.unlink()
         torch.save(Bomb(marker), path.with_suffix(".bin"))
-    args = ddpo.Args(model=str(tmp_path / "pipeline"), dataset=[{"prompt": "a"}], reward=lambda images, prompts: [0.0])
+    given = {"dataset": [{"prompt": "a"}], "reward": lambda images, prompts: [0.0], "run_dir": str(tmp_path / "run")}
+    args = ddpo.Args(model=str(tmp_path / "pipeline"), **given)
     with pytest.raises(InputError, match="--model .*pipeline cannot be loaded"):
         ddpo.main(args)
     assert not marker.exists()

@@ -6,7 +6,6 @@ import os
 import resource
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
@@ -127,12 +126,6 @@ def set_threads(threads=None):
         threads = max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
     return threads
-
-
-def cpuinfo():
-    """Linux's description of the CPUs; empty on other systems."""
-    path = Path("/proc/cpuinfo")
-    return path.read_text() if path.exists() else ""
 
 
 class NotFinite(FloatingPointError):

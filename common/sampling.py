@@ -122,10 +122,12 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
     model or complete a string of stop.
 
     uniforms: (B, R) float64 on the device, drawn before decoding starts, so a row's tokens do not depend on the other
-    rows. Rows that have ended leave the batch and the key-value cache a few at a time. If they cannot leave its cache,
-    a model reads all tokens for each new one. Its generation_config is not used. NotFinite if logits of a row that goes
-    on are not.
+    rows. Rows that have ended leave the batch and the key-value cache a few at a time. A model whose cache is none of
+    the library's own kinds, which rows can leave, reads all tokens for each new one. The model's generation_config is
+    not used. NotFinite if logits of a row that goes on are not.
     """
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
     device = uniforms.device
     ends = end_tokens(model)
     lengths = [len(ids) for ids in contexts]
@@ -146,8 +148,8 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
             input_ids=tokens[:, -unread:], attention_mask=attention, position_ids=positions[:, -unread:],
             past_key_values=cache, use_cache=True, logits_to_keep=num_logits,
         )  # fmt: skip
-        if t == 0:
-            cache = reordered_cache(output)
+        if t == 0 and type(getattr(output, "past_key_values", None)) in (DynamicCache, EncoderDecoderCache):
+            cache = output.past_key_values
         logits = output.logits[:, -1]
         newest = draw(logits, uniforms[:, t], temperature, top_k, top_p)
         drawn.append(torch.where(logits.amax(-1).isfinite(), newest, -1))
@@ -177,15 +179,6 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
                 cache.reorder_cache(places)
     screen.advance(len(rows))
     return responses
-
-
-def reordered_cache(output):
-    """The cache of a first forward pass; None if it is not one of the library's own kinds, because rows may then be
-    unable to leave it."""
-    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-
-    cache = getattr(output, "past_key_values", None)
-    return cache if type(cache) in (DynamicCache, EncoderDecoderCache) else None
 
 
 def add_ids(response, ids, limit, ends, stop, tokenizer):

@@ -199,9 +199,8 @@ def widen(tensor, left, right, fill=None):
 
 
 def pad_more(setattr=setattr):
-    """Whatever is padded gets two columns more: `collate` on the right and `pad_rows` of sampling on the left, of random
-    tokens that no mask counts, and the mask of `Episodes` on the right. Returns the names of what was called, which
-    grow."""
+    """Whatever is padded gets two columns more: what `collate` returns on the right and contexts on the left, of random
+    tokens that do not count, and the mask of `Episodes`. Returns the names of what was called, which grow."""
     from common import model, sampling, scoring
 
     reached = set()

@@ -185,7 +185,12 @@ def reordered_cache(output):
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
     cache = getattr(output, "past_key_values", None)
-    return cache if type(cache) in (DynamicCache, EncoderDecoderCache) else None
+    if type(cache) not in (DynamicCache, EncoderDecoderCache):
+        return None
+    for layer in getattr(cache, "self_attention_cache", cache).layers:
+        if output.logits.device.type != "cpu":
+            layer.is_compileable = True  # else transformers waits at every token, to see whether a mask has padding
+    return cache
 
 
 def add_ids(response, ids, limit, ends, stop, tokenizer):

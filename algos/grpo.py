@@ -336,8 +336,8 @@ def update(run, model, optimizer, batch, rows, args):
     accelerator = run.accelerator
     lengths = batch.mask.sum(1)
     trained = int((batch.advantages != 0)[batch.rows].sum())
-    counts = {"steps": run.steps_per_iteration, "sequences": len(lengths) * args.ppo_epochs}
-    counts["tokens"] = trained * args.ppo_epochs
+    episodes = args.rollout_batch_size * args.ppo_epochs
+    counts = {"steps": run.steps_per_iteration, "sequences": episodes, "tokens": trained * args.ppo_epochs}
     step = run.step - run.steps_per_iteration  # taken before this iteration; run.step counts those of this one, too
     sums = defaultdict(float)
     weights = torch.zeros_like(batch.advantages)

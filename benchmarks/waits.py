@@ -9,6 +9,7 @@ of an update by GRPO, forward and backward.
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -31,16 +32,20 @@ def counted(function, *args, **options):
     return {kind: sum(places.values()) for kind, places in device.counts.items()}
 
 
-def update(lm, query):
+def update(lm, queries):
     """A micro-batch of grpo.py with a KL, as its loop has it."""
-    ids = torch.randint(1, 101, (ROWS, 29)).to(device.DEVICE)
-    columns = {name: torch.zeros(ROWS, 29).to(device.DEVICE) for name in ("logprobs", "ref_logprobs")}
-    advantages = torch.ones(ROWS, dtype=torch.float64).to(device.DEVICE)
-    batch = grpo.Rollout(query, query > 0, ids, ids > 0, advantages=advantages, **columns)
+    ids = torch.randint(1, 101, (ROWS, 29)).tolist()
+    responses = sampling.Responses(ids, trained=[[True] * 29] * ROWS, ended=[True] * ROWS, rows=None)
+    batch = grpo.Rollout.of(queries, responses, device.DEVICE)
+    batch.logprobs = torch.zeros(ROWS * 29).to(device.DEVICE)
+    batch.ref_logprobs = torch.zeros(ROWS * 29).to(device.DEVICE)
+    batch.advantages = torch.ones(ROWS, dtype=torch.float64).to(device.DEVICE)
+    lines = [[example] for example in batch.examples]
+    counts = {"steps": 1, "sequences": ROWS, "tokens": ROWS * 29}
     args = grpo.Args(model="", dataset="", reward="", max_new_tokens=29)
 
     def micro_batch():
-        loss, _ = grpo.losses(lm, batch.take(torch.arange(ROWS)), advantages, args)
+        loss, _ = grpo.losses(lm, batch, lines, batch.advantages, counts, args)
         loss.backward()
 
     return counted(micro_batch)
@@ -51,15 +56,17 @@ def main():
     sizes = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = Qwen3Config(**sizes, head_dim=6, num_hidden_layers=28, vocab_size=101)
     lm = AutoModelForCausalLM.from_config(config).to(device.DEVICE).eval()
-    query = torch.randint(1, 101, (ROWS, 7)).to(device.DEVICE)
+    lm.generation_config.eos_token_id = None
+    queries = torch.randint(1, 101, (ROWS, 7)).tolist()
     uniforms = torch.rand(ROWS, TOKENS, dtype=torch.float64).to(device.DEVICE)
     lm.plain_output = True
-    total = counted(sampling.sample, lm, query, query > 0, uniforms, [], 0)
+    padding = SimpleNamespace(pad_token_id=0)  # what decoding asks a tokenizer for, without stop strings
+    total = counted(sampling.sample, lm, padding, queries, uniforms, [TOKENS] * ROWS)
     row = [f"{total[kind] / TOKENS:.2f}" for kind in ("kernels", "waits", "copies")]
     logits = torch.randn(ROWS, WORDS, dtype=torch.bfloat16).to(device.DEVICE)
     moved = counted(sampling.draw, logits, uniforms[:, 0], 0.7)["bytes"]
     row.append(f"{moved / ROWS / 1e6:.2f}")
-    trained = update(lm.train(), query)
+    trained = update(lm.train(), queries)
     row += [str(trained[kind]) for kind in ("kernels", "waits", "copies")]
     commit = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, text=True)
     print(",".join([commit.strip(), *row]))

@@ -126,8 +126,6 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
     the library's own kinds, which rows can leave, reads all tokens for each new one. The model's generation_config is
     not used. NotFinite if logits of a row that goes on are not.
     """
-    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-
     device = uniforms.device
     ends = end_tokens(model)
     lengths = [len(ids) for ids in contexts]
@@ -148,8 +146,8 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
             input_ids=tokens[:, -unread:], attention_mask=attention, position_ids=positions[:, -unread:],
             past_key_values=cache, use_cache=True, logits_to_keep=num_logits,
         )  # fmt: skip
-        if t == 0 and type(getattr(output, "past_key_values", None)) in (DynamicCache, EncoderDecoderCache):
-            cache = output.past_key_values
+        if t == 0:
+            cache = reordered_cache(output)
         logits = output.logits[:, -1]
         newest = draw(logits, uniforms[:, t], temperature, top_k, top_p)
         drawn.append(torch.where(logits.amax(-1).isfinite(), newest, -1))
@@ -179,6 +177,20 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
                 cache.reorder_cache(places)
     screen.advance(len(rows))
     return responses
+
+
+def reordered_cache(output):
+    """The cache of a first forward pass; None if it is not one of the library's own kinds, because rows may then be
+    unable to leave it."""
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+    cache = getattr(output, "past_key_values", None)
+    if type(cache) not in (DynamicCache, EncoderDecoderCache):
+        return None
+    for layer in getattr(cache, "self_attention_cache", cache).layers:
+        if output.logits.device.type != "cpu":
+            layer.is_compileable = True  # else transformers waits at every token, to see whether a mask has padding
+    return cache
 
 
 def add_ids(response, ids, limit, ends, stop, tokenizer):

@@ -35,8 +35,8 @@ def line_logprobs(model, lines, temperature=1.0, also=None):
 
     No mask is passed to a decoder. Padding is on the right, where no token sees it, and without a cache transformers
     keeps apart what begins at position 0 (its masking_utils.py). Without positions it numbers the tokens of a line, so
-    they are passed only for lines of several examples: then attention needs a mask, and a GPU has to wait for it. An
-    encoder-decoder has one example in a line, padded as in sampling.
+    they are passed only for lines of several examples. An encoder-decoder has one example in a line, padded as in
+    sampling.
     """
     lm = getattr(model, "module", model)
     if lm.config.is_encoder_decoder:

@@ -199,16 +199,23 @@ def widen(tensor, left, right, fill=None):
 
 
 def pad_more(setattr=setattr):
-    """Whatever `collate` and `pad_rows` pad gets two columns more, of random tokens that no mask counts. Returns the
-    names of the functions that were called, which grow."""
+    """Whatever is padded gets two columns more: what `collate` returns on the right and contexts on the left, of random
+    tokens that do not count, and the mask of `Episodes`. Returns the names of what was called, which grow."""
     from common import model, sampling, scoring
 
     reached = set()
     collate, pad_rows = scoring.collate, sampling.pad_rows
 
-    def wide_rows(rows, fill, **options):
+    def wide_contexts(rows, fill, **options):
         reached.add("pad_rows")
-        return widen(pad_rows(rows, fill, **options), 2, 0, False if fill is False else None)
+        return widen(pad_rows(rows, fill, **options), 2, 0, 0 if fill == 0 else None)
+
+    def wide_mask(rows, fill, *more, **options):
+        padded = pad_rows(rows, fill, *more, **options)
+        if fill is not False:  # rows of an encoder-decoder
+            return padded
+        reached.add("mask")
+        return widen(padded, 0, 2, False)
 
     def wide_collate(lines, pad, no_label=-100):
         reached.add("collate")
@@ -216,7 +223,8 @@ def pad_more(setattr=setattr):
         more = positions[:, -1:] + torch.arange(1, 3)
         return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(labels, 0, 2, no_label)
 
-    setattr(sampling, "pad_rows", wide_rows)
+    setattr(sampling, "pad_rows", wide_contexts)
+    setattr(scoring, "pad_rows", wide_mask)
     for module in scoring, model:
         setattr(module, "collate", wide_collate)
     return reached

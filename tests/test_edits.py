@@ -1,7 +1,7 @@
 """What `pytest --script` says of edited copies: three edits, each right and with a typical mistake.
 
-The edits are tests/edits: an entropy bonus in ppo, KTO from dpo, two rewards in grpo. The mistakes: a mean that counts
-padding, a sign, a state that no checkpoint keeps.
+The edits are tests/edits: an entropy bonus in ppo, KTO from dpo, two rewards in grpo. The mistakes: a mean over each
+micro-batch, a sign, a state that no checkpoint keeps.
 """
 
 import re
@@ -15,8 +15,8 @@ from test_recipes import changed
 SCRIPTS = {"entropy_bonus": "ppo", "kto": "dpo", "two_rewards": "grpo"}
 MISTAKES = {  # edit: what is right, what is wrong, the checks that find it
     "entropy_bonus": (
-        "episodes.of_tokens(entropies).sum()",
-        "entropies.mean() * len(new_logprobs)",
+        "entropies.sum()",
+        "entropies.mean()",
         {"test_micro_batches_change_nothing", "test_two_processes_change_nothing"},
     ),
     "kto": (

@@ -6,6 +6,7 @@ that every process plays in turn (`play`).
 """
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ import safetensors.torch
 import torch
 import transformers
 from harness import launch, same, torchrun
-from helpers import log, pad_more, recorded, same_record, same_run, samples, widen
+from helpers import log, pad_more, recorded, same_record, same_run, samples
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
@@ -177,7 +178,7 @@ def drive(path):
 
 @contextmanager
 def wide(context, script, job):
-    """Two columns more beside whatever is padded, of random tokens that no mask counts."""
+    """Two columns more beside whatever is padded."""
     reached = pad_more(context.setattr)
     if script is ilql:
         of = ilql.Batch.of
@@ -187,27 +188,9 @@ def wide(context, script, job):
             return of([*episodes, ilql.Episode([5] * 25, [], [], True)], *args)
 
         context.setattr(ilql.Batch, "of", wide_episodes)
-    if script in (ppo, grpo):
-        take = script.Rollout.take
-
-        def wide_rollout(self, rows):
-            part = take(self, rows)
-            if not isinstance(rows, slice):
-                reached.add("Rollout")
-                part.query = widen(part.query, 2, 0)
-                part.query_mask = widen(part.query_mask, 2, 0, False)
-                part.response_mask = widen(part.response_mask, 0, 2, False)
-                part.response = widen(part.response, 0, 2)
-                for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns"):
-                    field = getattr(part, name, None)
-                    if field is not None and field.ndim == 2:  # in grpo an advantage is that of a row
-                        setattr(part, name, widen(field, 0, 2, float("nan")))
-            return part
-
-        context.setattr(script.Rollout, "take", wide_rollout)
     yield
-    rollout = {"Rollout", "pad_rows"}
-    needed = {ppo: rollout, grpo: rollout, ilql: {"Batch", "pad_rows"}}.get(script, {"collate"})
+    rolled = {"collate", "mask", "pad_rows"}
+    needed = {ppo: rolled, grpo: rolled, ilql: {"Batch", "pad_rows"}}.get(script, {"collate"})
     assert needed <= reached
 
 
@@ -226,10 +209,14 @@ def shuffled(context, script, job):
         minibatches = getattr(script, name)
 
         def reordered(*args):
-            for found in minibatches(*args):  # of ddpo micro-batches, else the rows of all processes and these
-                parts = found if script is ddpo else found[1]
-                parts = torch.stack(reorder(torch.cat(parts))).split(len(parts[0]))
-                yield parts if script is ddpo else (found[0], parts)
+            for found in minibatches(*args):
+                if script is ddpo:  # micro-batches of pairs of image and step
+                    yield torch.stack(reorder(torch.cat(found))).split(len(found[0]))
+                    continue
+                rows, micro_batches = found  # the rows of all processes, and the lines of this one
+                lines = reorder([*itertools.chain(*micro_batches)])
+                size = len(micro_batches[0])
+                yield rows, [lines[i : i + size] for i in range(0, len(lines), size)]
 
         context.setattr(script, name, reordered)
     else:

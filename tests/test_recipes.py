@@ -127,16 +127,29 @@ def test_truncated_responses_have_no_advantage(load, run, monkeypatch):
 
 
 def test_groups_of_different_scores_are_taken_first(load, run, monkeypatch):
+    """All 16 groups of an iteration are trained on, and no other."""
     module = load(GROUPS, "grpo")
     updates = recorded(monkeypatch, module, "update")
-    sampled = recorded(monkeypatch, module, "rollout")
+    steps = []
+    minibatches = module.minibatches
+
+    def noted(*args):
+        for found in minibatches(*args):
+            steps.append(found[0])
+            yield found
+
+    monkeypatch.setattr(module, "minibatches", noted)
     run(module, **GRPO)
-    for ((_, _, _, batch, *_), _), (_, (whole, _)) in zip(updates, sampled, strict=True):
-        groups = whole.scores.view(32, 2)
+    for ((_, _, _, batch, *_), _), rows in zip(updates, steps, strict=True):
+        groups = batch.scores.view(32, 2)
         is_different = groups[:, 0] != groups[:, 1]
-        expected = torch.cat([groups[is_different], groups[~is_different]])
-        assert torch.equal(batch.scores.view(16, 2), expected[:16])
         assert 0 < is_different.sum() < 32
+        numbers = torch.arange(32)
+        expected = torch.cat([numbers[is_different], numbers[~is_different]])[:16].sort().values
+        assert torch.equal(rows.sort().values.view(16, 2), torch.stack([2 * expected, 2 * expected + 1], 1))
+        others = torch.ones(64, dtype=torch.bool).index_fill(0, rows, False)
+        assert not batch.advantages[others].any()
+        assert batch.advantages[rows].count_nonzero() == 2 * min(16, is_different.sum())
 
 
 # ---- Rollouts of your own --------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from helpers import PAD, same_run
 from test_invariants import ROUNDING_OF_ADAM, ROWS, run_sft
 
 from algos import sft
-from common.data import collate, pack
+from common.data import collate, line_length, pack
+from common.scoring import split_lines
 
 LONG = [{"prompt": p, "completion": c} for p, c in (("abc", "defghijk"), ("l", "mnop"), ("qr", "s"), ("tu", ""))]
 
@@ -55,7 +56,7 @@ def test_every_process_has_equally_many_micro_batches(packing, processes):
     parts = []
     for process in range(processes):
         accelerator = SimpleNamespace(process_index=process, num_processes=processes)
-        parts.append(sft.split_batch(batch, packing, accelerator, SimpleNamespace(micro_batch_size=2)))
+        parts.append(split_lines(accelerator, batch, 2, packing))
     assert len({len(part) for part in parts}) == 1
     micro_batches = [*itertools.chain(*parts)]
     assert max(map(len, micro_batches)) <= 2
@@ -63,7 +64,7 @@ def test_every_process_has_equally_many_micro_batches(packing, processes):
     assert len(lines) % processes == 0
     labelled = [example for example in itertools.chain(*lines) if set(example[1]) != {-100}]
     assert sorted(labelled) == batch
-    assert max(sum(len(ids) for ids, _ in line) for line in lines) == 11
+    assert max(map(line_length, lines)) == 11
     needed = 6 if packing else 11  # lines of at most 11 tokens, of 58
     assert len(lines) < needed + processes
 

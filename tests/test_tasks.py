@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -376,8 +375,7 @@ def test_a_base_model_is_made_again_by_its_command(accelerator, letters, scripts
     examples, _ = sft.encode_rows(randomwalks.completions(), letters, randomwalks.CONTEXT, True, "walks")
 
     def loss_of(path):
-        args = SimpleNamespace(micro_batch_size=100)
-        return sft.evaluate_loss(accelerator, reload(path), examples, args, letters.pad_token_id)["loss"]
+        return sft.evaluate_loss(accelerator, reload(path), examples, 100)["loss"]
 
     found = loss_of(tmp_path / "run/hf_model")
     assert found == pytest.approx(loss_of(randomwalks.base_model()), abs=0.005)

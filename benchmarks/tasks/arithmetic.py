@@ -373,10 +373,10 @@ def sample_right(
     for row in chosen:
         texts += [candidates[row]["prompt"]] * samples
     queries = characters(texts)["input_ids"]
-    _, output_ids, _ = generate_all(
+    responses = generate_all(
         accelerator, lm, characters, queries, ("expert iteration", 0), seed=seed, max_new_tokens=MAX_NEW_TOKENS[level]
     )
-    outputs = decode(characters, queries, output_ids, ())
+    outputs = decode(characters, queries, responses.ids, ())
     scores = reward(texts, texts, outputs)
     right = {}  # a dict keeps the order
     for prompt, completion, score in zip(texts, outputs, scores, strict=True):

@@ -53,8 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.cli import Count, Natural, NonNegative, Positive, RolloutArgs, build, cli
-from common.data import set_prefix
-from common.launch import accumulate, numbers, optimizer_step, prepare, reduce_sums
+from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs, total
@@ -260,7 +259,7 @@ def rollout_metrics(batch, args):
         "tokens/queries_len": sum(map(len, batch.queries)) / len(scores),
         "tokens/responses_len": len(batch.rows) / len(scores),
     }
-    return numbers(metrics) | lengths
+    return {name: mean.item() for name, mean in metrics.items()} | lengths
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------------
@@ -330,23 +329,23 @@ def losses(model, batch, lines, weights, counts, args):
     return loss, metrics
 
 
-def update(run, model, optimizer, batch, rows, args):
+def update(run, model, optimizer, batch, args):
     """Epochs of minibatches, with one optimizer step each. Returns metrics: means over the steps, sequences or tokens
-    of all epochs. rows: the prompts, for error messages."""
+    of all epochs."""
     accelerator = run.accelerator
     lengths = batch.mask.sum(1)
     trained = int((batch.advantages != 0)[batch.rows].sum())
     episodes = args.rollout_batch_size * args.ppo_epochs
     counts = {"steps": run.steps_per_iteration, "sequences": episodes, "tokens": trained * args.ppo_epochs}
-    step = run.step - run.steps_per_iteration  # taken before this iteration; run.step counts those of this one, too
+    step = run.step - run.steps_per_iteration  # run.step is the number of steps at the end of this iteration
     sums = defaultdict(float)
     weights = torch.zeros_like(batch.advantages)
     model.train()
     for epoch in range(args.ppo_epochs):
         for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
-            # the mean is over the rows of an optimizer step, in all processes
+            # the mean is over the rows of this step in all processes, not of a micro-batch
             weights[minibatch] = token_weights(lengths[minibatch], args.loss_mean, args.max_new_tokens)
-            # yields the micro-batches one by one; processes exchange gradients in the last one
+            # yields them one by one; processes exchange gradients only in the last one
             for lines in accumulate(accelerator, model, micro_batches):
                 loss, shares = losses(model, batch, lines, weights, counts, args)
                 # data-parallel training averages gradients over the processes: multiply by their number
@@ -355,7 +354,7 @@ def update(run, model, optimizer, batch, rows, args):
                     sums[name] += share
             lr = args.learning_rate(step, run.total_steps)
             step += 1
-            where = f"{len(minibatch)} episodes whose first is {rows[int(minibatch[0])]['prompt']!r:.60}"
+            where = f"{len(minibatch)} episodes whose first is {batch.prompts[int(minibatch[0])]!r:.60}"
             grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, where)
     metrics = {"episode": run.iteration * args.rollout_batch_size} | reduce_sums(accelerator, sums)
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
@@ -407,7 +406,8 @@ ALL_EQUAL = (
 @closes_run
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
-    path = build(args.model, "--model")
+    # first what the flags name, because a function of the user may start processes, before there is an Accelerator
+    path = build(args.model, "--model")  # as given, or the model that a function returns
     ref_path = build(args.ref_model, "--ref-model")
     data = read_prompts(args.dataset, args.eval_dataset, args.reward, args.metric, args.rollout)
     run = Run(args, __file__)
@@ -424,9 +424,9 @@ def main(args):
     lengths = [len(query) for query in data.queries]
     headline = "objective/scores"
     if args.eval_every:
-        headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    steps = args.steps_per_iteration
-    run.begin(model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], steps_per_iteration=steps)
+        headline = data.headline
+    # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps
+    run.begin(model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], args.steps_per_iteration)
     run.say(summary(run, lm, data))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
@@ -442,18 +442,18 @@ def main(args):
             drawn += [row] * args.group_size
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
-        with unsharded(model):
+        with unsharded(model):  # FSDP2 gathers the weights once, not for every token
             batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. A_i: what a score has over those of its group
         batch.advantages = group_advantages(batch.scores, args.group_size, args.advantage_kind)
-        run.log_episodes(tokenizer, rows, batch, batch.scores, batch.advantages, count=2 * args.group_size)
+        run.log_episodes(tokenizer, batch, batch.scores, batch.advantages, count=2 * args.group_size)
         run.lap("rollout")
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
-        metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, rows, args)
+        metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, args)
         run.lap("update")
         if iteration == 1 and metrics["groups/equal"] == 1:
             run.say(ALL_EQUAL)
-        # 4. log, evaluate, save
+        # 4. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
         run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)
         if run.evaluation_due(run.step):
             run.log_evaluation(run.step, evaluate(run, run.step, model, tokenizer, data, args))

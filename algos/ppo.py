@@ -55,8 +55,7 @@ from common.cli import (
     build,
     cli,
 )
-from common.data import set_prefix
-from common.launch import accumulate, numbers, optimizer_step, prepare, reduce_sums
+from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import draw_layers, load_decoder, load_lm, make_reference, saved_heads, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs
@@ -371,7 +370,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     # 3. the reward of the texts
     outputs = decode(tokenizer, queries, responses.ids, args.stop)
     scores, columns = score_outputs(accelerator, data.reward, tokenizer, outputs, responses)
-    raw_scores = torch.tensor(place_scores(scores, responses.trained), device=device)
+    raw_scores = torch.tensor(place_scores(scores, responses.trained), dtype=torch.float64, device=device)
     batch.raw_scores = batch.grid(raw_scores.to(batch.logprobs.dtype))
     batch.truncated = ~torch.tensor(responses.ended, device=device)
     parts = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
@@ -432,7 +431,7 @@ def rollout_metrics(batch, kl_coef):
         "tokens/queries_len": sum(map(len, batch.queries)) / size,
         "tokens/responses_len": len(batch.rows) / size,
     }
-    return numbers(metrics) | lengths | {"objective/kl_coef": kl_coef}
+    return {name: mean.item() for name, mean in metrics.items()} | lengths | {"objective/kl_coef": kl_coef}
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------------
@@ -474,14 +473,15 @@ def losses(model, batch, lines, args):
         return loss, {name: term.double().sum() for name, term in terms.items()}
 
 
-def update(run, model, optimizer, batch, rows, args):
+def update(run, model, optimizer, batch, args):
     """K epochs of minibatches, with one optimizer step each. Returns metrics: means over trained tokens and epochs, and
-    the numbers of epochs and skipped steps. rows: the prompts, for error messages."""
+    the numbers of epochs and skipped steps."""
     accelerator = run.accelerator
     lengths = batch.lengths()
     tokens = len(batch.rows)  # that are trained, of all episodes
-    # skipped steps count, too: the schedule follows the episodes
-    step = run.step - run.steps_per_iteration  # run.step is that at the end of this iteration
+    # run.step is the number of steps at the end of this iteration. Skipped ones count, too: the schedule follows the
+    # episodes.
+    step = run.step - run.steps_per_iteration
     sums = defaultdict(float)
     epochs = 0
     skipped = 0
@@ -492,7 +492,7 @@ def update(run, model, optimizer, batch, rows, args):
         for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
             count = int(lengths[minibatch].sum())  # trained tokens of the step, of all processes
             ratios = 0.0
-            # yields the micro-batches one by one; processes exchange gradients in the last one
+            # yields them one by one; processes exchange gradients only in the last one
             for lines in accumulate(accelerator, model, micro_batches):
                 loss, terms = losses(model, batch, lines, args)
                 # data-parallel training averages gradients over the processes: multiply by their number
@@ -507,7 +507,7 @@ def update(run, model, optimizer, batch, rows, args):
                 skipped += 1
                 optimizer.zero_grad()
                 continue
-            where = f"{len(minibatch)} episodes whose first is {rows[int(minibatch[0])]['prompt']!r:.60}"
+            where = f"{len(minibatch)} episodes whose first is {batch.prompts[int(minibatch[0])]!r:.60}"
             grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, where)
         epochs += 1
         if args.early_stop_kl and accelerator.reduce(approxkl) > args.early_stop_kl * tokens:
@@ -568,7 +568,8 @@ IN_STATUS = ["objective/scores", "objective/kl", "loss/policy", "loss/value", "v
 @closes_run
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
-    path = build(args.model, "--model")
+    # first what the flags name, because a function of the user may start processes, before there is an Accelerator
+    path = build(args.model, "--model")  # as given, or the model that a function returns
     ref_path = build(args.ref_model, "--ref-model")
     data = read_prompts(args.dataset, args.eval_dataset, args.reward, args.metric, args.rollout)
     run = Run(args, __file__)
@@ -586,12 +587,13 @@ def main(args):
     lengths = [len(query) for query in data.queries]
     headline = "objective/scores"
     if args.eval_every:
-        headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    steps = args.steps_per_iteration
-    quantities = {"kl_coef": args.kl_coef, "moments": [0, 0.0, 0.0]}
-    shown = [headline, *IN_STATUS]
-    # values that checkpoints keep: state.kl_coef, state.moments
-    state = run.begin(model, optimizer, lm, args.num_iterations, shown, steps_per_iteration=steps, **quantities)
+        headline = data.headline
+    # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps;
+    # state: the values that checkpoints keep
+    state = run.begin(
+        model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], args.steps_per_iteration,
+        kl_coef=args.kl_coef, moments=[0, 0.0, 0.0],
+    )  # fmt: skip
     run.say(summary(run, policy, data))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
@@ -604,10 +606,10 @@ def main(args):
         drawn = run.draw_rows(lengths, (iteration - 1) * size, size)
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
-        with unsharded(model):
+        with unsharded(model):  # FSDP2 gathers the weights once, not for every token
             batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
-        mask = batch.mask
+        mask = batch.mask  # (B, R), of trained tokens: the tensors of this step are grids, and a row is a response
         batch.scores, state.moments = shape_scores(batch.raw_scores, mask, batch.truncated, state.moments, args)
         kl = batch.grid(kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_kind))
         batch.rewards = token_rewards(batch.scores, kl, mask, state.kl_coef)
@@ -615,18 +617,19 @@ def main(args):
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)
         advantages, returns = gae(rewards, batch.grid(batch.values), mask, args.gamma, args.lam)
+        # over the whole iteration and all processes, so that neither minibatches nor layout change it
         advantages = masked_whiten(advantages, mask)
-        batch.advantages = advantages[mask]
+        batch.advantages = advantages[mask]  # (N,), as the update reads them
         batch.returns = returns[mask]
-        run.log_episodes(tokenizer, rows, batch, batch.raw_scores.sum(1), advantages.sum(1) / mask.sum(1))
+        run.log_episodes(tokenizer, batch, batch.raw_scores.sum(1), advantages.sum(1) / mask.sum(1))
         run.lap("rollout")
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
-        metrics = parts | rollout_metrics(batch, state.kl_coef) | update(run, model, optimizer, batch, rows, args)
+        metrics = parts | rollout_metrics(batch, state.kl_coef) | update(run, model, optimizer, batch, args)
         run.lap("update")
         # 4. beta follows the KL of this iteration (Ziegler Sec. 2.2)
         if args.kl_target:
             state.kl_coef = next_kl_coef(state.kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, size)
-        # 5. log, evaluate, save
+        # 5. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
         run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)
         if run.evaluation_due(run.step):
             run.log_evaluation(run.step, evaluate(run, run.step, model, tokenizer, data, args))

@@ -35,7 +35,7 @@ def counted(function, *args, **options):
 def update(lm, queries):
     """A micro-batch of grpo.py with a KL, as its loop has it."""
     ids = torch.randint(1, 101, (ROWS, 29)).tolist()
-    responses = sampling.Responses(ids, trained=[[True] * 29] * ROWS, ended=[True] * ROWS, rows=None)
+    responses = sampling.Responses(ids, trained=[[True] * 29] * ROWS, ended=[True] * ROWS, rows=[{"prompt": ""}] * ROWS)
     batch = grpo.Rollout.of(queries, responses, device.DEVICE)
     batch.logprobs = torch.zeros(ROWS * 29).to(device.DEVICE)
     batch.ref_logprobs = torch.zeros(ROWS * 29).to(device.DEVICE)

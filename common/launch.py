@@ -185,14 +185,8 @@ def optimizer_step(accelerator, model, optimizer, lr, max_grad_norm, step, where
 
 def reduce_sums(accelerator, sums):
     """{name: sum over all processes} as numbers, of a dict of sums."""
-    totals = accelerator.reduce(torch.stack([*sums.values()]))
-    return numbers(dict(zip(sums, totals, strict=True)))
-
-
-def numbers(tensors):
-    """{name: number} of a dict of tensors of one number each; a GPU is waited for once."""
-    values = torch.stack([value.double() for value in tensors.values()]).tolist()
-    return dict(zip(tensors, values, strict=True))
+    totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
+    return dict(zip(sums, totals, strict=True))
 
 
 # ---- Between processes -----------------------------------------------------------------------------------------------

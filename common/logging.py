@@ -502,7 +502,7 @@ class Run:
             different.setdefault((row["prompt"], row.get("beta")), row)
         self.say(table_of([*different.values()][:3], f"samples at step {step}"))
 
-    def log_episodes(self, tokenizer, rows, batch, scores, advantages, count=4):
+    def log_episodes(self, tokenizer, batch, scores, advantages, count=4):
         """Writes the first episodes of a rollout to rollouts.jsonl, responses up to the last trained token, with scores
         and advantages (B,). What is not trained is in brackets."""
         if not (self.main and self.dir):
@@ -510,7 +510,7 @@ class Run:
         for place, (ids, labels, _) in enumerate(batch.examples[:count]):
             begin = len(batch.queries[place])
             output = marked(tokenizer, ids[begin:], [label != -100 for label in labels[begin:]])
-            record = {"step": self.step, "prompt": rows[place]["prompt"], "output": output}
+            record = {"step": self.step, "prompt": batch.prompts[place], "output": output}
             for name, values in ("score", scores), ("advantage", advantages):
                 value = values[place].item()
                 record[name] = value if math.isfinite(value) else None

@@ -67,6 +67,11 @@ class Prompts:
             f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
         )
 
+    @property
+    def headline(self):
+        """The metric that chooses the best model: the mean reward of the first evaluation set."""
+        return f"{set_prefix(next(iter(self.eval_sets)))}reward"
+
     def load_reward(self, args, lm):
         """Loads the reward model, if --reward names one. Returns its classifier, or None."""
         if self.reward is None:

@@ -113,7 +113,8 @@ class Episodes:
     """Queries with responses, on every process. A script adds columns: (B,) with a value for each row, or (N,) with one
     for each trained token, those of row 0 first; None if not known."""
 
-    queries: list  # of ids
+    prompts: list  # texts
+    queries: list  # their ids
     examples: list  # (ids, labels, places) of query and response; places: the range of its tokens in a column (N,)
     rows: torch.Tensor  # (N,) the row of each trained token
     mask: torch.Tensor  # (B, R) bool: row i begins with as many True as it has trained tokens
@@ -133,7 +134,8 @@ class Episodes:
             rows += [len(examples)] * len(places)
             examples.append((int32([*query, *ids][: len(labels)]), int32(labels), places))
         mask = pad_rows([[True] * len(places) for _, _, places in examples], False, device=device)
-        return cls(queries, examples, torch.tensor(rows, device=device), mask)
+        prompts = [row["prompt"] for row in responses.rows]
+        return cls(prompts, queries, examples, torch.tensor(rows, device=device), mask)
 
     def lengths(self):
         """(B,) trained tokens of each row, on the CPU."""

@@ -169,7 +169,7 @@ ADVANTAGES = tensor(1.5, -0.75, 0.5, -1.25, 2.0)
 def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
     """What grpo.losses says of log-probabilities (B, R), as of a model that gives them, in two micro-batches."""
     lists = [[0] * length for length in LENGTHS]
-    responses = Responses(lists, [[True] * length for length in LENGTHS], [True] * B, None)
+    responses = Responses(lists, [[True] * length for length in LENGTHS], [True] * B, [{"prompt": "b"}] * B)
     batch = grpo.Rollout.of([[0]] * B, responses, "cpu")
     batch.advantages = advantages
     batch.logprobs = OLD[MASK]

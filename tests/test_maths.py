@@ -157,7 +157,9 @@ def test_token_nll_computes_at_least_in_float32():
 def test_episodes_by_hand():
     """A line ends with its last trained token; columns are of trained tokens, row by row."""
     trained = [[True, True], [False, True, False], [True, False, True, True]]
-    responses = Responses([[7, 8], [9, 1, 2], [3, 4, 5, 6]], trained, [True] * 3, None)
+    responses = Responses(
+        [[7, 8], [9, 1, 2], [3, 4, 5, 6]], trained, [True] * 3, [{"prompt": letter} for letter in "abc"]
+    )
     batch = ppo.Rollout.of([[0], [1, 2, 3], [4, 5]], responses, "cpu")
     lines = [([*ids], [*labels], [*places]) for ids, labels, places in batch.examples]
     assert lines == [

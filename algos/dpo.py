@@ -39,16 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional as F
 
-from common.cli import (
-    Count,
-    Fraction,
-    InputError,
-    NonNegative,
-    Positive,
-    TextArgs,
-    build,
-    cli,
-)
+from common.cli import Count, Fraction, InputError, NonNegative, Positive, TextArgs, build, cli
 from common.data import (
     beginning,
     encode_prompts,

@@ -52,18 +52,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.cli import (
-    Count,
-    Fraction,
-    InputError,
-    Natural,
-    NonNegative,
-    Positive,
-    Share,
-    TextArgs,
-    build,
-    cli,
-)
+from common.cli import Count, Fraction, InputError, Natural, NonNegative, Positive, Share, TextArgs, build, cli
 from common.data import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, set_flag, set_prefix, texts
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run

@@ -46,15 +46,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.cli import (
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    RolloutArgs,
-    build,
-    cli,
-)
+from common.cli import Count, Fraction, NonNegative, Positive, RolloutArgs, build, cli
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import draw_layers, load_decoder, load_lm, make_reference, saved_heads, unsharded

@@ -30,14 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.cli import (
-    Count,
-    InputError,
-    Positive,
-    TextArgs,
-    build,
-    cli,
-)
+from common.cli import Count, InputError, Positive, TextArgs, build, cli
 from common.data import (
     encode_prompts,
     encode_segments,

@@ -133,8 +133,8 @@ class NotFinite(FloatingPointError):
 
 
 def keep_freed_memory():
-    """Lets the process keep what it has freed. By default glibc returns large blocks to the system, and the next
-    micro-batch has to get every page of them anew: PAGES."""
+    """Lets the process keep the memory that it has freed. By default glibc returns large blocks to the system at once,
+    which then has to clear every page of the next micro-batch's activations anew."""
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap, too

@@ -29,8 +29,8 @@ How this differs from the paper: the reference and the reward model never change
 How this differs from TRL's GRPO:
 - The loss has the paper's defaults; sizes are smaller. TRL's loss is the mean over tokens without a KL. If it has one,
   the KL of a token is multiplied by the ratio, which is --unbiased-kl here.
-- Every draw is keyed. Processes, micro-batches and padding change neither responses nor losses, which are divided by
-  what the optimizer step holds in all processes. Each epoch draws new minibatches.
+- Every draw is keyed. But for rounding, processes, micro-batches and padding change neither responses nor losses,
+  which are divided by what the optimizer step holds in all processes. Each epoch draws new minibatches.
 
     accelerate launch algos/grpo.py                                # sums with written steps, on one CPU
     accelerate launch algos/grpo.py --model my_model/ --dataset problems.jsonl --reward my_reward.py:score \
@@ -38,7 +38,9 @@ How this differs from TRL's GRPO:
     torchrun --nproc_per_node 8 algos/grpo.py --model Qwen/Qwen3-0.6B --dataset org/problems:train \
         --reward my_reward.py:score
 
-Dimension key: B episodes, G of them a group, N trained tokens of all episodes, n of a micro-batch, V vocabulary.
+Dimension key: B episodes (of an iteration; in token_weights of an optimizer step), G of them a group, N trained tokens
+of all episodes, n of a micro-batch. A line is what the model reads in one row, here the single example (ids, labels,
+places) of an episode: a label is -100 where a token is not trained, and places says where the others are in (N,).
 """
 
 import sys
@@ -56,7 +58,7 @@ from common.cli import Count, Natural, NonNegative, Positive, RolloutArgs, build
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
-from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs, total
+from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs, summed
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, line_logprobs, score_all
 from common.seeding import rng
@@ -206,8 +208,9 @@ class Rollout(Episodes):
 
 @torch.no_grad()
 def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args):
-    """Samples a response to each query and scores it with policy, reference and reward. Returns the batch, and {metric:
-    mean} of the other columns of the reward."""
+    """Samples a response to each query (B lists of ids, with their rows), and asks policy and reference for its
+    log-probabilities and the reward for its score. Returns the batch, and {metric: mean} of the other columns of the
+    reward."""
     device = accelerator.device
     lm = accelerator.unwrap_model(model)
     # 1. y ~ pi(. | x)
@@ -218,7 +221,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     )  # fmt: skip
     batch = Rollout.of(queries, responses, device)
     # 2. log-probabilities of the policy, log-probabilities of the reference
-    # computed as in training, because sampling rounds differently; if there is one step, it computes them itself
+    # computed as in training, because sampling rounds differently; a single optimizer step computes the policy's itself
     if args.steps_per_iteration > 1:
         batch.logprobs = all_logprobs(accelerator, model, batch, args)
     if ref is not None:
@@ -226,7 +229,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     # 3. the reward of the texts
     outputs = decode(tokenizer, queries, responses.ids, args.stop)
     scores, columns = score_outputs(accelerator, data.reward, tokenizer, outputs, responses)
-    batch.scores = torch.tensor([total(score) for score in scores], dtype=torch.float64, device=device)
+    batch.scores = torch.tensor([summed(score) for score in scores], dtype=torch.float64, device=device)
     batch.truncated = ~torch.tensor(responses.ended, device=device)
     parts = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
     return batch, parts
@@ -236,12 +239,12 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
 def all_logprobs(accelerator, model, batch, args):
     """(N,) log-probabilities of the trained tokens of all responses, on every process."""
 
-    def score(lines):
-        with accelerator.autocast():
+    def logprobs_of(lines):
+        with accelerator.autocast():  # the reference is not prepared: nothing else casts for it
             logprobs, _, _ = line_logprobs(model, lines, args.temperature)
         return {"logprobs": logprobs}
 
-    return score_all(accelerator, batch, args.micro_batch_size, score)["logprobs"]
+    return score_all(accelerator, batch, args.micro_batch_size, logprobs_of)["logprobs"]
 
 
 def rollout_metrics(batch, args):
@@ -271,19 +274,21 @@ def minibatches(accelerator, batch, args, iteration, epoch):
     order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
     has_advantage = (batch.advantages != 0).cpu()
     for rows in order.split(args.batch_size):
-        trained = rows
+        kept = rows
         if args.kl_coef == 0:
-            # without a KL, a row without an advantage has no gradient; another term in the loss would need all rows
-            trained = rows[has_advantage[rows]]
-            if len(trained) == 0:
-                trained = rows[:1]
-        yield rows, batch.micro_batches(accelerator, trained, args.micro_batch_size)
+            # without a KL, an episode without an advantage has no gradient, though it counts in the mean; another term
+            # in the loss would need all episodes
+            kept = rows[has_advantage[rows]]
+            if len(kept) == 0:
+                kept = rows[:1]
+        yield rows, batch.micro_batches(accelerator, kept, args.micro_batch_size)
 
 
 def losses(model, batch, lines, weights, counts, args):
-    """(loss, metrics): this micro-batch's share of the step's loss, and its shares of the iteration's means.
+    """(loss, metrics): this micro-batch's share of the step's loss, in float64 as advantages and weights are, and its
+    shares of the iteration's means.
 
-    weights (B,): of each token of a row in the loss (`token_weights`). counts: how many "steps", "sequences" and
+    weights (B,): of each token of an episode in the loss (`token_weights`). counts: how many "steps", "sequences" and
     "tokens" with an advantage the means of the iteration are over. policy/clipfrac counts tokens whose gradient the
     clip removes. policy/nll is of groups with different scores only, so it is no measure of the entropy.
     """
@@ -292,8 +297,8 @@ def losses(model, batch, lines, weights, counts, args):
     rows = batch.rows[places]
     advantages = batch.advantages[rows]
     weights = weights[rows]
-    # a single step trains the policy that sampled: its log-probabilities are those of this forward pass, and the ratio
-    # is 1, but its gradient is that of the policy
+    # those of the policy that sampled. A single step trains this very policy: they are those of this forward pass, so
+    # the ratio is 1, and the gradient of the ratio is that of log pi.
     logprobs = new_logprobs.detach()
     if batch.logprobs is not None:
         logprobs = batch.logprobs[places]
@@ -333,14 +338,17 @@ def update(run, model, optimizer, batch, args):
     """Epochs of minibatches, with one optimizer step each. Returns metrics: means over the steps, sequences or tokens
     of all epochs."""
     accelerator = run.accelerator
-    lengths = batch.mask.sum(1)
-    trained = int((batch.advantages != 0)[batch.rows].sum())
-    episodes = args.rollout_batch_size * args.ppo_epochs
-    counts = {"steps": run.steps_per_iteration, "sequences": episodes, "tokens": trained * args.ppo_epochs}
-    step = run.step - run.steps_per_iteration  # run.step is the number of steps at the end of this iteration
+    lengths = batch.mask.sum(1)  # (B,) trained tokens of each episode, on the device
+    with_advantage = int((batch.advantages != 0)[batch.rows].sum())  # tokens
+    counts = {
+        "steps": args.steps_per_iteration,
+        "sequences": args.rollout_batch_size * args.ppo_epochs,
+        "tokens": with_advantage * args.ppo_epochs,
+    }
+    step = run.step - args.steps_per_iteration  # run.step is the number of steps at the end of this iteration
     sums = defaultdict(float)
-    weights = torch.zeros_like(batch.advantages)
-    model.train()
+    weights = torch.zeros_like(batch.advantages)  # (B,) of which a step sets and reads its own
+    model.train()  # without dropout, which loading sets to 0
     for epoch in range(args.ppo_epochs):
         for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
             # the mean is over the rows of this step in all processes, not of a micro-batch

@@ -16,7 +16,7 @@ Eq. 9).
 
 How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
 - One function, `line_logprobs`, gives the log-probabilities of rollout, reference and update, temperature included, so
-  the first ratio is 1. Sampled ids are kept, never decoded and tokenised again.
+  the first ratio is 1, to rounding. Sampled ids are kept, never decoded and tokenised again.
 - Whitening, KL and loss are over the response tokens of the global batch: neither micro-batches, processes nor padding
   change them. The score is placed on the last sampled token (the end token where there is one), which is trained.
 
@@ -28,7 +28,8 @@ How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
         --reward my_reward.py:score
 
 Dimension key: B episodes, R trained tokens of a response, N trained tokens of all responses, n of a micro-batch,
-V vocabulary, H hidden size.
+V vocabulary. A line is what the model reads in one row, here the single example (ids, labels, places) of an episode: a
+label is -100 where a token is not trained, and places says where the others are in (N,).
 """
 
 import itertools
@@ -100,10 +101,10 @@ class Args(RolloutArgs):
     score_clip: NonNegative = 0.0
     """Clip scores, after scaling, to [-this, this]; 0: no clipping."""
     missing_eos_penalty: NonNegative = 0.0
-    """Subtract this from the score of a response that ends with neither an end token nor a --stop string; with
-    --rollout, of one that was cut at --max-new-tokens."""
+    """Subtract this, after scaling and clipping, from the score of a response that ends with neither an end token nor a
+    --stop string; with --rollout, of one that was cut at --max-new-tokens."""
     whiten_rewards: bool = False
-    """Divide the token rewards by their standard deviation, without subtracting the mean."""
+    """Scale what the token rewards deviate from their mean to a standard deviation of 1; the mean stays."""
     early_stop_kl: NonNegative = 0.0
     """End an iteration's PPO epochs after one whose mean policy/approxkl exceeds this; 0: never."""
     ratio_threshold: NonNegative = 0.0
@@ -340,8 +341,9 @@ class Rollout(Episodes):
 
 @torch.no_grad()
 def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args):
-    """Samples a response to each query and scores it with policy, reference and reward. Returns the batch, and {metric:
-    mean} of the other columns of the reward."""
+    """Samples a response to each query (B lists of ids, with their rows), and asks policy and reference for its
+    log-probabilities and the reward for its score. Returns the batch, and {metric: mean} of the other columns of the
+    reward."""
     device = accelerator.device
     lm = accelerator.unwrap_model(model).lm
     # 1. y ~ pi(. | x)
@@ -355,9 +357,9 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     )  # fmt: skip
     batch = Rollout.of(queries, responses, device)
     # 2. log-probabilities and values of the policy, log-probabilities of the reference
-    # computed as in training, since sampling rounds differently and the first ratio must be 1
-    score = partial(score_lines, accelerator, model, ref, args.temperature)
-    for name, column in score_all(accelerator, batch, args.micro_batch_size, score).items():
+    # computed as in training, because sampling rounds differently
+    columns_of = partial(read_lines, accelerator, model, ref, args.temperature)
+    for name, column in score_all(accelerator, batch, args.micro_batch_size, columns_of).items():
         setattr(batch, name, column)
     # 3. the reward of the texts
     outputs = decode(tokenizer, queries, responses.ids, args.stop)
@@ -369,7 +371,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     return batch, parts
 
 
-def score_lines(accelerator, model, ref, temperature, lines):
+def read_lines(accelerator, model, ref, temperature, lines):
     """{field of Rollout: (n,)} of a micro-batch, by policy and reference."""
     logprobs, values, entropies = model(lines, temperature=temperature, also=token_entropies)
     with accelerator.autocast():  # ref is not prepared: nothing else casts for it
@@ -473,12 +475,12 @@ def update(run, model, optimizer, batch, args):
     tokens = len(batch.rows)  # that are trained, of all episodes
     # run.step is the number of steps at the end of this iteration. Skipped ones count, too: the schedule follows the
     # episodes.
-    step = run.step - run.steps_per_iteration
+    step = run.step - args.steps_per_iteration
     sums = defaultdict(float)
     epochs = 0
     skipped = 0
     grad_norm = 0.0
-    model.train()
+    model.train()  # without dropout, which loading sets to 0
     for epoch in range(args.ppo_epochs):
         approxkl = 0.0
         for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):

@@ -231,28 +231,30 @@ def generate_all(
     """`Responses` to the queries (lists of ids) of all processes, on every process. Each samples for its share: once
     per query, or as the user's function `rollout(rows, given, sampled)` does (`call_rollout`).
 
-    stream: (name, step). The n-th token that is sampled for row i takes the n-th uniform of (seed, name, step, i).
-    limits: longest response of each row. options: temperature, top_k and top_p of `sample`.
+    stream: (name, number), for rollouts ("rollout", iteration). The n-th token that is sampled for row i, its place in
+    queries, takes the n-th uniform of (seed, name, number, i), however many are drawn at a time. limits: longest
+    response of each row. options: temperature, top_k and top_p of `sample`.
     """
     from accelerate.utils import gather_object
 
-    name, step = stream
+    name, number = stream
     local = local_rows(accelerator, len(queries))
-    prompts = [queries[row] for row in local]
+    own_queries = [queries[row] for row in local]
     if limits is None:
         limits = [max_new_tokens] * len(queries)
     sampled = [[] for _ in local]  # of each row: (context, ids) of every call
 
     def sample_rows(contexts, places, stop=stop):
         """Lists of the ids sampled after contexts (lists of ids) of the rows at places, which count from 0 in this
-        process; [] where a response has reached its limit."""
+        process; [] where a response has reached its limit. Without a rollout function it is called once: nothing is
+        done before, and there is room for the limit."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if len({*places}) < len(places):
             raise InputError("--rollout: a row appears twice in one call of `sample`")
         found = {place: [] for place in places}
         waiting = []
         for place, context in zip(places, contexts, strict=True):
-            room = len(prompts[place]) + int(limits[local[place]]) - len(context)
+            room = len(own_queries[place]) + int(limits[local[place]]) - len(context)
             if room > 0:
                 waiting.append((place, context, room))
         # the longest first, so that a lack of memory shows at once
@@ -263,7 +265,7 @@ def generate_all(
             draws = []
             for place in own:
                 done = sum(len(ids) for _, ids in sampled[place])
-                draws.append(uniforms(seed, name, step, [local[place]], done + max(rooms))[0, done:])
+                draws.append(uniforms(seed, name, number, [local[place]], done + max(rooms))[0, done:])
             draws = torch.stack(draws).to(accelerator.device)
             found |= zip(own, sample(lm, tokenizer, texts, draws, rooms, stop, **options), strict=True)
         for place, context in zip(places, contexts, strict=True):
@@ -273,21 +275,21 @@ def generate_all(
     autocast_type = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     with for_sampling(lm, autocast_type), accelerator.autocast():
         if rollout is None:
-            responses = [[(ids, True)] for ids in sample_rows(prompts, range(len(local)))]
+            responses = [[(ids, True)] for ids in sample_rows(own_queries, range(len(local)))]
         else:
             own_rows = [rows[row] for row in local]
             given = {
                 "sample": sample_rows,
-                "prompt_ids": prompts,
+                "prompt_ids": own_queries,
                 "prompts": [row["prompt"] for row in own_rows],
                 "tokenizer": tokenizer,
-                "seeds": [int(rng(seed, f"{name} seeds", step, row).integers(2**32)) for row in local],
+                "seeds": [int(rng(seed, f"{name} seeds", number, row).integers(2**32)) for row in local],
                 "model": lm,
                 "temperature": options["temperature"],
                 "max_new_tokens": max_new_tokens,
             }
             # the same in a continued run, and different in each process
-            seed_libraries(int(rng(seed, f"{name} libraries", step, accelerator.process_index).integers(2**32)))
+            seed_libraries(int(rng(seed, f"{name} libraries", number, accelerator.process_index).integers(2**32)))
             responses, columns = on_each(accelerator, rollout, own_rows, given, sampled)
             added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
             rows = [row | new for row, new in zip(rows, gather_object(added), strict=False)]
@@ -375,7 +377,7 @@ def score_outputs(accelerator, reward, tokenizer, outputs, responses):
     return scores, {}
 
 
-def total(score):
+def summed(score):
     """A score, or the sum of a list with one score per token."""
     return sum(score) if isinstance(score, list) else score
 
@@ -398,7 +400,7 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=N
     if reward is not None:
         scores, columns = score_outputs(accelerator, reward, tokenizer, outputs, responses)
         stop_if([f"--reward and --metric both return {key!r}: choose another name" for key in values.keys() & columns])
-        values |= {"reward": list(map(total, scores)), **columns}
+        values |= {"reward": list(map(summed, scores)), **columns}
     if rollout is not None:  # to be read: what is not trained in brackets
         outputs = list(map(partial(marked, tokenizer), responses.ids, responses.trained))
     means = {name: sum(column) / len(column) for name, column in values.items()}

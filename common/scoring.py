@@ -33,10 +33,9 @@ def line_logprobs(model, lines, temperature=1.0, also=None):
     """(logprobs (N,), states (N, H), others (N,) or None) of the tokens with a label, as `token_logprobs` computes
     them, line by line. A line is a list of examples (ids, labels, ...); a label is the id itself, or -100.
 
-    No mask is passed to a decoder. Padding is on the right, where no token sees it, and without a cache transformers
-    keeps apart what begins at position 0 (its masking_utils.py). Without positions it numbers the tokens of a line, so
-    they are passed only for lines of several examples. An encoder-decoder has one example in a line, padded as in
-    sampling.
+    No mask is passed to a decoder: padding is on the right, where no token sees it, and without a cache transformers
+    keeps apart what begins at position 0 (its masking_utils.py). An encoder-decoder has one example in a line, padded
+    as in sampling.
     """
     lm = getattr(model, "module", model)
     if lm.config.is_encoder_decoder:
@@ -48,9 +47,7 @@ def line_logprobs(model, lines, temperature=1.0, also=None):
         labels = pad_rows(row_labels, -100, begins)
     else:
         ids, positions, labels = collate(lines, 0)
-        columns = {"input_ids": ids}
-        if any(len(line) > 1 for line in lines):
-            columns["position_ids"] = positions
+        columns = {"input_ids": ids, "position_ids": positions}
     first = int((labels != -100).any(0).int().argmax()) or labels.shape[1] - 1  # no label at all: one position
     places = (labels[:, first:] != -100).flatten().nonzero()[:, 0].to(lm.device)
     *inputs, labels = torch.stack([*columns.values(), labels]).to(lm.device)  # one copy to a GPU
@@ -173,9 +170,10 @@ def score_all(accelerator, episodes, micro_batch_size, score):
 
 
 def split_lines(accelerator, examples, batch_size, packing=False):
-    """The micro-batches of this process: lists of at most batch_size lines of similar lengths, which are lists of
-    examples (ids, labels, ...). Every process has the same number of lines, since it takes part in every exchange of
-    gradients: one that lacks a line gets one without labels. packing: a line may hold several examples (`in_lines`)."""
+    """The micro-batches of this process: lists of at most batch_size lines, which are lists of examples (ids, labels,
+    ...): one each, or with packing several (`in_lines`). The lines of all processes are sorted by length, so that there
+    is little padding, and dealt out in turn. Every process has the same number, since it takes part in every exchange
+    of gradients: one that lacks a line gets one without labels."""
     lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
     lines.sort(key=line_length)
     while len(lines) % accelerator.num_processes:

@@ -66,7 +66,7 @@ from common.cli import (
 from common.data import load_rows, load_sets, local_rows, set_flag, set_prefix, texts
 from common.launch import accumulate, on_main, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
-from common.model import loading, quiet_libraries
+from common.model import loading
 from common.seeding import rng, stream_rows
 from common.terminal import screen, visible
 
@@ -568,7 +568,7 @@ def read(args):
     """The rows and functions named by the flags."""
     reward = load_function(args.reward, "--reward")
     metric = load_function(args.metric, "--metric")
-    rows = with_prompts(load_rows(build(args.dataset, "--dataset"), "--dataset"), "--dataset")
+    rows = with_prompts(load_rows(args.dataset, "--dataset"), "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     for name, members in eval_sets.items():
         eval_sets[name] = with_prompts(members, set_flag(name))
@@ -614,7 +614,6 @@ def load(args, path, device):
 def load_pipeline(args, path):
     """The Stable Diffusion pipeline, frozen, with a DDIM scheduler of its own noise schedule. An object is changed in
     place, and keeps its type of weights."""
-    quiet_libraries()
     from diffusers import DiffusionPipeline, StableDiffusionPipeline
     from diffusers.utils import logging as diffusers_logging
 

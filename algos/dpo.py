@@ -57,7 +57,7 @@ from common.data import (
 )
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
-from common.model import can_pack, end_tokens, load_lm, make_reference, max_positions, packing_problem, unsharded
+from common.model import can_pack, end_tokens, load_lm, make_reference, max_positions, unsharded
 from common.sampling import evaluate_samples, read_data
 from common.scoring import line_logprobs, pair_length, score_pairs, split_rows
 
@@ -497,7 +497,7 @@ def main(args):
     ref = None
     if args.ref_model is not None or not (args.precompute_ref or args.reference_free):
         ref = make_reference(args, ref_path, lm, tokenizer)
-    ref_packing = packing and (ref is None or packing_problem(ref) is None)
+    ref_packing = packing and (ref is None or can_pack(ref, packing, run.say))
     optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer, ref)
     reference = Reference(accelerator, ref or lm, tokenizer, data, ref_packing, args)

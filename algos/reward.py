@@ -59,7 +59,6 @@ from common.model import (
     load_pretrained,
     max_positions,
     raise_heads,
-    scores_tokens,
     train_adapters,
     unsharded,
 )
@@ -267,7 +266,7 @@ class Data:
 
 def read(args):
     """The rows named by the flags."""
-    rows = load_rows(build(args.dataset, "--dataset"), "--dataset")
+    rows = load_rows(args.dataset, "--dataset")
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     return Data(rows, eval_sets)
 
@@ -346,7 +345,7 @@ def main(args):
     lm, tokenizer, new_head = load(args, path, accelerator.device)
     max_length = min(args.max_length, max_positions(lm) or args.max_length)
     encode(data, tokenizer, max_length)
-    packing = scores_tokens(lm) and can_pack(lm, args.packing, run.say)
+    packing = hasattr(lm, "score") and can_pack(lm, args.packing, run.say)
     optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer)
     score = functools.partial(pair_scores, model, packing)

@@ -28,30 +28,30 @@ ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MU
 
 
 def load_rows(data, flag):
-    """Rows as a list of dicts with equal columns, from a list, a local file or `org/name:split` on the hub."""
+    """Rows as a list of dicts with equal columns, of a list, a file, a data set of the hub, or a function that makes
+    one of these. Call it before Accelerator(), as `build`."""
     screen.show(f"reading {flag}")
+    data = build(data, flag)
     rows = data
     if isinstance(data, str):
         try:
-            rows = read_rows(data, spec_path(data))
+            rows = read_rows(data)
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
-    if isinstance(rows, dict):
-        raise InputError(f"{flag} is a mapping of {', '.join(map(str, rows)):.60}: give a list of rows, or one split")
     rows = list(rows)
     if not rows:
         raise InputError(f"{flag} {data!s:.60} has no rows")
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise InputError(f"{flag} row {number} is {row!r:.60}: expected a mapping such as {{'prompt': ...}}")
-        for column in sorted(row.keys() ^ rows[0].keys(), key=str):
-            other = "lacks" if column in rows[0] else "has"
-            raise InputError(f"{flag} row {number} {other} the column {column!r}, unlike row 1: all rows need the same")
+        if row.keys() != rows[0].keys():
+            raise InputError(f"{flag} row {number} has the columns {', '.join(map(str, row))}, unlike row 1")
     return rows
 
 
-def read_rows(name, path):
-    """The rows of a saved directory or a file at path, else of a file elsewhere or a hub data set."""
+def read_rows(name):
+    """The rows of a file, a directory saved by datasets, or `org/name:split` on the hub."""
+    path = spec_path(name)
     if path and path.suffix == ".jsonl":
         rows = []
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -74,8 +74,8 @@ def read_rows(name, path):
 
 
 def load_sets(spec, flag):
-    """{name: rows} of the evaluation sets; a single one is named "". Several are a mapping, or sources separated by
-    commas and named by file stem, split or function. Without a spec there are none."""
+    """{name: rows} of the evaluation sets. A single one is named "". Several are a mapping, or sources separated by
+    commas, which are named by file stem, split or function."""
     if not spec:
         return {}
     sets = {}
@@ -89,7 +89,7 @@ def load_sets(spec, flag):
         sets = build(spec, flag)
     if not isinstance(sets, dict):
         sets = {"": sets}
-    return {name: load_rows(build(data, flag), f"{flag} {name}".strip()) for name, data in sets.items()}
+    return {name: load_rows(data, f"{flag} {name}".strip()) for name, data in sets.items()}
 
 
 def set_prefix(name):
@@ -103,7 +103,7 @@ def set_flag(name):
 
 
 def texts(rows, column, flag):
-    """The strings of a column. InputError for other values, and for half a surrogate pair, which no tokenizer takes."""
+    """The strings of a column. Refuses other values, and half a surrogate pair, which no tokenizer takes."""
     if column not in rows[0]:
         raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {column}")
     for number, row in enumerate(rows, 1):
@@ -127,14 +127,14 @@ def messages_in(row, column):
 
 
 def messages_of(row, column):
-    """The messages in a column of a row; anything but a list is put in one, which `chat_text` refuses."""
+    """The same, for `chat_text` to refuse what is not a list."""
     part = row.get(column)
     return part if isinstance(part, list) else [part]
 
 
 def chat_text(tokenizer, messages, where, tools=None, answering=False, marked=False):
-    """The messages, which end with an answer, as rendered by the chat template. answering: up to where the assistant
-    answers. marked: MARK replaces {% generation %} and {% endgeneration %}."""
+    """The messages as rendered by the chat template. They end with an answer, or with answering where one begins.
+    marked: MARK replaces {% generation %} and {% endgeneration %}."""
     for message in messages if isinstance(messages, list) and messages else [None]:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
@@ -186,8 +186,7 @@ def added(text, beginning, where):
 
 
 def row_segments(rows, tokenizer, flag):
-    """The texts of each row in parts, alternately not trained and trained; the first may be empty. Trained parts are a
-    text, a completion, a dialogue's outputs, and the answers of a chat or of its completion."""
+    """The text of each row in parts, alternately not trained and trained; the first may be empty."""
     columns = rows[0].keys()
     if "messages" in columns:
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
@@ -204,16 +203,15 @@ def row_segments(rows, tokenizer, flag):
 
 
 def dialogue(turns, where):
-    """The texts of a dialogue, with as many outputs as prompts."""
+    """The texts of a dialogue, as many prompts as outputs."""
     if not isinstance(turns, list) or not turns or len(turns) % 2:
         raise InputError(f"{where}: 'dialogue' must be a list prompt, output, prompt, output, ...")
     return texts([{"dialogue": turn} for turn in turns], "dialogue", f"{where}, part of")
 
 
 def pair_texts(rows, tokenizer, flag):
-    """[(prompt, chosen, rejected)] as texts; a chat template wrote those of `is_chat(rows, ["chosen"])`.
-    Without a prompt column, or with a text there and chats elsewhere, the prompt is what chosen and rejected have in
-    common: messages, or for texts what `split_pair` says. If they have nothing in common it is ""."""
+    """[(prompt, chosen, rejected)] as texts. Without a prompt column, or with a text there and chats elsewhere, the
+    prompt is what chosen and rejected have in common, or ""."""
     if is_chat(rows, ["chosen"]):
         return [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
     sides = [texts(rows, side, flag) for side in SIDES]
@@ -224,8 +222,8 @@ def pair_texts(rows, tokenizer, flag):
 
 def split_pair(chosen, rejected):
     """(prompt, chosen, rejected) of two texts. The prompt is their common beginning, up to the last "Assistant:" or
-    "### Response:" at the start of a line (upper or lower case), so words that both answers share stay out. Without a
-    marker, it goes up to a whole word; a space belongs to the next one."""
+    "### Response:" at the start of a line, so that words which both answers share stay out. Without such a marker it
+    goes up to a whole word; a space belongs to the next one."""
     common = os.path.commonprefix([chosen, rejected])
     words = re.match(r"(.*\S(?=\s))?", common, re.DOTALL)
     end = [words, *ANSWER_MARKER.finditer(common)][-1].end()
@@ -233,7 +231,7 @@ def split_pair(chosen, rejected):
 
 
 def chat_pair(tokenizer, row, where):
-    """(prompt, chosen, rejected) of a row of chats, as rendered by the chat template."""
+    """(prompt, chosen, rejected) of a row of chats, as texts."""
     tools = row.get("tools")
     begin = messages_in(row, "prompt")
     whole = [chat_text(tokenizer, [*begin, *messages_of(row, side)], where, tools) for side in SIDES]
@@ -246,7 +244,7 @@ def chat_pair(tokenizer, row, where):
 
 
 def prompt_messages(row):
-    """The prompt of a row of chats: its column, or the beginning shared by both, up to where both have an answer."""
+    """The prompt of a row of chats: its column, or the beginning that both share, up to where both have an answer."""
     if prompt := messages_in(row, "prompt"):
         return prompt
     shared = 0
@@ -267,9 +265,9 @@ def have_bos(tokenizer, texts):
 
 
 def tokenize(tokenizer, texts, special_tokens, end, target=False):
-    """Ids of each text. end says what becomes of the end token, which some tokenizers append to every text: "never": it
-    is removed, while a text's own stays; "once": every text has one; "template": ids are left as they are.
-    special_tokens: the tokenizer adds its own. target: what an encoder-decoder writes."""
+    """Ids of each text. end says what becomes of the end token, which some tokenizers append: "never": it is removed,
+    while a text's own stays; "once": every text has one; "template": ids are left as they are. special_tokens: the
+    tokenizer adds its own. target: what an encoder-decoder writes."""
     column = "text_target" if target else "text"
     encoded = tokenizer(**{column: texts}, add_special_tokens=special_tokens)["input_ids"]
     eos = tokenizer.eos_token_id
@@ -294,12 +292,9 @@ def row_ends(tokenizer):
 
 
 def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
-    """(rows, queries) without rows whose prompt has more than max_length tokens; queries are token ids.
-
-    A chat prompt becomes its text up to where the assistant answers; an empty prompt becomes the beginning token.
-    limit: the positions that the model has, or None; a prompt whose response would not fit is an error. encoder: the
-    model has an encoder, which reads the prompt with the ending that the tokenizer adds.
-    """
+    """(rows, ids of their prompts) without rows whose prompt has more than max_length tokens. A chat becomes its text,
+    and an empty prompt the beginning token. limit: the positions of the model, or None; a prompt whose response would
+    not fit is an error. encoder: the model has one, which reads the prompt as the tokenizer ends it."""
     chat = is_chat(rows, ["prompt"])
     if chat:
         prompts = []
@@ -337,11 +332,9 @@ def beginning(tokenizer, where):
 
 def encode_segments(rows, tokenizer, flag, encoder=False):
     """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
-
-    The segments of a row are tokenised together, except for an encoder. A segment begins at the longest common prefix
-    with the tokens of what precedes it, so a merge across the boundary belongs to the later segment. An empty prompt
-    becomes the beginning token. The end token is appended once; in a chat the template ends the turns.
-    """
+    The segments are tokenised together, except for an encoder. One begins where the tokens differ from those of what
+    precedes it, so a merge across the boundary belongs to the later segment. An empty prompt becomes the beginning
+    token. The end token is appended once; in a chat the template ends the turns."""
     if encoder:
         yield from encode_apart(rows, tokenizer, flag)
         return
@@ -377,7 +370,7 @@ def encode_apart(rows, tokenizer, flag):
 
 
 def marked(tokenizer, ids, is_trained):
-    """The text of a row, [what is not trained] in brackets. is_trained: for each token, whether it is."""
+    """The text of a row, [what is not trained] in brackets. is_trained: a bool for each token."""
     text = ""
     for trained, pairs in itertools.groupby(zip(ids, is_trained, strict=True), lambda pair: pair[1]):
         piece = visible(tokenizer.decode([token for token, _ in pairs]))
@@ -388,7 +381,7 @@ def marked(tokenizer, ids, is_trained):
 
 
 def untrained_end(tokenizer, ends, trained):
-    """A warning where none of the rows of trained ids holds one of the tokens that end a response."""
+    """[a warning] if none of the rows of trained ids holds one of the tokens that end a response, else []."""
     if any(not set(ends).isdisjoint(ids) for ids in trained):
         return []
     named = " or ".join(tokenizer.convert_ids_to_tokens(ends))

@@ -1,8 +1,8 @@
 """Loads pretrained models: weights and tokenizers, 4 bits, frozen blocks, references, adapters, classifiers.
 
-Every model is one that transformers finds by its configuration, without a branch for any architecture. It keeps its
-class. LoRA adapters (arXiv 2106.09685) are peft's layers inserted into the model: peft's own wrapper has other weight
-names, and lacks the attention, blocks and export of a transformers model.
+Every model is one that transformers finds by its configuration, without a branch for any architecture. LoRA adapters
+(arXiv 2106.09685) are peft's layers inserted into the model: peft's own wrapper has other names of weights, and lacks
+the methods of a transformers model.
 """
 
 import contextlib
@@ -30,13 +30,11 @@ from common.terminal import screen
 def load_pretrained(auto_class, args, path, flag, **keywords):
     """(model, tokenizer, names of weights missing from the files), loaded by the transformers class named auto_class.
 
-    path: a directory, a hub id, a LoRA adapter in one of these, or a model. flag names it in errors; --revision is that
-    of --model, since other flags name other repositories. keywords go to from_pretrained. Raises InputError.
+    path: a directory, a hub id, a LoRA adapter in one of these, or a model. keywords go to from_pretrained. --revision
+    is that of --model, since other flags name other repositories.
     """
     import transformers
 
-    quiet_libraries()
-    screen.show(f"loading {flag}")
     if isinstance(path, str | Path):
         path = str(spec_path(str(path)) or path)
     revision = args.revision if flag == "--model" else None
@@ -64,8 +62,13 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Inside, an exception becomes an InputError with the library's message. Refuses a path that does not exist, and a
-    run directory given instead of its model."""
+    """Inside, libraries are quiet, and an exception becomes an InputError with its message. Refuses a path that does
+    not exist, and a run directory given instead of its model."""
+    from transformers.utils import logging
+
+    screen.show(f"loading {flag}")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     if isinstance(name, str):
         is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
         if is_path and not spec_path(name):  # the library's message would be about hub names
@@ -78,16 +81,8 @@ def loading(flag, name):
         raise InputError(f"{flag} {name} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
-def quiet_libraries():
-    """Makes libraries print only errors, and no progress bars."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
 def load_tokenizer(args, path, base, revision):
-    """The tokenizer of --tokenizer or of the model; of the base if an adapter has none; an object unchanged."""
+    """The tokenizer of --tokenizer or of the model, or that of its base if an adapter has none."""
     from transformers import AutoTokenizer
 
     source = args.tokenizer or getattr(path, "name_or_path", path)
@@ -103,9 +98,8 @@ def load_tokenizer(args, path, base, revision):
 
 
 def load_weights(auto_class, path, base, revision, keywords):
-    """(model, sorted names of weights missing from the files); an object is returned unchanged. An adapter is put on
-    its base here, not by from_pretrained, which would ask the base's repository for the adapter's revision and does not
-    report weights missing from the base."""
+    """(model, sorted names of weights missing from the files). Puts an adapter on its base: from_pretrained would ask
+    the base's repository for the adapter's revision, and would not report weights missing from the base."""
     if not isinstance(path, str):
         if keywords["attn_implementation"]:
             path.set_attn_implementation(keywords["attn_implementation"])
@@ -131,7 +125,7 @@ def load_weights(auto_class, path, base, revision, keywords):
 
 
 def repaired(model, args):
-    """The model without peft's wrapper, ready to be trained: no dropout, and every row of embeddings has a gradient."""
+    """The model without peft's wrapper and without dropout; every row of its embeddings has a gradient."""
     if hasattr(model, "get_base_model"):  # of peft's own class
         model = model.get_base_model()
         model._hf_peft_config_loaded = True
@@ -154,8 +148,7 @@ def repaired(model, args):
 
 
 def check_model(model, tokenizer, missing, is_lm):
-    """ValueError for weights that would be random, be lost in an export, or fail late. missing: names of weights; a
-    classifier may lack them."""
+    """Raises ValueError for weights that would be random, be lost in an export, or fail late."""
     adapters = getattr(model, "peft_config", {}).values()
     for adapter in adapters:
         is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
@@ -178,12 +171,10 @@ def check_model(model, tokenizer, missing, is_lm):
 
 def adapter_base(path, revision=None):
     """The base model of a LoRA adapter in a directory or on the hub; None if path is not an adapter."""
-    if not isinstance(path, str):
-        return None
-    from transformers.utils.peft_utils import find_adapter_config_file
+    from transformers.utils.peft_utils import find_adapter_config_file  # importing peft takes seconds
 
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        config = find_adapter_config_file(path, revision=revision)
+    with contextlib.suppress(OSError, TypeError, ValueError, KeyError):  # TypeError: of an object
+        config = find_adapter_config_file(spec_path(path) or path, revision=revision)
         return config and json.loads(Path(config).read_text())["base_model_name_or_path"]
 
 
@@ -212,7 +203,7 @@ def load_lm(args, path, device):
 
 
 def end_tokens(lm):
-    """Ids of the tokens that end a response. Instruction-tuned models end turns and documents with different tokens."""
+    """Ids of the tokens that end a response: instruction-tuned models end turns and documents differently."""
     ends = lm.generation_config.eos_token_id
     if ends is None:
         return []
@@ -228,8 +219,8 @@ def load_decoder(directory, **options):
 
 @contextlib.contextmanager
 def saved_heads(path, name, revision=None, required=False):
-    """Gives the weights {name: tensor} in the file that a model has beside it, in a directory or on the hub; without
-    such a file {}, or if required OSError. Inside, weights that do not fit become an InputError."""
+    """Gives the weights {name: tensor} in a file beside the model; without such a file {}, or if required OSError.
+    Inside, weights that do not fit become an InputError."""
     from transformers.utils import cached_file
 
     found = None
@@ -243,8 +234,7 @@ def saved_heads(path, name, revision=None, required=False):
 
 
 def make_reference(args, path, lm, tokenizer):
-    """The model of --ref-model, or the policy as it is now, without gradients. It shares the memory of untrained
-    weights. InputError if the model differs in kind or vocabulary."""
+    """The model of --ref-model, or the policy as it is now, without gradients. Frozen weights share their memory."""
     if path:
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
@@ -283,8 +273,8 @@ def blocks(lm):
 
 
 def freeze(lm, num_layers_unfrozen):
-    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything), without the routers of
-    experts. InputError if 16-bit weights would be trained."""
+    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything), and never the routers
+    of experts."""
     if num_layers_unfrozen >= 0:
         layers = blocks(lm)
         if num_layers_unfrozen > len(layers):
@@ -381,11 +371,12 @@ class Seq2Seq:
 
 
 def as_decoder(lm):
-    """The model as the scripts call it: an encoder-decoder wrapped in Seq2Seq, a decoder unchanged. plain_output: see
-    `token_logprobs`. InputError for a decoder whose result changes with padding on the left."""
+    """The model as the scripts call it: an encoder-decoder becomes a Seq2Seq. plain_output: see `token_logprobs`.
+    InputError for a decoder that cannot sample rows of different lengths."""
     if not lm.config.is_encoder_decoder:
-        if problem := padding_problem(lm):
-            raise InputError(f"--model {lm.name_or_path}: {problem}, so rows of different lengths cannot be sampled")
+        if reads_padding(lm):
+            problem = "its layers read the padding before a row, so rows of different lengths cannot be sampled"
+            raise InputError(f"--model {lm.name_or_path}: {problem}")
     elif not isinstance(lm, Seq2Seq):
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
     lm.plain_output = has_plain_output(lm)
@@ -396,16 +387,14 @@ def as_decoder(lm):
 
 
 def train_adapters(lm, args, heads=()):
-    """Trains only LoRA adapters, if there are any: new ones at --lora-targets, which change nothing before the first
-    update (B is zero), or those of --model. heads: modules trained and saved with them. Adapters are at least float32,
+    """Trains only LoRA adapters, if there are any: new ones, or those of --model. New ones change nothing before the
+    first update, since B is zero. heads: modules that are trained and saved with them. Adapters are at least float32,
     because small updates would be lost in bfloat16."""
     is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
     if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
         raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
     if args.load_in_4bit and not (args.lora_r or is_loaded):
         raise InputError("--load-in-4bit: 4-bit weights cannot be trained: add --lora-r")
-    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
-        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
         add_adapters(lm, args, heads)
     elif not is_loaded:
@@ -421,7 +410,7 @@ def train_adapters(lm, args, heads=()):
 
 
 def add_adapters(lm, args, heads):
-    """Inserts new adapters into lm. InputError for a target that it lacks, which peft would skip if others exist."""
+    """Inserts new adapters. InputError for a target that lm lacks, which peft would skip if others exist."""
     from peft import LoraConfig
 
     task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
@@ -438,10 +427,7 @@ def add_adapters(lm, args, heads):
         raise InputError("--model is an object without name_or_path, by which adapters find their base: set it")
     if os.path.isdir(lm.name_or_path):  # so that it is found from any directory
         lm.name_or_path = os.path.realpath(lm.name_or_path)
-    try:
-        lm.add_adapter(config)
-    except ValueError as error:
-        raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
+    lm.add_adapter(config)
 
 
 @contextlib.contextmanager
@@ -474,15 +460,15 @@ def for_sampling(lm, dtype=None):
 
 
 class RewardModel:
-    """A sequence classifier, or a LoRA adapter for one, as the reward: the logit of its only label, or of the label in
-    `path:label`. Weights that the policy lm also has and does not train are shared with it."""
+    """A sequence classifier, or a LoRA adapter for one: its score is the logit of its only label, or of that named in
+    `path:label`. It shares the memory of weights that the policy lm also has and does not train."""
 
     def __init__(self, args, lm):
         path = args.reward
         label = None
         if not spec_path(path):
             path, _, label = path.partition(":")
-        is_adapter = adapter_base(str(spec_path(path) or path)) is not None
+        is_adapter = adapter_base(path) is not None
         args = copy.copy(args)
         args.load_in_4bit &= is_adapter
         vars(args).update(tokenizer=None, attn_implementation=None, template_options=())  # which are about --model
@@ -575,8 +561,9 @@ def classifier_logits(model, lines):
     ids. A decoder takes several texts per line and is read at the last token of each, whatever its configuration calls
     padding. Other models take one text per line and find its end themselves, some by padding."""
     lm = getattr(model, "module", model)
+    is_decoder = hasattr(lm, "score")  # a head that scores every token, of which transformers takes one
     pad = 0
-    if not scores_tokens(lm):
+    if not is_decoder:
         used = set().union(*itertools.chain(*lines))
         pad = min({*range(len(used) + 1)} - used)
     lm.config.get_text_config().pad_token_id = pad  # without one, transformers refuses several rows
@@ -584,7 +571,7 @@ def classifier_logits(model, lines):
     ids, positions, is_end = collate(examples, pad, no_label=False)
     ends = is_end.flatten().nonzero()[:, 0].to(lm.device)  # while it is on the CPU: a GPU would wait
     ids = ids.to(lm.device)
-    if not scores_tokens(lm):
+    if not is_decoder:
         mask = is_end.long().flip(1).cumsum(1).flip(1).to(lm.device)  # 1 up to the end
         return model(input_ids=ids, attention_mask=mask).logits
 
@@ -598,15 +585,10 @@ def classifier_logits(model, lines):
     return logits[0].view(len(ends), -1)
 
 
-def scores_tokens(lm):
-    """Whether the classifier is a decoder, whose head scores every token, of which transformers takes one."""
-    return hasattr(lm, "score")
-
-
 # ---- What the architecture allows ------------------------------------------------------------------------------------
 #
 # Rows do not affect each other if the gradient of one with respect to the embeddings of another is exactly zero. A few
-# tokens show this, without a list of architectures. `*_problem` says in words what is in the way, or returns None.
+# tokens show this, without a list of architectures.
 
 
 @torch.no_grad()
@@ -629,34 +611,28 @@ def autocast_on_gpu(lm):
     return torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.device.type == "cuda")
 
 
-def padding_problem(lm):
-    """Why masked padding on the left of a row changes its result, or None."""
+def reads_padding(lm):
+    """Whether masked padding on the left of a row changes its result."""
     row = torch.arange(9) >= 4
     positions = (row.long().cumsum(0) - 1).clamp(min=0)
-    if leaks(lm, ~row, row, attention_mask=row.long(), position_ids=positions):
-        return "its layers read the padding before a row"
-    return None
-
-
-def packing_problem(lm):
-    """Why rows in one line, told apart by positions that start again at 0, affect each other, or None."""
-    if "flash" in str(lm.config._attn_implementation):
-        return "flash attention reads such positions only if there is a single line"
-    first = torch.arange(9) < 4
-    positions = torch.tensor([*range(4), *range(5)])
-    if leaks(lm, first, ~first, position_ids=positions):
-        return "its layers carry over from one row into the next"
-    return None
+    return leaks(lm, ~row, row, attention_mask=row.long(), position_ids=positions)
 
 
 def can_pack(lm, packing, say):
-    """Whether a line may hold several texts: with packing on, if the model's layers keep them apart. Says why not."""
+    """Whether a line may hold several texts: with packing on, if the model's layers keep apart what begins at position
+    0. Says why not."""
     if not packing or lm.config.is_encoder_decoder:
         return False
-    problem = packing_problem(lm)
+    problem = None
+    first = torch.arange(9) < 4
+    positions = torch.tensor([*range(4), *range(5)])
+    if "flash" in str(lm.config._attn_implementation):
+        problem = "flash attention reads such positions only if there is a single line"
+    elif leaks(lm, first, ~first, position_ids=positions):
+        problem = "its layers carry over from one row into the next"
     if problem:
         say(f"--packing is off: {problem}")
-    return not problem
+    return problem is None
 
 
 def leaks(lm, sources, readers, **inputs):

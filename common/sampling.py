@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from common.cli import InputError, build, call_metric, call_reward, call_rollout, load_function, stop_if
+from common.cli import InputError, call_metric, call_reward, call_rollout, load_function, stop_if
 from common.data import (
     encode_prompts,
     is_chat,
@@ -86,7 +86,7 @@ def read_prompts(dataset, eval_dataset, reward, metric, rollout):
     if not isinstance(reward, str) or re.search(r"\.py(:|$)", reward):
         reward_function = partial(call_reward, load_function(reward, "--reward"), reward)
     rollout_function = load_function(rollout, "--rollout")
-    rows = load_rows(build(dataset, "--dataset"), "--dataset")
+    rows = load_rows(dataset, "--dataset")
     eval_sets = load_sets(eval_dataset, "--eval-dataset")
     return Prompts(
         rows,
@@ -101,11 +101,11 @@ def read_data(dataset, eval_dataset, eval_prompts, metric):
     """(rows, evaluation sets, rows that evaluations sample from, metric) that the flags of training on texts name. The
     third are those of --eval-prompts, or with a metric those of the first evaluation set."""
     function = load_function(metric, "--metric")
-    rows = load_rows(build(dataset, "--dataset"), "--dataset")
+    rows = load_rows(dataset, "--dataset")
     eval_sets = load_sets(eval_dataset, "--eval-dataset")
     prompts = []
     if eval_prompts is not None:
-        prompts = load_rows(build(eval_prompts, "--eval-prompts"), "--eval-prompts")
+        prompts = load_rows(eval_prompts, "--eval-prompts")
     elif function:
         prompts = next(iter(eval_sets.values()), [])
     if function and not (prompts and ("prompt" in prompts[0] or is_chat(prompts, ["chosen"]))):

@@ -63,7 +63,7 @@ CASES = {
     ),
     52: ("files: empty, invalid line, byte order mark, CRLF, blank lines, gz", "error with file and line, or works"),
     53: ("one row; fewer rows than a batch; not a multiple", "works"),
-    54: ("a directory saved by datasets; one with several splits", "works; error that lists them"),
+    54: ("a directory saved by datasets; one with several splits", "works; error"),
     55: ("a hub id offline; a misspelt path", "error"),
     56: ("a split that is not there", "error"),
     57: ("flags out of range, misspelt, of another type; YAML: unknown, doubled, 1e-3", "error with the flag; works"),

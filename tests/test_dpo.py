@@ -219,7 +219,7 @@ def test_long_bfloat16_responses_are_summed_in_float32(build_model):
 
 def test_a_reference_whose_layers_mix_rows_is_asked_alone(monkeypatch, gpt2_dir, tiny_dirs, tmp_path, capsys):
     """As for the policy in test_architectures.py."""
-    monkeypatch.setattr(dpo, "packing_problem", lambda lm: "its layers read on")
+    monkeypatch.setattr(dpo, "can_pack", lambda lm, packing, say: lm.config.model_type == "gpt2")
     calls = recorded(monkeypatch, dpo, "pair_logprobs")
     flags = {"ref_model": tiny_dirs["llama"], "eval_dataset": HELD_OUT, "total_steps": 1}
     run_dpo(gpt2_dir, tmp_path / "run", **flags)

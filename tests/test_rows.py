@@ -640,7 +640,7 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
         assert load_rows(name, "--dataset") == LINES, name
     assert load_rows("row*.jsonl", "--dataset") == LINES
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk("splits")
-    with refused("--dataset is a mapping of train, test: give a list of rows, or one split$"):
+    with refused("--dataset row 1 is 'train': expected a mapping"):
         load_rows("splits", "--dataset")
 
 
@@ -673,7 +673,7 @@ def test_evaluation_sets(tmp_path, monkeypatch):
         assert found == expected and list(found) == list(expected), spec
     with refused("--eval-dataset .*: two sets have the same name"):
         load_sets("easy.jsonl,./easy.jsonl", "--eval-dataset")
-    with refused("--eval-dataset x row 2 lacks the column .text., unlike row 1: all rows need the same$"):
+    with refused("--eval-dataset x row 2 has the columns x, unlike row 1$"):
         load_sets({"y": EASY, "x": [*EASY, {"x": 1}]}, "--eval-dataset")
 
 

@@ -408,19 +408,17 @@ def line_length(line):
 
 def pack(lengths, max_length):
     """Best-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
-
-    def used(line):
-        return sum(lengths[i] for i in line)
-
     lines = []
-    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for i in longest_first:
-        room = max_length - lengths[i]
-        fitting = [line for line in lines if used(line) <= room]
-        if fitting:
-            max(fitting, key=used).append(i)
-        else:
-            lines.append([i])
+    rooms = []  # how many tokens are left in each line
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [place for place, room in enumerate(rooms) if room >= lengths[i]]
+        if not fitting:
+            fitting = [len(lines)]
+            lines.append([])
+            rooms.append(max_length)
+        fullest = min(fitting, key=lambda place: rooms[place])
+        lines[fullest].append(i)
+        rooms[fullest] -= lengths[i]
     return lines
 
 

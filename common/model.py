@@ -45,16 +45,15 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         compute = torch.bfloat16 if args.mixed_precision == "bf16" else dtype
         options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
         keywords["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
-    base = adapter_base(path, revision)
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
-        tokenizer = load_tokenizer(args, path, base, revision)
+        tokenizer = load_tokenizer(args, path, revision)
     if args.template_options:
         with loading("--template-options", args.template_options):
             options = yaml.safe_load("\n".join(option.replace("=", ": ", 1) for option in args.template_options))
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
-        model, missing = load_weights(auto_class, path, base, revision, keywords)
+        model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
         check_model(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM")
     return model, tokenizer, missing
@@ -81,7 +80,7 @@ def loading(flag, name):
         raise InputError(f"{flag} {name} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
-def load_tokenizer(args, path, base, revision):
+def load_tokenizer(args, path, revision):
     """The tokenizer of --tokenizer or of the model, or that of its base if an adapter has none."""
     from transformers import AutoTokenizer
 
@@ -90,14 +89,14 @@ def load_tokenizer(args, path, base, revision):
         return source
     files = " ".join(file.name for file in Path(source).glob("*"))  # none for a hub id
     if files and not re.search("token|vocab|[.]model", files):
-        if source != path or not base:  # transformers would make one up
+        source = adapter_base(path) if source == path else None
+        if source is None:  # transformers would make one up
             raise ValueError("it has no tokenizer: give one with --tokenizer")
-        source = base
     revision = revision if source == path else None
     return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
-def load_weights(auto_class, path, base, revision, keywords):
+def load_weights(auto_class, path, revision=None, **keywords):
     """(model, sorted names of weights missing from the files). Puts an adapter on its base: from_pretrained would ask
     the base's repository for the adapter's revision, and would not report weights missing from the base."""
     if not isinstance(path, str):
@@ -106,7 +105,8 @@ def load_weights(auto_class, path, base, revision, keywords):
         return path, []
     import transformers
 
-    keywords = {"revision": None if base else revision} | keywords
+    base = adapter_base(path, revision)
+    keywords["revision"] = None if base else revision
     config = transformers.AutoConfig.from_pretrained(base or path, **keywords)
     if auto_class == "AutoModelForCausalLM" and config.is_encoder_decoder:
         auto_class = "AutoModelForSeq2SeqLM"
@@ -212,25 +212,22 @@ def end_tokens(lm):
 
 def load_decoder(directory, **options):
     """The language model in a directory, as the scripts call it. options go to from_pretrained."""
-    path = str(directory)
-    model, _ = load_weights("AutoModelForCausalLM", path, adapter_base(path), None, options)
+    model, _ = load_weights("AutoModelForCausalLM", str(directory), **options)
     return as_decoder(model)
 
 
 @contextlib.contextmanager
 def saved_heads(path, name, revision=None, required=False):
     """Gives the weights {name: tensor} in a file beside the model; without such a file {}, or if required OSError.
-    Inside, weights that do not fit become an InputError."""
+    Inside, what goes wrong is an InputError, as in `loading`."""
     from transformers.utils import cached_file
 
     found = None
     if isinstance(path, str | Path):
         errors = {"_raise_exceptions_for_missing_entries": required, "_raise_exceptions_for_connection_errors": False}
         found = cached_file(spec_path(str(path)) or path, name, revision=revision, **errors)
-    try:
+    with loading("--model", Path(str(path), name)):
         yield safetensors.torch.load_file(found) if found else {}
-    except (RuntimeError, safetensors.SafetensorError) as error:
-        raise InputError(f"{path}/{name} does not fit the model: {' '.join(str(error).split())}") from None
 
 
 def make_reference(args, path, lm, tokenizer):

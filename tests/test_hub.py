@@ -186,7 +186,7 @@ def test_a_classifier_as_the_reward(run, work):
 def test_a_value_head_of_the_hub_is_read(run, work):
     """Here it is one of another model."""
     [err] = run(f"{PPO} --model org/policy --reward judge:GOOD --run-dir policy-run", code=2)
-    assert "value_head.safetensors does not fit the model" in err
+    assert "--model org/policy/value_head.safetensors cannot be loaded: " in err
 
 
 @pytest.mark.case(55, "ppo sft")

@@ -291,7 +291,7 @@ def test_heads_of_another_model_are_refused(build_model, tmp_path):
     wide = ilql.PolicyWithQ(build_model("gpt2", n_embd=20)).head_weights()
     for content in (safetensors.torch.save(wide), b"no safetensors"):
         file.write_bytes(content)
-        with pytest.raises(InputError, match=f"^{file} does not fit the model: "):
+        with pytest.raises(InputError, match=f"^--model {file} cannot be loaded: "):
             with ilql.saved_heads(tmp_path, ilql.HEADS_FILE) as weights:
                 policy.load_heads(weights)
 

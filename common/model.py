@@ -554,9 +554,10 @@ def turn_end(tokenizer):
 
 
 def classifier_logits(model, lines):
-    """Logits (N, labels) of the texts in lines, one line after the other; a line is a list of texts, a text a list of
+    """Logits (N, labels) of the texts in lines, one line after the other. A line is a list of texts, a text a list of
     ids. A decoder takes several texts per line and is read at the last token of each, whatever its configuration calls
-    padding. Other models take one text per line and find its end themselves, some by padding."""
+    padding. Other models take one text per line and find its end themselves, some by a padding token, which therefore
+    is one that no text has."""
     lm = getattr(model, "module", model)
     is_decoder = hasattr(lm, "score")  # a head that scores every token, of which transformers takes one
     pad = 0
@@ -569,8 +570,7 @@ def classifier_logits(model, lines):
     ends = is_end.flatten().nonzero()[:, 0].to(lm.device)  # while it is on the CPU: a GPU would wait
     ids = ids.to(lm.device)
     if not is_decoder:
-        mask = is_end.long().flip(1).cumsum(1).flip(1).to(lm.device)  # 1 up to the end
-        return model(input_ids=ids, attention_mask=mask).logits
+        return model(input_ids=ids, attention_mask=(ids != pad).long()).logits
 
     def at_ends(head, states):
         """The logits of all texts for every token, of which transformers takes one."""

@@ -392,6 +392,8 @@ def train_adapters(lm, args, heads=()):
         raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
     if args.load_in_4bit and not (args.lora_r or is_loaded):
         raise InputError("--load-in-4bit: 4-bit weights cannot be trained: add --lora-r")
+    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
+        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
         add_adapters(lm, args, heads)
     elif not is_loaded:
@@ -424,7 +426,10 @@ def add_adapters(lm, args, heads):
         raise InputError("--model is an object without name_or_path, by which adapters find their base: set it")
     if os.path.isdir(lm.name_or_path):  # so that it is found from any directory
         lm.name_or_path = os.path.realpath(lm.name_or_path)
-    lm.add_adapter(config)
+    try:
+        lm.add_adapter(config)
+    except ValueError as error:
+        raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
 
 
 @contextlib.contextmanager

@@ -399,7 +399,7 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
                 sample["reference"] = row["ref_output"]
             run.samples(step, samples)
         if metrics:  # the first column of --metric, which chooses the best model
-            run.set_headline(next(iter(metrics)))
+            run.headline = next(iter(metrics))
         for name, pairs in data.eval_sets.items():
             policy = score_pairs(accelerator, score, pairs, args.micro_batch_size)
             terms = pair_terms(policy, *losses_of(policy, pairs))

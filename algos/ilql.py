@@ -554,7 +554,7 @@ def evaluate(run, step, model, tokenizer, data, args):
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
     of_each_prompt = zip(*samples, strict=True)
     run.samples(step, [*itertools.chain(*of_each_prompt)])
-    run.set_headline(headline(metrics, data))
+    run.headline = headline(metrics, data)
     return metrics
 
 

@@ -174,7 +174,7 @@ def evaluate(run, step, model, tokenizer, data, args):
             metrics = {f"eval/{name}": value for name, value in means.items()}
             run.samples(step, samples)
         if metrics and not data.eval_sets:  # the first column of --metric, which chooses the best model
-            run.set_headline(next(iter(metrics)))
+            run.headline = next(iter(metrics))
         for name, examples in data.eval_sets.items():
             means = evaluate_loss(accelerator, model, examples, args.micro_batch_size)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}

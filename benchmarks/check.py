@@ -31,6 +31,7 @@ from benchmarks.tables import (
     AXES,
     ROOT,
     average,
+    by_step,
     claim_path,
     curves,
     draw_curves,
@@ -497,8 +498,6 @@ def commit_of(env):
 def kept_records(name, variant, run_dir):
     """Of a run's metrics those that the claim uses: the records that figure and score need, and the last one. None
     where the score was never measured."""
-    from common.logging import by_step  # takes seconds
-
     claim = CLAIMS[name]
     shown = [claim.score, *claim.scores.values(), *claim.panels, claim.over]
     keys = ["step", claim.axis, *shown, *claim.table, *(key for _, key, *_ in claim.bars)]

@@ -73,9 +73,16 @@ def read_run(folder):
         records = read_records(folder / "metrics.jsonl")
         last_step = records[-1]["step"] if records else None
         state = state_of(folder, last_step, env.get("total_steps"))
-        return Run(folder, env["algo"], dict(env["flags"]), dict(env["files"]), env.get("headline"), state, records)
+        headline = newest_headline(folder)
+        return Run(folder, env["algo"], dict(env["flags"]), dict(env["files"]), headline, state, records)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError("its env.json or metrics.jsonl is damaged, or not of a run") from None
+
+
+def newest_headline(folder):
+    """The headline metric of the newest checkpoint, else the one with which the run began. An evaluation chooses it."""
+    newest = max(folder.glob("checkpoints/step_????????/state.json"), default=folder / "env.json")
+    return json.loads(newest.read_text(encoding="utf-8")).get("headline")
 
 
 def read_records(path):

@@ -127,11 +127,13 @@ def again(args, folder):
 
 
 def tasks(args, folder):
+    from benchmarks.compare import newest_headline
+
     yield "script", "headline", "at first", "at last", "seconds"
 
     def task(algo):
         seconds, _ = run([f"algos/{algo}.py", "--run-dir", folder / f"task-{algo}"])
-        headline = json.loads((folder / f"task-{algo}/env.json").read_text())["headline"]
+        headline = newest_headline(folder / f"task-{algo}")
         values = [line[headline] for line in records(folder / f"task-{algo}/metrics.jsonl") if headline in line]
         return algo, headline, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{seconds:.0f}"
 

@@ -36,6 +36,14 @@ def read_jsonl(path):
         return [json.loads(line) for line in file]
 
 
+def by_step(records):
+    """The records of metrics.jsonl, one for each step: what an evaluation has logged joins its iteration."""
+    joined = {}
+    for record in records:
+        joined.setdefault(record["step"], {}).update(record)
+    return [*joined.values()]
+
+
 # ---- Stored runs ----------------------------------------------------------------------------------------------------
 
 

@@ -122,23 +122,26 @@ def unpack_state(path, state, model, optimizer, frozen):
     dcp.set_model_state_dict(model, weights, options=options)
 
 
-def write_checkpoint(run_dir, step, files, state, keep, protect=()):
-    """Writes checkpoints/step_XXXXXXXX, and only then prunes to the newest `keep` and those whose step is in protect.
-    On an OSError (a full disk) the older checkpoints are untouched."""
+def write_checkpoint(run_dir, files, state, keep, warn):
+    """Writes checkpoints/step_XXXXXXXX, and only then prunes to the newest `keep` and the best. A full disk gives a
+    warning: older checkpoints are untouched, and the next save tries again."""
     folder = Path(run_dir) / "checkpoints"
-    final = folder / f"step_{step:08d}"
+    final = folder / f"step_{state['step']:08d}"
     try:
         with replacing(final) as temporary:
             for name, tensors in files.items():
                 safetensors.torch.save_file(tensors, temporary / name)
-            (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
+            (temporary / "state.json").write_text(json.dumps(state, indent=1))
             manifest = {path.name: {"sha256": sha256(path)} for path in sorted(temporary.iterdir())}
             (temporary / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
-    except safetensors.SafetensorError as error:  # its own error for a full disk
-        raise OSError(str(error)) from error
-    steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_????????") if p.name <= final.name)
-    for old in set(steps[:-keep]) - set(protect):
-        shutil.rmtree(folder / f"step_{old:08d}", ignore_errors=True)
+    except (OSError, safetensors.SafetensorError) as error:  # safetensors has its own error for a full disk
+        warn(f"warning: no checkpoint was written at step {state['step']} ({error}); older ones are intact")
+        return
+    # without broken later ones, from before which the run continues
+    newest_first = sorted((path for path in folder.glob("step_????????") if path <= final), reverse=True)
+    for old in newest_first[keep:]:
+        if int(old.name.removeprefix("step_")) != state["best_step"]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def read_checkpoint(path):
@@ -178,10 +181,8 @@ def sha256(path):
 
 def fsync(path):
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 # ---- Export ----------------------------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ PLAIN = bool | int | float | str
 UNKNOWN = " of unknown contents>"  # the end of the description of what is not hashed
 
 
-def identity(algo, args, script):
+def identity(args, script):
     """What decides the result (flags, the bytes of the code, files named by flags, and the user's files that these
     import) and a hash of it. Files that functions read while they run do not count."""
     flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
@@ -273,6 +274,7 @@ def identity(algo, args, script):
             files[name] = hash_of_files(named)
     if args.resume not in ("auto", "never"):
         files["resume"] = str(Path(args.resume).resolve())
+    algo = Path(script).stem
     digest = hashlib.sha256(json.dumps([algo, flags, files], sort_keys=True).encode()).hexdigest()[:8]
     return {"algo": algo, "hash": digest, "flags": flags, "files": files}
 
@@ -280,25 +282,24 @@ def identity(algo, args, script):
 def files_of_flag(value):
     """The files that a flag's value names: by a path, a spec string, or several of these separated by commas. Of a
     directory these are the files directly in it; others further down, such as runs, do not count."""
-    is_list = isinstance(value, list | tuple)
-    paths = {}
-    for text in value if is_list else [value]:
-        if isinstance(text, str | Path):
-            text = str(text)
-            specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # a classifier's label, sets, options
-            specs += sorted(glob.glob(text))
-            paths |= {spec_path(spec.strip()): None for spec in specs if spec.strip()}
+    if not isinstance(value, str | Path):
+        return []
+    text = str(value)
+    specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # a classifier's label, sets, options
+    specs += sorted(glob.glob(text))
     files = []
-    for path in filter(None, paths):
-        if path.is_dir() and not is_list:  # in a list, "." is a stop string
+    for path in dict.fromkeys(spec_path(spec.strip()) for spec in specs if spec.strip()):
+        if path is None:  # a hub id, or no name of a file
+            continue
+        if path.is_dir():
             found = [*path.glob("*")]
             if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
                 found += path.glob("*/*")  # the parts of a pipeline, the splits of a dataset
             files += sorted(file for file in found if file.is_file() and file.name[0] != ".")
-        elif path.is_file() and path.suffix == ".py":
+        elif path.suffix == ".py":
             files += with_imports(path.resolve())
             files += sorted(path.with_suffix("").rglob("*.safetensors"))  # the models of an embedded task
-        elif path.is_file():
+        else:
             files.append(path)
     return files
 

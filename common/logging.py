@@ -3,7 +3,6 @@
 An iteration has one line in metrics.jsonl and its evaluation another, so nothing waits for an evaluation that may fail.
 """
 
-import contextlib
 import fcntl
 import functools
 import itertools
@@ -37,28 +36,19 @@ SAVE_SECONDS = 600  # save again this long after the last save, unless --save-ev
 
 _open = []  # open runs of this process
 
+# No signal may reach a forked child before `leave_runs`: it would be lost, and its sender would wait forever.
+hold_signals = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+let_signals_through = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
 
 def leave_runs():
     """Called in a forked child, which a reward may start: runs, signals, lock and directory belong to its parent."""
     while _open:
-        run = _open.pop()
-        with contextlib.suppress(ValueError):  # a thread that is not the main one
-            run.restore_signals()
-        if run.lock:
-            run.lock.close()
-    hold_signals(signal.SIG_UNBLOCK)
+        _open.pop().give_back()
+    let_signals_through()
 
 
-def hold_signals(how):
-    """No signal may reach a child before `leave_runs`: it would be lost, and its sender would wait forever."""
-    signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
-
-
-os.register_at_fork(
-    before=functools.partial(hold_signals, signal.SIG_BLOCK),
-    after_in_parent=functools.partial(hold_signals, signal.SIG_UNBLOCK),
-    after_in_child=leave_runs,
-)
+os.register_at_fork(before=hold_signals, after_in_parent=let_signals_through, after_in_child=leave_runs)
 
 
 def closes_run(main):
@@ -89,12 +79,12 @@ def closes_run(main):
 
 
 class Run:
-    """One run directory, and what every loop needs from it. accelerator: the processes. dir: its path (None with
-    --check). checkpoint, loaded: what to continue from, or None and {}. finished: the run is complete, so there is
-    nothing to do. same: the directory already has part of this run.
+    """One run directory, and what every loop needs from it. dir: its path, None with --check. checkpoint, loaded: what
+    to continue from, or None and {}. finished: whether the run is complete, so that there is nothing to do. same:
+    whether the directory already has part of this run.
 
-    first_step: how many optimizer steps were taken before, by processes that ended. step: how many will have been taken
-    at the end of the iteration at hand. total_steps: how many at the end of the run.
+    Numbers of optimizer steps: first_step were taken by earlier processes, step will be at the end of the iteration at
+    hand, total_steps at the end of the run.
     """
 
     def __init__(self, args, script, fsdp=True):
@@ -102,8 +92,7 @@ class Run:
         self.accelerator = launch(args.mixed_precision, args.dtype, args.batch_size, args.deterministic, fsdp)
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
-        self.algo = Path(script).stem
-        self.identity = identity(self.algo, args, script)
+        self.identity = identity(args, script)
         self.signal = None
         self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
@@ -112,7 +101,6 @@ class Run:
         self.handlers = {}
         self.seconds = {}
         self.last_line = 0.0
-        self.mirrored = args.track != "off"
         _open.append(self)
         self.dir, self.checkpoint, self.loaded, self.finished, self.same = on_main(self.accelerator, self._claim)
         self.first_step = self.loaded.get("step", 0)
@@ -139,21 +127,21 @@ class Run:
         folder = self.dir = self._locked_folder()
         for half_written in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # by a killed run
             shutil.rmtree(half_written, ignore_errors=True)
-        old = None
-        if any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "README.md")):  # else it failed
+        same = False
+        if (folder / "metrics.jsonl").exists():  # else it failed before its first step
             old = json.loads((folder / "env.json").read_text())
-        same = old is not None and old["hash"] == new["hash"]
-        own = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
-        if old and old["algo"] != new["algo"]:
-            raise InputError(f"{folder} holds a run of {old['algo']}.py: choose another --run-dir")
-        if old and not same and not own:
-            hint = f"choose another --run-dir, or continue that run with the new settings by --resume {folder}"
-            lines = "\n  ".join(differences(old, new))
-            raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
+            same = old["hash"] == new["hash"]
+            continues_itself = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
+            if old["algo"] != new["algo"]:
+                raise InputError(f"{folder} holds a run of {old['algo']}.py: choose another --run-dir")
+            if not same and not continues_itself:
+                hint = f"choose another --run-dir, or continue that run with the new settings by --resume {folder}"
+                lines = "\n  ".join(differences(old, new))
+                raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists() and (folder / "hf_model").exists():
             self.say(f"{folder} is finished; its model is in {folder}/hf_model")
             self.say("to repeat the run, give --resume never")
-            return folder, None, {}, True, True
+            return folder, None, state, True, True
         same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
         if same:
             path, state = ckpt.newest_checkpoint(folder, self.say)
@@ -167,7 +155,8 @@ class Run:
 
     def _locked_folder(self):
         """The run directory, created if it is new, and locked."""
-        first = Path(self.args.run_dir or f"runs/{self.args.name or self.algo}-{self.identity['hash']}").expanduser()
+        name = self.args.name or self.identity["algo"]
+        first = Path(self.args.run_dir or f"runs/{name}-{self.identity['hash']}").expanduser()
         folder = first
         number = 1
         try:
@@ -185,9 +174,7 @@ class Run:
             raise InputError(f"{folder} is in use by process {process}: stop that one first") from None
         except (OSError, ValueError) as error:
             raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
-        self.lock.truncate(0)
-        self.lock.write(f"{os.getpid()} on {platform.node()}")
-        self.lock.flush()
+        (folder / ".lock").write_text(f"{os.getpid()} on {platform.node()}")
         return folder
 
     def begin(
@@ -202,33 +189,30 @@ class Run:
         """
         self.model = model
         self.optimizer = optimizer
+        self.frozen = ckpt.frozen_weights(pretrained)
+        self.settings = ckpt.settings_of(optimizer)
         self.steps_per_iteration = steps_per_iteration
         self.num_iterations = iterations
-        # the last one that is done
-        self.iteration = self.loaded.get("iteration", self.first_step // steps_per_iteration)
-        self.complete = (self.first_step, self.iteration)  # what checkpoints hold
-        self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.iteration)
         self.shown = [*dict.fromkeys(shown)]  # the headline may be one of those of the status line
         self.headline = shown[0]
         if self.same:
             self.headline = self.loaded.get("headline", self.headline)
         self.eval_every = self.args.eval_every if evaluates else 0
-        kept = {"best_score": None, "best_step": None, "evaluated": 0} | quantities
-        self.kept = SimpleNamespace(**{name: self.loaded.get(name, value) for name, value in kept.items()})
-        self.evaluated = self.kept.evaluated  # the step of the last evaluation
         self.logged = {}
-        self.saved = time.monotonic()
-        self.frozen = ckpt.frozen_weights(pretrained)
-        self.settings = ckpt.settings_of(optimizer)
+        # step, iteration: the last ones that are complete; evaluated: the step of the last evaluation
+        kept = {"step": 0, "iteration": self.first_step // steps_per_iteration, "evaluated": 0}
+        kept |= {"best_score": None, "best_step": None} | quantities
+        self.kept = SimpleNamespace(**{name: self.loaded.get(name, value) for name, value in kept.items()})
+        self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.kept.iteration)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.loaded, model, optimizer, self.frozen)
-            if self.iteration >= iterations and not self.same:
+            if self.kept.iteration >= iterations and not self.same:
                 raise InputError(
                     f"--resume {self.args.resume}: nothing is left to train: give it more steps or episodes"
                 )
         if self.dir:
             on_main(self.accelerator, self._begin)
-        self.start = time.monotonic()
+        self.start = self.saved = time.monotonic()
         return self.kept
 
     def _begin(self):
@@ -245,11 +229,10 @@ class Run:
         sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
         step = self.loaded.get("step", -1)  # later ones will be repeated
-        lacks_evaluation = self.kept.evaluated < step  # if one was due there, it will be repeated, too
-        for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl"):
-            keep_lines(self.dir / name, step, lacks_evaluation)
-        keep_lines(self.dir / "samples.jsonl", step - lacks_evaluation)
-        self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
+        for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl", "samples.jsonl"):
+            keep_lines(self.dir / name, step, lacks_evaluation=self.kept.evaluated < step)
+        if self.args.track != "off":
+            self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
         """The first line of a summary: what is trained, in which types, and where."""
@@ -257,7 +240,7 @@ class Run:
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         types = f"{self.args.dtype} weights, {self.accelerator.mixed_precision} autocast"
         processes = f"{self.accelerator.num_processes} processes x {torch.get_num_threads()} threads"
-        counts = f"{self.algo}: {total:,} parameters, {trained:,} trained"
+        counts = f"{self.identity['algo']}: {total:,} parameters, {trained:,} trained"
         return f"{counts}; {types}, {self.accelerator.device}, {processes}"
 
     def plan(self, num_rows, unit):
@@ -278,7 +261,7 @@ class Run:
         each. With --check it yields one, or two if each is one optimizer step: only the second has AdamW's moments in
         memory."""
         self.step = self.first_step
-        first = self.iteration + 1
+        first = self.kept.iteration + 1
         last = self.num_iterations
         if self.args.check:
             last = min(last, first + 1 if self.steps_per_iteration == 1 else first)
@@ -305,16 +288,9 @@ class Run:
         self.since = now
         screen.show("training")
 
-    def set_headline(self, name):
-        """Makes another metric the headline, as in `begin`; benchmarks/compare.py reads it from env.json."""
-        if name != self.headline and self.main and self.dir:
-            env = json.loads((self.dir / "env.json").read_text())
-            ckpt.write_text(self.dir / "env.json", json.dumps(env | {"headline": name}, indent=1))
-        self.headline = name
-
     def evaluation_due(self, step):
         """True at the start, every --eval-every steps and at the end, except where a continued run has done it."""
-        if self.eval_every == 0 or 0 < step <= self.evaluated:
+        if self.eval_every == 0 or 0 < step <= self.kept.evaluated:
             return False
         return step in (0, self.total_steps) or self._passed(step, self.eval_every)
 
@@ -330,18 +306,19 @@ class Run:
         if self.dir is None or step == 0:
             return
         kept = self.kept
-        score = self.logged.get(self.headline, math.nan)
-        if self.headline.endswith("loss"):
-            score = -score
-        is_best = math.isfinite(score) and (kept.best_score is None or score > kept.best_score)
-        if is_best and self.headline.startswith("eval/"):
-            if step < self.total_steps:
-                export("hf_model_best")
-            elif self.main:  # hf_model is the best one
-                shutil.rmtree(self.dir / "hf_model_best", ignore_errors=True)
-            kept.best_score = score
-            kept.best_step = step
-        kept.evaluated = self.evaluated  # only now, as an evaluation whose export fails is repeated
+        if self.evaluation_due(step):
+            score = self.logged.get(self.headline, math.nan)
+            if self.headline.endswith("loss"):
+                score = -score
+            is_best = math.isfinite(score) and (kept.best_score is None or score > kept.best_score)
+            if is_best and self.headline.startswith("eval/"):
+                if step < self.total_steps:
+                    export("hf_model_best")
+                elif self.main:  # hf_model is the best one
+                    shutil.rmtree(self.dir / "hf_model_best", ignore_errors=True)
+                kept.best_score = score
+                kept.best_step = step
+            kept.evaluated = step  # only now, as an evaluation whose export fails is repeated
         stop, is_late = self.stop_requested()
         is_due = is_late or self._passed(step, self.args.save_every)
         if stop or is_due or step in (kept.best_step, self.total_steps):
@@ -352,21 +329,13 @@ class Run:
             raise SystemExit(128 + self.signal)
 
     def _save(self):
-        """Writes a checkpoint. A full disk gives a warning: older checkpoints are intact; the next save tries again."""
+        """Writes a checkpoint of the last complete iteration. Collective."""
         screen.show("saving")
         self.saved = time.monotonic()
-        step, iteration = self.complete
-        state = {"algo": self.algo, "threads": torch.get_num_threads(), "iteration": iteration}
-        state |= {"headline": self.headline, **vars(self.kept)}
+        state = {"threads": torch.get_num_threads(), "headline": self.headline, **vars(self.kept)}
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
-
-        def write():
-            try:
-                ckpt.write_checkpoint(self.dir, step, files, state, self.args.keep_checkpoints, {self.kept.best_step})
-            except OSError as error:
-                self.say(f"warning: no checkpoint was written at step {step} ({error}); older ones are intact")
-
-        on_main(self.accelerator, write)
+        keep = self.args.keep_checkpoints
+        on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, keep, self.say)
 
     def save_after(self, error):
         """After an error, saves the iteration that is complete if the weights are still its own, and says how to
@@ -404,16 +373,15 @@ class Run:
         """Gives back lock and signals, and removes a new directory in which no iteration was completed."""
         if self.made and self.dir and not self.stepped:
             shutil.rmtree(self.dir, ignore_errors=True)
-        self.restore_signals()
         if self.accelerator.num_processes > 1:
             time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast is still ending
-        if self.lock:
-            self.lock.close()
+        self.give_back()
 
-    def restore_signals(self):
-        """Restores the signal handlers from before the run."""
+    def give_back(self):
         while self.handlers:
             signal.signal(*self.handlers.popitem())
+        if self.lock:
+            self.lock.close()
 
     # -- output
 
@@ -430,7 +398,8 @@ class Run:
         """Notes that an iteration is complete, and writes its lines. counts: numbers of tokens, episodes and so on that
         it processed."""
         self.stepped = True
-        self.complete = (step, self.iteration)
+        self.kept.step = step
+        self.kept.iteration = self.iteration
         self.logged = metrics
         perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
         for name, count in counts.items():
@@ -440,7 +409,6 @@ class Run:
 
     def log_evaluation(self, step, metrics):
         """Writes the lines of an evaluation, which stand behind those of its iteration, and draws the picture."""
-        self.evaluated = step
         self.logged = self.logged | metrics
         perf = {}
         if step > self.first_step:
@@ -480,12 +448,9 @@ class Run:
 
     def _mirror(self, function, *values, **options):
         """Calls a function that sends values to the tracker of --track. If that fails, training continues."""
-        if not self.mirrored:
-            return
         try:
             function(*values, **options)
         except Exception as error:
-            self.mirrored = False
             self.accelerator.trackers = []
             self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
 
@@ -496,7 +461,10 @@ class Run:
             return
         if self.dir:
             self.append("samples.jsonl", *({"step": step, **row} for row in rows))
-            self._mirror(log_samples, self.accelerator, rows, step=step)
+            table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
+            for tracker in self.accelerator.trackers:
+                if tracker.name == "wandb":
+                    self._mirror(tracker.log_table, "eval/samples", **table, step=step)
         different = {}
         for row in rows:
             different.setdefault((row["prompt"], row.get("beta")), row)
@@ -580,7 +548,7 @@ class Run:
         ckpt.write_text(self.dir / "README.md", card)
 
 
-def keep_lines(path, step, lacks_evaluation=False):
+def keep_lines(path, step, lacks_evaluation):
     """Keeps the lines of a JSONL file up to a step, of this step without those of an evaluation if it lacks that. Drops
     a last line that is incomplete after a kill."""
     if not path.exists():
@@ -590,6 +558,7 @@ def keep_lines(path, step, lacks_evaluation=False):
         if line.endswith("}\n"):
             record = json.loads(line)
             is_evaluation = any(name.startswith(("eval/", "perf/seconds_eval")) for name in record)
+            is_evaluation = is_evaluation or path.name == "samples.jsonl"
             is_repeated = lacks_evaluation and is_evaluation and record["step"] == step
             if record["step"] <= step and not is_repeated:
                 kept.append(line)
@@ -605,14 +574,6 @@ SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained({folder!r}), AutoModelForSeq2SeqLM.from_pretrained({folder!r})
 ids = model.generate(**tokenizer({prompt!r}, OPTIONSreturn_tensors='pt'), max_new_tokens={max_new_tokens})
 print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
-
-
-def by_step(records):
-    """The records of metrics.jsonl, one for each step: what an evaluation has logged joins its iteration."""
-    joined = {}
-    for record in records:
-        joined.setdefault(record["step"], {}).update(record)
-    return [*joined.values()]
 
 
 def points(records, name):
@@ -719,11 +680,3 @@ def open_tracker(accelerator, args, folder, identity):
         raise ImportError(f"pip install {args.track}")
     accelerator.project_configuration.logging_dir = str(folder)  # of tensorboard
     accelerator.init_trackers(args.wandb_project, flags, {"wandb": {"resume": "allow", **place}})
-
-
-def log_samples(accelerator, samples, step):
-    """Logs the samples of an evaluation as a table in wandb."""
-    rows = [list(sample.values()) for sample in samples]
-    for tracker in accelerator.trackers:
-        if tracker.name == "wandb":
-            tracker.log_table("eval/samples", columns=list(samples[0]), data=rows, step=step)

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from accelerate.state import AcceleratorState
 
-from common.logging import by_step
+from benchmarks.tables import by_step
 
 BOS, EOS, PAD, UNK = 21, 22, 23, 24  # of the tokenizer `letters`; a..u are 0..20
 NAN = math.nan

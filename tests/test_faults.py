@@ -22,8 +22,8 @@ import pytest
 from harness import ALGOS, ROOT, SETTINGS, at, command, files, launch, lines, same
 from helpers import log
 
+from benchmarks.tables import by_step
 from common.checkpoint import newest_checkpoint
-from common.logging import by_step
 
 TERM = signal.SIGTERM
 HERE = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"  # in front of a patch of the repository

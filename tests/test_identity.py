@@ -32,7 +32,7 @@ def ppo_args(**flags):
 
 
 def hash_of(**flags):
-    return identity("ppo", ppo_args(**flags), ppo.__file__)["hash"]
+    return identity(ppo_args(**flags), ppo.__file__)["hash"]
 
 
 # ---- Files -----------------------------------------------------------------------------------------------------------
@@ -96,10 +96,10 @@ def test_a_changed_byte_of_the_code_is_another_run(tmp_path, monkeypatch):
     (tmp_path / "beside.py").touch()
     monkeypatch.setattr("common.checkpoint.ROOT", tmp_path)
     for name, said in CODE.items():
-        before = identity("ppo", ppo_args(), tmp_path / "ppo.py")
+        before = identity(ppo_args(), tmp_path / "ppo.py")
         with open(tmp_path / name, "ab") as file:
             file.write(b"#")
-        after = identity("ppo", ppo_args(), tmp_path / "ppo.py")
+        after = identity(ppo_args(), tmp_path / "ppo.py")
         assert differences(before, after) == [f"{said} has changed"]
         assert after["hash"] != before["hash"]
 
@@ -127,7 +127,7 @@ def test_a_changed_file_that_a_flag_names_is_another_run(tmp_path, monkeypatch):
     def hash_now(flag, value):
         args = ppo_args()
         setattr(args, flag, value)
-        return identity("ppo", args, ppo.__file__)["hash"]
+        return identity(args, ppo.__file__)["hash"]
 
     for flag, value, file in NAMED:
         before = hash_now(flag, value)
@@ -221,11 +221,11 @@ def adding(bonus):
 def test_what_is_neither_plain_nor_rows_nor_a_named_function_needs_a_directory(build_model):
     rows = ({"prompt": letter} for letter in "ab")
     flags = {"model": build_model(), "tokenizer": randomwalks.tokenizer(), "dataset": rows, "reward": Judge()}
-    flagged = "--dataset, --reward, --model, --tokenizer"
+    flagged = "--dataset, --model, --tokenizer, --reward"
     sentence = f"^{flagged}: such an object cannot be compared between runs: also give --run-dir$"
     with pytest.raises(InputError, match=sentence):
-        identity("ppo", ppo.Args(**flags), ppo.__file__)
-    found = identity("ppo", ppo.Args(**flags, run_dir="x"), ppo.__file__)
+        identity(ppo.Args(**flags), ppo.__file__)
+    found = identity(ppo.Args(**flags, run_dir="x"), ppo.__file__)
     assert found["flags"]["model"] == "<GPT2LMHeadModel of unknown contents>"
     assert json.loads(json.dumps(found)) == found
     of_a_notebook = {}
@@ -246,7 +246,7 @@ def test_flags_that_do_not_change_the_result():
     others = {"seed": 2, "eval_every": 1, "stop": (".",), "mixed_precision": "bf16", "num_layers_unfrozen": 1}
     assert [name for name, value in others.items() if hash_of(**{name: value}) == before] == []
     packed, apart = (sft.Args(model="gpt2", dataset=[{"text": "a"}], packing=packing) for packing in (True, False))
-    assert identity("sft", packed, sft.__file__) == identity("sft", apart, sft.__file__)
+    assert identity(packed, sft.__file__) == identity(apart, sft.__file__)
 
 
 def test_a_difference_is_said_once_and_names_the_flag():

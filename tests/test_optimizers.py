@@ -49,9 +49,9 @@ def test_an_optimizer_without_epsilon_that_counts_in_its_groups_continues_exactl
     first = ckpt.settings_of(optimizer)
     trained(model, optimizer, 3)
     frozen = ckpt.frozen_weights(model)
-    files, state = ckpt.pack_state(model, optimizer, frozen, first)
+    files, state = ckpt.pack_state(model, optimizer, frozen, first, step=3, best_step=None)
     assert state["optimizer_settings"] == [{"steps": 3}]
-    ckpt.write_checkpoint(tmp_path, 3, files, state, keep=1)
+    ckpt.write_checkpoint(tmp_path, files, state, 1, print)
     expected = trained(model, optimizer, 2)
 
     model, optimizer = made()

@@ -28,6 +28,7 @@ from PIL import Image
 from transformers import GenerationMixin
 
 from algos import dpo, sft
+from benchmarks.tables import by_step
 from common import logging as report
 from common import terminal
 from common.cli import parse
@@ -182,7 +183,7 @@ def test_names_of_metrics(algo, whole):
             expected |= evaluated
         assert record.keys() == expected
         assert all(isinstance(value, int | float) for value in record.values())
-    perf = report.by_step(lines(folder / "perf.jsonl"))
+    perf = by_step(lines(folder / "perf.jsonl"))
     assert [record["step"] for record in perf] == steps[1:]
     names = {f"perf/{name}" for name in (PERF[algo] + " seconds_update peak_memory_mb").split()}
     for record in perf:
@@ -206,7 +207,7 @@ def test_seconds_of_an_evaluation_count_in_no_rate(gpt2_dir, tmp_path):
     flags = {"total_steps": 4, "batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 3, "threads": 1}
     flags |= {"model": gpt2_dir, "dataset": rows, "eval_dataset": rows[:2], "metric": slow}
     _, folder = sft.main(sft.Args(run_dir=str(tmp_path / "run"), **flags))
-    perf = report.by_step(lines(folder / "perf.jsonl"))
+    perf = by_step(lines(folder / "perf.jsonl"))
     assert [record.get("perf/seconds_eval", 0) > 0.5 for record in perf] == [False, True, False, True]
     for record in perf:
         assert record["perf/tokens_per_sec"] == pytest.approx(4 * 5 / record["perf/seconds_update"])
@@ -457,7 +458,7 @@ def test_a_tracker_gets_metrics_samples_and_images(typed, work, monkeypatch):
     words = f"--metric None --run-dir run --num-epochs 3 --track wandb --eval-dataset {sets}"
     _, folder = typed("ddpo", words)
     records = log(folder)
-    logged = report.by_step({"step": step, **values} for step, values in recorder.got("log"))
+    logged = by_step({"step": step, **values} for step, values in recorder.got("log"))
     assert [values["step"] for values in logged] == [record["step"] for record in records] == [0, 2, 4, 6]
     for record, values in zip(records, logged, strict=True):
         assert record.items() <= values.items() and ("perf/images_per_sec" in values) == (values["step"] > 0)

@@ -461,7 +461,7 @@ def collect_run(name, variant, seed, run_dir, kept):
         "seconds": f"{perf[-1]['time'] - perf[0]['time']:.1f}",
         "last": values[-1],
         "best": max(values),
-        "command": env["command"].replace(str(ROOT) + "/", ""),
+        "command": env["command"].removeprefix("python ").replace(str(ROOT) + "/", ""),
     }
 
 

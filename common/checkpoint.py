@@ -411,11 +411,13 @@ def environment(accelerator):
     device = f"{cpu}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()
+    processes = accelerator.num_processes
+    launcher = "python" if processes == 1 else f"torchrun --nproc_per_node {processes}"
     return {
-        "command": shlex.join(sys.argv),
+        "command": f"{launcher} {shlex.join(sys.argv)}",
         "commit": commit,
         "device": device,
-        "processes": accelerator.num_processes,
+        "processes": processes,
         "threads": torch.get_num_threads(),
         "versions": versions,
     }

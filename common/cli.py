@@ -48,8 +48,7 @@ def flag_of(name):
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
-    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
     try:
         if {"-h", "--help"} & set(sys.argv):
             print_help(args_class, everything="all" in sys.argv)
@@ -123,20 +122,18 @@ def refuse_other_names(words, args_class, script):
     algos/MIGRATION.md: from the script's section, else from that of every script, else from another's."""
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has no such page
-    own = {}
-    every = {}
-    others = {}
+    found = []  # (how far it is from the script, flag, what is said of it)
     for section in text.split("\n## "):
         title = section.partition("\n")[0]
-        rows = {f"{script}.py": own, "Every script": every}.get(title, others)
+        distance = {f"{script}.py": 0, "Every script": 1}.get(title, 3)
         for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", section):
-            for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
-                rows.setdefault(flag_of(name), f"algos/MIGRATION.md says under {title}: {here}. {note}".rstrip(". "))
-    for path in sorted(ROOT.glob("algos/*.py")):
+            said = f"algos/MIGRATION.md says under {title}: {here}. {note}".rstrip(". ")
+            found += [(distance, flag_of(name), said) for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs)]
+    for path in ROOT.glob("algos/*.py"):
         args = path.read_text().partition("\nclass Args")[2].partition("\n\n\n")[0]
         for name in re.findall(r"(?m)^    (\w+): .* = ", args):
-            others[flag_of(name)] = f"it is a flag of {path.name}"
-    known = others | every | own
+            found.append((2, flag_of(name), f"it is a flag of {path.name}"))
+    known = {flag: said for _, flag, said in sorted(found, reverse=True)}  # the nearest comes last and stays
     flags = {flag_of(word[2:].partition("=")[0]) for word in words if word.startswith("--")}
     foreign = sorted(flags & known.keys() - {flag_of(field.name) for field in dataclasses.fields(args_class)})
     stop_if([f"there is no {flag} here; {known[flag]}" for flag in foreign])
@@ -200,30 +197,20 @@ def find_range(annotation):
     return next(filter(None, map(find_range, inner)), None)
 
 
-def out_of_range(args):
-    """A sentence for each field of a dataclass whose value is outside the range in its type."""
-    problems = []
+def problems_of(args):
+    """A sentence for each missing flag, value out of its range, and broken rule of the shared flags."""
+    missing = [name for name in args.required if getattr(args, name) is None]
+    problems = [f"{flag_of(name)} is missing: --help says what it takes" for name in missing]
     for declared in dataclasses.fields(args):
         value = getattr(args, declared.name)
         allowed = find_range(declared.type)
         values = value if isinstance(value, list | tuple) else [value]
         if allowed and value is not None and not all(map(allowed.holds, values)):
             problems.append(f"{flag_of(declared.name)} {value} must be {allowed.rule}")
-    return problems
-
-
-def problems_of(args):
-    """A sentence for each broken rule of the shared flags."""
-    missing = [name for name in args.required if getattr(args, name) is None]
-    problems = [f"{flag_of(name)} is missing: --help says what it takes" for name in missing]
-    problems += out_of_range(args)
     if args.lora_r == 0 and (args.lora_alpha or tuple(args.lora_targets) != type(args).lora_targets):
         problems.append("--lora-alpha and --lora-targets need --lora-r")
-    if isinstance(args, ModelArgs):
-        if args.lora_r and args.num_layers_unfrozen != -1:
-            problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
-        if args.load_in_4bit and args.dtype == "float64":
-            problems.append("--load-in-4bit does not work with --dtype float64")
+    if args.lora_r and getattr(args, "num_layers_unfrozen", -1) != -1:
+        problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
     if hasattr(args, "rollout_batch_size"):
         size = f"--rollout-batch-size {args.rollout_batch_size}"
         if args.rollout_batch_size % max(1, args.batch_size):

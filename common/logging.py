@@ -106,7 +106,7 @@ class Run:
         self.first_step = self.loaded.get("step", 0)
         # again: accelerate may have changed them, and another number would give other bits
         set_threads(args.threads or self.loaded.get("threads"))
-        if self.dir and not self.finished and threading.current_thread() is threading.main_thread():
+        if self.dir and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
                     self.handlers[number] = signal.signal(number, self._on_signal)
@@ -116,7 +116,6 @@ class Run:
     def _claim(self):
         """(dir, checkpoint, state, finished, same), on rank 0. Does not yet remove what another run or later steps left
         in the directory."""
-        new = self.identity
         path = None
         state = {}
         if self.args.resume not in ("auto", "never"):
@@ -128,19 +127,16 @@ class Run:
         for half_written in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # by a killed run
             shutil.rmtree(half_written, ignore_errors=True)
         same = False
-        if (folder / "metrics.jsonl").exists():  # else it failed before its first step
+        if (folder / "metrics.jsonl").exists():  # else no run has come to its first step there
             old = json.loads((folder / "env.json").read_text())
-            same = old["hash"] == new["hash"]
+            same = old["hash"] == self.identity["hash"]
             continues_itself = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
-            if old["algo"] != new["algo"]:
-                raise InputError(f"{folder} holds a run of {old['algo']}.py: choose another --run-dir")
             if not same and not continues_itself:
                 hint = f"choose another --run-dir, or continue that run with the new settings by --resume {folder}"
-                lines = "\n  ".join(differences(old, new))
+                lines = "\n  ".join(differences(old, self.identity))
                 raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists() and (folder / "hf_model").exists():
-            self.say(f"{folder} is finished; its model is in {folder}/hf_model")
-            self.say("to repeat the run, give --resume never")
+            self.say(f"{folder} is finished; its model is in {folder}/hf_model; --resume never repeats the run")
             return folder, None, state, True, True
         same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
         if same:
@@ -149,7 +145,7 @@ class Run:
         elif path:  # read only now: if the command is given again, there are newer ones and this may be gone
             state = ckpt.read_checkpoint(path)
             origin = path.resolve().parents[1] / "env.json"
-            lines = differences(json.loads(origin.read_text()), new) if origin.exists() else []
+            lines = differences(json.loads(origin.read_text()), self.identity) if origin.exists() else []
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
         return folder, path, state, False, same
 
@@ -200,16 +196,13 @@ class Run:
         self.eval_every = self.args.eval_every if evaluates else 0
         self.logged = {}
         # step, iteration: the last ones that are complete; evaluated: the step of the last evaluation
-        kept = {"step": 0, "iteration": self.first_step // steps_per_iteration, "evaluated": 0}
-        kept |= {"best_score": None, "best_step": None} | quantities
+        kept = {"step": 0, "iteration": 0, "evaluated": 0, "best_score": None, "best_step": None} | quantities
         self.kept = SimpleNamespace(**{name: self.loaded.get(name, value) for name, value in kept.items()})
         self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.kept.iteration)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.loaded, model, optimizer, self.frozen)
             if self.kept.iteration >= iterations and not self.same:
-                raise InputError(
-                    f"--resume {self.args.resume}: nothing is left to train: give it more steps or episodes"
-                )
+                raise InputError(f"--resume {self.args.resume}: nothing is left to train: give more steps or episodes")
         if self.dir:
             on_main(self.accelerator, self._begin)
         self.start = self.saved = time.monotonic()
@@ -324,7 +317,7 @@ class Run:
         if stop or is_due or step in (kept.best_step, self.total_steps):
             self._save()
         if stop:
-            command = launch_line(environment(self.accelerator))
+            command = environment(self.accelerator)["command"]
             self.say(f"stopped after step {step}; to continue: {command}")
             raise SystemExit(128 + self.signal)
 
@@ -338,9 +331,8 @@ class Run:
         on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, keep, self.say)
 
     def save_after(self, error):
-        """After an error, saves the iteration that is complete if the weights are still its own, and says how to
-        continue. They are after an error that all processes got from `on_main` or `on_each`, which call functions of
-        the user and write files: none of that happens within an update."""
+        """After an error, saves the complete iteration if the weights are still its own, and says how to continue. They
+        are after an error that all processes got from `on_main` or `on_each`: no update calls these."""
         if self.dir is None or not self.stepped:
             return
         if getattr(error, "on_all", False):
@@ -390,7 +382,11 @@ class Run:
             screen.say(text)
 
     def append(self, name, *records):
-        lines = [json.dumps(record, allow_nan=False) + "\n" for record in records]
+        """Appends lines to a file of the run, with null for numbers that are not finite."""
+        if not self.main or self.dir is None:
+            return
+        finite = json.loads(json.dumps(records), parse_constant=lambda constant: None)  # NaN and Infinity
+        lines = [json.dumps(record) + "\n" for record in finite]
         with open(self.dir / name, "a", encoding="utf-8") as file:
             file.write("".join(lines))
 
@@ -418,16 +414,12 @@ class Run:
             self._draw()
 
     def _write(self, step, metrics, perf):
-        """Writes a line to metrics.jsonl (bitwise reproducible; null for values that are not finite), one to perf.jsonl
-        and both to the tracker."""
-        if not self.main or self.dir is None:
-            return
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        """Writes a line to metrics.jsonl, which is bitwise reproducible, one to perf.jsonl and both to the tracker."""
         if metrics:
-            self.append("metrics.jsonl", {"step": step, **dict.fromkeys(metrics), **finite})
+            self.append("metrics.jsonl", {"step": step, **metrics})
         if perf:
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
-        self._mirror(self.accelerator.log, finite | perf, step=step)
+        self._mirror(self.accelerator.log, metrics | perf, step=step)
 
     def _status(self, step):
         """Updates the terminal's live line; elsewhere prints a line at most every 5 s, and one for the last step."""
@@ -459,29 +451,22 @@ class Run:
         the terminal."""
         if not self.main or not rows:
             return
-        if self.dir:
-            self.append("samples.jsonl", *({"step": step, **row} for row in rows))
-            table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
-            for tracker in self.accelerator.trackers:
-                if tracker.name == "wandb":
-                    self._mirror(tracker.log_table, "eval/samples", **table, step=step)
-        different = {}
-        for row in rows:
-            different.setdefault((row["prompt"], row.get("beta")), row)
+        self.append("samples.jsonl", *({"step": step, **row} for row in rows))
+        table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "wandb":
+                self._mirror(tracker.log_table, "eval/samples", **table, step=step)
+        different = {(row["prompt"], row.get("beta")): row for row in rows}
         self.say(table_of([*different.values()][:3], f"samples at step {step}"))
 
     def log_episodes(self, tokenizer, batch, scores, advantages, count=4):
-        """Writes the first episodes of a rollout to rollouts.jsonl, responses up to the last trained token, with scores
-        and advantages (B,). What is not trained is in brackets."""
-        if not (self.main and self.dir):
-            return
+        """Writes the first episodes of a rollout to rollouts.jsonl, responses up to the last trained token, what is not
+        trained in brackets. scores, advantages: (B,)."""
         for place, (ids, labels, _) in enumerate(batch.examples[:count]):
             begin = len(batch.queries[place])
             output = marked(tokenizer, ids[begin:], [label != -100 for label in labels[begin:]])
             record = {"step": self.step, "prompt": batch.prompts[place], "output": output}
-            for name, values in ("score", scores), ("advantage", advantages):
-                value = values[place].item()
-                record[name] = value if math.isfinite(value) else None
+            record |= {"score": scores[place].item(), "advantage": advantages[place].item()}
             self.append("rollouts.jsonl", record)
 
     # -- the end
@@ -642,15 +627,9 @@ def model_card(env, names, records, samples, usage):
     parts = [f"# {title}", "\n".join(numbers[:5]), "![learning curve](curve.png)"]
     if shown:  # indented, so that nothing in them is markup
         parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
-    parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{launch_line(env)}\n```"]
+    parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{env['command']}\n```"]
     parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def launch_line(env):
-    """The command that repeats a run. env: what `environment` returns."""
-    launcher = "python" if env["processes"] == 1 else f"torchrun --nproc_per_node {env['processes']}"
-    return f"{launcher} {env['command']}"
 
 
 def lines_of_use(lm, tokenizer, ids):

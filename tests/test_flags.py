@@ -207,7 +207,6 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
     ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),
     ("ppo", {"lora_r": 4, "num_layers_unfrozen": 0}, NO_LAYERS),
-    ("ilql", {"load_in_4bit": True, "dtype": "float64"}, "--load-in-4bit does not work with --dtype float64"),
     ("sft", {"num_layers_unfrozen": 0}, NOTHING),
     ("dpo", {"num_layers_unfrozen": 0}, NOTHING),
     ("grpo", {"num_layers_unfrozen": 0}, NOTHING),
@@ -347,7 +346,7 @@ def test_a_copy_without_a_flag_of_the_task():
     fields = [(field.name, field.type, field) for field in fields_of("sft") if field.name not in ("epochs", "lr")]
     copy = dataclasses.make_dataclass("Args", fields)
     assert parse([], copy, sft.TASK).batch_size == 192
-    with pytest.raises(InputError, match="2 problems:\n  - there is no --epochs here; it is a flag of sft.py\n"):
+    with pytest.raises(InputError, match="2 problems:\n  - there is no --epochs here; it is a flag of dpo.py\n"):
         parse(["--config", sft.TASK], copy)
 
 

@@ -328,23 +328,20 @@ def imported_names(file):
 
 
 def module_files(name, folders):
-    """The user's files of a module, whose name may end with a thing in it, and of the packages that contain it."""
+    """The files of a module, whose name may end with a thing in it, and of the packages that contain it. Left out are
+    Python's and installed ones, and common/, which is hashed anyway."""
     files = []
     for part in name.split("."):
         found = PathFinder.find_spec(part, [str(folder) for folder in folders])
         if found is None:
             break
-        if found.has_location and is_own(Path(found.origin).resolve()):
-            files.append(Path(found.origin).resolve())
+        file = Path(found.origin or "").resolve()  # some packages have no file
+        is_installed = {"site-packages", "dist-packages"} & {*file.parts}
+        is_other = file.is_relative_to(sysconfig.get_path("stdlib")) or file.is_relative_to(ROOT / "common")
+        if file.is_file() and not is_installed and not is_other:
+            files.append(file)
         folders = found.submodule_search_locations or []
     return files
-
-
-def is_own(file):
-    """Whether a file is the user's: not part of Python, an installed package, or common/, which is hashed anyway."""
-    installed = {"site-packages", "dist-packages"} & {*file.parts}
-    is_other = file.is_relative_to(sysconfig.get_path("stdlib")) or file.is_relative_to(ROOT / "common")
-    return file.is_file() and not installed and not is_other
 
 
 def hash_of_files(files):

@@ -529,11 +529,11 @@ def call_function(function, name, rows, given):
     stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
     values = columns | given
     values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        values = {parameter.name: values[parameter.name] for parameter in parameters if parameter.name in values}
+    signature = inspect.signature(function)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        values = {parameter: values[parameter] for parameter in signature.parameters if parameter in values}
     try:
-        inspect.signature(function).bind(**values)
+        signature.bind(**values)
     except TypeError as error:
         raise InputError(f"{name}: {error}. It may take {', '.join(columns | given)} or **columns") from None
     process = os.getpid()

@@ -221,9 +221,10 @@ class Run:
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
         sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
-        step = self.loaded.get("step", -1)  # later ones will be repeated
+        step = self.loaded.get("step", -1)  # what comes later will be repeated
+        lacks_evaluation = self.kept.evaluated < step
         for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl", "samples.jsonl"):
-            keep_lines(self.dir / name, step, lacks_evaluation=self.kept.evaluated < step)
+            keep_lines(self.dir / name, step, lacks_evaluation)
         if self.args.track != "off":
             self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
 

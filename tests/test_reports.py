@@ -31,6 +31,7 @@ from algos import dpo, sft
 from benchmarks.tables import by_step
 from common import logging as report
 from common import terminal
+from common.checkpoint import environment
 from common.cli import parse
 from common.data import encode_prompts
 from common.logging import Run, draw_curves
@@ -642,6 +643,13 @@ def test_a_card():
     one = report.model_card(ENV, names, PPO[1:2], [], usage="print(1)")
     assert "## Samples" not in one and "eval/reward" not in one  # which were not evaluated
     report.model_card(ENV, names, [], [], usage="print(1)")
+
+
+def test_the_command_of_a_card_names_its_launcher(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["algos/ppo.py", "--name", "a b"])
+    for processes, launcher in ((1, "python"), (2, "torchrun --nproc_per_node 2")):
+        found = environment(SimpleNamespace(num_processes=processes, device=torch.device("cpu")))
+        assert found["command"] == f"{launcher} algos/ppo.py --name 'a b'"
 
 
 NASTY = ["a|b", "``` x ```", "![](http://x/y.png)", "two\nlines\r\n", " a ", "\x1b[31m\ud800", "&amp;"]

@@ -30,6 +30,7 @@ from torch import nn
 from common.cli import ROOT, InputError, flag_of, spec_path
 
 FORMAT = 3  # of checkpoints
+PLAIN = bool | int | float | str
 
 
 def tied_weights(model):
@@ -58,8 +59,7 @@ def settings_of(optimizer):
     """What each parameter group of an optimizer holds besides its parameters and the learning rate, as plain values."""
     groups = []
     for group in optimizer.param_groups:
-        plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
-        groups.append({name: value for name, value in plain.items() if name != "lr"})
+        groups.append({name: value for name, value in group.items() if name != "lr" and isinstance(value, PLAIN)})
     return groups
 
 
@@ -256,7 +256,6 @@ SIZES = """micro_batch_size decode_batch_size packing gradient_checkpointing""".
 # Flags that may differ when a run is continued.
 NEUTRAL = """run_dir name resume threads save_every keep_checkpoints track wandb_project push_to_hub check""".split()
 NEUTRAL += SIZES
-PLAIN = bool | int | float | str
 UNKNOWN = " of unknown contents>"  # the end of the description of what is not hashed
 
 

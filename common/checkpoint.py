@@ -9,6 +9,7 @@ import glob
 import hashlib
 import importlib.metadata
 import inspect
+import itertools
 import json
 import math
 import os
@@ -281,6 +282,9 @@ def identity(args, script):
 def files_of_flag(value):
     """The files that a flag's value names: by a path, a spec string, or several of these separated by commas. Of a
     directory these are the files directly in it; others further down, such as runs, do not count."""
+    if isinstance(value, list | tuple):
+        parts = [part for part in value if isinstance(part, str | Path) and not os.path.isdir(part)]  # "." is a stop
+        return [*itertools.chain(*map(files_of_flag, parts))]
     if not isinstance(value, str | Path):
         return []
     text = str(value)
@@ -288,7 +292,7 @@ def files_of_flag(value):
     specs += sorted(glob.glob(text))
     files = []
     for path in dict.fromkeys(spec_path(spec.strip()) for spec in specs if spec.strip()):
-        if path is None:  # a hub id, or no name of a file
+        if path is None or not path.exists():  # a hub id, or no name of a file
             continue
         if path.is_dir():
             found = [*path.glob("*")]

@@ -136,6 +136,8 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
     lengths = [len(ids) for ids in contexts]
     tokens = pad_rows(contexts, tokenizer.pad_token_id, begins=lengths, device=device)
     attention = pad_rows([[1] * length for length in lengths], 0, begins=lengths, device=device)
+    # a row that has ended may stay in the batch for a while: its positions go no further than the model's
+    last_position = torch.tensor(lengths, device=device) + torch.tensor(limits, device=device) - 1
     responses = [[] for _ in contexts]
     rows = list(range(len(contexts)))  # those in the batch
     ended = set()  # those that have ended, which may still be there
@@ -143,7 +145,7 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
     look = LOOK if device.type == "cpu" else LOOK_ON_GPU
     cache = None
     for t in range(max(limits)):
-        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        positions = (attention.cumsum(1) - 1).clamp(min=0).minimum(last_position[:, None])
         unread = tokens.shape[1] if cache is None else 1
         # an encoder-decoder learns from the number of logits how many of the tokens are the response
         num_logits = t + 1 if isinstance(model, Seq2Seq) else 1
@@ -176,6 +178,7 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
             rows = [rows[place] for place in going]
             places = torch.tensor(going, device=device)
             uniforms = uniforms[places]
+            last_position = last_position[places]
             tokens = tokens[places]
             attention = attention[places]
             if cache is not None:

@@ -164,6 +164,18 @@ def test_logits_behind_the_end_of_a_row_are_not_looked_at(build_model, letters, 
     assert len(calls) == 4
 
 
+def test_a_row_that_has_ended_does_not_leave_the_positions_of_the_model(build_model, letters):
+    """One of eight rows ends after two tokens, at the last position of 32, and stays in the batch."""
+    lm = build_model()
+    lm.generation_config.eos_token_id = None
+    queries = prompts(30, *[2] * 7)
+    limits = [2] + [10] * 7
+    draws = uniforms(8, 10)
+    responses = sample(lm, letters, queries, draws, limits)
+    assert list(map(len, responses)) == limits
+    assert responses[:1] == sample(lm, letters, queries[:1], draws[:1], [2])
+
+
 # Kind of model, and the share of rows that go on at which the others leave the batch: at once, a few at a time, never.
 ROLLOUTS = [(kind, 3 / 4) for kind in ("gpt2", "lfm2", "t5")]
 ROLLOUTS += [("gpt2", 1), ("gpt2", 0), ("lfm2", 1), ("t5", 1)]

@@ -48,7 +48,8 @@ def flag_of(name):
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
-    sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
     try:
         if {"-h", "--help"} & set(sys.argv):
             print_help(args_class, everything="all" in sys.argv)

@@ -229,7 +229,8 @@ def shuffled(context, script, job):
 @contextmanager
 def witness(context, script, job):
     """Each process writes its metrics, what a checkpoint holds, a hash of its own weights and of its optimizer."""
-    records = recorded(context, Run, "log")
+    iterations = recorded(context, Run, "log")
+    evaluations = recorded(context, Run, "log_evaluation")
     states = []
     pack_state = checkpoint.pack_state
 
@@ -246,7 +247,9 @@ def witness(context, script, job):
 
     context.setattr(checkpoint, "pack_state", keep_state)
     yield
-    metrics = [[step, {name: repr(float(x)) for name, x in found.items()}] for (_, step, found), _ in records]
+    metrics = []
+    for (_, step, found), _ in iterations + evaluations:
+        metrics.append([step, {name: repr(float(x)) for name, x in found.items()}])
     found = {"log": metrics, "state": states}
     Path(f"{job['run_dir']}.rank{os.environ['RANK']}").write_text(json.dumps(found))
 

@@ -127,8 +127,9 @@ def refuse_other_names(words, args_class, script):
     for section in text.split("\n## "):
         title = section.partition("\n")[0]
         distance = {f"{script}.py": 0, "Every script": 1}.get(title, 3)
+        where = f"{title} has " if distance == 3 else ""
         for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", section):
-            said = f"algos/MIGRATION.md says under {title}: {here}. {note}".rstrip(". ")
+            said = f"algos/MIGRATION.md says: {where}{here}. {note}".rstrip(". ")
             found += [(distance, flag_of(name), said) for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs)]
     for path in ROOT.glob("algos/*.py"):
         args = path.read_text().partition("\nclass Args")[2].partition("\n\n\n")[0]
@@ -536,7 +537,8 @@ def call_function(function, name, rows, given):
     try:
         signature.bind(**values)
     except TypeError as error:
-        raise InputError(f"{name}: {error}. It may take {', '.join(columns | given)} or **columns") from None
+        known = f"It gets {', '.join(given)}, and the rows' columns: {', '.join(columns) or 'none'}"
+        raise InputError(f"{name}: {error}. {known}") from None
     process = os.getpid()
     try:
         result = function(**values)

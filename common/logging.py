@@ -136,7 +136,7 @@ class Run:
                 lines = "\n  ".join(differences(old, self.identity))
                 raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists() and (folder / "hf_model").exists():
-            self.say(f"{folder} is finished; its model is in {folder}/hf_model; --resume never repeats the run")
+            self.say(f"{folder} is finished; its model is in {folder}/hf_model\nto repeat the run, give --resume never")
             return folder, None, state, True, True
         same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
         if same:
@@ -144,8 +144,12 @@ class Run:
             self.say(f"continuing {folder} from step {state.get('step', 0)}")
         elif path:  # read only now: if the command is given again, there are newer ones and this may be gone
             state = ckpt.read_checkpoint(path)
-            origin = path.resolve().parents[1] / "env.json"
-            lines = differences(json.loads(origin.read_text()), self.identity) if origin.exists() else []
+            lines = []
+            if (origin := path.resolve().parents[1] / "env.json").exists():
+                old = json.loads(origin.read_text())
+                lines = differences(old, self.identity)
+                if old["algo"] != self.identity["algo"]:
+                    raise InputError(f"--resume {self.args.resume} is of a run of {old['algo']}.py")
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
         return folder, path, state, False, same
 

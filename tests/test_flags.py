@@ -415,13 +415,13 @@ def test_values_in_yaml(here):
 # ---- Names from elsewhere --------------------------------------------------------------------------------------------
 
 
-SAYS = "algos/MIGRATION.md says under"
+SAYS = "algos/MIGRATION.md says:"
 ELSEWHERE = [  # script, a word, what is said of it
-    ("sft", "--learning_rate=3", f"{SAYS} Every script: `--lr`$"),
-    ("grpo", "--per_device_train_batch_size", f"{SAYS} grpo.py: `--batch-size`, `--micro-batch-size`"),
-    ("sft", "--optim", f"{SAYS} Every script: gone. AdamW; for another optimizer change one line in a copy"),
-    ("sft", "--init-kl-coef", f"{SAYS} ppo.py: `--kl-coef`"),
-    ("grpo", "--beta", f"{SAYS} grpo.py: `--kl-coef`"),
+    ("sft", "--learning_rate=3", f"{SAYS} `--lr`$"),
+    ("grpo", "--per_device_train_batch_size", f"{SAYS} `--batch-size`, `--micro-batch-size`"),
+    ("sft", "--optim", f"{SAYS} gone. AdamW; for another optimizer change one line in a copy"),
+    ("sft", "--init-kl-coef", f"{SAYS} ppo.py has `--kl-coef`"),
+    ("grpo", "--beta", f"{SAYS} `--kl-coef`"),
     ("sft", "--beta=0.1", "it is a flag of dpo.py"),
 ]
 

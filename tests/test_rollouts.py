@@ -307,7 +307,7 @@ WRONG = {
     "did not return behind exactly": retokenised,
     "behind exactly the ids before": forgets_a_turn,
     "a row appears twice in one call": lambda sample, prompt_ids: sample(prompt_ids[:2], [0, 0]),
-    "missing a required argument: 'price'. It may take ": lambda price: None,
+    "missing a required argument: 'price'. It gets sample, prompt_ids": lambda price: None,
 }
 
 

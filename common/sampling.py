@@ -137,7 +137,8 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
     tokens = pad_rows(contexts, tokenizer.pad_token_id, begins=lengths, device=device)
     attention = pad_rows([[1] * length for length in lengths], 0, begins=lengths, device=device)
     # a row that has ended may stay in the batch for a while: its positions go no further than the model's
-    last_position = torch.tensor(lengths, device=device) + torch.tensor(limits, device=device) - 1
+    ends_at = [length + limit for length, limit in zip(lengths, limits, strict=True)]
+    last_position = torch.tensor(ends_at, device=device) - 1
     responses = [[] for _ in contexts]
     rows = list(range(len(contexts)))  # those in the batch
     ended = set()  # those that have ended, which may still be there

@@ -145,7 +145,8 @@ class Run:
         elif path:  # read only now: if the command is given again, there are newer ones and this may be gone
             state = ckpt.read_checkpoint(path)
             lines = []
-            if (origin := path.resolve().parents[1] / "env.json").exists():
+            origin = path.resolve().parents[1] / "env.json"
+            if origin.exists():
                 old = json.loads(origin.read_text())
                 lines = differences(old, self.identity)
                 if old["algo"] != self.identity["algo"]:

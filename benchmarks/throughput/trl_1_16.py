@@ -29,7 +29,7 @@ from trl import (
 )
 
 OURS = {"model_init_kwargs": {"attn_implementation": ATTENTION}}
-SETTINGS = {  # flags of the trainers; without gradient checkpointing, and all but `defaults` with our matmul precision
+SETTINGS = {  # flags of the trainers; without gradient checkpointing, and all but `defaults` with fast_cpu_matmul
     "defaults": {},
     "same-flags": OURS,
     "padding-free": OURS | {"padding_free": True, "max_length": None},

@@ -43,7 +43,6 @@ from common.cli import Count, Fraction, InputError, NonNegative, Positive, TextA
 from common.data import (
     beginning,
     encode_prompts,
-    have_bos,
     in_lines,
     int32,
     is_chat,
@@ -222,11 +221,10 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     prompt_texts = [prompt for prompt, _, _ in triples]
     chosen_texts = [prompt + chosen for prompt, chosen, _ in triples]
     rejected_texts = [prompt + rejected for prompt, _, rejected in triples]
-    special_tokens = not chat and not have_bos(tokenizer, chosen_texts + rejected_texts)
     end = "template" if chat else "once"
-    heads = tokenize(tokenizer, prompt_texts, special_tokens, end="template")
-    chosen_ids = tokenize(tokenizer, chosen_texts, special_tokens, end)
-    rejected_ids = tokenize(tokenizer, rejected_texts, special_tokens, end)
+    heads = tokenize(tokenizer, prompt_texts, not chat, end="template")
+    chosen_ids = tokenize(tokenizer, chosen_texts, not chat, end)
+    rejected_ids = tokenize(tokenizer, rejected_texts, not chat, end)
     bos = tokenizer.bos_token_id
     pairs = []
     prompts_cut = 0

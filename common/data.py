@@ -6,12 +6,18 @@ prompt, output, ...]}; {"chosen", "rejected"} with or without "prompt", texts or
 Row 1 shows the form of all rows. A bad row gives an InputError that names the flag, the row and the column.
 """
 
+import csv
+import glob
+import gzip
+import io
 import itertools
 import json
 import math
 import os
 import re
+import sys
 from array import array
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +25,10 @@ import torch
 from common.cli import InputError, build, spec_path
 from common.terminal import screen, visible
 
-FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+TEXT_KINDS = (".jsonl", ".json", ".csv", ".txt")  # also with .gz
+FILE_KINDS = (*TEXT_KINDS, ".parquet")
+NUMBERS = {"reward", "margin", "truncated"}  # columns of a .csv file that are no texts
+CHATS = {"messages", "prompt", "completion", "chosen", "rejected", "tools"}  # columns that a chat template renders
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SIDES = ("chosen", "rejected")
 GENERATION = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
@@ -45,32 +54,90 @@ def load_rows(data, flag):
         if not isinstance(row, dict):
             raise InputError(f"{flag} row {number} is {row!r:.60}: expected a mapping such as {{'prompt': ...}}")
         if row.keys() != rows[0].keys():
-            raise InputError(f"{flag} row {number} has the columns {', '.join(map(str, row))}, unlike row 1")
+            columns = ", ".join(sorted(map(str, row.keys() ^ rows[0].keys())))
+            raise InputError(f"{flag} row {number} and row 1 differ in their columns: {columns} (null: an empty cell)")
     return rows
 
 
 def read_rows(name):
-    """The rows of a file, a directory saved by datasets, or `org/name:split` on the hub."""
+    """The rows as they stand in a file, in a directory saved by datasets, or in `org/name:split` on the hub. Of local
+    files nothing is kept for the next time, and no text becomes a date or a number."""
     path = spec_path(name)
-    if path and path.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-            try:
-                if line.strip():
-                    rows.append(json.loads(line, strict=False))
-            except ValueError as error:
-                raise ValueError(f"line {number} is not valid JSON: {error}") from None
-        return rows
+    files = [path] if path else sorted(map(Path, glob.glob(name)))
+    kind = Path(name.removesuffix(".gz")).suffix
+    if kind in FILE_KINDS and not files:
+        raise ValueError("there is no such file")
+    if kind in TEXT_KINDS and not files[0].is_dir():
+        return [*itertools.chain(*(rows_of_text(text_of_file(file), kind) for file in files))]
     import datasets
+    from pyarrow.parquet import read_table
 
     if path and path.is_dir():
-        return datasets.load_from_disk(str(path))
-    if file_kind := FILE_KINDS.get(Path(name.removesuffix(".gz")).suffix):
-        return datasets.load_dataset(file_kind, data_files=str(path or name), split="train")
-    if path:
+        rows = datasets.load_from_disk(str(path))
+        if isinstance(rows, dict):
+            raise ValueError(f"it has several splits: give one of them, such as {path}/{next(iter(rows))}")
+    elif kind == ".parquet":
+        rows = datasets.Dataset(datasets.table.InMemoryTable(read_table([*map(str, files)])))
+    elif path:
         raise ValueError(f"expected a name that ends with {', '.join(FILE_KINDS)}")
-    repository, _, split = name.partition(":")
-    return datasets.load_dataset(repository, split=split or "train")
+    else:
+        repository, _, split = name.partition(":")
+        repository, _, revision = repository.partition("@")
+        rows = datasets.load_dataset(repository, split=split or "train", revision=revision or None)
+    return [row | {column: without_nulls(row[column]) for column in CHATS & row.keys()} for row in rows]
+
+
+def text_of_file(file):
+    contents = file.read_bytes()
+    if file.suffix == ".gz":
+        contents = gzip.decompress(contents)
+    try:
+        return contents.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 (byte {error.start + 1}): save it as UTF-8") from None
+
+
+def rows_of_text(text, kind):
+    """The rows of a .csv, .txt, .json or .jsonl file; JSON may be a list or have a row in each line."""
+    if kind == ".csv":
+        return rows_of_csv(text)
+    if kind == ".txt":
+        return [{"text": line.rstrip("\n")} for line in io.StringIO(text, newline=None)]
+    if text.lstrip().startswith("["):
+        return json.loads(text, strict=False)
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            if line.strip():
+                rows.append(json.loads(line, strict=False))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} is not valid JSON: {error.msg} at column {error.colno}") from None
+    return rows
+
+
+def rows_of_csv(text):
+    """The rows of a table separated by commas, semicolons or tabs. Cells are texts, except in NUMBERS."""
+    header = text.partition("\n")[0]
+    csv.field_size_limit(sys.maxsize)
+    rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count)))
+    for number, row in enumerate(rows, 1):
+        if None in (*row, *row.values()):
+            raise ValueError(f"row {number} has not as many cells as the first line")
+    for row, column in itertools.product(rows, NUMBERS):
+        with suppress(KeyError, ValueError):
+            row[column] = json.loads(str(row[column]).lower())
+    return rows
+
+
+def without_nulls(value):
+    """A chat, or tools, without the keys that Arrow has filled with null because others have them; a message without
+    content keeps that."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = [key for key in value if value[key] is not None or (key == "content" and "role" in value)]
+    return {key: without_nulls(value[key]) for key in kept}
 
 
 def load_sets(spec, flag):
@@ -132,56 +199,107 @@ def messages_of(row, column):
     return part if isinstance(part, list) else [part]
 
 
-def chat_text(tokenizer, messages, where, tools=None, answering=False, marked=False):
-    """The messages as rendered by the chat template. They end with an answer, or with answering where one begins.
-    marked: MARK replaces {% generation %} and {% endgeneration %}."""
+def chat_text(tokenizer, messages, where, tools=None, answering=False, anew=False, marked=False):
+    """The messages as rendered by the chat template. They end with an answer, or with answering where one begins; it
+    goes on in the last message if that is the assistant's, but for anew. marked: MARK replaces {% generation %} and
+    {% endgeneration %}."""
     for message in messages if isinstance(messages, list) and messages else [None]:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
             form = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
             raise InputError(f"{where}: a chat is a list of {form}, found {message!r:.80}")
-    if not answering and messages[-1]["role"] != "assistant":
+    is_begun = messages[-1]["role"] == "assistant"
+    if not (answering or is_begun):
         raise InputError(f"{where}: the last message must be the assistant's")
+    where_it_ends = {"continue_final_message" if is_begun and not anew else "add_generation_prompt": answering}
     template = None
     try:
         if marked:  # a block, since a newline after a block is dropped
             template = tokenizer.get_chat_template(tools=tools)
             template = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
-        return tokenizer.apply_chat_template(
-            messages, tools, chat_template=template, tokenize=False, add_generation_prompt=answering
-        )
+        return tokenizer.apply_chat_template(messages, tools, chat_template=template, tokenize=False, **where_it_ends)
     except Exception as error:  # templates raise what they like
         raise InputError(f"{where}: the chat template cannot render the messages: {error}") from None
+
+
+def joined(prompt, answer):
+    """The messages of a prompt and an answer, which goes on in the prompt's last message if that is the assistant's."""
+    roles = [message.get("role") for message in (*prompt[-1:], *answer[:1]) if isinstance(message, dict)]
+    if roles != ["assistant", "assistant"]:
+        return [*prompt, *answer]
+    contents = [message.get("content") or "" for message in (prompt[-1], answer[0])]
+    return [*prompt[:-1], prompt[-1] | answer[0] | {"content": "".join(contents)}, *answer[1:]]
 
 
 def chat_turns(tokenizer, row, where):
     """The text of a chat in parts, every second one trained: what the template marks with {% generation %} in the
     completion's answers, or if it marks nothing, whole messages with the end of their turns."""
     prompt = messages_of(row, "prompt")
-    messages = [*prompt, *messages_of(row, "completion")]
+    completion = messages_of(row, "completion")
+    messages = joined(prompt, completion)
     tools = row.get("tools")
     parts = chat_text(tokenizer, messages, where, tools, marked=True).split(MARK)
-    answers = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant"]
+    begin = len(messages) - len(completion)
+    answers = [i for i in range(begin, len(messages)) if messages[i]["role"] == "assistant"]
     if not answers:
         raise InputError(f"{where}: the completion is empty")
+
+    def text_before(i, **options):
+        """What stands before answer i; before a first message this may be a system prompt of the template."""
+        if i > begin:
+            return chat_text(tokenizer, messages[:i], where, tools, answering=True, anew=True, **options)
+        begun = prompt or [messages[0] | {"content": ""}]
+        return chat_text(tokenizer, begun, where, tools, answering=True, **options)
+
     if prompt and len(parts) > 1:
-        head = chat_text(tokenizer, messages[: answers[0]], where, tools, answering=True, marked=True)
-        begin = head.count(MARK) + 1
-        parts = ["".join(parts[:begin]), *parts[begin:]]
+        head = text_before(answers[0], marked=True)
+        place = head.count(MARK)
+        if place % 2:  # the prompt ends within an answer
+            begun = head.rpartition(MARK)[2]
+            parts = ["".join(parts[:place]) + begun, added(parts[place], begun, where), *parts[place + 1 :]]
+        else:
+            parts = ["".join(parts[: place + 1]), *parts[place + 1 :]]
     if len(parts) == 1:
         beginnings = [""]  # of the text, up to where training begins or ends
         for i in answers:
-            beginnings.append(chat_text(tokenizer, messages[:i], where, tools, answering=True) if i else "")
-            beginnings.append(chat_text(tokenizer, messages[: i + 1], where, tools))
+            beginnings += [text_before(i), chat_text(tokenizer, messages[: i + 1], where, tools)]
         parts = [added(longer, shorter, where) for shorter, longer in itertools.pairwise(beginnings)]
     return parts
+
+
+def tell_left_out(tokenizer, chats, rows, flag):
+    """Says of each part of the rows' chats, once, that the template leaves it out."""
+    known = set()
+    for number, (messages, row) in enumerate(zip(chats, rows, strict=True), 1):
+        tools = row.get("tools")
+        parts = [("tools", 0, None)] if tools else []
+        for place, message in enumerate(messages):
+            parts += [(f"{key} of {message['role']}", place, key) for key in message if message[key] and key != "role"]
+        for name, place, key in parts:
+            if name in known:
+                continue
+            known.add(name)
+            other = {part: value for part, value in messages[place].items() if part != key}
+            if key == "content":
+                other[key] = MARK
+            other = [*messages[:place], other, *messages[place + 1 :]]
+            where = f"{flag} row {number}"
+            answering = messages[-1]["role"] != "assistant"
+            with suppress(InputError):  # of a template that cannot do without
+                without = chat_text(tokenizer, other, where, tools if key else None, answering)
+                if without == chat_text(tokenizer, messages, where, tools, answering):
+                    screen.say(f"warning: {where}: the chat template leaves out: {name}")
 
 
 def added(text, beginning, where):
     """The part of a chat's text after that of its first messages."""
     if not text.startswith(beginning):
-        how = "for sft and ilql mark answers in it with {% generation %}, or make rows of prompt and completion"
-        raise InputError(f"{where}: the chat template changes earlier turns of a longer chat: {how}")
+        begin = len(os.path.commonprefix((text, beginning)))
+        change = f"{beginning[begin:][:40]!r} becomes {text[begin:][:40]!r} when the chat goes on"
+        how = (
+            "give texts instead; in sft and ilql a row for each answer or {% generation %} in the template may do, too"
+        )
+        raise InputError(f"{where}: the chat template changes what it has written: {change}: {how}")
     return text[len(beginning) :]
 
 
@@ -191,7 +309,10 @@ def row_segments(rows, tokenizer, flag):
     if "messages" in columns:
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
     if is_chat(rows, ["prompt"]):
-        return [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+        turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+        chats = [joined(row["prompt"], row["completion"]) for row in rows]
+        tell_left_out(tokenizer, chats, rows, flag)
+        return turns
     if "dialogue" in columns:
         return [dialogue(row["dialogue"], f"{flag} row {number}") for number, row in enumerate(rows, 1)]
     if "prompt" in columns or "completion" in columns:
@@ -213,7 +334,11 @@ def pair_texts(rows, tokenizer, flag):
     """[(prompt, chosen, rejected)] as texts. Without a prompt column, or with a text there and chats elsewhere, the
     prompt is what chosen and rejected have in common, or ""."""
     if is_chat(rows, ["chosen"]):
-        return [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+        pairs = [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+        for side in SIDES:
+            chats = [joined(messages_in(row, "prompt"), row[side]) for row in rows]
+            tell_left_out(tokenizer, chats, rows, flag)
+        return pairs
     sides = [texts(rows, side, flag) for side in SIDES]
     if "prompt" in rows[0]:
         return list(zip(texts(rows, "prompt", flag), *sides, strict=True))
@@ -234,7 +359,7 @@ def chat_pair(tokenizer, row, where):
     """(prompt, chosen, rejected) of a row of chats, as texts."""
     tools = row.get("tools")
     begin = messages_in(row, "prompt")
-    whole = [chat_text(tokenizer, [*begin, *messages_of(row, side)], where, tools) for side in SIDES]
+    whole = [chat_text(tokenizer, joined(begin, messages_of(row, side)), where, tools) for side in SIDES]
     prompt = ""
     if messages := prompt_messages(row):
         prompt = chat_text(tokenizer, messages, where, tools, answering=True)
@@ -259,24 +384,25 @@ def prompt_messages(row):
 # ---- Texts -> tokens -------------------------------------------------------------------------------------------------
 
 
-def have_bos(tokenizer, texts):
-    """Whether the texts already begin with the beginning token, as those from a chat template do."""
-    return bool(tokenizer.bos_token) and all(text.startswith(tokenizer.bos_token) for text in texts)
-
-
 def tokenize(tokenizer, texts, special_tokens, end, target=False):
     """Ids of each text. end says what becomes of the end token, which some tokenizers append: "never": it is removed,
     while a text's own stays; "once": every text has one; "template": ids are left as they are. special_tokens: the
     tokenizer adds its own. target: what an encoder-decoder writes."""
     column = "text_target" if target else "text"
     encoded = tokenizer(**{column: texts}, add_special_tokens=special_tokens)["input_ids"]
+    bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     ends = row_ends(tokenizer)
+    end_texts = tuple(tokenizer.convert_ids_to_tokens(ends))
     for text, ids in zip(texts, encoded, strict=True):
+        has_bos = bos is not None and text.startswith(tokenizer.bos_token)
+        if special_tokens and has_bos and ids[:2] == [bos, bos] and not text.startswith(2 * tokenizer.bos_token):
+            del ids[0]
         is_own = text.endswith(tokenizer.eos_token) and ids[-2:] != [eos, eos]
         if end != "template" and ids[-1:] == [eos] and not is_own:
             del ids[-1]
-        if end == "once" and (not ids or ids[-1] not in ends):
+        has_end = ids and (ids[-1] in ends or text.rstrip().endswith(end_texts))
+        if end == "once" and not has_end:
             ids.append(eos)
     return encoded
 
@@ -301,10 +427,10 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         for number, row in enumerate(rows, 1):
             where = f"{flag} row {number}"
             prompts.append(chat_text(tokenizer, row["prompt"], where, row.get("tools"), answering=True))
+        tell_left_out(tokenizer, [row["prompt"] for row in rows], rows, flag)
         rows = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
     prompts = texts(rows, "prompt", flag)
-    special_tokens = not chat and not have_bos(tokenizer, prompts)
-    queries = tokenize(tokenizer, prompts, special_tokens, end="template" if encoder else "never")
+    queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")
     kept = []
     for place, ids in enumerate(queries):
         where = f"{flag} row {place + 1}"
@@ -343,10 +469,9 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     segments = row_segments(rows, tokenizer, flag)
     bos = tokenizer.bos_token_id
     whole = ["".join(row) for row in segments]
-    special_tokens = not chat and not have_bos(tokenizer, whole)
-    encoded = tokenize(tokenizer, whole, special_tokens, end="template" if chat else "once")
+    encoded = tokenize(tokenizer, whole, not chat, end="template" if chat else "once")
     prefixes = [*itertools.chain(*(itertools.accumulate(row[:-1]) for row in segments))]
-    heads = iter(tokenize(tokenizer, prefixes, special_tokens, end="never"))
+    heads = iter(tokenize(tokenizer, prefixes, not chat, end="never"))
     for ids, row in zip(encoded, segments, strict=True):
         begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in row[1:])]
         if has_prompt and bos is not None and begins[1] == 0:

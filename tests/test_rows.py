@@ -112,7 +112,7 @@ FORMS = [  # row, its text, rewards of the actions; None: 2 for the last one. A 
     ({"dialogue": ["ab", "", "e", ""]}, "[abe].", None),
     ({"messages": TURNS}, "[^uab.s]cd.[ue.s]f.", None),
     ({"messages": [AB, CD, answer("h")]}, "[^uab.s]cd.[s]h.", None),
-    ({"messages": [CD]}, "[^]scd.", None),  # nobody asks for the answer: all that the template writes is trained
+    ({"messages": [CD]}, "[^s]cd.", None),
     ({"messages": [user("s"), answer("us<eos>sab")]}, "[^us.s]us.sab.", None),  # what looks like a turn is none
     ({"prompt": TURNS[:3], "completion": [F]}, "[^uab.scd.ue.s]f.", None),
     ({"prompt": [AB], "completion": TURNS[1:], "reward": [1, 2]}, "[^uab.s]cd.[ue.s]f.", [0, 0, 1, 0, 2]),
@@ -584,7 +584,8 @@ def test_a_template_that_drops_earlier_thoughts():
     plain = build_tokenizer(unmarked(QWEN3))
     assert trained_parts({"messages": CHAT}, spans)[2] == ["Yes" + TURN_END, SAID + TURN_END]
     rows = [{"messages": chat, "reward": 1} for chat in (CHAT[:2], CHAT)]
-    why = "--dataset row 2: the chat template changes earlier turns of a longer chat: .*{% generation %}.* completion$"
+    change = r"'<think>so</think>Yes.* becomes 'Yes.* when the chat goes on"
+    why = rf"--dataset row 2: the chat template changes what it has written: {change}: give .*{{% generation %}}"
     for encode in (with_labels, with_actions):
         with refused(why):
             encode(rows, plain, 999)
@@ -640,7 +641,7 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
         assert load_rows(name, "--dataset") == LINES, name
     assert load_rows("row*.jsonl", "--dataset") == LINES
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk("splits")
-    with refused("--dataset row 1 is 'train': expected a mapping"):
+    with refused("--dataset splits cannot be loaded: it has several splits: give one of them, such as splits/train$"):
         load_rows("splits", "--dataset")
 
 
@@ -673,7 +674,7 @@ def test_evaluation_sets(tmp_path, monkeypatch):
         assert found == expected and list(found) == list(expected), spec
     with refused("--eval-dataset .*: two sets have the same name"):
         load_sets("easy.jsonl,./easy.jsonl", "--eval-dataset")
-    with refused("--eval-dataset x row 2 has the columns x, unlike row 1$"):
+    with refused(r"--eval-dataset x row 2 and row 1 differ in their columns: text, x \(null: an empty cell\)$"):
         load_sets({"y": EASY, "x": [*EASY, {"x": 1}]}, "--eval-dataset")
 
 

@@ -434,7 +434,7 @@ def encode(data, lm, tokenizer, args):
     data.pairs, data.report = encode_pairs(data.rows, tokenizer, max_length, args, "--dataset")
     for name, rows in data.eval_sets.items():
         data.eval_sets[name], report = encode_pairs(rows, tokenizer, max_length, args, set_flag(name))
-        data.report += f"\n{set_prefix(name)[:-1]}: {report}"
+        data.report += f"\n{set_flag(name)}: {report}"
     if data.prompts and is_chat(data.prompts, ["chosen"]):
         data.prompts = [row | {"prompt": prompt_messages(row)} for row in data.prompts]
     if data.prompts:

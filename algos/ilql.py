@@ -294,7 +294,7 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     encoded = encode_segments(rows, tokenizer, flag, encoder)
     for number, (row, (ids, spans)) in enumerate(zip(rows, encoded, strict=True), 1):
         where = f"{flag} row {number}"
-        episode, is_cut = make_episode(row, ids, spans, row_ends(tokenizer), max_length, encoder, where)
+        episode, is_cut = make_episode(row, ids, spans, tokenizer, max_length, encoder, where)
         num_cut += is_cut
         if episode.actions:
             episodes.append(episode)
@@ -309,13 +309,13 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     return episodes, report
 
 
-def make_episode(row, ids, spans, ends, max_length, encoder, where):
+def make_episode(row, ids, spans, tokenizer, max_length, encoder, where):
     """(episode, whether it was cut) of a row with its tokens and spans, as `encode_segments` yields them.
 
-    An action is a token of an output, including the end token. A number is the reward of the last action; a list has
-    one number for the last token of each output. A truncated row loses its last end token and what a chat template
-    wrote after it. A row longer than max_length is cut just before an action, so that its last state has a value to
-    bootstrap from, and loses later rewards.
+    An action is a token of an output, including the end token, but not the blanks that a chat template writes after it:
+    they are never sampled. A number is the reward of the last action; a list has one number for the last token of each
+    output. A truncated row loses its last end token and what comes after it. A row longer than max_length is cut just
+    before an action, so that its last state has a value to bootstrap from, and loses later rewards.
     """
     truncated = row.get("truncated")
     if truncated not in (None, 0, 1):
@@ -329,10 +329,12 @@ def make_episode(row, ids, spans, ends, max_length, encoder, where):
         del ids[prompt_length - 1 - num_over : prompt_length - 1]
         outputs = [(begin - num_over, end - num_over) for begin, end in outputs]
         longest += prompt_length - num_over
-    if truncated:
-        begin, _ = outputs[-1]
-        end_places = [place for place in range(begin, len(ids)) if ids[place] in ends]
-        ids = ids[: max(end_places, default=len(ids))]
+    for number, (begin, end) in enumerate(outputs):
+        places = [place for place in range(begin, end) if ids[place] in row_ends(tokenizer)]
+        if places and truncated and (begin, end) == outputs[-1]:
+            ids = ids[: places[-1]]
+        elif places and not tokenizer.decode(ids[places[-1] + 1 : end]).strip():
+            outputs[number] = (begin, places[-1] + 1)
     places = [range(max(1, begin), min(end, len(ids))) for begin, end in outputs]  # nothing predicts the first
     received = place_rewards(row.get("reward"), places, where)
     actions = list(itertools.chain(*places))
@@ -587,6 +589,7 @@ class Data:
     episodes: list | None = None
     queries: list | None = None  # ids of the prompts
     report: str = ""  # on rows, actions and returns, for the summary
+    eval_report: str = ""
 
 
 def load(args, path, device):
@@ -622,7 +625,9 @@ def encode(data, lm, tokenizer, args):
     data.max_length = min(args.max_length, limit or args.max_length)
     data.episodes, data.report = encode_episodes(data.rows, tokenizer, data.max_length, "--dataset", encoder)
     for name, rows in data.eval_sets.items():
-        data.eval_sets[name], _ = encode_episodes(rows, tokenizer, data.max_length, set_flag(name), encoder)
+        episodes, report = encode_episodes(rows, tokenizer, data.max_length, set_flag(name), encoder)
+        data.eval_sets[name] = episodes
+        data.eval_report += f"\n{set_flag(name)}: {report}"
     if data.metric:
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
@@ -660,7 +665,7 @@ def summary(run, policy, tokenizer, data):
     taken_over = 1 - (1 - args.polyak_alpha) ** syncs
     lines = [
         run.describe(policy),
-        f"data: {data.report}",
+        f"data: {data.report}{data.eval_report}",
         f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
         f"first row, [not actions]: {marked(tokenizer, first_row.ids, is_action)[:800]}; its return, as used: "
         f"{sum(first_row.rewards):.4g}",

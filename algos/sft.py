@@ -133,7 +133,8 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
     counts = sorted(num_labels(labels) for _, labels in examples)
     tokens = sum(len(ids) for ids, _ in examples)
     report = (
-        f"{len(rows)} rows, {truncated} cut at the end, {len(rows) - len(examples)} dropped with no label left; "
+        f"{len(rows)} rows, {truncated} cut at the end, {len(rows) - len(examples)} dropped with no label left "
+        f"(--max-length {max_length}); "
         f"labels on {sum(counts) / tokens:.1%} of {tokens:,} tokens, per row {counts[0]} to {counts[-1]}, "
         f"median {counts[len(counts) // 2]}"
     )
@@ -195,6 +196,7 @@ class Data:
     examples: list | None = None  # (ids, labels)
     queries: list | None = None  # ids of the prompts
     report: str = ""
+    eval_report: str = ""
 
 
 def encode(data, lm, tokenizer, args):
@@ -210,7 +212,8 @@ def encode(data, lm, tokenizer, args):
 
     data.examples, data.report = encode_set(data.rows, "--dataset")
     for name, rows in data.eval_sets.items():
-        data.eval_sets[name], _ = encode_set(rows, set_flag(name))
+        data.eval_sets[name], report = encode_set(rows, set_flag(name))
+        data.eval_report += f"\n{set_flag(name)}: {report}"
     if data.prompts:
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
@@ -226,7 +229,8 @@ def summary(run, lm, tokenizer, data, max_length):
     lines = [
         *untrained_end(tokenizer, end_tokens(lm), [labels for _, labels in data.examples]),
         run.describe(lm),
-        f"data: {data.report}; tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+        f"data: {data.report}; tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
+        f"{data.eval_report}",
         f"first row, [without loss]: {marked(tokenizer, ids, [label != -100 for label in labels])[:800]}",
         f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per row, {args.max_new_tokens} new tokens",
         run.plan(len(data.examples), "rows"),

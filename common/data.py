@@ -446,6 +446,9 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         kept.append(place)
     if not kept:
         raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
+    if len(kept) < len(rows):
+        dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts are dropped"
+        screen.say(f"{flag}: {dropped}: they have more than --max-prompt-length {max_length} tokens")
     return [rows[place] for place in kept], [queries[place] for place in kept]
 
 

@@ -384,8 +384,7 @@ class Run:
     # -- output
 
     def say(self, text):
-        if self.main:
-            screen.say(text)
+        screen.say(text)
 
     def append(self, name, *records):
         """Appends lines to a file of the run, with null for numbers that are not finite."""

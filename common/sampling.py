@@ -55,17 +55,13 @@ class Prompts:
         def encode_set(rows, flag):
             return encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_prompt_length, encoder)
 
-        num_read = len(self.rows)
         self.rows, self.queries = encode_set(self.rows, "--dataset")
         for name, rows in self.eval_sets.items():
             self.eval_sets[name] = encode_set(rows, set_flag(name))
         if not self.eval_sets:
             self.eval_sets = {"": (self.rows[:num_eval], self.queries[:num_eval])}
         lengths = sorted(map(len, self.queries))
-        self.report = (
-            f"{num_read} prompts, {num_read - len(self.rows)} dropped as too long; "
-            f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
-        )
+        self.report = f"{len(lengths)} prompts; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
 
     @property
     def headline(self):
@@ -165,7 +161,7 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
             continue
         for row, ids in zip(rows, torch.stack(drawn, 1).tolist(), strict=True):
             response = responses[row]
-            if row not in ended and add_ids(response, ids, limits[row], ends, stop, tokenizer):
+            if row not in ended and add_ids(response, ids, contexts[row], limits[row], ends, stop, tokenizer):
                 ended.add(row)
             if response[-1] == -1:
                 where = f"at response token {len(response)} after the ids {contexts[row]!s:.60}"
@@ -202,18 +198,18 @@ def reordered_cache(output):
     return cache
 
 
-def add_ids(response, ids, limit, ends, stop, tokenizer):
-    """Appends ids to a response up to its end: an end token, the token that completes a string of stop, the limit, or
-    -1. Returns whether it has ended."""
+def add_ids(response, ids, context, limit, ends, stop, tokenizer):
+    """Appends ids to a response to the ids in context up to its end: an end token, the token that completes a string of
+    stop, the limit, or -1. Returns whether it has ended."""
     window = CONTEXT + max((len(text.encode()) for text in stop), default=0)  # few tokens have no byte
     for token in ids:
         response.append(token)
         if token in ends or token == -1 or len(response) == limit:
             return True
         if stop:
-            text = tokenizer.decode(response[-window:])
-            # the whole text decides: the window may begin within a character
-            if any(part in text for part in ("\ufffd", *stop)) and stopped(tokenizer, [response], stop)[0]:
+            text = tokenizer.decode([*context[-CONTEXT:], *response][-window:])
+            # the whole text decides: the window may begin within a character, or before the response
+            if any(part in text for part in ("\ufffd", *stop)) and stopped(tokenizer, [context], [response], stop)[0]:
                 return True
     return False
 
@@ -309,7 +305,7 @@ def generate_all(
             trained[-1] += [is_trained] * len(ids)
     ends = end_tokens(lm)
     if rollout is None:
-        with_stop = stopped(tokenizer, output_ids, stop)
+        with_stop = stopped(tokenizer, queries, output_ids, stop)
         ended = [by_stop or ids[-1] in ends for by_stop, ids in zip(with_stop, output_ids, strict=True)]
     else:  # turns may end with such a token, too: a response has ended if there was room for more
         ended = [len(ids) < max_new_tokens or ids[-1] in ends for ids in output_ids]
@@ -319,28 +315,37 @@ def generate_all(
 # ---- Texts and scores ------------------------------------------------------------------------------------------------
 
 
-def stopped(tokenizer, responses, stops):
+def stopped(tokenizer, queries, responses, stops):
     """Whether each response (ids) contains a stop string."""
     if not stops:
         return [False] * len(responses)
-    texts = tokenizer.batch_decode(responses)
+    texts = texts_behind(tokenizer, [query[-CONTEXT:] for query in queries], responses)
     return [any(stop in text for stop in stops) for text in texts]
 
 
-def decode(tokenizer, queries, responses, stops):
-    """Texts of responses to queries (lists of ids), without special tokens, cut before a stop string and stripped.
-    Responses are decoded after their queries, because many tokenizers drop the space before a first token."""
-    whole = [query + response for query, response in zip(queries, responses, strict=True)]
-    prompts = tokenizer.batch_decode(queries, skip_special_tokens=True)
-    samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)  # where a prompt changes in a longer text
-    with_stop = stopped(tokenizer, responses, stops)  # a stop string that is a special token is not in the text
+def texts_behind(tokenizer, queries, responses, **options):
+    """Texts of responses to queries (lists of ids), as they stand behind these: many tokenizers drop the space before a
+    first token."""
+    whole = [[*query, *response] for query, response in zip(queries, responses, strict=True)]
+    prompts = tokenizer.batch_decode(queries, **options)
+    samples = tokenizer.batch_decode(whole, **options)
+    texts = tokenizer.batch_decode(responses, **options)  # where a prompt changes in a longer text
     for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
         if sample.startswith(prompt):
             texts[row] = sample[len(prompt) :]
+    return texts
+
+
+def decode(tokenizer, queries, responses, stops):
+    """Texts of responses to queries, without special tokens, cut before a stop string and stripped."""
+    texts = texts_behind(tokenizer, queries, responses, skip_special_tokens=True)
+    with_stop = stopped(
+        tokenizer, queries, responses, stops
+    )  # a stop string that is a special token is not in the text
+    for row, text in enumerate(texts):
         if with_stop[row]:
-            ends = [texts[row].find(stop) for stop in stops if stop in texts[row]]
-            texts[row] = texts[row][: min(ends, default=None)].rstrip()
+            ends = [text.find(stop) for stop in stops if stop in text]
+            texts[row] = text[: min(ends, default=None)].rstrip()
     return texts
 
 

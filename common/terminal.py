@@ -63,7 +63,10 @@ class Screen:
         return Text(text, no_wrap=True, overflow="ellipsis")
 
     def say(self, text):
-        """Prints text above the line; what is not printable in it, but the ends of lines, is written out."""
+        """Prints text above the line, in the first process of all; what is not printable in it, but the ends of lines,
+        is written out."""
+        if os.environ.get("RANK", "0") != "0":
+            return
         text = "\n".join(map(visible, text.split("\n")))
         try:
             if self.live:

@@ -7,6 +7,7 @@ tokens, with marks for what is trained. Rows that are refused are in test_inputs
 import functools
 import gzip
 import json
+import os
 import pickle
 import re
 from itertools import groupby, product
@@ -158,9 +159,9 @@ def test_a_text(letters):
 def test_a_beginning_token_in_one_row_says_nothing_about_others(letters):
     tokenizer = add_specials(letters, "<bos> $A")
     rows = [{"prompt": prompt, "completion": "b", "chosen": "b", "rejected": "c"} for prompt in ("<bos>a", "a", "de")]
-    assert with_labels(rows, tokenizer)[0][1:] == ["[^a]b.", "[^de]b."]
-    assert pairs_of(rows, tokenizer)[0][1:] == ["^a|b.|c.", "^de|b.|c."]
-    assert encode_prompts(rows, tokenizer, 5, None, "")[1][1:] == [[BOS, 0], [BOS, 3, 4]]
+    assert with_labels(rows, tokenizer)[0] == ["[^a]b.", "[^a]b.", "[^de]b."]
+    assert pairs_of(rows, tokenizer)[0] == ["^a|b.|c.", "^a|b.|c.", "^de|b.|c."]
+    assert encode_prompts(rows, tokenizer, 5, None, "")[1] == [[BOS, 0], [BOS, 0], [BOS, 3, 4]]
 
 
 def test_without_a_beginning_token(letters):
@@ -219,7 +220,7 @@ COUNTS = [  # encode, max_length, rows, their texts, the report
     (
         with_labels, 5, rows_of("dialogue", [FOUR], [["abcde", "f", "g", "h"]], [["ab", "cd"]]),
         ["[ab]cd[e]", "[ab]cd."],
-        "3 rows, 2 cut at the end, 1 dropped with no label left; "
+        "3 rows, 2 cut at the end, 1 dropped with no label left (--max-length 5); "
         "labels on 50.0% of 10 tokens, per row 2 to 3, median 3",
     ),
     (
@@ -497,6 +498,15 @@ TOOLS = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
+# Like SmolLM2: a system message of its own, unless the first message is one; no tools.
+SMOL = r"""
+{%- for m in messages %}
+    {%- if loop.first and m.role != 'system' %}{{- '<|im_start|>system\nBe small.<|im_end|>\n' }}{%- endif %}
+    {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+# Like DeepSeek R1: it opens an answer with <think>, and leaves the thoughts out where it has the answer.
+R1 = SMOL.replace("m.content + ", "m.content.split('</think>')[-1] + ").replace(r"assistant\n'", r"assistant\n<think>'")
 # Qwen 3 drops the thoughts of earlier turns, so a longer chat does not begin with a shorter one.
 QWEN3 = TOOLS.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}")
 MARGINAL = TOOLS.replace(r"{{- '<|im_end|>\n' }}{% endgeneration %}", r"{%- endgeneration %}{{- '<|im_end|>\n' }}")
@@ -555,7 +565,8 @@ def golden(tokenizer, chat, tools=None, **options):
 
 
 def test_the_answers_and_their_ends_are_trained():
-    """With spans and without; in ilql as actions. The tokenizer puts no beginning token before a chat."""
+    """With spans and without; in ilql as actions, without the line break behind the end of a turn, which is never
+    sampled. The tokenizer puts no beginning token before a chat."""
     for tokenizer, (row, count) in product(tokenizers(TOOLS), ROWS):
         ids, mask, trained = trained_parts(row, tokenizer)
         assert trained == [SAID + TURN_END] * count
@@ -564,9 +575,10 @@ def test_the_answers_and_their_ends_are_trained():
         assert ("# Tools\nadd" in tokenizer.decode(ids)) == ("tools" in row)
         (episode,), _ = ilql.encode_episodes([row | {"reward": [-1, 3][:count]}], tokenizer, 999, "--dataset")
         assert list(episode.ids) == list(ids) and episode.done
-        assert list(episode.actions) == [place for place, is_trained in enumerate(mask) if is_trained]
-        others = [0] * (sum(mask) // count - 1)
-        assert episode.rewards == [*others, -1, *others, 3][: sum(mask)]
+        trained_ids = [place for place, is_trained in enumerate(mask) if is_trained]
+        assert list(episode.actions) == [place for place in trained_ids if tokenizer.decode(ids[place]) != "\n"]
+        others = [0] * (sum(mask) // count - 2)
+        assert episode.rewards == [*others, -1, *others, 3][: sum(mask) - count]
 
 
 def test_a_template_for_tools():
@@ -594,6 +606,83 @@ def test_a_template_that_drops_earlier_thoughts():
         assert trained_parts(row, spans) == trained_parts(row, plain)
         assert trained_parts(row, plain)[2] == [SAID + TURN_END]
         assert with_actions([row], spans, 999) == with_actions([row], plain, 999)
+
+
+def test_a_chat_that_begins_with_the_assistant():
+    """The system message and the header that the template writes before it are not trained."""
+    for template, system in ((SMOL, "Be small."), (unmarked(TOOLS), "Be good.")):
+        tokenizer = build_tokenizer(template)
+        row = {"messages": [answer("Hello."), user("Hi."), answer("So?")], "reward": [1, 2]}
+        ids, mask, trained = trained_parts(row, tokenizer)
+        assert trained == ["Hello." + TURN_END, "So?" + TURN_END]
+        untrained = tokenizer.decode([token for token, is_trained in zip(ids, mask, strict=True) if not is_trained])
+        assert untrained == f"<|im_start|>system\n{system}{TURN_END}{HEADER}<|im_start|>user\nHi.{TURN_END}{HEADER}"
+        (episode,), _ = ilql.encode_episodes([row], tokenizer, 999, "--dataset")
+        assert tokenizer.decode([episode.ids[place] for place in episode.actions]) == "Hello.<|im_end|>So?<|im_end|>"
+
+
+BEGUN = [user("Sum?"), answer("It is ")]
+
+
+@pytest.mark.parametrize("template", [SMOL, TOOLS, unmarked(TOOLS)], ids=["smol", "spans", "plain"])
+def test_a_prompt_that_ends_with_an_assistant_message_goes_on_in_it(template):
+    """In sampling and in training alike: no second header, and what the prompt has of the answer is not trained."""
+    tokenizer = build_tokenizer(template)
+    whole = tokenizer.decode(golden(tokenizer, [BEGUN[0], answer("It is 5.")]))
+    prompt = tokenizer(whole.partition("5.")[0]).input_ids
+    (asked,), (query,) = encode_prompts([{"prompt": BEGUN}], tokenizer, 5, 999, "--dataset")
+    assert query == prompt and asked["prompt"].endswith(HEADER + "It is ")
+    row = {"prompt": BEGUN, "completion": [answer("5."), user("Yes."), answer("Oh.")], "reward": [0, 1]}
+    ids, mask, trained = trained_parts(row, tokenizer)
+    assert list(ids[: len(prompt)]) == prompt and mask.index(True) == len(prompt)
+    assert trained == ["5." + TURN_END, "Oh." + TURN_END]
+    limits = SimpleNamespace(max_prompt_length=None)
+    pair = {"prompt": BEGUN, "chosen": [answer("5.")], "rejected": [answer("6.")]}
+    ((chosen, rejected, n),), _ = dpo.encode_pairs([pair], tokenizer, 999, limits, "--dataset")
+    assert list(chosen[:n]) == prompt and tokenizer.decode(chosen[n:]) == "5." + TURN_END
+    assert tokenizer.decode(rejected[n:]) == "6." + TURN_END
+    assert BEGUN[1] == answer("It is ")  # rows stay what they were
+
+
+def test_a_template_that_opens_an_answer_with_what_it_leaves_out_of_it():
+    tokenizer = build_tokenizer(R1)
+    rows = [{"prompt": CHAT[:1], "completion": [answer("Yes")], "chosen": [answer("Yes")], "rejected": [answer("No")]}]
+    for encode in (with_labels, with_actions, pairs_of, scored):
+        with refused(r"--dataset row 1: .* '<think>' becomes 'Yes<\|im_end\|>.n' when the chat goes on: give texts"):
+            encode([{column: rows[0][column] for column in COLUMNS[encode]} | {"reward": 1}], tokenizer)
+
+
+COLUMNS = dict.fromkeys((with_labels, with_actions), ("prompt", "completion"))
+COLUMNS |= dict.fromkeys((pairs_of, scored), ("prompt", "chosen", "rejected"))
+CALL = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+CALLING = turn("assistant", "") | {"tool_calls": CALL}
+LEFT_OUT = [  # template, messages, tools; what it leaves out
+    (SMOL, [user("a"), CALLING, turn("tool", "5"), answer("b")], ADD, ["tools", "tool_calls of assistant"]),
+    (TOOLS, [user("a"), CALLING, turn("tool", "5"), answer("b")], ADD, []),
+    (SMOL, [user("a"), answer("b") | {"reasoning_content": "c"}], None, ["reasoning_content of assistant"]),
+    (SMOL, [user("a") | {"name": "", "n": None}, answer("b")], None, []),
+    (TOOLS, [user("a"), turn("developer", "x"), turn("developer", "y"), answer("b")], [], ["content of developer"]),
+    (TOOLS, [user("a"), turn("system", "x"), answer("b")], None, ["content of system"]),
+]
+
+
+def test_what_a_template_leaves_out_is_said_once(capsys):
+    """Of the first row that has it, in rows, pairs, prompts."""
+    limits = SimpleNamespace(max_prompt_length=None)
+    plain = {"messages": [user("c"), answer("d")], "tools": None}
+    for template, messages, tools, parts in LEFT_OUT:
+        tokenizer = build_tokenizer(template)
+        row = {"messages": messages, "tools": tools}
+        sft.encode_rows([plain, row, row], tokenizer, 999, True, "--dataset")
+        told = [f"warning: --dataset row 2: the chat template leaves out: {part}" for part in parts]
+        assert capsys.readouterr().out.splitlines() == told
+        sides = {"chosen": messages, "rejected": [*messages[:-1], answer("no")], "tools": tools}
+        dpo.encode_pairs([sides], tokenizer, 999, limits, "--eval-dataset x")
+        told = [f"warning: --eval-dataset x row 1: the chat template leaves out: {part}" for part in parts]
+        assert set(told) <= {*capsys.readouterr().out.splitlines()}
+        encode_prompts([{"prompt": messages[:-1], "tools": tools}], tokenizer, 5, 999, "--eval-prompts")
+        told = [line.replace("--eval-dataset x", "--eval-prompts") for line in told if "reasoning" not in line]
+        assert capsys.readouterr().out.splitlines() == told
 
 
 NO = answer("<think>so</think>No")
@@ -637,12 +726,91 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
     table = datasets.Dataset.from_list(LINES)
     table.to_parquet("rows.parquet")
     table.save_to_disk("saved")
-    for name in "rows.jsonl rows.json rows.csv rows.txt rows.jsonl.gz rows.parquet saved bom.jsonl crlf.jsonl".split():
+    (tmp_path / "lines.json").write_text(jsonl(LINES))
+    (tmp_path / "list.jsonl").write_text(json.dumps(LINES, indent=1))
+    names = "rows.jsonl rows.json rows.csv rows.txt rows.jsonl.gz rows.parquet saved bom.jsonl crlf.jsonl"
+    for name in [*names.split(), "lines.json", "list.jsonl"]:
         assert load_rows(name, "--dataset") == LINES, name
     assert load_rows("row*.jsonl", "--dataset") == LINES
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk("splits")
     with refused("--dataset splits cannot be loaded: it has several splits: give one of them, such as splits/train$"):
         load_rows("splits", "--dataset")
+
+
+ODD = {"prompt": "x;y", "answer": "1989-11-09", "code": "007", "none": "NA", "big": 2**70, "info": {"a": None}}
+
+
+def test_values_stay_as_they_stand_in_the_file(tmp_path, monkeypatch):
+    """No text becomes a date or a number, no number another one; in a table all cells but a few are texts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.json").write_text(json.dumps([ODD]))
+    assert load_rows("rows.json", "--dataset") == load_rows(write("rows.jsonl", [ODD]), "--dataset") == [ODD]
+    (tmp_path / "rows.csv").write_text(
+        'prompt;answer;code;reward;margin;truncated\r\n"x;y";1989-11-09;007;"[1, 2.5]";;True'
+    )
+    cells = {
+        "prompt": "x;y",
+        "answer": "1989-11-09",
+        "code": "007",
+        "reward": [1, 2.5],
+        "margin": "",
+        "truncated": True,
+    }
+    assert load_rows("rows.csv", "--dataset") == [cells]
+    (tmp_path / "rows.txt").write_text("a\x0bb\r\n\u2028c")
+    assert load_rows("rows.txt", "--dataset") == [{"text": "a\x0bb"}, {"text": "\u2028c"}]
+
+
+def test_a_file_that_is_replaced_is_read_anew(tmp_path, monkeypatch):
+    """With the same size and time stamp, as unzip and rsync leave them."""
+    monkeypatch.chdir(tmp_path)
+    for kind in ("csv", "json", "parquet"):
+        for text in ("ab", "cd"):
+            path = tmp_path / f"rows.{kind}"
+            table = datasets.Dataset.from_list([{"text": text}])
+            getattr(table, f"to_{kind}")(str(path))
+            os.utime(path, (1, 1))
+            assert load_rows(path.name, "--dataset") == [{"text": text}]
+
+
+def test_keys_that_other_rows_have_are_no_nulls(tmp_path, monkeypatch):
+    """Arrow gives all structs of a column the same keys."""
+    monkeypatch.chdir(tmp_path)
+    calls = [[{"function": {"name": "f", "arguments": arguments}}] for arguments in ({"a": 1}, {"city": "Bergen"})]
+    rows = []
+    for call in calls:
+        message = {"role": "assistant", "content": None, "tool_calls": call}
+        rows.append(
+            {"messages": [user("x"), message], "tools": [{"p": call}], "info": call[0]["function"]["arguments"]}
+        )
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet("rows.parquet")
+    table.save_to_disk("saved")
+    for name in ("rows.parquet", "saved"):
+        found = load_rows(name, "--dataset")
+        assert [row["messages"] for row in found] == [row["messages"] for row in rows]
+        assert [row["tools"] for row in found] == [row["tools"] for row in rows]
+        assert found[0]["info"] == {"a": 1, "city": None}  # a column of the user's
+
+
+UNREADABLE = [  # name, bytes, what is said
+    ("excel.csv", "prompt,answer\nå,b\n".encode("cp1252"), "it is not UTF-8 .byte 15.: save it as UTF-8"),
+    ("shell.jsonl", '{"prompt": "a"}'.encode("utf-16"), "it is not UTF-8 .byte 1.: save it as UTF-8"),
+    ("lines.jsonl", b'{"prompt": "a"}\n{"prompt": }\n', "line 2 is not valid JSON: Expecting value at column 12"),
+    ("wide.csv", b"prompt,answer\na,b\nc,d,e\n", "row 2 has not as many cells as the first line"),
+    ("short.csv", b"prompt,answer\na\n", "row 1 has not as many cells as the first line"),
+    ("rows.tsv", b"prompt\n", "expected a name that ends with .jsonl, .json, .csv, .txt, .parquet"),
+]
+
+
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, contents, why in UNREADABLE:
+        (tmp_path / name).write_bytes(contents)
+        with refused(f"--dataset {name} cannot be loaded: {why}$"):
+            load_rows(name, "--dataset")
+    with refused("--dataset none.jsonl cannot be loaded: there is no such file$"):
+        load_rows("none.jsonl", "--dataset")
 
 
 EASY = [{"text": "easy"}]
@@ -719,6 +887,8 @@ def test_training_rows_sets_and_prompts_of_a_script(letters, script):
     ids = found.ids if script is ilql else found[0]
     assert list(ids) == [0, 1] + [2] * 30
     assert data.eval_sets == {"": [found], "x": [found, found]}
+    report = data.report if script is dpo else data.eval_report
+    assert re.search("\n--eval-dataset: 1 .*\n--eval-dataset x: 2 .* 2 cut", report.replace("responses: 2", "2"))
     assert data.queries == [[0, 1]]
     with refused("--eval-prompts row 1: a prompt of 2 tokens and --max-new-tokens 31 exceed"):
         encode(max_new_tokens=31)
@@ -738,16 +908,18 @@ def test_sets_of_reward(letters):
     assert data.report.endswith("\n--eval-dataset x: 2 pairs, 0 dropped as longer than 43, 1 as equal")
 
 
-def test_prompts_and_sets_of_ppo_and_grpo(letters):
+def test_prompts_and_sets_of_ppo_and_grpo(letters, capsys):
     """Without an evaluation set, the first prompts are evaluated."""
     rows = [{"prompt": text} for text in ("ab", "abcd", "c", "def")]
     data = Prompts(rows, {}, None, None)
     data.encode(LM, letters, 29, 3, 2)
     assert data.rows == [rows[0], rows[2], rows[3]] and data.queries == [[0, 1], [2], [3, 4, 5]]
     assert data.eval_sets == {"": (data.rows[:2], data.queries[:2])}
-    assert data.report == "4 prompts, 1 dropped as too long; tokens: median 2, longest 3"
+    assert data.report == "3 prompts; tokens: median 2, longest 3"
     data = Prompts(rows[:1], {"x": rows[1:]}, None, None)
     data.encode(LM, letters, 29, 3, 2)
     assert data.eval_sets == {"x": (rows[2:], [[2], [3, 4, 5]])}
+    told = "{}: 1 of {} prompts are dropped: they have more than --max-prompt-length 3 tokens\n"
+    assert capsys.readouterr().out == told.format("--dataset", 4) + told.format("--eval-dataset x", 3)
     with refused("--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"):
         Prompts(rows[:1], {"x": rows[1:]}, None, None).encode(LM, letters, 29, None, 2)

@@ -20,7 +20,7 @@ from algos import ppo
 from common import sampling
 from common.launch import NotFinite
 from common.model import as_decoder
-from common.sampling import Responses, add_ids, decode, generate_all, sample, stopped, text_arguments
+from common.sampling import Responses, add_ids, decode, generate_all, sample, stopped, text_arguments, texts_behind
 from common.scoring import Episodes
 from common.seeding import draw
 from common.seeding import uniforms as keyed_uniforms
@@ -265,7 +265,7 @@ def build_tokenizer(kind):
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 def test_stops_are_found_where_the_slow_definition_finds_them(kind):
     """Random ids, and as stops pieces of their texts: a space at the end, parts of words, special tokens, characters of
-    several bytes. The definition: the first n for which the text of n ids holds a stop string."""
+    several bytes. The definition: the first n for which the text of n ids behind others holds a stop string."""
     tokenizer = build_tokenizer(kind)
     random = np.random.default_rng(0)
     found = 0
@@ -276,13 +276,15 @@ def test_stops_are_found_where_the_slow_definition_finds_them(kind):
         for text in texts[:2]:
             begin = int(random.integers(0, max(1, len(text) - 3)))
             stops.append(text[begin : begin + int(random.integers(1, 6))] or "zz")
-        for row in ids.tolist():
-            lengths = [n for n in range(1, 38) if any(stop in tokenizer.decode(row[:n]) for stop in stops)]
+        for number, row in enumerate(ids.tolist()):
+            context = random.integers(0, len(tokenizer), number).tolist()
+            behind = [texts_behind(tokenizer, [context], [row[:n]])[0] for n in range(1, 38)]
+            lengths = [n for n, text in enumerate(behind, 1) if any(stop in text for stop in stops)]
             response = []
-            ended = [add_ids(response, row[:5], 99, [], stops, tokenizer)]  # some tokens at once, as on a GPU
+            ended = [add_ids(response, row[:5], context, 99, [], stops, tokenizer)]  # some tokens at once, as on a GPU
             for token in row[5:]:
                 if not ended[-1]:
-                    ended.append(add_ids(response, [token], 99, [], stops, tokenizer))
+                    ended.append(add_ids(response, [token], context, 99, [], stops, tokenizer))
             assert response == row[: min(lengths, default=37)], stops
             assert ended[-1] is bool(lengths) and True not in ended[:-1]
             found += bool(lengths)
@@ -302,8 +304,21 @@ def test_the_token_that_completes_a_stop():
         tokenizer = build_tokenizer(kind)
         ids = tokenizer(row).input_ids if kind == "byte-level" else tokenizer.convert_tokens_to_ids(row)
         response = []
-        assert add_ids(response, ids, 99, [], (stop,), tokenizer)
+        assert add_ids(response, ids, [], 99, [], (stop,), tokenizer)
         assert response == ids[:length], stop
+
+
+def test_a_stop_string_that_begins_with_the_space_of_the_first_token():
+    """Decoded alone, the response loses this space. The same string in the prompt ends nothing."""
+    tokenizer = build_tokenizer("sentencepiece")
+    hello, world, low = tokenizer.convert_tokens_to_ids(["▁hello", "▁world", "lo"])
+    for context in ([hello], [hello, world], [hello] * 12):
+        response = []
+        assert add_ids(response, [world, low], context, 99, [], (" world",), tokenizer)
+        assert response == [world]
+        assert stopped(tokenizer, [context, context], [[world], [low]], (" world",)) == [True, False]
+        assert decode(tokenizer, [context], [[world]], (" world",)) == [""]
+        assert not add_ids([], [low, low], context, 99, [], (" world",), tokenizer)
 
 
 def test_the_ends_of_a_response(letters):
@@ -316,7 +331,7 @@ def test_the_ends_of_a_response(letters):
         ([], 9, [8], False),
     ]:
         response = [8]
-        assert add_ids(response, ids, limit, [EOS], ("zz",), letters) is is_over
+        assert add_ids(response, ids, [0], limit, [EOS], ("zz",), letters) is is_over
         assert response == expected
 
 
@@ -327,8 +342,8 @@ def test_texts(letters):
     assert decode(letters, queries, responses, ()) == ["efg", "geh", "ij"]
     assert decode(letters, queries, responses, ("g", "e", "<eos>")) == ["", "", "ij"]
     assert decode(letters, queries, responses, ("<eos>",)) == ["efg", "geh", "ij"]
-    assert stopped(letters, responses, ("<eos>", "j")) == [True, False, True]
-    assert stopped(letters, responses, ()) == [False] * 3
+    assert stopped(letters, queries, responses, ("<eos>", "j")) == [True, False, True]
+    assert stopped(letters, queries, responses, ()) == [False] * 3
     rows = [{"prompt": "ab", "x": 1}, {"prompt": "c", "x": 2}]
     given = text_arguments(letters, rows, ["efg", ""], [[4, 5, 6], []])
     assert given.pop("tokenizer") is letters

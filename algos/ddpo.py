@@ -62,6 +62,7 @@ from common.cli import (
     cli,
     load_function,
     spec_path,
+    stop_if,
 )
 from common.data import load_rows, load_sets, local_rows, set_flag, set_prefix, texts
 from common.launch import accumulate, on_main, optimizer_step, reduce_sums
@@ -634,6 +635,8 @@ def load_pipeline(args, path):
     if not isinstance(pipeline, StableDiffusionPipeline):
         class_name = type(pipeline).__name__
         raise InputError(f"--model {name} is a {class_name}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
+    if pipeline.unet.config.time_cond_proj_dim is not None:
+        raise InputError(f"--model {name} is a latent consistency model, whose UNet takes the guidance as an input")
     num_words = len(pipeline.tokenizer)
     expected = pipeline.text_encoder.config.vocab_size
     if not expected / 2 < num_words <= expected:  # transformers makes up a tokenizer if its files are missing
@@ -674,6 +677,9 @@ def add_lora(unet, args):
 
     alpha = args.lora_alpha or args.lora_r
     targets = list(args.lora_targets)
+    names = [name for name, _ in unet.named_modules()]
+    missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    stop_if([f"--lora-targets: no module of the UNet is named {target}" for target in missing])
     adapters = LoraConfig(r=args.lora_r, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets)
     try:
         unet.add_adapter(adapters)
@@ -762,6 +768,7 @@ def main(args):
         return run.result()
     accelerator = run.accelerator
     pipeline, schedule = load(args, path, accelerator.device)
+    run.check_inputs(data)
     unet = accelerator.prepare(pipeline.unet)
     embed = Embeddings(pipeline, accelerator.device, args.guidance_scale, args.negative_prompt)
     policy = Policy(pipeline, unet, schedule, embed)

@@ -491,6 +491,7 @@ def main(args):
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
+    run.check_inputs(data)
     packing = can_pack(lm, args.packing, run.say)
     ref = None
     if args.ref_model is not None or not (args.precompute_ref or args.reference_free):

@@ -715,6 +715,7 @@ def main(args):
     policy, tokenizer = load(args, path, device)
     lm = policy.lm
     encode(data, lm, tokenizer, args)
+    run.check_inputs(data)
     normalize_rewards(data, args)
     optimizer = args.make_optimizer(policy)
     model = prepare(accelerator, policy, optimizer)

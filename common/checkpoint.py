@@ -5,6 +5,7 @@ No pickle: safetensors, JSON and a sha256 manifest.
 
 import ast
 import contextlib
+import dataclasses
 import glob
 import hashlib
 import importlib.metadata
@@ -20,15 +21,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from array import array
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 import numpy as np
 import safetensors.torch
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 from torch import nn
 
 from common.cli import ROOT, InputError, flag_of, spec_path
+from common.model import adapter_base
 
 FORMAT = 3  # of checkpoints
 PLAIN = bool | int | float | str
@@ -298,6 +302,7 @@ def files_of_flag(value):
             found = [*path.glob("*")]
             if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
                 found += path.glob("*/*")  # the parts of a pipeline, the splits of a dataset
+            files += files_of_flag(adapter_base(path))
             files += sorted(file for file in found if file.is_file() and file.name[0] != ".")
         elif path.suffix == ".py":
             files += with_imports(path.resolve())
@@ -390,6 +395,35 @@ def differences(old, new):
         elif name not in flags and name != "resume":  # where it continues does not count
             lines.append(f"the file of {flag_of(name)} has changed")
     return lines
+
+
+# ---- Inputs --------------------------------------------------------------------------------------------------------
+
+
+def hub_commits(args):
+    """{flag: commit} of the models of the hub that flags name, as they were loaded last."""
+    commits = {}
+    for name, value in vars(args).items():
+        if isinstance(value, str) and not spec_path(value):
+            folder = f"models--{value.partition(':')[0].replace('/', '--')}"
+            branch = Path(HF_HUB_CACHE, folder, "refs", (name == "model" and args.revision) or "main")
+            if branch.is_file():
+                commits[flag_of(name)] = branch.read_text()
+    return commits
+
+
+def digest(value):
+    """A hash of rows, token ids and labels in lists, dicts and dataclasses; of other objects the type counts."""
+
+    def plain(part):
+        if isinstance(part, array):
+            return hashlib.sha256(part).hexdigest()
+        return vars(part) if dataclasses.is_dataclass(part) else type(part).__name__
+
+    total = hashlib.sha256()
+    for part in value.items() if isinstance(value, dict) else value:
+        total.update(json.dumps(part, default=plain, skipkeys=True).encode())
+    return total.hexdigest()[:16]
 
 
 # ---- The machine -----------------------------------------------------------------------------------------------------

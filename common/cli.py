@@ -393,8 +393,8 @@ class RunArgs:
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
     track: Literal["off", "wandb", "tensorboard"] = "off"
     """Also send the metrics to a tracker (WANDB_MODE=offline works without an account)."""
-    wandb_project: str = "plainrl"
-    """Project name for --track."""
+    wandb_project: str | None = None
+    """Project name for --track; default: WANDB_PROJECT, or plainrl."""
     push_to_hub: Repository | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools. A run that
     is already finished uploads nothing."""

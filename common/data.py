@@ -29,6 +29,7 @@ TEXT_KINDS = (".jsonl", ".json", ".csv", ".txt")  # also with .gz
 FILE_KINDS = (*TEXT_KINDS, ".parquet")
 NUMBERS = {"reward", "margin", "truncated"}  # columns of a .csv file that are no texts
 CHATS = {"messages", "prompt", "completion", "chosen", "rejected", "tools"}  # columns that a chat template renders
+QUESTIONS = {"question", "instruction", "input", "query", "system"}  # names that prompts have elsewhere
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SIDES = ("chosen", "rejected")
 GENERATION = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
@@ -199,10 +200,10 @@ def messages_of(row, column):
     return part if isinstance(part, list) else [part]
 
 
-def chat_text(tokenizer, messages, where, tools=None, answering=False, anew=False, marked=False):
-    """The messages as rendered by the chat template. They end with an answer, or with answering where one begins; it
-    goes on in the last message if that is the assistant's, but for anew. marked: MARK replaces {% generation %} and
-    {% endgeneration %}."""
+def chat_text(tokenizer, messages, where, row, answering=False, anew=False, marked=False):
+    """The messages as rendered by the chat template, with the row's tools. They end with an answer, or with answering
+    where one begins; it goes on in the last message if that is the assistant's, but for anew. marked: MARK replaces {%
+    generation %} and {% endgeneration %}."""
     for message in messages if isinstance(messages, list) and messages else [None]:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
@@ -211,13 +212,13 @@ def chat_text(tokenizer, messages, where, tools=None, answering=False, anew=Fals
     is_begun = messages[-1]["role"] == "assistant"
     if not (answering or is_begun):
         raise InputError(f"{where}: the last message must be the assistant's")
-    where_it_ends = {"continue_final_message" if is_begun and not anew else "add_generation_prompt": answering}
-    template = None
+    options = {"tools": row.get("tools"), **(row.get("chat_template_kwargs") or {})}
+    options["continue_final_message" if is_begun and not anew else "add_generation_prompt"] = answering
     try:
         if marked:  # a block, since a newline after a block is dropped
-            template = tokenizer.get_chat_template(tools=tools)
-            template = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
-        return tokenizer.apply_chat_template(messages, tools, chat_template=template, tokenize=False, **where_it_ends)
+            template = tokenizer.get_chat_template(tools=options["tools"])
+            options["chat_template"] = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # templates raise what they like
         raise InputError(f"{where}: the chat template cannot render the messages: {error}") from None
 
@@ -237,8 +238,7 @@ def chat_turns(tokenizer, row, where):
     prompt = messages_of(row, "prompt")
     completion = messages_of(row, "completion")
     messages = joined(prompt, completion)
-    tools = row.get("tools")
-    parts = chat_text(tokenizer, messages, where, tools, marked=True).split(MARK)
+    parts = chat_text(tokenizer, messages, where, row, marked=True).split(MARK)
     begin = len(messages) - len(completion)
     answers = [i for i in range(begin, len(messages)) if messages[i]["role"] == "assistant"]
     if not answers:
@@ -247,9 +247,9 @@ def chat_turns(tokenizer, row, where):
     def text_before(i, **options):
         """What stands before answer i; before a first message this may be a system prompt of the template."""
         if i > begin:
-            return chat_text(tokenizer, messages[:i], where, tools, answering=True, anew=True, **options)
+            return chat_text(tokenizer, messages[:i], where, row, answering=True, anew=True, **options)
         begun = prompt or [messages[0] | {"content": ""}]
-        return chat_text(tokenizer, begun, where, tools, answering=True, **options)
+        return chat_text(tokenizer, begun, where, row, answering=True, **options)
 
     if prompt and len(parts) > 1:
         head = text_before(answers[0], marked=True)
@@ -262,7 +262,7 @@ def chat_turns(tokenizer, row, where):
     if len(parts) == 1:
         beginnings = [""]  # of the text, up to where training begins or ends
         for i in answers:
-            beginnings += [text_before(i), chat_text(tokenizer, messages[: i + 1], where, tools)]
+            beginnings += [text_before(i), chat_text(tokenizer, messages[: i + 1], where, row)]
         parts = [added(longer, shorter, where) for shorter, longer in itertools.pairwise(beginnings)]
     return parts
 
@@ -271,12 +271,11 @@ def tell_left_out(tokenizer, chats, rows, flag):
     """Says of each part of the rows' chats, once, that the template leaves it out."""
     known = set()
     for number, (messages, row) in enumerate(zip(chats, rows, strict=True), 1):
-        tools = row.get("tools")
-        parts = [("tools", 0, None)] if tools else []
+        parts = [("tools", 0, None)] if row.get("tools") else []
         for place, message in enumerate(messages):
-            parts += [(f"{key} of {message['role']}", place, key) for key in message if message[key] and key != "role"]
+            parts += [(f"{key} of {message['role']}", place, key) for key in message if key != "role"]
         for name, place, key in parts:
-            if name in known:
+            if name in known or (key and messages[place][key] in (None, "", [], {})):
                 continue
             known.add(name)
             other = {part: value for part, value in messages[place].items() if part != key}
@@ -286,8 +285,8 @@ def tell_left_out(tokenizer, chats, rows, flag):
             where = f"{flag} row {number}"
             answering = messages[-1]["role"] != "assistant"
             with suppress(InputError):  # of a template that cannot do without
-                without = chat_text(tokenizer, other, where, tools if key else None, answering)
-                if without == chat_text(tokenizer, messages, where, tools, answering):
+                without = chat_text(tokenizer, other, where, row if key else row | {"tools": None}, answering)
+                if without == chat_text(tokenizer, messages, where, row, answering):
                     screen.say(f"warning: {where}: the chat template leaves out: {name}")
 
 
@@ -296,9 +295,7 @@ def added(text, beginning, where):
     if not text.startswith(beginning):
         begin = len(os.path.commonprefix((text, beginning)))
         change = f"{beginning[begin:][:40]!r} becomes {text[begin:][:40]!r} when the chat goes on"
-        how = (
-            "give texts instead; in sft and ilql a row for each answer or {% generation %} in the template may do, too"
-        )
+        how = "give texts instead, or in sft and ilql a row for each answer, or {% generation %} in the template"
         raise InputError(f"{where}: the chat template changes what it has written: {change}: {how}")
     return text[len(beginning) :]
 
@@ -340,6 +337,9 @@ def pair_texts(rows, tokenizer, flag):
             tell_left_out(tokenizer, chats, rows, flag)
         return pairs
     sides = [texts(rows, side, flag) for side in SIDES]
+    others = QUESTIONS & rows[0].keys()
+    if others and "prompt" not in rows[0]:
+        raise InputError(f"{flag} has a column {min(others)}, but none with the name prompt: rename or remove it")
     if "prompt" in rows[0]:
         return list(zip(texts(rows, "prompt", flag), *sides, strict=True))
     return [split_pair(*pair) for pair in zip(*sides, strict=True)]
@@ -357,12 +357,11 @@ def split_pair(chosen, rejected):
 
 def chat_pair(tokenizer, row, where):
     """(prompt, chosen, rejected) of a row of chats, as texts."""
-    tools = row.get("tools")
     begin = messages_in(row, "prompt")
-    whole = [chat_text(tokenizer, joined(begin, messages_of(row, side)), where, tools) for side in SIDES]
+    whole = [chat_text(tokenizer, joined(begin, messages_of(row, side)), where, row) for side in SIDES]
     prompt = ""
     if messages := prompt_messages(row):
-        prompt = chat_text(tokenizer, messages, where, tools, answering=True)
+        prompt = chat_text(tokenizer, messages, where, row, answering=True)
     elif isinstance(row.get("prompt"), str):
         raise InputError(f"{where}: the prompt is a text that the chats do not begin with: make it a list of messages")
     return prompt, *(added(text, prompt, where) for text in whole)
@@ -426,7 +425,7 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         prompts = []
         for number, row in enumerate(rows, 1):
             where = f"{flag} row {number}"
-            prompts.append(chat_text(tokenizer, row["prompt"], where, row.get("tools"), answering=True))
+            prompts.append(chat_text(tokenizer, row["prompt"], where, row, answering=True))
         tell_left_out(tokenizer, [row["prompt"] for row in rows], rows, flag)
         rows = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
     prompts = texts(rows, "prompt", flag)

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import textwrap
@@ -98,6 +99,7 @@ class Run:
         self.made = False  # whether this process created the directory
         self.dir = None
         self.lock = None
+        self.inputs = {}
         self.handlers = {}
         self.seconds = {}
         self.last_line = 0.0
@@ -177,6 +179,28 @@ class Run:
             raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
         (folder / ".lock").write_text(f"{os.getpid()} on {platform.node()}")
         return folder
+
+    def check_inputs(self, data):
+        """Notes what a script has read: the rows and tokens in the fields of data, and the commits of hub ids.
+        InputError if the run in this directory began with others."""
+        self.inputs = ckpt.hub_commits(self.args)
+        flags = {"eval_sets": "--eval-dataset", "prompts": "--eval-prompts"}
+        for name, value in vars(data).items():
+            if isinstance(value, list | dict):
+                self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = ckpt.digest(value)
+        lines = []
+        for name, old in self.loaded.get("inputs", {}).items():
+            if not self.same or self.inputs.get(name) == old:
+                continue
+            if " " in name:
+                cause = "the data, the tokenizer, or what its template writes (a date? see --template-options)"
+                lines.append(f"{name}: other rows or tokens, because of {cause}")
+            else:
+                how = "--revision" if name == "--model" else "a directory, made by hf download --revision"
+                lines.append(f"{name}: another commit; the old one is kept by {how} {old}")
+        if lines:
+            how = f"to start anew give --resume never, to go on with these --resume {self.dir}"
+            raise InputError("\n  ".join([f"{self.dir} began with other inputs: {how}", *lines]))
 
     def begin(
         self, model, optimizer, pretrained, iterations, shown, steps_per_iteration=1, evaluates=True, **quantities
@@ -331,7 +355,8 @@ class Run:
         """Writes a checkpoint of the last complete iteration. Collective."""
         screen.show("saving")
         self.saved = time.monotonic()
-        state = {"threads": torch.get_num_threads(), "headline": self.headline, **vars(self.kept)}
+        threads = torch.get_num_threads()
+        state = {"threads": threads, "inputs": self.inputs, "headline": self.headline, **vars(self.kept)}
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
         keep = self.args.keep_checkpoints
         on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, keep, self.say)
@@ -645,6 +670,8 @@ def lines_of_use(lm, tokenizer, ids):
     if tokenizer(prompt)["input_ids"] != list(ids):  # special tokens written by a template
         prompt = tokenizer.decode(ids)
         options = "add_special_tokens=False, "
+    if lm._hf_peft_config_loaded:  # transformers takes the ends of its base
+        options += f"eos_token_id={tokenizer.ends}, "
     return prompt, usage.replace("OPTIONS", options)
 
 
@@ -658,9 +685,11 @@ def open_tracker(accelerator, args, folder, identity):
     flags = {}
     for flag, value in identity["flags"].items():
         flags[flag] = value if isinstance(value, int | float) else str(value)
-    place = {"id": f"{folder.resolve().name}-{identity['hash']}", "name": folder.name, "dir": str(folder)}
+    run_id = re.sub(r"[^\w.-]", "_", f"{folder.resolve().name}-{identity['hash']}")
+    place = {"id": run_id, "name": folder.name, "dir": str(folder)}
+    project = args.wandb_project or os.environ.get("WANDB_PROJECT", "plainrl")
     accelerator.log_with = filter_trackers([args.track], folder)
     if not accelerator.log_with:
         raise ImportError(f"pip install {args.track}")
     accelerator.project_configuration.logging_dir = str(folder)  # of tensorboard
-    accelerator.init_trackers(args.wandb_project, flags, {"wandb": {"resume": "allow", **place}})
+    accelerator.init_trackers(project, flags, {"wandb": {"resume": "allow", **place}})

@@ -26,6 +26,10 @@ from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
 from common.terminal import screen
 
+# Options of a LoRA adapter that its layers in a transformers model, or their export, would lose.
+LOST_OPTIONS = """trainable_token_indices ensure_weight_tying lora_bias alora_invocation_tokens use_qalora use_bdlora
+    velora_config monteclora_config arrow_config kasa_config layer_replication""".split()
+
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
     """(model, tokenizer, names of weights missing from the files), loaded by the transformers class named auto_class.
@@ -69,8 +73,7 @@ def loading(flag, name):
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if isinstance(name, str):
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if is_path and not spec_path(name):  # the library's message would be about hub names
+        if is_missing(name):
             raise InputError(f"{flag} {name}: there is no such directory")
         if Path(name, "hf_model").is_dir():
             raise InputError(f"{flag} {name} is a run directory: give {name}/hf_model")
@@ -93,7 +96,16 @@ def load_tokenizer(args, path, revision):
         if source is None:  # transformers would make one up
             raise ValueError("it has no tokenizer: give one with --tokenizer")
     revision = revision if source == path else None
-    return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=args.trust_remote_code)
+    name, options = gguf(source)
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code, **options)
+
+
+def gguf(name):
+    """(name, options) for from_pretrained, to which a GGUF file is a directory and an option."""
+    if not name.endswith(".gguf"):
+        return name, {}
+    folder, file = os.path.split(os.path.abspath(name))
+    return folder, {"gguf_file": file}
 
 
 def load_weights(auto_class, path, revision=None, **keywords):
@@ -107,18 +119,24 @@ def load_weights(auto_class, path, revision=None, **keywords):
 
     base = adapter_base(path, revision)
     keywords["revision"] = None if base else revision
-    config = transformers.AutoConfig.from_pretrained(base or path, **keywords)
+    name, options = gguf(base or path)
+    keywords |= options
+    config = transformers.AutoConfig.from_pretrained(name, **keywords)
     if auto_class == "AutoModelForCausalLM" and config.is_encoder_decoder:
         auto_class = "AutoModelForSeq2SeqLM"
     keywords |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, report = getattr(transformers, auto_class).from_pretrained(base or path, **keywords)
+    model, report = getattr(transformers, auto_class).from_pretrained(name, **keywords)
+    if options:  # its weights are ordinary ones now
+        model.hf_quantizer.remove_quantization_config(model)
+        model.name_or_path = base or path
     missing = {*report["missing_keys"]}
     mismatched = report["mismatched_keys"]
     if base:
-        report = model.load_adapter(path, adapter_kwargs={"revision": revision})
+        sizes = transformers.modeling_utils.LoadStateDictConfig(ignore_mismatched_sizes=True)
+        report = model.load_adapter(path, adapter_kwargs={"revision": revision}, load_config=sizes)
         from_base = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
         missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings
-        mismatched = [entry for entry in mismatched if entry[0] in from_base]
+        mismatched = [entry for entry in mismatched if entry[0] in from_base] + [*report.mismatched_keys]
     for name, shape, expected in mismatched:
         raise ValueError(f"{name} has shape {[*shape]}, expected {[*expected]}")
     return model, sorted(missing)
@@ -152,7 +170,7 @@ def check_model(model, tokenizer, missing, is_lm):
     adapters = getattr(model, "peft_config", {}).values()
     for adapter in adapters:
         is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
-        if not is_plain or adapter.trainable_token_indices or adapter.ensure_weight_tying or adapter.lora_bias:
+        if not is_plain or any(getattr(adapter, option, None) for option in LOST_OPTIONS):
             raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
     if is_lm:
         kinds = [model.config.architectures, *[adapter.task_type for adapter in adapters]]
@@ -173,9 +191,24 @@ def adapter_base(path, revision=None):
     """The base model of a LoRA adapter in a directory or on the hub; None if path is not an adapter."""
     from transformers.utils.peft_utils import find_adapter_config_file  # importing peft takes seconds
 
+    base = None
     with contextlib.suppress(OSError, TypeError, ValueError, KeyError):  # TypeError: of an object
         config = find_adapter_config_file(spec_path(path) or path, revision=revision)
-        return config and json.loads(Path(config).read_text())["base_model_name_or_path"]
+        base = config and json.loads(Path(config).read_text())["base_model_name_or_path"]
+    problem = None
+    if is_missing(base):
+        problem = "is not there: correct base_model_name_or_path in its adapter_config.json"
+    elif base and adapter_base(base):
+        problem = "is an adapter, too: merge that into its model first"
+    if problem:
+        raise InputError(f"{path} is an adapter, and its base {base} {problem}")
+    return base
+
+
+def is_missing(name):
+    """Whether a name is that of a path, and nothing is there; the libraries would take it for one of the hub."""
+    is_path = isinstance(name, str) and (name.startswith((".", "/", "~")) or name.count("/") > 1)
+    return is_path and not spec_path(name)
 
 
 def load_model(args, path, flag="--model"):
@@ -254,7 +287,11 @@ def max_positions(lm):
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond this length, rows depend on the longest one of their batch
         return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    for module in lm.modules():
+        if hasattr(module, "position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            limit -= module.padding_idx + 1  # of RoBERTa and others, whose positions begin behind that of padding
+    return limit if limit and limit > 0 else None  # XLNet says -1
 
 
 # ---- What is trained -------------------------------------------------------------------------------------------------
@@ -390,8 +427,8 @@ def train_adapters(lm, args, heads=()):
     is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
     if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
         raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
-    if args.load_in_4bit and not (args.lora_r or is_loaded):
-        raise InputError("--load-in-4bit: 4-bit weights cannot be trained: add --lora-r")
+    if (args.load_in_4bit or getattr(lm, "is_quantized", False)) and not (args.lora_r or is_loaded):
+        raise InputError("--model has quantised weights, which cannot be trained: add --lora-r")
     if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
         raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
@@ -424,12 +461,16 @@ def add_adapters(lm, args, heads):
     config = LoraConfig(target_modules=targets, task_type="SEQ_CLS" if heads else task, **options)
     if not lm.name_or_path:
         raise InputError("--model is an object without name_or_path, by which adapters find their base: set it")
-    if os.path.isdir(lm.name_or_path):  # so that it is found from any directory
+    if os.path.exists(lm.name_or_path):  # so that it is found from any directory
         lm.name_or_path = os.path.realpath(lm.name_or_path)
     try:
         lm.add_adapter(config)
     except ValueError as error:
         raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
+    embedding = lm.get_input_embeddings().weight
+    adapted = [layer.get_base_layer().weight for layer in lm.modules() if hasattr(layer, "get_base_layer")]
+    if not heads and lm.config.get_text_config().tie_word_embeddings and any(w is embedding for w in adapted):
+        screen.say("warning: embedding and output layer share weights: do not merge these adapters, it changes both")
 
 
 @contextlib.contextmanager
@@ -465,7 +506,7 @@ class RewardModel:
     """A sequence classifier, or a LoRA adapter for one: its score is the logit of its only label, or of that named in
     `path:label`. It shares the memory of weights that the policy lm also has and does not train."""
 
-    def __init__(self, args, lm):
+    def __init__(self, args, lm, tokenizer, chats):
         path = args.reward
         label = None
         if not spec_path(path):
@@ -492,12 +533,18 @@ class RewardModel:
         share_frozen(self.model, lm)
         self.tokenizer.truncation_side = "left"
         self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
+        self.told = False
+        if chats and self.tokenizer.chat_template not in (None, tokenizer.chat_template):
+            screen.say("warning: --reward reads chats as the template of --model writes them, which is not its own")
 
     @torch.no_grad()
     def __call__(self, samples, ended):
         """Scores (B,) of the texts. The beginning of a text that is too long is cut off."""
         encoded = classifier_ids(self.tokenizer, samples, ended, max_length=self.limit)
         lengths = torch.tensor([len(ids) for ids in encoded])
+        if not self.told and lengths.max() >= self.limit:
+            screen.say(f"warning: --reward reads the last {self.limit} tokens of longer texts")
+            self.told = True
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
         for rows in lengths.argsort(stable=True).split(self.batch_size):
             logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
@@ -533,6 +580,8 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     end_token = [] if eos is None else [eos]
     end_of_turn = turn_end(tokenizer) or end_token
     begin_of_end = "".join(tokenizer.convert_ids_to_tokens(end_of_turn[:1]))
+    ends = tuple(tokenizer.convert_ids_to_tokens([*end_token, *end_of_turn[-1:]]))
+    texts = [text.rstrip() if text.rstrip().endswith(ends) else text for text in texts]
     room = max_length and max_length - len(end_of_turn)
     encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
     for text, ids, is_ended in zip(texts, encoded, ended, strict=True):

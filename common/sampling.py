@@ -44,6 +44,7 @@ class Prompts:
     rollout: Callable | None = None  # as `call_rollout` is called
     queries: list | None = None  # ids of the prompts
     report: str = ""
+    chats: bool = False
 
     def encode(self, lm, tokenizer, max_new_tokens, max_prompt_length, num_eval):
         """Tokenises all prompts. Without evaluation rows, the first num_eval training rows are used for evaluation."""
@@ -51,6 +52,7 @@ class Prompts:
         if encoder and self.rollout:
             raise InputError("--rollout does not work with an encoder-decoder, which answers once")
         limit = max_positions(lm)
+        self.chats = is_chat(self.rows, ["prompt"])
 
         def encode_set(rows, flag):
             return encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_prompt_length, encoder)
@@ -68,10 +70,10 @@ class Prompts:
         """The metric that chooses the best model: the mean reward of the first evaluation set."""
         return f"{set_prefix(next(iter(self.eval_sets)))}reward"
 
-    def load_reward(self, args, lm):
+    def load_reward(self, args, lm, tokenizer):
         """Loads the reward model, if --reward names one. Returns its classifier, or None."""
         if self.reward is None:
-            self.reward = RewardModel(args, lm)
+            self.reward = RewardModel(args, lm, tokenizer, self.chats)
         return getattr(self.reward, "model", None)
 
 

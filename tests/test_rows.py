@@ -33,7 +33,7 @@ E = user("e")
 F = answer("f")
 TURNS = [AB, CD, E, F]
 FOUR = ["ab", "cd", "e", "f"]
-LM = SimpleNamespace(config=GPT2Config(n_positions=32))  # scripts ask the model for its positions
+LM = SimpleNamespace(config=GPT2Config(n_positions=32), modules=list)  # scripts ask the model for its positions
 
 
 def refused(sentence):

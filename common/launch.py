@@ -32,6 +32,7 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
     torch.backends.cudnn.allow_tf32 = False  # which torch allows for convolutions, though not for matrix products
     one_copy = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # of the gradients
+    asked = [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or name.startswith("ACCELERATE_USE_")]
     try:
         accelerator = Accelerator(
             cpu=not gpu,
@@ -39,9 +40,7 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
             kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT), one_copy],
         )
     except (ImportError, ValueError) as error:  # of DeepSpeed, or of a WORLD_SIZE that somebody has left behind
-        names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ]
-        names += [name for name in os.environ if name.startswith("ACCELERATE_USE")]
-        raise InputError(f"the environment ({', '.join(names)}) asks for what cannot be started: {error}") from None
+        raise InputError(f"the environment ({', '.join(asked)}) asks for what cannot be started: {error}") from None
     if accelerator.device.type == "cuda":
         choose_attention(deterministic)
     keep_freed_memory()

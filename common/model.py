@@ -506,7 +506,7 @@ class RewardModel:
     """A sequence classifier, or a LoRA adapter for one: its score is the logit of its only label, or of that named in
     `path:label`. It shares the memory of weights that the policy lm also has and does not train."""
 
-    def __init__(self, args, lm, tokenizer, chats):
+    def __init__(self, args, lm):
         path = args.reward
         label = None
         if not spec_path(path):
@@ -534,8 +534,6 @@ class RewardModel:
         self.tokenizer.truncation_side = "left"
         self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
         self.told = False
-        if chats and self.tokenizer.chat_template not in (None, tokenizer.chat_template):
-            screen.say("warning: --reward reads chats as the template of --model writes them, which is not its own")
 
     @torch.no_grad()
     def __call__(self, samples, ended):

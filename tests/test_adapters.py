@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
 from common import model
+from common.checkpoint import files_of_flag
 from common.cli import InputError
 from common.model import RewardModel, for_sampling, load_model, train_adapters
 
@@ -310,8 +311,79 @@ def test_a_base_with_a_hole(lora, gpt2_dir, tmp_path):
         load_model(flags_of(), tmp_path / "adapter")
 
 
+def based_on(adapter, base, folder):
+    """A copy of an adapter that names another base."""
+    shutil.copytree(adapter, folder)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(base)}))
+    return folder
+
+
+def test_a_base_that_is_not_there_or_is_an_adapter(lora, tmp_path):
+    """For the reward, too. The library would ask the hub, or for a model_type."""
+    adapter = lora(sft) / "hf_model"
+    moved = based_on(adapter, tmp_path / "moved", tmp_path / "one")
+    found = f"{moved} is an adapter, and its base {tmp_path}/moved is not there: correct base_model_name_or_path in"
+    for path in moved.glob("token*"):
+        path.unlink()
+    with pytest.raises(InputError, match=found):
+        load_model(flags_of(), moved)
+    with pytest.raises(InputError, match=found):
+        RewardModel(SimpleNamespace(reward=str(moved)), None)
+    stacked = based_on(adapter, adapter, tmp_path / "two")
+    with pytest.raises(InputError, match=f"its base {adapter} is an adapter, too: merge that into its model first"):
+        load_model(flags_of(), stacked)
+
+
+def test_the_base_of_an_adapter_is_part_of_the_run(lora, gpt2_dir, tmp_path):
+    shutil.copytree(gpt2_dir, tmp_path / "base")
+    adapter = based_on(lora(sft) / "hf_model", tmp_path / "base", tmp_path / "adapter")
+    named = files_of_flag(str(adapter))
+    assert {tmp_path / "base/model.safetensors", adapter / "adapter_model.safetensors"} < {*named}
+    assert files_of_flag(f"{adapter}:GOOD") == named
+
+
+def test_an_adapter_with_more_tokens_than_its_base(gpt2_dir, tmp_path):
+    """The library refers to a report and to a flag of its own."""
+    lm = AutoModelForCausalLM.from_pretrained(gpt2_dir)
+    lm.resize_token_embeddings(27, mean_resizing=False)
+    config = peft.LoraConfig(r=3, target_modules=["c_fc"], modules_to_save=["wte", "lm_head"], task_type="CAUSAL_LM")
+    peft.get_peft_model(lm, config).save_pretrained(tmp_path / "theirs")
+    AutoTokenizer.from_pretrained(gpt2_dir).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(InputError, match=r"theirs cannot be loaded: .* has shape \[27, 12\], expected \[25, 12\]$"):
+        load_model(flags_of(), tmp_path / "theirs")
+
+
+def test_adapters_of_a_tied_output_layer_are_not_to_be_merged(build_model, capsys):
+    """They change the output layer alone, but a merged weight would be that of the embedding, too."""
+    adapted(build_model("gpt2"), lora_r=3, lora_targets=("lm_head", "c_attn"))
+    assert "share weights: do not merge these adapters, it changes both\n" in capsys.readouterr().out
+    adapted(build_model("gpt2"), lora_r=3)
+    adapted(build_model("llama"), lora_r=3, lora_targets=("lm_head",))
+    assert "merge" not in capsys.readouterr().out
+
+
+def test_the_line_of_use_of_an_adapter_ends_where_it_was_trained_to(gpt2_dir, tmp_path):
+    """transformers reads the end tokens of its base, which may be others."""
+    shutil.copytree(gpt2_dir, tmp_path / "base")
+    path = tmp_path / "base/generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 7}))
+    _, run_dir = run(sft, tmp_path / "base", tmp_path / "run", lora_r=2)
+    assert "eos_token_id=[7, 22]" in (run_dir / "README.md").read_text()
+    _, run_dir = run(sft, tmp_path / "base", tmp_path / "whole")
+    assert "eos_token_id" not in (run_dir / "README.md").read_text()
+    assert AutoModelForCausalLM.from_pretrained(run_dir / "hf_model").generation_config.eos_token_id == [7, 22]
+
+
 @pytest.mark.parametrize(
-    "option", [{"bias": "lora_only"}, {"trainable_token_indices": [1, 2]}, {"use_dora": True}, "IA3"]
+    "option",
+    [
+        {"alora_invocation_tokens": [3]},
+        {"bias": "lora_only"},
+        {"trainable_token_indices": [1, 2]},
+        {"use_dora": True},
+        "IA3",
+    ],
 )
 def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
     """transformers does not export these, nor load the vectors of DoRA."""
@@ -490,6 +562,15 @@ def test_four_bits(wide_dir, tmp_path, monkeypatch):
     checkpoint = str(min((run_dir / "checkpoints").iterdir()))
     _, again = run(sft, wide_dir, tmp_path / "again", load_in_4bit=True, resume=checkpoint, **flags)
     assert log(again) == found[-1:]
+
+
+def test_weights_that_are_stored_in_four_bits_need_adapters(wide_dir, tmp_path):
+    """Without a flag, too: the model says so itself."""
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained(wide_dir, quantization_config=config).save_pretrained(tmp_path / "stored")
+    AutoTokenizer.from_pretrained(wide_dir).save_pretrained(tmp_path / "stored")
+    with pytest.raises(InputError, match="--model has quantised weights, which cannot be trained: add --lora-r"):
+        run(sft, tmp_path / "stored", tmp_path / "run")
 
 
 def test_four_bits_of_a_classifier(wide_dir, tmp_path):

@@ -314,6 +314,14 @@ def test_a_pipeline_of_another_kind(build_pipeline):
             load(model)
 
 
+def test_a_latent_consistency_model_is_refused(build_pipeline):
+    """Its UNet takes the weight of the guidance as an input, which nothing here gives it."""
+    pipeline = build_pipeline()
+    pipeline.unet.register_to_config(time_cond_proj_dim=8)
+    with pytest.raises(InputError, match="is a latent consistency model, whose UNet takes the guidance as an input"):
+        load(pipeline)
+
+
 # ---- Adapters and exports --------------------------------------------------------------------------------------------
 
 INPUTS = random(2, 5, 4, 12), torch.tensor([1, 500]), random(2, 8, 12, seed=1)
@@ -341,9 +349,9 @@ def test_adapters_are_at_their_targets_and_change_nothing_at_first(build_pipelin
     other = adapted(build_pipeline, lora_targets=("conv1", "to_v"), lora_alpha=None)
     assert {name.split(".lora_")[0].split(".")[-1] for name in adapters(other)} == {"conv1", "to_v"}
     assert other.unet.peft_config["default"].lora_alpha == 3
-    for target in ("to_nothing", "norm1"):
-        with pytest.raises(InputError, match=f"--lora-targets {target}: "):
-            adapted(build_pipeline, lora_targets=(target,))
+    for targets, why in ((("to_q", "to_no"), ": no module of the UNet is named to_no"), (("norm1",), " norm1: ")):
+        with pytest.raises(InputError, match=f"--lora-targets{why}"):
+            adapted(build_pipeline, lora_targets=targets)
 
 
 def test_adapters_are_a_keyed_draw(build_pipeline):

@@ -116,7 +116,7 @@ SHARED = {
     "eval_every": 100, "eval_temperature": 1.0, "keep_checkpoints": 2, "lora_r": 0, "lora_targets": ("all-linear",),
     "lr_final": 0.0, "lr_schedule": "cosine", "max_grad_norm": 1.0, "max_new_tokens": 64, "micro_batch_size": 8,
     "num_layers_unfrozen": -1, "resume": "auto", "save_every": 100, "seed": 1, "stop": (), "template_options": (),
-    "top_k": 0, "top_p": 1.0, "track": "off", "wandb_project": "plainrl", "warmup_steps": 0, "weight_decay": 0.0,
+    "top_k": 0, "top_p": 1.0, "track": "off", "wandb_project": None, "warmup_steps": 0, "weight_decay": 0.0,
 }  # fmt: skip
 ROLLOUTS = {"rollout_batch_size": 512, "batch_size": 512, "total_episodes": 65536, "temperature": 1.0, "cliprange": 0.2}
 DEFAULTS = {  # of each script beside SHARED; of papers, TRL and trlX, for pretrained models

@@ -180,6 +180,23 @@ def test_a_classifier_as_the_reward(run, work):
     assert directory == good != bad
 
 
+def test_a_run_goes_on_only_with_the_commits_it_began_with(run, work):
+    """Of the model, the reference and the reward; the sentence names what keeps the old one."""
+    refs = work / "HF_HOME/hub/models--org--walker/refs/main"
+    command = f"{SFT} --eval-every 0 --model org/walker --run-dir commits --total-steps 4 --save-every 2 --lr 1e-3"
+    run(command)
+    (work / "commits/README.md").unlink()  # as if it had been stopped
+    shutil.rmtree(work / "commits/checkpoints/step_00000004")
+    refs.write_text(commit("v2"))
+    try:
+        [err] = run(command, code=2)
+    finally:
+        refs.write_text(commit("main"))
+    assert "commits began with other inputs: to start anew give --resume never" in err
+    assert f"\n  --model: another commit; the old one is kept by --revision {commit('main')}\n" in err
+    run(command)
+
+
 # ---- Names that do not -----------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from harness import ROOT, files
-from helpers import log
+from helpers import answer, log, user
 from test_adapters import run
 
 from algos import ppo, sft
@@ -272,6 +272,53 @@ def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
     assert files(folder) == before and not (tmp_path / "new").exists()
     run(sft, gpt2_dir, folder, total_steps=3, resume=str(folder / "checkpoints/step_00000002"))
     assert log(folder)[-1]["step"] == 3 and not (folder / "checkpoints/step_00000004").exists()
+
+
+# ---- Inputs that change while a run waits ----------------------------------------------------------------------------
+
+DATED = "DATE{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+CHANGES = {  # what changes: how, and the flag that is named
+    "template": ({"date": "g"}, "--dataset"),
+    "rows": ({"rows": "ce"}, "--dataset"),
+    "answers": ({"answer": 2}, "--eval-prompts"),
+    "prompts": ({"prompt": "f"}, "--eval-prompts"),
+    "nothing": ({}, None),
+}
+
+
+def stopping(outputs, **columns):
+    """A metric that fails at its second call, behind the second step."""
+    stopping.calls += 1
+    if stopping.calls == 2:
+        raise ZeroDivisionError
+    return {"n": [len(output) for output in outputs]}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp_path, changed):
+    """What no flag names: the date in a template, files that a function reads, columns that only a metric sees."""
+    inputs = {"date": "b", "rows": "cd", "answer": 1, "prompt": "e"}
+
+    def go_on(**flags):
+        letters.chat_template = DATED.replace("DATE", inputs["date"])
+        chats = [{"prompt": [user(text)], "completion": [answer("f")]} for text in inputs["rows"]]
+        prompts = [{"prompt": inputs["prompt"], "answer": inputs["answer"]}]
+        flags |= {"tokenizer": letters, "dataset": lambda: chats, "eval_dataset": None, "eval_prompts": lambda: prompts}
+        return run(sft, gpt2_dir, tmp_path / "run", max_new_tokens=3, metric=stopping, **flags)
+
+    stopping.calls = 0
+    with pytest.raises(ZeroDivisionError):
+        go_on()
+    before = files(tmp_path / "run")
+    change, flag = CHANGES[changed]
+    inputs |= change
+    if flag:
+        sentence = rf"began with other inputs: to start anew give --resume (.*\n)+  {flag} \(.*--template-options"
+        with pytest.raises(InputError, match=sentence):
+            go_on()
+        assert files(tmp_path / "run") == before
+    go_on(**({"resume": str(tmp_path / "run")} if flag else {}))
+    assert log(tmp_path / "run")[-1]["step"] == 4
 
 
 # ---- Directories -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -116,6 +117,26 @@ def test_launchers(launcher, tmp_path):
     subprocess.run([BIN / name, *flags, "script.py"], check=True, cwd=tmp_path, env=env, timeout=200)
     assert [path.read_text() for path in tmp_path.glob("*.txt")] == LAUNCHERS[launcher]
     assert launch.TIMEOUT.total_seconds() > 3600
+
+
+LEFT_BEHIND = [  # variables, what the sentence names
+    ({"WORLD_SIZE": "2"}, "error: the environment (WORLD_SIZE) asks for what cannot be started: "),
+    ({"RANK": "1", "WORLD_SIZE": "1"}, "error: the environment (RANK, WORLD_SIZE) asks for what cannot be started: "),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "error: the environment (ACCELERATE_USE_DEEPSPEED) asks for what cannot"),
+]
+
+
+def test_an_environment_that_asks_for_what_is_not_there():
+    """Variables that somebody has left behind, and a launcher's configuration."""
+    for variables, sentence in LEFT_BEHIND:
+        script = "from common.cli import cli\nfrom common.launch import launch\nfrom algos.sft import Args\n"
+        script += "cli(Args, lambda args: launch(None, 'float32', 2, False))\n"
+        env = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
+        env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | variables
+        command = [sys.executable, "-c", script, "--model", "m", "--dataset", "d"]
+        found = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
+        assert found.returncode == 2 and found.stderr.startswith(sentence), found.stderr
+        assert "Traceback" not in found.stderr
 
 
 def test_threads_before_functions_of_the_user(monkeypatch):

@@ -12,12 +12,12 @@ import safetensors.torch
 import torch
 from helpers import EOS, recorded
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
 from common.cli import OptimizerArgs, from_task
-from common.model import end_tokens, load_model
+from common.model import classifier_ids, end_tokens, load_model, max_positions
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
@@ -176,6 +176,38 @@ def test_a_text_that_has_an_end_gets_no_second_one(letters):
     assert [list(episode.actions) for episode in episodes] == [[2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 3, 4, 5]]
     truncated, _ = ilql.encode_episodes([row | {"truncated": True} for row in rows[:1]], tokenizer, 32, "--dataset")
     assert list(truncated[0].ids) == [0, 1, 2, 3]
+
+
+def test_a_text_whose_end_is_followed_by_blanks(letters):
+    """As a template writes it. sft keeps the text as it is; the return of ilql lies on the end token, and a classifier
+    reads nothing behind it."""
+    letters.add_tokens(["\n"])  # 25
+    rows = [{"prompt": "ab", "completion": "cd<eos>\n", "reward": 3}]
+    assert [ids for ids, _ in sft.encode_segments(rows, letters, "--dataset")] == [[0, 1, 2, 3, EOS, 25]]
+    (episode,), _ = ilql.encode_episodes(rows, letters, 32, "--dataset")
+    assert list(episode.actions) == [2, 3, 4] and episode.rewards == [0, 0, 3] and episode.done
+    for text in ("cd<eos>\n", "cd<eos>", "cd"):
+        assert classifier_ids(letters, [text], [True]) == [[2, 3, EOS]]
+    assert classifier_ids(letters, ["cd\n"], [True]) == [[2, 3, 25, EOS]]
+
+
+PADDED = "roberta", "xlm-roberta", "camembert", "mpnet", "longformer"
+
+
+@pytest.mark.parametrize("kind", [*PADDED, "bert", "xlnet"])
+def test_positions_that_can_be_used(kind):
+    """RoBERTa and others begin behind the position of padding; XLNet has no limit, and says -1."""
+    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"max_position_embeddings": 14, "vocab_size": 25, "attention_window": 4}
+    if kind == "xlnet":
+        sizes = {"d_model": 12, "d_inner": 20, "n_layer": 1, "n_head": 2, "vocab_size": 25}
+    encoder = AutoModel.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+    limit = max_positions(encoder)
+    assert limit == {"bert": 14, "xlnet": None}.get(kind, 12)
+    encoder(torch.full((1, limit or 99), 5))
+    if kind not in ("xlnet", "longformer"):  # Longformer pads, and then fails in another way
+        with pytest.raises((IndexError, RuntimeError)):
+            encoder(torch.full((1, limit + 1), 5))
 
 
 def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):

@@ -1,5 +1,6 @@
 """Reward models from preferences: `python -m pytest tests/test_reward.py`"""
 
+import copy
 import math
 import re
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from common import seeding
 from common.cli import InputError
 from common.data import encode_prompts, int32
 from common.model import RewardModel, classifier_logits
+from common.sampling import Prompts
 
 WIDTH = 12
 PAIRS = [
@@ -191,10 +193,14 @@ def scores_of(run_dir, side):
     return [row[f"{side}_score"] for row in samples(run_dir, 3)]
 
 
+def reward_args(folder):
+    flags = {"trust_remote_code": False, "dtype": "float64", "load_in_4bit": False, "micro_batch_size": 3}
+    return SimpleNamespace(reward=str(folder), **flags)
+
+
 def ppo_scores(folder, texts, ended):
-    args = SimpleNamespace(reward=str(folder), trust_remote_code=False, dtype="float64", load_in_4bit=False)
-    args.micro_batch_size = 3
-    return RewardModel(args, SimpleNamespace(device="cpu", named_parameters=dict().items))(texts, ended).tolist()
+    lm = SimpleNamespace(device="cpu", named_parameters=dict().items)
+    return RewardModel(reward_args(folder), lm)(texts, ended).tolist()
 
 
 def test_ppo_reads_the_scores_of_training(trained):
@@ -225,6 +231,26 @@ def test_ppo_reads_the_scores_of_chats(chatty, gpt2_dir, tmp_path):
         texts = [prompt + row[side] for prompt, row in zip(prompts, PAIRS, strict=True)]
         found = ppo_scores(run_dir / "hf_model", texts, [True] * 7)
         assert found == pytest.approx(scores_of(run_dir, side), rel=1e-9, abs=1e-9)
+
+
+def test_a_judge_of_another_template_and_of_long_texts(chatty, gpt2_dir, tmp_path, capsys):
+    """Both are said, once."""
+    judge = AutoModelForSequenceClassification.from_pretrained(gpt2_dir, num_labels=1)
+    judge.save_pretrained(tmp_path / "judge")
+    for template, is_told in ((TEMPLATE + " ", True), (TEMPLATE, False), (None, False)):
+        chatty.chat_template = template
+        chatty.save_pretrained(tmp_path / "judge")
+        tokenizer = copy.copy(chatty)
+        tokenizer.chat_template = TEMPLATE
+        args = reward_args(tmp_path / "judge")
+        lm = SimpleNamespace(device="cpu", named_parameters=dict().items, config=judge.config, modules=list)
+        data = Prompts([{"prompt": [user("ab")]}], {}, None, None)
+        data.encode(lm, tokenizer, 5, None, 1)
+        data.load_reward(args, lm, tokenizer)
+        assert ("warning: --reward reads chats as the template of --model" in capsys.readouterr().out) == is_told
+    for _ in range(2):
+        data.reward(["a" * 40, "b"], [True, True])
+    assert capsys.readouterr().out == "warning: --reward reads the last 32 tokens of longer texts\n"
 
 
 def test_plain_transformers_loads_it(trained):

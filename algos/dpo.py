@@ -254,11 +254,11 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
         else:
             pairs.append((int32(chosen), int32(rejected), len(prompt)))
     report = (
-        f"{len(rows)} pairs; prompts: {prompts_cut} cut; responses: {responses_cut} cut; "
+        f"{len(rows)} pairs; prompts: {prompts_cut} cut; responses: {responses_cut} cut (--max-length {max_length}); "
         f"{without_room} dropped without room for a response, {equal} as equal"
     )
     if not pairs:
-        raise InputError(f"{flag}: no pair is left: {report} (--max-length, the model's positions)")
+        raise InputError(f"{flag}: no pair is left: {report}")
     return pairs, report
 
 

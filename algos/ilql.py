@@ -303,7 +303,8 @@ def encode_episodes(rows, tokenizer, max_length, flag, encoder=False):
     counts = sorted(len(episode.actions) for episode in episodes)
     ended = sum(episode.done for episode in episodes)
     report = (
-        f"{len(rows)} rows, {num_cut} cut, {len(rows) - len(episodes)} dropped with no action left, {ended} ended; "
+        f"{len(rows)} rows, {num_cut} cut, {len(rows) - len(episodes)} dropped with no action left (--max-length "
+        f"{max_length}), {ended} ended; "
         f"actions per row: {counts[0]} to {counts[-1]}, median {counts[len(counts) // 2]}"
     )
     return episodes, report

@@ -428,7 +428,7 @@ def train_adapters(lm, args, heads=()):
     if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
         raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
     if (args.load_in_4bit or getattr(lm, "is_quantized", False)) and not (args.lora_r or is_loaded):
-        raise InputError("--model has quantised weights, which cannot be trained: add --lora-r")
+        raise InputError("quantised weights (--load-in-4bit, or of --model) cannot be trained: add --lora-r")
     if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
         raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
@@ -579,7 +579,10 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     end_of_turn = turn_end(tokenizer) or end_token
     begin_of_end = "".join(tokenizer.convert_ids_to_tokens(end_of_turn[:1]))
     ends = tuple(tokenizer.convert_ids_to_tokens([*end_token, *end_of_turn[-1:]]))
-    texts = [text.rstrip() if text.rstrip().endswith(ends) else text for text in texts]
+    texts = list(texts)
+    for place, text in enumerate(texts):
+        if text.rstrip().endswith(ends):
+            texts[place] = text.rstrip()
     room = max_length and max_length - len(end_of_turn)
     encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
     for text, ids, is_ended in zip(texts, encoded, ended, strict=True):

@@ -569,7 +569,9 @@ def test_weights_that_are_stored_in_four_bits_need_adapters(wide_dir, tmp_path):
     config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     AutoModelForCausalLM.from_pretrained(wide_dir, quantization_config=config).save_pretrained(tmp_path / "stored")
     AutoTokenizer.from_pretrained(wide_dir).save_pretrained(tmp_path / "stored")
-    with pytest.raises(InputError, match="--model has quantised weights, which cannot be trained: add --lora-r"):
+    with pytest.raises(
+        InputError, match=r"quantised weights \(--load-in-4bit, or of --model\) cannot be trained: add --lora-r"
+    ):
         run(sft, tmp_path / "stored", tmp_path / "run")
 
 

@@ -75,23 +75,25 @@ SHOWN = {  # on the card and in the status line, the headline first
 }
 SUMMARY = {
     "ppo": """4,813 parameters, 4,813 trained; TYPES; reference: the model at the start
-data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: 'b'
+data: 7 prompts; tokens: median 2, longest 3; first: 'b'
 lr 0.01 cosine, KL coefficient 0.05, value loss x 0.1, 6 new tokens, 48 episodes, 2 PPO epochs
 6 iterations x (8 episodes, then 4 optimizer steps of 4: 4 per process, 8 per forward pass)""",
     "grpo": """4,476 parameters, 4,476 trained; TYPES; reference: the model at the start
-data: 7 prompts, 0 dropped as too long; tokens: median 2, longest 3; first: 'b'
+data: 7 prompts; tokens: median 2, longest 3; first: 'b'
 lr 0.01 cosine, KL coefficient 0.05, advantages std, ratios by token, loss mean by sequence, 6 new tokens, 48 episodes
 6 iterations x (4 groups of 2 episodes, then 4 optimizer steps of 4: 4 per process, 8 per forward pass)""",
     "ilql": """8,561 parameters, 6,687 trained; TYPES
-data: 23 rows, 0 cut, 0 dropped with no action left, 23 ended; actions per row: 3 to 10, median 9; \
-return 0.2754 +- 0.3122, scaled to 0 +- 1
+data: 23 rows, 0 cut, 0 dropped with no action left (--max-length 32), 23 ended; actions per row: 3 to 10, \
+median 9; return 0.2754 +- 0.3122, scaled to 0 +- 1
+--eval-dataset: EVAL
 tokens: median 10, longest 11
 first row, [not actions]: [s]da<eos>; its return, as used: 1.253
 lr 0.01 cosine, beta 0 4, at most 32 tokens per row, 6 new tokens; targets move 94% of the way to Q
 4.17 epochs, 12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass""",
     "sft": """4,476 parameters, 4,476 trained; TYPES
-data: 23 rows, 0 cut at the end, 0 dropped with no label left; labels on 88.5% of 200 tokens, per row 3 \
-to 10, median 9; tokens per row: median 10, longest 11
+data: 23 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 88.5% of 200 tokens, \
+per row 3 to 10, median 9; tokens per row: median 10, longest 11
+--eval-dataset: EVAL
 first row, [without loss]: [s]da<eos>
 lr 0.03 cosine, at most 32 tokens per row, 6 new tokens
 4.17 epochs, 12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass; \
@@ -104,8 +106,8 @@ first pair: 's' | chosen: 'da' | rejected: 'busuidtkb'
 lr 0.01 cosine, at most 32 tokens per text
 4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass""",
     "dpo": """4,476 parameters, 4,476 trained; TYPES
-data: 22 pairs; prompts: 0 cut; responses: 0 cut; 0 dropped without room for a response, 0 as equal
-eval: 7 pairs; prompts: 0 cut; responses: 0 cut; 0 dropped without room for a response, 0 as equal
+data: 22 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); 0 dropped without room for a response, 0 as equal
+--eval-dataset: 7 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); 0 dropped without room for a response, 0 as equal
 tokens of the longer text: median 11, longest 11
 first pair: ['s'] | chosen: 'da<eos>' | rejected: 'busuidtkb<eos>'
 lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens per text, 6 new tokens

@@ -227,14 +227,14 @@ COUNTS = [  # encode, max_length, rows, their texts, the report
         with_actions, 5,
         rows_of("prompt completion", ("abcdefg", "h"), ("a", "bcdefghi"), ("a", "b"), ("abcd", "ef"), reward=1),
         [("[a]bcde", [0, 0, 0, 0], False), ("[a]b.", [0, 1], True), ("[abcd]e", [0], False)],
-        "4 rows, 3 cut, 1 dropped with no action left, 1 ended; actions per row: 1 to 4, median 2",
+        "4 rows, 3 cut, 1 dropped with no action left (--max-length 5), 1 ended; actions per row: 1 to 4, median 2",
     ),
     (
         pairs_of, 5,
         rows_of("prompt chosen rejected", ("ab", "cd", "cd"), ("ab", "cdef", "cdeg"), ("abcde", "g", "h"),
                 ("ab", "d", "cdefg")),
         ["ab|d.|cde"],
-        "4 pairs; prompts: 0 cut; responses: 3 cut; 1 dropped without room for a response, 2 as equal",
+        "4 pairs; prompts: 0 cut; responses: 3 cut (--max-length 5); 1 dropped without room for a response, 2 as equal",
     ),
     (  # a cut text would have no end to read a score from; the end token is a part of the length
         scored, 5,

@@ -406,8 +406,9 @@ def summary(run, lm, data):
 
 IN_STATUS = ["objective/scores", "groups/equal", "tokens/responses_len", "tokens/truncated_rate", "optim/grad_norm"]
 ALL_EQUAL = (
-    "In the first iteration every group had equal scores, so the policy loss had no gradient: check what --reward "
-    "returns for the samples, or raise --group-size or --temperature."
+    "warning: since iteration {} all groups have had equal scores, so the policy loss has no gradient: look at the "
+    "samples in rollouts.jsonl and at what --reward returns for them; if the samples have become bad, lower --lr, "
+    "otherwise raise --group-size or --temperature"
 )
 
 
@@ -440,6 +441,7 @@ def main(args):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
         run.save(run.first_step, export)
 
+    num_equal = 0  # iterations in a row in which all groups had equal scores
     for iteration in run.iterations():
         # 1. y_1 .. y_G ~ pi(. | x) for each prompt x: responses with their log-probabilities and scores
         model.eval()
@@ -459,8 +461,9 @@ def main(args):
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, args)
         run.lap("update")
-        if iteration == 1 and metrics["groups/equal"] == 1:
-            run.say(ALL_EQUAL)
+        num_equal = num_equal + 1 if metrics["groups/equal"] == 1 else 0
+        if num_equal == 5 or iteration == num_equal == 1:
+            run.say(ALL_EQUAL.format(iteration - num_equal + 1))
         # 4. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
         run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)
         if run.evaluation_due(run.step):

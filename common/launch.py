@@ -1,15 +1,18 @@
 """How a run uses the machine: processes, precision, threads, kernels, memory, and its optimizer steps."""
 
 import ctypes
+import logging
 import math
 import os
 import resource
+import warnings
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 
 import torch
 
 from common.cli import InputError
+from common.terminal import screen
 
 # How long a process waits for another. NCCL's own limit, 10 minutes, is shorter than what rank 0 may need on its own to
 # score with a slow reward or save a large model. If a process dies, the launcher ends the others at once.
@@ -111,6 +114,15 @@ def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
     return flag or launcher or default
 
 
+def quiet_libraries():
+    """Silences what libraries say of optional parts that nothing here uses, and of settings that they then correct: it
+    reads like a broken installation. Called before transformers and diffusers are imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+
+
 # ---- The machine -----------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +177,7 @@ def accumulate(accelerator, model, micro_batches):
         exchanges = micro_batch is micro_batches[-1] or is_sharded(accelerator)
         with nullcontext() if exchanges else accelerator.no_sync(model):
             yield micro_batch
+        screen.advance(1 / len(micro_batches))
 
 
 def optimizer_step(accelerator, model, optimizer, lr, max_grad_norm, step, where, loss=None):

@@ -28,7 +28,7 @@ from common import checkpoint as ckpt
 from common.checkpoint import SIZES, describe, differences, environment, identity
 from common.cli import InputError
 from common.data import marked
-from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads
+from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, quiet_libraries, set_threads
 from common.seeding import rng, seed_libraries, stream_rows
 from common.terminal import WIDEST, screen, table_of, visible
 
@@ -59,10 +59,15 @@ def closes_run(main):
     def wrapped(args):
         set_threads(args.threads)
         seed_libraries(args.seed, args.deterministic)
+        quiet_libraries()
         screen.start()
         screen.show("loading libraries")
         try:
             return main(args)
+        except (KeyboardInterrupt, SystemExit):
+            for run in _open:
+                run.say_stopped()
+            raise
         except Exception as error:
             for run in _open:
                 run.save_after(error)
@@ -120,6 +125,8 @@ class Run:
         state = {}
         if self.args.resume not in ("auto", "never"):
             named = Path(self.args.resume)  # a run directory or a checkpoint
+            if not named.exists():
+                raise InputError(f"--resume {named}: there is no such run or checkpoint")
             path = max(named.glob("checkpoints/step_????????"), default=named)
         if self.args.check:
             return None, path, ckpt.read_checkpoint(path) if path else state, False, False
@@ -151,7 +158,8 @@ class Run:
                 lines = differences(old, self.identity)
                 if old["algo"] != self.identity["algo"]:
                     raise InputError(f"--resume {self.args.resume} is of a run of {old['algo']}.py")
-            self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
+            own = f"its own flags are --config {path.parents[1]}/config.yaml; what differs:"
+            self.say("\n  ".join([f"continuing from {path} (step {state['step']}); {own}", *lines]))
         return folder, path, state, False, same
 
     def _locked_folder(self):
@@ -210,7 +218,7 @@ class Run:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train: give more steps or episodes")
         if self.dir:
             on_main(self.accelerator, self._begin)
-        self.start = self.saved = time.monotonic()
+        self.saved = time.monotonic()
         return self.kept
 
     def _begin(self):
@@ -270,6 +278,10 @@ class Run:
             seed_libraries(int(rng(self.args.seed, "libraries", self.iteration).integers(2**32)))
             self.seconds = {}
             self.since = time.perf_counter()
+            if self.iteration <= first + 1:  # the first one also prepares kernels and caches
+                self.timed_from = self.step - self.steps_per_iteration
+                self.start = time.monotonic()
+            screen.show("optimizer steps", self.steps_per_iteration)
             yield self.iteration
 
     def draw_rows(self, lengths, start, count):
@@ -285,7 +297,7 @@ class Run:
         now = time.perf_counter()
         self.seconds[part] = now - self.since
         self.since = now
-        screen.show("training")
+        screen.show("optimizer steps", self.steps_per_iteration)
 
     def evaluation_due(self, step):
         """True at the start, every --eval-every steps and at the end, except where a continued run has done it."""
@@ -323,8 +335,6 @@ class Run:
         if stop or is_due or step in (kept.best_step, self.total_steps):
             self._save()
         if stop:
-            command = environment(self.accelerator)["command"]
-            self.say(f"stopped after step {step}; to continue: {command}")
             raise SystemExit(128 + self.signal)
 
     def _save(self):
@@ -337,15 +347,27 @@ class Run:
         on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, keep, self.say)
 
     def save_after(self, error):
-        """After an error, saves the complete iteration if the weights are still its own, and says how to continue. They
-        are after an error that all processes got from `on_main` or `on_each`: no update calls these."""
+        """After an error, saves the complete iteration if the weights are still its own, and notes how to continue. So
+        they are after an error that all processes got from `on_main` or `on_each`: no update calls these."""
         if self.dir is None or not self.stepped:
             return
         if getattr(error, "on_all", False):
             self._save()
-        if newest := max(self.dir.glob("checkpoints/step_????????"), default=None):
+        if newest := self._newest():  # a note comes behind the traceback
             after = f"or with --resume {self.dir} if you edit its files"
-            self.say(f"the last complete step is in {newest}; the same command continues there, {after}")
+            error.add_note(f"the last complete step is in {newest}; the same command continues there, {after}")
+
+    def _newest(self):
+        """The newest checkpoint of the directory, or None."""
+        return self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)
+
+    def say_stopped(self):
+        """Says what a run keeps that Ctrl-C or another signal ends."""
+        if newest := self._newest():
+            command = environment(self.accelerator)["command"]
+            self.say(f"stopped; the last checkpoint is that of step {int(newest.name[5:])}; to continue: {command}")
+        else:
+            self.say("stopped before the first checkpoint: no step is saved")
 
     # -- signals
 
@@ -418,6 +440,9 @@ class Run:
         self._write(step, metrics, perf)
         if self.main and self.dir and 0 < step < self.total_steps:
             self._draw()
+            change, is_collapsed = self._change()
+            if is_collapsed:
+                self.say(f"warning: {change}: if the samples do not recover, lower --lr")
 
     def _write(self, step, metrics, perf):
         """Writes a line to metrics.jsonl, which is bitwise reproducible, one to perf.jsonl and both to the tracker."""
@@ -429,14 +454,15 @@ class Run:
 
     def _status(self, step):
         """Updates the terminal's live line; elsewhere prints a line at most every 5 s, and one for the last step."""
-        parts = [f"{name.partition('/')[2]} {self.logged[name]:.3g}" for name in self.shown if name in self.logged]
+        # "train/loss" becomes "loss", and "eval/loss" becomes "eval loss"
+        labels = {name: name.replace("eval/", "/eval ").partition("/")[2] for name in self.shown if name in self.logged}
+        parts = [f"{label} {self.logged[name]:.3g}" for name, label in labels.items()]
         parts.append(self._seconds())
         now = time.monotonic()
-        seconds_left = (now - self.start) / (step - self.first_step) * (self.total_steps - step)
+        seconds_left = (now - self.start) / (step - self.timed_from) * (self.total_steps - step)
         eta = f"eta {timedelta(seconds=round(seconds_left))}"
         screen.headline = f"{step}/{self.total_steps}, {eta}"
         screen.metrics = " | ".join(parts)
-        screen.show("training")
         if not screen.live and (now - self.last_line > 5 or step >= self.total_steps):
             self.last_line = now
             self.say(f"{step}/{self.total_steps} | {screen.metrics} | {eta}")
@@ -491,7 +517,9 @@ class Run:
         `result`. prompt and usage: as `lines_of_use` returns them."""
         if self.args.check:
             peak = peak_memory_mb(self.accelerator.device)
-            self.say(f"one iteration: {self._seconds()}; peak memory {peak:,.0f} MB\ncheck passed")
+            whole = timedelta(seconds=round(sum(self.seconds.values()) * self.num_iterations))
+            self.say(f"one iteration: {self._seconds()}; peak memory {peak:,.0f} MB")
+            self.say(f"all {self.num_iterations} of these: {whole}, without evaluations\ncheck passed")
             return {}, None
         export("hf_model")
         on_main(self.accelerator, self._finish, prompt, usage)
@@ -520,14 +548,21 @@ class Run:
         except Exception as error:
             self.say(f"warning: curve.png could not be drawn: {' '.join(str(error).split())}")
 
+    def _change(self):
+        """(how the headline has changed since the start, as a text; whether it is worse by more than noise and by more
+        than half of what it was)."""
+        curve = points(self._records("metrics.jsonl"), self.headline) or [(0, math.nan)]
+        first, last = curve[0], curve[-1]
+        note = remark(self._records("samples.jsonl"), self.headline, first, last)
+        is_far = abs(last[1] - first[1]) > abs(first[1]) / 2
+        return f"{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}", is_far and note == WORSE
+
     def _finish(self, prompt, usage):
         self._draw()
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        if curve := points(records, self.headline):
-            first, last = curve[0], curve[-1]
-            note = remark(samples, self.headline, first, last)
-            self.say(f"\n{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}")
+        change, _ = self._change()
+        self.say(f"\n{change}")
         folder = f"{self.dir}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
@@ -572,6 +607,9 @@ def points(records, name):
     return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
 
+WORSE = " (worse than at the start)"
+
+
 def remark(samples, name, first, last):
     """What there is to say of a metric that changed from first to last, both (step, value). Its rows are compared."""
     *_, group, column = name.split("/")
@@ -581,7 +619,7 @@ def remark(samples, name, first, last):
     if len(changes) > 1 and abs(fmean(changes)) <= 2 * stdev(changes) / math.sqrt(len(changes)):
         return " (no change: within twice its standard error)"
     is_worse = last[1] > first[1] if name.endswith("loss") else last[1] < first[1]
-    return " (worse than at the start)" if is_worse else ""
+    return WORSE if is_worse else ""
 
 
 def draw_curves(records, names, title, path):

@@ -25,7 +25,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from harness import ROOT
+from harness import ROOT, once
 from harness import files as written
 from helpers import EOS, NAN, TEMPLATE, answer, jsonl, log, turn, user
 from tokenizers import Tokenizer
@@ -287,7 +287,7 @@ def command(monkeypatch, capfd, models, here):
         if not (here / "user.py").exists():
             fill(here, models, algo, model, files)
         run.before = written(here)
-        monkeypatch.setattr(sys, "argv", [f"algos/{algo}.py", *BASE[algo], *shlex.split(flags)])
+        monkeypatch.setattr(sys, "argv", once([f"algos/{algo}.py", *BASE[algo], *shlex.split(flags)]))
         capfd.readouterr()
         before = handlers()
         code = 0
@@ -449,9 +449,11 @@ def test_names_of_functions_that_are_refused(here):
     for name in ("nope", "nan"):
         with refused(f"--reward user.py:{name}: user.py has no function '{name}'"):
             load_function(f"user.py:{name}", "--reward")
-    for spec in ("user.py", "nope.py:reward"):
-        with refused(f"--reward {spec}: expected path/to/file.py:function of a file that exists"):
+    for spec in ("user.py", "user.csv:reward"):
+        with refused(f"--reward {spec}: expected path/to/file.py:function, with the name of a function in that file"):
             load_function(spec, "--reward")
+    with refused("--reward nope.py:reward: there is no file nope.py"):
+        load_function("nope.py:reward", "--reward")
     with refused("rename the rows' column 'outputs': r.py:f gets something else under this name"):
         call_function(len, "r.py:f", [{"prompt": "b", "outputs": 1}], {"outputs": ["c"]})
 
@@ -767,7 +769,7 @@ def test_logits_that_are_not_finite_while_sampling(algo, command):
 def test_images_that_are_not_finite(command):
     """Weights that are not finite are told by the first image, before the reward sees it."""
     with pytest.raises(FloatingPointError, match="the image of 'a .*' is not finite"):
-        command("ddpo", "--reward user.py:no_such_column --eval-every 1", "nan")
+        command("ddpo", "--reward user.py:result --eval-every 1", "nan", {"user.py": returning("1 / 0")})
     assert not Path("run").exists()
 
 
@@ -796,7 +798,7 @@ def test_another_place_and_a_pipe_into_head(algo, models, here):
     (here / "code/algos").mkdir()
     script = shutil.copy(ROOT / f"algos/{algo}.py", here / f"code/algos/my_{algo}.py")
     words = [re.sub(r"^((model|run|\w+\.jsonl|user\.py)(:.*)?)$", rf"{here}/\1", word) for word in BASE[algo]]
-    line = shlex.join([sys.executable, str(script), *words, "--eval-every", "1"]) + " | head -n 1"
+    line = shlex.join(once([sys.executable, str(script), *words, "--eval-every", "1"])) + " | head -n 1"
     env = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "9", "HF_HOME": "/proc/nope"}
     done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd="/", env=env, capture_output=True, text=True)

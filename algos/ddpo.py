@@ -72,7 +72,6 @@ from common.seeding import rng, stream_rows
 from common.terminal import screen, visible
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
-IMAGE_ARGUMENTS = ("images", "prompts")  # of reward and metric functions, besides the rows' other columns
 TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # used without --model, --dataset and --config
 
 
@@ -575,8 +574,8 @@ def read(args):
     for name, members in eval_sets.items():
         eval_sets[name] = with_prompts(members, set_flag(name))
     eval_sets = eval_sets or {"": rows[: args.rollout_batch_size]}
-    check_parameters(reward, args.reward, [rows, *eval_sets.values()], IMAGE_ARGUMENTS)
-    check_parameters(metric, args.metric, eval_sets.values(), IMAGE_ARGUMENTS)
+    check_parameters(reward, args.reward, [rows, *eval_sets.values()], ("images", "prompts"))
+    check_parameters(metric, args.metric, eval_sets.values(), ("images", "prompts"))
     return Data(rows, eval_sets, reward, metric)
 
 
@@ -622,6 +621,7 @@ def load_pipeline(args, path):
     from diffusers import DiffusionPipeline, StableDiffusionPipeline
     from diffusers.utils import logging as diffusers_logging
 
+    diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
     pipeline = path
     name = type(path).__name__

@@ -276,8 +276,7 @@ def minibatches(accelerator, batch, args, iteration, epoch):
     for rows in order.split(args.batch_size):
         kept = rows
         if args.kl_coef == 0:
-            # without a KL, an episode without an advantage has no gradient, though it counts in the mean; another term
-            # in the loss would need all episodes
+            # without a KL, an episode without an advantage has no gradient, though it counts in the mean
             kept = rows[has_advantage[rows]]
             if len(kept) == 0:
                 kept = rows[:1]
@@ -307,6 +306,7 @@ def losses(model, batch, lines, weights, counts, args):
         log_ratio = sequence_means(log_ratio, [len(tokens) for [(_, _, tokens)] in lines])
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     pg = grpo_loss(log_ratio, advantages, args.cliprange, cliprange_high)
+    # a term besides these needs the episodes without an advantage, which `minibatches` leaves out if there is no KL
     loss = (weights * pg).sum()
     metrics = {"loss/policy": loss.detach() / counts["steps"]}
     if args.kl_coef:
@@ -389,7 +389,7 @@ def summary(run, lm, data):
     reference = "a model of its own" if args.ref_model else "the model at the start"
     lines = [
         f"{run.describe(lm)}; reference: {reference if args.kl_coef else 'none'}",
-        f"data: {data.report}; first: {data.rows[0]['prompt'][:200]!r}",
+        data.description,
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, ratios "
         f"by {args.ratio_level}, loss mean by {args.loss_mean}, {args.max_new_tokens} new tokens, "
         f"{args.total_episodes} episodes",

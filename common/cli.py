@@ -62,15 +62,11 @@ def cli(args_class, main, task=None):
         sys.exit(2)
 
 
-def flags_in(words):
-    """The flags among the words of a command line, as `flag_of` writes them."""
-    return [flag_of(word[2:].partition("=")[0]) for word in words if word.startswith("--")]
-
-
 def refuse_repeated(words):
     """InputError for each flag that is given twice, of which tyro would silently take the last."""
-    flags = [flag.replace("--no-", "--") for flag in flags_in(words)]
-    repeated = sorted({flag for flag in flags if flags.count(flag) > 1 and flag != "--config"})
+    flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    flags = [flag.replace("--no-", "--") for flag in flags if flag != "--config"]
+    repeated = sorted({flag for flag in flags if flags.count(flag) > 1})
     hints = {"--reward": "; one function can add up several rewards"}
     stop_if([f"{flag} is given twice: give it once{hints.get(flag, '')}" for flag in repeated])
 
@@ -106,8 +102,7 @@ def read_config(path, args_class, skips_unknown=False):
     """The words of a command line that do what a YAML file of flags says; the file may also lie in the repository.
     Values stay texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False.
     skips_unknown: whether flags that args_class lacks are left out."""
-    in_repository = not Path(path).exists() and (ROOT / path).exists()
-    file = ROOT / path if in_repository else Path(path)
+    file = Path(path) if Path(path).exists() or not (ROOT / path).exists() else ROOT / path
     try:
         text = file.read_text()
         entries = yaml.load(text, Loader=yaml.BaseLoader).items()
@@ -151,7 +146,7 @@ def refuse_other_names(words, args_class, script):
         for name in re.findall(r"(?m)^    (\w+): .* = ", args):
             found.append((2, flag_of(name), f"it is a flag of {path.name}"))
     known = {flag: said for _, flag, said in sorted(found, reverse=True)}  # the nearest comes last and stays
-    flags = {*flags_in(words)}
+    flags = {flag_of(word[2:].partition("=")[0]) for word in words if word.startswith("--")}
     foreign = sorted(flags & known.keys() - {flag_of(field.name) for field in dataclasses.fields(args_class)})
     stop_if([f"there is no {flag} here; {known[flag]}" for flag in foreign])
 
@@ -498,10 +493,10 @@ def load_function(spec, flag):
         return spec
     match = SPEC.fullmatch(spec)
     path = spec_path(spec)
-    if match and not path.is_file():
-        raise InputError(f"{flag} {spec}: there is no file {match['path']}")
     if not match:
         raise InputError(f"{flag} {spec}: expected path/to/file.py:function, with the name of a function in that file")
+    if not path.is_file():
+        raise InputError(f"{flag} {spec}: there is no file {match['path']}")
     module = import_file(path.resolve(), path.read_bytes())
     function = getattr(module, match["name"], None)
     if not callable(function):
@@ -547,8 +542,8 @@ PARAMETERS |= {"completion_ids": "output_ids", "prompts_text": "prompts", "proce
 
 
 def accepted(function, name, row, given):
-    """The names of the arguments that a user's function takes, of those in `given` and the columns of a row like all
-    others: without **columns it gets only what it names. InputError if it needs more. name: its name in errors."""
+    """What a user's function takes of the names in `given` and the row's columns: all of them if it has **columns.
+    InputError if it needs more. name: its name in errors."""
     columns = [column for column in row if column != "prompt"]
     taken = [column for column in columns if column in given]
     stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])

@@ -1,11 +1,9 @@
 """How a run uses the machine: processes, precision, threads, kernels, memory, and its optimizer steps."""
 
 import ctypes
-import logging
 import math
 import os
 import resource
-import warnings
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 
@@ -112,15 +110,6 @@ def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
         launcher = None
     default = "bf16" if gpu_has_bfloat16 and dtype == "float32" else "no"
     return flag or launcher or default
-
-
-def quiet_libraries():
-    """Silences what libraries say of optional parts that nothing here uses, and of settings that they then correct: it
-    reads like a broken installation. Called before transformers and diffusers are imported."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
 
 
 # ---- The machine -----------------------------------------------------------------------------------------------------

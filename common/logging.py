@@ -7,6 +7,7 @@ import fcntl
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import platform
@@ -28,7 +29,7 @@ from common import checkpoint as ckpt
 from common.checkpoint import SIZES, describe, differences, environment, identity
 from common.cli import InputError
 from common.data import marked
-from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, quiet_libraries, set_threads
+from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads
 from common.seeding import rng, seed_libraries, stream_rows
 from common.terminal import WIDEST, screen, table_of, visible
 
@@ -59,18 +60,17 @@ def closes_run(main):
     def wrapped(args):
         set_threads(args.threads)
         seed_libraries(args.seed, args.deterministic)
-        quiet_libraries()
+        # harmless warnings that read like a broken installation: of parts that nothing here uses, or soon corrected
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
         screen.start()
         screen.show("loading libraries")
         try:
             return main(args)
-        except (KeyboardInterrupt, SystemExit):
+        except BaseException as error:
             for run in _open:
-                run.say_stopped()
-            raise
-        except Exception as error:
-            for run in _open:
-                run.save_after(error)
+                run.say_what_is_kept(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
             if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
                 raise InputError(OUT_OF_MEMORY) from error
@@ -158,7 +158,7 @@ class Run:
                 lines = differences(old, self.identity)
                 if old["algo"] != self.identity["algo"]:
                     raise InputError(f"--resume {self.args.resume} is of a run of {old['algo']}.py")
-            own = f"its own flags are --config {path.parents[1]}/config.yaml; what differs:"
+            own = f"its own flags are --config {origin.with_name('config.yaml')}; what differs:"
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); {own}", *lines]))
         return folder, path, state, False, same
 
@@ -346,28 +346,21 @@ class Run:
         keep = self.args.keep_checkpoints
         on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, keep, self.say)
 
-    def save_after(self, error):
-        """After an error, saves the complete iteration if the weights are still its own, and notes how to continue. So
-        they are after an error that all processes got from `on_main` or `on_each`: no update calls these."""
-        if self.dir is None or not self.stepped:
-            return
-        if getattr(error, "on_all", False):
+    def say_what_is_kept(self, error):
+        """After an error, saves the complete iteration if the weights are still its own, as after an error that all
+        processes got from `on_main` or `on_each`: no update calls these. A note is printed behind the traceback."""
+        if self.dir and self.stepped and getattr(error, "on_all", False):
             self._save()
-        if newest := self._newest():  # a note comes behind the traceback
+        newest = self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            kept = "before the first checkpoint: nothing was kept"
+            if newest:
+                command = environment(self.accelerator)["command"]
+                kept = f"after step {int(newest.name[5:])}; to continue: {command}"
+            self.say(f"stopped {kept}")
+        elif newest and self.stepped:
             after = f"or with --resume {self.dir} if you edit its files"
             error.add_note(f"the last complete step is in {newest}; the same command continues there, {after}")
-
-    def _newest(self):
-        """The newest checkpoint of the directory, or None."""
-        return self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)
-
-    def say_stopped(self):
-        """Says what a run keeps that Ctrl-C or another signal ends."""
-        if newest := self._newest():
-            command = environment(self.accelerator)["command"]
-            self.say(f"stopped; the last checkpoint is that of step {int(newest.name[5:])}; to continue: {command}")
-        else:
-            self.say("stopped before the first checkpoint: no step is saved")
 
     # -- signals
 
@@ -440,9 +433,8 @@ class Run:
         self._write(step, metrics, perf)
         if self.main and self.dir and 0 < step < self.total_steps:
             self._draw()
-            change, is_collapsed = self._change()
-            if is_collapsed:
-                self.say(f"warning: {change}: if the samples do not recover, lower --lr")
+            if "far worse" in self._change():
+                self.say(f"warning: {self._change()}: a lower --lr may help")
 
     def _write(self, step, metrics, perf):
         """Writes a line to metrics.jsonl, which is bitwise reproducible, one to perf.jsonl and both to the tracker."""
@@ -518,8 +510,8 @@ class Run:
         if self.args.check:
             peak = peak_memory_mb(self.accelerator.device)
             whole = timedelta(seconds=round(sum(self.seconds.values()) * self.num_iterations))
-            self.say(f"one iteration: {self._seconds()}; peak memory {peak:,.0f} MB")
-            self.say(f"all {self.num_iterations} of these: {whole}, without evaluations\ncheck passed")
+            self.say(f"one iteration: {self._seconds()}; all {self.num_iterations}: {whole}, without evaluations")
+            self.say(f"peak memory {peak:,.0f} MB\ncheck passed")
             return {}, None
         export("hf_model")
         on_main(self.accelerator, self._finish, prompt, usage)
@@ -549,20 +541,17 @@ class Run:
             self.say(f"warning: curve.png could not be drawn: {' '.join(str(error).split())}")
 
     def _change(self):
-        """(how the headline has changed since the start, as a text; whether it is worse by more than noise and by more
-        than half of what it was)."""
+        """How the headline has changed since the start, in words."""
         curve = points(self._records("metrics.jsonl"), self.headline) or [(0, math.nan)]
         first, last = curve[0], curve[-1]
         note = remark(self._records("samples.jsonl"), self.headline, first, last)
-        is_far = abs(last[1] - first[1]) > abs(first[1]) / 2
-        return f"{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}", is_far and note == WORSE
+        return f"{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}"
 
     def _finish(self, prompt, usage):
         self._draw()
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        change, _ = self._change()
-        self.say(f"\n{change}")
+        self.say(f"\n{self._change()}")
         folder = f"{self.dir}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
@@ -607,9 +596,6 @@ def points(records, name):
     return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
 
-WORSE = " (worse than at the start)"
-
-
 def remark(samples, name, first, last):
     """What there is to say of a metric that changed from first to last, both (step, value). Its rows are compared."""
     *_, group, column = name.split("/")
@@ -619,7 +605,10 @@ def remark(samples, name, first, last):
     if len(changes) > 1 and abs(fmean(changes)) <= 2 * stdev(changes) / math.sqrt(len(changes)):
         return " (no change: within twice its standard error)"
     is_worse = last[1] > first[1] if name.endswith("loss") else last[1] < first[1]
-    return WORSE if is_worse else ""
+    if not is_worse:
+        return ""
+    is_far = abs(last[1] - first[1]) > abs(first[1]) / 2
+    return " (far worse than at the start)" if is_far else " (worse than at the start)"
 
 
 def draw_curves(records, names, title, path):

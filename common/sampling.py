@@ -72,6 +72,15 @@ class Prompts:
         )
 
     @property
+    def description(self):
+        """What a summary says of the prompts."""
+        line = f"data: {self.report}; first: {self.rows[0]['prompt'][:200]!r}"
+        num_spaces = sum(row["prompt"].endswith(" ") for row in self.rows)
+        if num_spaces:
+            line += f"\n{num_spaces} prompts end in a space, which many tokenizers join with the next word: remove it"
+        return line
+
+    @property
     def headline(self):
         """The metric that chooses the best model: the mean reward of the first evaluation set."""
         return f"{set_prefix(next(iter(self.eval_sets)))}reward"

@@ -133,7 +133,7 @@ def environment(work, **more):
 
 
 def once(words):
-    """A command line in which each flag but --config stands once, with its last values: tests change those of a table."""
+    """A command line with the last values of each flag but --config: tests change those of a table."""
     groups = {"": []}
     flag = ""
     for number, word in enumerate(map(str, words)):

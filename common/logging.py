@@ -125,8 +125,6 @@ class Run:
         state = {}
         if self.args.resume not in ("auto", "never"):
             named = Path(self.args.resume)  # a run directory or a checkpoint
-            if not named.exists():
-                raise InputError(f"--resume {named}: there is no such run or checkpoint")
             path = max(named.glob("checkpoints/step_????????"), default=named)
         if self.args.check:
             return None, path, ckpt.read_checkpoint(path) if path else state, False, False
@@ -150,6 +148,8 @@ class Run:
             path, state = ckpt.newest_checkpoint(folder, self.say)
             self.say(f"continuing {folder} from step {state.get('step', 0)}")
         elif path:  # read only now: if the command is given again, there are newer ones and this may be gone
+            if not path.exists():
+                raise InputError(f"--resume {path}: there is no such run or checkpoint")
             state = ckpt.read_checkpoint(path)
             lines = []
             origin = path.resolve().parents[1] / "env.json"
@@ -353,11 +353,11 @@ class Run:
             self._save()
         newest = self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)
         if isinstance(error, KeyboardInterrupt | SystemExit):
-            kept = "before the first checkpoint: nothing was kept"
+            kept = "there was no checkpoint yet, so nothing is kept"
             if newest:
                 command = environment(self.accelerator)["command"]
-                kept = f"after step {int(newest.name[5:])}; to continue: {command}"
-            self.say(f"stopped {kept}")
+                kept = f"step {int(newest.name[5:])} is saved; to continue: {command}"
+            self.say(f"stopped; {kept}")
         elif newest and self.stepped:
             after = f"or with --resume {self.dir} if you edit its files"
             error.add_note(f"the last complete step is in {newest}; the same command continues there, {after}")

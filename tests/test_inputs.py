@@ -454,6 +454,9 @@ def test_names_of_functions_that_are_refused(here):
             load_function(spec, "--reward")
     with refused("--reward nope.py:reward: there is no file nope.py"):
         load_function("nope.py:reward", "--reward")
+    theirs = "missing a required argument: 'completions'. completions is called outputs here. It gets outputs, and the"
+    with refused(f"r.py:f: {theirs} rows' columns: answer"):
+        call_function(lambda completions, **kwargs: 0, "r.py:f", [{"prompt": "b", "answer": 1}], {"outputs": ["c"]})
     with refused("rename the rows' column 'outputs': r.py:f gets something else under this name"):
         call_function(len, "r.py:f", [{"prompt": "b", "outputs": 1}], {"outputs": ["c"]})
 
@@ -569,7 +572,10 @@ REFUSED = [
     entry(25, SCORED, "user.py:result returned nan for row 2", BAD_REWARD, user_py=returning("[1.0, nan] * 2")),
     entry(25, MEASURED, "4 finite numbers}; 'bad': ", BAD_METRIC, user_py=returning("{'bad': [nan] * n}")),
     common(29, MEASURED, RAISED, BAD_METRIC, user_code=True, user_py=RAISING),
-    entry(29, "ppo", "user.py:no_such_column: missing a required", "--reward user.py:no_such_column --eval-every 1"),
+    entry(29, SCORED, "no_such_column: missing a required", "--model ./nope --reward user.py:no_such_column"),
+    entry(29, MEASURED, "no_such_column: missing a required", "--model ./nope --metric user.py:no_such_column"),
+    entry(29, ROLLED, "no_such_column: missing a required", "--model ./nope --rollout user.py:no_such_column"),
+    entry(58, EVERY, "--resume runs/z: there is no such run or checkpoint", "--resume runs/z"),
     common(29, SCORED, ["a.py", "ZeroDivisionError"], "--reward a.py:b", a_py="1 / 0", user_code=True),
     common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
     common(29, EVERY, "--dataset user.py:rows:found=nothing returned", "--dataset user.py:rows:found=nothing"),
@@ -703,8 +709,8 @@ def each(algos):
 def test_a_function_that_hangs(command):
     """There is no timeout: a judge may take its time. Ctrl-C ends it at once; before the first step nothing is left."""
     files = {"user.py": returning("os.kill(os.getpid(), signal.SIGINT) or time.sleep(99)")}
-    code, _, err = command("sft", "--metric user.py:result --eval-every 1", files=files)
-    assert (code, err) == (130, "")
+    code, out, err = command("sft", "--metric user.py:result --eval-every 1", files=files)
+    assert (code, err) == (130, "") and out.endswith("\nstopped; there was no checkpoint yet, so nothing is kept\n")
     assert not Path("run").exists()
 
 

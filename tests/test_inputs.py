@@ -575,7 +575,7 @@ REFUSED = [
     entry(29, SCORED, "no_such_column: missing a required", "--model ./nope --reward user.py:no_such_column"),
     entry(29, MEASURED, "no_such_column: missing a required", "--model ./nope --metric user.py:no_such_column"),
     entry(29, ROLLED, "no_such_column: missing a required", "--model ./nope --rollout user.py:no_such_column"),
-    entry(58, EVERY, "--resume runs/z: there is no such run or checkpoint", "--resume runs/z"),
+    common(58, EVERY, "--resume runs/z: there is no such run or checkpoint", "--resume runs/z"),
     common(29, SCORED, ["a.py", "ZeroDivisionError"], "--reward a.py:b", a_py="1 / 0", user_code=True),
     common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
     common(29, EVERY, "--dataset user.py:rows:found=nothing returned", "--dataset user.py:rows:found=nothing"),

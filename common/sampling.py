@@ -117,7 +117,7 @@ def read_prompts(dataset, eval_dataset, reward, metric, rollout):
 
 def read_data(dataset, eval_dataset, eval_prompts, metric, *added):
     """(rows, evaluation sets, rows that evaluations sample from, metric) that the flags of training on texts name. The
-    third are those of --eval-prompts, or with a metric those of the first evaluation set. added: columns that they get."""
+    third are those of --eval-prompts, or with a metric those of the first evaluation set. added: their new columns."""
     function = load_function(metric, "--metric")
     rows = load_rows(dataset, "--dataset")
     eval_sets = load_sets(eval_dataset, "--eval-dataset")

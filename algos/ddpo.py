@@ -59,6 +59,7 @@ from common.cli import (
     build,
     call_metric,
     call_reward,
+    check_parameters,
     cli,
     load_function,
     spec_path,
@@ -573,7 +574,10 @@ def read(args):
     eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
     for name, members in eval_sets.items():
         eval_sets[name] = with_prompts(members, set_flag(name))
-    return Data(rows, eval_sets or {"": rows[: args.rollout_batch_size]}, reward, metric)
+    eval_sets = eval_sets or {"": rows[: args.rollout_batch_size]}
+    check_parameters(reward, args.reward, [rows, *eval_sets.values()], ("images", "prompts"))
+    check_parameters(metric, args.metric, eval_sets.values(), ("images", "prompts"))
+    return Data(rows, eval_sets, reward, metric)
 
 
 def with_prompts(rows, flag):

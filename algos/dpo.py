@@ -484,7 +484,7 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
-    data = Data(*read_data(args.dataset, args.eval_dataset, args.eval_prompts, args.metric))
+    data = Data(*read_data(args.dataset, args.eval_dataset, args.eval_prompts, args.metric, "ref_output"))
     run = Run(args, __file__)
     if run.finished:
         return run.result()

@@ -276,8 +276,7 @@ def minibatches(accelerator, batch, args, iteration, epoch):
     for rows in order.split(args.batch_size):
         kept = rows
         if args.kl_coef == 0:
-            # without a KL, an episode without an advantage has no gradient, though it counts in the mean; another term
-            # in the loss would need all episodes
+            # without a KL, an episode without an advantage has no gradient, though it counts in the mean
             kept = rows[has_advantage[rows]]
             if len(kept) == 0:
                 kept = rows[:1]
@@ -307,6 +306,7 @@ def losses(model, batch, lines, weights, counts, args):
         log_ratio = sequence_means(log_ratio, [len(tokens) for [(_, _, tokens)] in lines])
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     pg = grpo_loss(log_ratio, advantages, args.cliprange, cliprange_high)
+    # a term besides these needs the episodes without an advantage, which `minibatches` leaves out if there is no KL
     loss = (weights * pg).sum()
     metrics = {"loss/policy": loss.detach() / counts["steps"]}
     if args.kl_coef:
@@ -389,7 +389,7 @@ def summary(run, lm, data):
     reference = "a model of its own" if args.ref_model else "the model at the start"
     lines = [
         f"{run.describe(lm)}; reference: {reference if args.kl_coef else 'none'}",
-        f"data: {data.report}; first: {data.rows[0]['prompt'][:200]!r}",
+        data.description,
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, ratios "
         f"by {args.ratio_level}, loss mean by {args.loss_mean}, {args.max_new_tokens} new tokens, "
         f"{args.total_episodes} episodes",
@@ -406,8 +406,9 @@ def summary(run, lm, data):
 
 IN_STATUS = ["objective/scores", "groups/equal", "tokens/responses_len", "tokens/truncated_rate", "optim/grad_norm"]
 ALL_EQUAL = (
-    "In the first iteration every group had equal scores, so the policy loss had no gradient: check what --reward "
-    "returns for the samples, or raise --group-size or --temperature."
+    "warning: since iteration {} all groups have had equal scores, so the policy loss has no gradient: look at the "
+    "samples in rollouts.jsonl and at what --reward returns for them; if the samples have become bad, lower --lr, "
+    "otherwise raise --group-size or --temperature"
 )
 
 
@@ -441,6 +442,7 @@ def main(args):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
         run.save(run.first_step, export)
 
+    num_equal = 0  # iterations in a row in which all groups had equal scores
     for iteration in run.iterations():
         # 1. y_1 .. y_G ~ pi(. | x) for each prompt x: responses with their log-probabilities and scores
         model.eval()
@@ -460,8 +462,9 @@ def main(args):
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, args)
         run.lap("update")
-        if iteration == 1 and metrics["groups/equal"] == 1:
-            run.say(ALL_EQUAL)
+        num_equal = num_equal + 1 if metrics["groups/equal"] == 1 else 0
+        if num_equal == 5 or iteration == num_equal == 1:
+            run.say(ALL_EQUAL.format(iteration - num_equal + 1))
         # 4. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
         run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)
         if run.evaluation_due(run.step):

@@ -542,7 +542,7 @@ def summary(run, policy, data):
     reference = "a model of its own" if args.ref_model else "the model at the start"
     lines = [
         f"{run.describe(policy)}; reference: {reference}",
-        f"data: {data.report}; first: {data.rows[0]['prompt'][:200]!r}",
+        data.description,
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
         f"{args.num_iterations} iterations x ({args.rollout_batch_size} episodes, then {run.steps_per_iteration} "

@@ -46,8 +46,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run(words, patch=()):
     """(seconds, output) of a script; RuntimeError with the last lines that it printed if it fails."""
+    from harness import once
+
     begin = time.monotonic()
-    command = [sys.executable, *patch, *map(str, words)]
+    command = [sys.executable, *patch, *once(words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-12:]))

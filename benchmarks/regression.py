@@ -15,6 +15,7 @@ one, too.
 import argparse
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -80,7 +81,8 @@ def needed(commands_of_seed, run_dir):
 
 def first_records(folder, command, count, run_dir):
     """The first records of a command in float64, in a checkout. The run then ends."""
-    words = f"{command} --dtype float64 --eval-every 0 --save-every 0 --run-dir {run_dir}"  # a flag's last value counts
+    others = re.sub(r" --(dtype|eval-every|save-every|run-dir) \S+", "", command)  # a flag may be given only once
+    words = f"{others} --dtype float64 --eval-every 0 --save-every 0 --run-dir {run_dir}"
     process = subprocess.Popen(shlex.split(words), cwd=folder, stdout=subprocess.DEVNULL)
     records = []
     while len(records) < count:

@@ -53,12 +53,22 @@ def cli(args_class, main, task=None):
     try:
         if {"-h", "--help"} & set(sys.argv):
             print_help(args_class, everything="all" in sys.argv)
+        refuse_repeated(sys.argv[1:])
         main(parse(sys.argv[1:], args_class, task))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
         sys.exit(2)
+
+
+def refuse_repeated(words):
+    """InputError for each flag that is given twice, of which tyro would silently take the last."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    flags = [flag.replace("--no-", "--") for flag in flags if flag != "--config"]
+    repeated = sorted({flag for flag in flags if flags.count(flag) > 1})
+    hints = {"--reward": "; one function can add up several rewards"}
+    stop_if([f"{flag} is given twice: give it once{hints.get(flag, '')}" for flag in repeated])
 
 
 def parse(argv, args_class, task=None):
@@ -92,7 +102,7 @@ def read_config(path, args_class, skips_unknown=False):
     """The words of a command line that do what a YAML file of flags says; the file may also lie in the repository.
     Values stay texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False.
     skips_unknown: whether flags that args_class lacks are left out."""
-    file = Path(path) if Path(path).exists() else ROOT / path
+    file = Path(path) if Path(path).exists() or not (ROOT / path).exists() else ROOT / path
     try:
         text = file.read_text()
         entries = yaml.load(text, Loader=yaml.BaseLoader).items()
@@ -399,7 +409,8 @@ class RunArgs:
     """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools. A run that
     is already finished uploads nothing."""
     check: bool = False
-    """Run the first iteration on the longest rows, print its time and the peak memory, and exit. Writes nothing."""
+    """Run one iteration on the longest rows (two if each is one optimizer step), print its time, what the whole run
+    would take, and the peak memory, and exit. Writes nothing."""
 
     def __post_init__(self):
         if hasattr(self, "rollout_batch_size") and self.batch_size == type(self).batch_size:
@@ -482,8 +493,10 @@ def load_function(spec, flag):
         return spec
     match = SPEC.fullmatch(spec)
     path = spec_path(spec)
-    if not match or not path.is_file():
-        raise InputError(f"{flag} {spec}: expected path/to/file.py:function of a file that exists")
+    if not match:
+        raise InputError(f"{flag} {spec}: expected path/to/file.py:function, with the name of a function in that file")
+    if not path.is_file():
+        raise InputError(f"{flag} {spec}: there is no file {match['path']}")
     module = import_file(path.resolve(), path.read_bytes())
     function = getattr(module, match["name"], None)
     if not callable(function):
@@ -523,22 +536,45 @@ def build(spec, flag):
 # ---- Functions of the user -------------------------------------------------------------------------------------------
 
 
-def call_function(function, name, rows, given):
-    """Calls a user's function with keyword arguments: those in `given`, and the rows' other columns as lists. All lists
-    are copies. Without **columns it gets only what it names. A coroutine is run. name: its name in errors."""
-    columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
-    taken = columns.keys() & given.keys()
+# What parameters of functions of other libraries are called here.
+PARAMETERS = {"completions": "outputs", "responses": "outputs", "queries": "prompts", "texts": "samples"}
+PARAMETERS |= {"completion_ids": "output_ids", "prompts_text": "prompts", "processing_class": "tokenizer"}
+
+
+def accepted(function, name, row, given):
+    """What a user's function takes of the names in `given` and the row's columns: all of them if it has **columns.
+    InputError if it needs more. name: its name in errors."""
+    columns = [column for column in row if column != "prompt"]
+    taken = [column for column in columns if column in given]
     stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
-    values = columns | given
-    values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}
+    names = [*given, *columns]
     signature = inspect.signature(function)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        values = {parameter: values[parameter] for parameter in signature.parameters if parameter in values}
+        names = [parameter for parameter in signature.parameters if parameter in names]
     try:
-        signature.bind(**values)
+        signature.bind(**dict.fromkeys(names))
     except TypeError as error:
         known = f"It gets {', '.join(given)}, and the rows' columns: {', '.join(columns) or 'none'}"
+        _, missing, *_ = str(error).split("'")
+        if missing in PARAMETERS:
+            known = f"{missing} is called {PARAMETERS[missing]} here. {known}"
         raise InputError(f"{name}: {error}. {known}") from None
+    return names
+
+
+def check_parameters(function, name, sets, given):
+    """InputError if a user's function, if there is one, does not fit these arguments and the columns of the rows."""
+    for rows in sets:
+        if function is not None:
+            accepted(function, name, rows[0], given)
+
+
+def call_function(function, name, rows, given):
+    """Calls a user's function with keyword arguments: those in `given`, and the rows' other columns as lists, as far as
+    it takes them (`accepted`). All lists are copies. A coroutine is run."""
+    known = {column: [row[column] for row in rows] for column in rows[0]} | given
+    values = {argument: known[argument] for argument in accepted(function, name, rows[0], given)}
+    values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}
     process = os.getpid()
     try:
         result = function(**values)

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 
 from common.cli import InputError
+from common.terminal import screen
 
 # How long a process waits for another. NCCL's own limit, 10 minutes, is shorter than what rank 0 may need on its own to
 # score with a slow reward or save a large model. If a process dies, the launcher ends the others at once.
@@ -169,6 +170,7 @@ def accumulate(accelerator, model, micro_batches):
         exchanges = micro_batch is micro_batches[-1] or is_sharded(accelerator)
         with nullcontext() if exchanges else accelerator.no_sync(model):
             yield micro_batch
+        screen.advance(1 / len(micro_batches))
 
 
 def optimizer_step(accelerator, model, optimizer, lr, max_grad_norm, step, where, loss=None):

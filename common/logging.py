@@ -7,6 +7,7 @@ import fcntl
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import platform
@@ -60,13 +61,17 @@ def closes_run(main):
     def wrapped(args):
         set_threads(args.threads)
         seed_libraries(args.seed, args.deterministic)
+        # harmless warnings that read like a broken installation: of parts that nothing here uses, or soon corrected
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
         screen.start()
         screen.show("loading libraries")
         try:
             return main(args)
-        except Exception as error:
+        except BaseException as error:
             for run in _open:
-                run.save_after(error)
+                run.say_what_is_kept(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
             if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
                 raise InputError(OUT_OF_MEMORY) from error
@@ -145,6 +150,8 @@ class Run:
             path, state = ckpt.newest_checkpoint(folder, self.say)
             self.say(f"continuing {folder} from step {state.get('step', 0)}")
         elif path:  # read only now: if the command is given again, there are newer ones and this may be gone
+            if not path.exists():
+                raise InputError(f"--resume {path}: there is no such run or checkpoint")
             state = ckpt.read_checkpoint(path)
             lines = []
             origin = path.resolve().parents[1] / "env.json"
@@ -153,7 +160,8 @@ class Run:
                 lines = differences(old, self.identity)
                 if old["algo"] != self.identity["algo"]:
                     raise InputError(f"--resume {self.args.resume} is of a run of {old['algo']}.py")
-            self.say("\n  ".join([f"continuing from {path} (step {state['step']}); what differs:", *lines]))
+            own = f"its own flags are --config {origin.with_name('config.yaml')}; what differs:"
+            self.say("\n  ".join([f"continuing from {path} (step {state['step']}); {own}", *lines]))
         return folder, path, state, False, same
 
     def _locked_folder(self):
@@ -234,7 +242,7 @@ class Run:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train: give more steps or episodes")
         if self.dir:
             on_main(self.accelerator, self._begin)
-        self.start = self.saved = time.monotonic()
+        self.saved = time.monotonic()
         return self.kept
 
     def _begin(self):
@@ -294,6 +302,10 @@ class Run:
             seed_libraries(int(rng(self.args.seed, "libraries", self.iteration).integers(2**32)))
             self.seconds = {}
             self.since = time.perf_counter()
+            if self.iteration <= first + 1:  # the first one also prepares kernels and caches
+                self.timed_from = self.step - self.steps_per_iteration
+                self.start = time.monotonic()
+            screen.show("optimizer steps", self.steps_per_iteration)
             yield self.iteration
 
     def draw_rows(self, lengths, start, count):
@@ -309,7 +321,7 @@ class Run:
         now = time.perf_counter()
         self.seconds[part] = now - self.since
         self.since = now
-        screen.show("training")
+        screen.show("optimizer steps", self.steps_per_iteration)
 
     def evaluation_due(self, step):
         """True at the start, every --eval-every steps and at the end, except where a continued run has done it."""
@@ -347,8 +359,6 @@ class Run:
         if stop or is_due or step in (kept.best_step, self.total_steps):
             self._save()
         if stop:
-            command = environment(self.accelerator)["command"]
-            self.say(f"stopped after step {step}; to continue: {command}")
             raise SystemExit(128 + self.signal)
 
     def _save(self):
@@ -361,16 +371,21 @@ class Run:
         keep = self.args.keep_checkpoints
         on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, keep, self.say)
 
-    def save_after(self, error):
-        """After an error, saves the complete iteration if the weights are still its own, and says how to continue. They
-        are after an error that all processes got from `on_main` or `on_each`: no update calls these."""
-        if self.dir is None or not self.stepped:
-            return
-        if getattr(error, "on_all", False):
+    def say_what_is_kept(self, error):
+        """After an error, saves the complete iteration if the weights are still its own, as after an error that all
+        processes got from `on_main` or `on_each`: no update calls these. A note is printed behind the traceback."""
+        if self.dir and self.stepped and getattr(error, "on_all", False):
             self._save()
-        if newest := max(self.dir.glob("checkpoints/step_????????"), default=None):
+        newest = self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            kept = "there was no checkpoint yet, so nothing is kept"
+            if newest:
+                command = environment(self.accelerator)["command"]
+                kept = f"step {int(newest.name[5:])} is saved; to continue: {command}"
+            self.say(f"stopped; {kept}")
+        elif newest and self.stepped:
             after = f"or with --resume {self.dir} if you edit its files"
-            self.say(f"the last complete step is in {newest}; the same command continues there, {after}")
+            error.add_note(f"the last complete step is in {newest}; the same command continues there, {after}")
 
     # -- signals
 
@@ -442,6 +457,8 @@ class Run:
         self._write(step, metrics, perf)
         if self.main and self.dir and 0 < step < self.total_steps:
             self._draw()
+            if "far worse" in self._change():
+                self.say(f"warning: {self._change()}: a lower --lr may help")
 
     def _write(self, step, metrics, perf):
         """Writes a line to metrics.jsonl, which is bitwise reproducible, one to perf.jsonl and both to the tracker."""
@@ -453,14 +470,15 @@ class Run:
 
     def _status(self, step):
         """Updates the terminal's live line; elsewhere prints a line at most every 5 s, and one for the last step."""
-        parts = [f"{name.partition('/')[2]} {self.logged[name]:.3g}" for name in self.shown if name in self.logged]
+        # "train/loss" becomes "loss", and "eval/loss" becomes "eval loss"
+        labels = {name: name.replace("eval/", "/eval ").partition("/")[2] for name in self.shown if name in self.logged}
+        parts = [f"{label} {self.logged[name]:.3g}" for name, label in labels.items()]
         parts.append(self._seconds())
         now = time.monotonic()
-        seconds_left = (now - self.start) / (step - self.first_step) * (self.total_steps - step)
+        seconds_left = (now - self.start) / (step - self.timed_from) * (self.total_steps - step)
         eta = f"eta {timedelta(seconds=round(seconds_left))}"
         screen.headline = f"{step}/{self.total_steps}, {eta}"
         screen.metrics = " | ".join(parts)
-        screen.show("training")
         if not screen.live and (now - self.last_line > 5 or step >= self.total_steps):
             self.last_line = now
             self.say(f"{step}/{self.total_steps} | {screen.metrics} | {eta}")
@@ -515,7 +533,9 @@ class Run:
         `result`. prompt and usage: as `lines_of_use` returns them."""
         if self.args.check:
             peak = peak_memory_mb(self.accelerator.device)
-            self.say(f"one iteration: {self._seconds()}; peak memory {peak:,.0f} MB\ncheck passed")
+            whole = timedelta(seconds=round(sum(self.seconds.values()) * self.num_iterations))
+            self.say(f"one iteration: {self._seconds()}; all {self.num_iterations}: {whole}, without evaluations")
+            self.say(f"peak memory {peak:,.0f} MB\ncheck passed")
             return {}, None
         export("hf_model")
         on_main(self.accelerator, self._finish, prompt, usage)
@@ -544,14 +564,18 @@ class Run:
         except Exception as error:
             self.say(f"warning: curve.png could not be drawn: {' '.join(str(error).split())}")
 
+    def _change(self):
+        """How the headline has changed since the start, in words."""
+        curve = points(self._records("metrics.jsonl"), self.headline) or [(0, math.nan)]
+        first, last = curve[0], curve[-1]
+        note = remark(self._records("samples.jsonl"), self.headline, first, last)
+        return f"{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}"
+
     def _finish(self, prompt, usage):
         self._draw()
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        if curve := points(records, self.headline):
-            first, last = curve[0], curve[-1]
-            note = remark(samples, self.headline, first, last)
-            self.say(f"\n{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}")
+        self.say(f"\n{self._change()}")
         folder = f"{self.dir}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
@@ -605,7 +629,10 @@ def remark(samples, name, first, last):
     if len(changes) > 1 and abs(fmean(changes)) <= 2 * stdev(changes) / math.sqrt(len(changes)):
         return " (no change: within twice its standard error)"
     is_worse = last[1] > first[1] if name.endswith("loss") else last[1] < first[1]
-    return " (worse than at the start)" if is_worse else ""
+    if not is_worse:
+        return ""
+    is_far = abs(last[1] - first[1]) > abs(first[1]) / 2
+    return " (far worse than at the start)" if is_far else " (worse than at the start)"
 
 
 def draw_curves(records, names, title, path):

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from common.cli import InputError, call_metric, call_reward, call_rollout, load_function, stop_if
+from common.cli import InputError, call_metric, call_reward, call_rollout, check_parameters, load_function, stop_if
 from common.data import (
     encode_prompts,
     is_chat,
@@ -29,6 +29,10 @@ from common.launch import NotFinite, on_each, on_main
 from common.model import RewardModel, Seq2Seq, end_tokens, for_sampling, max_positions, unsharded
 from common.seeding import draw, rng, seed_libraries, uniforms
 from common.terminal import screen
+
+# Keyword arguments besides the rows' other columns, of reward and metric functions, and of rollout functions.
+TEXT_ARGUMENTS = ("samples", "prompts", "outputs", "output_ids", "tokenizer")
+ROLLOUT_ARGUMENTS = ("sample", "prompt_ids", "prompts", "tokenizer", "seeds", "model", "temperature", "max_new_tokens")
 
 # ---- Prompts ---------------------------------------------------------------------------------------------------------
 
@@ -66,6 +70,15 @@ class Prompts:
         self.report = f"{len(lengths)} prompts; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
 
     @property
+    def description(self):
+        """What a summary says of the prompts."""
+        line = f"data: {self.report}; first: {self.rows[0]['prompt'][:200]!r}"
+        num_spaces = sum(row["prompt"].endswith(" ") for row in self.rows)
+        if num_spaces:
+            line += f"\n{num_spaces} prompts end in a space, which many tokenizers join with the next word: remove it"
+        return line
+
+    @property
     def headline(self):
         """The metric that chooses the best model: the mean reward of the first evaluation set."""
         return f"{set_prefix(next(iter(self.eval_sets)))}reward"
@@ -84,22 +97,27 @@ def read_prompts(dataset, eval_dataset, reward, metric, rollout):
     metric_function = load_function(metric, "--metric")
     reward_function = None
     if not isinstance(reward, str) or re.search(r"\.py(:|$)", reward):
-        reward_function = partial(call_reward, load_function(reward, "--reward"), reward)
+        reward_function = load_function(reward, "--reward")
     rollout_function = load_function(rollout, "--rollout")
     rows = load_rows(dataset, "--dataset")
     eval_sets = load_sets(eval_dataset, "--eval-dataset")
+    sets = [*eval_sets.values()]
+    check_parameters(rollout_function, rollout, [rows, *sets], ROLLOUT_ARGUMENTS)
+    if rollout_function is None:  # else it may add columns that the others take
+        check_parameters(reward_function, reward, [rows, *sets], TEXT_ARGUMENTS)
+        check_parameters(metric_function, metric, sets or [rows], TEXT_ARGUMENTS)
     return Prompts(
         rows,
         eval_sets,
-        reward_function,
+        reward_function and partial(call_reward, reward_function, reward),
         metric_function and partial(call_metric, metric_function, metric),
         rollout_function and partial(call_rollout, rollout_function, rollout),
     )
 
 
-def read_data(dataset, eval_dataset, eval_prompts, metric):
+def read_data(dataset, eval_dataset, eval_prompts, metric, *added):
     """(rows, evaluation sets, rows that evaluations sample from, metric) that the flags of training on texts name. The
-    third are those of --eval-prompts, or with a metric those of the first evaluation set."""
+    third are those of --eval-prompts, or with a metric those of the first evaluation set. added: their new columns."""
     function = load_function(metric, "--metric")
     rows = load_rows(dataset, "--dataset")
     eval_sets = load_sets(eval_dataset, "--eval-dataset")
@@ -110,6 +128,7 @@ def read_data(dataset, eval_dataset, eval_prompts, metric):
         prompts = next(iter(eval_sets.values()), [])
     if function and not (prompts and ("prompt" in prompts[0] or is_chat(prompts, ["chosen"]))):
         raise InputError("--metric needs rows with a prompt to sample from: give --eval-prompts")
+    check_parameters(function, metric, [prompts], [*TEXT_ARGUMENTS, *added])
     return rows, eval_sets, prompts, function and partial(call_metric, function, metric)
 
 

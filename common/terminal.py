@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import shutil
 import time
@@ -9,27 +10,31 @@ import time
 from rich import box
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+QUIET_SECONDS = 30  # after which a long part says how far it is, where there is no live line
 LONGEST_CELL = 200  # characters of a sample in a table
 WIDEST = 4000  # characters of a line of a table in markdown, so that rows are lines and no cell is cut
 
 
 class Screen:
     """The live line of this process: the activity, its progress, and the newest metrics. Only if output and errors go
-    to a terminal, and only in the first process of a machine."""
+    to a terminal, and only in the first process of a machine. Elsewhere that process says it after long silence."""
 
     def __init__(self):
         self.live = None
+        self.said = math.inf  # when something was said last
         self.headline = ""
         self.metrics = ""
         self.show("")
 
     def start(self):
         """Starts drawing, if there is a terminal."""
-        # both: `| tee log` would print into the line, and the log would have no progress
-        if self.live or os.environ.get("LOCAL_RANK", "0") != "0" or not (os.isatty(1) and os.isatty(2)):
+        if self.live or os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        self.said = time.monotonic()
+        if not (os.isatty(1) and os.isatty(2)):  # both: `| tee log` would print into the line
             return
         self.live = Live(get_renderable=self.line, refresh_per_second=5, transient=True)
         self.live.start()
@@ -54,10 +59,12 @@ class Screen:
 
     def advance(self, count):
         self.done += count
+        if not self.live and time.monotonic() - self.said > QUIET_SECONDS:
+            self.say(self.line().plain)
 
     def line(self):
         """The line for rich: the most important part first, cut at the terminal's width."""
-        count = f" {self.done:,}/{self.total:,}" if self.total else ""
+        count = f" {round(self.done, 1):,}/{self.total:,}" if self.total else ""
         activity = f"{self.activity}{count}, {time.monotonic() - self.begin:.0f} s"
         text = " | ".join(filter(None, [self.headline, activity, self.metrics]))
         return Text(text, no_wrap=True, overflow="ellipsis")
@@ -68,6 +75,7 @@ class Screen:
         if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE") != "1":
             return
         text = "\n".join(map(visible, text.split("\n")))
+        self.said = max(self.said, time.monotonic())
         try:
             if self.live:
                 self.live.console.print(Text(text), soft_wrap=True)  # so that copied text has no line breaks of ours
@@ -98,7 +106,8 @@ def cell_text(value):
 
 def table_of(rows, title=None, width=None):
     """Rows, dicts with equal keys, as the text of a table. Without a width it is as wide as the terminal."""
-    grid = Table(*rows[0], box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    columns = [Column(name, overflow="fold") for name in rows[0]]  # a long word goes on in the next line
+    grid = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for row in rows:
         grid.add_row(*(Text(cell_text(value)) for value in row.values()))
     sheet = Console(file=io.StringIO(), width=width or min(120, shutil.get_terminal_size().columns))

@@ -5,6 +5,7 @@ instead of five); `python`, `accelerate launch` and `torchrun` themselves are us
 """
 
 import functools
+import itertools
 import json
 import os
 import shlex
@@ -131,6 +132,20 @@ def environment(work, **more):
     return keep | fixed | {"PYTHONDONTWRITEBYTECODE": "1"} | more
 
 
+def once(words):
+    """A command line with the last values of each flag but --config: tests change those of a table."""
+    groups = {"": []}
+    flag = ""
+    for number, word in enumerate(map(str, words)):
+        if word.startswith("--"):
+            flag = word.partition("=")[0].replace("--no-", "--")
+            if flag == "--config":
+                flag = f"{flag} {number}"
+            groups.pop(flag, None)
+        groups.setdefault(flag, []).append(word)
+    return [*itertools.chain(*groups.values())]
+
+
 class Process:
     """A script that the server has started: pid, wait() -> exit code; out, err: what it has printed."""
 
@@ -177,7 +192,7 @@ class Scripts:
         self.number += 1
         folder = self.work / f"job{self.number}"
         folder.mkdir()
-        job = {"argv": list(map(str, argv)), "cwd": str(cwd), "env": environment(self.work, **env), "patch": patch}
+        job = {"argv": once(argv), "cwd": str(cwd), "env": environment(self.work, **env), "patch": patch}
         server = self.server("images" if "ddpo" in str(argv[0]) else "texts")
         server.write(json.dumps(job | {"folder": str(folder)}) + "\n")
         server.flush()
@@ -257,7 +272,7 @@ def flags(work, algo):
 
 
 def command(work, algo, run_dir, *more, root=ROOT):
-    return [root / f"algos/{algo}.py", *flags(work, algo), "--run-dir", run_dir, *more]
+    return once([root / f"algos/{algo}.py", *flags(work, algo), "--run-dir", run_dir, *more])
 
 
 @pytest.fixture(scope="session")
@@ -316,7 +331,7 @@ def lines(path):
 
 def launch(launcher, argv, cwd, work, timeout=120, **env):
     """Runs a command line to its end; where it hangs, the stacks of all its processes are in the failure."""
-    words, env = [str(word) for word in [*launcher, *argv]], environment(work, PYTHONFAULTHANDLER="1", **env)
+    words, env = [str(word) for word in [*launcher, *once(argv)]], environment(work, PYTHONFAULTHANDLER="1", **env)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(words, cwd=cwd, env=env, start_new_session=True, **pipes)
     try:

@@ -237,7 +237,8 @@ REWARDED = "ppo", "grpo", "ddpo"
 def test_a_run_that_ended_continues_with_the_same_bytes(algo, code, patch, printed, run, again, tmp_path):
     process = run(algo, expect=code, patch=patch)
     assert printed in process.out + process.err
-    assert "stopped after" not in process.out and not (tmp_path / "run/README.md").exists()
+    assert ("\nstopped; step 6 is saved; to continue: " in process.out) == (code == 130)
+    assert not (tmp_path / "run/README.md").exists()
     again(algo)
 
 
@@ -384,7 +385,10 @@ def test_an_error_between_updates_loses_nothing(algo, place, run, again, tmp_pat
     process = run(algo, "--save-every", "1000", expect=1, patch=at(*place, signal=FAIL))
     assert "LookupError: no server" in process.err
     path, state = newest_checkpoint(tmp_path / "run", lambda text: pytest.fail(text))
-    assert f"the last complete step is in run/checkpoints/{path.name}; the same command continues there" in process.out
+    last = process.err.splitlines()[-1]  # behind the traceback
+    assert last.startswith(
+        f"the last complete step is in run/checkpoints/{path.name}; the same command continues there"
+    )
     assert state["step"] == lines(tmp_path / "run/metrics.jsonl")[-1]["step"]
     every = 4 if algo in ("ilql", "sft", "dpo", "ddpo") else 8
     lacks_evaluation = "call_metric" in place
@@ -456,7 +460,7 @@ def test_a_signal_saves_and_names_the_command(algo, code, which, place, scripts,
     assert (folder / "README.md").exists() == (code == 0)
     if code > 0:
         text = process.out.splitlines()[-1]
-        step = int(re.fullmatch(r"stopped after step (\d+); to continue: .*", text)[1])
+        step = int(re.fullmatch(r"stopped; step (\d+) is saved; to continue: .*", text)[1])
         assert (folder / f"checkpoints/step_{step:08d}/MANIFEST.json").exists()
         assert lines(folder / "metrics.jsonl")[-1]["step"] == step
         argv = shlex.split(text.partition("to continue: ")[2])[1:]
@@ -472,7 +476,9 @@ def test_a_signal_saves_and_names_the_command(algo, code, which, place, scripts,
 def test_a_signal_before_the_first_step_leaves_nothing(algo, place, which, run, tmp_path):
     code = -TERM if (place, which) == ("Run.__init__", TERM) else 128 + which
     process = run(algo, expect=code, patch=at("common.logging", place, 1, signal=which))
-    assert process.err == "" and "stopp" not in process.out
+    assert process.err == "" and "stopping" not in process.out
+    said = process.out.endswith("stopped; there was no checkpoint yet, so nothing is kept\n")
+    assert said == (place == "Run.samples")  # before that, nothing has been shown
     assert not (tmp_path / "run").exists()
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
-from common.cli import ROOT, InputError, from_task, parse, print_help
+from common.cli import ROOT, InputError, cli, from_task, parse, print_help
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
 NAN = float("nan")
@@ -375,8 +375,38 @@ def test_bad_files_of_flags(here):
         here(text)
         with pytest.raises(InputError, match=f"^{sentence}"):
             parse(["--config", "a.yaml"], sft.Args)
-    with pytest.raises(InputError, match="^--config none.yaml cannot be read .*No such file"):
+    with pytest.raises(InputError, match="^--config none.yaml cannot be read .*No such file or directory: 'none.yaml'"):
         parse(["--config", "none.yaml"], sft.Args)
+
+
+TWICE = [  # a command line, what is said of it
+    ("--lr 1 --seed 2 --lr=2", "--lr is given twice: give it once"),
+    ("--stop a --lr 1 --stop b", "--stop is given twice: give it once"),
+    ("--batch-size 4 --batch_size 4", "--batch-size is given twice: give it once"),
+    ("--unbiased-kl --no-unbiased-kl", "--unbiased-kl is given twice: give it once"),
+    (
+        "--reward a.py:f --reward a.py:g",
+        "--reward is given twice: give it once; one function can add up several rewards",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), TWICE)
+def test_a_flag_given_twice(words, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "m", "--dataset", "d", *words.split()])
+    with pytest.raises(SystemExit) as stop:
+        cli(SCRIPTS["grpo"].Args, pytest.fail)
+    assert stop.value.code == 2 and capsys.readouterr().err == f"error: {sentence}\n"
+
+
+def test_files_of_flags_may_repeat(here, monkeypatch):
+    """Also a flag that is in both and on the command line, and a value that is the name of a flag."""
+    here("lr: 1\nmodel: m\ndataset: d\nreward: a.py:f")
+    here("lr: 2\nseed: 5", "b.yaml")
+    monkeypatch.setattr(sys, "argv", "grpo.py --config a.yaml --config=b.yaml --lr 3 --name lr".split())
+    found = []
+    cli(SCRIPTS["grpo"].Args, found.append)
+    assert (found[0].lr, found[0].seed, found[0].name) == (3.0, 5, "lr")
 
 
 @pytest.mark.parametrize(

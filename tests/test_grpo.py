@@ -361,7 +361,20 @@ def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
     assert all(torch.equal(after[f"model.{name}"], weight) for name, weight in before.named_parameters())
     assert metrics["groups/equal"] == 1 and metrics["optim/grad_norm"] == 0
     assert metrics["loss/total"] == 0 and "policy/ratio" not in metrics
-    assert capsys.readouterr().out.count(grpo.ALL_EQUAL) == 1
+    assert capsys.readouterr().out.count(grpo.ALL_EQUAL.format(1)) == 1
+
+
+def test_equal_scores_are_told_again(gpt2_dir, tmp_path, capsys):
+    """After five iterations in a row, once: here they begin with the third."""
+    calls = []
+
+    def reward(outputs, **columns):
+        calls.append(1)
+        return [float(len(calls) < 3 and number % 2) for number in range(len(outputs))]
+
+    run_grpo(gpt2_dir, tmp_path / "run", reward=reward, total_episodes=21 * 9)
+    out = capsys.readouterr().out
+    assert len(calls) == 9 and out.count("have had equal scores") == out.count(grpo.ALL_EQUAL.format(3)) == 1
 
 
 def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):

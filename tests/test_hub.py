@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from datasets.packaged_modules.json.json import Json
-from harness import ROOT
+from harness import ROOT, once
 from helpers import log, write
 from safetensors.torch import load_file, save_file
 from test_models import short_ppo, short_sft
@@ -120,7 +120,7 @@ def run(work):
     ):
 
         def answer(command):
-            process.stdin.write(json.dumps(command.split()) + "\n")
+            process.stdin.write(json.dumps(once(command.split())) + "\n")
             process.stdin.flush()
             ready, _, _ = select.select([process.stdout], [], [], 120)
             line = process.stdout.readline() if ready else ""

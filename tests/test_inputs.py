@@ -25,7 +25,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from harness import ROOT
+from harness import ROOT, once
 from harness import files as written
 from helpers import EOS, NAN, TEMPLATE, answer, jsonl, log, turn, user
 from tokenizers import Tokenizer
@@ -287,7 +287,7 @@ def command(monkeypatch, capfd, models, here):
         if not (here / "user.py").exists():
             fill(here, models, algo, model, files)
         run.before = written(here)
-        monkeypatch.setattr(sys, "argv", [f"algos/{algo}.py", *BASE[algo], *shlex.split(flags)])
+        monkeypatch.setattr(sys, "argv", once([f"algos/{algo}.py", *BASE[algo], *shlex.split(flags)]))
         capfd.readouterr()
         before = handlers()
         code = 0
@@ -448,9 +448,14 @@ def test_names_of_functions_that_are_refused(here):
     for name in ("nope", "nan"):
         with refused(f"--reward user.py:{name}: user.py has no function '{name}'"):
             load_function(f"user.py:{name}", "--reward")
-    for spec in ("user.py", "nope.py:reward"):
-        with refused(f"--reward {spec}: expected path/to/file.py:function of a file that exists"):
+    for spec in ("user.py", "user.csv:reward"):
+        with refused(f"--reward {spec}: expected path/to/file.py:function, with the name of a function in that file"):
             load_function(spec, "--reward")
+    with refused("--reward nope.py:reward: there is no file nope.py"):
+        load_function("nope.py:reward", "--reward")
+    theirs = "missing a required argument: 'completions'. completions is called outputs here. It gets outputs, and the"
+    with refused(f"r.py:f: {theirs} rows' columns: answer"):
+        call_function(lambda completions, **kwargs: 0, "r.py:f", [{"prompt": "b", "answer": 1}], {"outputs": ["c"]})
     with refused("rename the rows' column 'outputs': r.py:f gets something else under this name"):
         call_function(len, "r.py:f", [{"prompt": "b", "outputs": 1}], {"outputs": ["c"]})
 
@@ -568,7 +573,10 @@ REFUSED = [
     entry(25, SCORED, "user.py:result returned nan for row 2", BAD_REWARD, user_py=returning("[1.0, nan] * 2")),
     entry(25, MEASURED, "4 finite numbers}; 'bad': ", BAD_METRIC, user_py=returning("{'bad': [nan] * n}")),
     common(29, MEASURED, RAISED, BAD_METRIC, user_code=True, user_py=RAISING),
-    entry(29, "ppo", "user.py:no_such_column: missing a required", "--reward user.py:no_such_column --eval-every 1"),
+    entry(29, SCORED, "no_such_column: missing a required", "--model ./nope --reward user.py:no_such_column"),
+    entry(29, MEASURED, "no_such_column: missing a required", "--model ./nope --metric user.py:no_such_column"),
+    entry(29, ROLLED, "no_such_column: missing a required", "--model ./nope --rollout user.py:no_such_column"),
+    common(58, EVERY, "--resume runs/z: there is no such run or checkpoint", "--resume runs/z"),
     common(29, SCORED, ["a.py", "ZeroDivisionError"], "--reward a.py:b", a_py="1 / 0", user_code=True),
     common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
     common(29, EVERY, "--dataset user.py:rows:found=nothing returned", "--dataset user.py:rows:found=nothing"),
@@ -702,8 +710,8 @@ def each(algos):
 def test_a_function_that_hangs(command):
     """There is no timeout: a judge may take its time. Ctrl-C ends it at once; before the first step nothing is left."""
     files = {"user.py": returning("os.kill(os.getpid(), signal.SIGINT) or time.sleep(99)")}
-    code, _, err = command("sft", "--metric user.py:result --eval-every 1", files=files)
-    assert (code, err) == (130, "")
+    code, out, err = command("sft", "--metric user.py:result --eval-every 1", files=files)
+    assert (code, err) == (130, "") and out.endswith("\nstopped; there was no checkpoint yet, so nothing is kept\n")
     assert not Path("run").exists()
 
 
@@ -768,7 +776,7 @@ def test_logits_that_are_not_finite_while_sampling(algo, command):
 def test_images_that_are_not_finite(command):
     """Weights that are not finite are told by the first image, before the reward sees it."""
     with pytest.raises(FloatingPointError, match="the image of 'a .*' is not finite"):
-        command("ddpo", "--reward user.py:no_such_column --eval-every 1", "nan")
+        command("ddpo", "--reward user.py:result --eval-every 1", "nan", {"user.py": returning("1 / 0")})
     assert not Path("run").exists()
 
 
@@ -797,7 +805,7 @@ def test_another_place_and_a_pipe_into_head(algo, models, here):
     (here / "code/algos").mkdir()
     script = shutil.copy(ROOT / f"algos/{algo}.py", here / f"code/algos/my_{algo}.py")
     words = [re.sub(r"^((model|run|\w+\.jsonl|user\.py)(:.*)?)$", rf"{here}/\1", word) for word in BASE[algo]]
-    line = shlex.join([sys.executable, str(script), *words, "--eval-every", "1"]) + " | head -n 1"
+    line = shlex.join(once([sys.executable, str(script), *words, "--eval-every", "1"])) + " | head -n 1"
     env = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "9", "HF_HOME": "/proc/nope"}
     done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd="/", env=env, capture_output=True, text=True)

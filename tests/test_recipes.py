@@ -13,7 +13,7 @@ from algos import grpo
 from common.cli import parse
 
 TEXT = (ROOT / "algos/README.md").read_text()
-ENTROPY, TARGET, POLICY, NOISE, TRUNCATED, GROUPS = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
+ENTROPY, GROUP_ENTROPY, TARGET, POLICY, NOISE, TRUNCATED, GROUPS = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
 BLOCK = "transformer.h.0.mlp.c_fc.weight"
 
 
@@ -124,6 +124,17 @@ def test_truncated_responses_have_no_advantage(load, run, monkeypatch):
     for (_, _, _, batch, *_), _ in updates:
         assert batch.truncated.any() and not batch.advantages[batch.truncated].any()
         assert batch.advantages[~batch.truncated].any()
+
+
+def test_an_entropy_bonus_reaches_episodes_without_an_advantage(load, run, monkeypatch):
+    """All scores are equal, so that it is all there is."""
+    flags = GRPO | {"reward": lambda outputs, **columns: [0.0] * len(outputs), "kl_coef": 0.0}
+    module = load(GROUP_ENTROPY, "grpo")
+    micro = recorded(monkeypatch, module, "losses")
+    metrics, _ = run(module, **flags)
+    assert sum(len(lines) for (_, _, lines, *_), _ in micro) == 64 and metrics["optim/grad_norm"] > 0
+    entropy = -metrics["loss/policy"] / 0.01
+    assert 1 < entropy < 3.3  # nats: of 25 tokens at most
 
 
 def test_groups_of_different_scores_are_taken_first(load, run, monkeypatch):

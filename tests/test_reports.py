@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import product
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -21,7 +21,8 @@ import torch
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 from harness import ALGOS, ROOT, flags, lines
-from helpers import TEMPLATE, add_specials, log, recorded, samples, user, weights
+from harness import launch as launched
+from helpers import TEMPLATE, add_specials, jsonl, log, recorded, samples, user, weights
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
@@ -29,11 +30,12 @@ from transformers import GenerationMixin
 
 from algos import dpo, sft
 from benchmarks.tables import by_step
+from common import launch, terminal
 from common import logging as report
-from common import terminal
 from common.checkpoint import environment
 from common.cli import parse
 from common.data import encode_prompts
+from common.launch import accumulate
 from common.logging import Run, draw_curves
 
 each_script = pytest.mark.parametrize("algo", ALGOS)
@@ -285,7 +287,12 @@ def test_what_a_run_leaves_and_prints(algo, whole):
 
     # the first lines, and the status
     assert process.out.startswith(f"{algo}: {SUMMARY[algo].replace('TYPES', TYPES)}\nsamples at step 0 ")
-    status = [f"{name.partition('/')[2]} {records[-1][name]:.3g}" for name in names[algo in ("ilql", "dpo") :]]
+    status = []
+    for name in names[algo in ("ilql", "dpo") :]:
+        label = name.partition("/")[2]
+        if name.startswith("eval/"):  # sft.py and others have a loss of training, too
+            label = f"eval {label}"
+        status.append(f"{label} {records[-1][name]:.3g}")
     step = records[-1]["step"]
     assert f"\n{step}/{step} | {' | '.join(status)} | " in process.out
 
@@ -301,11 +308,15 @@ def test_what_the_last_line_remarks():
         return report.remark(rows, name, (0, 1.9), (9, 1.9 + fmean(changes)))
 
     same, worse = " (no change: within twice its standard error)", " (worse than at the start)"
+    far = worse.replace("worse", "far worse")
     assert remark(1, 1, 0, 0, 0) == remark(0, 0, 0, 0, 0) == remark(-1, -1, 0, 0, 0) == same
     assert remark(1, 1, 1, 0, 0) == "" and remark(-1, -1, -1, 0, 0) == worse
     assert remark(1, 1, 0, 0, 0, name="eval/x/reward", set="x") == same
     assert remark(1, 1, 0, 0, 0, name="eval/y/reward", set="x") == ""  # of this set there are no rows
-    assert report.remark([], "eval/loss", (0, 1.0), (9, 2.0)) == worse
+    assert report.remark([], "eval/loss", (0, 1.0), (9, 1.5)) == worse
+    assert report.remark([], "eval/loss", (0, 1.0), (9, 1.51)) == far
+    assert report.remark([], "eval/reward", (0, -1.0), (9, -1.6)) == far
+    assert remark(-2, -2, -1, -1, -1) == far and remark(9, 9, -19, -19, -1) == same
     assert report.remark([], "eval/loss", (0, 1.0), (9, 0.5)) == ""
 
 
@@ -328,6 +339,22 @@ def test_the_lines_of_use_run(algo, whole, scripts, work):
         assert Image.open(work / "sample.png").size == (24, 8)
 
 
+def test_an_evaluation_far_below_the_first_is_told(work, tmp_path, capsys):
+    """At once, not only in the last line: here the reward falls to a tenth, then it is itself again."""
+    calls = []
+
+    def reward(outputs, **columns):
+        calls.append(1)
+        return [0.1 + place / 100 if len(calls) == 5 else 1.0 + place / 100 for place in range(len(outputs))]
+
+    script = importlib.import_module("algos.ppo")
+    args = parse([*flags(work, "ppo"), "--eval-every", "4", "--run-dir", str(tmp_path / "run")], script.Args)
+    args.reward = reward
+    script.main(args)
+    told = re.findall("warning: eval/reward .*", capsys.readouterr().out)
+    assert told == ["warning: eval/reward 1.02 -> 0.12 (far worse than at the start): a lower --lr may help"]
+
+
 # ---- Other flags -----------------------------------------------------------------------------------------------------
 
 
@@ -336,7 +363,10 @@ def test_check_is_one_iteration_and_writes_nothing(algo, typed, capsys):
     assert typed(algo, "--check") == ({}, None)
     out = capsys.readouterr().out
     assert "\nsamples at step 0 " in out and out.count("samples at step") == 1
-    assert re.search(r"\none iteration: .*update \S+ s; peak memory [\d,]+ MB\ncheck passed\n$", out)
+    iterations, *_ = LENGTH.get(algo, (12, 1, 4))
+    seconds = rf"\none iteration: (.*update \S+) s; all {iterations}: 0:00:(\d\d), without evaluations\n"
+    one, whole = re.search(rf"{seconds}peak memory [\d,]+ MB\ncheck passed\n$", out).groups()
+    assert int(whole) == pytest.approx(iterations * sum(map(float, re.findall(r"\d\.\d+", one))), abs=0.8)
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -424,12 +454,19 @@ SAID = [  # flags, what the summary says of the reference or the head
     ("grpo", "--kl-coef 0", "; reference: none\n"),
     ("sft", "--stop a b --max-length 9", "at most 9 tokens per row, 6 new tokens\n4.17 epochs, 12 steps x 8 rows; "),
     ("sft", "--stop a b", "; stops: ['a', 'b']; evaluations sample 5 prompts\n"),
+    (
+        "ppo",
+        "--dataset SPACES",
+        "first: 'b '\n2 prompts end in a space, which many tokenizers join with the next word: ",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("algo", "words", "said"), SAID)
 def test_other_summaries(algo, words, said, typed, work, capsys):
-    typed(algo, words.replace("MODEL", str(work / "model")), "--check", "--eval-every", 0)
+    Path("spaces.jsonl").write_text(jsonl([{"prompt": prompt, "shift": 1} for prompt in ("b ", "c\n", "d", "e ")]))
+    words = words.replace("MODEL", str(work / "model")).replace("SPACES", "spaces.jsonl")
+    typed(algo, words, "--check", "--eval-every", 0)
     assert said in capsys.readouterr().out
 
 
@@ -523,6 +560,71 @@ def test_a_table_breaks_between_words(monkeypatch):
     text = terminal.table_of(rows, "samples")
     assert max(map(len, text.splitlines())) <= 40 and "0.123" in text
     assert {*rows[0]["prompt"].split()} <= {*text.split()}
+
+
+def test_a_table_loses_no_letter(monkeypatch):
+    """Also of words that are wider than a column, as those of chats are."""
+    monkeypatch.setenv("COLUMNS", "80")
+    chat = "<|im_start|>user\\nWhat is 46 + 3?<|im_end|>\\n<|im_start|>assistant\\n"
+    row = {"prompt": chat, "output": "4" * 90, "right": 0.5, "length": 17.0, "format": 1.0, "reward": 0.123456}
+    lines_of_row = terminal.table_of([row]).splitlines()[3:]
+    width = lines_of_row[0].index("4")  # where the second column begins
+    assert "".join(line[:width].strip() for line in lines_of_row).replace(" ", "") == chat.replace(" ", "")
+    assert "".join(lines_of_row).count("4") == 90 + 1 and max(map(len, lines_of_row)) <= 80
+    assert lines_of_row[0].split()[-4:] == ["0.5", "17", "1", "0.123"]
+
+
+def test_long_parts_in_a_pipe(capsys, monkeypatch):
+    """After half a minute in which nothing was said, a line says how far they are; only in the first process."""
+    clock = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
+
+    def run(screen):
+        screen.start()
+        screen.show("sampling", 512)
+        for seconds in (10, 19, 2, 29, 2):
+            clock[0] += seconds
+            screen.advance(64)
+        screen.show("optimizer steps", 2)
+        clock[0] += 31
+        for _ in accumulate(SimpleNamespace(no_sync=nullcontext, distributed_type="NO"), None, [["a"], ["b"], ["c"]]):
+            pass
+        screen.stop()
+        screen.advance(1)
+
+    monkeypatch.setattr("common.launch.screen", terminal.Screen())
+    run(launch.screen)
+    said = ["sampling 192/512, 31 s", "sampling 320/512, 62 s", "optimizer steps 0.3/2, 31 s"]
+    assert capsys.readouterr().out.splitlines() == said
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    run(terminal.Screen())
+    assert capsys.readouterr().out == ""
+
+
+def test_the_time_left_is_of_later_iterations(monkeypatch, capsys):
+    """Here loading and the first evaluation take 100 s, the first iteration 50 s and the others 10 s each. Only the
+    first estimate is that of the first iteration."""
+    clock = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(report, "seed_libraries", lambda seed: None)
+    run = Run.__new__(Run)
+    run.args = SimpleNamespace(check=False, seed=1)
+    run.kept = SimpleNamespace(iteration=3)  # it continues
+    run.__dict__ |= {"main": True, "first_step": 6, "num_iterations": 8, "steps_per_iteration": 2, "total_steps": 16}
+    run.__dict__ |= {"shown": [], "logged": {}, "last_line": -9.0}
+    clock[0] += 100
+    for iteration in run.iterations():
+        clock[0] += 50 if iteration == 4 else 10
+        run._status(run.step)
+    assert re.findall(r"eta (\S+)", capsys.readouterr().out) == ["0:03:20", "0:00:30", "0:00:20", "0:00:10", "0:00:00"]
+
+
+@pytest.mark.parametrize(("algo", "word"), [("sft", "--max-length=16"), ("ddpo", "--num-inference-steps=2")])
+def test_libraries_are_silent(algo, word, work, tmp_path):
+    """Nothing on stderr, where warnings of parts that nothing here uses look like a broken installation."""
+    argv = [ROOT / f"algos/{algo}.py", *flags(work, algo), word, "--check", "--lora-r=2"]
+    done = launched([sys.executable], argv, tmp_path, work)
+    assert (done.returncode, done.stderr) == (0, "") and "check passed" in done.stdout
 
 
 # ---- Picture ---------------------------------------------------------------------------------------------------------

@@ -100,4 +100,4 @@ def test_a_failing_reward_ends_all_processes(work, tmp_path):
     argv = command(work, "ppo", "run", "--reward", "later.py:reward", "--save-every", "1000")
     done = launch(torchrun(2), argv, tmp_path, work, timeout=200)
     assert done.returncode != 0 and "later.py:reward returned 7 values, expected a list of 8" in done.stderr
-    assert "the last complete step is in run/checkpoints/step_00000012;" in done.stdout
+    assert "the last complete step is in run/checkpoints/step_00000012;" in done.stderr

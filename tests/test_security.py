@@ -134,6 +134,7 @@ def test_functions_that_a_run_of_others_names_are_not_imported(algo, ended, scri
     forge(newest, "state.json")
     process = scripts.run(command(work, algo, "mine", "--resume", newest), tmp_path)
     assert f"continuing from {newest}" in process.out and f"was {evil}" in process.out
+    assert f"; its own flags are --config {newest.parents[1]}/config.yaml; what differs:\n" in process.out
     assert not (tmp_path / "executed").exists()
     scripts.run(command(work, algo, "new", "--dataset", evil), tmp_path, expect=2)
     assert (tmp_path / "executed").exists(), "the function does leave its mark when a command names it"

@@ -69,7 +69,7 @@ def read_rows(name):
     if kind in FILE_KINDS and not files:
         raise ValueError("there is no such file")
     if kind in TEXT_KINDS and not files[0].is_dir():
-        return [*itertools.chain(*(rows_of_text(text_of_file(file), kind) for file in files))]
+        return [*itertools.chain(*(rows_of_file(file, kind) for file in files))]
     import datasets
     from pyarrow.parquet import read_table
 
@@ -88,18 +88,14 @@ def read_rows(name):
     return [row | {column: without_nulls(row[column]) for column in CHATS & row.keys()} for row in rows]
 
 
-def text_of_file(file):
-    contents = file.read_bytes()
-    if file.suffix == ".gz":
-        contents = gzip.decompress(contents)
+def rows_of_file(file, kind):
+    """The rows of a .csv, .txt, .json or .jsonl file; JSON may be a list or have a row in each line."""
+    opener = gzip.open if file.suffix == ".gz" else open
     try:
-        return contents.decode("utf-8-sig")
+        with opener(file, "rt", encoding="utf-8-sig", newline="") as stream:
+            text = stream.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 (byte {error.start + 1}): save it as UTF-8") from None
-
-
-def rows_of_text(text, kind):
-    """The rows of a .csv, .txt, .json or .jsonl file; JSON may be a list or have a row in each line."""
     if kind == ".csv":
         return rows_of_csv(text)
     if kind == ".txt":
@@ -121,9 +117,6 @@ def rows_of_csv(text):
     header = text.partition("\n")[0]
     csv.field_size_limit(sys.maxsize)
     rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count)))
-    for number, row in enumerate(rows, 1):
-        if None in (*row, *row.values()):
-            raise ValueError(f"row {number} has not as many cells as the first line")
     for row, column in itertools.product(rows, NUMBERS):
         with suppress(KeyError, ValueError):
             row[column] = json.loads(str(row[column]).lower())

@@ -196,18 +196,12 @@ class Run:
         for name, value in vars(data).items():
             if isinstance(value, list | dict):
                 self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = ckpt.digest(value)
-        lines = []
-        for name, old in self.loaded.get("inputs", {}).items():
-            if not self.same or self.inputs.get(name) == old:
-                continue
-            if " " in name:
-                cause = "the data, the tokenizer, or what its template writes (a date? see --template-options)"
-                lines.append(f"{name}: other rows or tokens, because of {cause}")
-            else:
-                how = "--revision" if name == "--model" else "a directory, made by hf download --revision"
-                lines.append(f"{name}: another commit; the old one is kept by {how} {old}")
-        if lines:
-            how = f"to start anew give --resume never, to go on with these --resume {self.dir}"
+        before = self.loaded.get("inputs", {}) if self.same else {}
+        changed = [name for name in before if self.inputs.get(name) != before[name]]
+        if changed:
+            kept = "a commit is kept by --revision or a directory, what a template writes by --template-options"
+            how = f"give --resume never to start anew, or --resume {self.dir} to go on with these ({kept})"
+            lines = [f"{name}: was {before[name]}, is {self.inputs.get(name)}" for name in changed]
             raise InputError("\n  ".join([f"{self.dir} began with other inputs: {how}", *lines]))
 
     def begin(
@@ -565,8 +559,10 @@ class Run:
             self.say(f"warning: curve.png could not be drawn: {' '.join(str(error).split())}")
 
     def _change(self):
-        """How the headline has changed since the start, in words."""
-        curve = points(self._records("metrics.jsonl"), self.headline) or [(0, math.nan)]
+        """How the headline has changed since the start, in words; "" where it has no values."""
+        curve = points(self._records("metrics.jsonl"), self.headline)
+        if not curve:
+            return ""
         first, last = curve[0], curve[-1]
         note = remark(self._records("samples.jsonl"), self.headline, first, last)
         return f"{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}"

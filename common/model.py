@@ -467,10 +467,6 @@ def add_adapters(lm, args, heads):
         lm.add_adapter(config)
     except ValueError as error:
         raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
-    embedding = lm.get_input_embeddings().weight
-    adapted = [layer.get_base_layer().weight for layer in lm.modules() if hasattr(layer, "get_base_layer")]
-    if not heads and lm.config.get_text_config().tie_word_embeddings and any(w is embedding for w in adapted):
-        screen.say("warning: embedding and output layer share weights: do not merge these adapters, it changes both")
 
 
 @contextlib.contextmanager
@@ -533,16 +529,13 @@ class RewardModel:
         share_frozen(self.model, lm)
         self.tokenizer.truncation_side = "left"
         self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
-        self.told = False
+        screen.say(f"--reward reads the last {self.limit:,} tokens of longer texts")
 
     @torch.no_grad()
     def __call__(self, samples, ended):
         """Scores (B,) of the texts. The beginning of a text that is too long is cut off."""
         encoded = classifier_ids(self.tokenizer, samples, ended, max_length=self.limit)
         lengths = torch.tensor([len(ids) for ids in encoded])
-        if not self.told and lengths.max() >= self.limit:
-            screen.say(f"warning: --reward reads the last {self.limit} tokens of longer texts")
-            self.told = True
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
         for rows in lengths.argsort(stable=True).split(self.batch_size):
             logits = classifier_logits(self.model, [[encoded[row]] for row in rows])

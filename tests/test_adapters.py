@@ -354,13 +354,10 @@ def test_an_adapter_with_more_tokens_than_its_base(gpt2_dir, tmp_path):
         load_model(flags_of(), tmp_path / "theirs")
 
 
-def test_adapters_of_a_tied_output_layer_are_not_to_be_merged(build_model, capsys):
-    """They change the output layer alone, but a merged weight would be that of the embedding, too."""
-    adapted(build_model("gpt2"), lora_r=3, lora_targets=("lm_head", "c_attn"))
-    assert "share weights: do not merge these adapters, it changes both\n" in capsys.readouterr().out
-    adapted(build_model("gpt2"), lora_r=3)
-    adapted(build_model("llama"), lora_r=3, lora_targets=("lm_head",))
-    assert "merge" not in capsys.readouterr().out
+def test_adapters_of_a_tied_output_layer_are_not_to_be_merged(build_model):
+    """They change the output layer alone, but a merged weight would be that of the embedding, too: peft says so."""
+    with pytest.warns(UserWarning, match="a tied layer is part of the adapter.* when merging the adapter"):
+        adapted(build_model("gpt2"), lora_r=3, lora_targets=("lm_head", "c_attn"))
 
 
 def test_the_line_of_use_of_an_adapter_ends_where_it_was_trained_to(gpt2_dir, tmp_path):

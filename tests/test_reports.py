@@ -108,8 +108,8 @@ first pair: 's' | chosen: 'da' | rejected: 'busuidtkb'
 lr 0.01 cosine, at most 32 tokens per text
 4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass""",
     "dpo": """4,476 parameters, 4,476 trained; TYPES
-data: 22 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); 0 dropped without room for a response, 0 as equal
---eval-dataset: 7 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); 0 dropped without room for a response, 0 as equal
+data: 22 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); NONE
+--eval-dataset: 7 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); NONE
 tokens of the longer text: median 11, longest 11
 first pair: ['s'] | chosen: 'da<eos>' | rejected: 'busuidtkb<eos>'
 lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens per text, 6 new tokens
@@ -121,6 +121,7 @@ lr 0.001 cosine, cliprange 0.001, guidance 1, eta 1
 6 epochs x (4 images of 2 steps, 2 of them with noise; then 2 optimizer steps of 2 images x 2 steps: 4 pairs per \
 process, 8 per forward pass)""",
 }
+NONE = "0 dropped without room for a response, 0 as equal"
 TYPES = "float32 weights, no autocast, cpu, 1 processes x 1 threads"
 # Iterations, their optimizer steps, and after how many steps a run of the harness evaluates; rows that it samples from.
 LENGTH = {"ppo": (6, 4, 8), "grpo": (6, 4, 8), "ddpo": (6, 2, 4)}
@@ -286,7 +287,8 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     assert curve in process.out and process.out.endswith(f"\n\n{usage}\n\n{places}") and process.err == ""
 
     # the first lines, and the status
-    assert process.out.startswith(f"{algo}: {SUMMARY[algo].replace('TYPES', TYPES)}\nsamples at step 0 ")
+    summary = SUMMARY[algo].replace("TYPES", TYPES).replace("NONE", NONE)
+    assert process.out.startswith(f"{algo}: {summary}\nsamples at step 0 ")
     status = []
     for name in names[algo in ("ilql", "dpo") :]:
         label = name.partition("/")[2]

@@ -510,7 +510,7 @@ class Run:
         if self.args.check:
             peak = peak_memory_mb(self.accelerator.device)
             whole = timedelta(seconds=round(sum(self.seconds.values()) * self.num_iterations))
-            self.say(f"one iteration: {self._seconds()}; all {self.num_iterations}: {whole}, without evaluations")
+            self.say(f"one iteration: {self._seconds()}; all {self.num_iterations} iterations: {whole}, without evaluations")
             self.say(f"peak memory {peak:,.0f} MB\ncheck passed")
             return {}, None
         export("hf_model")

@@ -528,8 +528,8 @@ class Run:
         if self.args.check:
             peak = peak_memory_mb(self.accelerator.device)
             whole = timedelta(seconds=round(sum(self.seconds.values()) * self.num_iterations))
-            self.say(f"one iteration: {self._seconds()}; all {self.num_iterations}: {whole}, without evaluations")
-            self.say(f"peak memory {peak:,.0f} MB\ncheck passed")
+            self.say(f"one iteration: {self._seconds()}; peak memory {peak:,.0f} MB")
+            self.say(f"all {self.num_iterations} iterations: {whole}, without evaluations\ncheck passed")
             return {}, None
         export("hf_model")
         on_main(self.accelerator, self._finish, prompt, usage)

@@ -140,7 +140,8 @@ def write_checkpoint(run_dir, files, state, keep, warn):
             manifest = {path.name: {"sha256": sha256(path)} for path in sorted(temporary.iterdir())}
             (temporary / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
     except (OSError, safetensors.SafetensorError) as error:  # safetensors has its own error for a full disk
-        warn(f"warning: no checkpoint was written at step {state['step']} ({error}); older ones are intact")
+        kept = "older ones are intact" if any(folder.glob("step_????????")) else "there is none yet"
+        warn(f"warning: no checkpoint was written at step {state['step']} ({error}); {kept}")
         return
     # without broken later ones, from before which the run continues
     newest_first = sorted((path for path in folder.glob("step_????????") if path <= final), reverse=True)

@@ -19,11 +19,12 @@ from pathlib import Path
 from signal import SIGSTOP
 
 import pytest
+import torch
 from harness import ALGOS, ROOT, SETTINGS, at, command, files, launch, lines, same
 from helpers import log
 
 from benchmarks.tables import by_step
-from common.checkpoint import newest_checkpoint
+from common.checkpoint import newest_checkpoint, write_checkpoint
 
 TERM = signal.SIGTERM
 HERE = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"  # in front of a patch of the repository
@@ -371,6 +372,16 @@ def test_a_full_disk_is_a_warning_and_older_checkpoints_stay(algo, run, whole, t
     lost = {int(line.partition("at step ")[2].split()[0]) for line in warnings}
     assert saved and not saved & lost and min(saved) < min(lost) < max(lost) < max(saved)
     same(tmp_path / "run", whole(algo)[0])
+
+
+def test_a_full_disk_without_a_checkpoint(tmp_path):
+    said = []
+    for step in (3, 7):
+        state = {"step": step, "best_step": None}
+        files = {"model.safetensors": {"w": torch.zeros(2)}} if step == 3 else {"none/model.safetensors": {}}
+        write_checkpoint(tmp_path, {"none/model.safetensors": {}}, state, 1, said.append)
+        write_checkpoint(tmp_path, files, state, 1, said.append)
+    assert [line.rpartition("; ")[2] for line in said] == ["there is none yet", *["older ones are intact"] * 2]
 
 
 # ---- Errors of functions ---------------------------------------------------------------------------------------------

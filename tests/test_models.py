@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
 from common.cli import OptimizerArgs, from_task
-from common.model import classifier_ids, end_tokens, load_model, max_positions
+from common.model import classifier_ids, end_tokens, gguf, load_model, max_positions
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
@@ -189,6 +189,13 @@ def test_a_text_whose_end_is_followed_by_blanks(letters):
     for text in ("cd<eos>\n", "cd<eos>", "cd"):
         assert classifier_ids(letters, [text], [True]) == [[2, 3, EOS]]
     assert classifier_ids(letters, ["cd\n"], [True]) == [[2, 3, 25, EOS]]
+
+
+def test_a_gguf_file_is_a_directory_and_an_option(tmp_path, monkeypatch):
+    """For transformers; reading one takes a package that requirements.txt does not ask for."""
+    monkeypatch.chdir(tmp_path)
+    assert gguf("m.gguf") == gguf(f"{tmp_path}/m.gguf") == (str(tmp_path), {"gguf_file": "m.gguf"})
+    assert gguf("org/name") == ("org/name", {})
 
 
 PADDED = "roberta", "xlm-roberta", "camembert", "mpnet", "longformer"

@@ -87,7 +87,8 @@ lr 0.01 cosine, KL coefficient 0.05, advantages std, ratios by token, loss mean 
     "ilql": """8,561 parameters, 6,687 trained; TYPES
 data: 23 rows, 0 cut, 0 dropped with no action left (--max-length 32), 23 ended; actions per row: 3 to 10, \
 median 9; return 0.2754 +- 0.3122, scaled to 0 +- 1
---eval-dataset: EVAL
+--eval-dataset: 7 rows, 0 cut, 0 dropped with no action left (--max-length 32), 7 ended; actions per row: 3 to 10, \
+median 6
 tokens: median 10, longest 11
 first row, [not actions]: [s]da<eos>; its return, as used: 1.253
 lr 0.01 cosine, beta 0 4, at most 32 tokens per row, 6 new tokens; targets move 94% of the way to Q
@@ -95,7 +96,8 @@ lr 0.01 cosine, beta 0 4, at most 32 tokens per row, 6 new tokens; targets move 
     "sft": """4,476 parameters, 4,476 trained; TYPES
 data: 23 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 88.5% of 200 tokens, \
 per row 3 to 10, median 9; tokens per row: median 10, longest 11
---eval-dataset: EVAL
+--eval-dataset: 7 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 87.0% of 54 tokens, \
+per row 3 to 10, median 6
 first row, [without loss]: [s]da<eos>
 lr 0.03 cosine, at most 32 tokens per row, 6 new tokens
 4.17 epochs, 12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass; \

@@ -430,7 +430,7 @@ def test_pairs_are_cut(letters):
     for specials, *limits, text, prompts, responses in TRUNCATIONS:
         found, report = pairs_of([row], add_specials(letters, specials), *limits)
         assert found == [text]
-        assert report.startswith(f"1 pairs; prompts: {prompts} cut; responses: {responses} cut; 0 dropped ")
+        assert report.startswith(f"1 pairs; prompts: {prompts} cut; responses: {responses} cut (--max-length ")
 
 
 TURN_ENDS = {  # what the template writes behind a turn, what is left of it behind the last answer

@@ -461,7 +461,9 @@ def add_adapters(lm, args, heads):
     config = LoraConfig(target_modules=targets, task_type="SEQ_CLS" if heads else task, **options)
     if not lm.name_or_path:
         raise InputError("--model is an object without name_or_path, by which adapters find their base: set it")
-    if os.path.exists(lm.name_or_path):  # so that it is found from any directory
+    if lm.name_or_path.endswith(".gguf"):
+        raise InputError("--lora-r: adapters on a GGUF file load nowhere else: make a directory of it first, by sft.py")
+    if os.path.isdir(lm.name_or_path):  # so that it is found from any directory
         lm.name_or_path = os.path.realpath(lm.name_or_path)
     try:
         lm.add_adapter(config)

@@ -96,8 +96,8 @@ lr 0.01 cosine, beta 0 4, at most 32 tokens per row, 6 new tokens; targets move 
     "sft": """4,476 parameters, 4,476 trained; TYPES
 data: 23 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 88.5% of 200 tokens, \
 per row 3 to 10, median 9; tokens per row: median 10, longest 11
---eval-dataset: 7 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 87.0% of 54 tokens, \
-per row 3 to 10, median 6
+--eval-dataset: 7 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 87.0% of 54 \
+tokens, per row 3 to 10, median 6
 first row, [without loss]: [s]da<eos>
 lr 0.03 cosine, at most 32 tokens per row, 6 new tokens
 4.17 epochs, 12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass; \

@@ -575,9 +575,12 @@ def call_function(function, name, rows, given):
     known = {column: [row[column] for row in rows] for column in rows[0]} | given
     values = {argument: known[argument] for argument in accepted(function, name, rows[0], given)}
     values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}
+    import torch
+
     process = os.getpid()
     try:
-        result = function(**values)
+        with torch.enable_grad():  # for one that trains something of its own
+            result = function(**values)
         return event_loop(process).run_until_complete(result) if inspect.iscoroutine(result) else result
     except asyncio.CancelledError as error:  # not an Exception, so nothing else catches it
         raise RuntimeError(f"{name} was cancelled") from error

@@ -330,9 +330,10 @@ def pair_texts(rows, tokenizer, flag):
             tell_left_out(tokenizer, chats, rows, flag)
         return pairs
     sides = [texts(rows, side, flag) for side in SIDES]
-    others = QUESTIONS & rows[0].keys()
-    if others and "prompt" not in rows[0]:
-        raise InputError(f"{flag} has a column {min(others)}, but none with the name prompt: rename or remove it")
+    if "prompt" not in rows[0] and (others := sorted(QUESTIONS & rows[0].keys())):
+        raise InputError(
+            f"{flag} has the columns {', '.join(others)}: is one the prompt? Rename it to that, or remove it"
+        )
     if "prompt" in rows[0]:
         return list(zip(texts(rows, "prompt", flag), *sides, strict=True))
     return [split_pair(*pair) for pair in zip(*sides, strict=True)]

@@ -135,6 +135,13 @@ def test_the_table_of_faults_is_that_of_the_tests(cases):
         assert not cases.whole or tests == int(row["tests"]), f"case {number}: {COUNT}"
 
 
+def test_the_set_ups_of_readme_are_run_as_they_stand():
+    """.ci/run takes the lines from there."""
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("pip install")]
+    assert lines == [f"pip install -r requirements.txt && {job}" for job in ("python algos/ppo.py", "pytest")]
+    assert 'grep "^pip install" README.md | while read -r line; do' in (ROOT / ".ci/run").read_text()
+
+
 COUNT = 'run pytest -m "case or slow" --dist load -vv --table=benchmarks/faults/cases.csv'
 
 

@@ -429,6 +429,18 @@ def test_metrics_that_are_refused():
             columns_of(values)
 
 
+def test_a_function_may_train_something_of_its_own():
+    """In a rollout, which needs no gradient, too."""
+
+    def score(outputs):
+        weight = torch.ones(1, requires_grad=True)
+        (weight * len(outputs)).backward()
+        return [weight.grad.item()]
+
+    with torch.no_grad():
+        assert call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]}) == [1.0]
+
+
 @pytest.mark.case(31, TEXT)
 def test_a_function_gets_copies():
     rows = [{"prompt": "b", "tags": ["x", ["y"]]}]
@@ -502,6 +514,7 @@ NO_COLUMNS = [  # what reads the row, the row, what is said
     (segments, {"body": "b"}, "body; expected text, prompt and completion, messages, or dialogue"),
     (segments, {"prompt": "b", "reward": 1}, "prompt, reward; expected completion"),
     (pairs, {"prompt": "b", "chosen": "c"}, "prompt, chosen; expected rejected"),
+    (pairs, {"system": "s", "question": "b", "chosen": "c", "rejected": "d"}, "question, system: is one the prompt?"),
 ]
 
 

@@ -661,6 +661,7 @@ LEFT_OUT = [  # template, messages, tools; what it leaves out
     (TOOLS, [user("a"), CALLING, turn("tool", "5"), answer("b")], ADD, []),
     (SMOL, [user("a"), answer("b") | {"reasoning_content": "c"}], None, ["reasoning_content of assistant"]),
     (SMOL, [user("a") | {"name": "", "n": None}, answer("b")], None, []),
+    (SMOL, [user("a"), answer("b") | {"weight": 0}], None, ["weight of assistant"]),
     (TOOLS, [user("a"), turn("developer", "x"), turn("developer", "y"), answer("b")], [], ["content of developer"]),
     (TOOLS, [user("a"), turn("system", "x"), answer("b")], None, ["content of system"]),
 ]
@@ -681,8 +682,24 @@ def test_what_a_template_leaves_out_is_said_once(capsys):
         told = [f"warning: --eval-dataset x row 1: the chat template leaves out: {part}" for part in parts]
         assert set(told) <= {*capsys.readouterr().out.splitlines()}
         encode_prompts([{"prompt": messages[:-1], "tools": tools}], tokenizer, 5, 999, "--eval-prompts")
-        told = [line.replace("--eval-dataset x", "--eval-prompts") for line in told if "reasoning" not in line]
+        told = [
+            line.replace("--eval-dataset x", "--eval-prompts")
+            for line in told
+            if not re.search("reasoning|weight", line)
+        ]
         assert capsys.readouterr().out.splitlines() == told
+
+
+def test_options_of_the_template_in_a_row():
+    """A column that TRL has, too; it comes before --template-options, which load_pretrained gives the tokenizer."""
+    tokenizer = build_tokenizer("{{ mood }}" + SMOL)
+    moods = [{"chat_template_kwargs": {"mood": mood}} for mood in ("glad", "sad")] + [{"chat_template_kwargs": None}]
+    rows = [{"messages": [user("a"), answer("b")], "prompt": [user("a")]} | mood for mood in moods]
+    plain = tokenizer.decode(golden(tokenizer, rows[0]["messages"]))
+    encoded, _ = sft.encode_rows([{**row, "prompt": None} for row in rows], tokenizer, 999, True, "--dataset")
+    assert [tokenizer.decode(ids) for ids, _ in encoded] == [mood + plain for mood in ("glad", "sad", "")]
+    _, queries = encode_prompts(rows, tokenizer, 5, 999, "--dataset")
+    assert [tokenizer.decode(ids)[:4] for ids in queries] == ["glad", "sad<", "<|im_start|>"[:4]]
 
 
 NO = answer("<think>so</think>No")

@@ -195,13 +195,12 @@ def adapter_base(path, revision=None):
     with contextlib.suppress(OSError, TypeError, ValueError, KeyError):  # TypeError: of an object
         config = find_adapter_config_file(spec_path(path) or path, revision=revision)
         base = config and json.loads(Path(config).read_text())["base_model_name_or_path"]
-    problem = None
     if is_missing(base):
-        problem = "is not there: correct base_model_name_or_path in its adapter_config.json"
-    elif base and adapter_base(base):
-        problem = "is an adapter, too: merge that into its model first"
-    if problem:
-        raise InputError(f"{path} is an adapter, and its base {base} {problem}")
+        raise InputError(
+            f"{path}: its base {base} is not there: correct base_model_name_or_path in adapter_config.json"
+        )
+    if base and adapter_base(base):
+        raise InputError(f"{path}: its base {base} is an adapter, too: merge that into its model first")
     return base
 
 
@@ -531,7 +530,8 @@ class RewardModel:
         share_frozen(self.model, lm)
         self.tokenizer.truncation_side = "left"
         self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
-        screen.say(f"--reward reads the last {self.limit:,} tokens of longer texts")
+        if self.limit < 10**9:
+            screen.say(f"--reward reads the last {self.limit:,} tokens of longer texts")
 
     @torch.no_grad()
     def __call__(self, samples, ended):

@@ -323,7 +323,7 @@ def test_a_base_that_is_not_there_or_is_an_adapter(lora, tmp_path):
     """For the reward, too. The library would ask the hub, or for a model_type."""
     adapter = lora(sft) / "hf_model"
     moved = based_on(adapter, tmp_path / "moved", tmp_path / "one")
-    found = f"{moved} is an adapter, and its base {tmp_path}/moved is not there: correct base_model_name_or_path in"
+    found = f"{moved}: its base {tmp_path}/moved is not there: correct base_model_name_or_path in adapter_config.json"
     for path in moved.glob("token*"):
         path.unlink()
     with pytest.raises(InputError, match=found):

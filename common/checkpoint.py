@@ -402,14 +402,20 @@ def differences(old, new):
 
 
 def hub_commits(args):
-    """{flag: commit} of the models of the hub that flags name, as they were loaded last."""
+    """{flag: commit} of the models of the hub that flags name, and of the bases of adapters, as they were loaded last;
+    none of those whose commit is given."""
+
+    def branch(repository, name="main"):
+        return Path(HF_HUB_CACHE, f"models--{str(repository).replace('/', '--')}", "refs", name)
+
     commits = {}
     for name, value in vars(args).items():
-        if isinstance(value, str) and not spec_path(value):
-            folder = f"models--{value.partition(':')[0].replace('/', '--')}"
-            branch = Path(HF_HUB_CACHE, folder, "refs", (name == "model" and args.revision) or "main")
-            if branch.is_file():
-                commits[flag_of(name)] = branch.read_text()
+        if isinstance(value, str):
+            own = str(spec_path(value) or value.partition(":")[0])
+            files = {flag_of(name): branch(own, (name == "model" and args.revision) or "main")}
+            if os.path.isdir(own) or branch(own).is_file():
+                files[f"{flag_of(name)}'s base"] = branch(adapter_base(own))
+            commits |= {flag: file.read_text() for flag, file in files.items() if file.is_file()}
     return commits
 
 

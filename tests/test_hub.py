@@ -11,6 +11,7 @@ import select
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from unittest.mock import create_autospec
 
@@ -26,6 +27,7 @@ from test_models import short_ppo, short_sft
 from transformers import GPT2ForSequenceClassification
 
 from benchmarks.tasks import randomwalks
+from common.checkpoint import hub_commits
 from common.cli import InputError
 
 SPLITS = {
@@ -195,6 +197,23 @@ def test_a_run_goes_on_only_with_the_commits_it_began_with(run, work):
     assert "commits began with other inputs: give --resume never to start anew" in err and " by --revision " in err
     assert err.endswith(f"\n  --model: was {commit('main')}, is {commit('v2')}\n")
     run(command)
+
+
+def test_commits_of_all_models_and_of_the_bases_of_adapters(work, monkeypatch):
+    """A commit that is given needs no comparison."""
+    monkeypatch.setattr("common.checkpoint.HF_HUB_CACHE", str(work / "HF_HOME/hub"))
+    adapter = work / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/judge"}))
+    flags = {"model": "org/walker", "dataset": "org/walks:train", "dtype": "float32", "seed": 1}
+    main = commit("main")
+    assert hub_commits(Namespace(**flags, revision=None, reward=str(adapter))) == {
+        "--model": main, "--reward's base": main,
+    }  # fmt: skip
+    assert hub_commits(Namespace(**flags, revision="v2", ref_model="org/walker", reward="org/judge:GOOD")) == {
+        "--model": commit("v2"), "--ref-model": main, "--reward": main,
+    }  # fmt: skip
+    assert hub_commits(Namespace(model="org/walker", revision=main)) == {}
 
 
 # ---- Names that do not -----------------------------------------------------------------------------------------------

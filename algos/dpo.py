@@ -491,11 +491,11 @@ def main(args):
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
-    run.check_inputs(data)
     packing = can_pack(lm, args.packing, run.say)
     ref = None
     if args.ref_model is not None or not (args.precompute_ref or args.reference_free):
         ref = make_reference(args, ref_path, lm, tokenizer)
+    run.check_inputs(data)
     ref_packing = packing and (ref is None or can_pack(ref, packing, run.say))
     optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer, ref)

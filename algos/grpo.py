@@ -425,9 +425,9 @@ def main(args):
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
     data.encode(lm, tokenizer, args.max_new_tokens, args.max_prompt_length, args.rollout_batch_size)
-    run.check_inputs(data)
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
     reward_model = data.load_reward(args, lm, tokenizer)
+    run.check_inputs(data)
     optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)

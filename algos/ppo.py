@@ -572,10 +572,10 @@ def main(args):
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
     data.encode(lm, tokenizer, args.max_new_tokens, args.max_prompt_length, args.rollout_batch_size)
-    run.check_inputs(data)
     ref = make_reference(args, ref_path, lm, tokenizer)
     reward_model = data.load_reward(args, lm, tokenizer)
     policy = make_policy(args, path, lm)
+    run.check_inputs(data)
     optimizer = args.make_optimizer(policy)
     model = prepare(accelerator, policy, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer, heads={HEAD_FILE: policy.value_head.state_dict()})

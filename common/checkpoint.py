@@ -294,7 +294,7 @@ def files_of_flag(value):
         return []
     text = str(value)
     specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # a classifier's label, sets, options
-    specs += sorted(glob.glob(text))
+    specs += sorted(glob.glob(text, recursive=True))
     files = []
     for path in dict.fromkeys(spec_path(spec.strip()) for spec in specs if spec.strip()):
         if path is None or not path.exists():  # a hub id, or no name of a file
@@ -413,9 +413,9 @@ def hub_commits(args):
         if isinstance(value, str):
             own = str(spec_path(value) or value.partition(":")[0])
             files = {flag_of(name): branch(own, (name == "model" and args.revision) or "main")}
-            if os.path.isdir(own) or branch(own).is_file():
+            if os.path.isdir(own) or os.path.isfile(branch(own)):  # Path.is_file raises for what is too long
                 files[f"{flag_of(name)}'s base"] = branch(adapter_base(own))
-            commits |= {flag: file.read_text() for flag, file in files.items() if file.is_file()}
+            commits |= {flag: file.read_text() for flag, file in files.items() if os.path.isfile(file)}
     return commits
 
 

@@ -6,6 +6,7 @@ prompt, output, ...]}; {"chosen", "rejected"} with or without "prompt", texts or
 Row 1 shows the form of all rows. A bad row gives an InputError that names the flag, the row and the column.
 """
 
+import ast
 import csv
 import glob
 import gzip
@@ -34,6 +35,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SIDES = ("chosen", "rejected")
 GENERATION = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 MARK = "\ufdd0"  # marks the edges of what a template calls generated; occurs in no text
+CUT = "\ufdd1"  # marks where an answer goes on
 ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
 
 
@@ -64,10 +66,10 @@ def read_rows(name):
     """The rows as they stand in a file, in a directory saved by datasets, or in `org/name:split` on the hub. Of local
     files nothing is kept for the next time, and no text becomes a date or a number."""
     path = spec_path(name)
-    files = [path] if path else sorted(map(Path, glob.glob(name)))
+    files = [path] if path else sorted(map(Path, glob.glob(name, recursive=True)))
     kind = Path(name.removesuffix(".gz")).suffix
     if kind in FILE_KINDS and not files:
-        raise ValueError("there is no such file")
+        raise ValueError("there is no such file on this machine")
     if kind in TEXT_KINDS and not files[0].is_dir():
         return [*itertools.chain(*(rows_of_file(file, kind) for file in files))]
     import datasets
@@ -114,12 +116,16 @@ def rows_of_file(file, kind):
 
 def rows_of_csv(text):
     """The rows of a table separated by commas, semicolons or tabs. Cells are texts, except in NUMBERS."""
+    text = text.lstrip("\r\n")
     header = text.partition("\n")[0]
     csv.field_size_limit(sys.maxsize)
-    rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count)))
+    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count), strict=True)
+    rows = list(table)
+    if any(None in (*row, *row.values()) for row in rows) or len({*table.fieldnames}) < len(table.fieldnames):
+        raise ValueError("its first line must have one name for each cell of a row, and none twice")
     for row, column in itertools.product(rows, NUMBERS):
-        with suppress(KeyError, ValueError):
-            row[column] = json.loads(str(row[column]).lower())
+        with suppress(KeyError, ValueError, SyntaxError):
+            row[column] = ast.literal_eval(row[column].strip().title() or "None")
     return rows
 
 
@@ -202,16 +208,22 @@ def chat_text(tokenizer, messages, where, row, answering=False, anew=False, mark
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
             form = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
             raise InputError(f"{where}: a chat is a list of {form}, found {message!r:.80}")
-    is_begun = messages[-1]["role"] == "assistant"
-    if not (answering or is_begun):
+    last = messages[-1]
+    if not answering and last["role"] != "assistant":
         raise InputError(f"{where}: the last message must be the assistant's")
-    options = {"tools": row.get("tools"), **(row.get("chat_template_kwargs") or {})}
-    options["continue_final_message" if is_begun and not anew else "add_generation_prompt"] = answering
+    goes_on = answering and not anew and last["role"] == "assistant" and not last.get("tool_calls")
+    if goes_on:  # the library's way would drop blanks before an answer that templates trim
+        messages = [*messages[:-1], last | {"content": last["content"] + CUT}]
     try:
+        options = {"tools": row.get("tools"), **(row.get("chat_template_kwargs") or {})}
+        options["add_generation_prompt"] = answering and not goes_on
         if marked:  # a block, since a newline after a block is dropped
             template = tokenizer.get_chat_template(tools=options["tools"])
             options["chat_template"] = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text, cut, _ = tokenizer.apply_chat_template(messages, tokenize=False, **options).partition(CUT)
+        if goes_on and not cut:
+            raise ValueError("it leaves out the last one, which is to go on")
+        return text
     except Exception as error:  # templates raise what they like
         raise InputError(f"{where}: the chat template cannot render the messages: {error}") from None
 
@@ -219,7 +231,7 @@ def chat_text(tokenizer, messages, where, row, answering=False, anew=False, mark
 def joined(prompt, answer):
     """The messages of a prompt and an answer, which goes on in the prompt's last message if that is the assistant's."""
     roles = [message.get("role") for message in (*prompt[-1:], *answer[:1]) if isinstance(message, dict)]
-    if roles != ["assistant", "assistant"]:
+    if roles != ["assistant", "assistant"] or prompt[-1].get("tool_calls"):
         return [*prompt, *answer]
     contents = [message.get("content") or "" for message in (prompt[-1], answer[0])]
     return [*prompt[:-1], prompt[-1] | answer[0] | {"content": "".join(contents)}, *answer[1:]]
@@ -239,9 +251,9 @@ def chat_turns(tokenizer, row, where):
 
     def text_before(i, **options):
         """What stands before answer i; before a first message this may be a system prompt of the template."""
-        if i > begin:
+        if i > begin or (prompt and len(messages) == len(prompt) + len(completion)):
             return chat_text(tokenizer, messages[:i], where, row, answering=True, anew=True, **options)
-        begun = prompt or [messages[0] | {"content": ""}]
+        begun = prompt or [{"role": "assistant", "content": ""}]
         return chat_text(tokenizer, begun, where, row, answering=True, **options)
 
     if prompt and len(parts) > 1:
@@ -261,9 +273,11 @@ def chat_turns(tokenizer, row, where):
 
 
 def tell_left_out(tokenizer, chats, rows, flag):
-    """Says of each part of the rows' chats, once, that the template leaves it out."""
+    """Says of each part of the chats, once, that the template leaves it out. chats: as many of each row."""
     known = set()
-    for number, (messages, row) in enumerate(zip(chats, rows, strict=True), 1):
+    for place, messages in enumerate(chats):
+        number = place % len(rows) + 1
+        row = rows[number - 1]
         parts = [("tools", 0, None)] if row.get("tools") else []
         for place, message in enumerate(messages):
             parts += [(f"{key} of {message['role']}", place, key) for key in message if key != "role"]
@@ -273,7 +287,9 @@ def tell_left_out(tokenizer, chats, rows, flag):
             known.add(name)
             other = {part: value for part, value in messages[place].items() if part != key}
             if key == "content":
-                other[key] = MARK
+                other[key] = CUT
+            elif key == "tool_calls" and not other.get("content"):
+                other["content"] = ""
             other = [*messages[:place], other, *messages[place + 1 :]]
             where = f"{flag} row {number}"
             answering = messages[-1]["role"] != "assistant"
@@ -325,15 +341,15 @@ def pair_texts(rows, tokenizer, flag):
     prompt is what chosen and rejected have in common, or ""."""
     if is_chat(rows, ["chosen"]):
         pairs = [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+        chats = []
         for side in SIDES:
-            chats = [joined(messages_in(row, "prompt"), row[side]) for row in rows]
-            tell_left_out(tokenizer, chats, rows, flag)
+            chats += [joined(messages_in(row, "prompt"), row[side]) for row in rows]
+        tell_left_out(tokenizer, chats, rows, flag)
         return pairs
     sides = [texts(rows, side, flag) for side in SIDES]
-    if "prompt" not in rows[0] and (others := sorted(QUESTIONS & rows[0].keys())):
-        raise InputError(
-            f"{flag} has the columns {', '.join(others)}: is one the prompt? Rename it to that, or remove it"
-        )
+    others = sorted(QUESTIONS & rows[0].keys())
+    if others and "prompt" not in rows[0]:
+        raise InputError(f"{flag} has the columns {', '.join(others)}: is one the prompt? Rename it, or remove it")
     if "prompt" in rows[0]:
         return list(zip(texts(rows, "prompt", flag), *sides, strict=True))
     return [split_pair(*pair) for pair in zip(*sides, strict=True)]
@@ -367,7 +383,7 @@ def prompt_messages(row):
         return prompt
     shared = 0
     for place, (chosen, rejected) in enumerate(zip(row["chosen"], row["rejected"], strict=False)):
-        if chosen["role"] == rejected["role"] == "assistant":
+        if chosen["role"] == rejected["role"] == "assistant" != row["chosen"][place - 1]["role"]:
             shared = place
         if chosen != rejected:
             break
@@ -386,7 +402,7 @@ def tokenize(tokenizer, texts, special_tokens, end, target=False):
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     ends = row_ends(tokenizer)
-    end_texts = tuple(tokenizer.convert_ids_to_tokens(ends))
+    end_texts = tuple(filter(None, tokenizer.convert_ids_to_tokens(ends)))  # a model may have one that is no token
     for text, ids in zip(texts, encoded, strict=True):
         has_bos = bos is not None and text.startswith(tokenizer.bos_token)
         if special_tokens and has_bos and ids[:2] == [bos, bos] and not text.startswith(2 * tokenizer.bos_token):
@@ -505,7 +521,7 @@ def untrained_end(tokenizer, ends, trained):
     """[a warning] if none of the rows of trained ids holds one of the tokens that end a response, else []."""
     if any(not set(ends).isdisjoint(ids) for ids in trained):
         return []
-    named = " or ".join(tokenizer.convert_ids_to_tokens(ends))
+    named = " or ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
     return [f"warning: no row trains the end token {named}, so responses will not end"]
 
 

@@ -33,7 +33,7 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
     torch.backends.cudnn.allow_tf32 = False  # which torch allows for convolutions, though not for matrix products
     one_copy = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # of the gradients
-    asked = [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or name.startswith("ACCELERATE_USE_")]
+    asked = [name for name in os.environ if name.startswith(("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_"))]
     try:
         accelerator = Accelerator(
             cpu=not gpu,

@@ -196,7 +196,7 @@ class Run:
         for name, value in vars(data).items():
             if isinstance(value, list | dict):
                 self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = ckpt.digest(value)
-        before = self.loaded.get("inputs", {}) if self.same else {}
+        before = self.loaded.get("inputs", {}) if self.same and self.args.resume == "auto" else {}
         changed = [name for name in before if self.inputs.get(name) != before[name]]
         if changed:
             kept = "a commit is kept by --revision or a directory, what a template writes by --template-options"

@@ -199,7 +199,7 @@ def adapter_base(path, revision=None):
         raise InputError(
             f"{path}: its base {base} is not there: correct base_model_name_or_path in adapter_config.json"
         )
-    if base and adapter_base(base):
+    if base and Path(spec_path(base) or "", "adapter_config.json").exists():
         raise InputError(f"{path}: its base {base} is an adapter, too: merge that into its model first")
     return base
 

@@ -352,10 +352,12 @@ def texts_behind(tokenizer, queries, responses, **options):
     whole = [[*query, *response] for query, response in zip(queries, responses, strict=True)]
     prompts = tokenizer.batch_decode(queries, **options)
     samples = tokenizer.batch_decode(whole, **options)
-    texts = tokenizer.batch_decode(responses, **options)  # where a prompt changes in a longer text
-    for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-        if sample.startswith(prompt):
-            texts[row] = sample[len(prompt) :]
+    texts = []
+    for prompt, sample, response in zip(prompts, samples, responses, strict=True):
+        text = sample.removeprefix(prompt)
+        if not sample.startswith(prompt):  # which changes in a longer text
+            text = tokenizer.decode(response, **options)
+        texts.append(text)
     return texts
 
 

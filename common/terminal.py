@@ -72,7 +72,7 @@ class Screen:
     def say(self, text):
         """Prints text above the line, in the first process of all; what is not printable in it, but the ends of lines,
         is written out."""
-        if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE") != "1":
+        if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":
             return
         text = "\n".join(map(visible, text.split("\n")))
         self.said = max(self.said, time.monotonic())

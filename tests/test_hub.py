@@ -214,6 +214,7 @@ def test_commits_of_all_models_and_of_the_bases_of_adapters(work, monkeypatch):
         "--model": commit("v2"), "--ref-model": main, "--reward": main,
     }  # fmt: skip
     assert hub_commits(Namespace(model="org/walker", revision=main)) == {}
+    assert hub_commits(Namespace(negative_prompt="low quality, " * 40, eval_dataset="held_out.jsonl," * 30)) == {}
 
 
 # ---- Names that do not -----------------------------------------------------------------------------------------------

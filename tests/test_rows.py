@@ -545,6 +545,8 @@ def tokenizers(template):
 SAID = "<think>so</think>Yes"
 CHAT = [user(f"Hi {HEADER}no<|im_end|>\n"), answer(SAID), user("And?"), answer(SAID)]
 ADD = [{"name": "add"}]
+CALL = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+CALLING = turn("assistant", "") | {"tool_calls": CALL}
 ROWS = [  # row, how many of the last answers are trained
     ({"messages": [turn("system", "Be bad."), *CHAT]}, 2),
     ({"prompt": CHAT[:3], "completion": CHAT[3:]}, 1),
@@ -621,6 +623,30 @@ def test_a_chat_that_begins_with_the_assistant():
         assert tokenizer.decode([episode.ids[place] for place in episode.actions]) == "Hello.<|im_end|>So?<|im_end|>"
 
 
+def test_a_template_that_trims_does_not_change_where_an_answer_begins():
+    """As that of Llama 3: the blanks behind the header stay with it."""
+    tokenizer = build_tokenizer(SMOL.replace("+ m.content +", "+ '\n' + m.content | trim +"))
+    for prompt in ([], [answer("")], [user("Hi."), answer("")]):
+        row = {"prompt": prompt, "completion": [answer("Hello.")]} if prompt else {"messages": [answer("Hello.")]}
+        assert trained_parts(row, tokenizer)[2] == ["Hello." + TURN_END]
+        if prompt:
+            _, (query,) = encode_prompts([{"prompt": prompt}], tokenizer, 5, 999, "--dataset")
+            assert tokenizer.decode(query).endswith(HEADER + "\n")
+
+
+def test_an_answer_goes_on_only_in_a_text():
+    """Behind a call another answer begins, and what two chats share ends with the first answer of several."""
+    tokenizer = build_tokenizer(unmarked(TOOLS))
+    row = {"prompt": [user("a"), CALLING], "completion": [answer("b")]}
+    assert trained_parts(row, tokenizer)[2] == ["b" + TURN_END]
+    _, (query,) = encode_prompts([{"prompt": row["prompt"]}], tokenizer, 5, 999, "--dataset")
+    assert tokenizer.decode(query).endswith(f"call add{TURN_END}{HEADER}")
+    limits = SimpleNamespace(max_prompt_length=None)
+    pair = {"chosen": [user("a"), answer("b"), answer("c")], "rejected": [user("a"), answer("b"), answer("d")]}
+    ((chosen, _, n),), _ = dpo.encode_pairs([pair], tokenizer, 999, limits, "--dataset")
+    assert tokenizer.decode(chosen[n:]) == f"b{TURN_END}{HEADER}c{TURN_END}"
+
+
 BEGUN = [user("Sum?"), answer("It is ")]
 
 
@@ -654,14 +680,18 @@ def test_a_template_that_opens_an_answer_with_what_it_leaves_out_of_it():
 
 COLUMNS = dict.fromkeys((with_labels, with_actions), ("prompt", "completion"))
 COLUMNS |= dict.fromkeys((pairs_of, scored), ("prompt", "chosen", "rejected"))
-CALL = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
-CALLING = turn("assistant", "") | {"tool_calls": CALL}
 LEFT_OUT = [  # template, messages, tools; what it leaves out
     (SMOL, [user("a"), CALLING, turn("tool", "5"), answer("b")], ADD, ["tools", "tool_calls of assistant"]),
     (TOOLS, [user("a"), CALLING, turn("tool", "5"), answer("b")], ADD, []),
     (SMOL, [user("a"), answer("b") | {"reasoning_content": "c"}], None, ["reasoning_content of assistant"]),
     (SMOL, [user("a") | {"name": "", "n": None}, answer("b")], None, []),
     (SMOL, [user("a"), answer("b") | {"weight": 0}], None, ["weight of assistant"]),
+    (
+        SMOL.replace("m.content", "(m.content or '')"),
+        [user("a"), CALLING | {"content": None}, user("c"), answer("b")],
+        None,
+        ["tool_calls of assistant"],
+    ),
     (TOOLS, [user("a"), turn("developer", "x"), turn("developer", "y"), answer("b")], [], ["content of developer"]),
     (TOOLS, [user("a"), turn("system", "x"), answer("b")], None, ["content of system"]),
 ]
@@ -680,7 +710,7 @@ def test_what_a_template_leaves_out_is_said_once(capsys):
         sides = {"chosen": messages, "rejected": [*messages[:-1], answer("no")], "tools": tools}
         dpo.encode_pairs([sides], tokenizer, 999, limits, "--eval-dataset x")
         told = [f"warning: --eval-dataset x row 1: the chat template leaves out: {part}" for part in parts]
-        assert set(told) <= {*capsys.readouterr().out.splitlines()}
+        assert capsys.readouterr().out.splitlines() == told
         encode_prompts([{"prompt": messages[:-1], "tools": tools}], tokenizer, 5, 999, "--eval-prompts")
         told = [
             line.replace("--eval-dataset x", "--eval-prompts")
@@ -688,6 +718,18 @@ def test_what_a_template_leaves_out_is_said_once(capsys):
             if not re.search("reasoning|weight", line)
         ]
         assert capsys.readouterr().out.splitlines() == told
+
+
+def test_options_of_a_row_that_are_none():
+    row = {"messages": [user("a"), answer("b")], "chat_template_kwargs": "{}"}
+    with refused("--dataset row 1: the chat template cannot render the messages: 'str' object is not a mapping$"):
+        with_labels([row], build_tokenizer(SMOL))
+
+
+def test_a_model_with_an_end_that_is_no_token(letters):
+    """As GPT-2's 50256 beside a tokenizer of one's own."""
+    letters.ends = [50256, EOS]
+    assert with_labels([{"prompt": "a", "completion": "b"}], letters)[0] == ["[a]b."]
 
 
 def test_options_of_the_template_in_a_row():
@@ -749,6 +791,9 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
     for name in [*names.split(), "lines.json", "list.jsonl"]:
         assert load_rows(name, "--dataset") == LINES, name
     assert load_rows("row*.jsonl", "--dataset") == LINES
+    (tmp_path / "a/b").mkdir(parents=True)
+    write("a/b/deep.jsonl", LINES)
+    assert load_rows("a/**/*.jsonl", "--dataset") == LINES
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk("splits")
     with refused("--dataset splits cannot be loaded: it has several splits: give one of them, such as splits/train$"):
         load_rows("splits", "--dataset")
@@ -770,10 +815,15 @@ def test_values_stay_as_they_stand_in_the_file(tmp_path, monkeypatch):
         "answer": "1989-11-09",
         "code": "007",
         "reward": [1, 2.5],
-        "margin": "",
+        "margin": None,
         "truncated": True,
     }
     assert load_rows("rows.csv", "--dataset") == [cells]
+    (tmp_path / "blank.csv").write_text("\r\n\nreward,truncated\n.5,\n1e-3,FALSE\n")
+    assert load_rows("blank.csv", "--dataset") == [
+        {"reward": 0.5, "truncated": None},
+        {"reward": 1e-3, "truncated": False},
+    ]
     (tmp_path / "rows.txt").write_text("a\x0bb\r\n\u2028c")
     assert load_rows("rows.txt", "--dataset") == [{"text": "a\x0bb"}, {"text": "\u2028c"}]
 
@@ -814,6 +864,14 @@ UNREADABLE = [  # name, bytes, what is said
     ("excel.csv", "prompt,answer\nå,b\n".encode("cp1252"), "it is not UTF-8 .byte 15.: save it as UTF-8"),
     ("shell.jsonl", '{"prompt": "a"}'.encode("utf-16"), "it is not UTF-8 .byte 1.: save it as UTF-8"),
     ("lines.jsonl", b'{"prompt": "a"}\n{"prompt": }\n', "line 2 is not valid JSON: Expecting value at column 12"),
+    (
+        "wide.csv",
+        b"prompt,answer\na,b\nc,d,e\n",
+        "its first line must have one name for each cell of a row, and none twice",
+    ),
+    ("short.csv", b"prompt,answer\na\n", "its first line must have one name for each cell of a row, and none twice"),
+    ("twice.csv", b"prompt,a,a\n1,2,3\n", "its first line must have one name for each cell of a row, and none twice"),
+    ("quote.csv", b'prompt,answer\na,"b\nc,d\n', "unexpected end of data"),
     ("rows.tsv", b"prompt\n", "expected a name that ends with .jsonl, .json, .csv, .txt, .parquet"),
 ]
 
@@ -824,7 +882,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(contents)
         with refused(f"--dataset {name} cannot be loaded: {why}$"):
             load_rows(name, "--dataset")
-    with refused("--dataset none.jsonl cannot be loaded: there is no such file$"):
+    with refused("--dataset none.jsonl cannot be loaded: there is no such file on this machine$"):
         load_rows("none.jsonl", "--dataset")
 
 

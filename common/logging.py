@@ -451,8 +451,10 @@ class Run:
         self._write(step, metrics, perf)
         if self.main and self.dir and 0 < step < self.total_steps:
             self._draw()
-            if "far worse" in self._change():
-                self.say(f"warning: {self._change()}: a lower --lr may help")
+            if "far worse" in self._change([]):
+                change = self._change(self._records("samples.jsonl"))  # whose rows tell whether this is noise
+                if "far worse" in change:
+                    self.say(f"warning: {change}: a lower --lr may help")
 
     def _write(self, step, metrics, perf):
         """Writes a line to metrics.jsonl, which is bitwise reproducible, one to perf.jsonl and both to the tracker."""
@@ -558,20 +560,21 @@ class Run:
         except Exception as error:
             self.say(f"warning: curve.png could not be drawn: {' '.join(str(error).split())}")
 
-    def _change(self):
-        """How the headline has changed since the start, in words; "" where it has no values."""
+    def _change(self, samples):
+        """How the headline has changed since the start, in words, and by how much more than its rows in samples vary;
+        "" where it has no values."""
         curve = points(self._records("metrics.jsonl"), self.headline)
         if not curve:
             return ""
         first, last = curve[0], curve[-1]
-        note = remark(self._records("samples.jsonl"), self.headline, first, last)
+        note = remark(samples, self.headline, first, last)
         return f"{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}"
 
     def _finish(self, prompt, usage):
         self._draw()
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        self.say(f"\n{self._change()}")
+        self.say(f"\n{self._change(samples)}")
         folder = f"{self.dir}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)

@@ -680,18 +680,14 @@ def test_a_template_that_opens_an_answer_with_what_it_leaves_out_of_it():
 
 COLUMNS = dict.fromkeys((with_labels, with_actions), ("prompt", "completion"))
 COLUMNS |= dict.fromkeys((pairs_of, scored), ("prompt", "chosen", "rejected"))
+LENIENT = SMOL.replace("m.content", "(m.content or '')")
 LEFT_OUT = [  # template, messages, tools; what it leaves out
     (SMOL, [user("a"), CALLING, turn("tool", "5"), answer("b")], ADD, ["tools", "tool_calls of assistant"]),
     (TOOLS, [user("a"), CALLING, turn("tool", "5"), answer("b")], ADD, []),
     (SMOL, [user("a"), answer("b") | {"reasoning_content": "c"}], None, ["reasoning_content of assistant"]),
     (SMOL, [user("a") | {"name": "", "n": None}, answer("b")], None, []),
     (SMOL, [user("a"), answer("b") | {"weight": 0}], None, ["weight of assistant"]),
-    (
-        SMOL.replace("m.content", "(m.content or '')"),
-        [user("a"), CALLING | {"content": None}, user("c"), answer("b")],
-        None,
-        ["tool_calls of assistant"],
-    ),
+    (LENIENT, [user("a"), CALLING | {"content": None}, user("c"), answer("b")], None, ["tool_calls of assistant"]),
     (TOOLS, [user("a"), turn("developer", "x"), turn("developer", "y"), answer("b")], [], ["content of developer"]),
     (TOOLS, [user("a"), turn("system", "x"), answer("b")], None, ["content of system"]),
 ]
@@ -860,6 +856,7 @@ def test_keys_that_other_rows_have_are_no_nulls(tmp_path, monkeypatch):
         assert found[0]["info"] == {"a": 1, "city": None}  # a column of the user's
 
 
+NAMES = "its first line must have one name for each cell of a row, and none twice"
 UNREADABLE = [  # name, bytes, what is said
     ("excel.csv", "prompt,answer\nå,b\n".encode("cp1252"), "it is not UTF-8 .byte 15.: save it as UTF-8"),
     ("shell.jsonl", '{"prompt": "a"}'.encode("utf-16"), "it is not UTF-8 .byte 1.: save it as UTF-8"),
@@ -867,10 +864,10 @@ UNREADABLE = [  # name, bytes, what is said
     (
         "wide.csv",
         b"prompt,answer\na,b\nc,d,e\n",
-        "its first line must have one name for each cell of a row, and none twice",
+        NAMES,
     ),
-    ("short.csv", b"prompt,answer\na\n", "its first line must have one name for each cell of a row, and none twice"),
-    ("twice.csv", b"prompt,a,a\n1,2,3\n", "its first line must have one name for each cell of a row, and none twice"),
+    ("short.csv", b"prompt,answer\na\n", NAMES),
+    ("twice.csv", b"prompt,a,a\n1,2,3\n", NAMES),
     ("quote.csv", b'prompt,answer\na,"b\nc,d\n', "unexpected end of data"),
     ("rows.tsv", b"prompt\n", "expected a name that ends with .jsonl, .json, .csv, .txt, .parquet"),
 ]

@@ -495,7 +495,7 @@ def main(args):
     ref = None
     if args.ref_model is not None or not (args.precompute_ref or args.reference_free):
         ref = make_reference(args, ref_path, lm, tokenizer)
-    run.check_inputs(data)
+    run.check_inputs(data, model=lm, ref_model=ref)
     ref_packing = packing and (ref is None or can_pack(ref, packing, run.say))
     optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer, ref)

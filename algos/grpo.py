@@ -427,7 +427,7 @@ def main(args):
     data.encode(lm, tokenizer, args.max_new_tokens, args.max_prompt_length, args.rollout_batch_size)
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
     reward_model = data.load_reward(args, lm, tokenizer)
-    run.check_inputs(data)
+    run.check_inputs(data, model=lm, ref_model=ref, reward=reward_model)
     optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)

@@ -716,7 +716,7 @@ def main(args):
     policy, tokenizer = load(args, path, device)
     lm = policy.lm
     encode(data, lm, tokenizer, args)
-    run.check_inputs(data)
+    run.check_inputs(data, model=lm)
     normalize_rewards(data, args)
     optimizer = args.make_optimizer(policy)
     model = prepare(accelerator, policy, optimizer)

@@ -575,7 +575,7 @@ def main(args):
     ref = make_reference(args, ref_path, lm, tokenizer)
     reward_model = data.load_reward(args, lm, tokenizer)
     policy = make_policy(args, path, lm)
-    run.check_inputs(data)
+    run.check_inputs(data, model=lm, ref_model=ref, reward=reward_model)
     optimizer = args.make_optimizer(policy)
     model = prepare(accelerator, policy, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer, heads={HEAD_FILE: policy.value_head.state_dict()})

@@ -256,7 +256,7 @@ def main(args):
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
     max_length = encode(data, lm, tokenizer, args)
-    run.check_inputs(data)
+    run.check_inputs(data, model=lm)
     packing = can_pack(lm, args.packing, run.say)
     optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer)

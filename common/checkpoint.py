@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch
 import torch
-from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
 from common.cli import ROOT, InputError, flag_of, spec_path
@@ -401,22 +401,13 @@ def differences(old, new):
 # ---- Inputs --------------------------------------------------------------------------------------------------------
 
 
-def hub_commits(args):
-    """{flag: commit} of the models of the hub that flags name, and of the bases of adapters, as they were loaded last;
-    none of those whose commit is given."""
-
-    def branch(repository, name="main"):
-        return Path(HF_HUB_CACHE, f"models--{str(repository).replace('/', '--')}", "refs", name)
-
-    commits = {}
-    for name, value in vars(args).items():
-        if isinstance(value, str):
-            own = str(spec_path(value) or value.partition(":")[0])
-            files = {flag_of(name): branch(own, (name == "model" and args.revision) or "main")}
-            if os.path.isdir(own) or os.path.isfile(branch(own)):  # Path.is_file raises for what is too long
-                files[f"{flag_of(name)}'s base"] = branch(adapter_base(own))
-            commits |= {flag: file.read_text() for flag, file in files.items() if os.path.isfile(file)}
-    return commits
+def hub_commit(model, revision=None):
+    """The commit of the hub from which a model was loaded, or None."""
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    with contextlib.suppress(ValueError):  # what is no name of the hub
+        if not os.path.isdir(source):  # diffusers gives the directory in the cache
+            source = try_to_load_from_cache(source, "config.json", revision=revision)
+        return re.search("snapshots/([0-9a-f]+)|$", str(source))[1]
 
 
 def digest(value):

@@ -28,7 +28,7 @@ import yaml
 
 from common import checkpoint as ckpt
 from common.checkpoint import SIZES, describe, differences, environment, identity
-from common.cli import InputError
+from common.cli import InputError, flag_of
 from common.data import marked
 from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads
 from common.seeding import rng, seed_libraries, stream_rows
@@ -188,10 +188,13 @@ class Run:
         (folder / ".lock").write_text(f"{os.getpid()} on {platform.node()}")
         return folder
 
-    def check_inputs(self, data):
-        """Notes what a script has read: the rows and tokens in the fields of data, and the commits of hub ids.
-        InputError if the run in this directory began with others."""
-        self.inputs = ckpt.hub_commits(self.args)
+    def check_inputs(self, data, **models):
+        """Notes what a script has read: the rows and tokens in the fields of data, and the commits of models ({flag:
+        model or None}) of the hub. InputError if the run in this directory began with others."""
+        for name, model in models.items():
+            revision = self.args.revision if name == "model" else None
+            if commit := ckpt.hub_commit(model, revision):
+                self.inputs[flag_of(name)] = commit
         flags = {"eval_sets": "--eval-dataset", "prompts": "--eval-prompts"}
         for name, value in vars(data).items():
             if isinstance(value, list | dict):

@@ -11,7 +11,6 @@ import select
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from unittest.mock import create_autospec
 
@@ -27,7 +26,7 @@ from test_models import short_ppo, short_sft
 from transformers import GPT2ForSequenceClassification
 
 from benchmarks.tasks import randomwalks
-from common.checkpoint import hub_commits
+from common.checkpoint import hub_commit
 from common.cli import InputError
 
 SPLITS = {
@@ -183,7 +182,7 @@ def test_a_classifier_as_the_reward(run, work):
 
 
 def test_a_run_goes_on_only_with_the_commits_it_began_with(run, work):
-    """Of the model, the reference and the reward; the sentence names what keeps the old one."""
+    """The sentence names what keeps the old one."""
     refs = work / "HF_HOME/hub/models--org--walker/refs/main"
     command = f"{SFT} --eval-every 0 --model org/walker --run-dir commits --total-steps 4 --save-every 2 --lr 1e-3"
     run(command)
@@ -199,22 +198,25 @@ def test_a_run_goes_on_only_with_the_commits_it_began_with(run, work):
     run(command)
 
 
-def test_commits_of_all_models_and_of_the_bases_of_adapters(work, monkeypatch):
-    """A commit that is given needs no comparison."""
-    monkeypatch.setattr("common.checkpoint.HF_HUB_CACHE", str(work / "HF_HOME/hub"))
-    adapter = work / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/judge"}))
-    flags = {"model": "org/walker", "dataset": "org/walks:train", "dtype": "float32", "seed": 1}
-    main = commit("main")
-    assert hub_commits(Namespace(**flags, revision=None, reward=str(adapter))) == {
-        "--model": main, "--reward's base": main,
-    }  # fmt: skip
-    assert hub_commits(Namespace(**flags, revision="v2", ref_model="org/walker", reward="org/judge:GOOD")) == {
-        "--model": commit("v2"), "--ref-model": main, "--reward": main,
-    }  # fmt: skip
-    assert hub_commits(Namespace(model="org/walker", revision=main)) == {}
-    assert hub_commits(Namespace(negative_prompt="low quality, " * 40, eval_dataset="held_out.jsonl," * 30)) == {}
+def test_commits_of_models(work, monkeypatch, build_model, build_pipeline):
+    """By the names that they keep: an adapter's is that of its base. diffusers keeps a path of the cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(work / "HF_HOME/hub"))
+    lm = build_model()
+    for name, revision, expected in [
+        ("org/walker", None, commit("main")),
+        ("org/walker", "v2", commit("v2")),
+        ("org/walker", commit("v2"), commit("v2")),
+        ("org/nope", None, None),
+        ("low quality, " * 40, None, None),
+        (str(work / "main"), None, None),
+        ("", None, None),
+    ]:
+        lm.config._name_or_path = name
+        assert hub_commit(lm, revision) == expected
+    unet = build_pipeline().unet
+    assert hub_commit(unet) is None and hub_commit(None) is None
+    unet.register_to_config(_name_or_path=str(work / f"HF_HOME/hub/models--org--walker/snapshots/{commit('v2')}"))
+    assert hub_commit(unet) == commit("v2")
 
 
 # ---- Names that do not -----------------------------------------------------------------------------------------------

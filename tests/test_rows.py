@@ -883,6 +883,24 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
         load_rows("none.jsonl", "--dataset")
 
 
+REPEATED = [  # rows whose texts have the prompt, too; one beside which a row has it not is as it should be
+    (with_labels, {"prompt": "ab", "completion": "abc"}, {"completion": "c"}),
+    (with_actions, {"prompt": "ab", "completion": "abc", "reward": 1}, {"completion": "c"}),
+    (pairs_of, {"prompt": "ab", "chosen": "abc", "rejected": "abd"}, {"rejected": "d"}),
+    (scored, {"prompt": "ab", "chosen": "abc", "rejected": "abd"}, {"chosen": "c"}),
+    (with_labels, {"prompt": [AB], "completion": [AB, CD]}, {"completion": [CD]}),
+    (pairs_of, {"prompt": [AB], "chosen": [AB, CD], "rejected": [AB, F]}, {"chosen": [CD], "rejected": [F]}),
+]
+
+
+def test_prompts_that_the_texts_repeat(chatty):
+    for encode, row, change in REPEATED:
+        with refused("--dataset: in all rows .* repeat the prompt, before which it stands: cut it off$"):
+            encode([row, row], chatty)
+        encode([row, row | change], chatty)
+    encode_prompts([{"prompt": "ab"}], chatty, 5, 99, "--dataset")
+
+
 EASY = [{"text": "easy"}]
 HARD = [{"text": "hard"}]
 TWO = [{"text": "b"}] * 2

@@ -316,7 +316,7 @@ def row_segments(rows, tokenizer, flag):
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
     if is_chat(rows, ["prompt"]):
         turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-        refuse_repeated_prompts(rows, ["completion"], flag)
+        tell_repeated_prompts(rows, ["completion"], flag)
         chats = [joined(row["prompt"], row["completion"]) for row in rows]
         tell_left_out(tokenizer, chats, rows, flag)
         return turns
@@ -324,7 +324,7 @@ def row_segments(rows, tokenizer, flag):
         return [dialogue(row["dialogue"], f"{flag} row {number}") for number, row in enumerate(rows, 1)]
     if "prompt" in columns or "completion" in columns:
         segments = list(zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True))
-        refuse_repeated_prompts(rows, ["completion"], flag)
+        tell_repeated_prompts(rows, ["completion"], flag)
         return segments
     if "text" in columns:
         return [("", text) for text in texts(rows, "text", flag)]
@@ -332,14 +332,14 @@ def row_segments(rows, tokenizer, flag):
     raise InputError(f"{flag} has the columns {', '.join(columns)}; expected {forms}")
 
 
-def refuse_repeated_prompts(rows, columns, flag):
-    """InputError if all texts or chats in these columns begin with their prompts, which would stand there twice."""
+def tell_repeated_prompts(rows, columns, flag):
+    """Says if all texts or chats in these columns begin with their prompts, which then stand there twice."""
     for row, column in itertools.product(rows, columns):
         prompt = row.get("prompt")
         if not prompt or row[column][: len(prompt)] != prompt:
             return
-    raise InputError(
-        f"{flag}: in all rows {' and '.join(columns)} repeat the prompt, before which it stands: cut it off"
+    screen.say(
+        f"warning: {flag}: all rows have the prompt twice: before {' and '.join(columns)}, and as their beginning"
     )
 
 
@@ -355,7 +355,7 @@ def pair_texts(rows, tokenizer, flag):
     prompt is what chosen and rejected have in common, or ""."""
     if is_chat(rows, ["chosen"]):
         pairs = [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-        refuse_repeated_prompts(rows, SIDES, flag)
+        tell_repeated_prompts(rows, SIDES, flag)
         chats = []
         for side in SIDES:
             chats += [joined(messages_in(row, "prompt"), row[side]) for row in rows]
@@ -367,7 +367,7 @@ def pair_texts(rows, tokenizer, flag):
         raise InputError(f"{flag} has the columns {', '.join(others)}: is one the prompt? Rename it, or remove it")
     if "prompt" in rows[0]:
         prompts = texts(rows, "prompt", flag)
-        refuse_repeated_prompts(rows, SIDES, flag)
+        tell_repeated_prompts(rows, SIDES, flag)
         return list(zip(prompts, *sides, strict=True))
     return [split_pair(*pair) for pair in zip(*sides, strict=True)]
 

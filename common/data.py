@@ -338,9 +338,8 @@ def tell_repeated_prompts(rows, columns, flag):
         prompt = row.get("prompt")
         if not prompt or row[column][: len(prompt)] != prompt:
             return
-    screen.say(
-        f"warning: {flag}: all rows have the prompt twice: before {' and '.join(columns)}, and as their beginning"
-    )
+    names = " and ".join(columns)
+    screen.say(f"warning: {flag}: all texts of {names} begin with the prompt, which thus stands there twice")
 
 
 def dialogue(turns, where):
@@ -355,7 +354,6 @@ def pair_texts(rows, tokenizer, flag):
     prompt is what chosen and rejected have in common, or ""."""
     if is_chat(rows, ["chosen"]):
         pairs = [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-        tell_repeated_prompts(rows, SIDES, flag)
         chats = []
         for side in SIDES:
             chats += [joined(messages_in(row, "prompt"), row[side]) for row in rows]

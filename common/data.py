@@ -121,7 +121,8 @@ def rows_of_csv(text):
     csv.field_size_limit(sys.maxsize)
     table = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count), strict=True)
     rows = list(table)
-    if any(None in (*row, *row.values()) for row in rows) or len({*table.fieldnames}) < len(table.fieldnames):
+    names = table.fieldnames or []  # none in an empty file
+    if any(None in (*row, *row.values()) for row in rows) or len({*names}) < len(names):
         raise ValueError("its first line must have one name for each cell of a row, and none twice")
     for row, column in itertools.product(rows, NUMBERS):
         with suppress(KeyError, ValueError, SyntaxError):

@@ -875,6 +875,9 @@ UNREADABLE = [  # name, bytes, what is said
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.csv").touch()
+    with refused("--dataset empty.csv has no rows$"):
+        load_rows("empty.csv", "--dataset")
     for name, contents, why in UNREADABLE:
         (tmp_path / name).write_bytes(contents)
         with refused(f"--dataset {name} cannot be loaded: {why}$"):

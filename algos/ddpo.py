@@ -639,6 +639,9 @@ def load_pipeline(args, path):
     if not isinstance(pipeline, StableDiffusionPipeline):
         class_name = type(pipeline).__name__
         raise InputError(f"--model {name} is a {class_name}, expected a StableDiffusionPipeline (SD 1.x or 2.x)")
+    prediction = pipeline.scheduler.config.prediction_type
+    if prediction not in ("epsilon", "sample", "v_prediction"):
+        raise InputError(f"--model {name}: its scheduler has the prediction type {prediction}")
     if pipeline.unet.config.time_cond_proj_dim is not None:
         raise InputError(f"--model {name} is a latent consistency model, whose UNet takes the guidance as an input")
     num_words = len(pipeline.tokenizer)

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +23,17 @@ from typing import Annotated, Literal, NamedTuple
 
 import yaml
 
+from common.terminal import visible
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class InputError(Exception):
     """Bad input: one sentence that names the flag, or the file and row, and what to do. Exit code 2."""
+
+
+class Stopped(SystemExit):
+    """A signal ends the run."""
 
 
 def stop_if(problems):
@@ -58,7 +65,8 @@ def cli(args_class, main, task=None):
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
-        print(f"error: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
+        text = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
+        print("\n".join(map(visible, text.split("\n"))), file=sys.stderr)
         sys.exit(2)
 
 
@@ -582,15 +590,18 @@ def call_function(function, name, rows, given):
         with torch.enable_grad():  # for one that trains something of its own
             result = function(**values)
         return event_loop(process).run_until_complete(result) if inspect.iscoroutine(result) else result
-    except asyncio.CancelledError as error:  # not an Exception, so nothing else catches it
-        raise RuntimeError(f"{name} was cancelled") from error
-    except SystemExit as error:
-        if os.getpid() != process:  # a child that the function forked: Python's own exit can hang in it
-            os._exit(error.code if isinstance(error.code, int) else bool(error.code))
-        if isinstance(error.code, int) and error.code > 128:  # a signal came: Run._on_signal
+    except BaseException as error:
+        if os.getpid() != process:  # a child that the function forked, which must not go on as a process of the run
+            code = 1
+            if isinstance(error, SystemExit):
+                code = error.code if isinstance(error.code, int) else bool(error.code)
+            else:
+                traceback.print_exception(error)
+            os._exit(code)
+        if isinstance(error, Exception | KeyboardInterrupt | Stopped):
             raise
-        # it would end the run as if it had succeeded
-        raise RuntimeError(f"{name} called sys.exit: {error}") from error
+        # sys.exit would end the run as if it had succeeded; nothing else catches what is no Exception
+        raise RuntimeError(f"{name} ended with {error!r}") from error
 
 
 @functools.cache
@@ -698,6 +709,7 @@ def floats(value, count=None):
         value = value.tolist()
     if isinstance(value, list | tuple):
         values = [floats(item) for item in value]
-        return values if len(values) == count and None not in values else None
+        is_right = len(values) == count and None not in values and math.isfinite(sum(values))
+        return values if is_right else None
     is_finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max  # of a large int, too
     return float(value) if is_finite else None

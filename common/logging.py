@@ -28,7 +28,7 @@ import yaml
 
 from common import checkpoint as ckpt
 from common.checkpoint import SIZES, describe, differences, environment, identity
-from common.cli import InputError, flag_of
+from common.cli import InputError, Stopped, flag_of
 from common.data import marked
 from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads
 from common.seeding import rng, seed_libraries, stream_rows
@@ -38,9 +38,16 @@ SAVE_SECONDS = 600  # save again this long after the last save, unless --save-ev
 
 _open = []  # open runs of this process
 
-# No signal may reach a forked child before `leave_runs`: it would be lost, and its sender would wait forever.
-hold_signals = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-let_signals_through = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+_masks = threading.local()
+
+
+def hold_signals():
+    """No signal may reach a forked child before `leave_runs`: it would be lost, and its sender would wait forever."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def let_signals_through():
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
 def leave_runs():
@@ -74,7 +81,7 @@ def closes_run(main):
                 run.say_what_is_kept(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
             if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
-                raise InputError(OUT_OF_MEMORY) from error
+                raise InputError(f"{OUT_OF_MEMORY}\n  {error}") from error  # which may be of the user's function
             raise
         finally:
             while _open:
@@ -324,6 +331,8 @@ class Run:
         """True at the start, every --eval-every steps and at the end, except where a continued run has done it."""
         if self.eval_every == 0 or 0 < step <= self.kept.evaluated:
             return False
+        # for user functions that draw from the global generators: the same where an evaluation is repeated
+        seed_libraries(int(rng(self.args.seed, "evaluation libraries", step).integers(2**32)))
         return step in (0, self.total_steps) or self._passed(step, self.eval_every)
 
     def _passed(self, step, every):
@@ -356,7 +365,7 @@ class Run:
         if stop or is_due or step in (kept.best_step, self.total_steps):
             self._save()
         if stop:
-            raise SystemExit(128 + self.signal)
+            raise Stopped(128 + self.signal)
 
     def _save(self):
         """Writes a checkpoint of the last complete iteration. Collective."""
@@ -391,7 +400,7 @@ class Run:
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not (self.stepped or self.seconds):  # no part of an iteration is done
-            raise SystemExit(128 + number)
+            raise Stopped(128 + number)
         screen.headline = "stopping after this iteration (Ctrl-C again stops at once)"  # printing is not safe here
 
     def stop_requested(self):

@@ -272,8 +272,9 @@ def generate_all(
         process; [] where a response has reached its limit. Without a rollout function it is called once: nothing is
         done before, and there is room for the limit."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if len({*places}) < len(places):
-            raise InputError("--rollout: a row appears twice in one call of `sample`")
+        if len({*places}) < len(places) or not {*places} <= {*range(len(local))} or not all(contexts):
+            last = len(local) - 1
+            raise InputError(f"--rollout: `sample` takes a context for each of different rows from 0 to {last}")
         found = {place: [] for place in places}
         waiting = []
         for place, context in zip(places, contexts, strict=True):

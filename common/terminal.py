@@ -106,7 +106,7 @@ def cell_text(value):
 
 def table_of(rows, title=None, width=None):
     """Rows, dicts with equal keys, as the text of a table. Without a width it is as wide as the terminal."""
-    columns = [Column(name, overflow="fold") for name in rows[0]]  # a long word goes on in the next line
+    columns = [Column(Text(visible(name)), overflow="fold") for name in rows[0]]  # a long word goes on in the next line
     grid = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for row in rows:
         grid.add_row(*(Text(cell_text(value)) for value in row.values()))

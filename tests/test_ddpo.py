@@ -314,6 +314,13 @@ def test_a_pipeline_of_another_kind(build_pipeline):
             load(model)
 
 
+def test_a_prediction_of_an_unknown_type_is_refused(build_pipeline):
+    pipeline = build_pipeline()
+    pipeline.scheduler.register_to_config(prediction_type="flow_prediction")
+    with pytest.raises(InputError, match="its scheduler has the prediction type flow_prediction"):
+        load(pipeline)
+
+
 def test_a_latent_consistency_model_is_refused(build_pipeline):
     """Its UNet takes the weight of the guidance as an input, which nothing here gives it."""
     pipeline = build_pipeline()

@@ -448,7 +448,7 @@ def test_a_reward_that_forks(run, tmp_path):
 @pytest.mark.case(29, "ppo")
 def test_a_reward_that_ends_the_process(run, tmp_path):
     (tmp_path / "ends.py").write_text("import sys\n\ndef reward(**columns):\n    sys.exit(0)\n")
-    assert "ends.py:reward called sys.exit" in run("ppo", "--reward", "ends.py:reward", expect=1).err
+    assert "ends.py:reward ended with SystemExit(0)" in run("ppo", "--reward", "ends.py:reward", expect=1).err
 
 
 # ---- Signals and the lock --------------------------------------------------------------------------------------------

@@ -321,6 +321,27 @@ def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp
     assert log(tmp_path / "run")[-1]["step"] == 4
 
 
+def drawing(outputs, **columns):
+    """A metric that draws, and fails once."""
+    drawing.calls += 1
+    if drawing.calls == drawing.failing:
+        raise ZeroDivisionError
+    return {"n": np.random.random(len(outputs)).tolist()}
+
+
+def test_an_evaluation_that_is_repeated_draws_the_same(gpt2_dir, tmp_path):
+    """Its generators are seeded for the evaluation, not only for the iteration before it."""
+    flags = {"eval_prompts": [{"prompt": "b"}], "eval_dataset": None, "max_new_tokens": 3, "metric": drawing}
+    for name, failing in (("whole", None), ("broken", 2)):
+        drawing.calls = 0
+        drawing.failing = failing
+        if failing:
+            with pytest.raises(ZeroDivisionError):
+                run(sft, gpt2_dir, tmp_path / name, **flags)
+        run(sft, gpt2_dir, tmp_path / name, **flags)
+    assert (tmp_path / "broken/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+
+
 # ---- Directories -----------------------------------------------------------------------------------------------------
 
 

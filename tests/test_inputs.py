@@ -34,7 +34,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import shapes
-from common.cli import InputError, call_function, call_metric, call_reward, cli, load_function
+from common.cli import InputError, Stopped, call_function, call_metric, call_reward, cli, load_function
 from common.data import encode_prompts, load_rows, pair_texts, row_segments
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql, "ddpo": ddpo}
@@ -427,6 +427,50 @@ def test_metrics_that_are_refused():
     for values in (None, {}, [1.0] * 4):
         with refused(f"{expected}it returned {values}"):
             columns_of(values)
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+ENDS = [Panic("no server"), GeneratorExit(), SystemExit(0), SystemExit(255), BaseExceptionGroup("several", [Panic()])]
+
+
+@pytest.mark.case(29, TEXT)
+@pytest.mark.parametrize("error", ENDS, ids=repr)
+def test_whatever_a_function_raises_is_an_error_of_its_own(error):
+    """Nothing else would catch it: the iteration would be lost, or the run end as if it had succeeded."""
+
+    def score(outputs):
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"^r.py:f ended with {re.escape(repr(error))}$") as raised:
+        call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
+    assert raised.value.__cause__ is error
+    for ending in (KeyboardInterrupt(), Stopped(143)):  # not of the function: somebody ends the run
+        error = ending
+        with pytest.raises(type(ending)):
+            call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
+
+
+@pytest.mark.case(29, TEXT)
+@pytest.mark.parametrize(("error", "code"), [(ValueError("in a child"), 1), (Panic(), 1), (SystemExit(3), 3)], ids=repr)
+def test_a_forked_child_never_goes_on_as_a_process_of_the_run(error, code, capfd):
+    """It would enter the run's communication, and hang the others."""
+
+    def score(outputs):
+        child = os.fork()
+        if child == 0:
+            raise error
+        return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]
+
+    assert call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]}) == [code]
+    assert ("in a child" in capfd.readouterr().err) == ("in a child" in str(error))
+
+
+def test_tokens_whose_sum_is_not_finite():
+    with refused("r.py:f returned [1e+308, 1e+308] for row 1"):
+        call_reward(lambda outputs: [[1e308, 1e308]], "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]}, [2])
 
 
 def test_a_function_may_train_something_of_its_own():

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,20 @@ def test_an_error_of_the_model_is_no_error_of_the_user():
         assert raised.value is error and error.on_all is of_user
 
 
+def test_a_fork_leaves_the_signals_as_they_were():
+    """Of a caller that waits for them by sigwait, in the parent and in the child."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        child = os.fork()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        if child == 0:
+            os._exit(blocked != before | {signal.SIGTERM})
+        assert blocked == before | {signal.SIGTERM}
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def test_peak_memory():
     """In MB, what was freed included."""
     status = Path("/proc/self/status").read_text()
@@ -182,5 +197,5 @@ def test_errors_of_libraries_without_memory(words):
     def main(args):
         raise RuntimeError(f"of a library: {words}")
 
-    with pytest.raises(InputError, match="^out of memory: lower --micro-batch-size or --decode-batch-size"):
+    with pytest.raises(InputError, match=f"^out of memory: lower --micro-batch-size or .*\n  of a library: {words}$"):
         main(SimpleNamespace(threads=1, seed=1, deterministic=False))

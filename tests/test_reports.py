@@ -566,6 +566,12 @@ def test_a_table_breaks_between_words(monkeypatch):
     assert {*rows[0]["prompt"].split()} <= {*text.split()}
 
 
+def test_names_of_columns_are_no_markup():
+    """And no escape sequences, in the terminal and the card."""
+    text = terminal.table_of([{"acc[/x]": 1.0, "[bold]": 2.0, "\x1b]0;pwn\x07": 3.0}], width=terminal.WIDEST)
+    assert "acc[/x]" in text and "[bold]" in text and "\x1b" not in text and "\\x1b]0;pwn\\x07" in text
+
+
 def test_a_table_loses_no_letter(monkeypatch):
     """Also of words that are wider than a column, as those of chats are."""
     monkeypatch.setenv("COLUMNS", "80")

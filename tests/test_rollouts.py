@@ -306,7 +306,10 @@ WRONG = {
     "no trained ids within --max-new": lambda prompt_ids: [[([1] * 9, False), ([2], True)] for _ in prompt_ids],
     "did not return behind exactly": retokenised,
     "behind exactly the ids before": forgets_a_turn,
-    "a row appears twice in one call": lambda sample, prompt_ids: sample(prompt_ids[:2], [0, 0]),
+    "context for each of different rows from 0 to 11": lambda sample, prompt_ids: sample(prompt_ids[:2], [0, 0]),
+    "different rows from 0 to 11$": lambda sample, prompt_ids: sample(prompt_ids[:2], [11, -1]),  # the last one twice
+    "of different rows from 0 to 11": lambda sample, prompt_ids: sample(prompt_ids[:1], [12]),
+    "a context for each of different rows": lambda sample, prompt_ids: sample([[], [1]], [0, 1]),
     "missing a required argument: 'price'. It gets sample, prompt_ids": lambda price: None,
 }
 
@@ -366,7 +369,7 @@ def test_coroutines_share_a_loop_and_may_be_cancelled():
         await task
 
     assert [call_function(waits, "f", [{"prompt": ""}], {"outputs": [""]}) for _ in range(3)] == [[1]] * 3
-    with pytest.raises(RuntimeError, match="f was cancelled"):
+    with pytest.raises(RuntimeError, match="f ended with CancelledError"):
         call_function(cancelled, "f", [{"prompt": ""}], {"outputs": [""]})
 
 
